@@ -1,0 +1,111 @@
+"""Checkpointing for Megatron-style PyTorch training, put together from Hydra configs.
+
+    from ckpt_component import build_manager
+
+    with build_manager("async_persistent", overrides=["checkpoint.dir=checkpoints"]) as manager:
+        start = manager.restore(state) or 0
+        ...
+
+Names are imported when they are first used: Hydra's search-path plugin and the writer process import this package,
+and neither may pay for torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from .errors import (
+    CheckpointBusyError,
+    CheckpointCorruptError,
+    CheckpointError,
+    CheckpointExistsError,
+    CheckpointLoadError,
+    CheckpointNotFoundError,
+    CheckpointSaveError,
+    CheckpointStageError,
+    CheckpointTimeoutError,
+    MissingKeysError,
+    TornSnapshotError,
+    WorkerDiedError,
+)
+
+if TYPE_CHECKING:
+    from .callers import (
+        AsyncCaller,
+        AsyncCallsQueue,
+        AsyncRequest,
+        PersistentAsyncCaller,
+        TemporalAsyncCaller,
+    )
+    from .checkpointer import AsyncCheckpointer, Checkpointer, SyncCheckpointer
+    from .config import compose_checkpoint
+    from .config.errors import CheckpointConfigError
+    from .factory import build_checkpointer, build_manager
+    from .manager import CheckpointManager
+    from .process import CheckpointProcess, CheckpointProcessConfig
+    from .saver import SaveReport
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AsyncCaller",
+    "AsyncCallsQueue",
+    "AsyncCheckpointer",
+    "AsyncRequest",
+    "CheckpointBusyError",
+    "CheckpointConfigError",
+    "CheckpointCorruptError",
+    "CheckpointError",
+    "CheckpointExistsError",
+    "CheckpointLoadError",
+    "CheckpointManager",
+    "CheckpointNotFoundError",
+    "CheckpointProcess",
+    "CheckpointProcessConfig",
+    "CheckpointSaveError",
+    "CheckpointStageError",
+    "CheckpointTimeoutError",
+    "Checkpointer",
+    "MissingKeysError",
+    "PersistentAsyncCaller",
+    "SaveReport",
+    "SyncCheckpointer",
+    "TemporalAsyncCaller",
+    "TornSnapshotError",
+    "WorkerDiedError",
+    "build_checkpointer",
+    "build_manager",
+    "compose_checkpoint",
+]
+
+_HOMES = {
+    "AsyncCaller": "callers",
+    "AsyncCallsQueue": "callers",
+    "AsyncCheckpointer": "checkpointer",
+    "AsyncRequest": "callers",
+    "CheckpointConfigError": "config.errors",
+    "CheckpointManager": "manager",
+    "CheckpointProcess": "process",
+    "CheckpointProcessConfig": "process",
+    "Checkpointer": "checkpointer",
+    "PersistentAsyncCaller": "callers",
+    "SaveReport": "saver",
+    "SyncCheckpointer": "checkpointer",
+    "TemporalAsyncCaller": "callers",
+    "build_checkpointer": "factory",
+    "build_manager": "factory",
+    "compose_checkpoint": "config",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f".{_HOMES[name]}", __name__), name)
+    globals()[name] = value  # the next look-up does not come here
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

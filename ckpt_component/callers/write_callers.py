@@ -1,0 +1,256 @@
+"""Who runs a write job: the trainer itself, a process per save, or one process for the whole run.
+
+The process is the torch-free byte writer. A job's constant part (tables, the arena's descriptor) is sent once per
+process; a save is then a frame of a few hundred bytes and the encoded objects.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import asdict
+from enum import Enum
+from typing import Any, ClassVar
+
+import psutil
+
+from ..config.errors import CheckpointConfigError
+from ..errors import CheckpointSaveError, CheckpointTimeoutError, WorkerDiedError
+from ..image.arena import Arena
+from ..process.byte_process import ByteProcess
+from ..writers.byte_io import run_write_job
+from ..writers.job import WriteJob
+
+logger = logging.getLogger(__name__)
+
+
+class WriteCaller(ABC):
+    """Decides which process runs a write job."""
+
+    #: Whether the writing happens in another process, so that the image must be visible to it.
+    in_other_process: ClassVar[bool]
+
+    def connect(self, *, start_timeout: float, close_timeout: float) -> None:
+        """Learn the deadlines (seconds), and warm up what can be warmed up.
+
+        Raises:
+            CheckpointTimeoutError, WorkerDiedError: the writer process did not come up.
+        """
+        self._start_timeout = start_timeout
+        self._close_timeout = close_timeout
+
+    @abstractmethod
+    def run(self, job: WriteJob, deadline: float) -> Mapping[str, Any]:
+        """Get one job done before `deadline` (monotonic seconds); called by one thread at a time.
+
+        Returns:
+            What was written, as `WriteResult` in plain form.
+
+        Raises:
+            CheckpointSaveError: the write failed; the caller can take the next job all the same.
+            CheckpointTimeoutError: the deadline passed; the process that hung was killed.
+        """
+
+    def decided(self, job: WriteJob) -> None:
+        """The job's save was committed or given up."""
+
+    def close(self) -> None:
+        """End what runs. Bounded; safe to call twice."""
+
+
+class InlineCaller(WriteCaller):
+    """The trainer writes, here and now."""
+
+    in_other_process: ClassVar[bool] = False
+    option: ClassVar[str] = "inline"
+
+    def run(self, job: WriteJob, deadline: float) -> Mapping[str, Any]:
+        """Write with as many threads as the writer has workers. The deadline cannot interrupt a system call."""
+        try:
+            result = run_write_job(
+                job.fs,
+                job.attempt.staging,
+                job.rank,
+                job.sealed.table,
+                job.source,
+                job.sealed.extras,
+                job.block_bytes,
+            )
+        except OSError as error:
+            raise CheckpointSaveError(f"Writing {job.attempt.target} failed: {error}.", error.errno) from error
+        return asdict(result)
+
+
+class IoPriority(Enum):
+    """How a writer process queues for the disk (Linux I/O classes)."""
+
+    normal = "normal"
+    low = "low"
+    idle = "idle"
+
+
+class _ProcessCaller(WriteCaller):
+    """What both background callers share: the process and what it already knows."""
+
+    in_other_process: ClassVar[bool] = True
+
+    def __init__(self, nice: int = 10, io_priority: IoPriority = IoPriority.low) -> None:
+        if not 0 <= nice <= 19:
+            raise CheckpointConfigError(f"checkpoint.caller.nice must be from 0 to 19, got {nice}.")
+        self._nice = nice
+        self._io_priority = io_priority
+        self._process: ByteProcess | None = None
+        self._arenas: dict[int, Arena] = {}
+        self._table: int | None = None
+        self._jobs = itertools.count()
+
+    @property
+    def pid(self) -> int | None:
+        """The writer process's id, or None when none runs."""
+        return self._process.pid if self._process is not None and self._process.alive else None
+
+    def run(self, job: WriteJob, deadline: float) -> Mapping[str, Any]:
+        """Send the job to the process, which is started when there is none, and wait for its answer."""
+        process = self._running()
+        number = next(self._jobs)
+        try:
+            self._send(process, job, number, deadline)
+            answer = process.receive(deadline, "timeouts.write")
+        except (WorkerDiedError, CheckpointTimeoutError):
+            process.kill()
+            self._process = None
+            raise
+        if answer["kind"] == "failed":
+            raise CheckpointSaveError(
+                f"Writing {job.attempt.target} failed in the writer process (pid {process.pid}): {answer['error']}.",
+                answer["errno"],
+            ) from RemoteTraceback(answer["traceback"])
+        return dict(answer["result"])
+
+    def decided(self, job: WriteJob) -> None:
+        """Let the process forget the job, which it would otherwise commit when the trainer died."""
+        if self._process is not None and self._process.alive:
+            try:
+                self._process.send({"kind": "decided"}, time.monotonic() + self._close_timeout)
+            except (WorkerDiedError, CheckpointTimeoutError) as error:
+                # The save itself is over; the next one starts a new process.
+                logger.warning("%s", error)
+                self._process.kill()
+                self._process = None
+
+    def close(self) -> None:
+        """End the process; it is idle, or its save was given up."""
+        process, self._process = self._process, None
+        if process is not None:
+            process.close(self._close_timeout)
+
+    def _running(self) -> ByteProcess:
+        if self._process is not None:
+            if self._process.alive:
+                return self._process
+            logger.warning("the checkpoint writer process (pid %d) had ended; starting a new one", self._process.pid)
+            self._process.close(self._close_timeout)
+        self._arenas, self._table = {}, None
+        self._process = ByteProcess(self._start_timeout)
+        self._lower_priority(self._process.pid)
+        return self._process
+
+    def _lower_priority(self, pid: int) -> None:
+        """Training keeps its cores and its disk; done from here because the process itself has no psutil."""
+        try:
+            process = psutil.Process(pid)
+            process.nice(max(self._nice, process.nice()))
+            if self._io_priority is IoPriority.low:
+                process.ionice(psutil.IOPRIO_CLASS_BE, 7)
+            elif self._io_priority is IoPriority.idle:
+                process.ionice(psutil.IOPRIO_CLASS_IDLE)
+        except (psutil.Error, OSError) as error:
+            logger.warning("the checkpoint writer process keeps its normal priority (%s)", error)
+
+    def _send(self, process: ByteProcess, job: WriteJob, number: int, deadline: float) -> None:
+        table, table_number, sealed = job.sealed.table, job.sealed.table_number, job.sealed
+        if job.arena is not None and job.arena.number not in self._arenas:
+            if job.arena.fd is None:
+                raise CheckpointSaveError("The snapshot lies in memory that the writer process cannot see.")
+            retired = [known for known, arena in self._arenas.items() if arena.closed]
+            header = {"kind": "arena", "id": job.arena.number, "size": job.arena.nbytes, "retired": retired}
+            process.send(header, deadline, fds=[job.arena.fd])
+            self._arenas = {known: arena for known, arena in self._arenas.items() if not arena.closed}
+            self._arenas[job.arena.number] = job.arena
+        if self._table != table_number:
+            named = [(name, len(data)) for name, data in sealed.sidecars.items()]
+            header = {"kind": "table", "id": table_number, "table": table.to_plain(), "sidecars": named}
+            process.send(header, deadline, blobs=list(sealed.sidecars.values()))
+            self._table = table_number
+        extras = [
+            {"file": extra.file, "offset": extra.offset, "size": extra.data.nbytes, "items": list(extra.items)}
+            for extra in sealed.extras
+        ]
+        header = {
+            "kind": "write",
+            "id": number,
+            "table": table_number,
+            "arena": None if job.arena is None else job.arena.number,
+            "target": job.attempt.target,
+            "token": job.attempt.token,
+            "staging": job.attempt.staging,
+            "rank": job.rank,
+            "durable": job.fs.durable,
+            "block_bytes": job.block_bytes,
+            "extras": extras,
+            "about": dict(job.about),
+            "commit_alone": job.commit_alone,
+        }
+        process.send(header, deadline, blobs=[extra.data for extra in sealed.extras])
+
+
+class TemporalCaller(_ProcessCaller):
+    """A process per save: nothing runs between saves.
+
+    Args:
+        nice: how much the process yields the CPU to training, 0 to 19.
+        io_priority: how it queues for the disk.
+
+    Raises:
+        CheckpointConfigError: a value out of range.
+    """
+
+    option: ClassVar[str] = "temporal"
+
+    def decided(self, job: WriteJob) -> None:
+        """The save is over, and so is its process."""
+        super().decided(job)
+        self.close()
+
+
+class PersistentCaller(_ProcessCaller):
+    """One process for the whole run, started and warmed up when the checkpointer is built.
+
+    Args:
+        nice: how much the process yields the CPU to training, 0 to 19.
+        io_priority: how it queues for the disk.
+
+    Raises:
+        CheckpointConfigError: a value out of range.
+    """
+
+    option: ClassVar[str] = "persistent"
+
+    def connect(self, *, start_timeout: float, close_timeout: float) -> None:
+        """Start the process; see `WriteCaller.connect`."""
+        super().connect(start_timeout=start_timeout, close_timeout=close_timeout)
+        self._running()
+
+
+class RemoteTraceback(Exception):
+    """The traceback of the other process, as the cause of the error raised here."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.text = text
+
+    def __str__(self) -> str:
+        return f"\n{self.text}"

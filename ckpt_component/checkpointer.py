@@ -1,0 +1,314 @@
+"""The front objects: `save`, `load`, `close`, path by path.
+
+Names and behaviour follow torch's experimental checkpointer (seed 003), with the argument order of that document:
+`save(state_dict, path)`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Mapping
+from concurrent.futures import Future
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from .config.errors import CheckpointConfigError
+from .errors import CheckpointError, MissingKeysError
+from .saver import SaveFuture, SaveReport
+from .stagers.base import Snapshot, Stager
+from .storage.commit import refuse_existing
+
+if TYPE_CHECKING:
+    import torch
+
+logger = logging.getLogger(__name__)
+
+PathLike = str | os.PathLike[str]
+Self = TypeVar("Self", bound="Checkpointer")
+
+
+class CheckpointReader(Protocol):
+    """What loads: gives the state dict, and the keys of the target that the checkpoint lacks."""
+
+    def read(
+        self, path: str, state_dict: Any = None, *, map_location: Any = None, **kwargs: Any
+    ) -> tuple[dict[str, Any], list[str]]:
+        """Read the checkpoint at `path`, into `state_dict` where one is given."""
+        ...
+
+
+class CheckpointWriter(Protocol):
+    """What a synchronous checkpointer saves with."""
+
+    def write(self, state_dict: Any, path: str) -> Any:
+        """Return when the checkpoint is complete."""
+        ...
+
+    def close(self) -> None:
+        """Free what it holds."""
+        ...
+
+
+class Checkpointer(ABC):
+    """Saves and loads state dicts, path by path. A context manager; leaving it closes it."""
+
+    def __init__(self, reader: CheckpointReader) -> None:
+        self._reader = reader
+        self._last_report: SaveReport | None = None
+
+    @property
+    def last_report(self) -> SaveReport | None:
+        """The report of the last save that was committed, or None."""
+        return self._last_report
+
+    @abstractmethod
+    def save(self, state_dict: Mapping[Any, Any], path: PathLike) -> tuple[Future[None], SaveFuture] | None:
+        """Save a state dict as the checkpoint `path`.
+
+        Args:
+            state_dict: nested dicts and lists of tensors, plain values, and objects with `state_dict()`.
+            path: a new folder. A path that exists is refused.
+
+        Returns:
+            None when the save is complete on return; else (stage_future, write_future): the first is done when
+            the tensors may be changed, the second has the `SaveReport` when the checkpoint is committed.
+
+        Raises:
+            CheckpointStageError: a value that cannot be checkpointed, by key.
+            CheckpointExistsError: the path is taken.
+            CheckpointError: what went wrong in an earlier save and was not yet told.
+        """
+
+    def load(
+        self,
+        path: PathLike,
+        state_dict: dict[str, Any] | None = None,
+        *,
+        default_map_location: Any = None,
+        strict: bool = False,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        """Load a checkpoint: ours, or one of stock `dcp.save`, `torch.save` or safetensors.
+
+        Args:
+            path: its folder (or file).
+            state_dict: the target. Its tensors are copied into, its plain values replaced, its objects with
+                `load_state_dict()` given their state; keys that are not in it are not loaded. None: load everything.
+            default_map_location: a device, or a function as `torch.load` takes it, for tensors without a target.
+            strict: raise when the target has keys that the checkpoint lacks.
+            **kwargs: passed to the reader.
+
+        Returns:
+            The target, or a new dict.
+
+        Raises:
+            CheckpointNotFoundError: there is no checkpoint at the path.
+            MissingKeysError: with `strict`.
+            CheckpointLoadError: a value of another shape, dtype or kind than the target's.
+            CheckpointCorruptError: the bytes on disk are not those that were written.
+        """
+        logger.debug("loading %s", path)
+        loaded, missing = self._reader.read(
+            os.fspath(path), state_dict=state_dict, map_location=default_map_location, **kwargs
+        )
+        if strict and missing:
+            raise MissingKeysError(f"Checkpoint at {path} is missing keys: {missing}.", missing)
+        return loaded
+
+    def guard(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let `optimizer.step()` wait for a snapshot that is still being copied. Needed by `zero_overhead` alone."""
+
+    def wait_staged(self, timeout: float | None = None) -> None:
+        """Return when the tensors of the last save may be changed."""
+
+    def prewarm(self, state_dict: Mapping[Any, Any]) -> None:
+        """Plan and take memory for a state dict of this structure, so that the first save costs what others do."""
+
+    @property
+    def busy(self) -> bool:
+        """Whether a save would have to wait for an earlier one."""
+        return False
+
+    @abstractmethod
+    def close(self) -> None:
+        """Finish what was started and free everything. Bounded; safe to call twice.
+
+        Raises:
+            CheckpointError: what went wrong in an earlier save and was not yet told.
+        """
+
+    def __enter__(self: Self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self.close()
+        except CheckpointError as failure:
+            if error is None:
+                raise
+            # The body's own exception goes on; this one must not hide it.
+            logger.error("while closing the checkpointer: %s", failure)
+
+
+class SyncCheckpointer(Checkpointer):
+    """Saves while training waits.
+
+    Args:
+        writer: what saves; `StagedWriter` from the factory.
+        reader: what loads.
+    """
+
+    def __init__(self, writer: CheckpointWriter, reader: CheckpointReader) -> None:
+        super().__init__(reader)
+        self._writer = writer
+
+    def save(self, state_dict: Mapping[Any, Any], path: PathLike, **kwargs: Any) -> None:
+        """Save, and return when the checkpoint is committed; see `Checkpointer.save`."""
+        result = self._writer.write(state_dict, new_path(path), **kwargs)
+        if isinstance(result, SaveReport):
+            self._last_report = result
+
+    def prewarm(self, state_dict: Mapping[Any, Any]) -> None:
+        """See `Checkpointer.prewarm`."""
+        stager = getattr(self._writer, "stager", None)
+        if isinstance(stager, Stager):
+            stager.prewarm(state_dict)
+
+    def close(self) -> None:
+        """Free what the writer holds."""
+        self._writer.close()
+
+
+class AsyncCheckpointer(Checkpointer):
+    """Saves in the background.
+
+    Args:
+        checkpoint_stager: takes the snapshot: one of ours, or anything whose `stage(state_dict)` gives the state to
+            write, or a future of it.
+        checkpoint_process: writes it: a `Saver`, or a `CheckpointProcess` for stagers that give a state dict.
+        reader: what loads.
+    """
+
+    def __init__(self, checkpoint_stager: Any, checkpoint_process: Any, reader: CheckpointReader) -> None:
+        super().__init__(reader)
+        self._checkpoint_stager = checkpoint_stager
+        self._checkpoint_process = checkpoint_process
+        self._pending: deque[Future[Any]] = deque()
+        self._closed = False
+
+    def save(
+        self, state_dict: Mapping[Any, Any], path: PathLike, **kwargs: Any
+    ) -> tuple[Future[None], SaveFuture]:
+        """Take a snapshot and write it in the background; see `Checkpointer.save`.
+
+        Waits for an earlier save only when all of the stager's memory is still being written.
+        """
+        target = new_path(path)
+        self._tell_failures()
+        if not isinstance(self._checkpoint_stager, Stager):
+            # A foreign stager has one buffer, which the last save must have left before it is filled again.
+            while self._pending:
+                self._pending.popleft().result()
+        staged = self._checkpoint_stager.stage(state_dict, **kwargs)
+        write_future = self._checkpoint_process.write(staged, target, **kwargs)
+        write_future.add_done_callback(self._note_report)
+        self._pending.append(write_future)
+        return staged_future(staged), write_future
+
+    def guard(self, optimizer: torch.optim.Optimizer) -> None:
+        """See `Checkpointer.guard`."""
+        if isinstance(self._checkpoint_stager, Stager):
+            self._checkpoint_stager.guard(optimizer)
+
+    def wait_staged(self, timeout: float | None = None) -> None:
+        """See `Checkpointer.wait_staged`."""
+        if isinstance(self._checkpoint_stager, Stager):
+            self._checkpoint_stager.wait_staged(timeout)
+
+    def prewarm(self, state_dict: Mapping[Any, Any]) -> None:
+        """See `Checkpointer.prewarm`."""
+        if isinstance(self._checkpoint_stager, Stager):
+            self._checkpoint_stager.prewarm(state_dict)
+
+    @property
+    def busy(self) -> bool:
+        """See `Checkpointer.busy`."""
+        if isinstance(self._checkpoint_stager, Stager):
+            return self._checkpoint_stager.busy
+        return any(not future.done() for future in self._pending)
+
+    def close(self) -> None:
+        """Finish the saves that were started, end the writer process, free the memory."""
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            try:
+                self._checkpoint_stager.close()
+            finally:
+                self._checkpoint_process.close()
+        finally:
+            self._tell_failures()
+
+    def _note_report(self, future: Future[Any]) -> None:
+        if not future.cancelled() and Future.exception(future, timeout=0) is None:
+            report = Future.result(future, timeout=0)
+            if isinstance(report, SaveReport):
+                self._last_report = report
+
+    def _tell_failures(self) -> None:
+        """Raise the first error of an ended save that nobody has seen, once; later saves are not held up by it."""
+        failure: BaseException | None = None
+        waiting: deque[Future[Any]] = deque()
+        while self._pending:
+            future = self._pending.popleft()
+            if not future.done():
+                waiting.append(future)
+            elif not getattr(future, "delivered", False):
+                error = Future.exception(future, timeout=0)
+                if error is not None and failure is None:
+                    failure = error
+                elif error is not None:
+                    waiting.append(future)
+        self._pending = waiting
+        if failure is not None:
+            raise failure
+
+
+def new_path(path: PathLike) -> str:
+    """The absolute form of a path to save to; refuses what is taken, and what is not a local path.
+
+    Raises:
+        CheckpointExistsError: the path is taken.
+        CheckpointConfigError: a URL.
+    """
+    text = os.fspath(path)
+    if "://" in text:
+        raise CheckpointConfigError(f"{text} is a URL, and checkpoints are saved to local or mounted folders only.")
+    target = os.path.abspath(text)
+    refuse_existing(target)
+    return target
+
+
+def staged_future(staged: Any) -> Future[None]:
+    """A future that is done, or fails, when a stager's result is complete."""
+    source = staged.staged if isinstance(staged, Snapshot) else staged
+    future: Future[None] = Future()
+    if not isinstance(source, Future):
+        future.set_result(None)
+        return future
+
+    def settle(done: Future[Any]) -> None:
+        error = done.exception()
+        if error is None:
+            future.set_result(None)
+        else:
+            future.set_exception(error)
+
+    source.add_done_callback(settle)
+    return future

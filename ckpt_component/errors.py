@@ -1,0 +1,80 @@
+"""The one family of errors.
+
+Every error that a caller may want to catch derives from `CheckpointError`, and from the builtin that a
+reader would expect beside it. This module imports nothing, because the torch-free writer process loads it.
+`CheckpointConfigError` belongs to the family too but lives in `ckpt_component.config.errors`: it derives from
+a Hydra class, and importing Hydra takes longer than starting the writer process does.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "CheckpointBusyError",
+    "CheckpointCorruptError",
+    "CheckpointError",
+    "CheckpointExistsError",
+    "CheckpointLoadError",
+    "CheckpointNotFoundError",
+    "CheckpointSaveError",
+    "CheckpointStageError",
+    "CheckpointTimeoutError",
+    "MissingKeysError",
+    "TornSnapshotError",
+    "WorkerDiedError",
+]
+
+
+class CheckpointError(Exception):
+    """Base of everything that this package raises on purpose."""
+
+
+class CheckpointStageError(CheckpointError, ValueError):
+    """A value in the state dict cannot be checkpointed; the text names its key."""
+
+
+class TornSnapshotError(CheckpointStageError):
+    """A tensor changed while it was being copied, so the snapshot would mix two moments; names the keys."""
+
+
+class CheckpointSaveError(CheckpointError, RuntimeError):
+    """A save failed after staging; nothing became visible. `errno` is that of the first OSError, or None."""
+
+    def __init__(self, message: str, errno: int | None = None) -> None:
+        super().__init__(message)
+        self.errno = errno
+
+
+class WorkerDiedError(CheckpointSaveError):
+    """The writer process ended before it answered; the text has its signal or exit code."""
+
+
+class CheckpointTimeoutError(CheckpointError, TimeoutError):
+    """A wait ran into its deadline; the text names the wait and the key that sets the deadline."""
+
+
+class CheckpointBusyError(CheckpointError, RuntimeError):
+    """A save came while the previous one was still running and `overlap` is `error`."""
+
+
+class CheckpointExistsError(CheckpointError, FileExistsError):
+    """The path already holds something, and a path that holds a checkpoint is never written into."""
+
+
+class CheckpointLoadError(CheckpointError, RuntimeError):
+    """A checkpoint does not fit what was asked for: shape, dtype, or kind of a value."""
+
+
+class MissingKeysError(CheckpointLoadError):
+    """`strict=True` and the checkpoint lacks keys that the target has; `keys` lists them."""
+
+    def __init__(self, message: str, keys: list[str]) -> None:
+        super().__init__(message)
+        self.keys = keys
+
+
+class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
+    """There is no checkpoint at the path, or no step that was asked for."""
+
+
+class CheckpointCorruptError(CheckpointError, ValueError):
+    """The bytes on disk are not the bytes that were written; names the file and the item."""

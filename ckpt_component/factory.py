@@ -1,0 +1,163 @@
+"""From a config to the checkpointer graph: the only place that knows which parts fit together.
+
+Read from here: `build_manager` and `build_checkpointer`, the table of rules, and the graph.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .callers.write_callers import WriteCaller
+from .checkpointer import AsyncCheckpointer, Checkpointer, SyncCheckpointer
+from .config.errors import CheckpointConfigError
+from .config.parts import build_part, part_class
+from .config.resolve import resolve_config
+from .config.schema import Checkpoint, Durability, Naming
+from .coordination import LocalCoordinator
+from .manager import CheckpointManager
+from .policies import KeepPolicy, ResumePolicy, SavePolicy
+from .readers import Reader
+from .saver import Saver, StagedWriter, Timeouts
+from .stagers.base import Stager
+from .storage.fs import FsOps
+from .storage.names import MEGATRON, STEP
+from .writers.base import Writer
+
+logger = logging.getLogger(__name__)
+
+
+def build_checkpointer(config: Any, overrides: Sequence[str] = ()) -> Checkpointer:
+    """Build the checkpointer that a config asks for.
+
+    Args:
+        config: the `checkpoint` node of a Hydra config, a dict of the same form, or a preset's name
+            (`async_persistent`).
+        overrides: as on a command line: `checkpoint.writer.workers=4`, `checkpoint/stager=pinned`.
+
+    Returns:
+        A `SyncCheckpointer` when the caller is `inline`, else an `AsyncCheckpointer`.
+
+    Raises:
+        CheckpointConfigError: the config is wrong, or its parts do not fit together; nothing was built then.
+    """
+    settings = resolve_config(config, overrides)
+    if not settings.enabled:
+        raise CheckpointConfigError(
+            "checkpoint.enabled=false builds no checkpointer; use build_manager(), whose manager then does nothing."
+        )
+    return _build_graph(settings)
+
+
+def build_manager(config: Any, overrides: Sequence[str] = (), *, dir: str | os.PathLike[str] | None = None) -> CheckpointManager:
+    """Build the manager that a training loop holds, with its checkpointer.
+
+    Args:
+        config: as for `build_checkpointer`.
+        overrides: as for `build_checkpointer`.
+        dir: the folder of the checkpoints; instead of `checkpoint.dir`.
+
+    Raises:
+        CheckpointConfigError: the config is wrong, or its parts do not fit together; nothing was built then.
+    """
+    settings = resolve_config(config, overrides)
+    root = os.fspath(dir) if dir is not None else settings.dir
+    if "://" in root:
+        raise CheckpointConfigError(f"checkpoint.dir={root} is a URL; checkpoints go to local or mounted folders only.")
+    resume = ResumePolicy.parse(settings.resume)
+    return CheckpointManager(
+        checkpointer=_build_graph(settings) if settings.enabled else None,
+        root=root,
+        names=MEGATRON if settings.naming is Naming.megatron else STEP,
+        fs=FsOps(durable=settings.durability is Durability.power_cut),
+        save=SavePolicy(settings.save.every_steps, settings.save.every_seconds, settings.save.at_end),
+        keep=KeepPolicy(settings.keep.last, settings.keep.every_steps),
+        resume=resume,
+        overlap=settings.overlap.value,
+        timeouts=_timeouts(settings),
+    )
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The classes that a config chose, before any of them is built."""
+
+    stager: type[Stager]
+    caller: type[WriteCaller]
+    writer: type[Writer]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A combination that is refused, and what to type instead. `{stager}` and so on are the parts' names."""
+
+    refuses: Callable[[Parts], bool]
+    text: str
+
+
+#: Which parts do not fit together, and what this machine must have. Everything else works.
+RULES = (
+    Rule(
+        lambda parts: sys.platform != "linux",
+        f"ckpt_component runs on Linux only, and this is {sys.platform}; use torch.distributed.checkpoint here.",
+    ),
+    Rule(
+        lambda parts: not parts.stager.takes_snapshot and parts.caller.in_other_process,
+        "checkpoint/stager={stager} has the writer read the live tensors, which training would change while "
+        "checkpoint/caller={caller} writes. Use checkpoint/caller=inline, or checkpoint/stager=shared_memory.",
+    ),
+    Rule(
+        lambda parts: parts.caller.in_other_process and not hasattr(os, "memfd_create"),
+        "checkpoint/caller={caller} hands memory to a process by memfd, which this Python lacks. "
+        "Use checkpoint/caller=inline.",
+    ),
+)
+
+
+def check_parts(parts: Parts) -> None:
+    """Raise CheckpointConfigError for the first rule that refuses the parts."""
+    names = {kind: _option(getattr(parts, kind)) for kind in ("stager", "caller", "writer")}
+    for rule in RULES:
+        if rule.refuses(parts):
+            raise CheckpointConfigError(rule.text.format(**names))
+
+
+def _build_graph(settings: Checkpoint) -> Checkpointer:
+    check_parts(
+        Parts(
+            part_class("stager", settings.stager, Stager),
+            part_class("caller", settings.caller, WriteCaller),
+            part_class("writer", settings.writer, Writer),
+        )
+    )
+    stager = _build(Stager, "stager", settings.stager)
+    caller = _build(WriteCaller, "caller", settings.caller)
+    writer = _build(Writer, "writer", settings.writer)
+    timeouts = _timeouts(settings)
+    coordinator = LocalCoordinator()
+    fs = FsOps(durable=settings.durability is Durability.power_cut)
+    # An arena must be visible to the process that writes it; that is the caller's to say, not the stager's.
+    stager.connect(writer, rank=coordinator.rank, shared=caller.in_other_process, timeout=timeouts.stage)
+    caller.connect(start_timeout=timeouts.worker_start, close_timeout=timeouts.close)
+    saver = Saver(caller, writer, coordinator, fs, timeouts)
+    if caller.in_other_process:
+        return AsyncCheckpointer(stager, saver, Reader())
+    return SyncCheckpointer(StagedWriter(stager, saver), Reader())
+
+
+def _build(base: type[Any], kind: str, plain: Mapping[str, Any]) -> Any:
+    return build_part(kind, dict(plain), base)
+
+
+def _option(part: type[Any]) -> str:
+    """The name by which a config chooses a class: that of its file in conf/, or the class's own for a user's."""
+    return getattr(part, "option", part.__name__)
+
+
+def _timeouts(settings: Checkpoint) -> Timeouts:
+    times = settings.timeouts
+    return Timeouts(times.worker_start, times.stage, times.write, times.close)

@@ -1,0 +1,105 @@
+"""The bytes around a payload: what `torch.save` puts before and after a tensor's own bytes.
+
+One stored tensor of a DCP file is a complete `torch.save` archive. With its checksums switched off, everything in it
+but the payload depends on dtype and shape alone (TORCH 6.2), so it is taken from `torch.save` once and reused.
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+import threading
+from typing import Any
+
+import torch
+
+from ..errors import CheckpointStageError
+
+_LOCAL_HEADER = struct.Struct("<4s5H3L2H")
+_LARGE = 1 << 20
+
+#: `torch.serialization.set_crc32_options` is a switch of the whole process; one template at a time may turn it.
+_SWITCH = threading.Lock()
+
+
+class _Recorder:
+    """A file that keeps what `torch.save` writes, except for the contents of large payloads."""
+
+    def __init__(self) -> None:
+        self.parts: list[tuple[int, bytes | None]] = []
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data)
+        self.parts.append((view.nbytes, None if view.nbytes >= _LARGE else bytes(view)))
+        return view.nbytes
+
+    def flush(self) -> None:
+        """Nothing is buffered."""
+
+
+def element_bytes(dtype: torch.dtype, shape: torch.Size) -> int:
+    """The payload of a tensor in bytes."""
+    return shape.numel() * dtype.itemsize
+
+
+class ItemTemplates:
+    """Prefix and suffix by (dtype, shape), taken from `torch.save` when first asked for."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[torch.dtype, torch.Size], tuple[bytes, bytes]] = {}
+
+    def around(self, dtype: torch.dtype, shape: torch.Size) -> tuple[bytes, bytes]:
+        """The bytes before and after the payload of a contiguous tensor."""
+        found = self._known.get((dtype, shape))
+        if found is None:
+            found = self._known[dtype, shape] = _make_template(dtype, shape)
+        return found
+
+
+def _make_template(dtype: torch.dtype, shape: torch.Size) -> tuple[bytes, bytes]:
+    nbytes = element_bytes(dtype, shape)
+    recorder = _Recorder()
+    with _SWITCH:
+        before = torch.serialization.get_crc32_options()
+        torch.serialization.set_crc32_options(False)
+        try:
+            torch.save(_untouched(dtype, shape, nbytes), recorder)
+        finally:
+            torch.serialization.set_crc32_options(before)
+    payload = _payload_offset(recorder)
+    prefix, suffix, position = bytearray(), bytearray(), 0
+    for size, data in recorder.parts:
+        if data is None:
+            if position < payload or position + size > payload + nbytes:
+                raise CheckpointStageError(f"torch.save lays out a {dtype} {tuple(shape)} in an unknown way.")
+        else:
+            prefix += data[: max(payload - position, 0)]
+            suffix += data[max(payload + nbytes - position, 0) :]
+        position += size
+    return bytes(prefix), bytes(suffix)
+
+
+def _untouched(dtype: torch.dtype, shape: torch.Size, nbytes: int) -> torch.Tensor:
+    """A tensor whose memory is never touched: with checksums off `torch.save` only hands it on."""
+    if nbytes == 0:
+        return torch.empty(shape, dtype=dtype)
+    # Not torch.empty: under deterministic algorithms that fills the memory.
+    return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8).view(dtype).view(shape)
+
+
+def _payload_offset(recorder: _Recorder) -> int:
+    """Where the record `data/0` starts, from its local header in the archive."""
+    head = bytearray()
+    for _, data in recorder.parts:
+        if data is None:
+            break
+        head += data
+    position = head.find(b"PK\x03\x04")
+    while position >= 0:
+        fields = _LOCAL_HEADER.unpack_from(head, position)
+        name_length, extra_length = fields[-2], fields[-1]
+        name_at = position + _LOCAL_HEADER.size
+        if head[name_at : name_at + name_length].endswith(b"/data/0"):
+            return name_at + name_length + extra_length
+        position = head.find(b"PK\x03\x04", position + 4)
+    raise CheckpointStageError("torch.save wrote no record 'data/0'; this torch release is not supported.")

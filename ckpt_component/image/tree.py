@@ -1,0 +1,172 @@
+"""A nested state dict as flat lists of tensors and objects, and back.
+
+The rules which containers are opened are those of `torch.distributed.checkpoint` since 2.4 (dicts always; a list
+when it holds a tensor, a dict or such a list; a tuple never), because stock `dcp.load` looks for the keys that these
+rules give. What stock forgets is kept beside: int keys, empty dicts, `OrderedDict`.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeGuard
+
+import torch
+
+from ..errors import CheckpointStageError
+
+#: The way to a value: dict keys (str, int, float, bool or None) and list positions.
+Path = tuple[Any, ...]
+StateDict = dict[str, Any]
+
+_PLAIN_KEYS = (str, int, float, type(None))  # bool is an int
+
+
+class Stateful(Protocol):
+    """An object that gives its state as a dict and takes it back, such as a module or an optimizer."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state."""
+        ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
+        """Take the state back."""
+        ...
+
+
+@dataclass
+class FlatState:
+    """A state dict, flattened.
+
+    Attributes:
+        tensors: the tensors, in the order of the walk; not copied.
+        tensor_paths: where each one stood.
+        objects: everything else.
+        object_paths: where each one stood.
+        containers: (path, kind) of what a plain dict would not give back: `list`, `odict`, `empty`.
+        stateful: (path, object) of the values that were asked for their state.
+    """
+
+    tensors: list[torch.Tensor] = field(default_factory=list)
+    tensor_paths: list[Path] = field(default_factory=list)
+    objects: list[Any] = field(default_factory=list)
+    object_paths: list[Path] = field(default_factory=list)
+    containers: list[tuple[Path, str]] = field(default_factory=list)
+    stateful: list[tuple[Path, Stateful]] = field(default_factory=list)
+
+
+def key_of(path: Path) -> str:
+    """The flat key of a path, as stock DCP names it: `model.layers.0.weight`."""
+    return ".".join(map(str, path))
+
+
+def is_stateful(value: object) -> TypeGuard[Stateful]:
+    """Whether `state_dict()` is to be called on a value."""
+    return callable(getattr(value, "state_dict", None)) and not isinstance(value, type)
+
+
+def flatten(state_dict: Mapping[Any, Any]) -> FlatState:
+    """Walk a state dict; objects with `state_dict()` are asked for their state wherever they stand.
+
+    Raises:
+        CheckpointStageError: the state is no dict, or a dict key is neither str, int, float, bool nor None.
+    """
+    if is_stateful(state_dict):
+        raise CheckpointStageError(
+            f"A state dict was expected and a {type(state_dict).__name__} came; give it a name: {{'model': ...}}."
+        )
+    if not isinstance(state_dict, Mapping):
+        raise CheckpointStageError(f"A state dict was expected and a {type(state_dict).__name__} came.")
+    flat = FlatState()
+    _walk_dict((), state_dict, flat)
+    return flat
+
+
+def _walk_dict(path: Path, mapping: Mapping[Any, Any], flat: FlatState) -> None:
+    if not mapping:
+        flat.containers.append((path, "empty"))
+    elif type(mapping) is OrderedDict:
+        flat.containers.append((path, "odict"))
+    tensor, tensors, paths = torch.Tensor, flat.tensors, flat.tensor_paths
+    for name, value in mapping.items():
+        if type(name) is not str and not isinstance(name, _PLAIN_KEYS):
+            raise CheckpointStageError(
+                f"A key of {key_of(path) or 'the state dict'} is the {type(name).__name__} {name!r}; "
+                "use str or int keys."
+            )
+        if isinstance(value, tensor):
+            tensors.append(value)
+            paths.append((*path, name))
+        else:
+            _walk((*path, name), value, flat)
+
+
+def _walk(path: Path, value: Any, flat: FlatState) -> None:
+    if isinstance(value, torch.Tensor):
+        flat.tensors.append(value)
+        flat.tensor_paths.append(path)
+    elif isinstance(value, Mapping):
+        _walk_dict(path, value, flat)
+    elif isinstance(value, list) and _is_opened(value):
+        flat.containers.append((path, "list"))
+        for position, element in enumerate(value):
+            _walk((*path, position), element, flat)
+    elif is_stateful(value):
+        flat.stateful.append((path, value))
+        _walk(path, value.state_dict(), flat)
+    else:
+        flat.objects.append(value)
+        flat.object_paths.append(path)
+
+
+def _is_opened(values: list[Any]) -> bool:
+    return any(
+        isinstance(value, (torch.Tensor, Mapping))
+        or (isinstance(value, list) and _is_opened(value))
+        or is_stateful(value)
+        for value in values
+    )
+
+
+def check_unique(paths: Iterable[Path]) -> None:
+    """Refuse two places whose flat keys are the same text, such as `{"a.b": 1}` and `{"a": {"b": 1}}`."""
+    seen: dict[str, Path] = {}
+    for path in paths:
+        key = key_of(path)
+        if key in seen:
+            raise CheckpointStageError(
+                f"Two values get the same key '{key}': {list(seen[key])!r} and {list(path)!r}; rename one of them."
+            )
+        seen[key] = path
+
+
+def unflatten(values: Mapping[Path, Any], containers: Iterable[tuple[Path, str]]) -> StateDict:
+    """The nested state dict of flat values; the inverse of `flatten`.
+
+    Args:
+        values: value by path.
+        containers: as `FlatState.containers`.
+    """
+    kinds: dict[Path, Callable[[], Any]] = {
+        path: {"list": dict, "odict": OrderedDict, "empty": dict}[kind] for path, kind in containers
+    }
+    root: Any = kinds.get((), dict)()
+    opened: dict[Path, Any] = {(): root}
+
+    def container(path: Path) -> Any:
+        found = opened.get(path)
+        if found is None:
+            found = opened[path] = kinds.get(path, dict)()
+            container(path[:-1])[path[-1]] = found
+        return found
+
+    for path, value in values.items():
+        container(path[:-1])[path[-1]] = value
+    for path in kinds:
+        container(path)
+    # Lists were collected as dicts by position; the deepest are turned first.
+    for path in sorted((path for path, kind in containers if kind == "list"), key=len, reverse=True):
+        positions = opened[path]
+        container(path[:-1])[path[-1]] = [positions[position] for position in sorted(positions)]
+    return root

@@ -1,0 +1,307 @@
+"""What a training loop holds: it decides when to save, what to keep, and where to resume."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Mapping
+from concurrent.futures import Future
+from dataclasses import replace
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from .checkpointer import Checkpointer
+from .errors import (
+    CheckpointBusyError,
+    CheckpointCorruptError,
+    CheckpointError,
+    CheckpointTimeoutError,
+)
+from .policies import KeepPolicy, ResumePolicy, SavePolicy
+from .saver import SaveFuture, SaveReport, Timeouts
+from .storage.commit import discard, living_attempts, sweep
+from .storage.fs import FsOps
+from .storage.names import StepNames
+from .storage.scan import committed_steps, write_pointer
+
+if TYPE_CHECKING:
+    import torch
+
+logger = logging.getLogger(__name__)
+
+
+class CheckpointManager:
+    """Saves, keeps and resumes the steps of one run. A context manager.
+
+    Args:
+        checkpointer: does the saving; owned and closed by the manager. None: nothing is saved or restored
+            (`checkpoint=off`).
+        root: folder of the run's checkpoints.
+        names: how steps are named on disk.
+        fs: where effects go.
+        save: when to save.
+        keep: what to keep.
+        resume: where to begin.
+        overlap: what to do when a save comes while earlier ones hold all memory: `wait`, `skip` or `error`.
+        timeouts: deadlines.
+
+    Attributes:
+        reports: one `SaveReport` per ended or skipped save, in order.
+    """
+
+    def __init__(
+        self,
+        checkpointer: Checkpointer | None,
+        root: str,
+        names: StepNames,
+        fs: FsOps,
+        save: SavePolicy,
+        keep: KeepPolicy,
+        resume: ResumePolicy,
+        overlap: str,
+        timeouts: Timeouts,
+    ) -> None:
+        self._checkpointer = checkpointer
+        self._root = os.path.abspath(root)
+        self._names = names
+        self._fs = fs
+        self._save_policy = save
+        self._keep = keep
+        self._resume = resume
+        self._overlap = overlap
+        self._timeouts = timeouts
+        self._last_save = time.monotonic()
+        self._seen: tuple[int, Mapping[Any, Any]] | None = None
+        self._saved_step: int | None = None
+        self._pending: list[tuple[int, SaveFuture]] = []
+        self._closed = False
+        self.reports: list[SaveReport] = []
+
+    @property
+    def enabled(self) -> bool:
+        """Whether anything is saved at all."""
+        return self._checkpointer is not None
+
+    def path_of(self, step: int) -> str:
+        """Where the checkpoint of a step is, or would be."""
+        return os.path.join(self._root, self._names.folder(step))
+
+    def steps(self) -> list[int]:
+        """The steps of committed checkpoints, oldest first."""
+        return committed_steps(self._fs, self._root, self._names)
+
+    def guard(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let `optimizer.step()` wait for a snapshot that is still being copied. Needed by `zero_overhead` alone."""
+        if self._checkpointer is not None:
+            self._checkpointer.guard(optimizer)
+
+    def wait_staged(self, timeout: float | None = None) -> None:
+        """Return when the tensors of the last save may be changed."""
+        if self._checkpointer is not None:
+            self._checkpointer.wait_staged(timeout)
+
+    def restore(self, state: dict[str, Any], *, strict: bool = True) -> int | None:
+        """Load the checkpoint that `resume` says into `state`, in place.
+
+        First waits for a checkpoint that the writer process of a dead run is still finishing, and deletes what dead
+        runs of this host left half-done. A newest checkpoint that is damaged is passed over, loudly, unless `resume`
+        names its step.
+
+        Args:
+            state: as for `save`; its objects get their state back.
+            strict: raise when the state has keys that the checkpoint lacks.
+
+        Returns:
+            The step that was loaded, or None when the run starts from scratch.
+
+        Raises:
+            CheckpointNotFoundError: `resume` asks for what is not there.
+            CheckpointCorruptError: no checkpoint that may be used is whole.
+            CheckpointLoadError: the checkpoint is another model's.
+        """
+        if self._checkpointer is None:
+            return None
+        self._clean_up()
+        committed = self.steps()
+        candidates = self._resume.candidates(committed, self._root)
+        if not candidates and committed:
+            logger.warning(
+                "checkpoint.resume=never, and %s holds checkpoints up to step %d; saving one of their steps will be refused",
+                self._root,
+                committed[-1],
+            )
+        for number, step in enumerate(candidates):
+            try:
+                self._checkpointer.load(self.path_of(step), state, strict=strict)
+            except CheckpointCorruptError as error:
+                if number + 1 == len(candidates):
+                    raise
+                logger.error("step %d cannot be used, trying step %d: %s", step, candidates[number + 1], error)
+                continue
+            later = [other for other in committed if other > step]
+            if later:
+                logger.warning(
+                    "resumed from step %d although %s follow(s); saving those steps again will be refused", step, later
+                )
+            self._saved_step = step
+            self._last_save = time.monotonic()
+            return step
+        return None
+
+    def maybe_save(self, step: int, state: Mapping[Any, Any]) -> bool:
+        """Save when the policy says so. Call it after every step. Returns whether a save was started.
+
+        Args:
+            step: the step just done.
+            state: nested dicts of tensors, plain values, and objects with `state_dict()`. The manager keeps a
+                reference to it, for the save at the end.
+
+        Raises:
+            CheckpointError: also what went wrong in an earlier save and was not yet told.
+        """
+        self._seen = (step, state)
+        self._collect()
+        if self._checkpointer is None or not self._save_policy.due(step, time.monotonic() - self._last_save):
+            return False
+        return self.save(step, state)
+
+    def save(self, step: int, state: Mapping[Any, Any]) -> bool:
+        """Save now. Returns False when it was skipped (`overlap: skip`, or the step is saved already).
+
+        Raises:
+            CheckpointBusyError: `overlap: error` and an earlier save still runs.
+            CheckpointExistsError: an older run saved this step.
+            CheckpointError: what went wrong, also in an earlier save.
+        """
+        self._seen = (step, state)
+        if self._checkpointer is None or step == self._saved_step:
+            return False
+        if self._closed:
+            raise CheckpointError("This manager is closed; build a new one to save again.")
+        self._collect()
+        path = self.path_of(step)
+        if self._overlap != "wait" and self._checkpointer.busy:
+            text = f"step {step} came while {os.path.basename(self._pending[-1][1].path)} was still being saved"
+            if self._overlap == "error":
+                raise CheckpointBusyError(f"{text}; use checkpoint.overlap=wait or skip, or save less often.")
+            logger.warning("%s, and is skipped (checkpoint.overlap=skip)", text)
+            self.reports.append(SaveReport(path=path, outcome="skipped", step=step, error=text))
+            return False
+        self._last_save = time.monotonic()
+        futures = self._checkpointer.save(state, path)
+        self._saved_step = step
+        if futures is None:
+            report = self._checkpointer.last_report
+            if report is not None:
+                self._after_commit(step)
+                self.reports.append(replace(report, step=step))
+            return True
+        write_future = futures[1]
+        self._pending.append((step, write_future))
+        write_future.add_done_callback(lambda future: self._when_done(step, future))
+        return True
+
+    def wait(self) -> None:
+        """Return when every save that was started is committed, or raise what went wrong.
+
+        Raises:
+            CheckpointTimeoutError: a save hung; see timeouts.write.
+        """
+        limit = self._timeouts.stage + self._timeouts.write
+        deadline = time.monotonic() + limit * max(len(self._pending), 1)
+        for _, future in list(self._pending):
+            try:
+                Future.exception(future, timeout=max(deadline - time.monotonic(), 0))
+            except TimeoutError as error:
+                raise CheckpointTimeoutError(f"A save was still running after {limit:g} s (timeouts.write).") from error
+        self._collect()
+
+    def close(self) -> None:
+        """Finish what was started and free everything; saves nothing more. Bounded; safe to call twice.
+
+        Raises:
+            CheckpointError: what went wrong in an earlier save and was not yet told.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        self._seen = None
+        if self._checkpointer is None:
+            return
+        try:
+            self._checkpointer.close()
+        finally:
+            self._collect(tell=False)
+
+    def __enter__(self) -> CheckpointManager:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            try:
+                self.close()
+            except CheckpointError as failure:
+                # The loop's own exception goes on; this one must not hide it.
+                logger.error("while closing the checkpoint manager: %s", failure)
+            return
+        try:
+            if self._save_policy.at_end and self._seen is not None:
+                self.save(*self._seen)
+        finally:
+            self.close()
+
+    def _when_done(self, step: int, future: Future[SaveReport]) -> None:
+        """On the saving thread, right after a save ended."""
+        if Future.exception(future, timeout=0) is None:
+            self._after_commit(step)
+
+    def _after_commit(self, step: int) -> None:
+        """The pointer, and what may go. A failure here is a warning: the checkpoint itself is committed."""
+        try:
+            write_pointer(self._fs, self._root, self._names, step)
+            for victim in self._keep.victims(self.steps()):
+                logger.info("deleting the checkpoint of step %d (checkpoint.keep)", victim)
+                discard(self._fs, self.path_of(victim))
+        except OSError as error:
+            logger.warning("step %d is committed, but pointer or clean-up failed: %s", step, error)
+
+    def _collect(self, tell: bool = True) -> None:
+        """Turn ended saves into reports, and raise the first error that nobody has seen yet."""
+        failure: BaseException | None = None
+        running: list[tuple[int, SaveFuture]] = []
+        for step, future in self._pending:
+            if not future.done() or (failure is not None and not future.delivered):
+                running.append((step, future))
+                continue
+            seen = future.delivered
+            error = future.exception()
+            if error is None:
+                self.reports.append(replace(Future.result(future), step=step))
+                continue
+            if self._saved_step == step:
+                self._saved_step = None
+            self.reports.append(SaveReport(path=future.path, outcome="failed", step=step, error=str(error)))
+            if not seen:
+                failure = error
+        self._pending = running
+        if failure is not None and tell:
+            raise failure
+
+    def _clean_up(self) -> None:
+        """Wait, bounded, for what a dead run's writer still finishes; then delete what dead runs left."""
+        deadline = time.monotonic() + self._timeouts.close
+        said = False
+        while living := living_attempts(self._fs, self._root):
+            if not said:
+                logger.info("waiting up to %g s for a checkpoint that another process finishes: %s", self._timeouts.close, living)
+                said = True
+            if time.monotonic() > deadline:
+                logger.warning("%s is still being written by another process; going on without it", living)
+                break
+            time.sleep(0.05)
+        for name in sweep(self._fs, self._root):
+            logger.info("deleted %s, which a dead run left", name)
+

@@ -1,0 +1,155 @@
+"""The background writer process: it writes staged images to files and imports no torch.
+
+Protocol, frame by frame (see `channel`): `arena` brings a memfd; `table` brings a structure's layout; `write`
+asks for one save and is answered by `done` or `failed`; `decided` says that the trainer committed or gave up the
+last one. End of file means that the trainer is gone: a save that was fully written but not decided is then committed
+from here, so that a trainer that dies after staging does not take its checkpoint along.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ..storage.commit import Attempt, publish
+from ..storage.fs import FsOps
+from ..writers.byte_io import Extra, MemorySource, WriteResult, WriteTable, run_write_job
+from .channel import receive_frame, send_frame
+
+
+@dataclass
+class _Undecided:
+    """A save that is written but not yet committed by anybody."""
+
+    job: Mapping[str, Any]
+    result: WriteResult
+    sidecars: dict[str, bytes]
+    lock: int
+
+
+class ByteWorker:
+    """The state of the writer process: mapped arenas, known tables, and the save that awaits its decision."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._arenas: dict[int, mmap.mmap] = {}
+        self._tables: dict[int, tuple[WriteTable, dict[str, bytes]]] = {}
+        self._undecided: _Undecided | None = None
+
+    def serve(self) -> None:
+        """Handle frames until the trainer says goodbye or is gone."""
+        send_frame(self._sock, {"kind": "ready", "pid": os.getpid()})
+        while True:
+            try:
+                frame = receive_frame(self._sock)
+            except ConnectionResetError:
+                frame = None
+            if frame is None:
+                self._commit_for_dead_trainer()
+                return
+            header, blob, fds = frame
+            kind = header["kind"]
+            if kind == "arena":
+                self._map_arena(header, fds[0])
+            elif kind == "table":
+                sidecars = _split(blob, header["sidecars"])
+                self._tables = {header["id"]: (WriteTable.from_plain(header["table"]), sidecars)}
+            elif kind == "write":
+                self._write(header, blob)
+            elif kind == "decided":
+                self._forget()
+            elif kind == "close":
+                return
+
+    def _map_arena(self, header: Mapping[str, Any], fd: int) -> None:
+        for known in header["retired"]:
+            if known in self._arenas:
+                self._arenas.pop(known).close()
+        try:
+            self._arenas[header["id"]] = mmap.mmap(fd, header["size"], prot=mmap.PROT_READ)
+        finally:
+            os.close(fd)
+
+    def _write(self, job: Mapping[str, Any], blob: memoryview) -> None:
+        """One save: a failure is answered and fails this save alone."""
+        self._forget()
+        lock = None
+        try:
+            fs = FsOps(durable=job["durable"])
+            table, sidecars = self._tables[job["table"]]
+            lock = fs.lock_shared(job["staging"])
+            extras = [
+                Extra(spec["file"], spec["offset"], data, spec["items"])
+                for spec, data in zip(job["extras"], _pieces(blob, [e["size"] for e in job["extras"]]), strict=True)
+            ]
+            memory = memoryview(self._arenas[job["arena"]]) if table.files else memoryview(b"")
+            result = run_write_job(
+                fs, job["staging"], job["rank"], table, MemorySource(memory), extras, job["block_bytes"]
+            )
+        except Exception as error:
+            if lock is not None:
+                os.close(lock)
+            answer = {
+                "kind": "failed",
+                "id": job["id"],
+                "error": f"{type(error).__name__}: {error}",
+                "errno": getattr(error, "errno", None),
+                "traceback": traceback.format_exc(),
+            }
+        else:
+            self._undecided = _Undecided(job, result, sidecars, lock)
+            answer = {"kind": "done", "id": job["id"], "result": asdict(result)}
+        try:
+            send_frame(self._sock, answer)
+        except OSError:
+            # The trainer is gone; the next read sees the end of file and decides what to do.
+            if answer["kind"] == "failed":
+                print(f"ckpt writer: the trainer is gone and the save failed: {answer['error']}", file=sys.stderr)
+
+    def _commit_for_dead_trainer(self) -> None:
+        if self._undecided is None or not self._undecided.job["commit_alone"]:
+            return
+        job, result = self._undecided.job, self._undecided.result
+        attempt = Attempt(job["target"], job["token"])
+        if os.path.isdir(attempt.staging):
+            about = {**job["about"], "committed_by": "writer"}
+            publish(FsOps(durable=job["durable"]), attempt, [asdict(result)], self._undecided.sidecars, about)
+            # The terminal may be gone with the trainer; the checkpoint is what counts.
+            print(f"ckpt writer: the trainer is gone; committed {attempt.target}", file=sys.stderr)
+
+    def _forget(self) -> None:
+        if self._undecided is not None:
+            os.close(self._undecided.lock)
+            self._undecided = None
+
+
+def _pieces(blob: memoryview, sizes: list[int]) -> list[memoryview]:
+    pieces, position = [], 0
+    for size in sizes:
+        pieces.append(blob[position : position + size])
+        position += size
+    return pieces
+
+
+def _split(blob: memoryview, named: list[tuple[str, int]]) -> dict[str, bytes]:
+    pieces = _pieces(blob, [size for _, size in named])
+    return {name: bytes(piece) for (name, _), piece in zip(named, pieces, strict=True)}
+
+
+def main(fd: int) -> None:
+    """Entry point of the process; `fd` is its end of the socket to the trainer."""
+    # A Ctrl-C or a SIGTERM to the process group is for the trainer; this process obeys the socket alone.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    sock = socket.socket(fileno=fd)
+    try:
+        ByteWorker(sock).serve()
+    finally:
+        sock.close()

@@ -1,0 +1,62 @@
+"""Frames over a socket between the trainer and its byte writer: one JSON header, bytes, and file descriptors.
+
+JSON and raw bytes, not pickle: neither side can make the other one run anything. Standard library alone.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import struct
+from collections.abc import Sequence
+from typing import Any
+
+_HEAD = struct.Struct("<QQ")
+_MAX_FDS = 4
+_CHUNK = 1 << 20
+
+
+def send_frame(
+    sock: socket.socket, header: dict[str, Any], blobs: Sequence[bytes | memoryview] = (), fds: Sequence[int] = ()
+) -> None:
+    """Send a header, the concatenation of `blobs`, and copies of open file descriptors.
+
+    The socket's own timeout bounds each wait. Raises OSError when the other side is gone.
+    """
+    text = json.dumps(header, separators=(",", ":")).encode()
+    head = _HEAD.pack(len(text), sum(memoryview(blob).nbytes for blob in blobs))
+    if fds:
+        socket.send_fds(sock, [head], list(fds))
+    else:
+        sock.sendall(head)
+    sock.sendall(text)
+    for blob in blobs:
+        sock.sendall(blob)
+
+
+def receive_frame(sock: socket.socket) -> tuple[dict[str, Any], memoryview, list[int]] | None:
+    """The next frame as (header, bytes, file descriptors), or None when the other side closed."""
+    data, fds, _, _ = socket.recv_fds(sock, _HEAD.size, _MAX_FDS)
+    if not data:
+        return None
+    rest = _receive(sock, _HEAD.size - len(data)) if len(data) < _HEAD.size else b""
+    if rest is None:
+        return None
+    text_length, blob_length = _HEAD.unpack(data + bytes(rest))
+    text = _receive(sock, text_length)
+    blob = _receive(sock, blob_length)
+    if text is None or blob is None:
+        return None
+    return json.loads(bytes(text)), memoryview(blob), list(fds)
+
+
+def _receive(sock: socket.socket, length: int) -> bytearray | None:
+    buffer = bytearray(length)
+    view = memoryview(buffer)
+    position = 0
+    while position < length:
+        count = sock.recv_into(view[position : position + _CHUNK])
+        if count == 0:
+            return None
+        position += count
+    return buffer

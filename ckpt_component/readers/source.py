@@ -1,0 +1,69 @@
+"""What every kind of checkpoint looks like to the reader: tensors and objects by key, and a way to read them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ..image.tree import Path
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """A tensor in a checkpoint. `same_as` is equal for those that are stored once."""
+
+    path: Path
+    dtype: torch.dtype
+    shape: torch.Size
+    same_as: Any
+
+
+@dataclass(frozen=True)
+class Request:
+    """Read the tensor `key` into `destination`, whose shape and dtype are right; any device, any strides."""
+
+    key: str
+    destination: torch.Tensor
+
+
+@dataclass
+class Index:
+    """What a checkpoint holds, by flat key.
+
+    Attributes:
+        tensors: tensors by key.
+        objects: paths of Python objects by key.
+        containers: as `FlatState.containers`, for giving back the nested form.
+    """
+
+    tensors: dict[str, TensorEntry] = field(default_factory=dict)
+    objects: dict[str, Path] = field(default_factory=dict)
+    containers: list[tuple[Path, str]] = field(default_factory=list)
+
+
+class Source(ABC):
+    """One checkpoint, opened."""
+
+    def __init__(self, where: str, index: Index) -> None:
+        self.where = where
+        self.index = index
+
+    @abstractmethod
+    def read_tensors(self, requests: Sequence[Request]) -> None:
+        """Fill all destinations.
+
+        Raises:
+            CheckpointCorruptError: the bytes are not those that were written.
+        """
+
+    @abstractmethod
+    def read_objects(self, keys: Sequence[str]) -> Mapping[str, Any]:
+        """The Python objects of these keys."""
+
+    def tied(self, key: str) -> torch.Tensor | None:
+        """A tensor that is loaded already and may be handed out as it is, or None."""
+        return None

@@ -1,0 +1,220 @@
+"""What a load has to fill: matches a target state dict with what a checkpoint holds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from ..errors import CheckpointLoadError
+from ..image.tree import Path, StateDict, Stateful, flatten, key_of, unflatten
+from .source import Request, Source
+
+
+class Target:
+    """The plan of one load into `state_dict`.
+
+    - A tensor is copied into in place. A plain value is replaced, also by a whole subtree of the checkpoint.
+    - An empty dict takes all that the checkpoint has under its key.
+    - An object with `load_state_dict` is given its whole subtree; tensors that it has already are filled in place.
+
+    Attributes:
+        requests: tensors to fill in place.
+        new_tensors: keys of tensors to load into new memory.
+        objects: keys of objects to load.
+
+    Raises:
+        CheckpointLoadError: a value of another shape, dtype or kind than the checkpoint's.
+    """
+
+    def __init__(self, state_dict: StateDict, source: Source, *, allow_dtype_cast: bool) -> None:
+        self._state_dict = state_dict
+        self._source = source
+        self._allow_dtype_cast = allow_dtype_cast
+        self._flat = flatten(state_dict)
+        self._stateful: list[tuple[Path, Stateful]] = _outermost(self._flat.stateful)
+        self._missing: list[str] = []
+        #: For every place of a plain value: the keys that make up its new value.
+        self._replaced: dict[Path, list[str]] = {}
+        #: For every place of a plain value inside an object of the checkpoint: that object and the way into it.
+        self._inside: dict[Path, tuple[str, Path]] = {}
+        self.requests: list[Request] = []
+        self.new_tensors: list[str] = []
+        self.objects: list[str] = []
+        self._below = _keys_by_prefix(source)
+        for path, tensor in zip(self._flat.tensor_paths, self._flat.tensors, strict=True):
+            self._match_tensor(path, tensor)
+        for path in self._flat.object_paths:
+            self._match_value(path)
+        for path, kind in self._flat.containers:
+            if kind == "empty" and self._owner(path) is None:
+                self._match_value(path, may_miss=True)
+        for path, _ in self._stateful:
+            self._take_rest(path)
+        self.new_tensors = list(dict.fromkeys(self.new_tensors))
+        self.objects = list(dict.fromkeys(self.objects))
+
+    def _match_tensor(self, path: Path, tensor: torch.Tensor) -> None:
+        key = key_of(path)
+        entry = self._source.index.tensors.get(key)
+        if entry is None:
+            if key in self._source.index.objects:
+                raise CheckpointLoadError(f"'{key}' is a tensor in the target and a Python object in the checkpoint.")
+            self._missing.append(key)
+            return
+        if entry.shape != tensor.shape:
+            raise CheckpointLoadError(
+                f"'{key}' has shape {tuple(tensor.shape)} in the target and {tuple(entry.shape)} in the checkpoint "
+                f"{self._source.where}."
+            )
+        if entry.dtype != tensor.dtype and not self._allow_dtype_cast:
+            raise CheckpointLoadError(
+                f"'{key}' is {tensor.dtype} in the target and {entry.dtype} in the checkpoint {self._source.where}; "
+                "pass allow_dtype_cast=True to convert it."
+            )
+        if entry.dtype == tensor.dtype:
+            self.requests.append(Request(key, tensor.detach()))
+        else:
+            # Values of another dtype are loaded aside and converted by the copy in `finish`.
+            self.new_tensors.append(key)
+            self._replaced[path] = [key]
+
+    def _match_value(self, path: Path, *, may_miss: bool = False) -> None:
+        key, index = key_of(path), self._source.index
+        if key in index.objects or key in index.tensors:
+            self._use(path, [key])
+        elif key in self._below:
+            self._use(path, self._below[key])
+        else:
+            for depth in range(len(path) - 1, 0, -1):
+                above = key_of(path[:depth])
+                if above in index.objects:
+                    self.objects.append(above)
+                    self._inside[path] = (above, path[depth:])
+                    return
+            if not may_miss:
+                self._missing.append(key)
+
+    def _use(self, path: Path, keys: list[str]) -> None:
+        self._replaced[path] = keys
+        for key in keys:
+            (self.objects if key in self._source.index.objects else self.new_tensors).append(key)
+
+    def _take_rest(self, path: Path) -> None:
+        """What the checkpoint has for an object beyond what its state has now, such as an optimizer's state."""
+        known = {request.key for request in self.requests} | {key for keys in self._replaced.values() for key in keys}
+        for key in self._below.get(key_of(path), []):
+            if key not in known:
+                self._use(self._place_of(key), [key])
+
+    def _place_of(self, key: str) -> Path:
+        entry = self._source.index.tensors.get(key)
+        return self._source.index.objects[key] if entry is None else entry.path
+
+    def _owner(self, path: Path) -> Path | None:
+        """The place of the object whose state a path is in."""
+        return next((place for place, _ in self._stateful if path[: len(place)] == place), None)
+
+    def finish(self, fresh: Mapping[str, Any]) -> list[str]:
+        """Put the new values in, and give the objects their state; returns the keys that the checkpoint lacks."""
+        values: dict[Path, Any] = {}
+        targets = dict(zip(self._flat.tensor_paths, self._flat.tensors, strict=True))
+        for path, keys in self._replaced.items():
+            if path in targets:
+                targets[path].copy_(fresh[keys[0]])
+            else:
+                values[path] = self._assemble(path, keys, fresh)
+        for path, (key, way) in self._inside.items():
+            found, value = _descend(fresh[key], way)
+            if found:
+                values[path] = value
+            else:
+                self._missing.append(key_of(path))
+        for path, value in values.items():
+            if self._owner(path) is None:
+                _set(self._state_dict, path, value)
+        for path, stateful in self._stateful:
+            self._give_back(path, stateful, values)
+        return sorted(self._missing)
+
+    def _assemble(self, path: Path, keys: list[str], fresh: Mapping[str, Any]) -> Any:
+        if keys == [key_of(path)]:
+            return fresh[keys[0]]
+        depth = len(path)
+        inner = {self._place_of(key)[depth:]: fresh[key] for key in keys}
+        containers = [(place[depth:], kind) for place, kind in self._source.index.containers if place[:depth] == path]
+        root = "root"  # a list at the very top is put into a dict, because unflatten gives back a dict
+        lifted = {(root, *place): value for place, value in inner.items()}
+        return unflatten(lifted, [((root, *place), kind) for place, kind in containers])[root]
+
+    def _give_back(self, path: Path, stateful: Stateful, values: Mapping[Path, Any]) -> None:
+        depth = len(path)
+        state: dict[Path, Any] = {}
+        # What the object has now, so that keys the checkpoint lacks keep their value; then what was loaded.
+        for known, value in zip(self._flat.tensor_paths, self._flat.tensors, strict=True):
+            if known[:depth] == path:
+                state[known[depth:]] = value
+        for known, value in zip(self._flat.object_paths, self._flat.objects, strict=True):
+            if known[:depth] == path:
+                state[known[depth:]] = value
+        for known, value in values.items():
+            if known[:depth] == path:
+                state[known[depth:]] = value
+        containers = {place[depth:]: kind for place, kind in self._flat.containers if place[:depth] == path}
+        for place, kind in self._source.index.containers:
+            if place[:depth] == path:
+                containers[place[depth:]] = kind
+        filled = {place[:length] for place in state for length in range(1, len(place) + 1)}
+        kept = [(place, kind) for place, kind in containers.items() if kind != "empty" or place not in filled]
+        try:
+            stateful.load_state_dict(_with_parameter_numbers(stateful, unflatten(state, kept)))
+        except (RuntimeError, ValueError, KeyError, TypeError) as error:
+            raise CheckpointLoadError(
+                f"'{key_of(path)}' ({type(stateful).__name__}) did not take its state from {self._source.where}: {error}"
+            ) from error
+
+
+def _with_parameter_numbers(stateful: Stateful, state: StateDict) -> StateDict:
+    """An optimizer's state is keyed by number; stock DCP turns every key into text."""
+    if isinstance(stateful, torch.optim.Optimizer) and isinstance(state.get("state"), dict):
+        state["state"] = {
+            int(key) if isinstance(key, str) and key.isdigit() else key: value for key, value in state["state"].items()
+        }
+    return state
+
+
+def _outermost(found: list[tuple[Path, Stateful]]) -> list[tuple[Path, Stateful]]:
+    """Objects that are not inside the state of another object: the outer one restores what is inside."""
+    places = {path for path, _ in found}
+    return [
+        (path, value)
+        for path, value in found
+        if not any(path[:depth] in places for depth in range(1, len(path)))
+    ]
+
+
+def _keys_by_prefix(source: Source) -> dict[str, list[str]]:
+    """For every inner node of the checkpoint, the keys below it."""
+    below: dict[str, list[str]] = {}
+    for key in [*source.index.tensors, *source.index.objects]:
+        position = key.find(".")
+        while position >= 0:
+            below.setdefault(key[:position], []).append(key)
+            position = key.find(".", position + 1)
+    return below
+
+
+def _descend(value: Any, way: Path) -> tuple[bool, Any]:
+    for part in way:
+        try:
+            value = value[part]
+        except (KeyError, IndexError, TypeError):
+            return False, None
+    return True, value
+
+
+def _set(root: Any, path: Path, value: Any) -> None:
+    for part in path[:-1]:
+        root = root[part]
+    root[path[-1]] = value

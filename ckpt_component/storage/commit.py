@@ -1,0 +1,178 @@
+"""The commit protocol: a checkpoint appears whole under its name, or not at all.
+
+`begin` makes a staging folder beside the target; the ranks write their files into it; `publish` adds what
+only the coordinator knows (`.metadata`, then `manifest.json` as the last file), makes all of it durable and renames
+the folder to its name. `abandon` takes a failed attempt away. RELIABILITY 4.2 has the reasons for the order.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import time
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import CheckpointExistsError, CheckpointSaveError
+from .fs import FsOps
+from .manifest import VERSION, encode_manifest
+from .names import MANIFEST, is_debris_of_this_host, new_token, staging_path, trash_path
+
+logger = logging.getLogger(__name__)
+
+_YOUNG_SECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One try to make the checkpoint `target`: an absolute path, and the folder that collects its files."""
+
+    target: str
+    token: str
+
+    @property
+    def staging(self) -> str:
+        """The folder beside the target that collects the files until the commit."""
+        return staging_path(self.target, self.token)
+
+
+def refuse_existing(path: str) -> None:
+    """Raise CheckpointExistsError when `path` holds anything; an empty folder may be taken over."""
+    if not os.path.lexists(path):
+        return
+    if os.path.isdir(path) and not os.path.islink(path) and not os.listdir(path):
+        return
+    raise CheckpointExistsError(
+        f"{path} already exists, and a checkpoint is never written over anything; save to a new path, or move it away."
+    )
+
+
+def begin(fs: FsOps, target: str, token: str | None = None) -> Attempt:
+    """Make the staging folder for `target` (absolute). Raises CheckpointExistsError when the path is taken."""
+    refuse_existing(target)
+    attempt = Attempt(target, token or new_token())
+    parent = os.path.dirname(target)
+    fs.make_folders(parent)
+    fs.make_folder(attempt.staging)
+    fs.sync_folder(parent)
+    return attempt
+
+
+def publish(
+    fs: FsOps,
+    attempt: Attempt,
+    ranks: Sequence[Mapping[str, Any]],
+    sidecars: Mapping[str, bytes],
+    about: Mapping[str, Any],
+) -> int:
+    """Commit: the checkpoint exists, durable and complete, when this returns.
+
+    Args:
+        fs: where effects go.
+        attempt: of `begin`.
+        ranks: what each rank wrote: `{"rank", "files": [{"name", "size", ...}]}`, each file fsynced by its writer.
+        sidecars: small files that only the coordinator writes, such as `.metadata`.
+        about: further plain values for the manifest (format, package version).
+
+    Returns:
+        How many files the checkpoint has.
+
+    Raises:
+        CheckpointExistsError: something took the target's name meanwhile; it stays untouched.
+        OSError: from the file system; nothing is visible then.
+    """
+    files = [dict(entry) for rank in ranks for entry in rank["files"]]
+    for entry in files:
+        size = fs.size(os.path.join(attempt.staging, entry["name"]))
+        if size != entry["size"]:
+            raise CheckpointSaveError(
+                f"{entry['name']} has {size} bytes on disk and its writer reported {entry['size']}; not committed."
+            )
+    for name, data in sidecars.items():
+        fs.write_new(os.path.join(attempt.staging, name), data)
+        files.append({"name": name, "size": len(data), "crc32": zlib.crc32(data)})
+    content = {
+        "version": VERSION,
+        "attempt": attempt.token,
+        "world_size": len(ranks),
+        "created": time.time(),
+        "files": files,
+        **about,
+    }
+    fs.write_new(os.path.join(attempt.staging, MANIFEST), encode_manifest(content))
+    fs.sync_folder(attempt.staging)
+    _take_over_empty_folder(fs, attempt.target)
+    try:
+        fs.rename_new(attempt.staging, attempt.target)
+    except FileExistsError as error:
+        raise CheckpointExistsError(f"{attempt.target} was taken meanwhile; this save was given up.") from error
+    fs.sync_folder(os.path.dirname(attempt.target))
+    return len(files) + 1
+
+
+def abandon(fs: FsOps, attempt: Attempt) -> None:
+    """Take away what a failed attempt left. A failure here is logged: the save's own error matters more."""
+    if os.path.isdir(attempt.staging):
+        discard(fs, attempt.staging)
+
+
+def discard(fs: FsOps, path: str) -> bool:
+    """Rename a folder out of sight, then delete it, manifest first. Returns False, and warns, when that failed."""
+    trash = trash_path(path)
+    try:
+        fs.rename_new(path, trash)
+        fs.sync_folder(os.path.dirname(path))
+        if fs.size(os.path.join(trash, MANIFEST)) is not None:
+            fs.unlink(os.path.join(trash, MANIFEST))
+        fs.remove_tree(trash)
+    except OSError as error:
+        logger.warning("%s could not be deleted (%s); it is not a checkpoint and may be deleted by hand", path, error)
+        return False
+    return True
+
+
+def sweep(fs: FsOps, root: str) -> list[str]:
+    """Delete what dead processes of this host left in `root`: unfinished and half-deleted checkpoints.
+
+    A folder whose owner lives (trainer, or a writer process that is still finishing) is locked and stays, and so does
+    everything that has another host's mark or another prefix. Returns the names that were deleted.
+    """
+    gone = []
+    for name in fs.names(root):
+        path = os.path.join(root, name)
+        if not is_debris_of_this_host(name) or not os.path.isdir(path) or os.path.islink(path):
+            continue
+        try:
+            # A very young folder may not have been locked by its owner yet.
+            if fs.is_locked(path) or time.time() - os.lstat(path).st_mtime < _YOUNG_SECONDS:
+                continue
+            fs.remove_tree(path)
+        except OSError as error:
+            logger.warning("%s was left by a dead run and could not be deleted (%s)", path, error)
+            continue
+        gone.append(name)
+    return gone
+
+
+def living_attempts(fs: FsOps, root: str) -> list[str]:
+    """Staging folders in `root` that a living process of this host still works on."""
+    return [
+        name
+        for name in fs.names(root)
+        if is_debris_of_this_host(name)
+        and os.path.isdir(os.path.join(root, name))
+        and fs.is_locked(os.path.join(root, name))
+    ]
+
+
+def _take_over_empty_folder(fs: FsOps, target: str) -> None:
+    if os.path.isdir(target) and not os.path.islink(target):
+        try:
+            fs.remove_folder(target)
+        except OSError as error:
+            if error.errno != errno.ENOTEMPTY:
+                raise
+            # Not empty any more: the rename that follows refuses it with the right words.

@@ -1,0 +1,199 @@
+"""Every file-system effect of a save goes through `FsOps`.
+
+It is production code and the seam for fault injection: a test passes a subclass that counts, fails or stops
+at the n-th call. Nothing else in the package writes, renames or deletes a checkpoint's files.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import stat
+from collections.abc import Sequence
+
+#: Linux takes at most this many buffers in one vectored write (IOV_MAX).
+MAX_BUFFERS = 1024
+
+_RENAME_NOREPLACE = 1
+_AT_FDCWD = -100
+
+
+class FsOps:
+    """The file-system calls that a save is made of.
+
+    Args:
+        durable: `True` makes `sync` and `sync_folder` reach the disk (safe against a power cut); `False` makes
+            them do nothing (safe against the death of processes alone, several times faster on small saves).
+    """
+
+    def __init__(self, *, durable: bool = True) -> None:
+        self.durable = durable
+
+    def make_folders(self, path: str) -> None:
+        """Create a folder and the missing ones above it, each made durable in its parent."""
+        missing = []
+        while not os.path.isdir(path):
+            missing.append(path)
+            path = os.path.dirname(path)
+        for folder in reversed(missing):
+            try:
+                os.mkdir(folder)
+            except FileExistsError:
+                continue  # another rank or run made it meanwhile
+            self.sync_folder(os.path.dirname(folder))
+
+    def make_folder(self, path: str) -> None:
+        """Create one new folder; an existing one is an error."""
+        os.mkdir(path)
+
+    def create(self, path: str, size: int = 0) -> int:
+        """Open a file that must not exist yet, with `size` bytes of disk reserved; returns its descriptor."""
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+        if size:
+            try:
+                os.posix_fallocate(fd, 0, size)
+            except OSError as error:
+                # Some file systems cannot reserve; the write itself then reports a full disk.
+                if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
+                    os.close(fd)
+                    raise
+        return fd
+
+    def write(self, fd: int, buffers: Sequence[memoryview], offset: int) -> None:
+        """Write all of `buffers`, one after the other, at `offset`; short writes are continued."""
+        pending = [view for view in buffers if view.nbytes]
+        while pending:
+            written = os.pwritev(fd, pending[:MAX_BUFFERS], offset)
+            offset += written
+            while pending and written >= pending[0].nbytes:
+                written -= pending.pop(0).nbytes
+            if written:
+                pending[0] = pending[0][written:]
+
+    def sync(self, fd: int) -> None:
+        """Make a file's bytes durable; must be called by the process that wrote them."""
+        if self.durable:
+            os.fsync(fd)
+
+    def close(self, fd: int) -> None:
+        """Close a descriptor of `create`."""
+        os.close(fd)
+
+    def write_new(self, path: str, data: bytes) -> None:
+        """Write one small new file and make its bytes durable."""
+        fd = self.create(path)
+        try:
+            self.write(fd, [memoryview(data)], 0)
+            self.sync(fd)
+        finally:
+            self.close(fd)
+
+    def sync_folder(self, path: str) -> None:
+        """Make a folder's entries durable (new, renamed and deleted names)."""
+        if not self.durable:
+            return
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+    def rename_new(self, source: str, target: str) -> None:
+        """Rename, and fail with FileExistsError when `target` exists, even as an empty folder.
+
+        A plain rename silently replaces an empty folder, so this asks the kernel for RENAME_NOREPLACE; where a
+        file system lacks that, the check and the rename are two steps.
+        """
+        if not _rename_noreplace(source, target):
+            if os.path.lexists(target):
+                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), target)
+            os.rename(source, target)
+
+    def replace(self, source: str, target: str) -> None:
+        """Rename over an existing file, atomically."""
+        os.replace(source, target)
+
+    def unlink(self, path: str) -> None:
+        """Delete one file."""
+        os.unlink(path)
+
+    def remove_folder(self, path: str) -> None:
+        """Delete one empty folder."""
+        os.rmdir(path)
+
+    def remove_tree(self, path: str) -> None:
+        """Delete a folder and all in it; links are deleted, never followed."""
+        with os.scandir(path) as entries:
+            found = [(entry.path, entry.is_dir(follow_symlinks=False)) for entry in entries]
+        for child, is_folder in found:
+            if is_folder:
+                self.remove_tree(child)
+            else:
+                self.unlink(child)
+        self.remove_folder(path)
+
+    def names(self, path: str) -> list[str]:
+        """The names in a folder, sorted; none when there is no such folder."""
+        try:
+            return sorted(os.listdir(path))
+        except FileNotFoundError:
+            return []
+
+    def size(self, path: str) -> int | None:
+        """The size of a regular file in bytes, or None when there is none (a link does not count)."""
+        try:
+            found = os.lstat(path)
+        except FileNotFoundError:
+            return None
+        return found.st_size if stat.S_ISREG(found.st_mode) else None
+
+    def read(self, path: str, limit: int) -> bytes:
+        """The whole content of a regular file of at most `limit` bytes; links are refused."""
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        with os.fdopen(fd, "rb") as stream:
+            data = stream.read(limit + 1)
+        if len(data) > limit:
+            raise OSError(errno.EFBIG, f"more than the {limit} bytes that this file may have", path)
+        return data
+
+    def lock_shared(self, path: str) -> int:
+        """Open a folder and hold a shared lock on it, which tells others that its owner lives.
+
+        Returns a descriptor; closing it, or the death of the process, gives the lock back.
+        """
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP):
+                os.close(fd)
+                raise
+        return fd
+
+    def is_locked(self, path: str) -> bool:
+        """Whether a living process holds `lock_shared` on the folder."""
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        finally:
+            os.close(fd)
+        return False
+
+
+def _rename_noreplace(source: str, target: str) -> bool:
+    """Try renameat2(RENAME_NOREPLACE). False: this libc or file system does not have it."""
+    import ctypes  # 5 ms, and only a commit needs it
+
+    try:
+        call = ctypes.CDLL(None, use_errno=True).renameat2
+    except AttributeError:
+        return False
+    if call(_AT_FDCWD, os.fsencode(source), _AT_FDCWD, os.fsencode(target), _RENAME_NOREPLACE) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
+        return False
+    raise OSError(code, os.strerror(code), source, None, target)

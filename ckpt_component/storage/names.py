@@ -1,0 +1,74 @@
+"""What things are called on disk.
+
+The names of committed checkpoints and of the pointer file are Megatron's (or the plain `step` form); the names
+of unfinished and of retired folders start with a dot and our own prefix, so that nothing else is ever deleted.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import secrets
+import socket
+from dataclasses import dataclass
+
+MANIFEST = "manifest.json"
+STAGING_PREFIX = ".ckpt-tmp."
+TRASH_PREFIX = ".ckpt-trash."
+
+
+def integrity_name(rank: int) -> str:
+    """The file in which a rank writes down what it wrote: every item with its place and CRC."""
+    return f"integrity-{rank}.json"
+
+
+@dataclass(frozen=True)
+class StepNames:
+    """How steps become folder names, and the pointer file beside them."""
+
+    prefix: str
+    digits: int
+    pointer: str
+
+    def folder(self, step: int) -> str:
+        """`iter_0000200` for step 200."""
+        return f"{self.prefix}{step:0{self.digits}d}"
+
+    def step(self, name: str) -> int | None:
+        """The step of a folder name, or None for any other name."""
+        if re.fullmatch(rf"{re.escape(self.prefix)}\d{{{self.digits},}}", name) is None:
+            return None
+        return int(name[len(self.prefix) :])
+
+
+#: As Megatron-LM names them.
+MEGATRON = StepNames("iter_", 7, "latest_checkpointed_iteration.txt")
+STEP = StepNames("step_", 8, "latest")
+
+
+def new_token() -> str:
+    """The identity of one save attempt: this host, and a random part."""
+    return f"{_host_token()}-{secrets.token_hex(4)}"
+
+
+def staging_path(target: str, token: str) -> str:
+    """The folder beside `target` in which an attempt collects its files."""
+    return os.path.join(os.path.dirname(target), f"{STAGING_PREFIX}{os.path.basename(target)}.{token}")
+
+
+def trash_path(path: str) -> str:
+    """A new name beside `path` under which it waits for deletion."""
+    name = os.path.basename(path).removeprefix(STAGING_PREFIX)
+    return os.path.join(os.path.dirname(path), f"{TRASH_PREFIX}{name}.{new_token()}")
+
+
+def is_debris_of_this_host(name: str) -> bool:
+    """Whether a name is that of an unfinished or retired folder that a process of this host left."""
+    if not name.startswith((STAGING_PREFIX, TRASH_PREFIX)):
+        return False
+    return name.rpartition(".")[2].startswith(_host_token() + "-")
+
+
+def _host_token() -> str:
+    return hashlib.sha256(socket.gethostname().encode()).hexdigest()[:8]

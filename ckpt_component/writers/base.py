@@ -1,0 +1,151 @@
+"""What a writer is: it lays out a rank's files once per structure, and seals the objects on every save.
+
+A writer never writes. It says which bytes go where (`FormatPlan`); the byte-range writer does the work, in
+whichever process the caller chose. A format of one's own is a subclass with `plan`.
+"""
+
+from __future__ import annotations
+
+import bisect
+import heapq
+import itertools
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from ..config.errors import CheckpointConfigError
+from ..image.layout import Layout, Structure
+from .byte_io import Extra, FileSpec, Lane, WriteTable
+
+_table_numbers = itertools.count(1)
+
+
+@dataclass(frozen=True)
+class Sealed:
+    """Everything of one save besides the arena's bytes.
+
+    Attributes:
+        table: the constant part; its `table_number` changes only when it does.
+        extras: the encoded objects of this save.
+        sidecars: small files for the coordinator to write, such as `.metadata`; they belong to the table.
+    """
+
+    table: WriteTable
+    table_number: int
+    extras: tuple[Extra, ...] = ()
+    sidecars: dict[str, bytes] = field(default_factory=dict)
+
+
+class FormatPlan(ABC):
+    """The layout of one structure in one format."""
+
+    layout: Layout
+
+    @abstractmethod
+    def seal(self, objects: Sequence[Any]) -> Sealed:
+        """Take the objects of one save (`FlatState.objects`, in order), encoded at once so that they are a snapshot.
+
+        Raises:
+            CheckpointStageError: an object that safe loading would refuse, by key.
+        """
+
+
+class Writer(ABC):
+    """A checkpoint format.
+
+    Args:
+        workers: how many parallel writers share the bytes of a rank.
+        block_bytes: how many bytes one write call takes.
+
+    Raises:
+        CheckpointConfigError: a value that makes no sense.
+    """
+
+    #: Stands in the manifest, so that a reader knows what it finds.
+    format: ClassVar[str]
+
+    def __init__(self, workers: int = 2, block_bytes: int = 8 << 20) -> None:
+        if workers < 1:
+            raise CheckpointConfigError(f"checkpoint.writer.workers must be at least 1, got {workers}.")
+        if block_bytes < 4096:
+            raise CheckpointConfigError(f"checkpoint.writer.block_bytes must be at least 4096, got {block_bytes}.")
+        self.workers = workers
+        self.block_bytes = block_bytes
+
+    @abstractmethod
+    def plan(self, structure: Structure, rank: int) -> FormatPlan:
+        """Lay out the files of one rank. Called once per structure."""
+
+
+def make_table(layout: Layout, lanes: Sequence[Sequence[Lane]], description: str) -> tuple[WriteTable, int]:
+    """The write table of a layout, and a number that is new for every table."""
+    files = [FileSpec(file.name, file.base, file.size) for file in layout.files]
+    return WriteTable(files, lanes, len(layout.items), description), next(_table_numbers)
+
+
+def describe(layout: Layout, format_name: str, *, keys: bool = True) -> str:
+    """The JSON that a reader needs beside the CRCs: every item with its place, every key with its item.
+
+    Args:
+        layout: of the image.
+        format_name: of the writer.
+        keys: False for a format that has its own index of keys. With keys, the objects are taken to be the items of
+            the extras, in their order.
+    """
+    structure = layout.structure
+    items: list[list[Any]] = []
+    item_of_stored = {}
+    for number, item in enumerate(layout.items):
+        stored = layout.stored[item.stored]
+        item_of_stored[item.stored] = number
+        dtype = str(stored.dtype).removeprefix("torch.")
+        items.append([item.file, item.offset, item.length, item.payload, dtype, list(stored.shape)])
+    content: dict[str, Any] = {
+        "format": format_name,
+        "files": [file.name for file in layout.files],
+        "items": items,
+    }
+    if keys:
+        content["keys"] = [
+            [list(path), item_of_stored[stored]]
+            for path, stored in zip(structure.tensor_paths, structure.stored_of, strict=True)
+        ]
+        content["objects"] = [
+            [list(path), len(layout.items) + number] for number, path in enumerate(structure.object_paths)
+        ]
+        content["containers"] = [[list(path), kind] for path, kind in structure.containers]
+    return json.dumps(content, separators=(",", ":"))
+
+
+def balanced(sizes: Sequence[int], bins: int) -> list[list[int]]:
+    """Numbers of `sizes` in at most `bins` groups of about equal sums, each in ascending order; none is empty.
+
+    Largest first into the lightest group, as DCP and NVRx do.
+    """
+    groups: list[list[int]] = [[] for _ in range(max(1, min(bins, len(sizes))))]
+    loads = [(0, number) for number in range(len(groups))]
+    for number in sorted(range(len(sizes)), key=sizes.__getitem__, reverse=True):
+        load, group = heapq.heappop(loads)
+        groups[group].append(number)
+        heapq.heappush(loads, (load + sizes[number], group))
+    return [sorted(group) for group in groups if group]
+
+
+def lanes_by_bytes(layout: Layout, workers: int) -> list[list[Lane]]:
+    """Cut a single-file image into at most `workers` ranges of about equal bytes, each at the start of an item."""
+    (file,) = layout.files
+    items = layout.items
+    offsets = [item.offset for item in items]
+    goals = [file.size * worker // workers for worker in range(1, workers)]
+    cuts = sorted({0, len(items), *(bisect.bisect_left(offsets, goal) for goal in goals)})
+    lanes = []
+    for first, last in itertools.pairwise(cuts):
+        start = 0 if first == 0 else offsets[first]
+        end = file.size if last == len(items) else offsets[last]
+        places = [(item.offset, item.length) for item in items[first:last]]
+        lanes.append([Lane(0, start, end, first, places)])
+    if not items and file.size:
+        lanes.append([Lane(0, 0, file.size, 0, [])])
+    return lanes

@@ -1,0 +1,258 @@
+"""Run one write job: byte ranges of an image to files, in parallel, with CRCs. Standard library alone.
+
+This runs in the background writer process, which imports no torch, and as it is in the trainer for
+`caller=inline`. A job is plain data: the layout table says which bytes go where; the source gives the bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import zlib
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
+
+from ..storage.fs import FsOps
+from ..storage.names import integrity_name
+
+
+class ByteSource(Protocol):
+    """Where the bytes of an image come from: an arena, or the live tensors."""
+
+    def buffers(self, start: int, end: int) -> list[memoryview]:
+        """The bytes [start, end) of the image as one or more pieces, in order."""
+        ...
+
+
+class MemorySource:
+    """An image that lies in memory as one block."""
+
+    def __init__(self, memory: memoryview) -> None:
+        self._memory = memory
+
+    def buffers(self, start: int, end: int) -> list[memoryview]:
+        """The one slice."""
+        return [self._memory[start:end]]
+
+
+@dataclass(frozen=True)
+class FileSpec:
+    """One file of the image: its name, where its bytes start in the image, and how many there are."""
+
+    name: str
+    base: int
+    size: int
+
+
+@dataclass(frozen=True)
+class Lane:
+    """What one parallel writer does: bytes [start, end) of a file, and the items that lie in there.
+
+    `items` are (offset, length) in the file, ascending; `first` is the number of the first one among all items.
+    """
+
+    file: int
+    start: int
+    end: int
+    first: int
+    items: Sequence[tuple[int, int]]
+
+
+@dataclass(frozen=True)
+class WriteTable:
+    """The constant part of a rank's jobs: it is sent to the writer process once per structure.
+
+    Attributes:
+        files: the files whose bytes come from the image.
+        lanes: per parallel writer, what it writes, in order.
+        item_count: number of items over all lanes.
+        description: JSON text that describes items and keys for readers; copied into the integrity file as it is.
+    """
+
+    files: Sequence[FileSpec]
+    lanes: Sequence[Sequence[Lane]]
+    item_count: int
+    description: str
+
+    def to_plain(self) -> dict[str, Any]:
+        """As plain lists and numbers, for JSON."""
+        return asdict(self)
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Any]) -> WriteTable:
+        """The inverse of `to_plain`."""
+        return cls(
+            [FileSpec(**spec) for spec in plain["files"]],
+            [[Lane(**lane) for lane in lanes] for lanes in plain["lanes"]],
+            plain["item_count"],
+            plain["description"],
+        )
+
+
+@dataclass(frozen=True)
+class Extra:
+    """Bytes that are not in the image, because their length changes from save to save (Python objects).
+
+    `items` are (offset, length) relative to the file, and follow the image's items in the CRC list.
+    """
+
+    file: str
+    offset: int
+    data: memoryview
+    items: Sequence[tuple[int, int]]
+
+
+@dataclass(frozen=True)
+class WriteResult:
+    """What one rank wrote: its files with sizes (and the integrity file's CRC), bytes, and seconds."""
+
+    rank: int
+    files: list[dict[str, Any]]
+    bytes: int
+    seconds: float
+
+
+def run_write_job(
+    fs: FsOps,
+    folder: str,
+    rank: int,
+    table: WriteTable,
+    source: ByteSource,
+    extras: Sequence[Extra],
+    block_bytes: int,
+) -> WriteResult:
+    """Write a rank's files into the staging folder, each fsynced, and its integrity file last.
+
+    Args:
+        fs: where effects go.
+        folder: the staging folder, which exists.
+        rank: whose files these are.
+        table: what goes where.
+        source: the image.
+        extras: bytes beside the image; their files come after the image's.
+        block_bytes: how many bytes one write call takes.
+
+    Raises:
+        OSError: the first failure of any parallel writer, after all of them have stopped.
+    """
+    started = time.perf_counter()
+    tails = {extra.file: extra.offset + extra.data.nbytes for extra in extras}
+    descriptors: dict[str, int] = {}
+    sizes: dict[str, int] = {}
+    crcs = [0] * table.item_count
+    try:
+        for spec in table.files:
+            sizes[spec.name] = max(spec.size, tails.pop(spec.name, 0))
+        sizes.update(tails)
+        for name, size in sizes.items():
+            descriptors[name] = fs.create(os.path.join(folder, name), size)
+        _run_lanes(fs, table, source, descriptors, crcs, block_bytes)
+        for extra in extras:
+            fs.write(descriptors[extra.file], [extra.data], extra.offset)
+            for offset, length in extra.items:
+                at = offset - extra.offset
+                crcs.append(zlib.crc32(extra.data[at : at + length]))
+        for fd in descriptors.values():
+            fs.sync(fd)
+    finally:
+        for fd in descriptors.values():
+            fs.close(fd)
+    places = [(extra.file, offset, length) for extra in extras for offset, length in extra.items]
+    integrity = b'{"version":1,"rank":%d,"layout":%s,"extras":%s,"crc32":%s}\n' % (
+        rank,
+        table.description.encode(),
+        json.dumps(places, separators=(",", ":")).encode(),
+        json.dumps(crcs, separators=(",", ":")).encode(),
+    )
+    fs.write_new(os.path.join(folder, integrity_name(rank)), integrity)
+    fs.sync_folder(folder)
+    files: list[dict[str, Any]] = [{"name": name, "size": size} for name, size in sizes.items()]
+    files.append({"name": integrity_name(rank), "size": len(integrity), "crc32": zlib.crc32(integrity)})
+    return WriteResult(rank, files, sum(entry["size"] for entry in files), time.perf_counter() - started)
+
+
+def _run_lanes(
+    fs: FsOps,
+    table: WriteTable,
+    source: ByteSource,
+    descriptors: Mapping[str, int],
+    crcs: list[int],
+    block_bytes: int,
+) -> None:
+    """All parallel writers at once; the first error counts, and the others stop at their next block."""
+    failed: list[BaseException] = []
+
+    def run(lanes: Sequence[Lane]) -> None:
+        try:
+            for lane in lanes:
+                _write_lane(fs, table, source, descriptors, crcs, block_bytes, lane, failed)
+        except BaseException as error:
+            failed.append(error)
+            raise
+
+    busy = [lanes for lanes in table.lanes if lanes]
+    if len(busy) <= 1:
+        for lanes in busy:
+            run(lanes)
+        return
+    with ThreadPoolExecutor(len(busy), thread_name_prefix="ckpt-write") as pool:
+        pending = [pool.submit(run, lanes) for lanes in busy]
+    if failed:
+        raise failed[0]
+    for future in pending:
+        future.result(timeout=0)
+
+
+def _write_lane(
+    fs: FsOps,
+    table: WriteTable,
+    source: ByteSource,
+    descriptors: Mapping[str, int],
+    crcs: list[int],
+    block_bytes: int,
+    lane: Lane,
+    failed: Sequence[BaseException],
+) -> None:
+    spec = table.files[lane.file]
+    fd = descriptors[spec.name]
+    cursor = _CrcCursor(lane, crcs)
+    position = lane.start
+    while position < lane.end and not failed:
+        end = min(position + block_bytes, lane.end)
+        pieces = source.buffers(spec.base + position, spec.base + end)
+        # The CRC is taken from the staged bytes before they are written, so that it also covers the write.
+        for piece in pieces:
+            cursor.feed(piece)
+        fs.write(fd, pieces, position)
+        position = end
+
+
+class _CrcCursor:
+    """Takes the bytes of a lane in order and keeps one CRC per item; bytes between items are skipped."""
+
+    def __init__(self, lane: Lane, crcs: list[int]) -> None:
+        self._items = lane.items
+        self._number = lane.first
+        self._last = lane.first + len(lane.items)
+        self._first = lane.first
+        self._position = lane.start
+        self._crcs = crcs
+
+    def feed(self, piece: memoryview) -> None:
+        start = self._position
+        stop = start + piece.nbytes
+        self._position = stop
+        number, items, crcs, first = self._number, self._items, self._crcs, self._first
+        while number < self._last:
+            offset, length = items[number - first]
+            if offset >= stop:
+                break
+            end = offset + length
+            crcs[number] = zlib.crc32(piece[max(offset, start) - start : min(end, stop) - start], crcs[number])
+            if end > stop:
+                break
+            number += 1
+        self._number = number

@@ -1,0 +1,42 @@
+"""One rank's write job: what a caller has to get done, in the trainer or in another process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ..storage.commit import Attempt
+from ..storage.fs import FsOps
+
+if TYPE_CHECKING:
+    from ..image.arena import Arena
+    from .base import Sealed
+    from .byte_io import ByteSource
+
+
+@dataclass(frozen=True)
+class WriteJob:
+    """Write one snapshot into the staging folder of an attempt.
+
+    Attributes:
+        fs: where effects go; another process makes its own with the same durability.
+        attempt: target and staging folder.
+        rank: whose files these are.
+        sealed: tables and objects.
+        source: the image's bytes.
+        arena: the memory behind `source`, for a caller in another process; None for live tensors.
+        block_bytes: how many bytes one write call takes.
+        about: plain values for the manifest.
+        commit_alone: the writer process may commit when the trainer dies after the write (one rank only).
+    """
+
+    fs: FsOps
+    attempt: Attempt
+    rank: int
+    sealed: Sealed
+    source: ByteSource
+    arena: Arena | None
+    block_bytes: int
+    about: Mapping[str, Any]
+    commit_alone: bool
