@@ -6,8 +6,8 @@
         start = manager.restore(state) or 0
         ...
 
-Names are imported when they are first used: Hydra's search-path plugin and the writer process import this package,
-and neither may pay for torch.
+Names are imported when they are first used: Hydra's search-path plugin and the writer process import this
+package, and neither may pay for torch.
 """
 
 from __future__ import annotations

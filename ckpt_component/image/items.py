@@ -16,21 +16,21 @@ import torch
 from ..errors import CheckpointStageError
 
 _LOCAL_HEADER = struct.Struct("<4s5H3L2H")
-_LARGE = 1 << 20
 
 #: `torch.serialization.set_crc32_options` is a switch of the whole process; one template at a time may turn it.
 _SWITCH = threading.Lock()
 
 
 class _Recorder:
-    """A file that keeps what `torch.save` writes, except for the contents of large payloads."""
+    """A file that keeps what `torch.save` writes, except for the contents of a payload of `large` bytes."""
 
-    def __init__(self) -> None:
+    def __init__(self, large: int) -> None:
+        self._large = max(large, 4096)
         self.parts: list[tuple[int, bytes | None]] = []
 
     def write(self, data: Any) -> int:
         view = memoryview(data)
-        self.parts.append((view.nbytes, None if view.nbytes >= _LARGE else bytes(view)))
+        self.parts.append((view.nbytes, None if view.nbytes >= self._large else bytes(view)))
         return view.nbytes
 
     def flush(self) -> None:
@@ -58,7 +58,7 @@ class ItemTemplates:
 
 def _make_template(dtype: torch.dtype, shape: torch.Size) -> tuple[bytes, bytes]:
     nbytes = element_bytes(dtype, shape)
-    recorder = _Recorder()
+    recorder = _Recorder(nbytes)
     with _SWITCH:
         before = torch.serialization.get_crc32_options()
         torch.serialization.set_crc32_options(False)

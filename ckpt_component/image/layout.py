@@ -62,7 +62,7 @@ class Structure:
         self.tensor_paths = flat.tensor_paths
         self.object_paths = flat.object_paths
         self.containers = flat.containers
-        self._signature = _signature(flat.tensors)
+        self._signature = [(type(t), t.dtype, t.shape, t.stride(), t.device) for t in flat.tensors]
         pointers = [tensor.data_ptr() for tensor in flat.tensors]
         self._distinct_pointers = len(set(pointers))
         #: For each tensor the number of its entry in `stored`.
@@ -97,7 +97,7 @@ class Structure:
             flat.tensor_paths != self.tensor_paths
             or flat.object_paths != self.object_paths
             or flat.containers != self.containers
-            or _signature(flat.tensors) != self._signature
+            or not self._same_tensors(flat.tensors)
         ):
             return False
         pointers = [tensor.data_ptr() for tensor in flat.tensors]
@@ -107,6 +107,20 @@ class Structure:
             pointers[number] - pointers[other] == distance for number, other, distance in self.relations
         )
 
+    def _same_tensors(self, tensors: Sequence[torch.Tensor]) -> bool:
+        # Compared one by one: a list of 20,000 fresh tuples costs several times as much in garbage collection.
+        for tensor, (kind, dtype, shape, stride, device) in zip(tensors, self._signature, strict=True):
+            if (
+                type(tensor) is not kind
+                or tensor.dtype is not dtype
+                or tensor.shape != shape
+                or tensor.layout is not torch.strided
+                or tensor.stride() != stride
+                or tensor.device != device
+            ):
+                return False
+        return True
+
 
 def _is_dense(tensor: torch.Tensor) -> bool:
     if tensor.is_conj() or tensor.is_neg() or tensor.numel() == 0:
@@ -114,13 +128,6 @@ def _is_dense(tensor: torch.Tensor) -> bool:
     reach = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
     expanded = any(size > 1 and step == 0 for size, step in zip(tensor.shape, tensor.stride(), strict=True))
     return reach == tensor.numel() and not expanded
-
-
-def _signature(tensors: Sequence[torch.Tensor]) -> list[Any]:
-    try:
-        return [(type(t), t.dtype, t.shape, t.stride(), t.device) for t in tensors]
-    except RuntimeError:  # a sparse tensor has no strides; the full check names it
-        return []
 
 
 @dataclass(frozen=True)
@@ -198,11 +205,11 @@ class Layout:
 
 
 def sources_of(layout: Layout, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The tensor to copy for every item, in the order of the items."""
+    """The tensor to copy for every item, in the order of the items; to be used under `no_grad`."""
     found = []
     for item in layout.items:
         entry = layout.stored[item.stored]
-        tensor = tensors[entry.tensor].detach()
+        tensor = tensors[entry.tensor]
         if entry.window is not None:
             start, count = entry.window
             tensor = tensor.as_strided((count,), (1,), tensor.storage_offset() + start)

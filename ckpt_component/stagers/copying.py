@@ -23,17 +23,18 @@ class DeviceCopies:
         Returns:
             One event per device; the copies from it are done when the event is.
         """
+        if not slots:
+            return []
+        if not any(source.is_cuda for source in sources):
+            torch._foreach_copy_(slots, sources)
+            return []
         by_device: dict[torch.device, tuple[list[torch.Tensor], list[torch.Tensor]]] = defaultdict(lambda: ([], []))
         for slot, source in zip(slots, sources, strict=True):
-            if source.numel():
-                pair = by_device[source.device]
-                pair[0].append(slot)
-                pair[1].append(source)
-        events = []
+            by_device[source.device][0].append(slot)
+            by_device[source.device][1].append(source)
+        events = [self._start_on(device, *pair) for device, pair in by_device.items() if device.type == "cuda"]
         for device, (targets, values) in by_device.items():
-            if device.type == "cuda":
-                events.append(self._start_on(device, targets, values))
-            else:
+            if device.type != "cuda":
                 torch._foreach_copy_(targets, values)
         return events
 

@@ -1,0 +1,132 @@
+"""What can be wrong with a composed config, each thing in words. All work on plain dicts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any, get_type_hints
+
+from .errors import CheckpointConfigError
+from .explain import closest, keys_text
+from .schema import PARTS, RESUME_WORDS, Checkpoint, in_range, part_schema, range_of
+
+#: Hydra's own keys that may stand in a part. All values reach the constructor as plain data anyway.
+HYDRA_KEYS = ("_target_", "_convert_", "_recursive_")
+
+
+def refuse_whole_app(tree: Mapping[str, Any]) -> None:
+    """The whole config of an app was passed instead of its `checkpoint`."""
+    if "checkpoint" in tree and "stager" not in tree:
+        raise CheckpointConfigError(
+            f"This config has the keys {', '.join(map(str, tree))}, so it is that of the whole app; pass "
+            "what is below `checkpoint`, such as build_manager(cfg.checkpoint)."
+        )
+
+
+def refuse_missing(tree: Mapping[str, Any]) -> None:
+    """A mandatory key is absent or `???`. Without saving (`enabled: false`) no parts are needed."""
+    for kind in PARTS:
+        if kind not in tree and tree.get("enabled", True) is not False:
+            option = next(iter(PARTS[kind]))
+            raise CheckpointConfigError(
+                f"checkpoint.{kind} is missing. Start from a preset (async_persistent), or pick a part: "
+                f"checkpoint/{kind}={option}"
+            )
+    for key, value in _leaves(tree, "checkpoint"):
+        if value == "???":
+            raise CheckpointConfigError(f"{key} is missing; give it a value: {key}=...")
+
+
+def refuse_unknown_keys(tree: Mapping[str, Any], schema: type = Checkpoint, name: str = "checkpoint") -> None:
+    """A key that the schema does not have, or a value where keys belong."""
+    hints = get_type_hints(schema)
+    known = [item.name for item in fields(schema)]
+    for key, value in tree.items():
+        if key not in known and key not in HYDRA_KEYS[1:]:
+            raise CheckpointConfigError(unknown_key_text(f"{name}.{key}", str(key), known))
+        if key in known and is_dataclass(hints[key]):
+            inner = hints[key]
+            if not isinstance(value, Mapping):
+                names = [item.name for item in fields(inner)]
+                raise CheckpointConfigError(
+                    f"{name}.{key} cannot itself be {value!r}. {keys_text(f'{name}.{key}', names)}"
+                )
+            refuse_unknown_keys(value, inner, f"{name}.{key}")
+
+
+def unknown_key_text(full_key: str, key: str, known: list[str]) -> str:
+    """One line for a key that does not exist, with the one that was probably meant, or all there are."""
+    parent = full_key.rpartition(".")[0]
+    meant = closest(key, known)
+    if meant:
+        return f"There is no key {full_key}. Did you mean {parent}.{meant}?"
+    names = [name for name in known if not name.startswith("_")]
+    return f"There is no key {full_key}. {keys_text(parent, names)}"
+
+
+def refuse_text_parts(tree: Any) -> None:
+    """A part was set with a dot, so that it is a text; or it is something else that is not a part."""
+    for kind in PARTS:
+        part = tree.get(kind, {})
+        if isinstance(part, str) and part != "???":
+            pick = f"checkpoint/{kind}={closest(part, PARTS[kind]) or part}"
+            raise CheckpointConfigError(
+                f"checkpoint.{kind} is the text {part!r}; to pick a part use a slash: {pick}"
+            )
+        pick = f"checkpoint/{kind}={next(iter(PARTS[kind]))}"
+        if not isinstance(part, (Mapping, str)):
+            raise CheckpointConfigError(
+                f"checkpoint.{kind} is {part!r}, not a part; to pick one use a slash: {pick}"
+            )
+        if part and "_target_" not in part:
+            raise CheckpointConfigError(
+                f"checkpoint.{kind} has no _target_, the class to build; to pick a part use a slash: {pick}"
+            )
+
+
+def refuse_unknown_part_keys(kind: str, part: Mapping[str, Any]) -> None:
+    """A key that one of our own parts does not have. A user's class is asked for its keys by `part_class`."""
+    schema = part_schema(kind, str(part.get("_target_")))
+    if schema is not None:
+        refuse_unknown_keys(part, schema, f"checkpoint.{kind}")
+
+
+def refuse_out_of_range(schema: type, values: Any, name: str) -> None:
+    """A number beyond the limits of its key; goes down into the parent's inner nodes."""
+    for item in fields(schema):
+        value = values[item.name] if isinstance(values, Mapping) else getattr(values, item.name)
+        if is_dataclass(value):
+            refuse_out_of_range(type(value), value, f"{name}.{item.name}")
+        elif not in_range(schema, item.name, value):
+            raise CheckpointConfigError(
+                f"{name}.{item.name} must be {range_of(schema, item.name)}, got {value}."
+            )
+
+
+def checked_resume(value: int | str) -> int | str:
+    """`auto`, `must`, `never`, or a step that is not negative, which may have come as a text."""
+    if isinstance(value, str) and value.isdecimal():
+        value = int(value)
+    if value in RESUME_WORDS or (type(value) is int and value >= 0):
+        return value
+    meant = closest(str(value), RESUME_WORDS)
+    raise CheckpointConfigError(
+        f"checkpoint.resume must be {', '.join(RESUME_WORDS)} or a step, got {value}."
+        + (f" Did you mean checkpoint.resume={meant}?" if meant else "")
+    )
+
+
+def refuse_bad_dir(value: str) -> None:
+    """Checkpoints go to folders."""
+    if not value:
+        raise CheckpointConfigError("checkpoint.dir is empty; name a folder: checkpoint.dir=checkpoints")
+    if "://" in value:
+        raise CheckpointConfigError(
+            f"checkpoint.dir={value} is a URL, and checkpoints are saved to local or mounted folders only."
+        )
+
+
+def _leaves(tree: Any, name: str) -> list[tuple[str, Any]]:
+    if isinstance(tree, Mapping):
+        return [leaf for key, value in tree.items() for leaf in _leaves(value, f"{name}.{key}")]
+    return [(name, tree)]

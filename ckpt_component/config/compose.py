@@ -1,0 +1,110 @@
+"""Composing a checkpoint config outside of a Hydra app, or inside of one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import hydra
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from .checks import refuse_text_parts
+from .errors import CheckpointConfigError
+from .explain import explain, parse_override
+from .store import PROVIDER, config_dir, register
+
+
+def compose_checkpoint(preset: str = "async_persistent", overrides: Sequence[str] = ()) -> DictConfig:
+    """Compose the `checkpoint` config as a Hydra app would.
+
+    Works in an argparse script, in a notebook, and inside a running Hydra app, whose own presets and parts it
+    then sees. Not from several threads at once: Hydra's state is global.
+
+    Args:
+        preset: a file of the group `checkpoint`.
+        overrides: as on the command line: `checkpoint.writer.workers=4` sets a value,
+            `checkpoint/stager=pinned` picks a part.
+
+    Returns:
+        The config below `checkpoint`, for `build_checkpointer` or `build_manager`.
+
+    Raises:
+        CheckpointConfigError: an override that does not fit; the text says what to type instead.
+    """
+    request = [f"+checkpoint={preset}", *checked_overrides(overrides)]
+    for text in request:
+        parse_override(text, several=False)
+    with hydra_session():
+        config = _compose(request).checkpoint
+    refuse_text_parts(plain_dict(config, resolve=False))
+    return config
+
+
+def compose_part(kind: str, option: str) -> dict[str, Any]:
+    """The plain config of one part, `checkpoint/<kind>=<option>`, whose enums are texts.
+
+    Raises:
+        CheckpointConfigError: there is no such part; the text lists those that are.
+    """
+    with hydra_session():
+        part = _compose([f"+checkpoint/{kind}={option}"]).checkpoint[kind]
+    return plain_dict(part, resolve=True)
+
+
+def plain_dict(node: Any, resolve: bool) -> dict[str, Any]:
+    """A mapping node as nested dicts and lists, enums as texts."""
+    return cast(dict[str, Any], OmegaConf.to_container(node, resolve=resolve, enum_to_str=True))
+
+
+def checked_overrides(overrides: Sequence[str]) -> list[str]:
+    """The overrides as a list; refuses a single text, whose letters would be taken for overrides."""
+    if isinstance(overrides, str):
+        raise CheckpointConfigError(f"overrides must be a list, such as [{overrides!r}], not a text.")
+    return list(overrides)
+
+
+@contextmanager
+def hydra_session(folder: Path | None = None) -> Iterator[None]:
+    """Have Hydra initialized inside the `with`, and as it was after it.
+
+    Args:
+        folder: where to compose from; None: our own configs, or the running app's, when it sees ours too.
+    """
+    register()
+    current = GlobalHydra.instance()
+    running = current.hydra
+    if running is not None and folder is None and _sees_our_configs(current):
+        yield
+        return
+    # Hydra 1.3 needs version_base, 1.4 warns about it.
+    version = {"version_base": "1.3"} if hydra.__version__ < "1.4" else {}
+    current.clear()
+    try:
+        with initialize_config_dir(str(folder or config_dir()), job_name="ckpt_component", **version):
+            yield
+    finally:
+        # `initialize_config_dir` puts a copy of the singleton back; a running app goes on with its own.
+        if running is not None:
+            GlobalHydra.set_instance(current)
+            current.hydra = running
+
+
+def _sees_our_configs(current: GlobalHydra) -> bool:
+    """False where the package is on `PYTHONPATH` but not installed: Hydra does not find the plugin."""
+    ours = f"file://{config_dir()}"
+    path = current.config_loader().get_search_path().get_path()
+    return any(element.provider == PROVIDER or element.path == ours for element in path)
+
+
+def _compose(request: list[str]) -> DictConfig:
+    try:
+        return compose(overrides=request)
+    except (HydraException, OmegaConfBaseException) as error:
+        # The text has all of the cause, which is Hydra's and long.
+        raise CheckpointConfigError(explain(error, request)) from None

@@ -1,0 +1,45 @@
+"""For a Hydra app of one's own: what was probably meant, below Hydra's text."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from hydra.errors import HydraException
+from omegaconf.errors import OmegaConfBaseException
+
+from .compose import hydra_session
+from .errors import CheckpointConfigError
+from .explain import what_was_meant
+
+
+@contextmanager
+def override_hints(folder: Path, config_name: str) -> Iterator[None]:
+    """Print what was probably meant when `@hydra.main` ends because an override does not fit.
+
+        if __name__ == "__main__":
+            with override_hints(Path(__file__).parent / "conf", "train"):
+                main()
+
+    Hydra prints its own text and exits, so that a `SystemExit` is all that comes out of it; the error is its
+    context.
+
+    Args:
+        folder: the app's config folder.
+        config_name: the app's primary config.
+    """
+    try:
+        yield
+    except SystemExit as leaving:
+        error = leaving.__context__
+        if isinstance(error, (HydraException, OmegaConfBaseException)) and not isinstance(
+            error, CheckpointConfigError
+        ):
+            overrides = [text for text in sys.argv[1:] if "=" in text and not text.startswith("-")]
+            with hydra_session(folder):
+                text = what_was_meant(overrides, config_name)
+            if text:
+                print(f"\n{text}", file=sys.stderr)
+        raise

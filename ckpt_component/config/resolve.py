@@ -1,0 +1,163 @@
+"""From any form of config to the typed one that the factory reads."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import is_dataclass
+from typing import Any
+
+from hydra.core.override_parser.types import Override
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from .checks import (
+    checked_resume,
+    refuse_bad_dir,
+    refuse_missing,
+    refuse_out_of_range,
+    refuse_text_parts,
+    refuse_unknown_keys,
+    refuse_unknown_part_keys,
+    refuse_whole_app,
+)
+from .compose import checked_overrides, compose_checkpoint, compose_part, plain_dict
+from .errors import CheckpointConfigError
+from .explain import dotted_keys, parse_override, unknown_group
+from .schema import PARTS, Checkpoint, part_schema
+
+
+def resolve_config(
+    config: DictConfig | Mapping[str, Any] | Checkpoint | str, overrides: Sequence[str] = ()
+) -> Checkpoint:
+    """Check a config and give it types. Nothing is built, and nothing of the input is changed.
+
+    Args:
+        config: a preset's name, the config below `checkpoint`, the same as a dict, or a result of this.
+        overrides: on top of it: `checkpoint.writer.workers=4` sets a value, `checkpoint/stager=pinned`
+            swaps a part.
+
+    Returns:
+        The config with real enums. `stager`, `caller` and `writer` are plain dicts with `_target_` and, for
+        our own parts, every key; enums in there are texts, which `build_part` converts.
+
+    Raises:
+        CheckpointConfigError: missing keys, unknown keys, a part that is a text, a value of another type or
+            out of its range; looked for in this order, and before anything is built.
+    """
+    overrides = checked_overrides(overrides)
+    if isinstance(config, str):
+        config, overrides = compose_checkpoint(config, overrides), []
+    tree = _override(_plain(config), overrides)
+    refuse_whole_app(tree)
+    refuse_missing(tree)
+    refuse_unknown_keys(tree)
+    refuse_text_parts(tree)
+    parts = {kind: dict(tree.pop(kind, {})) for kind in PARTS}
+    for kind, part in parts.items():
+        refuse_unknown_part_keys(kind, part)
+
+    checkpoint = _typed(Checkpoint, {**tree, **{kind: {} for kind in PARTS}}, "checkpoint")
+    refuse_bad_dir(checkpoint.dir)
+    checkpoint.resume = checked_resume(checkpoint.resume)
+    refuse_out_of_range(Checkpoint, checkpoint, "checkpoint")
+    for kind, part in parts.items():
+        setattr(checkpoint, kind, _complete(kind, part))
+    return checkpoint
+
+
+def _complete(kind: str, part: dict[str, Any]) -> dict[str, Any]:
+    """Every key of one of our parts, with its type and range checked; a user's part as it is."""
+    schema = part_schema(kind, str(part.get("_target_")))
+    if schema is None:
+        return part
+    typed = _typed(
+        schema,
+        {key: part[key] for key in part if key not in ("_convert_", "_recursive_")},
+        f"checkpoint.{kind}",
+    )
+    refuse_out_of_range(schema, typed, f"checkpoint.{kind}")
+    return plain_dict(OmegaConf.structured(typed), resolve=False)
+
+
+def _plain(config: Any) -> dict[str, Any]:
+    """Nested dicts and lists with everything resolved."""
+    if is_dataclass(config) and not isinstance(config, type):
+        config = OmegaConf.structured(config)
+    if not isinstance(config, (DictConfig, Mapping)):
+        raise CheckpointConfigError(
+            f"A checkpoint config is a preset's name, a DictConfig or a dict, not {type(config).__name__}."
+        )
+    try:
+        if not isinstance(config, DictConfig):
+            config = OmegaConf.create({key: _path_text(value) for key, value in config.items()})
+        tree = plain_dict(config, resolve=True)
+    except OmegaConfBaseException as error:
+        raise CheckpointConfigError(_omegaconf_text(error, "checkpoint")) from None
+    if not isinstance(tree, dict):
+        raise CheckpointConfigError(
+            f"The checkpoint config is {tree!r}; choose a preset: checkpoint=async_persistent"
+        )
+    return {str(key): value for key, value in tree.items()}
+
+
+def _override(tree: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """Swap parts first, then set values, as Hydra does."""
+    parsed = [_readable(text, tree) for text in overrides]
+    for override in parsed:
+        if "/" in override.key_or_group:
+            kind = override.key_or_group.partition("/")[2]
+            tree = {**tree, kind: compose_part(kind, str(override.value()))}
+    changed = OmegaConf.create(tree)
+    try:
+        for override in parsed:
+            if "/" not in override.key_or_group:
+                key = override.key_or_group.partition(".")[2]
+                OmegaConf.update(changed, key, override.value(), merge=True)
+        return plain_dict(changed, resolve=True)
+    except OmegaConfBaseException as error:
+        raise CheckpointConfigError(_omegaconf_text(error, "checkpoint")) from None
+
+
+def _readable(text: str, tree: Mapping[str, Any]) -> Override:
+    """One override on top of a config; refuses what makes sense on Hydra's command line only."""
+    override = parse_override(text, several=False)
+    key, value = override.key_or_group, (override.input_line or "").partition("=")[2]
+    if override.is_delete():
+        raise CheckpointConfigError(
+            f"{key} cannot be deleted. Set it to null instead, where it may be: {key}=null"
+        )
+    if key == "checkpoint":
+        raise CheckpointConfigError(
+            f"{text} picks a whole preset, and a config was given already; pass {value!r} as the config."
+        )
+    if key.startswith("checkpoint/"):
+        groups = [f"checkpoint/{kind}" for kind in PARTS]
+        if key not in groups:
+            raise CheckpointConfigError(
+                unknown_group(key, value, groups, list(dotted_keys(tree, "checkpoint.")))
+            )
+        return override
+    if not key.startswith("checkpoint.") or "/" in key:
+        raise CheckpointConfigError(f"{text} does not begin with checkpoint. Did you mean checkpoint.{text}?")
+    return override
+
+
+def _typed(schema: type, values: Mapping[str, Any], name: str) -> Any:
+    """An instance of a schema."""
+    try:
+        return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), dict(values)))
+    except OmegaConfBaseException as error:
+        raise CheckpointConfigError(_omegaconf_text(error, name)) from None
+
+
+def _omegaconf_text(error: OmegaConfBaseException, name: str) -> str:
+    """OmegaConf's first line, with the key that it is about in front."""
+    key = getattr(error, "full_key", None) or ""
+    full = key if key.startswith("checkpoint") else ".".join(part for part in (name, key) if part)
+    line = next(iter(str(error).splitlines()), type(error).__name__)
+    return f"{full}: {line.rstrip('.')}."
+
+
+def _path_text(value: Any) -> Any:
+    return os.fspath(value) if isinstance(value, os.PathLike) else value

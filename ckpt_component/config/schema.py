@@ -1,0 +1,278 @@
+"""Every key that a checkpoint config has: its type, its default, its range, and one line on what it does.
+
+Defaults stand here and nowhere else; the files in `conf/` set what differs. A part's schema has the name of
+the class that it is for, and the keys of that class's constructor.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from enum import Enum
+from typing import Any, TypeVar
+
+from omegaconf import MISSING
+
+T = TypeVar("T")
+
+
+class Naming(Enum):
+    """How checkpoints are called in `checkpoint.dir`."""
+
+    megatron = "megatron"  # iter_0000200 and latest_checkpointed_iteration.txt
+    step = "step"  # step_00000200 and latest
+
+
+class Overlap(Enum):
+    """What happens to a save that comes while the one before it still runs."""
+
+    wait = "wait"
+    skip = "skip"
+    error = "error"
+
+
+class Durability(Enum):
+    """What a committed checkpoint survives."""
+
+    power_cut = "power_cut"  # everything is synced to the disk before the commit
+    process_crash = "process_crash"  # the kernel's cache is trusted
+
+
+class IoPriority(Enum):
+    """How a writer process queues for the disk."""
+
+    normal = "normal"
+    low = "low"
+    idle = "idle"
+
+
+def at_least(limit: int, default: T) -> T:
+    """A field whose number, when it is not None, is not below `limit`."""
+    return field(default=default, metadata={"at_least": limit})
+
+
+def above(limit: float, default: T) -> T:
+    """A field whose number, when it is not None, is above `limit` and finite."""
+    return field(default=default, metadata={"above": limit})
+
+
+def between(low: int, high: int, default: T) -> T:
+    """A field whose number is from `low` to `high`."""
+    return field(default=default, metadata={"between": (low, high)})
+
+
+@dataclass
+class Save:
+    """When to save. A save is due when either of the two periods is over."""
+
+    every_steps: int | None = at_least(1, 100)
+    """Save at every n-th step; null: steps alone are no reason."""
+    every_seconds: float | None = above(0, None)
+    """Save when this many seconds have gone by since the last save began; null: time alone is no reason."""
+    at_end: bool = True
+    """Save the last step too, when the manager's `with` block ends without an exception."""
+
+
+@dataclass
+class Keep:
+    """What to keep. Only committed checkpoints count, and the last good one is never deleted."""
+
+    last: int | None = at_least(1, 3)
+    """Keep this many of the newest checkpoints; null: all of them."""
+    every_steps: int | None = at_least(1, None)
+    """Keep those of every n-th step for ever, besides the newest; null: none."""
+
+
+@dataclass
+class Timeouts:
+    """Deadlines in seconds. A wait that runs into one is an error that names its key."""
+
+    worker_start: float = above(0, 30.0)
+    """Until a writer process has started."""
+    stage: float = above(0, 300.0)
+    """Until memory for a snapshot is free, and until its copy is done."""
+    write: float = above(0, 1800.0)
+    """Until all files of a checkpoint are written and committed."""
+    close: float = above(0, 60.0)
+    """Until an idle writer process has ended."""
+
+
+@dataclass
+class Checkpoint:
+    """The whole of `checkpoint`."""
+
+    dir: str = "checkpoints"
+    """Folder of the checkpoints, local or mounted."""
+    enabled: bool = True
+    """False: nothing is saved and nothing restored."""
+    naming: Naming = Naming.megatron
+    """`megatron`: iter_0000200 and latest_checkpointed_iteration.txt; `step`: step_00000200 and latest."""
+    save: Save = field(default_factory=Save)
+    """When to save."""
+    keep: Keep = field(default_factory=Keep)
+    """Which checkpoints to keep."""
+    resume: int | str = "auto"
+    """`auto`: from the newest good one if there is one; `must`: fail without one; `never`; or a step."""
+    overlap: Overlap = Overlap.wait
+    """A save comes while the one before it still runs: `wait` for it, `skip` this one, or `error`."""
+    durability: Durability = Durability.power_cut
+    """What a committed checkpoint survives: `power_cut`, or `process_crash` alone, which is faster."""
+    timeouts: Timeouts = field(default_factory=Timeouts)
+    """Deadlines in seconds."""
+    stager: Any = MISSING
+    """Who takes the snapshot: checkpoint/stager=none, pinned, shared_memory, zero_overhead, or your own."""
+    caller: Any = MISSING
+    """Which process writes: checkpoint/caller=inline, temporal, persistent, or your own."""
+    writer: Any = MISSING
+    """The format: checkpoint/writer=dcp, torch_save, safetensors, or your own."""
+
+
+@dataclass
+class Part:
+    """What every part has."""
+
+    _target_: str = MISSING
+    """The class to build, by its full name."""
+
+
+@dataclass
+class LiveStager(Part):
+    """`checkpoint/stager=none`."""
+
+
+@dataclass
+class PinnedStager(Part):
+    """`checkpoint/stager=pinned`."""
+
+    arenas: int = at_least(1, 1)
+    """How many saves may be in flight, each with its own copy of the state in host memory."""
+
+
+@dataclass
+class SharedMemoryStager(Part):
+    """`checkpoint/stager=shared_memory`."""
+
+    arenas: int = at_least(1, 1)
+    """How many saves may be in flight, each with its own copy of the state in host memory."""
+
+
+@dataclass
+class ZeroOverheadStager(Part):
+    """`checkpoint/stager=zero_overhead`."""
+
+    arenas: int = at_least(1, 2)
+    """How many saves may be in flight, each with its own copy of the state in host memory."""
+
+
+@dataclass
+class InlineCaller(Part):
+    """`checkpoint/caller=inline`."""
+
+
+@dataclass
+class TemporalCaller(Part):
+    """`checkpoint/caller=temporal`."""
+
+    nice: int = between(0, 19, 10)
+    """How much the writer process yields the CPU to training: 0 not at all, 19 most."""
+    io_priority: IoPriority = IoPriority.low
+    """How the writer process queues for the disk: `normal`, `low`, or `idle` (when nobody else wants it)."""
+
+
+@dataclass
+class PersistentCaller(Part):
+    """`checkpoint/caller=persistent`."""
+
+    nice: int = between(0, 19, 10)
+    """How much the writer process yields the CPU to training: 0 not at all, 19 most."""
+    io_priority: IoPriority = IoPriority.low
+    """How the writer process queues for the disk: `normal`, `low`, or `idle` (when nobody else wants it)."""
+
+
+@dataclass
+class DcpWriter(Part):
+    """`checkpoint/writer=dcp`."""
+
+    workers: int = at_least(1, 2)
+    """How many parallel writers, and so files with tensors, a rank has."""
+    block_bytes: int = at_least(4096, 8 << 20)
+    """How many bytes one write call takes."""
+    separation_hint: str | None = None
+    """Keys that start with this text go to files of their own; null: no such split."""
+
+
+@dataclass
+class TorchSaveWriter(Part):
+    """`checkpoint/writer=torch_save`."""
+
+    workers: int = at_least(1, 2)
+    """How many parallel writers share a rank's file."""
+    block_bytes: int = at_least(4096, 8 << 20)
+    """How many bytes one write call takes."""
+
+
+@dataclass
+class SafetensorsWriter(Part):
+    """`checkpoint/writer=safetensors`."""
+
+    workers: int = at_least(1, 2)
+    """How many parallel writers share a rank's file."""
+    block_bytes: int = at_least(4096, 8 << 20)
+    """How many bytes one write call takes."""
+
+
+#: kind of part -> option of the group `checkpoint/<kind>` -> its schema.
+PARTS: Mapping[str, Mapping[str, type[Part]]] = {
+    "stager": {
+        "none": LiveStager,
+        "pinned": PinnedStager,
+        "shared_memory": SharedMemoryStager,
+        "zero_overhead": ZeroOverheadStager,
+    },
+    "caller": {"inline": InlineCaller, "temporal": TemporalCaller, "persistent": PersistentCaller},
+    "writer": {"dcp": DcpWriter, "torch_save": TorchSaveWriter, "safetensors": SafetensorsWriter},
+}
+
+RESUME_WORDS = ("auto", "must", "never")
+
+
+def part_option(kind: str, target: str) -> str | None:
+    """The option of `checkpoint/<kind>` whose `_target_` this is, or None for a class of the user's."""
+    room, _, name = target.rpartition(".")
+    if room != f"ckpt_component.{kind}s":
+        return None
+    return next((option for option, schema in PARTS[kind].items() if schema.__name__ == name), None)
+
+
+def part_schema(kind: str, target: str) -> type[Part] | None:
+    """The schema of one of our own parts, or None for a class of the user's."""
+    option = part_option(kind, target)
+    return None if option is None else PARTS[kind][option]
+
+
+def range_of(schema: type, key: str) -> str | None:
+    """What a number may be, in words: `at least 1`; None without a limit."""
+    limits = next(item.metadata for item in fields(schema) if item.name == key)
+    if "at_least" in limits:
+        return f"at least {limits['at_least']}"
+    if "above" in limits:
+        return f"a finite number above {limits['above']}"
+    if "between" in limits:
+        return "from {} to {}".format(*limits["between"])
+    return None
+
+
+def in_range(schema: type, key: str, value: Any) -> bool:
+    """Whether a value keeps to the limits of its key. None does where the type allows it."""
+    limits = next(item.metadata for item in fields(schema) if item.name == key)
+    if value is None:
+        return True
+    if "at_least" in limits:
+        return bool(value >= limits["at_least"])
+    if "above" in limits:
+        return limits["above"] < value < math.inf
+    if "between" in limits:
+        low, high = limits["between"]
+        return bool(low <= value <= high)
+    return True

@@ -1,0 +1,54 @@
+"""Where our configs lie, and their registration with Hydra."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import OmegaConf
+
+from .schema import PARTS, Checkpoint
+
+logger = logging.getLogger("ckpt_component")
+
+#: Our name in Hydra's search path and config store.
+PROVIDER = "ckpt-component"
+#: The group of the schemas, outside of the groups that users pick from.
+SCHEMAS = "ckpt_component/schema"
+
+
+def config_dir() -> Path:
+    """The folder of Hydra configs: in the package when that came from a wheel, else in the checkout."""
+    return _beside_the_code("conf", "checkpoint/async_persistent.yaml")
+
+
+def recipe_dir() -> Path:
+    """The folder of recipes, which Hydra knows as the group `recipe`."""
+    return _beside_the_code("recipes", "")
+
+
+def register() -> None:
+    """Give Hydra the schemas and the recipes; does nothing when it has them."""
+    store = ConfigStore.instance()
+    if "checkpoint.yaml" in store.repo.get("ckpt_component", {}).get("schema", {}):
+        return
+    store.store(group=SCHEMAS, name="checkpoint", node=Checkpoint, provider=PROVIDER)
+    for kind, options in PARTS.items():
+        for option, schema in options.items():
+            store.store(group=f"{SCHEMAS}/{kind}", name=option, node=schema, provider=PROVIDER)
+    # Files of the config store need no `# @package` line, and the group's name need not be the folder's.
+    for path in sorted(recipe_dir().glob("*.yaml")):
+        try:
+            recipe = OmegaConf.load(path)
+        except Exception as error:  # a broken recipe must not stop the apps that do not use it
+            logger.warning("recipe %s cannot be read and is left out: %s", path, error)
+            continue
+        store.store(group="recipe", name=path.stem, node=recipe, package="_global_", provider=PROVIDER)
+
+
+def _beside_the_code(name: str, landmark: str) -> Path:
+    package = Path(__file__).resolve().parent.parent
+    # An editable install leaves a stale copy in site-packages, not beside this file: the checkout wins.
+    installed, checkout = package / name, package.parent / name
+    return installed if (installed / landmark).exists() else checkout

@@ -1,0 +1,112 @@
+"""`ckpt-train`, the same as `python -m ckpt_component.train`: one training run or a sweep, from Hydra.
+
+torch is imported when a run begins, so that `--help` and shell completion are quick.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import sys
+from typing import Any
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import CompactHydraException
+from hydra.types import RunMode
+from omegaconf import DictConfig
+
+from .config import config_dir, override_hints
+from .config.errors import CheckpointConfigError
+from .errors import CheckpointError
+from .training.result import write_result
+from .training.schema import register
+
+logger = logging.getLogger(__name__)
+
+
+class TrainingFailed(CompactHydraException, CheckpointError):
+    """A checkpoint error, its cause, ended the run. Hydra prints the text without a traceback."""
+
+
+def run_job(config: DictConfig) -> float:
+    """Train as the config says, and write `result.json` into the output folder.
+
+    Returns:
+        How long training waited for a save, on average, in seconds: what a sweeper minimises. NaN when a job
+        of a sweep was skipped because its parts do not fit together.
+
+    Raises:
+        CheckpointConfigError: a value that cannot be used.
+        TrainingFailed: a save or a load failed.
+        SystemExit: a signal stopped the run, which saved its last step before.
+    """
+    from .training.job import Job
+    from .training.loop import run
+    from .training.report import Summary, table, waiting
+
+    swept = HydraConfig.get().mode == RunMode.MULTIRUN
+    try:
+        job = Job(config, _launch_dir())
+        try:
+            summary: Summary = run(job, config.checkpoint, _checkpoint_dir(config, swept))
+        except CheckpointConfigError as refusal:
+            if not swept:
+                raise
+            # A grid of parts has pairs that cannot work; the others must still run.
+            logger.warning("skipped: %s", refusal)
+            _result("skipped", reason=str(refusal))
+            return math.nan
+    except Exception as error:
+        _result("failed", reason=str(error) or type(error).__name__)
+        if isinstance(error, CheckpointError) and not isinstance(error, CompactHydraException):
+            raise TrainingFailed(f"{type(error).__name__}: {error}") from error
+        raise
+    if summary.reports:
+        logger.info("saves of this run, times from the call of save:\n%s", table(summary.reports))
+        logger.info(waiting(summary))
+    if summary.stopped_by is not None:
+        _result("stopped", reason=summary.stopped_by.name, figures=summary.figures())
+        sys.exit(128 + summary.stopped_by)
+    _result("completed", figures=summary.figures())
+    return summary.stall_per_save_s
+
+
+def main() -> None:
+    """Run the command line."""
+    # torch's CPU threads spin between operations unless told otherwise, which starves them on shared cores: a
+    # step of gpt_nano took 2.8 s beside another busy process, and 0.26 s so. Importing torch reads this.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    register()
+    # Hydra 1.4 has this as its only behaviour, and warns of the argument.
+    version = {"version_base": "1.3"} if hydra.__version__ < "1.4" else {}
+    with override_hints(config_dir(), "train"):
+        hydra.main(config_path=str(config_dir()), config_name="train", **version)(run_job)()
+
+
+def _checkpoint_dir(config: DictConfig, swept: bool) -> str:
+    # The same command in the same folder goes on where it stopped; jobs of a sweep must not see each other.
+    base = HydraConfig.get().runtime.output_dir if swept else _launch_dir()
+    return os.path.join(base, config.checkpoint.dir)
+
+
+def _launch_dir() -> str:
+    # Not os.getcwd(): with hydra.job.chdir=true that is the output folder.
+    return str(HydraConfig.get().runtime.cwd)
+
+
+def _result(status: str, *, figures: dict[str, Any] | None = None, reason: str | None = None) -> None:
+    settings = HydraConfig.get()
+    write_result(
+        settings.runtime.output_dir,
+        status,
+        overrides=list(settings.overrides.task),
+        choices={group: str(option) for group, option in settings.runtime.choices.items()},
+        figures=figures,
+        reason=reason,
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,74 @@
+"""Every file in conf/ composes, says what it is for, and fits its schema. A new one is tested by existing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from ckpt_component.config import compose_checkpoint, config_dir, recipe_dir, resolve_config
+from ckpt_component.config.schema import PARTS, part_option
+
+CHECKPOINT = config_dir() / "checkpoint"
+PRESETS = sorted(path.stem for path in CHECKPOINT.glob("*.yaml"))
+OPTIONS = [(kind, path.stem) for kind in PARTS for path in sorted((CHECKPOINT / kind).glob("*.yaml"))]
+ALL_FILES = sorted([*config_dir().rglob("*.yaml"), *recipe_dir().glob("*.yaml")])
+
+
+def test_the_presets_that_the_documents_name_are_there() -> None:
+    assert {"sync", "async_temporal", "async_persistent", "async_zero_overhead", "off"} <= set(PRESETS)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_preset_composes(preset: str) -> None:
+    config = resolve_config(preset)
+    for kind in PARTS:
+        assert part_option(kind, getattr(config, kind)["_target_"])
+
+
+def test_presets_choose_the_parts_that_their_names_promise() -> None:
+    chosen = {
+        preset: tuple(part_option(kind, getattr(resolve_config(preset), kind)["_target_"]) for kind in PARTS)
+        for preset in PRESETS
+    }
+    assert chosen["sync"] == ("none", "inline", "dcp")
+    assert chosen["async_temporal"] == ("shared_memory", "temporal", "dcp")
+    assert chosen["async_persistent"] == ("shared_memory", "persistent", "dcp")
+    assert chosen["async_zero_overhead"] == ("zero_overhead", "persistent", "dcp")
+    assert [preset for preset in PRESETS if not resolve_config(preset).enabled] == ["off"]
+
+
+@pytest.mark.parametrize(("kind", "option"), OPTIONS)
+def test_every_part_composes_in_every_preset(kind: str, option: str) -> None:
+    for preset in PRESETS:
+        part = getattr(resolve_config(preset, [f"checkpoint/{kind}={option}"]), kind)
+        assert part_option(kind, part["_target_"]) == option
+
+
+def test_every_part_has_a_file_and_every_file_a_schema() -> None:
+    assert [(kind, option) for kind in PARTS for option in sorted(PARTS[kind])] == OPTIONS
+
+
+@pytest.mark.parametrize("path", ALL_FILES, ids=lambda path: f"{path.parent.name}/{path.name}")
+def test_every_file_opens_by_saying_what_it_is_for(path: Path) -> None:
+    first = path.read_text().splitlines()[0]
+    assert first.startswith("# ") and len(first.split()) >= 5 and "@package" not in first
+
+
+def test_a_preset_says_only_what_differs_from_the_defaults() -> None:
+    usual = compose_checkpoint("async_persistent")
+    for preset in PRESETS:
+        stated = yaml.safe_load((CHECKPOINT / f"{preset}.yaml").read_text())
+        for key, value in stated.items():
+            assert key == "defaults" or usual[key] != value, f"{preset}.yaml repeats {key}"
+
+
+@pytest.mark.parametrize(("kind", "option"), OPTIONS)
+def test_a_part_says_only_its_class(kind: str, option: str) -> None:
+    assert set(yaml.safe_load((CHECKPOINT / kind / f"{option}.yaml").read_text())) == {"defaults", "_target_"}
+
+
+def test_there_are_recipes() -> None:
+    # With the group empty, a mistyped +recipe=... would add a key and run the wrong config.
+    assert sorted(recipe_dir().glob("*.yaml"))

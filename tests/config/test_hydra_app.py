@@ -1,0 +1,269 @@
+"""A Hydra app in another folder: presets, parts, sweeps and errors come with the installed package."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from importlib.metadata import entry_points
+from pathlib import Path
+
+import hydra
+import pytest
+
+from ckpt_component.config import recipe_dir
+
+HYDRA_1_3 = hydra.__version__ < "1.4"
+PRESETS = ["async_persistent", "async_temporal", "async_zero_overhead", "off", "sync"]
+
+APP = """
+import sys
+from pathlib import Path
+
+import hydra
+
+
+@hydra.main(config_path="conf", config_name="config"{version})
+def main(config):
+    from ckpt_component.config import build_part, compose_checkpoint, resolve_config
+
+    checkpoint = resolve_config(config.checkpoint)
+    inside = compose_checkpoint("sync", ["checkpoint.writer.workers=5"])
+    if checkpoint.stager["_target_"].startswith("my_"):
+        from my_stagers import Base
+
+        checkpoint.stager = build_part("stager", checkpoint.stager, Base)
+        checkpoint.stager = vars(checkpoint.stager)
+    print("job", checkpoint.dir, checkpoint.stager, checkpoint.writer["workers"], inside.writer.workers)
+    print("torch" in sys.modules)
+
+
+if __name__ == "__main__":
+    {call}
+"""
+HINTING = """
+    from ckpt_component.config import override_hints
+    with override_hints(Path(__file__).parent / "conf", "config"):
+        main()
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def package_is_installed() -> None:
+    """Without an installation Hydra cannot find the plugin, and every test here would fail for that alone."""
+    assert entry_points(group="hydra.plugins", name="ckpt_component"), "run: pip install -e '.[test]'"
+
+
+@pytest.fixture
+def app(tmp_path: Path) -> Path:
+    """An app of a user's, with a stager of their own by one file."""
+    version = ', version_base="1.3"' if HYDRA_1_3 else ""
+    (tmp_path / "app.py").write_text(APP.format(version=version, call="main()"))
+    (tmp_path / "hinting_app.py").write_text(APP.format(version=version, call=HINTING.strip()))
+    (tmp_path / "my_stagers.py").write_text(
+        "class Base: ...\n"
+        "class Mine(Base):\n"
+        "    def __init__(self, foo: int = 1, bar: list = ()):\n"
+        "        self.foo, self.bar = foo, bar\n"
+    )
+    own = tmp_path / "conf" / "checkpoint" / "stager"
+    own.mkdir(parents=True)
+    (own / "mine.yaml").write_text("_target_: my_stagers.Mine\nfoo: 3\nbar: [1, 2]\n")
+    (own / "lost.yaml").write_text("_target_: my_stagrs.Mine\n")
+    (tmp_path / "conf" / "config.yaml").write_text(
+        "defaults: [checkpoint: async_persistent, _self_]\n"
+        "lr: 1.0\n"
+        "hydra: {run: {dir: out}, sweep: {dir: sweep}}\n"
+    )
+    return tmp_path
+
+
+def run(app: Path, *words: str, script: str = "app.py") -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "PYTHONPATH": str(app)}
+    return subprocess.run(
+        [sys.executable, script, *words],
+        cwd=app,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+
+
+def refused(app: Path, *words: str, script: str = "app.py") -> str:
+    """What the app says before it ends with exit code 1; without a traceback."""
+    done = run(app, *words, script=script)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "job" not in done.stdout
+    # Hydra 1.4 shows the job's own frames above any error that the job raises.
+    assert "Traceback" not in done.stderr or not HYDRA_1_3, done.stderr
+    return done.stderr
+
+
+def test_the_package_brings_the_presets(app: Path) -> None:
+    done = run(app)
+    assert done.returncode == 0, done.stderr
+    assert (
+        "job checkpoints {'_target_': 'ckpt_component.stagers.SharedMemoryStager', 'arenas': 1} 2 5"
+        in done.stdout
+    )
+    assert done.stdout.endswith("False\n"), "a config needs no torch"
+    assert done.stderr == ""
+
+
+def test_presets_parts_and_values_are_chosen_together(app: Path) -> None:
+    words = [
+        "checkpoint=sync",
+        "checkpoint/stager=pinned",
+        "checkpoint.writer.workers=4",
+        "checkpoint.dir=${lr}",
+    ]
+    assert (
+        "job 1.0 {'_target_': 'ckpt_component.stagers.PinnedStager', 'arenas': 1} 4 5"
+        in run(app, *words).stdout
+    )
+
+
+def test_a_part_of_the_users_is_one_file(app: Path) -> None:
+    assert (
+        "job checkpoints {'foo': 4, 'bar': [1, 2]} 2 5"
+        in run(app, "checkpoint/stager=mine", "checkpoint.stager.foo=4").stdout
+    )
+
+
+def test_a_sweep_goes_over_parts_and_values(app: Path) -> None:
+    done = run(app, "-m", "checkpoint.writer.workers=1,2,4", "checkpoint/stager=pinned,shared_memory,mine")
+    assert done.returncode == 0, done.stderr
+    jobs = [line for line in done.stdout.splitlines() if line.startswith("job")]
+    assert len(set(jobs)) == 9
+
+
+def test_glob_finds_our_parts_and_the_users(app: Path) -> None:
+    done = run(app, "-m", "checkpoint/stager=glob(*,exclude=lost)")
+    assert done.stdout.count("job checkpoints") == 5
+
+
+def test_help_lists_our_groups_without_the_schemas(app: Path) -> None:
+    text = run(app, "--help").stdout
+    assert f"checkpoint: {', '.join(PRESETS)}" in text
+    assert "checkpoint/stager: lost, mine, none, pinned, shared_memory, zero_overhead" in text
+    assert "checkpoint/writer: dcp, safetensors, torch_save" in text
+
+
+def test_the_search_path_shows_us_last(app: Path) -> None:
+    text = run(app, "--info", "searchpath").stdout
+    assert text.index("main ") < text.index("ckpt-component ")
+    assert text.count("ckpt-component") == 1
+
+
+def test_our_plugin_is_quick(app: Path) -> None:
+    (line,) = [
+        line
+        for line in run(app, "--info", "plugins").stdout.splitlines()
+        if "hydra_plugins.ckpt_component_searchpath" in line
+    ]
+    assert float(line.split("|")[2]) < 1.0  # 0.03 s on an idle machine; a torch import takes 3
+
+
+def test_an_app_without_our_group_can_add_it(app: Path) -> None:
+    (app / "conf" / "config.yaml").write_text("lr: 1.0\n")
+    assert "job" in run(app, "+checkpoint=async_temporal").stdout
+
+
+def test_an_app_may_put_it_elsewhere(app: Path) -> None:
+    (app / "conf" / "config.yaml").write_text("defaults: [checkpoint@train.ckpt: sync]\n")
+    script = (app / "app.py").read_text().replace("config.checkpoint", "config.train.ckpt")
+    (app / "app.py").write_text(script)
+    assert "PinnedStager" in run(app, "checkpoint/stager@train.ckpt.stager=pinned").stdout
+
+
+def test_a_mistyped_recipe_lists_the_recipes(app: Path) -> None:
+    names = sorted(path.stem for path in recipe_dir().glob("*.yaml"))
+    text = refused(app, "+recipe=no_such_recipe")
+    assert "Could not find 'recipe/no_such_recipe'" in text
+    assert all(name in text for name in names)
+
+
+@pytest.mark.parametrize(
+    ("word", "texts"),
+    [
+        # Hydra's own words: it refuses these before our code is asked.
+        ("checkpoint=async_persistant", ["Could not find 'checkpoint/async_persistant'", *PRESETS]),
+        (
+            "checkpoint/writer=strip",
+            ["Could not find 'checkpoint/writer/strip'", "dcp", "safetensors", "torch_save"],
+        ),
+        ("checkpoint/stagr=pinned", ["Could not override 'checkpoint/stagr'"]),
+        (
+            "checkpoint.stager.slotz=3",
+            ["Could not override 'checkpoint.stager.slotz'", "Key 'slotz' not in 'SharedMemoryStager'"],
+        ),
+        (
+            "checkpoint.writer.workers=four",
+            [
+                "checkpoint.writer.workers=four",
+                "Value 'four' of type 'str' could not be converted to Integer",
+            ],
+        ),
+        ("checkpoint.overlap=thread", ["Invalid value 'thread', expected one of [wait, skip, error]"]),
+        ("checkpoint.dir=/a=b", ["mismatched input '='"]),
+        # Ours.
+        (
+            "checkpoint.stager=pinned",
+            ["checkpoint.stager is the text 'pinned'; to pick a part use a slash: checkpoint/stager=pinned"],
+        ),
+        (
+            "+checkpoint.stager.arena=3",
+            ["There is no key checkpoint.stager.arena. Did you mean checkpoint.stager.arenas?"],
+        ),
+        ("+checkpoint.nmaing=step", ["There is no key checkpoint.nmaing. Did you mean checkpoint.naming?"]),
+        ("checkpoint.writer.workers=0", ["checkpoint.writer.workers must be at least 1, got 0."]),
+        ("checkpoint.dir=???", ["checkpoint.dir is missing; give it a value: checkpoint.dir=..."]),
+        (
+            "checkpoint.resume=nevr",
+            [
+                "checkpoint.resume must be auto, must, never or a step, got nevr. Did you mean checkpoint.resume=never?"
+            ],
+        ),
+        (
+            "checkpoint/stager=lost",
+            ["checkpoint.stager._target_=my_stagrs.Mine cannot be imported: there is no module my_stagrs."],
+        ),
+    ],
+)
+def test_what_is_typed_wrong_ends_the_app_in_words(app: Path, word: str, texts: list[str]) -> None:
+    text = refused(app, word)
+    for expected in texts:
+        assert expected in text
+
+
+@pytest.mark.parametrize(
+    ("word", "hint"),
+    [
+        (
+            "checkpoint=async_persistant",
+            "There is no checkpoint=async_persistant. Did you mean checkpoint=async_persistent? checkpoint can be: "
+            + ", ".join(PRESETS)
+            + ".",
+        ),
+        (
+            "checkpoint/stagr=pinned",
+            "There is no group checkpoint/stagr. Did you mean checkpoint/stager=pinned?",
+        ),
+        (
+            "checkpoint.stager.arena=3",
+            "There is no key checkpoint.stager.arena. Did you mean checkpoint.stager.arenas=3?",
+        ),
+        ("ler=0.1", "There is no key ler. Did you mean lr=0.1?"),
+        ("workers=3", "There is no key workers. Did you mean checkpoint.writer.workers=3?"),
+    ],
+)
+def test_an_app_that_hints_says_what_was_meant(app: Path, word: str, hint: str) -> None:
+    assert refused(app, word, script="hinting_app.py").rstrip().endswith(hint)
+
+
+def test_hints_are_silent_otherwise(app: Path) -> None:
+    assert run(app, script="hinting_app.py").stderr == ""
+    text = refused(app, "checkpoint.stager=pinned", script="hinting_app.py")
+    assert text.count("is the text 'pinned'") == 1

@@ -1,0 +1,87 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import hydra
+import pytest
+from hydra import compose, initialize_config_dir
+from omegaconf import DictConfig
+
+import ckpt_component
+from ckpt_component.config import config_dir
+from ckpt_component.training.schema import register
+
+#: A model and a text that train in milliseconds. Dropout is on, so that the random generators count.
+TINY = (
+    "model.layers=2",
+    "model.heads=2",
+    "model.width=16",
+    "model.context=16",
+    "model.dropout=0.1",
+    "train.batch_size=2",
+    "train.accumulate=2",
+    "train.warmup_steps=3",
+    "train.log_every=1",
+    "train.eval_every=4",
+    "train.device=cpu",
+    "checkpoint.durability=process_crash",
+)
+
+
+@pytest.fixture
+def text_file(tmp_path: Path) -> Path:
+    """A file of text that has 19 windows to train on: an epoch ends every five steps."""
+    path = tmp_path / "text.txt"
+    path.write_bytes(bytes(33 + (17 * n * n + n) % 90 for n in range(340)))
+    return path
+
+
+@pytest.fixture
+def compose_job(text_file: Path) -> Callable[..., DictConfig]:
+    """Compose the config of a tiny run with more overrides."""
+
+    def composed(*overrides: str) -> DictConfig:
+        register()
+        version = {"version_base": "1.3"} if hydra.__version__ < "1.4" else {}
+        with initialize_config_dir(str(config_dir()), **version):
+            return compose("train", [*TINY, f"data.path={text_file}", *overrides])
+
+    return composed
+
+
+@pytest.fixture
+def start(tmp_path: Path, text_file: Path) -> Callable[..., subprocess.Popen[str]]:
+    """Start `python -m ckpt_component.train` for a tiny run in the folder tmp_path/run; the caller ends it."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+
+    def started(*arguments: str, tiny: Sequence[str] = TINY) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, "-m", "ckpt_component.train", *tiny, f"data.path={text_file}", *arguments],
+            cwd=folder,
+            env={**os.environ, "PYTHONPATH": str(Path(ckpt_component.__file__).parents[1])},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    return started
+
+
+@pytest.fixture
+def train(start: Callable[..., subprocess.Popen[str]]) -> Callable[..., tuple[int, str]]:
+    """Run a tiny training in a process of its own; returns exit code and output."""
+
+    def trained(*arguments: str, tiny: Sequence[str] = TINY) -> tuple[int, str]:
+        with start(*arguments, tiny=tiny) as process:
+            try:
+                output, _ = process.communicate(timeout=100)
+            finally:
+                process.kill()
+        return process.returncode, output
+
+    return trained

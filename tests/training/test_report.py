@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from ckpt_component.saver import SaveReport
+from ckpt_component.training.report import Summary, duration, table, time_fence, waiting
+from ckpt_component.training.result import write_result
+
+GOOD = SaveReport(
+    path="/c/iter_0000020",
+    step=20,
+    bytes=2_000_000_000,
+    files=5,
+    stall_s=0.0125,
+    staged_s=0.012,
+    written_s=1.5,
+    committed_s=1.52,
+    write_s=1.0,
+)
+BAD = SaveReport(path="/c/iter_0000040", step=40, outcome="failed", error="the disk is full")
+
+
+def test_the_table() -> None:
+    assert table([GOOD, BAD]).splitlines() == [
+        "step  stall  staged  written  committed  GB/s  outcome",
+        "  20  12 ms   12 ms   1.50 s     1.52 s  2.00  committed",
+        "  40      -       -        -          -     -  failed: the disk is full",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0, "0.00 ms"), (0.00052, "0.52 ms"), (0.0432, "43 ms"), (1.2349, "1.23 s")]
+)
+def test_durations(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
+
+
+def test_how_long_training_waited_counts_calls_the_fence_and_the_end() -> None:
+    summary = Summary(
+        step=40, seconds=10.0, saving_s=0.02, fence_s=0.0875, closing_s=0.5, reports=[GOOD, BAD]
+    )
+    assert (
+        waiting(summary)
+        == "training waited 608 ms for 1 save, 6.08% of 10.00 s; 500 ms of it at the end of the run"
+    )
+    assert summary.stall_per_save_s == pytest.approx(0.1)  # 12.5 ms in the call, 87.5 ms in the fence
+
+
+def test_figures_are_plain_data() -> None:
+    figures = Summary(step=40, seconds=10.0, losses=[(40, 2.5)], reports=[GOOD, BAD]).figures()
+    assert figures["saves"] == 1 and figures["failed_saves"] == 1 and figures["skipped_saves"] == 0
+    assert figures["write_gbps"] == 2.0 and figures["bytes_per_save"] == 2_000_000_000
+    assert figures["loss"] == 2.5 and figures["validation_loss"] is None
+    assert json.loads(json.dumps(figures)) == figures
+
+
+def test_a_run_without_saves_has_figures_too() -> None:
+    assert Summary().figures()["stall_per_save_s"] == 0.0
+    assert Summary(stopped_by=signal.SIGTERM).figures()["write_gbps"] == 0.0
+
+
+def test_the_fence_is_timed_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr("ckpt_component.training.report.time.perf_counter", lambda: now[0])
+    weight = torch.nn.Parameter(torch.zeros(2))
+    weight.grad = torch.zeros(2)
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+
+    def tick(*_: object) -> None:
+        now[0] += 2.0
+
+    optimizer.register_step_pre_hook(tick)  # not the guard's: before
+    clock = time_fence(optimizer, lambda guarded: guarded.register_step_pre_hook(tick))
+    optimizer.register_step_pre_hook(tick)  # not the guard's: after
+    optimizer.step()
+    optimizer.step()
+    assert clock.seconds == 4.0
+
+
+def test_the_result_file_is_whole(tmp_path: Path) -> None:
+    path = write_result(
+        str(tmp_path), "skipped", overrides=["a=1"], choices={"checkpoint": "sync"}, reason="does not fit"
+    )
+    assert [entry.name for entry in tmp_path.iterdir()] == ["result.json"]
+    assert json.loads(Path(path).read_text()) == {
+        "status": "skipped",
+        "reason": "does not fit",
+        "overrides": ["a=1"],
+        "choices": {"checkpoint": "sync"},
+        "figures": {},
+    }

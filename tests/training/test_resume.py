@@ -1,0 +1,137 @@
+"""Training 2N steps is N steps, resume, N steps: weights, optimizer, generators, data and losses, bit for bit."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from omegaconf import DictConfig
+
+from ckpt_component.errors import CheckpointLoadError, CheckpointNotFoundError
+from ckpt_component.image.tree import flatten, key_of
+from ckpt_component.training.job import Job
+from ckpt_component.training.loop import run
+from ckpt_component.training.report import Summary
+
+Composed = Callable[..., DictConfig]
+N = 6  # an epoch of the text ends in step 5, so the second half begins inside a shuffled epoch
+
+
+def trained(config: DictConfig, folder: Path) -> tuple[Job, Summary]:
+    job = Job(config, "/")
+    return job, run(job, config.checkpoint, str(folder))
+
+
+def assert_same(first: Any, second: Any, key: str) -> None:
+    assert type(first) is type(second), key
+    if isinstance(first, (torch.Tensor, np.ndarray)):
+        assert first.dtype == second.dtype and first.shape == second.shape, key
+        assert (first == second).all(), key
+    elif isinstance(first, (list, tuple)):
+        assert len(first) == len(second), key
+        for one, other in zip(first, second, strict=True):
+            assert_same(one, other, key)
+    else:
+        assert first == second, key
+
+
+def assert_same_state(first: Job, second: Job) -> None:
+    one, other = flatten(first.state), flatten(second.state)
+    assert one.tensor_paths == other.tensor_paths and one.object_paths == other.object_paths
+    for path, mine, yours in zip(one.tensor_paths, one.tensors, other.tensors, strict=True):
+        assert_same(mine, yours, key_of(path))
+    for path, mine, yours in zip(one.object_paths, one.objects, other.objects, strict=True):
+        assert_same(mine, yours, key_of(path))
+
+
+@pytest.mark.parametrize("preset", ["sync", "async_persistent", "async_temporal", "async_zero_overhead"])
+@pytest.mark.parametrize("writer", ["dcp", "torch_save"])
+def test_a_resumed_run_is_the_uninterrupted_one(
+    compose_job: Composed, tmp_path: Path, preset: str, writer: str
+) -> None:
+    choice = (f"checkpoint={preset}", f"checkpoint/writer={writer}", "checkpoint.save.every_steps=2")
+    whole, figures = trained(compose_job(*choice, f"train.steps={2 * N}"), tmp_path / "whole")
+    _, first = trained(compose_job(*choice, f"train.steps={N}"), tmp_path / "parts")
+    # Whatever the process did in between must not matter.
+    torch.rand(7), random.random(), np.random.rand(3)
+    resumed, second = trained(compose_job(*choice, f"train.steps={2 * N}"), tmp_path / "parts")
+
+    assert (first.start, second.start) == (0, N)
+    assert first.losses + second.losses == figures.losses
+    assert first.validation[-1] != second.validation[-1] and second.validation[-1] == figures.validation[-1]
+    assert_same_state(resumed, whole)
+    assert resumed.progress.tokens == 2 * N * 2 * 2 * 16
+
+
+def test_the_comparison_sees_a_difference(compose_job: Composed, tmp_path: Path) -> None:
+    first, _ = trained(compose_job("checkpoint=off", "train.steps=2"), tmp_path)
+    second, _ = trained(compose_job("checkpoint=off", "train.steps=2", "train.seed=7"), tmp_path)
+    with pytest.raises(AssertionError, match=r"model\."):
+        assert_same_state(first, second)
+
+
+def test_every_step_is_saved_when_due_and_the_last_one_too(compose_job: Composed, tmp_path: Path) -> None:
+    _, summary = trained(compose_job("train.steps=5", "checkpoint.save.every_steps=2"), tmp_path)
+    assert [(report.step, report.outcome) for report in summary.reports] == [
+        (2, "committed"),
+        (4, "committed"),
+        (5, "committed"),
+    ]
+
+
+def test_it_says_what_it_resumed_from(
+    compose_job: Composed, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    trained(compose_job("train.steps=3"), tmp_path)
+    assert not any(line.startswith("resumed") for line in caplog.messages)
+    trained(compose_job("train.steps=4"), tmp_path)
+    assert "resumed from step 3" in caplog.messages
+
+
+def test_a_run_that_is_done_trains_no_further(
+    compose_job: Composed, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    done, _ = trained(compose_job("train.steps=3"), tmp_path)
+    again, summary = trained(compose_job("train.steps=3"), tmp_path)
+    assert (summary.start, summary.step, summary.reports) == (3, 3, [])
+    assert_same_state(again, done)
+    assert "step 3 is reached already; a higher train.steps goes on" in caplog.messages
+
+
+def test_off_saves_nothing(compose_job: Composed, tmp_path: Path) -> None:
+    _, summary = trained(compose_job("checkpoint=off", "train.steps=3"), tmp_path / "none")
+    assert summary.step == 3 and summary.reports == [] and not (tmp_path / "none").exists()
+
+
+def test_another_model_is_refused_by_key(compose_job: Composed, tmp_path: Path) -> None:
+    trained(compose_job("train.steps=2"), tmp_path)
+    with pytest.raises(CheckpointLoadError, match=r"model\.tokens\.weight.*shape"):
+        trained(compose_job("train.steps=3", "model.width=32"), tmp_path)
+
+
+def test_another_text_is_refused(compose_job: Composed, tmp_path: Path, text_file: Path) -> None:
+    trained(compose_job("train.steps=2"), tmp_path / "checkpoints")
+    text_file.write_bytes(text_file.read_bytes()[::-1])
+    with pytest.raises(CheckpointLoadError, match="the text is not the one that training began with"):
+        trained(compose_job("train.steps=3"), tmp_path / "checkpoints")
+
+
+def test_must_resume_without_a_checkpoint_is_refused(compose_job: Composed, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointNotFoundError, match=r"checkpoint\.resume=must"):
+        trained(compose_job("checkpoint.resume=must"), tmp_path)
+
+
+def test_a_higher_learning_rate_in_the_config_counts_after_a_resume(
+    compose_job: Composed, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trained(compose_job("train.steps=5", "train.lr=0.001"), tmp_path)
+    job, _ = trained(compose_job("train.steps=6", "train.lr=0.004"), tmp_path)
+    assert job.optimizer.param_groups[0]["lr"] == pytest.approx(0.004, rel=1e-3)
+    assert "the schedule's peak was 0.001 in the checkpoint and is 0.004 from now on" in caplog.messages

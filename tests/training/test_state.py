@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from ckpt_component.image import objects
+from ckpt_component.training.state import Progress, RngState, seed_all
+
+CPU = torch.device("cpu")
+
+
+def draw() -> tuple[float, float, float]:
+    return float(torch.rand(())), random.random(), float(np.random.rand())
+
+
+@pytest.fixture(autouse=True)
+def generators_are_as_before():
+    before = RngState(CPU).state_dict()
+    yield
+    RngState(CPU).load_state_dict(before)
+
+
+def test_a_seed_decides_every_generator() -> None:
+    seed_all(5)
+    first = draw()
+    seed_all(5)
+    assert draw() == first
+    seed_all(6)
+    assert all(a != b for a, b in zip(draw(), first, strict=True))
+
+
+def test_a_state_brings_every_generator_back() -> None:
+    rng = RngState(CPU)
+    state = rng.state_dict()
+    first = draw()
+    rng.load_state_dict(state)
+    assert draw() == first
+
+
+def test_a_state_survives_safe_loading() -> None:
+    rng = RngState(CPU)
+    state = objects.load(objects.dump(objects.encode(rng.state_dict(), "rng")))
+    first = draw()
+    rng.load_state_dict(state)
+    assert draw() == first
+
+
+def test_a_state_of_another_kind_of_machine_is_taken_as_far_as_it_goes() -> None:
+    rng = RngState(CPU)
+    expected = float(torch.rand(()))
+    state = {**rng.state_dict(), "cuda": bytes(16), "numpy": None}
+    first = float(torch.rand(()))
+    rng.load_state_dict(state)
+    assert float(torch.rand(())) == first != expected
+
+
+def test_the_keys_are_always_the_same() -> None:
+    assert list(RngState(CPU).state_dict()) == ["torch", "cuda", "python", "numpy"]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_state_brings_the_cuda_generator_back() -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    rng = RngState(device)
+    state = objects.load(objects.dump(objects.encode(rng.state_dict(), "rng")))
+    first = torch.rand(4, device=device)
+    rng.load_state_dict(state)
+    assert torch.equal(torch.rand(4, device=device), first)
+
+
+def test_progress_counts() -> None:
+    progress = Progress()
+    progress.load_state_dict(Progress(step=3, tokens=96).state_dict())
+    assert progress == Progress(step=3, tokens=96)

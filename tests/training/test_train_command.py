@@ -1,0 +1,165 @@
+"""`python -m ckpt_component.train` as a user meets it, in processes of its own."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+pytestmark = pytest.mark.slow
+
+Trained = Callable[..., tuple[int, str]]
+Started = Callable[..., "subprocess.Popen[str]"]
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    return tmp_path / "run"
+
+
+def results(folder: Path) -> list[dict[str, Any]]:
+    paths = sorted(folder.rglob("result.json"), key=lambda path: path.parent.name)
+    return [json.loads(path.read_text()) for path in paths]
+
+
+def committed(folder: Path) -> list[int]:
+    return sorted(
+        int(path.name.removeprefix("iter_"))
+        for path in folder.glob("iter_*")
+        if (path / "manifest.json").exists()
+    )
+
+
+def test_run_and_run_again(train: Trained, run_dir: Path) -> None:
+    arguments = ("train.steps=20", "checkpoint.save.every_steps=10")
+    code, output = train(*arguments)
+    assert code == 0, output
+    assert committed(run_dir / "checkpoints") == [10, 20]
+    table = output[output.index("saves of this run") :].splitlines()
+    assert table[1].split() == ["step", "stall", "staged", "written", "committed", "GB/s", "outcome"]
+    assert [(row.split()[0], row.split()[-1]) for row in table[2:4]] == [
+        ("10", "committed"),
+        ("20", "committed"),
+    ]
+    assert "training waited" in table[4] and "for 2 saves" in table[4]
+    [result] = results(run_dir / "outputs")
+    assert result["status"] == "completed" and result["figures"]["saves"] == 2
+    assert "train.steps=20" in result["overrides"] and result["choices"]["checkpoint"] == "async_persistent"
+
+    # With another current folder for the job, the checkpoints are still those of the folder it was started in.
+    code, output = train(
+        "train.steps=30", "checkpoint.save.every_steps=10", "hydra.job.chdir=true", "hydra.run.dir=elsewhere"
+    )
+    assert code == 0, output
+    assert "resumed from step 20" in output
+    assert committed(run_dir / "checkpoints") == [10, 20, 30]
+
+
+def test_a_sweep_keeps_its_jobs_apart_and_skips_what_cannot_work(train: Trained, run_dir: Path) -> None:
+    code, output = train(
+        "train.steps=3", "checkpoint/stager=shared_memory,none", "checkpoint.writer.workers=1,2", "-m"
+    )
+    assert code == 0, output
+    assert "resumed" not in output and "Traceback" not in output
+    jobs = results(run_dir / "multirun")
+    assert [job["status"] for job in jobs] == ["completed", "completed", "skipped", "skipped"]
+    assert "checkpoint/stager=none" in jobs[2]["reason"] and output.count("skipped: ") == 2
+    assert not (run_dir / "checkpoints").exists()
+    folders = sorted((run_dir / "multirun").rglob("checkpoints"), key=lambda path: path.parent.name)
+    assert [(folder.parent.name, committed(folder)) for folder in folders] == [("0", [3]), ("1", [3])]
+
+
+def test_a_recipe_may_be_a_sweep(train: Trained, run_dir: Path) -> None:
+    code, output = train("+recipe=writer_sweep", "train.steps=2", "hydra.sweep.dir=sweep")
+    assert code == 0, output
+    jobs = results(run_dir / "sweep")
+    assert len(jobs) == 6 and {job["status"] for job in jobs} == {"completed"}
+    assert {job["choices"]["checkpoint/writer"] for job in jobs} == {"dcp", "torch_save"}
+
+
+def test_parts_that_do_not_fit_end_a_single_run_in_words(train: Trained, run_dir: Path) -> None:
+    code, output = train("checkpoint/stager=none")
+    assert code == 1 and "Traceback" not in output
+    assert "checkpoint/stager=none" in output and "Use checkpoint/caller=inline" in output
+    [result] = results(run_dir)
+    assert result["status"] == "failed" and "checkpoint/stager=none" in result["reason"]
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("checkpoint=async_persistant", "Did you mean checkpoint=async_persistent?"),
+        ("checkpoint.writer.worker=2", "Did you mean checkpoint.writer.workers=2?"),
+        ("train.step=3", "Did you mean train.steps=3?"),
+        ("model=gpt_mano", "Did you mean model=gpt_nano?"),
+        ("data.path=/nowhere", "data.path=/nowhere does not exist"),
+        ("train.steps=0", "train.steps=0 is out of range"),
+        ("train.device=gpu", "gpu"),
+        ("checkpoint.resume=must", "has no committed checkpoint"),
+    ],
+)
+def test_a_mistake_ends_with_code_1_and_without_a_traceback(train: Trained, override: str, told: str) -> None:
+    code, output = train(override)
+    assert code == 1, output
+    assert told in output and "Traceback" not in output
+
+
+def read_until(process: subprocess.Popen[str], words: str) -> str:
+    """The output up to the line with these words; fails when the process ends before."""
+    assert process.stdout is not None
+    seen = []
+    for line in process.stdout:
+        seen.append(line)
+        if words in line:
+            return "".join(seen)
+    raise AssertionError("".join(seen))
+
+
+def test_a_killed_run_resumes_from_its_last_commit(start: Started, train: Trained, run_dir: Path) -> None:
+    with start("train.steps=1000000", "checkpoint.save.every_steps=3") as process:
+        try:
+            read_until(process, "iter_0000006 committed")
+            workers = psutil.Process(process.pid).children(recursive=True)
+        finally:
+            process.kill()
+    # The writer process outlives the trainer to finish what was staged, and then goes.
+    _, alive = psutil.wait_procs(workers, timeout=30)
+    assert not alive
+    last = committed(run_dir / "checkpoints")[-1]
+    code, output = train(f"train.steps={last + 1}")
+    assert code == 0, output
+    assert f"resumed from step {last}\n" in output
+    assert committed(run_dir / "checkpoints")[-1] == last + 1
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_saves_the_step_and_ends(
+    start: Started, train: Trained, run_dir: Path, number: signal.Signals, code: int
+) -> None:
+    with start(
+        "train.steps=1000000", "checkpoint.save.every_steps=null", "checkpoint.save.at_end=false"
+    ) as process:
+        try:
+            read_until(process, "step       5/1000000")
+            process.send_signal(number)
+            output, _ = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert process.returncode == code, output
+    [last] = committed(run_dir / "checkpoints")
+    assert f"stopped by {number.name} after step {last}, which is saved" in output
+    [result] = results(run_dir)
+    assert (
+        result["status"] == "stopped"
+        and result["reason"] == number.name
+        and result["figures"]["step"] == last
+    )
+    if number == signal.SIGTERM:
+        code, output = train(f"train.steps={last + 1}")
+        assert code == 0 and f"resumed from step {last}\n" in output

@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+import ast
+import inspect
+from collections.abc import Callable
+from dataclasses import fields
+from itertools import pairwise
+from pathlib import Path
+
+import hydra
+import pytest
+from hydra import compose, initialize_config_dir
+from omegaconf import DictConfig, OmegaConf
+
+from ckpt_component.config import config_dir, recipe_dir, resolve_config
+from ckpt_component.config.errors import CheckpointConfigError
+from ckpt_component.training import schema
+from ckpt_component.training.schema import Data, Model, Train, read
+
+Composed = Callable[..., DictConfig]
+
+
+@pytest.mark.parametrize("node", [Train, Data, Model])
+def test_every_key_has_a_line_on_what_it_does(node: type) -> None:
+    body = next(
+        part
+        for part in ast.parse(inspect.getsource(schema)).body
+        if getattr(part, "name", "") == node.__name__
+    ).body  # type: ignore[attr-defined]
+    documented = {
+        key.target.id
+        for key, line in pairwise(body)
+        if isinstance(key, ast.AnnAssign)
+        and isinstance(line, ast.Expr)
+        and isinstance(line.value, ast.Constant)
+    }
+    assert documented == {item.name for item in fields(node)}
+
+
+@pytest.mark.parametrize(
+    ("override", "text"),
+    [
+        ("train.steps=0", "train.steps=0 is out of range; it must be at least 1."),
+        ("train.lr=0", "train.lr=0.0 is out of range; it must be a finite number above 0."),
+        ("train.eval_every=0", "train.eval_every=0 is out of range; it must be at least 1."),
+        ("model.dropout=1.5", "model.dropout=1.5 is out of range; it must be from 0 to 1."),
+        ("data.max_bytes=0", "data.max_bytes=0 is out of range; it must be at least 1."),
+        ("model.width=???", "model.width has no value; give it one: model.width=..."),
+    ],
+)
+def test_a_value_out_of_range_is_refused_in_one_sentence(
+    compose_job: Composed, override: str, text: str
+) -> None:
+    key = override.partition(".")[0]
+    with pytest.raises(CheckpointConfigError) as caught:
+        read(compose_job(override), key, {"train": Train, "data": Data, "model": Model}[key])
+    assert str(caught.value) == text
+
+
+def test_null_is_taken_where_it_means_something(compose_job: Composed) -> None:
+    settings = read(compose_job("train.eval_every=null", "train.clip_norm=null"), "train", Train)
+    assert settings.eval_every is None and settings.clip_norm is None
+
+
+def test_defaults_stand_in_the_schema_alone(compose_job: Composed) -> None:
+    config = compose_job()
+    assert config.train.lr == Train.lr and config.data.max_bytes == Data.max_bytes
+
+
+@pytest.mark.parametrize("name", ["gpt_nano", "gpt_tiny", "gpt_small"])
+def test_every_model_has_all_its_numbers(compose_job: Composed, name: str) -> None:
+    values = OmegaConf.load(config_dir() / "model" / f"{name}.yaml")
+    assert {item.name for item in fields(Model)} <= set(values)
+    assert values.width % values.heads == 0
+    assert compose_job(f"model={name}").model.layers == 2  # what is typed beats the file
+
+
+@pytest.mark.parametrize("path", sorted(recipe_dir().glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_recipe_composes_with_the_training_job(compose_job: Composed, path: Path) -> None:
+    config = compose_job(f"+recipe={path.stem}")
+    read(config, "train", Train)
+    read(config, "model", Model)
+
+
+@pytest.mark.parametrize("path", sorted(recipe_dir().glob("*.yaml")), ids=lambda path: path.stem)
+def test_a_recipe_says_whom_it_is_for(path: Path) -> None:
+    first = path.read_text().splitlines()[0]
+    recipe = OmegaConf.load(path)
+    for_our_job = bool({"train", "model", "data"} & set(recipe)) or "override /model" in path.read_text()
+    assert first.startswith("# ckpt-train" if for_our_job else "# for any app")
+
+
+@pytest.mark.parametrize("name", ["safest", "fastest"])
+def test_a_recipe_for_any_app_needs_nothing_but_the_group_checkpoint(
+    compose_job: Composed, tmp_path: Path, name: str
+) -> None:
+    compose_job()  # has our schemas and recipes registered, as the plugin does
+    (tmp_path / "app.yaml").write_text("defaults: [checkpoint: sync, _self_]\n")
+    version = {"version_base": "1.3"} if hydra.__version__ < "1.4" else {}
+    with initialize_config_dir(str(tmp_path), **version):
+        config = compose("app", [f"+recipe={name}", f"hydra.searchpath=[file://{config_dir()}]"])
+    assert set(config) == {"checkpoint"}
+    resolve_config(config.checkpoint)
