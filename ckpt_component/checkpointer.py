@@ -34,7 +34,7 @@ class CheckpointReader(Protocol):
     """What loads: gives the state dict, and the keys of the target that the checkpoint lacks."""
 
     def read(
-        self, path: str, state_dict: Any = None, *, map_location: Any = None, **kwargs: Any
+        self, path: str, state_dict: Any = None, *, map_location: Any = None, allow_dtype_cast: bool = False
     ) -> tuple[dict[str, Any], list[str]]:
         """Read the checkpoint at `path`, into `state_dict` where one is given."""
         ...
@@ -99,7 +99,7 @@ class Checkpointer(ABC):
                 `load_state_dict()` given their state; keys that are not in it are not loaded. None: load everything.
             default_map_location: a device, or a function as `torch.load` takes it, for tensors without a target.
             strict: raise when the target has keys that the checkpoint lacks.
-            **kwargs: passed to the reader.
+            **kwargs: passed to the reader; ours takes `allow_dtype_cast=True`.
 
         Returns:
             The target, or a new dict.
@@ -201,9 +201,7 @@ class AsyncCheckpointer(Checkpointer):
         self._pending: deque[Future[Any]] = deque()
         self._closed = False
 
-    def save(
-        self, state_dict: Mapping[Any, Any], path: PathLike, **kwargs: Any
-    ) -> tuple[Future[None], SaveFuture]:
+    def save(self, state_dict: Mapping[Any, Any], path: PathLike, **kwargs: Any) -> tuple[Future[None], SaveFuture]:
         """Take a snapshot and write it in the background; see `Checkpointer.save`.
 
         Waits for an earlier save only when all of the stager's memory is still being written.

@@ -53,7 +53,9 @@ def build_checkpointer(config: Any, overrides: Sequence[str] = ()) -> Checkpoint
     return _build_graph(settings)
 
 
-def build_manager(config: Any, overrides: Sequence[str] = (), *, dir: str | os.PathLike[str] | None = None) -> CheckpointManager:
+def build_manager(
+    config: Any, overrides: Sequence[str] = (), *, dir: str | os.PathLike[str] | None = None
+) -> CheckpointManager:
     """Build the manager that a training loop holds, with its checkpointer.
 
     Args:

@@ -127,7 +127,8 @@ class CheckpointManager:
         candidates = self._resume.candidates(committed, self._root)
         if not candidates and committed:
             logger.warning(
-                "checkpoint.resume=never, and %s holds checkpoints up to step %d; saving one of their steps will be refused",
+                "checkpoint.resume=never, and %s holds checkpoints up to step %d; saving one of those steps again "
+                "will be refused",
                 self._root,
                 committed[-1],
             )
@@ -296,7 +297,11 @@ class CheckpointManager:
         said = False
         while living := living_attempts(self._fs, self._root):
             if not said:
-                logger.info("waiting up to %g s for a checkpoint that another process finishes: %s", self._timeouts.close, living)
+                logger.info(
+                    "waiting up to %g s for a checkpoint that another process finishes: %s",
+                    self._timeouts.close,
+                    living,
+                )
                 said = True
             if time.monotonic() > deadline:
                 logger.warning("%s is still being written by another process; going on without it", living)
@@ -304,4 +309,3 @@ class CheckpointManager:
             time.sleep(0.05)
         for name in sweep(self._fs, self._root):
             logger.info("deleted %s, which a dead run left", name)
-

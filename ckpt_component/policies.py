@@ -88,6 +88,7 @@ class ResumePolicy:
             return [self.choice]
         if self.choice == "must" and not committed:
             raise CheckpointNotFoundError(
-                f"checkpoint.resume=must, but {root} has no committed checkpoint; use resume=auto to start from scratch."
+                f"checkpoint.resume=must, but {root} has no committed checkpoint; "
+                "use resume=auto to start from scratch."
             )
         return sorted(committed, reverse=True)

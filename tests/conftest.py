@@ -69,9 +69,7 @@ def _names_of_others() -> set[str]:
         if process.pid == os.getpid():
             continue
         try:
-            paths = [entry.path for entry in process.memory_maps()] + [
-                entry.path for entry in process.open_files()
-            ]
+            paths = [entry.path for entry in process.memory_maps()] + [entry.path for entry in process.open_files()]
         except (psutil.Error, OSError):  # it ended in between, or belongs to somebody else
             continue
         names |= {path.removeprefix("/dev/shm/") for path in paths if path.startswith("/dev/shm/")}

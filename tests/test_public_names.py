@@ -24,9 +24,7 @@ def test_all_errors_are_public() -> None:
 
 def test_a_star_import_gives_them_all() -> None:
     code = "from ckpt_component import *\nimport ckpt_component as c\nassert set(c.__all__) <= set(globals())"
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=False
-    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stderr
 
 

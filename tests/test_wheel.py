@@ -17,9 +17,7 @@ CHECKOUT = Path(ckpt_component.__file__).resolve().parent.parent
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(
-        not (CHECKOUT / "pyproject.toml").is_file(), reason="needs the checkout, to build from it"
-    ),
+    pytest.mark.skipif(not (CHECKOUT / "pyproject.toml").is_file(), reason="needs the checkout, to build from it"),
 ]
 
 
@@ -97,7 +95,9 @@ def test_it_is_the_wheel_that_is_imported(python: Path, tmp_path: Path) -> None:
 
 def test_presets_compose_in_a_script(python: Path, tmp_path: Path) -> None:
     presets = sorted(path.stem for path in (CHECKOUT / "conf" / "checkpoint").glob("*.yaml"))
-    code = f"from ckpt_component.config import resolve_config\nfor name in {presets}: print(resolve_config(name).stager)"
+    code = (
+        f"from ckpt_component.config import resolve_config\nfor name in {presets}: print(resolve_config(name).stager)"
+    )
     assert len(run(python, "-c", code, cwd=tmp_path).splitlines()) == len(presets)
 
 

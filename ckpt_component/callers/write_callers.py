@@ -12,15 +12,16 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import asdict
-from enum import Enum
 from typing import Any, ClassVar
 
 import psutil
 
 from ..config.errors import CheckpointConfigError
+from ..config.schema import IoPriority
 from ..errors import CheckpointSaveError, CheckpointTimeoutError, WorkerDiedError
 from ..image.arena import Arena
 from ..process.byte_process import ByteProcess
+from ..process.remote_error import RemoteTraceback
 from ..writers.byte_io import run_write_job
 from ..writers.job import WriteJob
 
@@ -82,14 +83,6 @@ class InlineCaller(WriteCaller):
         except OSError as error:
             raise CheckpointSaveError(f"Writing {job.attempt.target} failed: {error}.", error.errno) from error
         return asdict(result)
-
-
-class IoPriority(Enum):
-    """How a writer process queues for the disk (Linux I/O classes)."""
-
-    normal = "normal"
-    low = "low"
-    idle = "idle"
 
 
 class _ProcessCaller(WriteCaller):
@@ -243,14 +236,3 @@ class PersistentCaller(_ProcessCaller):
         """Start the process; see `WriteCaller.connect`."""
         super().connect(start_timeout=start_timeout, close_timeout=close_timeout)
         self._running()
-
-
-class RemoteTraceback(Exception):
-    """The traceback of the other process, as the cause of the error raised here."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__(text)
-        self.text = text
-
-    def __str__(self) -> str:
-        return f"\n{self.text}"

@@ -70,14 +70,10 @@ def refuse_text_parts(tree: Any) -> None:
         part = tree.get(kind, {})
         if isinstance(part, str) and part != "???":
             pick = f"checkpoint/{kind}={closest(part, PARTS[kind]) or part}"
-            raise CheckpointConfigError(
-                f"checkpoint.{kind} is the text {part!r}; to pick a part use a slash: {pick}"
-            )
+            raise CheckpointConfigError(f"checkpoint.{kind} is the text {part!r}; to pick a part use a slash: {pick}")
         pick = f"checkpoint/{kind}={next(iter(PARTS[kind]))}"
         if not isinstance(part, (Mapping, str)):
-            raise CheckpointConfigError(
-                f"checkpoint.{kind} is {part!r}, not a part; to pick one use a slash: {pick}"
-            )
+            raise CheckpointConfigError(f"checkpoint.{kind} is {part!r}, not a part; to pick one use a slash: {pick}")
         if part and "_target_" not in part:
             raise CheckpointConfigError(
                 f"checkpoint.{kind} has no _target_, the class to build; to pick a part use a slash: {pick}"
@@ -98,9 +94,7 @@ def refuse_out_of_range(schema: type, values: Any, name: str) -> None:
         if is_dataclass(value):
             refuse_out_of_range(type(value), value, f"{name}.{item.name}")
         elif not in_range(schema, item.name, value):
-            raise CheckpointConfigError(
-                f"{name}.{item.name} must be {range_of(schema, item.name)}, got {value}."
-            )
+            raise CheckpointConfigError(f"{name}.{item.name} must be {range_of(schema, item.name)}, got {value}.")
 
 
 def checked_resume(value: int | str) -> int | str:

@@ -183,9 +183,7 @@ def _choices(override: Override) -> list[str]:
     if override.is_delete():
         return []
     if override.is_sweep_override():
-        return (
-            [text.strip() for text in override.sweep_string_iterator()] if override.is_choice_sweep() else []
-        )
+        return [text.strip() for text in override.sweep_string_iterator()] if override.is_choice_sweep() else []
     value = override.value()
     return [value] if isinstance(value, str) else []
 
@@ -221,9 +219,7 @@ def _without_noise(error: BaseException) -> str:
         line.strip()
         for line in "\n".join(lines).splitlines()
         if line.strip()
-        and not line.strip().startswith(
-            ("full_key", "object_type", "To append", "See http", "reference_type")
-        )
+        and not line.strip().startswith(("full_key", "object_type", "To append", "See http", "reference_type"))
     ]
     return ": ".join(line.rstrip(".").removeprefix("Error merging override ") for line in kept) + "."
 

@@ -34,9 +34,7 @@ def override_hints(folder: Path, config_name: str) -> Iterator[None]:
         yield
     except SystemExit as leaving:
         error = leaving.__context__
-        if isinstance(error, (HydraException, OmegaConfBaseException)) and not isinstance(
-            error, CheckpointConfigError
-        ):
+        if isinstance(error, (HydraException, OmegaConfBaseException)) and not isinstance(error, CheckpointConfigError):
             overrides = [text for text in sys.argv[1:] if "=" in text and not text.startswith("-")]
             with hydra_session(folder):
                 text = what_was_meant(overrides, config_name)

@@ -37,9 +37,7 @@ def build_part(kind: str, plain: Mapping[str, Any], base: type[Any]) -> Any:
     except CheckpointConfigError:
         raise
     except (TypeError, ValueError) as error:
-        raise CheckpointConfigError(
-            f"checkpoint.{kind}: {_full_name(cls)} refused its settings: {error}"
-        ) from error
+        raise CheckpointConfigError(f"checkpoint.{kind}: {_full_name(cls)} refused its settings: {error}") from error
 
 
 def part_class(kind: str, plain: Mapping[str, Any], base: type[Any]) -> type[Any]:
@@ -57,9 +55,7 @@ def part_class(kind: str, plain: Mapping[str, Any], base: type[Any]) -> type[Any
     target = plain.get("_target_")
     where = f"checkpoint.{kind}._target_={target}"
     if not isinstance(target, str) or "." not in target:
-        raise CheckpointConfigError(
-            f"{where} is not the full name of a class, such as my_package.my_module.MyClass."
-        )
+        raise CheckpointConfigError(f"{where} is not the full name of a class, such as my_package.my_module.MyClass.")
     found = _locate(where, target)
     if not isinstance(found, type):
         raise CheckpointConfigError(f"{where} is a {type(found).__name__}, not a class.")
@@ -77,9 +73,7 @@ def _locate(where: str, target: str) -> Any:
             return _attribute(where, import_module(module_name), names[length:])
         except ModuleNotFoundError as error:
             if module_name != error.name and not module_name.startswith(f"{error.name}."):
-                raise CheckpointConfigError(
-                    f"{where} cannot be imported: {module_name} needs {error.name}."
-                ) from error
+                raise CheckpointConfigError(f"{where} cannot be imported: {module_name} needs {error.name}.") from error
             if length == 1:
                 raise CheckpointConfigError(
                     f"{where} cannot be imported: there is no module {error.name}. Is it installed, or its "
@@ -143,9 +137,7 @@ def _parameters(cls: type) -> dict[str, inspect.Parameter]:
 def _refuse_unfit_keys(
     kind: str, cls: type, values: Mapping[str, Any], parameters: Mapping[str, inspect.Parameter]
 ) -> None:
-    named = {
-        name: entry for name, entry in parameters.items() if entry.kind is not inspect.Parameter.VAR_KEYWORD
-    }
+    named = {name: entry for name, entry in parameters.items() if entry.kind is not inspect.Parameter.VAR_KEYWORD}
     if len(named) == len(parameters):  # with **kwargs the class itself must say what it does not know
         for key in values:
             if key not in named:

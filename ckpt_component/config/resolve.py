@@ -95,9 +95,7 @@ def _plain(config: Any) -> dict[str, Any]:
     except OmegaConfBaseException as error:
         raise CheckpointConfigError(_omegaconf_text(error, "checkpoint")) from None
     if not isinstance(tree, dict):
-        raise CheckpointConfigError(
-            f"The checkpoint config is {tree!r}; choose a preset: checkpoint=async_persistent"
-        )
+        raise CheckpointConfigError(f"The checkpoint config is {tree!r}; choose a preset: checkpoint=async_persistent")
     return {str(key): value for key, value in tree.items()}
 
 
@@ -124,9 +122,7 @@ def _readable(text: str, tree: Mapping[str, Any]) -> Override:
     override = parse_override(text, several=False)
     key, value = override.key_or_group, (override.input_line or "").partition("=")[2]
     if override.is_delete():
-        raise CheckpointConfigError(
-            f"{key} cannot be deleted. Set it to null instead, where it may be: {key}=null"
-        )
+        raise CheckpointConfigError(f"{key} cannot be deleted. Set it to null instead, where it may be: {key}=null")
     if key == "checkpoint":
         raise CheckpointConfigError(
             f"{text} picks a whole preset, and a config was given already; pass {value!r} as the config."
@@ -134,9 +130,7 @@ def _readable(text: str, tree: Mapping[str, Any]) -> Override:
     if key.startswith("checkpoint/"):
         groups = [f"checkpoint/{kind}" for kind in PARTS]
         if key not in groups:
-            raise CheckpointConfigError(
-                unknown_group(key, value, groups, list(dotted_keys(tree, "checkpoint.")))
-            )
+            raise CheckpointConfigError(unknown_group(key, value, groups, list(dotted_keys(tree, "checkpoint."))))
         return override
     if not key.startswith("checkpoint.") or "/" in key:
         raise CheckpointConfigError(f"{text} does not begin with checkpoint. Did you mean checkpoint.{text}?")

@@ -34,7 +34,9 @@ class Coordinator(ABC):
         """
 
     @abstractmethod
-    def collect_votes(self, token: str, vote: Mapping[str, Any] | Exception, deadline: float) -> Sequence[Mapping[str, Any]]:
+    def collect_votes(
+        self, token: str, vote: Mapping[str, Any] | Exception, deadline: float
+    ) -> Sequence[Mapping[str, Any]]:
         """Vote with what this rank wrote, or with its error; returns what every rank wrote, by rank.
 
         Raises:
@@ -56,7 +58,9 @@ class LocalCoordinator(Coordinator):
         """A fresh token."""
         return new_token()
 
-    def collect_votes(self, token: str, vote: Mapping[str, Any] | Exception, deadline: float) -> Sequence[Mapping[str, Any]]:
+    def collect_votes(
+        self, token: str, vote: Mapping[str, Any] | Exception, deadline: float
+    ) -> Sequence[Mapping[str, Any]]:
         """The one vote, or its error raised."""
         if isinstance(vote, Exception):
             raise vote

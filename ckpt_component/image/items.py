@@ -9,7 +9,7 @@ from __future__ import annotations
 import mmap
 import struct
 import threading
-from typing import Any
+from typing import IO, Any, cast
 
 import torch
 
@@ -63,7 +63,7 @@ def _make_template(dtype: torch.dtype, shape: torch.Size) -> tuple[bytes, bytes]
         before = torch.serialization.get_crc32_options()
         torch.serialization.set_crc32_options(False)
         try:
-            torch.save(_untouched(dtype, shape, nbytes), recorder)
+            torch.save(_untouched(dtype, shape, nbytes), cast(IO[bytes], recorder))
         finally:
             torch.serialization.set_crc32_options(before)
     payload = _payload_offset(recorder)

@@ -215,4 +215,3 @@ def sources_of(layout: Layout, tensors: Sequence[torch.Tensor]) -> list[torch.Te
             tensor = tensor.as_strided((count,), (1,), tensor.storage_offset() + start)
         found.append(tensor)
     return found
-

@@ -140,5 +140,4 @@ class ByteProcess:
             code = self._process.wait(_KILL_SECONDS)
         except subprocess.TimeoutExpired:
             return WorkerDiedError(f"The writer process (pid {self.pid}) closed its connection but still runs.")
-        return WorkerDiedError(f"The writer process (pid {self.pid}) {describe_exit(code, self.pid)}.")
-
+        return WorkerDiedError(f"The writer process (pid {self.pid}) {describe_exit(code)}.")

@@ -1,5 +1,7 @@
-"""Checkpoints that others made: `torch.save` files, safetensors files, and folders of stock DCP. Not verified:
-they carry no checksums that could be. `TorchFileSource` also reads our own `torch_save` files, verified before."""
+"""Files that others made, by `torch.save` or safetensors.
+
+They carry no checksums, so nothing is verified here; our own `torch_save` files are verified before they come here.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ class TorchFileSource(Source):
     def __init__(self, path: str, *, mapped: bool) -> None:
         state = _torch_load(path, mapped)
         if not isinstance(state, Mapping):
-            raise CheckpointLoadError(f"{path} holds a {type(state).__name__}, not a state dict; use torch.load for it.")
+            raise CheckpointLoadError(
+                f"{path} holds a {type(state).__name__}, not a state dict; use torch.load for it."
+            )
         flat = flatten(state)
         self._tensors = {key_of(path): value for path, value in zip(flat.tensor_paths, flat.tensors, strict=True)}
         self._objects = {key_of(path): value for path, value in zip(flat.object_paths, flat.objects, strict=True)}
@@ -102,7 +106,7 @@ class SafetensorsSource(Source):
             if end - begin != math.prod(shape) * dtype.itemsize or begin < 0 or self._start + end > size:
                 raise CheckpointCorruptError(f"'{key}' in {path} has offsets that do not fit its shape or the file.")
             self._places[key] = (begin, end)
-            index.tensors[key] = TensorEntry((key,), dtype, shape, (begin, key))
+            index.tensors[key] = TensorEntry((key,), dtype, shape, key)
         for alias, kept in header.get("__metadata__", {}).items():
             if kept in index.tensors and alias not in index.tensors:
                 found = index.tensors[kept]

@@ -105,15 +105,14 @@ class NativeSource(Source):
     def __init__(self, fs: FsOps, folder: str, manifest: Mapping[str, Any]) -> None:
         self._items: dict[str, StoredItem] = {}
         index = Index()
-        for table in read_tables(fs, folder, manifest):
+        for rank, table in enumerate(read_tables(fs, folder, manifest)):
             for raw, number in table.layout["keys"]:
                 path, item = tuple(raw), table.items[number]
                 key = key_of(path)
                 if item.dtype is None:
                     raise CheckpointCorruptError(f"'{key}' in {folder} has no dtype.")
                 self._items[key] = item
-                place = (item.file, item.offset)
-                index.tensors[key] = TensorEntry(path, item.dtype, torch.Size(item.shape), place)
+                index.tensors[key] = TensorEntry(path, item.dtype, torch.Size(item.shape), (rank, number))
             for raw, number in table.layout["objects"]:
                 path = tuple(raw)
                 self._items[key_of(path)] = table.items[number]
@@ -172,4 +171,3 @@ def _dtype(path: str, name: str) -> torch.dtype:
     if not isinstance(found, torch.dtype):
         raise CheckpointCorruptError(f"{path} names the dtype {name!r}, which this torch does not have.")
     return found
-

@@ -147,6 +147,6 @@ def _placer(map_location: Any) -> Callable[[torch.Tensor], torch.Tensor]:
 
         return by_function
     raise CheckpointLoadError(
-        f"default_map_location={map_location!r} is a {type(map_location).__name__}; give a device, a dict or a function."
+        f"default_map_location={map_location!r} is a {type(map_location).__name__}; give a device, a dict "
+        "or a function."
     )
-

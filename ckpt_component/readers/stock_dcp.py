@@ -93,7 +93,9 @@ class StockDcpSource(Source):
         descriptor = files.descriptor(info.relative_path)
         size = os.fstat(descriptor).st_size
         if info.offset < 0 or info.length < 0 or info.offset + info.length > size:
-            raise CheckpointCorruptError(f"'{key}' lies outside of {info.relative_path} ({size} bytes) in {self.where}.")
+            raise CheckpointCorruptError(
+                f"'{key}' lies outside of {info.relative_path} ({size} bytes) in {self.where}."
+            )
         data = bytearray(info.length)
         read_full(descriptor, [memoryview(data)], info.offset)
         try:

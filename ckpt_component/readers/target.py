@@ -171,7 +171,8 @@ class Target:
             stateful.load_state_dict(_with_parameter_numbers(stateful, unflatten(state, kept)))
         except (RuntimeError, ValueError, KeyError, TypeError) as error:
             raise CheckpointLoadError(
-                f"'{key_of(path)}' ({type(stateful).__name__}) did not take its state from {self._source.where}: {error}"
+                f"'{key_of(path)}' ({type(stateful).__name__}) did not take its state from "
+                f"{self._source.where}: {error}"
             ) from error
 
 
@@ -187,11 +188,7 @@ def _with_parameter_numbers(stateful: Stateful, state: StateDict) -> StateDict:
 def _outermost(found: list[tuple[Path, Stateful]]) -> list[tuple[Path, Stateful]]:
     """Objects that are not inside the state of another object: the outer one restores what is inside."""
     places = {path for path, _ in found}
-    return [
-        (path, value)
-        for path, value in found
-        if not any(path[:depth] in places for depth in range(1, len(path)))
-    ]
+    return [(path, value) for path, value in found if not any(path[:depth] in places for depth in range(1, len(path)))]
 
 
 def _keys_by_prefix(source: Source) -> dict[str, list[str]]:

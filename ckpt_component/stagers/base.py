@@ -117,7 +117,7 @@ class Stager(ABC):
         """Return when every tensor may be changed. At once for stagers that are done when `stage` returns."""
 
     def prewarm(self, state_dict: Mapping[Any, Any]) -> None:
-        """Plan, and take the memory, for a state dict of this structure, so that the first save costs what others do."""
+        """Plan for a state dict of this structure, and take the memory, so that the first save costs what others do."""
         self._plan_for(flatten(state_dict))
 
     def close(self) -> None:
@@ -215,4 +215,3 @@ class ArenaStager(Stager):
     def close(self) -> None:
         """Free the arenas."""
         self._pool.close()
-

@@ -26,7 +26,7 @@ class DeviceCopies:
         if not slots:
             return []
         if not any(source.is_cuda for source in sources):
-            torch._foreach_copy_(slots, sources)
+            torch._foreach_copy_(list(slots), list(sources))
             return []
         by_device: dict[torch.device, tuple[list[torch.Tensor], list[torch.Tensor]]] = defaultdict(lambda: ([], []))
         for slot, source in zip(slots, sources, strict=True):

@@ -31,7 +31,9 @@ class PageLock:
             arena.page_lock(device)
         elif not self._said:
             self._said = True
-            logger.info("checkpoint/stager=%s: no tensor is on a CUDA device, so memory is not page-locked", self._stager)
+            logger.info(
+                "checkpoint/stager=%s: no tensor is on a CUDA device, so memory is not page-locked", self._stager
+            )
 
 
 class PinnedStager(SharedMemoryStager):

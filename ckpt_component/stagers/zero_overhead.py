@@ -1,12 +1,11 @@
 """`zero_overhead`: `stage` returns at once, and the copy runs beside forward and backward.
 
-The fence keeps the snapshot whole: no optimizer step begins before the copy has ended. What forward itself may change
-(buffers such as BatchNorm's) is copied before `stage` returns. Version counters are compared at the end, so a tensor that
-changed all the same fails the save by name.
+The fence keeps the snapshot whole: no optimizer step begins before the copy has ended. What forward itself may
+change (buffers such as BatchNorm's) is copied before `stage` returns. Version counters are compared at the end, so a
+tensor that changed all the same fails the save by name.
 """
 
 from __future__ import annotations
-
 
 import threading
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,7 +20,6 @@ from ..image.tree import FlatState, key_of
 from .base import ArenaStager, Snapshot
 from .copying import DeviceCopies
 from .pinned import PageLock
-
 
 
 class ZeroOverheadStager(ArenaStager):
@@ -75,7 +73,8 @@ class ZeroOverheadStager(ArenaStager):
             self._page_lock.apply(snapshot.arena, sources)
         late = self._changed_by_optimizers_alone(flat)
         stored = snapshot.layout.stored
-        now, later = [], []
+        now: list[int] = []
+        later: list[int] = []
         for number, item in enumerate(snapshot.layout.items):
             (later if late[stored[item.stored].tensor] else now).append(number)
         for event in self._copies.start([slots[n] for n in now], [sources[n] for n in now]):
@@ -146,7 +145,9 @@ class _Copying:
         self.done: Future[None] = Future()
         self._snapshot = snapshot
         self._watched = [
-            (path, tensor) for path, tensor, is_late in zip(flat.tensor_paths, flat.tensors, late, strict=True) if is_late
+            (path, tensor)
+            for path, tensor, is_late in zip(flat.tensor_paths, flat.tensors, late, strict=True)
+            if is_late
         ]
         self._versions = [tensor._version for _, tensor in self._watched]
 

@@ -74,9 +74,7 @@ class Job:
             settings.warmup_steps,
             settings.decay_steps,
         )
-        self._sampler = WindowSampler(
-            windows_in(self._text.train, size.context), settings.seed, self._text.fingerprint
-        )
+        self._sampler = WindowSampler(windows_in(self._text.train, size.context), settings.seed, self._text.fingerprint)
         self.progress = Progress()
         self.state: dict[str, Any] = {
             "model": self.model,
@@ -95,11 +93,7 @@ class Job:
     def describe(self) -> str:
         """The run in one line."""
         parameters = sum(parameter.numel() for parameter in self.model.parameters())
-        where = (
-            f"{self._threads} CPU threads"
-            if self.device.type == "cpu"
-            else torch.cuda.get_device_name(self.device)
-        )
+        where = f"{self._threads} CPU threads" if self.device.type == "cpu" else torch.cuda.get_device_name(self.device)
         return (
             f"{parameters / 1e6:.2f} M parameters in {self.settings.dtype.value} on {where}, "
             f"{len(self._text.train) / 1e6:.2f} MB of text from {self._text.source}"

@@ -84,9 +84,7 @@ class Gpt(nn.Module):
         self.tokens = nn.Embedding(VOCABULARY, width)
         self.positions = nn.Embedding(settings.context, width)
         self.dropout = nn.Dropout(settings.dropout)
-        self.blocks = nn.ModuleList(
-            Block(width, settings.heads, settings.dropout) for _ in range(settings.layers)
-        )
+        self.blocks = nn.ModuleList(Block(width, settings.heads, settings.dropout) for _ in range(settings.layers))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, VOCABULARY, bias=False)
         self.head.weight = self.tokens.weight

@@ -144,8 +144,7 @@ def table(reports: Sequence[SaveReport]) -> str:
             rows.append((step, "-", "-", "-", "-", "-", f"{report.outcome}: {report.error}"))
     widths = [max(len(row[column]) for row in rows) for column in range(len(_COLUMNS) - 1)]
     return "\n".join(
-        "  ".join([*(cell.rjust(width) for cell, width in zip(row, widths, strict=False)), row[-1]])
-        for row in rows
+        "  ".join([*(cell.rjust(width) for cell, width in zip(row, widths, strict=False)), row[-1]]) for row in rows
     )
 
 

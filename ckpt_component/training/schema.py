@@ -129,9 +129,7 @@ def read(config: DictConfig, key: str, schema: type[T]) -> T:
     node = OmegaConf.merge(OmegaConf.structured(schema), config[key])
     missing = OmegaConf.missing_keys(node)
     if missing:
-        raise CheckpointConfigError(
-            f"{key}.{min(missing)} has no value; give it one: {key}.{min(missing)}=..."
-        )
+        raise CheckpointConfigError(f"{key}.{min(missing)} has no value; give it one: {key}.{min(missing)}=...")
     values = cast(Mapping[str, Any], OmegaConf.to_container(node, resolve=True))
     for item in fields(cast(Any, schema)):
         value = values[item.name]

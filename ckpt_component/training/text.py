@@ -120,7 +120,5 @@ def _read(files: Iterator[str], max_bytes: int) -> bytearray:
         if len(data) >= max_bytes:
             break
     if passed_over:
-        logger.warning(
-            "%d file(s) of text could not be read: %s", len(passed_over), ", ".join(passed_over[:3])
-        )
+        logger.warning("%d file(s) of text could not be read: %s", len(passed_over), ", ".join(passed_over[:3]))
     return data[:max_bytes]

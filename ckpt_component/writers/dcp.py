@@ -161,7 +161,9 @@ class _DcpPlan(FormatPlan):
             entries[key] = TensorStorageMetadata(
                 TensorProperties(dtype=stored.dtype), stored.shape, [ChunkStorageMetadata(origin, stored.shape)]
             )
-            storage[MetadataIndex(key, origin, 0)] = _StorageInfo(layout.files[item.file].name, item.offset, item.length)
+            storage[MetadataIndex(key, origin, 0)] = _StorageInfo(
+                layout.files[item.file].name, item.offset, item.length
+            )
             mapping[key] = _stock_path(path, lists)
         for path, name, offset, length in objects:
             key = key_of(path)
@@ -196,6 +198,6 @@ def _fits(archive: bytes, length: int) -> bool:
 def _fill(archive: bytes, offset: int, length: int) -> bytes:
     """An archive that fills its slot: the room is declared as the zip comment, so it stays a valid archive."""
     room = length - len(archive)
-    if archive[-_END_RECORD_BYTES:-_END_RECORD_BYTES + 4] != _END_OF_ARCHIVE:
+    if archive[-_END_RECORD_BYTES : -_END_RECORD_BYTES + 4] != _END_OF_ARCHIVE:
         raise ValueError(f"torch.save ended the object at {offset} in an unknown way.")
     return archive[:-2] + struct.pack("<H", room) + bytes(room)

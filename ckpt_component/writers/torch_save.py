@@ -66,7 +66,9 @@ class _StorageRef:
 class _TensorRef:
     """Stands for a tensor in the pickle: a view on a storage."""
 
-    def __init__(self, storage: _StorageRef, dtype: torch.dtype, view: tuple[int, Sequence[int], Sequence[int]]) -> None:
+    def __init__(
+        self, storage: _StorageRef, dtype: torch.dtype, view: tuple[int, Sequence[int], Sequence[int]]
+    ) -> None:
         offset, shape, stride = view
         backward_hooks: OrderedDict[str, Any] = OrderedDict()
         form = (storage, offset, tuple(shape), tuple(stride), False, backward_hooks)

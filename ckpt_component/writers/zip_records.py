@@ -40,14 +40,8 @@ def central_header(name: str, size: int, offset: int) -> bytes:
     large = [value for value in (size, size, offset) if value >= _LIMIT] if max(size, offset) >= _LIMIT else []
     extra = struct.pack(f"<2H{len(large)}Q", 1, 8 * len(large), *large) if large else b""
     short = min(size, _LIMIT)
-    return (
-        _CENTRAL.pack(
-            b"PK\x01\x02", _VERSION, _VERSION, 0, 0, 0, _DOS_DATE, 0, short, short,
-            len(encoded), len(extra), 0, 0, 0, 0, min(offset, _LIMIT),
-        )  # fmt: skip
-        + encoded
-        + extra
-    )
+    fixed = (b"PK\x01\x02", _VERSION, _VERSION, 0, 0, 0, _DOS_DATE, 0, short, short, len(encoded), len(extra))
+    return _CENTRAL.pack(*fixed, 0, 0, 0, 0, min(offset, _LIMIT)) + encoded + extra
 
 
 def end_of_directory(count: int, size: int, offset: int) -> bytes:

@@ -71,9 +71,7 @@ def app(tmp_path: Path) -> Path:
     (own / "mine.yaml").write_text("_target_: my_stagers.Mine\nfoo: 3\nbar: [1, 2]\n")
     (own / "lost.yaml").write_text("_target_: my_stagrs.Mine\n")
     (tmp_path / "conf" / "config.yaml").write_text(
-        "defaults: [checkpoint: async_persistent, _self_]\n"
-        "lr: 1.0\n"
-        "hydra: {run: {dir: out}, sweep: {dir: sweep}}\n"
+        "defaults: [checkpoint: async_persistent, _self_]\nlr: 1.0\nhydra: {run: {dir: out}, sweep: {dir: sweep}}\n"
     )
     return tmp_path
 
@@ -104,10 +102,7 @@ def refused(app: Path, *words: str, script: str = "app.py") -> str:
 def test_the_package_brings_the_presets(app: Path) -> None:
     done = run(app)
     assert done.returncode == 0, done.stderr
-    assert (
-        "job checkpoints {'_target_': 'ckpt_component.stagers.SharedMemoryStager', 'arenas': 1} 2 5"
-        in done.stdout
-    )
+    assert "job checkpoints {'_target_': 'ckpt_component.stagers.SharedMemoryStager', 'arenas': 1} 2 5" in done.stdout
     assert done.stdout.endswith("False\n"), "a config needs no torch"
     assert done.stderr == ""
 
@@ -119,10 +114,7 @@ def test_presets_parts_and_values_are_chosen_together(app: Path) -> None:
         "checkpoint.writer.workers=4",
         "checkpoint.dir=${lr}",
     ]
-    assert (
-        "job 1.0 {'_target_': 'ckpt_component.stagers.PinnedStager', 'arenas': 1} 4 5"
-        in run(app, *words).stdout
-    )
+    assert "job 1.0 {'_target_': 'ckpt_component.stagers.PinnedStager', 'arenas': 1} 4 5" in run(app, *words).stdout
 
 
 def test_a_part_of_the_users_is_one_file(app: Path) -> None:
@@ -222,9 +214,7 @@ def test_a_mistyped_recipe_lists_the_recipes(app: Path) -> None:
         ("checkpoint.dir=???", ["checkpoint.dir is missing; give it a value: checkpoint.dir=..."]),
         (
             "checkpoint.resume=nevr",
-            [
-                "checkpoint.resume must be auto, must, never or a step, got nevr. Did you mean checkpoint.resume=never?"
-            ],
+            ["checkpoint.resume must be auto, must, never or a step, got nevr. Did you mean checkpoint.resume=never?"],
         ),
         (
             "checkpoint/stager=lost",

@@ -27,9 +27,7 @@ def refused(config: Any, *overrides: str) -> str:
 
 
 def test_a_preset_gets_types() -> None:
-    config = resolve_config(
-        "async_persistent", ["checkpoint.naming=step", "checkpoint.save.every_seconds=60"]
-    )
+    config = resolve_config("async_persistent", ["checkpoint.naming=step", "checkpoint.save.every_seconds=60"])
     assert isinstance(config, Checkpoint)
     assert config.naming is Naming.step
     assert config.overlap is Overlap.wait

@@ -41,9 +41,7 @@ def test_a_part_has_the_defaults_of_its_schema(kind: str, option: str) -> None:
         return value.name if isinstance(value, Enum) else value
 
     parameters = constructor(kind, option)
-    defaults = {
-        item.name: plain(item.default) for item in fields(PARTS[kind][option]) if item.name != "_target_"
-    }
+    defaults = {item.name: plain(item.default) for item in fields(PARTS[kind][option]) if item.name != "_target_"}
     assert {name: plain(entry.default) for name, entry in parameters.items()} == defaults
 
 
@@ -61,9 +59,7 @@ def test_every_key_is_documented_in_one_line(cls: type) -> None:
     assert isinstance(tree, ast.ClassDef)
     for statement, following in zip(tree.body, [*tree.body[1:], None], strict=True):
         if isinstance(statement, ast.AnnAssign):
-            assert isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant), ast.unparse(
-                statement
-            )
+            assert isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant), ast.unparse(statement)
             assert "\n" not in following.value.value
 
 

@@ -57,7 +57,5 @@ def test_dropout_is_used_in_training_alone() -> None:
 
 
 def test_heads_that_do_not_divide_the_width_are_refused() -> None:
-    with pytest.raises(
-        CheckpointConfigError, match=r"model\.width=32 cannot be shared out to model\.heads=3"
-    ):
+    with pytest.raises(CheckpointConfigError, match=r"model\.width=32 cannot be shared out to model\.heads=3"):
         Gpt(Model(layers=1, heads=3, width=32, context=16))

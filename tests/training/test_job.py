@@ -44,18 +44,14 @@ def test_accumulated_batches_are_one_large_batch(job: Callable[..., Job]) -> Non
 def test_the_seed_decides_weights_and_order(job: Callable[..., Job]) -> None:
     first, second, other = job("train.seed=1"), job("train.seed=1"), job("train.seed=2")
     assert torch.equal(weights(first), weights(second)) and not torch.equal(weights(first), weights(other))
-    assert not torch.equal(
-        first.state["data"].state_dict()["order"], other.state["data"].state_dict()["order"]
-    )
+    assert not torch.equal(first.state["data"].state_dict()["order"], other.state["data"].state_dict()["order"])
 
 
 def test_gradients_are_clipped_to_the_norm(job: Callable[..., Job]) -> None:
     def gradient_norm(*overrides: str) -> tuple[float, float]:
         clipped = job(*overrides)
         measured = clipped.train_step().norm.item()
-        left = torch.linalg.vector_norm(
-            torch.stack([p.grad.norm() for p in clipped.model.parameters()])
-        ).item()
+        left = torch.linalg.vector_norm(torch.stack([p.grad.norm() for p in clipped.model.parameters()])).item()
         return measured, left
 
     measured, left = gradient_norm("train.clip_norm=0.001")

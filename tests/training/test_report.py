@@ -41,13 +41,8 @@ def test_durations(seconds: float, text: str) -> None:
 
 
 def test_how_long_training_waited_counts_calls_the_fence_and_the_end() -> None:
-    summary = Summary(
-        step=40, seconds=10.0, saving_s=0.02, fence_s=0.0875, closing_s=0.5, reports=[GOOD, BAD]
-    )
-    assert (
-        waiting(summary)
-        == "training waited 608 ms for 1 save, 6.08% of 10.00 s; 500 ms of it at the end of the run"
-    )
+    summary = Summary(step=40, seconds=10.0, saving_s=0.02, fence_s=0.0875, closing_s=0.5, reports=[GOOD, BAD])
+    assert waiting(summary) == "training waited 608 ms for 1 save, 6.08% of 10.00 s; 500 ms of it at the end of the run"
     assert summary.stall_per_save_s == pytest.approx(0.1)  # 12.5 ms in the call, 87.5 ms in the fence
 
 

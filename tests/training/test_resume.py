@@ -84,9 +84,7 @@ def test_every_step_is_saved_when_due_and_the_last_one_too(compose_job: Composed
     ]
 
 
-def test_it_says_what_it_resumed_from(
-    compose_job: Composed, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_it_says_what_it_resumed_from(compose_job: Composed, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     trained(compose_job("train.steps=3"), tmp_path)
     assert not any(line.startswith("resumed") for line in caplog.messages)

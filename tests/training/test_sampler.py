@@ -33,10 +33,7 @@ def test_a_state_goes_on_exactly_into_later_epochs(taken: int) -> None:
     sampler = WindowSampler(10, seed=1, fingerprint=7)
     sampler.take(taken)
     other = WindowSampler(10, seed=2, fingerprint=7)
-    state = {
-        name: value.clone() if torch.is_tensor(value) else value
-        for name, value in sampler.state_dict().items()
-    }
+    state = {name: value.clone() if torch.is_tensor(value) else value for name, value in sampler.state_dict().items()}
     other.load_state_dict(state)
     assert torch.equal(other.take(25), sampler.take(25))
 

@@ -14,9 +14,7 @@ from ckpt_component.training.signals import STOPPING, StopSignals
 
 
 @pytest.mark.parametrize("number", STOPPING)
-def test_a_signal_is_noted_and_nothing_ends(
-    number: signal.Signals, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_signal_is_noted_and_nothing_ends(number: signal.Signals, capfd: pytest.CaptureFixture[str]) -> None:
     with StopSignals() as stop:
         assert stop.caught is None
         os.kill(os.getpid(), number)
@@ -46,9 +44,7 @@ def test_outside_the_main_thread_it_says_what_it_cannot_do(caplog: pytest.LogCap
     thread = threading.Thread(target=use)
     thread.start()
     thread.join(10)
-    assert caplog.messages == [
-        "training runs outside the main thread, so a SIGTERM will end it without a save"
-    ]
+    assert caplog.messages == ["training runs outside the main thread, so a SIGTERM will end it without a save"]
 
 
 @pytest.mark.parametrize("first", ["SIGINT", "SIGTERM"])

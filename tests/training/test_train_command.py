@@ -30,9 +30,7 @@ def results(folder: Path) -> list[dict[str, Any]]:
 
 def committed(folder: Path) -> list[int]:
     return sorted(
-        int(path.name.removeprefix("iter_"))
-        for path in folder.glob("iter_*")
-        if (path / "manifest.json").exists()
+        int(path.name.removeprefix("iter_")) for path in folder.glob("iter_*") if (path / "manifest.json").exists()
     )
 
 
@@ -62,9 +60,7 @@ def test_run_and_run_again(train: Trained, run_dir: Path) -> None:
 
 
 def test_a_sweep_keeps_its_jobs_apart_and_skips_what_cannot_work(train: Trained, run_dir: Path) -> None:
-    code, output = train(
-        "train.steps=3", "checkpoint/stager=shared_memory,none", "checkpoint.writer.workers=1,2", "-m"
-    )
+    code, output = train("train.steps=3", "checkpoint/stager=shared_memory,none", "checkpoint.writer.workers=1,2", "-m")
     assert code == 0, output
     assert "resumed" not in output and "Traceback" not in output
     jobs = results(run_dir / "multirun")
@@ -142,9 +138,7 @@ def test_a_killed_run_resumes_from_its_last_commit(start: Started, train: Traine
 def test_a_signal_saves_the_step_and_ends(
     start: Started, train: Trained, run_dir: Path, number: signal.Signals, code: int
 ) -> None:
-    with start(
-        "train.steps=1000000", "checkpoint.save.every_steps=null", "checkpoint.save.at_end=false"
-    ) as process:
+    with start("train.steps=1000000", "checkpoint.save.every_steps=null", "checkpoint.save.at_end=false") as process:
         try:
             read_until(process, "step       5/1000000")
             process.send_signal(number)
@@ -155,11 +149,7 @@ def test_a_signal_saves_the_step_and_ends(
     [last] = committed(run_dir / "checkpoints")
     assert f"stopped by {number.name} after step {last}, which is saved" in output
     [result] = results(run_dir)
-    assert (
-        result["status"] == "stopped"
-        and result["reason"] == number.name
-        and result["figures"]["step"] == last
-    )
+    assert result["status"] == "stopped" and result["reason"] == number.name and result["figures"]["step"] == last
     if number == signal.SIGTERM:
         code, output = train(f"train.steps={last + 1}")
         assert code == 0 and f"resumed from step {last}\n" in output

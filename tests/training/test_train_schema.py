@@ -23,16 +23,12 @@ Composed = Callable[..., DictConfig]
 @pytest.mark.parametrize("node", [Train, Data, Model])
 def test_every_key_has_a_line_on_what_it_does(node: type) -> None:
     body = next(
-        part
-        for part in ast.parse(inspect.getsource(schema)).body
-        if getattr(part, "name", "") == node.__name__
+        part for part in ast.parse(inspect.getsource(schema)).body if getattr(part, "name", "") == node.__name__
     ).body  # type: ignore[attr-defined]
     documented = {
         key.target.id
         for key, line in pairwise(body)
-        if isinstance(key, ast.AnnAssign)
-        and isinstance(line, ast.Expr)
-        and isinstance(line.value, ast.Constant)
+        if isinstance(key, ast.AnnAssign) and isinstance(line, ast.Expr) and isinstance(line.value, ast.Constant)
     }
     assert documented == {item.name for item in fields(node)}
 
@@ -48,9 +44,7 @@ def test_every_key_has_a_line_on_what_it_does(node: type) -> None:
         ("model.width=???", "model.width has no value; give it one: model.width=..."),
     ],
 )
-def test_a_value_out_of_range_is_refused_in_one_sentence(
-    compose_job: Composed, override: str, text: str
-) -> None:
+def test_a_value_out_of_range_is_refused_in_one_sentence(compose_job: Composed, override: str, text: str) -> None:
     key = override.partition(".")[0]
     with pytest.raises(CheckpointConfigError) as caught:
         read(compose_job(override), key, {"train": Train, "data": Data, "model": Model}[key])

@@ -1,0 +1,43 @@
+"""How a process ended, in words. Standard library alone: everyone who starts a process uses it."""
+
+from __future__ import annotations
+
+import signal
+
+_LIKELY_CAUSES = {
+    signal.SIGKILL: "probably the out-of-memory killer",
+    signal.SIGBUS: "probably a full /dev/shm, or a file that shrank under a mapping",
+    signal.SIGSEGV: "a crash in native code",
+    signal.SIGXCPU: "over its limit of CPU time",
+}
+
+
+def signal_name(number: int) -> str:
+    """Name of a signal, such as `SIGKILL`; `signal 63` for one that Python has no name for."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def describe_exit(exitcode: int | None, pid: int | None = None) -> str:
+    """The second half of a sentence about a process that ended.
+
+    Args:
+        exitcode: as `multiprocessing` and `subprocess` give it: negative for a signal, None while it runs.
+        pid: process id, named where the kernel's log can say more.
+
+    Returns:
+        For example `exited with code 3`, or `was killed by SIGKILL (probably the out-of-memory killer)`.
+    """
+    if exitcode is None:
+        return "still runs"
+    if exitcode >= 0:
+        return f"exited with code {exitcode}"
+    text = f"was killed by {signal_name(-exitcode)}"
+    cause = next((words for number, words in _LIKELY_CAUSES.items() if number == -exitcode), None)
+    if cause is not None:
+        text += f" ({cause})"
+    if -exitcode == signal.SIGKILL and pid is not None:
+        text += f"; if so, `dmesg` names pid {pid}"
+    return text
