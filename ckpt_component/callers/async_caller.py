@@ -150,7 +150,7 @@ def payload_of(request: AsyncRequest, args: tuple[Any, ...]) -> bytes:
             "async_fn_args": args,
             "async_fn_kwargs": request.async_fn_kwargs,
         },
-        fix="Use functions from the top level of a module, or TemporalAsyncCaller(start_method='fork'), which pickles nothing.",
+        fix="Use functions from the top level of a module; TemporalAsyncCaller(start_method='fork') pickles nothing.",
     )
 
 

@@ -45,12 +45,12 @@ class TemporalAsyncCaller(AsyncCaller):
         self._write_timeout = write_timeout
         self._close_timeout = close_timeout
         self._pending = PendingCalls()
-        self._workers: list[CallWorker] = []
 
     def schedule_async_call(self, async_req: AsyncRequest) -> None:
         """Start a process for the request; see `AsyncCaller.schedule_async_call`."""
         check_start_method(self._start_method)  # CUDA may have come into use
         request = AsyncRequest.of(async_req)
+        request.check()
         if request.async_fn is None:
             self._pending.add_over(request, None)
             return
@@ -64,21 +64,18 @@ class TemporalAsyncCaller(AsyncCaller):
         else:
             loop = partial(serve_calls, log_level=logging.getLogger("ckpt_component").getEffectiveLevel())
             payload = payload_of(request, args)
-        worker = CallWorker(
-            lambda: CallProcess(loop, start_method=self._start_method, start_timeout=self._start_timeout, name=_NAME),
-            start_timeout=self._start_timeout,
-            close_timeout=self._close_timeout,
+        make_process = partial(
+            CallProcess, loop, start_method=self._start_method, start_timeout=self._start_timeout, name=_NAME
         )
+        worker = CallWorker(make_process, start_timeout=self._start_timeout, close_timeout=self._close_timeout)
         try:
             worker.start()  # from here, so that a forked process has the state of this moment
         except CheckpointSaveError as error:
             self._pending.add_over(request, error)
             return
         result = worker.submit(payload, timeout=self._write_timeout, what=name_of(request))
-        worker.finish()
-        result.add_done_callback(lambda _: None)
+        worker.finish()  # its process ends with this request
         self._pending.add(request, result, worker)
-        self._workers.append(worker)
 
     def is_current_async_call_done(self, blocking: bool = False, no_dist: bool = False) -> bool:
         """See `AsyncCaller.is_current_async_call_done`."""
@@ -86,8 +83,7 @@ class TemporalAsyncCaller(AsyncCaller):
 
     def close(self, abort: bool = False) -> None:
         """Wait until the processes are done, or kill them; see `AsyncCaller.close`."""
-        workers, self._workers = self._workers, []
-        for worker in workers:
+        for worker in self._pending.workers():
             if abort:
                 worker.abort()
             else:

@@ -52,7 +52,7 @@ def check_start_method(start_method: str) -> None:
     cuda = getattr(sys.modules.get("torch"), "cuda", None)  # this room does not import torch
     if start_method == "fork" and cuda is not None and cuda.is_initialized():
         raise StartMethodError(
-            "start_method='fork' would copy this process's CUDA context, which cannot work; take 'spawn' or 'forkserver'."
+            "start_method='fork' cannot be used where CUDA is in use: a copied context does not work. Take 'spawn'."
         )
 
 

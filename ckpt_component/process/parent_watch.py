@@ -49,7 +49,7 @@ def _leave_after(sentinel: int, parent_pid: int, main_thread: int, grace_seconds
 
 
 def _pidfd_of(pid: int) -> int | None:
-    """A descriptor that becomes readable when the process ends; None when it is gone, -1 where there is no such thing."""
+    """A descriptor that becomes readable when the process ends; None when it is gone, -1 where there is none."""
     try:
         return os.pidfd_open(pid)
     except ProcessLookupError:
