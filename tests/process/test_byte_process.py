@@ -1,0 +1,71 @@
+"""The torch-free writer process: what it imports, what it costs to start, and how its death is told."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from ckpt_component.errors import WorkerDiedError
+from ckpt_component.process.byte_process import ByteProcess
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_the_worker_imports_neither_torch_nor_anything_installed() -> None:
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[1]); import ckpt_component.process.byte_worker; "
+        "foreign = [name for name in sys.modules if name.split('.')[0] not in sys.stdlib_module_names]; "
+        "print(sorted({name.split('.')[0] for name in foreign}))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", code, str(ROOT)], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert eval(done.stdout) == ["__main__", "ckpt_component"] or eval(done.stdout) == ["ckpt_component"]
+
+
+def test_its_start_costs_less_than_100_ms_of_cpu_time() -> None:
+    costs = []
+    for _ in range(3):
+        process = ByteProcess(30)
+        try:
+            times = psutil.Process(process.pid).cpu_times()
+            costs.append(times.user + times.system)
+        finally:
+            process.close(5)
+    assert min(costs) < 0.1
+
+
+def test_a_killed_worker_is_reported_at_once_with_its_signal() -> None:
+    process = ByteProcess(30)
+    os.kill(process.pid, signal.SIGKILL)
+    started = time.monotonic()
+    with pytest.raises(WorkerDiedError, match="SIGKILL"):
+        process.receive(time.monotonic() + 30, "timeouts.write")
+    assert time.monotonic() - started < 5  # far below the deadline of 30 s
+    process.close(1)
+
+
+def test_ctrl_c_and_sigterm_to_the_group_do_not_end_it() -> None:
+    process = ByteProcess(30)
+    try:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            os.kill(process.pid, number)
+        process.send({"kind": "decided"}, time.monotonic() + 5)
+        assert process.alive
+    finally:
+        process.close(5)
+    assert not process.alive
+
+
+def test_close_twice_and_after_death() -> None:
+    process = ByteProcess(30)
+    process.close(5)
+    process.close(5)
+    assert not process.alive

@@ -1,0 +1,216 @@
+"""One failure fails one save: killed writers, failing writes, errors that surface once, dead trainers."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from ckpt_component import (
+    AsyncCheckpointer,
+    CheckpointCorruptError,
+    CheckpointExistsError,
+    CheckpointSaveError,
+    CheckpointStageError,
+    WorkerDiedError,
+    build_checkpointer,
+)
+
+
+def state_of(value: float) -> dict[str, Any]:
+    return {"weight": torch.full((1000,), value), "step": int(value)}
+
+
+def build(*overrides: str, preset: str = "async_persistent") -> AsyncCheckpointer:
+    checkpointer = build_checkpointer(preset, list(overrides))
+    assert isinstance(checkpointer, AsyncCheckpointer)
+    return checkpointer
+
+
+def worker_of(checkpointer: AsyncCheckpointer) -> int:
+    pid = checkpointer._checkpoint_process.caller.pid
+    assert pid is not None
+    return int(pid)
+
+
+def test_a_killed_worker_fails_its_save_with_the_signal_and_is_replaced(tmp_path: Path) -> None:
+    with build() as checkpointer:
+        os.kill(worker_of(checkpointer), signal.SIGSTOP)
+        stopped = worker_of(checkpointer)
+        _, write = checkpointer.save(state_of(1), tmp_path / "one")
+        os.kill(stopped, signal.SIGKILL)
+        with pytest.raises(WorkerDiedError, match="SIGKILL"):
+            write.result(10)
+        checkpointer.save(state_of(2), tmp_path / "two")[1].result(30)
+        assert worker_of(checkpointer) != stopped
+        assert checkpointer.load(tmp_path / "two")["step"] == 2
+    assert sorted(os.listdir(tmp_path)) == ["two"]
+
+
+def test_a_failed_write_fails_that_save_alone_and_the_worker_lives_on(tmp_path: Path) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("not a folder")
+    with build() as checkpointer:
+        before = worker_of(checkpointer)
+        _, write = checkpointer.save(state_of(1), blocked / "below")
+        with pytest.raises(CheckpointSaveError):
+            write.result(10)
+        checkpointer.save(state_of(2), tmp_path / "two")[1].result(30)
+        assert worker_of(checkpointer) == before
+
+
+def test_a_write_error_in_the_worker_keeps_errno_and_leaves_nothing(tmp_path: Path) -> None:
+    import resource
+
+    with build() as checkpointer:
+        pid = worker_of(checkpointer)
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
+        _, write = checkpointer.save(state_of(1), tmp_path / "one")
+        with pytest.raises(CheckpointSaveError, match="File too large") as caught:
+            write.result(10)
+        assert caught.value.errno == 27
+        assert "Traceback" in str(caught.value.__cause__)
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        checkpointer.save(state_of(2), tmp_path / "two")[1].result(30)
+        assert worker_of(checkpointer) == pid
+    assert sorted(os.listdir(tmp_path)) == ["two"]
+
+
+def test_an_error_surfaces_once_and_does_not_wedge_later_saves(tmp_path: Path) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    with build() as checkpointer:
+        _, write = checkpointer.save(state_of(1), blocked / "below")
+        write.add_done_callback(lambda future: None)
+        while not write.done():
+            time.sleep(0.01)
+        with pytest.raises(CheckpointSaveError):
+            checkpointer.save(state_of(2), tmp_path / "two")
+        checkpointer.save(state_of(3), tmp_path / "three")[1].result(30)
+
+
+def test_an_error_that_was_seen_is_not_raised_again(tmp_path: Path) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    with build() as checkpointer:
+        _, write = checkpointer.save(state_of(1), blocked / "below")
+        with pytest.raises(CheckpointSaveError):
+            write.result(10)
+        checkpointer.save(state_of(2), tmp_path / "two")[1].result(30)
+
+
+def test_close_raises_what_nobody_has_seen(tmp_path: Path) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    checkpointer = build()
+    checkpointer.save(state_of(1), blocked / "below")
+    with pytest.raises(CheckpointSaveError):
+        checkpointer.close()
+    checkpointer.close()
+
+
+@pytest.mark.parametrize("preset", ["sync", "async_persistent"])
+def test_a_path_that_exists_is_never_written_into(preset: str, tmp_path: Path) -> None:
+    taken = tmp_path / "taken"
+    taken.mkdir()
+    (taken / "mine").write_text("kept")
+    (tmp_path / "empty").mkdir()
+    with build_checkpointer(preset) as checkpointer:
+        with pytest.raises(CheckpointExistsError, match="already exists"):
+            checkpointer.save(state_of(1), taken)
+        futures = checkpointer.save(state_of(1), tmp_path / "empty")
+        if futures is not None:
+            futures[1].result(30)
+        with pytest.raises(CheckpointExistsError):
+            checkpointer.save(state_of(2), tmp_path / "empty")
+        assert checkpointer.load(tmp_path / "empty")["step"] == 1
+    assert (taken / "mine").read_text() == "kept"
+
+
+@pytest.mark.parametrize(
+    ("state", "key"),
+    [
+        ({"a": {"b": object()}}, "'a.b' holds a builtins.object"),
+        ({"x": torch.empty(2, device="meta")}, "'x' is on the meta device"),
+        ({"x": torch.eye(2).to_sparse()}, "'x' is sparse"),
+        ({"a.b": 1, "a": {"b": 2}}, "the same key 'a.b'"),
+        ({"t": {(1, 2): 3}}, "use str or int keys"),
+    ],
+)
+def test_what_cannot_be_checkpointed_is_refused_by_key(state: dict[str, Any], key: str, tmp_path: Path) -> None:
+    with build_checkpointer("sync") as checkpointer, pytest.raises(CheckpointStageError, match=key):
+        checkpointer.save(state, tmp_path / "one")
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("writer", ["dcp", "torch_save"])
+def test_a_flipped_bit_anywhere_in_an_item_is_noticed(writer: str, tmp_path: Path) -> None:
+    with build_checkpointer("sync", [f"checkpoint/writer={writer}"]) as checkpointer:
+        checkpointer.save(state_of(1), tmp_path / "one")
+        data_file = next(p for p in sorted((tmp_path / "one").iterdir()) if p.suffix in (".distcp", ".pt"))
+        whole = data_file.read_bytes()
+        for position in range(0, 4000, 250):
+            data_file.write_bytes(whole[:position] + bytes([whole[position] ^ 4]) + whole[position + 1 :])
+            with pytest.raises(CheckpointCorruptError, match=data_file.name):
+                checkpointer.load(tmp_path / "one")
+        data_file.write_bytes(whole[:-1])
+        with pytest.raises(CheckpointCorruptError, match="was written with"):
+            checkpointer.load(tmp_path / "one")
+
+
+SCRIPT = """
+import os, signal, sys
+import torch
+from ckpt_component import build_checkpointer
+
+def main():
+    checkpointer = build_checkpointer("async_persistent", [f"checkpoint/caller={sys.argv[2]}"])
+    state = {"weight": torch.full((1000,), 5.0), "step": 5}
+    stage, write = checkpointer.save(state, sys.argv[1])
+    if sys.argv[3] == "kill":
+        # The writer has its job once it holds the lock on the staging folder; then the trainer dies.
+        process = checkpointer._checkpoint_process
+        publish = process._commit
+        process._commit = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
+        write.result(60)
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+def run_script(tmp_path: Path, caller: str, how: str) -> subprocess.CompletedProcess[str]:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    return subprocess.run(
+        [sys.executable, str(script), str(tmp_path / "checkpoints" / "one"), caller, how],
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+
+
+@pytest.mark.parametrize("caller", ["temporal", "persistent"])
+def test_a_script_that_forgets_close_still_ends_with_its_last_save(caller: str, tmp_path: Path) -> None:
+    done = run_script(tmp_path, caller, "forget")
+    assert done.returncode == 0, done.stderr
+    with build_checkpointer("sync") as checkpointer:
+        assert checkpointer.load(tmp_path / "checkpoints" / "one")["step"] == 5
+
+
+def test_a_trainer_killed_between_write_and_commit_keeps_its_checkpoint(tmp_path: Path) -> None:
+    done = run_script(tmp_path, "persistent", "kill")
+    assert done.returncode == -signal.SIGKILL
+    # capture_output ended, so the writer process, which shares the pipe, has ended too
+    with build_checkpointer("sync") as checkpointer:
+        assert checkpointer.load(tmp_path / "checkpoints" / "one")["step"] == 5
+    assert not [p for p in psutil.process_iter(["cmdline"]) if "byte_worker" in " ".join(p.info["cmdline"] or [])]
+    assert os.listdir(tmp_path / "checkpoints") == ["one"]
