@@ -10,14 +10,14 @@ import logging
 import os
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from .config.errors import CheckpointConfigError
 from .errors import CheckpointError, MissingKeysError
-from .saver import SaveFuture, SaveReport
+from .saver import SaveFuture, Saver, SaveReport, StagedWriter
 from .stagers.base import Snapshot, Stager
 from .storage.commit import refuse_existing
 
@@ -127,6 +127,16 @@ class Checkpointer(ABC):
     def prewarm(self, state_dict: Mapping[Any, Any]) -> None:
         """Plan and take memory for a state dict of this structure, so that the first save costs what others do."""
 
+    def after_each_commit(self, call: Callable[[str], None]) -> None:
+        """Have `call` called with the path of every new checkpoint, before its save is over. It must not raise."""
+        saver = self._saver()
+        if saver is not None:
+            saver.after_commit = call
+
+    def _saver(self) -> Saver | None:
+        """The saver in the graph, where it is one of ours."""
+        return None
+
     @property
     def busy(self) -> bool:
         """Whether a save would have to wait for an earlier one."""
@@ -175,13 +185,15 @@ class SyncCheckpointer(Checkpointer):
 
     def prewarm(self, state_dict: Mapping[Any, Any]) -> None:
         """See `Checkpointer.prewarm`."""
-        stager = getattr(self._writer, "stager", None)
-        if isinstance(stager, Stager):
-            stager.prewarm(state_dict)
+        if isinstance(self._writer, StagedWriter):
+            self._writer.stager.prewarm(state_dict)
 
     def close(self) -> None:
         """Free what the writer holds."""
         self._writer.close()
+
+    def _saver(self) -> Saver | None:
+        return self._writer.saver if isinstance(self._writer, StagedWriter) else None
 
 
 class AsyncCheckpointer(Checkpointer):
@@ -252,6 +264,9 @@ class AsyncCheckpointer(Checkpointer):
                 self._checkpoint_process.close()
         finally:
             self._tell_failures()
+
+    def _saver(self) -> Saver | None:
+        return self._checkpoint_process if isinstance(self._checkpoint_process, Saver) else None
 
     def _note_report(self, future: Future[Any]) -> None:
         if not future.cancelled() and Future.exception(future, timeout=0) is None:

@@ -77,6 +77,8 @@ class CheckpointManager:
         self._pending: list[tuple[int, SaveFuture]] = []
         self._closed = False
         self.reports: list[SaveReport] = []
+        if checkpointer is not None:
+            checkpointer.after_each_commit(self._after_commit)
 
     @property
     def enabled(self) -> bool:
@@ -195,13 +197,15 @@ class CheckpointManager:
         if futures is None:
             report = self._checkpointer.last_report
             if report is not None:
-                self._after_commit(step)
                 self.reports.append(replace(report, step=step))
             return True
-        write_future = futures[1]
-        self._pending.append((step, write_future))
-        write_future.add_done_callback(lambda future: self._when_done(step, future))
+        self._pending.append((step, futures[1]))
         return True
+
+    def prewarm(self, state: Mapping[Any, Any]) -> None:
+        """Plan and take memory for this state, so that the first save costs what others do."""
+        if self._checkpointer is not None:
+            self._checkpointer.prewarm(state)
 
     def wait(self) -> None:
         """Return when every save that was started is committed, or raise what went wrong.
@@ -254,13 +258,11 @@ class CheckpointManager:
         finally:
             self.close()
 
-    def _when_done(self, step: int, future: Future[SaveReport]) -> None:
-        """On the saving thread, right after a save ended."""
-        if Future.exception(future, timeout=0) is None:
-            self._after_commit(step)
-
-    def _after_commit(self, step: int) -> None:
+    def _after_commit(self, path: str) -> None:
         """The pointer, and what may go. A failure here is a warning: the checkpoint itself is committed."""
+        step = self._names.step(os.path.basename(path))
+        if step is None:
+            return
         try:
             write_pointer(self._fs, self._root, self._names, step)
             for victim in self._keep.victims(self.steps()):

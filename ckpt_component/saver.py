@@ -13,7 +13,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
@@ -111,6 +111,9 @@ class Saver:
         coordinator: how the ranks agree.
         fs: where effects go.
         timeouts: deadlines.
+
+    Attributes:
+        after_commit: called with the path after every commit, on the saving thread, before the save's future is done.
     """
 
     def __init__(
@@ -121,6 +124,7 @@ class Saver:
         self._coordinator = coordinator
         self._fs = fs
         self._timeouts = timeouts
+        self.after_commit: Callable[[str], None] | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="ckpt-save")
         self._closing = threading.Lock()
         self._closed = False
@@ -191,6 +195,8 @@ class Saver:
             future.set_exception(error)
         else:
             snapshot.release()
+            if self.after_commit is not None:
+                self.after_commit(path)
             future.set_result(report)
 
     def _write_and_commit(self, snapshot: Snapshot, path: str) -> SaveReport:

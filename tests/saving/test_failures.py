@@ -41,18 +41,37 @@ def worker_of(checkpointer: AsyncCheckpointer) -> int:
     return int(pid)
 
 
-def test_a_killed_worker_fails_its_save_with_the_signal_and_is_replaced(tmp_path: Path) -> None:
+def test_a_killed_worker_fails_its_save_with_the_signal_and_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with build() as checkpointer:
-        os.kill(worker_of(checkpointer), signal.SIGSTOP)
         stopped = worker_of(checkpointer)
+        os.kill(stopped, signal.SIGSTOP)
+        process = checkpointer._checkpoint_process.caller._process
+        receive = process.receive
+
+        def kill_and_receive(deadline: float, key: str) -> dict[str, Any]:
+            # The job has been sent, and the stopped worker has not begun with it.
+            os.kill(stopped, signal.SIGKILL)
+            return dict(receive(deadline, key))
+
+        monkeypatch.setattr(process, "receive", kill_and_receive)
         _, write = checkpointer.save(state_of(1), tmp_path / "one")
-        os.kill(stopped, signal.SIGKILL)
         with pytest.raises(WorkerDiedError, match="SIGKILL"):
             write.result(10)
         checkpointer.save(state_of(2), tmp_path / "two")[1].result(30)
         assert worker_of(checkpointer) != stopped
         assert checkpointer.load(tmp_path / "two")["step"] == 2
     assert sorted(os.listdir(tmp_path)) == ["two"]
+
+
+def test_a_worker_that_died_idle_is_replaced_before_the_save(tmp_path: Path) -> None:
+    with build() as checkpointer:
+        dead = worker_of(checkpointer)
+        os.kill(dead, signal.SIGKILL)
+        psutil.wait_procs([psutil.Process(dead)] if psutil.pid_exists(dead) else [], timeout=10)
+        checkpointer.save(state_of(1), tmp_path / "one")[1].result(30)
+        assert worker_of(checkpointer) != dead
 
 
 def test_a_failed_write_fails_that_save_alone_and_the_worker_lives_on(tmp_path: Path) -> None:

@@ -1,0 +1,34 @@
+"""Bounded waits for tests."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+
+
+def eventually(condition: Callable[[], object], seconds: float = 20, what: str = "") -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, what or f"not within {seconds} s"
+        time.sleep(0.005)
+
+
+def pid_in(path: Path) -> int:
+    """The process id that a started process wrote as its first line."""
+    eventually(lambda: path.exists() and path.read_text().endswith("\n"), what=f"nothing in {path}")
+    return int(path.read_text().split()[0])
+
+
+def is_gone(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def open_fds() -> int:
+    return len(os.listdir("/proc/self/fd"))

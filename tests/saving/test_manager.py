@@ -1,0 +1,213 @@
+"""When to save, what to keep, where to resume, and what a loop gets told."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ckpt_component import (
+    CheckpointBusyError,
+    CheckpointConfigError,
+    CheckpointManager,
+    CheckpointNotFoundError,
+    CheckpointSaveError,
+    build_checkpointer,
+    build_manager,
+)
+from ckpt_component.policies import KeepPolicy, ResumePolicy, SavePolicy
+
+
+def manager_in(root: Path, *overrides: str, preset: str = "async_persistent") -> CheckpointManager:
+    return build_manager(preset, list(overrides), dir=root)
+
+
+def run(manager: CheckpointManager, steps: range, state: dict[str, Any]) -> None:
+    for step in steps:
+        state["weight"].fill_(step)
+        state["step"] = step
+        manager.maybe_save(step, state)
+
+
+def fresh() -> dict[str, Any]:
+    return {"weight": torch.zeros(10), "step": 0}
+
+
+@pytest.mark.parametrize("preset", ["sync", "async_temporal", "async_persistent", "async_zero_overhead"])
+def test_saves_by_steps_and_at_the_end_keeps_the_newest_and_resumes(preset: str, tmp_path: Path) -> None:
+    with manager_in(tmp_path, "checkpoint.save.every_steps=2", "checkpoint.keep.last=2", preset=preset) as manager:
+        assert manager.restore(fresh()) is None
+        for step in range(1, 8):
+            state = fresh()
+            state["weight"].fill_(step)
+            state["step"] = step
+            assert manager.maybe_save(step, state) == (step % 2 == 0)
+            manager.wait_staged()
+        manager.wait()
+        assert manager.steps() == [4, 6]
+    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "7"
+    assert sorted(os.listdir(tmp_path)) == ["iter_0000006", "iter_0000007", "latest_checkpointed_iteration.txt"]
+    assert [(report.step, report.outcome) for report in manager.reports] == [
+        (2, "committed"),
+        (4, "committed"),
+        (6, "committed"),
+        (7, "committed"),
+    ]
+    last = manager.reports[-1]
+    assert 0 < last.staged_s <= last.written_s <= last.committed_s
+    assert last.bytes > 0 and last.write_gbps > 0
+    target = fresh()
+    with manager_in(tmp_path, preset=preset) as again:
+        assert again.restore(target) == 7
+        assert target["step"] == 7 and target["weight"].eq(7).all()
+        assert again.maybe_save(7, target) is False
+
+
+def test_an_exception_in_the_loop_saves_nothing_more_and_goes_through(tmp_path: Path) -> None:
+    with pytest.raises(ZeroDivisionError), manager_in(tmp_path, "checkpoint.save.every_steps=2") as manager:
+        run(manager, range(1, 4), fresh())
+        raise ZeroDivisionError
+    assert manager.steps() == [2]
+
+
+def test_the_pointer_is_a_hint_and_names_can_be_the_plain_ones(tmp_path: Path) -> None:
+    with manager_in(tmp_path, "checkpoint.save.every_steps=1", "checkpoint.naming=step") as manager:
+        run(manager, range(1, 3), fresh())
+    assert (tmp_path / "latest").read_text() == "2"
+    (tmp_path / "latest").write_text("garbage")
+    with manager_in(tmp_path, "checkpoint.naming=step") as manager:
+        assert manager.restore(fresh()) == 2
+
+
+def test_resume_must_never_and_a_step(tmp_path: Path) -> None:
+    with (
+        manager_in(tmp_path, "checkpoint.resume=must") as manager,
+        pytest.raises(CheckpointNotFoundError, match="must"),
+    ):
+        manager.restore(fresh())
+    with manager_in(tmp_path, "checkpoint.save.every_steps=1") as manager:
+        run(manager, range(1, 4), fresh())
+    with manager_in(tmp_path, "checkpoint.resume=never", "checkpoint.save.at_end=false") as manager:
+        assert manager.restore(fresh()) is None
+    with manager_in(tmp_path, "checkpoint.resume=2") as manager:
+        target = fresh()
+        assert manager.restore(target) == 2
+        assert target["step"] == 2
+    with (
+        manager_in(tmp_path, "checkpoint.resume=9") as manager,
+        pytest.raises(CheckpointNotFoundError, match="1, 2, 3"),
+    ):
+        manager.restore(fresh())
+
+
+def test_a_damaged_newest_checkpoint_is_passed_over_loudly(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with manager_in(tmp_path, "checkpoint.save.every_steps=1") as manager:
+        run(manager, range(1, 4), fresh())
+    damaged = tmp_path / "iter_0000003" / "__0_0.distcp"
+    whole = bytearray(damaged.read_bytes())
+    whole[800] ^= 1
+    damaged.write_bytes(whole)
+    target = fresh()
+    with manager_in(tmp_path) as manager:
+        assert manager.restore(target) == 2
+    assert target["step"] == 2 and target["weight"].eq(2).all()
+    assert "step 3 cannot be used, trying step 2" in caplog.text
+
+
+def test_what_a_dead_run_left_is_deleted_and_nothing_else(tmp_path: Path) -> None:
+    from ckpt_component.storage.commit import begin
+    from ckpt_component.storage.fs import FsOps
+
+    dead = begin(FsOps(), str(tmp_path / "iter_0000001"))
+    os.utime(dead.staging, (1, 1))
+    alive = begin(FsOps(), str(tmp_path / "iter_0000002"))
+    os.utime(alive.staging, (1, 1))
+    lock = FsOps().lock_shared(alive.staging)
+    foreign = tmp_path / ".ckpt-tmp.iter_0000003.otherhost-1234"
+    foreign.mkdir()
+    try:
+        with manager_in(tmp_path, "checkpoint.timeouts.close=0.2") as manager:
+            manager.restore(fresh())
+        assert not os.path.exists(dead.staging)
+        assert os.path.exists(alive.staging)
+        assert foreign.exists()
+    finally:
+        os.close(lock)
+
+
+@pytest.mark.parametrize("overlap", ["wait", "skip", "error"])
+def test_overlapping_saves(overlap: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import threading
+
+    go = threading.Event()
+    with manager_in(tmp_path, f"checkpoint.overlap={overlap}", "checkpoint.save.at_end=false") as manager:
+        caller = manager._checkpointer._checkpoint_process.caller  # type: ignore[union-attr]
+        run_job = caller.run
+
+        def slow(job: Any, deadline: float) -> Any:
+            assert go.wait(30)
+            return run_job(job, deadline)
+
+        monkeypatch.setattr(caller, "run", slow)
+        state = fresh()
+        assert manager.save(1, state)
+        state["weight"].fill_(2)
+        if overlap == "wait":
+            threading.Timer(0.2, go.set).start()
+            assert manager.save(2, state)
+        elif overlap == "skip":
+            assert manager.save(2, state) is False
+        else:
+            with pytest.raises(CheckpointBusyError, match="overlap"):
+                manager.save(2, state)
+        go.set()
+        manager.wait()
+        assert manager.steps() == ([1, 2] if overlap == "wait" else [1])
+        outcomes = [report.outcome for report in manager.reports]
+        assert ("skipped" in outcomes) == (overlap == "skip")
+    with build_checkpointer("sync") as checkpointer:
+        assert checkpointer.load(manager.path_of(1))["weight"].eq(0).all()
+
+
+def test_a_failed_save_is_told_once_and_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with manager_in(tmp_path, "checkpoint.save.at_end=false") as manager:
+        caller = manager._checkpointer._checkpoint_process.caller  # type: ignore[union-attr]
+
+        def fail(job: Any, deadline: float) -> Any:
+            raise CheckpointSaveError("the disk is on fire", 5)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(caller, "run", fail)
+            manager.save(1, fresh())
+            with pytest.raises(CheckpointSaveError, match="on fire"):
+                manager.wait()
+        manager.save(2, fresh())
+        manager.wait()
+        assert [(r.step, r.outcome) for r in manager.reports] == [(1, "failed"), (2, "committed")]
+        assert manager.steps() == [2]
+    assert sorted(os.listdir(tmp_path)) == ["iter_0000002", "latest_checkpointed_iteration.txt"]
+
+
+def test_off_does_nothing(tmp_path: Path) -> None:
+    with build_manager("off", dir=tmp_path) as manager:
+        manager.guard(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))]))
+        assert manager.restore(fresh()) is None
+        run(manager, range(1, 3), fresh())
+        manager.wait()
+    assert os.listdir(tmp_path) == []
+    with pytest.raises(CheckpointConfigError, match="build_manager"):
+        build_checkpointer("off")
+
+
+def test_policies() -> None:
+    assert SavePolicy(every_steps=None, every_seconds=5.0).due(3, 5.1)
+    assert not SavePolicy(every_steps=None, every_seconds=5.0).due(3, 4.9)
+    assert KeepPolicy(last=1).victims([1, 2, 3]) == [1, 2]
+    assert KeepPolicy(last=1, every_steps=2).victims([1, 2, 3, 4, 5]) == [1, 3]
+    assert KeepPolicy(last=None).victims([1, 2]) == []
+    assert ResumePolicy.parse("12").candidates([12], "x") == [12]
+    with pytest.raises(CheckpointConfigError, match="auto, must, never"):
+        ResumePolicy.parse("sometimes")
