@@ -195,9 +195,17 @@ class Saver:
             future.set_exception(error)
         else:
             snapshot.release()
-            if self.after_commit is not None:
-                self.after_commit(path)
+            self._tell_commit(path)
             future.set_result(report)
+
+    def _tell_commit(self, path: str) -> None:
+        if self.after_commit is None:
+            return
+        try:
+            self.after_commit(path)
+        except Exception:
+            # The checkpoint is committed, whatever its owner makes of it.
+            logger.exception("%s is committed, but what follows a commit failed", path)
 
     def _write_and_commit(self, snapshot: Snapshot, path: str) -> SaveReport:
         name = os.path.basename(path)
