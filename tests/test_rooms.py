@@ -17,6 +17,7 @@ PACKAGE = Path(ckpt_component.__file__).parent
 #: First to last. Rooms of one line are on a level and may import each other.
 ORDER = (
     {"errors"},
+    {"config", "_hydra_searchpath"},  # keys and their types, which parts check themselves against
     {"storage"},
     {"coordination"},
     {"image"},
@@ -26,7 +27,6 @@ ORDER = (
     {"callers"},
     {"stagers"},
     {"checkpointer", "saver", "manager", "policies"},
-    {"config", "_hydra_searchpath"},
     {"factory"},
     {"training", "train"},
     {"bench", "tools"},

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from .. import build_checkpointer
+from ..factory import build_checkpointer
 
 State = dict[str, torch.Tensor]
 #: Saves to a path; returns (stall, durable) in seconds, or with the time until staged in the middle.
