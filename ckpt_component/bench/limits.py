@@ -4,42 +4,39 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import torch
+
+from ..image.arena import tensor_bytes
 
 _BLOCK = 8 << 20
 
 
 def measure_limits(state: dict[str, torch.Tensor], folder: str, repeats: int) -> dict[str, float]:
     """Seconds, medians of `repeats`: one memcpy, one multi-tensor copy, and raw durable writes by 1 and 2 threads."""
-    total = sum(tensor.nbytes for tensor in state.values())
-    source, target = torch.ones(total, dtype=torch.uint8), torch.zeros(total, dtype=torch.uint8)
     tensors = list(state.values())
-    memory = memoryview(target_bytes(source))
-    figures: dict[str, list[float]] = {"memcpy": [], "foreach_copy": [], "raw write 1": [], "raw write 2": []}
-    copies = [torch.zeros_like(tensor) for tensor in tensors]
+    source = torch.ones(sum(tensor.nbytes for tensor in tensors), dtype=torch.uint8)
+    memory = tensor_bytes(source)
+    limits = {
+        "memcpy": _median(torch.Tensor.copy_, repeats, torch.zeros_like(source), source),
+        "foreach_copy": _median(torch._foreach_copy_, repeats, [torch.zeros_like(t) for t in tensors], tensors),
+    }
+    for threads in (1, 2):
+        limits[f"raw write {threads}"] = _median(_raw_write, repeats, memory, folder, threads)
+    return limits
+
+
+def _median(call: Callable[..., Any], repeats: int, *arguments: Any) -> float:
+    """The median time of a call; the first one, which meets cold pages, is left out."""
+    seconds = []
     for _ in range(repeats + 1):
-        figures["memcpy"].append(_timed(lambda: target.copy_(source)))
-        figures["foreach_copy"].append(_timed(lambda: torch._foreach_copy_(copies, tensors)))
-    del copies
-    for _ in range(repeats):
-        for threads in (1, 2):
-            figures[f"raw write {threads}"].append(_timed(lambda t=threads: _raw_write(memory, folder, t)))
-    return {name: sorted(values)[len(values) // 2] for name, values in figures.items()}
-
-
-def target_bytes(tensor: torch.Tensor) -> memoryview:
-    """The memory of a byte tensor."""
-    from ..image.arena import tensor_bytes
-
-    return tensor_bytes(tensor)
-
-
-def _timed(call: object) -> float:
-    started = time.perf_counter()
-    call()  # type: ignore[operator]
-    return time.perf_counter() - started
+        started = time.perf_counter()
+        call(*arguments)
+        seconds.append(time.perf_counter() - started)
+    return sorted(seconds[1:])[repeats // 2]
 
 
 def _raw_write(memory: memoryview, folder: str, threads: int) -> None:

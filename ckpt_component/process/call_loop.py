@@ -16,7 +16,7 @@ from multiprocessing.connection import Connection
 from types import FrameType
 from typing import Any
 
-from .messages import END, READY, receive_message, send_message
+from .messages import END, READY, TAKEN, receive_message, send_message
 from .remote_error import describe_failure
 
 #: Held back in a process that starts, until its handlers for them are in place.
@@ -51,7 +51,9 @@ def serve(connection: Connection, make_handler: Callable[[], Callable[[Any], Any
             return  # the parent is gone
         if number == END and not body:
             return
-        if not _answer(connection, number, body, handler) or number == END:
+        if not _send(connection, TAKEN, True, None) or not _answer(connection, number, body, handler):
+            return
+        if number == END:
             return
         del body
         gc.collect()  # a state dict in a reference cycle would stay until the next request

@@ -22,7 +22,7 @@ from typing import Any
 from ..errors import CheckpointSaveError, CheckpointTimeoutError, WorkerDiedError
 from .call_loop import GROUP_SIGNALS, enter
 from .exit_text import describe_exit
-from .messages import END, READY, receive_message, send_message
+from .messages import END, READY, TAKEN, receive_message, send_message
 from .remote_error import RemoteTraceback, as_local_error
 from .snapshot import snapshot
 from .spawn import START_METHODS, ProcessContext, StartMethodError, start_processes
@@ -54,6 +54,10 @@ def check_start_method(start_method: str) -> None:
         raise StartMethodError(
             "start_method='fork' cannot be used where CUDA is in use: a copied context does not work. Take 'spawn'."
         )
+
+
+class NeverTakenError(WorkerDiedError):
+    """The process ended before it had the whole request, so that nothing of it was done."""
 
 
 class CallProcess:
@@ -111,6 +115,7 @@ class CallProcess:
         self._closing = threading.Lock()
         self._process = context.processes[0]
         self._ready = False
+        self._taken = True  # the request that it runs, if there is one
 
     @property
     def pid(self) -> int:
@@ -150,7 +155,7 @@ class CallProcess:
 
         Raises:
             CheckpointSaveError: the request raised in the process, which lives on.
-            WorkerDiedError: the process ended.
+            WorkerDiedError: the process ended; NeverTakenError, when the request can be given to another one.
             CheckpointTimeoutError: no answer in time; the process has to be stopped.
         """
         deadline = time.monotonic() + timeout
@@ -159,6 +164,7 @@ class CallProcess:
             "it hangs, or the timeout is too short."
         )
         doing = f" while it ran {what}"
+        self._taken = False
         self._send(number, payload, deadline, late, doing)
         return self._result(number, deadline, late, f"{what} failed in the {self.name} (pid {self.pid})", doing)
 
@@ -213,29 +219,35 @@ class CallProcess:
         return self._died("")
 
     def _send(self, number: int, body: bytes, deadline: float, late: str, doing: str) -> None:
-        try:
+        with self._death_told(doing):
             send_message(self._connection, number, body, lambda: self._wait(select.POLLOUT, deadline, late))
-        except CheckpointTimeoutError:
-            raise
-        except (EOFError, OSError) as error:
-            raise self._died(doing) from error
 
     def _result(self, number: int, deadline: float, late: str, what: str, doing: str = "") -> Any:
         """The content of the answer with this number."""
-        while True:
-            try:
+        with self._death_told(doing):
+            while True:
                 answered, body = receive_message(self._connection, lambda: self._wait(select.POLLIN, deadline, late))
-            except CheckpointTimeoutError:
-                raise
-            except (EOFError, OSError) as error:
-                raise self._died(doing) from error
-            if answered == number:
-                break
-            logger.warning("the %s answered %d where %d was asked; not used", self.name, answered, number)
+                if answered == number:
+                    break
+                if answered == TAKEN:
+                    self._taken = True
+                    continue
+                logger.warning("the %s answered %d where %d was asked; not used", self.name, answered, number)
         good, content = pickle.loads(body)
         if not good:
             raise as_local_error(content, what)
         return pickle.loads(content) if content is not None else None
+
+    @contextlib.contextmanager
+    def _death_told(self, doing: str) -> Iterator[None]:
+        """The end of the pipe becomes the error that tells how the process ended."""
+        try:
+            yield
+        except CheckpointTimeoutError:  # an OSError too
+            raise
+        except (EOFError, OSError) as error:
+            death = self._died(doing)
+            raise death from (death.__cause__ or error)
 
     def _wait(self, event: int, deadline: float, late: str) -> None:
         """Return when the pipe can be read or written without blocking; raise when it never will."""
@@ -259,7 +271,8 @@ class CallProcess:
             return WorkerDiedError(f"The {self.name} (pid {self.pid}) closed its pipe{doing}, but still runs.")
         where = doing if self._ready else " before it was ready"
         hint = "" if self._ready else self._start_hint(code)
-        error = WorkerDiedError(f"The {self.name} (pid {self.pid}) {describe_exit(code, self.pid)}{where}.{hint}")
+        kind = WorkerDiedError if self._taken else NeverTakenError
+        error = kind(f"The {self.name} (pid {self.pid}) {describe_exit(code, self.pid)}{where}.{hint}")
         text = self.context.error_text(0)
         if text is not None:
             error.__cause__ = RemoteTraceback(text)

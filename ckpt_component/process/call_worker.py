@@ -19,7 +19,7 @@ from multiprocessing.util import Finalize
 from typing import Any
 
 from ..errors import CheckpointError, CheckpointSaveError, CheckpointTimeoutError, WorkerDiedError
-from .call_process import CallProcess
+from .call_process import CallProcess, NeverTakenError
 
 logger = logging.getLogger(__name__)
 
@@ -294,8 +294,7 @@ class _Pump:
         try:
             payload = request.payload if isinstance(request.payload, bytes) else request.payload.result(0)
             request.payload = b""  # it can be as large as the state
-            process = self._ready_process()
-            result = request.finish(process.call(request.number, payload, request.timeout, request.what))
+            result = request.finish(self._call(request, payload))
         except (WorkerDiedError, CheckpointTimeoutError) as error:
             self._drop_process()
             self._fail(request, error if not self._stopped else self._given_up(request, error))
@@ -303,6 +302,17 @@ class _Pump:
             self._fail(request, error)
         else:
             request.answer.set_result(result)
+
+    def _call(self, request: _Request, payload: bytes) -> Any:
+        try:
+            return self._ready_process().call(request.number, payload, request.timeout, request.what)
+        except NeverTakenError as error:
+            if self._stopped:
+                raise
+            # It was killed while it was idle, or nearly so, and the request can do nothing for that. Once.
+            logger.warning("%s It had not taken that on; another one gets it.", error)
+            self._drop_process()
+            return self._ready_process().call(request.number, payload, request.timeout, request.what)
 
     def _ready_process(self) -> CallProcess:
         self._notice_death()

@@ -37,7 +37,6 @@ def describe_exit(exitcode: int | None, pid: int | None = None) -> str:
     text = f"was killed by {signal_name(-exitcode)}"
     cause = next((words for number, words in _LIKELY_CAUSES.items() if number == -exitcode), None)
     if cause is not None:
-        text += f" ({cause})"
-    if -exitcode == signal.SIGKILL and pid is not None:
-        text += f"; if so, `dmesg` names pid {pid}"
+        log = f", see dmesg for pid {pid}" if -exitcode == signal.SIGKILL and pid is not None else ""
+        text += f" ({cause}{log})"
     return text

@@ -18,6 +18,8 @@ _PIECE_BYTES = 1 << 16
 READY = -1
 #: The number of the last message to a process.
 END = -2
+#: The number of the message that says that a request has arrived whole, and is about to run.
+TAKEN = -3
 
 
 def send_message(

@@ -11,6 +11,7 @@ import logging
 import multiprocessing
 import multiprocessing.connection
 import os
+import secrets
 import shutil
 import signal
 import sys
@@ -104,8 +105,8 @@ class ProcessContext:
 
     Args:
         processes: started, and not yet joined.
-        error_files: for each of them the path where it leaves its traceback as text. The files lie in one private
-            folder, which is removed when all processes are joined or this object is collected.
+        error_files: for each of them the path where it leaves its traceback as text. They lie in one private folder,
+            which a process that fails makes; it is removed when all are joined or this object is collected.
     """
 
     def __init__(self, processes: Sequence[BaseProcess], error_files: Sequence[str]) -> None:
@@ -245,7 +246,7 @@ def start_processes(
     if multiprocessing.current_process().daemon:
         raise StartMethodError("A daemon of multiprocessing may start no process; start this one with daemon=False.")
     mp = multiprocessing.get_context(start_method)
-    folder = tempfile.mkdtemp(prefix="ckpt-errors-")
+    folder = os.path.join(tempfile.gettempdir(), f"ckpt-errors-{secrets.token_hex(8)}")
     error_files = [os.path.join(folder, f"{index}.txt") for index in range(nprocs)]
     processes: list[BaseProcess] = []
     try:
@@ -297,6 +298,7 @@ def _run(fn: Callable[..., Any], index: int, args: tuple[Any, ...], error_file: 
     except Exception:
         text = traceback.format_exc()
         try:
+            os.makedirs(os.path.dirname(error_file), mode=0o700, exist_ok=True)
             Path(error_file).write_text(text)
         except OSError as error:
             print(f"{text}\n(could not leave this for the parent process: {error})", file=sys.stderr)

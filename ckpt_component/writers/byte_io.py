@@ -155,8 +155,8 @@ def run_write_job(
             for offset, length in extra.items:
                 at = offset - extra.offset
                 crcs.append(zlib.crc32(extra.data[at : at + length]))
-        for fd in descriptors.values():
-            fs.sync(fd)
+        with ThreadPoolExecutor(max(len(descriptors), 1), thread_name_prefix="ckpt-sync") as pool:
+            list(pool.map(fs.sync, descriptors.values()))
     finally:
         for fd in descriptors.values():
             fs.close(fd)
@@ -227,6 +227,7 @@ def _write_lane(
         for piece in pieces:
             cursor.feed(piece)
         fs.write(fd, pieces, position)
+        fs.start_writeback(fd, position, end - position)
         position = end
 
 
