@@ -237,3 +237,60 @@ def save_tensors(state: Any, path: str) -> None:
     import torch
 
     torch.save(state, path)
+
+
+# Several ranks, each a process with torch and gloo.
+
+
+def with_ranks(index: int, size: int, folder: str, body: Any) -> None:
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=index, world_size=size)
+    try:
+        body(index, folder)
+    finally:
+        dist.destroy_process_group()
+
+
+def sum_on_each_rank(index: int, folder: str) -> None:
+    from ckpt_component.callers import ranks
+
+    assert (ranks.rank(), ranks.world_size()) == (index, 2)
+    assert ranks.sum_over_ranks(index + 1) == 3
+
+
+def queue_on_each_rank(index: int, folder: str) -> None:
+    """A request that waits on rank 1, one that fails on rank 1, and one after it."""
+    from ckpt_component.callers import AsyncCallsQueue, AsyncRequest
+    from ckpt_component.errors import CheckpointSaveError
+
+    gate, log = f"{folder}/gate", f"{folder}/log.{index}"
+    requests = [
+        (wait_for, (gate,)) if index == 1 else (facts, ()),
+        (fail, ()) if index == 1 else (facts, ()),
+        (facts, ()),
+    ]
+    for persistent in (True, False):
+        queue = AsyncCallsQueue(persistent, start_method="fork")
+        for number, (function, args) in enumerate(requests):
+            finalize = [lambda number=number: append(log, f"{number} ")]
+            assert queue.schedule_async_request(AsyncRequest(function, args, finalize)) == number
+        if persistent:
+            assert queue.maybe_finalize_async_calls() == []  # rank 0 is done, rank 1 is not
+            if index == 1:
+                append(gate, "open")
+        try:
+            queue.maybe_finalize_async_calls(blocking=True)
+        except CheckpointSaveError as error:
+            append(log, ("own " if "broken on purpose" in str(error) else "other ") + f"{error}\n")
+        assert queue.maybe_finalize_async_calls(blocking=True) == [0, 2]
+        assert queue.get_num_unfinalized_calls() == 0
+        queue.close()
+    try:
+        AsyncRequest(*requests[1], [lambda: append(log, "never")]).execute_sync()
+    except (ValueError, CheckpointSaveError) as error:
+        append(log, f"sync {type(error).__name__}\n")
+    if index == 0:
+        left = AsyncCallsQueue(start_method="fork")
+        left.schedule_async_request(AsyncRequest(facts, (), [lambda: append(log, "finalized alone")]))
+        globals()["left"] = left  # as a script does that forgets close()

@@ -1,0 +1,719 @@
+"""Processes that run any callable: answers, errors, death, and the end."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import worker_calls as calls
+from waiting import eventually, is_gone, open_fds, pid_in
+
+from ckpt_component.errors import (
+    CheckpointSaveError,
+    CheckpointStageError,
+    CheckpointTimeoutError,
+    WorkerDiedError,
+)
+from ckpt_component.process import call_process, call_worker
+from ckpt_component.process.call_loop import serve_calls
+from ckpt_component.process.call_process import CallProcess
+from ckpt_component.process.call_worker import CallWorker
+from ckpt_component.process.remote_error import RemoteTraceback
+from ckpt_component.process.snapshot import snapshot
+from ckpt_component.process.spawn import StartMethodError
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+
+METHODS = ("spawn", "forkserver", "fork")
+
+
+def message(*request: Any) -> bytes:
+    return snapshot(request, "the request", parts={"request": request}, fix="Do not.")
+
+
+@pytest.fixture
+def make_process() -> Iterator[Callable[..., CallProcess]]:
+    """A process that calls what it is sent, and returns what that returns."""
+    made: list[CallProcess] = []
+
+    def make(loop: Any = calls.serve_with, args: tuple[Any, ...] = (calls.run,), **options: Any) -> CallProcess:
+        made.append(CallProcess(loop, args, **{"start_method": "fork", **options}))
+        return made[-1]
+
+    yield make
+    for process in made:
+        process.stop()
+
+
+@pytest.fixture
+def make_worker() -> Iterator[Callable[..., CallWorker]]:
+    made: list[CallWorker] = []
+
+    def make(start_method: str = "fork", **options: Any) -> CallWorker:
+        make_process = partial(CallProcess, calls.serve_with, (calls.run,), start_method=start_method)
+        made.append(CallWorker(make_process, **options))
+        return made[-1]
+
+    yield make
+    for worker in made:
+        worker.abort()
+
+
+def submit(worker: CallWorker, *request: Any, timeout: float = 60) -> Future[Any]:
+    return worker.submit(message(*request), timeout=timeout, what=f"{request[0].__name__}")
+
+
+# One process.
+
+
+@pytest.mark.parametrize("start_method", METHODS)
+def test_a_call_is_answered_from_a_process_without_torch(
+    start_method: str, make_process: Callable[..., CallProcess]
+) -> None:
+    process = make_process(start_method=start_method)
+    process.await_ready()
+    told = process.call(0, message(calls.facts), 20, "facts")
+    assert told["pid"] == process.pid != os.getpid() and process.alive
+    if start_method != "fork":
+        assert not told["torch"]
+    process.end(20)
+    assert not process.alive and process.context.processes[0].exitcode == 0
+
+
+def test_an_error_comes_with_the_remote_traceback_and_fails_its_call_alone(
+    make_process: Callable[..., CallProcess],
+) -> None:
+    process = make_process()
+    process.await_ready()
+    with pytest.raises(CheckpointSaveError, match=r"^the third failed in the worker process \(pid \d+\): ") as caught:
+        process.call(0, message(calls.fail), 20, "the third")
+    assert str(caught.value).endswith("ValueError: broken on purpose")
+    assert isinstance(caught.value.__cause__, RemoteTraceback)
+    assert "worker_calls.py" in str(caught.value.__cause__)
+    assert process.call(1, message(calls.facts), 20, "facts")["pid"] == process.pid
+
+
+def test_the_errno_below_an_error_is_kept(make_process: Callable[..., CallProcess]) -> None:
+    process = make_process()
+    process.await_ready()
+    with pytest.raises(CheckpointSaveError, match="cannot write") as caught:
+        process.call(0, message(calls.disk_full), 20, "it")
+    assert caught.value.errno == 28
+
+
+@pytest.mark.parametrize(
+    ("request_", "text"),
+    [
+        ((calls.raise_base_exception,), "NotAnException: <its text cannot be shown: RuntimeError>"),
+        ((calls.fail_with_unpicklable_error,), "ValueError: .*holds a lock"),
+        ((calls.lock_of, 1), "TypeError: cannot pickle"),
+    ],
+)
+def test_what_cannot_cross_as_it_is_crosses_as_text(
+    request_: tuple[Any, ...], text: str, make_process: Callable[..., CallProcess]
+) -> None:
+    process = make_process()
+    process.await_ready()
+    with pytest.raises(CheckpointSaveError, match=text):
+        process.call(0, message(*request_), 20, "it")
+    assert process.call(1, message(calls.facts), 20, "facts")
+
+
+def test_a_request_that_cannot_be_unpickled_there_is_an_error(make_process: Callable[..., CallProcess]) -> None:
+    process = make_process()
+    process.await_ready()
+    with pytest.raises(CheckpointSaveError, match="UnpicklingError"):
+        process.call(0, b"no pickle", 20, "it")
+
+
+@pytest.mark.parametrize("start_method", METHODS)
+def test_a_killed_process_is_reported_with_its_signal(
+    start_method: str, make_process: Callable[..., CallProcess]
+) -> None:
+    process = make_process(start_method=start_method)
+    process.await_ready()
+    with pytest.raises(
+        WorkerDiedError, match=r"^The worker process \(pid \d+\) was killed by SIGKILL .* while it ran it\.$"
+    ):
+        process.call(0, message(calls.kill_me, signal.SIGKILL), 60, "it")
+
+
+def test_a_process_that_leaves_is_reported_with_its_code(make_process: Callable[..., CallProcess]) -> None:
+    process = make_process()
+    process.await_ready()
+    with pytest.raises(WorkerDiedError, match="exited with code 7 while it ran it"):
+        process.call(0, message(calls.leave, 7), 60, "it")
+
+
+def test_a_death_is_seen_although_others_hold_the_pipe_open(
+    make_process: Callable[..., CallProcess], tmp_path: Path
+) -> None:
+    """A process that is forked while this one starts inherits the far end, so the pipe never ends."""
+    gate, started = tmp_path / "gate", tmp_path / "started"
+    inner = CallProcess.__init__.__globals__["start_processes"]
+    holders = []
+
+    def fork_a_holder_first(*args: Any, **kwargs: Any) -> Any:
+        pid = os.fork()
+        if pid == 0:
+            calls.start_and_wait(str(started), str(gate))
+            os._exit(0)
+        holders.append(pid)
+        return inner(*args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(call_process, "start_processes", fork_a_holder_first)
+        process = make_process()
+    try:
+        process.await_ready()
+        with pytest.raises(WorkerDiedError, match="SIGKILL"):
+            process.call(0, message(calls.kill_me, signal.SIGKILL), 60, "it")
+        with pytest.raises(WorkerDiedError, match="SIGKILL"):  # more than the pipe holds, and nobody reads
+            process.call(1, message(len, bytes(1 << 22)), 60, "it")
+    finally:
+        gate.touch()
+        os.waitpid(holders[0], 0)
+
+
+def test_a_process_that_does_not_read_is_given_up_at_the_deadline(make_process: Callable[..., CallProcess]) -> None:
+    process = make_process()
+    process.await_ready()
+    os.kill(process.pid, signal.SIGSTOP)
+    with pytest.raises(CheckpointTimeoutError, match=r"did not finish it within 0\.2 s"):
+        process.call(0, message(len, bytes(1 << 22)), 0.2, "it")
+    process.stop()
+    assert not process.alive
+
+
+def test_a_call_that_hangs_is_given_up_at_the_deadline_and_may_clean_up(
+    make_process: Callable[..., CallProcess], tmp_path: Path
+) -> None:
+    process = make_process()
+    process.await_ready()
+    cleaned = tmp_path / "cleaned"
+    with pytest.raises(CheckpointTimeoutError):
+        process.call(0, message(calls.start_and_hang, str(tmp_path / "at"), str(cleaned)), 0.2, "it")
+    process.stop()  # SIGTERM first
+    assert not process.alive
+    assert cleaned.read_text() == "cleaned"
+
+
+def test_a_call_that_ignores_sigterm_is_killed(make_process: Callable[..., CallProcess], tmp_path: Path) -> None:
+    process = make_process()
+    process.await_ready()
+    with pytest.raises(CheckpointTimeoutError):
+        process.call(0, message(calls.hang_against_signals, str(tmp_path / "at")), 0.5, "it")
+    process.stop()
+    assert process.context.processes[0].exitcode == -signal.SIGKILL
+
+
+def test_a_large_request_and_a_large_answer(make_process: Callable[..., CallProcess]) -> None:
+    process = make_process()
+    process.await_ready()
+    data = os.urandom(1 << 10) * (3 << 10) + b"end"
+    assert process.call(0, message(bytes, data), 20, "it") == data
+
+
+def test_the_process_group_can_be_signalled_without_hurting_it(
+    make_process: Callable[..., CallProcess], tmp_path: Path
+) -> None:
+    process = make_process()
+    for number in (signal.SIGINT, signal.SIGTERM):  # while it starts
+        os.kill(process.pid, number)
+    process.await_ready()
+    for number in (signal.SIGINT, signal.SIGTERM):  # while it is idle
+        os.kill(process.pid, number)
+    assert process.call(0, message(calls.facts), 20, "facts")["pid"] == process.pid
+
+    started, gate = tmp_path / "at", tmp_path / "gate"
+
+    def signal_it_at_work() -> None:
+        pid = pid_in(started)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            os.kill(pid, number)
+        gate.touch()
+
+    thread = threading.Thread(target=signal_it_at_work)
+    thread.start()
+    process.call(1, message(calls.start_and_wait, str(started), str(gate)), 20, "it")
+    thread.join()
+
+
+def test_a_call_may_start_processes_of_its_own(make_process: Callable[..., CallProcess], tmp_path: Path) -> None:
+    process = make_process()
+    process.await_ready()
+    process.call(0, message(calls.start_a_subprocess, str(tmp_path / "out")), 20, "it")
+    assert (tmp_path / "out").read_text() == "sub"
+
+
+# How a start fails.
+
+
+def test_a_process_that_is_not_ready_in_time(make_process: Callable[..., CallProcess], tmp_path: Path) -> None:
+    process = make_process(calls.serve_never, (str(tmp_path / "at"),), start_timeout=0.3)
+    with pytest.raises(CheckpointTimeoutError, match=r"^Timed out after 0\.3s: the worker process \(pid \d+\)"):
+        process.await_ready()
+
+
+def test_a_start_that_raises(make_process: Callable[..., CallProcess]) -> None:
+    process = make_process(calls.serve_broken, ())
+    with pytest.raises(CheckpointSaveError, match="could not start: ValueError: broken on purpose") as caught:
+        process.await_ready()
+    assert isinstance(caught.value.__cause__, RemoteTraceback)
+
+
+@pytest.mark.parametrize(
+    ("loop", "text"),
+    [
+        (calls.serve_killed, "was killed by SIGKILL .* before it was ready"),
+        (calls.leave_without_a_word, "exited with code 0 before it was ready"),
+        (calls.fail, "exited with code 1 before it was ready"),
+    ],
+)
+def test_a_start_that_ends_the_process(loop: Any, text: str, make_process: Callable[..., CallProcess]) -> None:
+    with pytest.raises(WorkerDiedError, match=text):
+        make_process(loop, ()).await_ready()
+
+
+def test_a_loop_that_crashes_leaves_its_traceback(make_process: Callable[..., CallProcess]) -> None:
+    with pytest.raises(WorkerDiedError) as caught:
+        make_process(calls.fail, ()).await_ready()
+    assert "object of type" in str(caught.value.__cause__) or "ValueError" in str(caught.value.__cause__)
+
+
+def test_a_system_that_refuses_a_process(
+    make_process: Callable[..., CallProcess], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_args: Any, **_kwargs: Any) -> None:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(call_process, "start_processes", refuse)
+    before = open_fds()
+    with pytest.raises(CheckpointSaveError, match="could not be started: .*temporarily unavailable") as caught:
+        make_process()
+    assert caught.value.errno == 11
+    assert open_fds() == before
+
+
+SCRIPT = """
+import sys
+sys.path[:0] = {path!r}
+import logging
+import worker_calls as calls
+from ckpt_component.process.call_loop import serve_calls
+from ckpt_component.process.call_process import CallProcess
+from ckpt_component.process.call_worker import CallWorker
+from ckpt_component.process.snapshot import snapshot
+from functools import partial
+
+def submit(worker, *request):
+    return worker.submit(snapshot(request, "it", parts={{}}, fix=""), timeout=60, what="it")
+
+def make(start_method="spawn", **options):
+    process = partial(CallProcess, calls.serve_with, (calls.run,), start_method=start_method)
+    return CallWorker(process, **options)
+
+"""
+
+
+def script(body: str, folder: Path) -> list[str]:
+    path = folder / "script.py"
+    path.write_text(SCRIPT.format(path=sys.path) + body)
+    return [sys.executable, str(path)]
+
+
+@pytest.mark.parametrize("start_method", ["spawn", "forkserver"])
+def test_a_main_script_without_a_guard_is_told_about_it(start_method: str, tmp_path: Path) -> None:
+    body = f"process = CallProcess(serve_calls, (20,), start_method={start_method!r})\nprocess.await_ready()\n"
+    done = subprocess.run(script(body, tmp_path), capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    last = done.stderr.strip().splitlines()[-1]
+    assert "WorkerDiedError" in last and 'put that under `if __name__ == "__main__":`' in last
+
+
+def test_a_script_with_a_guard_is_not(tmp_path: Path) -> None:
+    body = "if __name__ == '__main__':\n    CallProcess(serve_calls, (20,)).await_ready()\nelse:\n    raise SystemExit(5)\n"
+    done = subprocess.run(script(body, tmp_path), capture_output=True, text=True, timeout=60, check=False)
+    assert "exited with code 5 before it was ready" in done.stderr
+    assert "put that under" not in done.stderr
+
+
+def test_start_methods_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(StartMethodError, match="'thread'; take one of spawn, forkserver, fork"):
+        CallProcess(serve_calls, (20,), start_method="thread")
+    for in_use in (True, False):
+        fake = SimpleNamespace(cuda=SimpleNamespace(is_initialized=lambda in_use=in_use: in_use))
+        monkeypatch.setitem(sys.modules, "torch", fake)
+        if in_use:
+            with pytest.raises(StartMethodError, match="where CUDA is in use.* Take 'spawn'"):
+                call_process.check_start_method("fork")
+        else:
+            call_process.check_start_method("fork")
+        call_process.check_start_method("spawn")
+
+
+# What a request takes along.
+
+
+def test_a_request_is_what_it_was_when_it_was_made(make_worker: Callable[..., CallWorker]) -> None:
+    state = {"list": [1], "bytes": bytearray(b"now")}
+    result = submit(make_worker(), dict, state)
+    state["list"].append(2)
+    state["bytes"][:] = b"new"
+    assert result.result(20) == {"list": [1], "bytes": bytearray(b"now")}
+
+
+def nested() -> Any:
+    def inner() -> None:
+        pass
+
+    return inner
+
+
+class Holder:
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (lambda: None, "request is a lambda"),
+        (nested(), "request is the function inner, which is defined inside another function"),
+        ({"a": 1, "b": [0, threading.Lock()]}, r"request\['b'\]\[1\] is of type _thread.lock"),
+        (partial(print, nested()), r"request.args\[0\] is the function inner"),
+        (Holder(), "request.lock is of type _thread.lock"),
+        (Holder().lock.acquire, "request.* is of type"),
+    ],
+)
+def test_what_cannot_be_pickled_is_named(value: Any, text: str) -> None:
+    with pytest.raises(CheckpointStageError, match=rf"^It cannot be sent to another process, because {text}.*Fix\.$"):
+        snapshot(value, "It", parts={"request": value}, fix="Fix.")
+
+
+def test_a_loop_that_cannot_be_pickled_is_refused_before_anything_starts() -> None:
+    before = open_fds()
+    with pytest.raises(CheckpointStageError, match=r"What the worker process is to run .* args\[0\] is a lambda"):
+        CallProcess(calls.serve_with, (lambda request: request,))
+    assert open_fds() == before
+
+
+# A worker: the queue before a process.
+
+
+@pytest.mark.parametrize("start_method", METHODS)
+def test_requests_are_done_in_order_by_one_process(
+    start_method: str, make_worker: Callable[..., CallWorker], tmp_path: Path
+) -> None:
+    worker = make_worker(start_method)
+    results = [submit(worker, calls.append, str(tmp_path / "out"), text) for text in "abc"]
+    facts = [submit(worker, calls.facts) for _ in range(2)]
+    assert [result.result(20) for result in results] == [None] * 3
+    assert (tmp_path / "out").read_text() == "abc"
+    assert len({fact.result(20)["pid"] for fact in facts}) == 1
+    worker.close()
+    assert worker.process is None
+
+
+def test_a_failure_between_two_requests_is_its_own(make_worker: Callable[..., CallWorker]) -> None:
+    worker = make_worker()
+    first, bad, last = submit(worker, calls.facts), submit(worker, calls.fail), submit(worker, calls.facts)
+    assert first.result(20)["pid"] == last.result(20)["pid"]
+    with pytest.raises(CheckpointSaveError, match="broken on purpose"):
+        bad.result(0)
+
+
+def test_a_killed_process_fails_its_request_and_is_replaced_for_the_next(
+    make_worker: Callable[..., CallWorker], tmp_path: Path
+) -> None:
+    worker, started = make_worker(), tmp_path / "at"
+    bad, last = submit(worker, calls.start_and_hang, str(started)), submit(worker, calls.facts)
+    pid = pid_in(started)
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(WorkerDiedError, match=f"pid {pid}.*SIGKILL"):
+        bad.result(10)
+    assert last.result(20)["pid"] != pid
+
+
+def test_the_death_of_an_idle_process_is_told_and_costs_nothing(
+    make_worker: Callable[..., CallWorker], caplog: pytest.LogCaptureFixture
+) -> None:
+    worker = make_worker()
+    pid = submit(worker, calls.facts).result(20)["pid"]
+    os.kill(pid, signal.SIGKILL)
+    eventually(lambda: "was killed by SIGKILL" in caplog.text, 10)
+    assert submit(worker, calls.facts).result(20)["pid"] != pid
+
+
+def test_a_request_past_its_deadline_is_given_up_and_the_next_one_works(
+    make_worker: Callable[..., CallWorker], tmp_path: Path
+) -> None:
+    worker = make_worker()
+    late = submit(worker, calls.start_and_hang, str(tmp_path / "at"), timeout=0.3)
+    assert submit(worker, calls.facts).result(20)
+    with pytest.raises(CheckpointTimeoutError, match="start_and_hang"):
+        late.result(0)
+    assert is_gone(pid_in(tmp_path / "at"))
+
+
+def test_a_start_that_fails_is_tried_again_for_the_next_request(tmp_path: Path) -> None:
+    attempts = []
+
+    def make_process() -> CallProcess:
+        attempts.append(1)
+        loop, args = (calls.serve_broken, ()) if len(attempts) == 1 else (calls.serve_with, (calls.run,))
+        return CallProcess(loop, args, start_method="fork")
+
+    worker = CallWorker(make_process)
+    first, second = submit(worker, calls.facts), submit(worker, calls.facts)
+    with pytest.raises(CheckpointSaveError, match="could not start"):
+        first.result(20)
+    assert second.result(20)
+    worker.close()
+
+
+def test_a_payload_that_is_still_to_come_keeps_its_place(
+    make_worker: Callable[..., CallWorker], tmp_path: Path
+) -> None:
+    worker, out = make_worker(), str(tmp_path / "out")
+    payload: Future[bytes] = Future()
+    first = worker.submit(payload, timeout=20, what="first")
+    second = submit(worker, calls.append, out, "second")
+    lost: Future[bytes] = Future()
+    third = worker.submit(lost, timeout=20, what="third")
+    payload.set_result(message(calls.append, out, "first "))
+    assert second.result(20) is None and first.done()
+    lost.set_exception(KeyError("staging failed"))
+    with pytest.raises(KeyError, match="staging failed"):
+        third.result(20)
+    assert Path(out).read_text() == "first second"
+
+
+def test_a_cancelled_request_is_left_out(make_worker: Callable[..., CallWorker], tmp_path: Path) -> None:
+    worker, gate = make_worker(), tmp_path / "gate"
+    first = submit(worker, calls.start_and_wait, str(tmp_path / "at"), str(gate))
+    second = submit(worker, calls.append, str(tmp_path / "out"), "no")
+    pid_in(tmp_path / "at")
+    assert second.cancel()
+    gate.touch()
+    first.result(20)
+    assert submit(worker, calls.facts).result(20)
+    assert not (tmp_path / "out").exists()
+
+
+def test_close_finishes_what_was_asked_for_and_can_be_called_twice(
+    make_worker: Callable[..., CallWorker], tmp_path: Path
+) -> None:
+    worker = make_worker()
+    for text in "abc":
+        submit(worker, calls.append, str(tmp_path / "out"), text)
+    worker.close()
+    assert (tmp_path / "out").read_text() == "abc"
+    worker.close()
+    with pytest.raises(CheckpointSaveError, match="closed"):
+        submit(worker, calls.facts)
+
+
+def test_a_worker_that_never_had_a_request_closes(make_worker: Callable[..., CallWorker]) -> None:
+    worker = make_worker()
+    worker.close()
+    worker.abort()
+    with pytest.raises(CheckpointSaveError, match="closed"):
+        worker.start()
+
+
+def test_close_is_bounded_when_the_work_hangs(make_worker: Callable[..., CallWorker], tmp_path: Path) -> None:
+    worker = make_worker()
+    hung = submit(worker, calls.hang_against_signals, str(tmp_path / "at"))
+    waiting = submit(worker, calls.facts)
+    pid = pid_in(tmp_path / "at")
+    begin = time.monotonic()
+    worker.close(0.3)
+    assert time.monotonic() - begin < 10
+    assert is_gone(pid)
+    for result in (hung, waiting):
+        with pytest.raises(CheckpointSaveError, match="still running when the time for close"):
+            result.result(0)
+
+
+def test_abort_kills_at_once(make_worker: Callable[..., CallWorker], tmp_path: Path) -> None:
+    worker = make_worker()
+    results = [submit(worker, calls.start_and_hang, str(tmp_path / "at")), submit(worker, calls.facts)]
+    pid = pid_in(tmp_path / "at")
+    worker.abort()
+    assert is_gone(pid)
+    for result in results:
+        with pytest.raises(CheckpointSaveError, match="given up by abort"):
+            result.result(0)
+    worker.abort()
+
+
+def test_a_process_that_still_starts_does_not_hold_up_close(tmp_path: Path) -> None:
+    worker = CallWorker(partial(CallProcess, calls.serve_never, (str(tmp_path / "at"),), start_method="fork"))
+    result = submit(worker, calls.facts)
+    pid = pid_in(tmp_path / "at")
+    worker.close(0.2)
+    assert is_gone(pid)
+    with pytest.raises(CheckpointSaveError):
+        result.result(0)
+
+
+def test_a_worker_that_is_dropped_finishes_and_ends(
+    make_worker: Callable[..., CallWorker], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    make = partial(CallProcess, calls.serve_with, (calls.run,), start_method="fork")
+    worker = CallWorker(make)
+    gate, out = tmp_path / "gate", tmp_path / "out"
+    submit(worker, calls.start_and_append, str(tmp_path / "at"), str(gate), str(out), "done")
+    submit(worker, calls.fail)
+    pid = pid_in(tmp_path / "at")
+    before = time.monotonic()
+    del worker
+    gc.collect()
+    assert time.monotonic() - before < 10 and not is_gone(pid)  # nobody waited, and nothing was killed
+    gate.touch()
+    eventually(lambda: is_gone(pid))
+    assert out.read_text() == "done"
+    eventually(lambda: "broken on purpose" in caplog.text)  # nobody else will tell
+
+
+def test_a_forked_copy_leaves_the_process_alone(make_worker: Callable[..., CallWorker], tmp_path: Path) -> None:
+    worker = make_worker()
+    pid = submit(worker, calls.facts).result(20)["pid"]
+    copy = os.fork()
+    if copy == 0:
+        told = tmp_path / "told"
+        try:
+            submit(worker, calls.facts)
+        except CheckpointSaveError as error:
+            told.write_text(str(error))
+        worker.close()
+        worker.abort()
+        worker._pump.abandon()
+        os._exit(0)
+    assert os.waitpid(copy, 0)[1] == 0
+    assert "belongs to the process that made it" in (tmp_path / "told").read_text()
+    assert submit(worker, calls.facts).result(20)["pid"] == pid
+
+
+def test_threads_and_descriptors_do_not_add_up(make_worker: Callable[..., CallWorker]) -> None:
+    def use() -> None:
+        worker = make_worker("spawn")
+        submit(worker, calls.facts).result(20)
+        worker.close()
+
+    use()
+    before = open_fds(), threading.active_count()
+    for _ in range(3):
+        use()
+    gc.collect()
+    assert (open_fds(), threading.active_count()) == before
+
+
+def test_patience_covers_what_waits(make_worker: Callable[..., CallWorker], tmp_path: Path) -> None:
+    worker = make_worker(start_timeout=5)
+    idle = worker.patience
+    gate = tmp_path / "gate"
+    results = [submit(worker, calls.wait_for, str(gate), timeout=7) for _ in range(2)]
+    assert worker.patience == idle + 2 * (5 + 7)
+    gate.touch()
+    for result in results:
+        result.result(20)
+
+
+def test_a_thread_that_breaks_fails_what_waits(
+    make_worker: Callable[..., CallWorker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(_pump: Any) -> None:
+        raise RuntimeError("broken thread")
+
+    monkeypatch.setattr(call_worker._Pump, "_next", broken)
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)
+    with pytest.raises(CheckpointSaveError, match="thread of its worker ended"):
+        submit(make_worker(), calls.facts).result(20)
+
+
+# The end of the trainer.
+
+
+@pytest.mark.parametrize("start_method", METHODS)
+@pytest.mark.parametrize("busy", [False, True], ids=["idle", "busy"])
+def test_the_process_leaves_when_the_trainer_is_killed(start_method: str, busy: bool, tmp_path: Path) -> None:
+    body = f"""
+if __name__ == "__main__":
+    worker = make({start_method!r})
+    submit(worker, calls.append, {str(tmp_path / "at")!r}, str(submit(worker, calls.facts).result(30)["pid"]) + "\\n")
+    if {busy}:
+        submit(worker, calls.start_and_hang, {str(tmp_path / "busy")!r})
+    calls.wait_for("/nowhere")
+"""
+    trainer = subprocess.Popen(script(body, tmp_path))
+    pid = pid_in(tmp_path / "at")
+    if busy:
+        pid_in(tmp_path / "busy")
+    trainer.kill()
+    trainer.wait()
+    eventually(lambda: is_gone(pid), 2, "the process outlived its trainer by 2 s")
+
+
+@pytest.mark.parametrize("where", ["main", "child"])
+def test_a_script_that_forgets_close_ends_with_its_work_done(where: str, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    body = f"""
+def train():
+    global worker
+    worker = make()
+    for text in "abc":
+        submit(worker, calls.append, {str(out)!r}, text)
+
+if __name__ == "__main__":
+    if {where == "child"}:
+        from multiprocessing import get_context
+        child = get_context("fork").Process(target=train)
+        child.start()
+        child.join()
+    else:
+        train()
+"""
+    done = subprocess.run(script(body, tmp_path), capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0 and done.stderr == ""
+    assert out.read_text() == "abc"
+
+
+def test_a_script_that_forgets_close_ends_although_the_work_hangs(tmp_path: Path) -> None:
+    body = f"""
+if __name__ == "__main__":
+    worker = make(exit_timeout=0.5)
+    submit(worker, calls.hang_against_signals, {str(tmp_path / "at")!r})
+    submit(worker, calls.facts)
+    while not calls.os.path.exists({str(tmp_path / "at")!r}):
+        pass
+"""
+    done = subprocess.run(script(body, tmp_path), capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0
+    assert "still running when the time for close() was over" in done.stderr
+    assert is_gone(pid_in(tmp_path / "at"))
+
+
+def test_log_level_reaches_the_process(make_process: Callable[..., CallProcess]) -> None:
+    process = make_process(serve_calls, (logging.ERROR,))
+    process.await_ready()
+    payload = snapshot((assert_level, (logging.ERROR,), {}), "it", parts={}, fix="")
+    assert process.call(0, payload, 20, "it") is None
+
+
+def assert_level(level: int) -> None:
+    assert logging.getLogger("ckpt_component").level == level

@@ -1,0 +1,316 @@
+"""`CheckpointProcess`: the contract of seed 000, and what it lacked."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+import worker_calls as calls
+from waiting import eventually, is_gone, pid_in
+
+from ckpt_component.errors import (
+    CheckpointSaveError,
+    CheckpointStageError,
+    CheckpointTimeoutError,
+    WorkerDiedError,
+)
+from ckpt_component.process import (
+    CheckpointProcess,
+    CheckpointProcessConfig,
+    RankInfo,
+    RequestType,
+    WorkerRequest,
+    WorkerResponse,
+)
+from ckpt_component.process.checkpoint_process import _WriterSession
+
+Make = Callable[..., CheckpointProcess]
+
+
+@pytest.fixture
+def make() -> Iterator[Make]:
+    made: list[CheckpointProcess] = []
+
+    def make(
+        init: tuple[Any, ...] = (calls.no_init,), writer: Any = calls.Writer, args: Any = None, **config: float
+    ) -> CheckpointProcess:
+        init_fn, *init_args = init
+        deadlines = {"subprocess_init_timeout_secs": 30, "subprocess_shutdown_timeout_secs": 30, **config}
+        made.append(
+            CheckpointProcess(
+                RankInfo(3, 8), CheckpointProcessConfig(**deadlines), init_fn, tuple(init_args), writer, args or {}
+            )
+        )
+        return made[-1]
+
+    yield make
+    for process in made:
+        process._worker.abort()
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    return tmp_path / "out"
+
+
+def pid_of(process: CheckpointProcess) -> int:
+    assert process.process is not None
+    [pid] = process.process.pids()
+    return pid
+
+
+def test_a_state_is_written_in_another_process(make: Make, out: Path) -> None:
+    process = make()
+    assert process.write({"a": 1}, str(out), step=7).result(30) is None
+    assert process.process_creation_future.result(0) is None
+    assert out.read_text() == f"{{'a': 1}} {{'step': 7}} rank 3 pid {pid_of(process)}\n"
+    assert pid_of(process) != os.getpid() and process.process.processes[0].is_alive()  # type: ignore[union-attr]
+
+
+def test_the_subprocess_is_initialized_first_and_the_parent_left_alone(make: Make, out: Path) -> None:
+    environment = dict(os.environ)
+    process = make(init=(calls.init_marks, str(out), "first"))
+    process.process_creation_future.result(30)
+    assert out.read_text() == "first"
+    assert dict(os.environ) == environment
+
+
+def test_a_rank_info_of_the_user_is_kept(make: Make, out: Path) -> None:
+    make(args={"rank_info": RankInfo(5, 6)}).write({}, str(out)).result(30)
+    assert "rank 5" in out.read_text()
+
+
+def test_write_waits_neither_for_the_start_nor_for_the_write(make: Make, tmp_path: Path, out: Path) -> None:
+    gate = tmp_path / "gate"
+    process = make(init=(calls.start_and_wait, str(tmp_path / "at"), str(gate)))
+    written = process.write({}, str(out))
+    pid_in(tmp_path / "at")
+    assert not process.process_creation_future.done() and not written.done()
+    gate.touch()
+    written.result(30)
+
+
+def test_writes_are_done_in_order_also_when_a_state_is_still_to_come(make: Make, out: Path) -> None:
+    process = make()
+    staged: Future[dict[str, Any]] = Future()
+    first, second = process.write(staged, str(out)), process.write({"n": 2}, str(out))
+    staged.set_result({"n": 1})
+    second.result(30)
+    assert first.done()
+    assert [line[:8] for line in out.read_text().splitlines()] == ["{'n': 1}", "{'n': 2}"]
+
+
+def test_a_staging_that_fails_fails_its_write_alone(make: Make, out: Path) -> None:
+    process = make()
+    staged: Future[dict[str, Any]] = Future()
+    bad, good = process.write(staged, str(out)), process.write({}, str(out))
+    staged.set_exception(KeyError("staging"))
+    with pytest.raises(KeyError, match="staging"):
+        bad.result(30)
+    good.result(30)
+
+
+def test_a_state_is_taken_when_write_is_called(make: Make, tmp_path: Path, out: Path) -> None:
+    gate = tmp_path / "gate"
+    process = make(init=(calls.start_and_wait, str(tmp_path / "at"), str(gate)))
+    state = {"weights": [1.0]}
+    written = process.write(state, str(out))
+    state["weights"][0] = 2.0
+    gate.touch()
+    written.result(30)
+    assert out.read_text().startswith("{'weights': [1.0]}")
+
+
+@pytest.mark.slow
+def test_tensors_go_by_value(make: Make, out: Path) -> None:
+    import torch
+
+    weights = torch.arange(1000.0)
+    process = make(writer=calls.TensorWriter)
+    written = process.write({"weights": weights, "view": weights[10:20]}, str(out))
+    weights.zero_()
+    written.result(60)
+    assert not weights.is_shared()
+    loaded = torch.load(out, weights_only=True)
+    assert torch.equal(loaded["weights"], torch.arange(1000.0))
+    assert torch.equal(loaded["view"], torch.arange(10.0, 20.0))
+
+
+def test_a_writer_may_return_a_future(make: Make, out: Path) -> None:
+    make(args={"returns_future": True}).write({}, str(out)).result(30)
+    assert out.read_text().endswith("from the future")
+
+
+def test_a_failed_write_fails_alone_and_the_process_lives_on(make: Make, out: Path) -> None:
+    process = make()
+    bad, good = process.write({"call": (calls.disk_full,)}, str(out)), process.write({"a": 1}, str(out))
+    with pytest.raises(
+        CheckpointSaveError, match=f"^Writing {out} failed in the checkpoint process: RuntimeError"
+    ) as caught:
+        bad.result(30)
+    assert caught.value.errno == 28
+    assert "No space left on device" in str(caught.value.__cause__)
+    good.result(30)
+    assert f"pid {pid_of(process)}" in out.read_text()
+
+
+def test_a_process_killed_in_a_write_is_told_and_replaced(make: Make, tmp_path: Path, out: Path) -> None:
+    process = make()
+    bad = process.write({"call": (calls.start_and_hang, str(tmp_path / "at"))}, str(out))
+    pid = pid_in(tmp_path / "at")
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(WorkerDiedError, match=rf"pid {pid}\) was killed by SIGKILL .* while it ran writing {out}\.$"):
+        bad.result(10)
+    process.write({}, str(out)).result(30)
+    assert pid_of(process) != pid
+
+
+def test_an_idle_process_that_is_killed_is_told_and_replaced(
+    make: Make, out: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    process = make()
+    process.process_creation_future.result(30)
+    pid = pid_of(process)
+    os.kill(pid, signal.SIGKILL)
+    eventually(lambda: f"pid {pid}) was killed by SIGKILL" in caplog.text, 10)
+    process.write({}, str(out)).result(30)
+    assert pid_of(process) != pid
+
+
+def test_a_process_that_does_not_start_in_time(make: Make, tmp_path: Path) -> None:
+    process = make(init=(calls.start_and_hang, str(tmp_path / "at")), subprocess_init_timeout_secs=1)
+    with pytest.raises(TimeoutError, match=r"^Timed out after 1s") as caught:
+        process.process_creation_future.result(30)
+    assert isinstance(caught.value, CheckpointTimeoutError)
+    process.close()
+
+
+@pytest.mark.parametrize("part", ["init", "writer"])
+def test_a_start_that_fails_says_why(part: str, make: Make) -> None:
+    process = make(init=(calls.fail,)) if part == "init" else make(writer=calls.fail)
+    with pytest.raises(CheckpointSaveError, match="could not start: (ValueError: broken on purpose|TypeError: fail)"):
+        process.process_creation_future.result(30)
+
+
+def test_the_write_after_a_failed_start_tries_again(make: Make, tmp_path: Path, out: Path) -> None:
+    process = make(init=(calls.init_fails_first, str(tmp_path / "marker")))
+    with pytest.raises(CheckpointSaveError, match="not yet"):
+        process.process_creation_future.result(30)
+    process.write({}, str(out)).result(30)
+
+
+def test_what_cannot_be_sent_is_named(make: Make, out: Path) -> None:
+    process = make()
+    with pytest.raises(CheckpointStageError, match=r"because state_dict\['a'\]\[0\] is a lambda"):
+        process.write({"a": [lambda: None]}, str(out))
+    process.write({}, str(out)).result(30)
+
+
+def test_a_writer_that_cannot_be_sent_is_named(make: Make) -> None:
+    process = make(writer=lambda rank_info: None)
+    with pytest.raises(CheckpointStageError, match=r"args\[3\] is a lambda"):
+        process.process_creation_future.result(30)
+
+
+def test_close_finishes_the_writes_and_closes_the_writer(make: Make, tmp_path: Path, out: Path) -> None:
+    process = make(args={"log": str(tmp_path / "log")})
+    written = [process.write({"n": n}, str(out)) for n in range(3)]
+    process.close()
+    assert all(future.done() and future.exception() is None for future in written)
+    assert (tmp_path / "log").read_text() == "closed"
+    assert process.process is not None and process.process.processes[0].exitcode == 0
+    process.close()
+    with pytest.raises(CheckpointSaveError, match="closed"):
+        process.write({}, str(out))
+
+
+def test_close_is_bounded_when_the_writer_hangs(make: Make, tmp_path: Path, out: Path) -> None:
+    process = make(subprocess_shutdown_timeout_secs=0.5)
+    hung = process.write({"call": (calls.hang_against_signals, str(tmp_path / "at"))}, str(out))
+    pid = pid_in(tmp_path / "at")
+    begin = time.monotonic()
+    process.close()
+    assert time.monotonic() - begin < 10
+    assert is_gone(pid)
+    with pytest.raises(CheckpointSaveError, match="time for close"):
+        hung.result(0)
+    process.close()
+
+
+def test_a_write_that_takes_too_long_is_given_up(make: Make, tmp_path: Path, out: Path) -> None:
+    process = make(subprocess_write_timeout_secs=0.5)
+    hung = process.write({"call": (calls.start_and_hang, str(tmp_path / "at"))}, str(out))
+    with pytest.raises(CheckpointTimeoutError, match=r"did not finish writing .* within 0\.5 s"):
+        hung.result(30)
+    process.write({}, str(out)).result(30)
+
+
+def test_close_after_the_process_was_killed(make: Make) -> None:
+    process = make()
+    process.process_creation_future.result(30)
+    os.kill(pid_of(process), signal.SIGKILL)
+    process.close()
+    process.close()
+
+
+def test_close_while_it_starts(make: Make, tmp_path: Path) -> None:
+    process = make(init=(calls.start_and_hang, str(tmp_path / "at")), subprocess_shutdown_timeout_secs=0.2)
+    pid = pid_in(tmp_path / "at")
+    process.close()
+    assert is_gone(pid)
+    with pytest.raises(CheckpointSaveError):
+        process.process_creation_future.result(0)
+
+
+def test_it_is_a_context_manager(make: Make, out: Path) -> None:
+    with make() as process:
+        written = process.write({}, str(out))
+    assert written.done()
+    assert not process.process.processes[0].is_alive()  # type: ignore[union-attr]
+
+
+class Recorder:
+    def __init__(self) -> None:
+        self.closed = False
+
+    def write(self, state_dict: dict[str, Any], path: str, **kwargs: Any) -> None:
+        raise OSError(5, "Input/output error")
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def test_every_request_has_its_response() -> None:
+    writer = Recorder()
+    session = _WriterSession(writer)
+    assert session(WorkerRequest(RequestType.PING, {})) == WorkerResponse(RequestType.PING, True)
+    payload = {"state_dict": {}, "path": "somewhere", "kwargs": {}}
+    response = session(WorkerRequest(RequestType.WRITE_CHECKPOINT, payload))
+    assert not response.success and "Traceback" in (response.error_msg or "")
+    assert response.payload == {"error": "OSError: [Errno 5] Input/output error", "errno": 5}
+    assert not writer.closed
+    assert session(WorkerRequest(RequestType.TERMINATE_PROCESS, {})).success and writer.closed
+
+
+def test_an_unknown_request_is_answered_with_an_error(make: Make, out: Path) -> None:
+    process = make()
+    strange = pickle.dumps(WorkerRequest("copy", {}))  # type: ignore[arg-type]
+    response = process._worker.submit(strange, timeout=30, what="strange").result(30)
+    assert not response.success
+    assert "no request type 'copy'; there are PING, WRITE_CHECKPOINT, TERMINATE_PROCESS" in response.error_msg
+    process.write({}, str(out)).result(30)
+    assert f"pid {pid_of(process)}" in out.read_text()
+
+
+def test_names_of_the_reference() -> None:
+    assert CheckpointProcessConfig() == CheckpointProcessConfig(30, 60)
+    assert [kind.value for kind in RequestType] == ["ping", "write_checkpoint", "exit"]
+    assert RankInfo(global_rank=1, global_world_size=2) == RankInfo(1, 2)
+    assert WorkerResponse(RequestType.PING, True).error_msg is None
