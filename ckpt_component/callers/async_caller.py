@@ -9,7 +9,7 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import CheckpointSaveError, CheckpointTimeoutError
+from ..errors import CheckpointError, CheckpointSaveError, CheckpointTimeoutError
 from ..process.call_worker import CallWorker
 from ..process.snapshot import snapshot
 from .ranks import sum_over_ranks
@@ -76,6 +76,15 @@ class _Call:
     result: Future[Any]
     worker: CallWorker | None  # None for a call that is over already
 
+    def error(self) -> CheckpointError | None:
+        """Why it failed, of this package's family whatever it was."""
+        error = self.result.exception(0)
+        if error is None or isinstance(error, CheckpointError):
+            return error
+        told = CheckpointSaveError(f"{self.what} could not be run: {type(error).__name__}: {error}")
+        told.__cause__ = error
+        return told
+
 
 class PendingCalls:
     """The calls of one caller that were not yet reported as done, oldest first."""
@@ -117,17 +126,17 @@ class PendingCalls:
             if done or not blocking:
                 break
             if call is not None and alive and time.monotonic() >= deadline:
+                self._calls.popleft()
                 raise CheckpointTimeoutError(f"{call.what} was not done within its deadline.")
         if not done:
             return False
-        what, error = (call.what, call.result.exception(0)) if call is not None else ("The call", None)
+        error = None if call is None else call.error()
         if call is not None:
             self._calls.popleft()
-        if no_dist:
-            if error is not None:
-                raise error
-        else:
-            agree_on_failure(error, what)
+        if not no_dist:
+            agree_on_failure(error, "The call" if call is None else call.what)
+        elif error is not None:
+            raise error
         return True
 
 

@@ -14,6 +14,7 @@ import os
 import threading
 import time
 
+import psutil
 import torch
 
 from ..errors import CheckpointError, CheckpointTimeoutError
@@ -42,6 +43,14 @@ class Arena:
         self.nbytes = align(max(nbytes, 1), PAGE)
         self.fd: int | None = None
         self._memory: mmap.mmap | None = None
+        self._locked = False
+        # Asked beforehand: reserving more than there is does not fail, it has the kernel kill processes.
+        available = psutil.virtual_memory().available
+        if self.nbytes > available:
+            raise CheckpointError(
+                f"A checkpoint arena needs {self.nbytes / 1e9:.2f} GB of host memory and {available / 1e9:.2f} GB are "
+                "available; use checkpoint/stager=none with checkpoint/caller=inline, or fewer arenas."
+            )
         try:
             if shared:
                 self.fd = os.memfd_create("ckpt-arena", os.MFD_CLOEXEC)
@@ -54,11 +63,10 @@ class Arena:
         except OSError as error:
             self.close()
             raise CheckpointError(
-                f"{self.nbytes / 1e9:.2f} GB of host memory for a checkpoint arena are not available ({error}); "
+                f"{self.nbytes / 1e9:.2f} GB of host memory for a checkpoint arena could not be reserved ({error}); "
                 "use checkpoint/stager=none with checkpoint/caller=inline, or fewer arenas."
             ) from error
         self.slab = torch.frombuffer(self._memory, dtype=torch.uint8)
-        self._locked = False
         self._layout: Layout | None = None
         self._slots: list[torch.Tensor] = []
 
@@ -108,7 +116,7 @@ class Arena:
 
     def close(self) -> None:
         """Give the memory back; the views that `slots` gave must not be used any more."""
-        if getattr(self, "_locked", False):
+        if self._locked:
             torch.cuda.cudart().cudaHostUnregister(self.slab.data_ptr())
             self._locked = False
         self._slots = []

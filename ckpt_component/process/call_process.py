@@ -269,7 +269,9 @@ class CallProcess:
         code = self._process.exitcode
         if code is None:
             return WorkerDiedError(f"The {self.name} (pid {self.pid}) closed its pipe{doing}, but still runs.")
-        where = doing if self._ready else " before it was ready"
+        where = doing if self._taken else " before it had the whole request"
+        if not self._ready:
+            where = " before it was ready"
         hint = "" if self._ready else self._start_hint(code)
         kind = WorkerDiedError if self._taken else NeverTakenError
         error = kind(f"The {self.name} (pid {self.pid}) {describe_exit(code, self.pid)}{where}.{hint}")

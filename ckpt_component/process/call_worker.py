@@ -210,7 +210,7 @@ class _Pump:
                 self._end_by = time.monotonic() + timeout
             self._changed.notify()
         self._join(self.patience() + self._close_timeout if timeout is None else timeout)
-        if self._thread.is_alive():
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._stop("was still running when the time for close() was over", kill=False)
 
     def abort(self) -> None:
@@ -239,7 +239,11 @@ class _Pump:
 
     def _close_at_exit(self, timeout: float | None) -> None:
         self._unheard = True
-        self.close(timeout)
+        try:
+            self.close(timeout)
+        except BaseException:  # Ctrl-C of a user who will not wait
+            self._stop("was interrupted when the interpreter exited", kill=True)
+            raise
 
     def _check_open(self) -> None:
         if os.getpid() != self._owner:
@@ -310,7 +314,7 @@ class _Pump:
             if self._stopped:
                 raise
             # It was killed while it was idle, or nearly so, and the request can do nothing for that. Once.
-            logger.warning("%s It had not taken that on; another one gets it.", error)
+            logger.warning("%s Another process gets it.", error)
             self._drop_process()
             return self._ready_process().call(request.number, payload, request.timeout, request.what)
 

@@ -81,7 +81,7 @@ def _torch_load(path: str, mapped: bool) -> Any:
 def _first_line(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     # torch puts the reason last, behind advice on how to switch the check off.
-    named = [line for line in lines if "Unsupported" in line or "WeightsUnpickler" in line]
+    named = [line for line in lines if "GLOBAL" in line or "WeightsUnpickler" in line]
     return (named or lines or [type(error).__name__])[0]
 
 

@@ -288,6 +288,17 @@ def test_a_system_that_refuses_a_process_fails_the_request(
     assert caller.is_current_async_call_done(blocking=True)
 
 
+def test_whatever_stops_a_start_is_an_error_of_the_family(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    def bootstrapping(*_args: Any, **_kwargs: Any) -> None:
+        raise RuntimeError("An attempt has been made to start a new process before ...")
+
+    caller = make(PersistentAsyncCaller)
+    monkeypatch.setattr(call_process, "start_processes", bootstrapping)
+    caller.schedule_async_call(AsyncRequest(calls.facts))
+    with pytest.raises(CheckpointSaveError, match="Request 0 could not be run: RuntimeError: An attempt"):
+        caller.is_current_async_call_done(blocking=True)
+
+
 def test_warm_up_starts_the_process_before_the_first_request(make: Make) -> None:
     caller = make(PersistentAsyncCaller)
     assert caller.pid is None

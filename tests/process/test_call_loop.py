@@ -29,7 +29,7 @@ from ckpt_component.errors import (
 )
 from ckpt_component.process import call_process, call_worker
 from ckpt_component.process.call_loop import serve_calls
-from ckpt_component.process.call_process import CallProcess
+from ckpt_component.process.call_process import CallProcess, NeverTakenError
 from ckpt_component.process.call_worker import CallWorker
 from ckpt_component.process.remote_error import RemoteTraceback
 from ckpt_component.process.snapshot import snapshot
@@ -181,7 +181,7 @@ def test_a_death_is_seen_although_others_hold_the_pipe_open(
         process.await_ready()
         with pytest.raises(WorkerDiedError, match="SIGKILL"):
             process.call(0, message(calls.kill_me, signal.SIGKILL), 60, "it")
-        with pytest.raises(WorkerDiedError, match="SIGKILL"):  # more than the pipe holds, and nobody reads
+        with pytest.raises(NeverTakenError, match="SIGKILL"):  # more than the pipe holds, and nobody reads
             process.call(1, message(len, bytes(1 << 22)), 60, "it")
     finally:
         gate.touch()
@@ -458,6 +458,22 @@ def test_the_death_of_an_idle_process_is_told_and_costs_nothing(
     assert submit(worker, calls.facts).result(20)["pid"] != pid
 
 
+def test_a_request_that_a_dying_process_never_took_goes_to_the_next_one(
+    make_worker: Callable[..., CallWorker], caplog: pytest.LogCaptureFixture
+) -> None:
+    worker = make_worker()
+    pid = submit(worker, calls.facts).result(20)["pid"]
+    assert worker.process is not None
+    with pytest.MonkeyPatch.context() as patch:
+        # The thread has just looked, when the kill comes: the request meets a dead process.
+        patch.setattr(CallProcess, "alive", property(lambda self: True))
+        os.kill(pid, signal.SIGKILL)
+        patch.setattr(CallProcess, "stop", lambda self: patch.undo())
+        result = submit(worker, calls.facts).result(20)
+    assert result["pid"] != pid
+    assert "before it had the whole request. Another process gets it." in caplog.text
+
+
 def test_a_request_past_its_deadline_is_given_up_and_the_next_one_works(
     make_worker: Callable[..., CallWorker], tmp_path: Path
 ) -> None:
@@ -525,6 +541,17 @@ def test_close_finishes_what_was_asked_for_and_can_be_called_twice(
     worker.close()
     with pytest.raises(CheckpointSaveError, match="closed"):
         submit(worker, calls.facts)
+
+
+def test_close_may_be_called_when_a_request_is_done(make_worker: Callable[..., CallWorker], tmp_path: Path) -> None:
+    worker, gate = make_worker(), tmp_path / "gate"
+    first = submit(worker, calls.start_and_wait, str(tmp_path / "at"), str(gate))
+    second = submit(worker, calls.facts)
+    first.add_done_callback(lambda _: worker.close())  # in the thread that would have to be waited for
+    gate.touch()
+    assert second.result(20)
+    worker.close()
+    assert worker.process is None
 
 
 def test_a_worker_that_never_had_a_request_closes(make_worker: Callable[..., CallWorker]) -> None:
@@ -706,6 +733,21 @@ if __name__ == "__main__":
     assert done.returncode == 0
     assert "still running when the time for close() was over" in done.stderr
     assert is_gone(pid_in(tmp_path / "at"))
+
+
+def test_a_user_who_interrupts_the_exit_does_not_wait(tmp_path: Path) -> None:
+    body = f"""
+if __name__ == "__main__":
+    worker = make()
+    submit(worker, calls.hang_against_signals, {str(tmp_path / "at")!r})
+    from multiprocessing.util import Finalize
+    Finalize(None, lambda: calls.append({str(tmp_path / "exiting")!r}, "1\\n"), exitpriority=50)
+"""
+    trainer = subprocess.Popen(script(body, tmp_path), stderr=subprocess.DEVNULL)
+    pid = pid_in(tmp_path / "at")
+    pid_in(tmp_path / "exiting")
+    eventually(lambda: trainer.poll() is not None or trainer.send_signal(signal.SIGINT))
+    eventually(lambda: is_gone(pid), 10)
 
 
 def test_log_level_reaches_the_process(make_process: Callable[..., CallProcess]) -> None:

@@ -1,0 +1,168 @@
+"""Items, trees, objects and structures: bytes as torch writes them, keys as DCP names them, changes always noticed."""
+
+from __future__ import annotations
+
+import io
+import random
+from collections import OrderedDict
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+
+from ckpt_component.errors import CheckpointStageError
+from ckpt_component.image.arena import Arena, ArenaPool
+from ckpt_component.image.items import ItemTemplates
+from ckpt_component.image.layout import Structure
+from ckpt_component.image.objects import decode, dump, encode, load
+from ckpt_component.image.tree import FlatState, flatten, key_of, unflatten
+
+DTYPES = [torch.float32, torch.bool, torch.bfloat16, torch.float8_e4m3fn, torch.complex64, torch.int64, torch.uint16]
+SHAPES = [(), (0,), (3,), (0, 5), (7, 1, 3), (1000,), (1024, 300)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=repr)
+@pytest.mark.parametrize("shape", SHAPES, ids=repr)
+def test_prefix_payload_suffix_are_what_torch_save_writes(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    raw = torch.randint(0, 2, (torch.Size(shape).numel() * dtype.itemsize,), dtype=torch.uint8)
+    tensor = raw.view(dtype).view(shape) if raw.numel() else torch.empty(shape, dtype=dtype)
+    before = torch.serialization.get_crc32_options()
+    prefix, suffix = ItemTemplates().around(dtype, tensor.shape)
+    assert torch.serialization.get_crc32_options() == before
+    stream = io.BytesIO()
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save(tensor, stream)
+    finally:
+        torch.serialization.set_crc32_options(before)
+    assert prefix + bytes(raw.numpy()) + suffix == stream.getvalue()
+    assert len(prefix) % 64 == 0
+
+
+def assert_same(left: Any, right: Any) -> None:
+    """Equal in types, keys and values; the order of a dict's keys is not kept."""
+    assert type(left) is type(right)
+    if isinstance(left, dict):
+        assert set(left) == set(right) and {type(key) for key in left} == {type(key) for key in right}
+        for key in left:
+            assert_same(left[key], right[key])
+    elif isinstance(left, (list, tuple)):
+        assert len(left) == len(right)
+        for one, other in zip(left, right, strict=True):
+            assert_same(one, other)
+    elif isinstance(left, torch.Tensor):
+        assert torch.equal(left, right)
+    else:
+        assert left == right
+
+
+def random_tree(rng: random.Random, depth: int) -> Any:
+    kind = rng.choice(["dict", "list", "tensor", "value", "tuple"]) if depth else rng.choice(["tensor", "value"])
+    if kind == "dict":
+        return {rng.choice(["a", "b", "c.d", 1, 2]): random_tree(rng, depth - 1) for _ in range(rng.randint(0, 3))}
+    if kind == "list":
+        return [random_tree(rng, depth - 1) for _ in range(rng.randint(0, 3))]
+    if kind == "tuple":
+        return (1, "x", rng.random())
+    return torch.tensor(rng.random()) if kind == "tensor" else rng.choice([1, "text", None, 2.5, b"raw", {"n"}])
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_keys_are_those_of_stock_dcp_and_the_tree_comes_back(seed: int) -> None:
+    rng = random.Random(seed)
+    state = {"root": random_tree(rng, 4), "more": random_tree(rng, 3)}
+    try:
+        expected, _ = flatten_state_dict(state)
+    except ValueError:
+        pytest.skip("the random tree has two equal flat keys, which stock refuses too")
+    flat = flatten(state)
+    values = dict(zip([*flat.tensor_paths, *flat.object_paths], [*flat.tensors, *flat.objects], strict=True))
+    assert {key_of(path): id(value) for path, value in values.items()} == {k: id(v) for k, v in expected.items()}
+    assert_same(unflatten(values, flat.containers), state)
+
+
+def test_what_stock_forgets_comes_back() -> None:
+    state: dict[str, Any] = {"i": {0: 1, "0x": 2}, "e": {}, "o": OrderedDict(a=1), "l": [{"x": 1}, [torch.ones(1)]]}
+    flat = flatten(state)
+    paths = zip([*flat.tensor_paths, *flat.object_paths], [*flat.tensors, *flat.objects], strict=True)
+    back = unflatten(dict(paths), flat.containers)
+    assert_same(back, state)
+    assert type(back["o"]) is OrderedDict
+
+
+def test_objects_of_every_kind_come_back_by_safe_loading() -> None:
+    numpy = pytest.importorskip("numpy")
+    generator = numpy.random.default_rng(3).bit_generator.state
+    value = {
+        "numbers": (1, -(2**70), 2.5, 1 + 2j, True, None),
+        "text": ["a", b"b", {1, 2}, OrderedDict(x=1)],
+        "torch": (torch.float32, torch.device("cpu"), torch.Size([1, 2])),
+        "random": random.getstate(),
+        "generator": generator,
+    }
+    assert load(dump(encode(value, "key"))) == value
+    legacy = numpy.random.get_state()
+    back = load(dump(encode(legacy, "key")))
+    assert back[0] == legacy[0] and numpy.array_equal(back[1], legacy[1]) and back[1].dtype == legacy[1].dtype
+    scalar = decode(encode(numpy.float64(1.5), "key"))
+    assert type(scalar) is numpy.float64 and scalar == 1.5
+    torch.testing.assert_close(load(dump(encode((torch.ones(2), 1), "key")))[0], torch.ones(2))
+
+
+def test_an_object_that_contains_itself_is_refused() -> None:
+    loop: list[Any] = []
+    loop.append(loop)
+    with pytest.raises(CheckpointStageError, match="'key' contains itself"):
+        encode(loop, "key")
+
+
+def structure_of(state: dict[str, Any]) -> tuple[Structure, FlatState]:
+    flat = flatten(state)
+    return Structure(flat), flat
+
+
+def test_a_changed_structure_is_always_noticed() -> None:
+    weight = torch.randn(4, 6)
+    state: dict[str, Any] = {"w": weight, "tied": weight, "b": torch.zeros(3), "n": 1}
+    structure, _ = structure_of(state)
+    assert len(structure.stored) == 2
+    assert structure.matches(flatten({**state, "n": 2}))
+    again = torch.randn(4, 6)
+    assert structure.matches(flatten({"w": again, "tied": again, "b": torch.ones(3), "n": 1}))
+    for changed in (
+        {**state, "w": weight.clone()},  # untied
+        {**state, "b": weight.flatten()[:3]},  # newly shares an address
+        {**state, "b": torch.zeros(3, dtype=torch.float64)},
+        {**state, "b": torch.zeros(4)},
+        {**state, "w": weight.t().contiguous().t(), "tied": weight},
+        {**state, "new": 1},
+        {"tied": weight, "w": weight, "b": torch.zeros(3), "n": 1},
+        {**state, "n": torch.tensor(1)},
+    ):
+        assert not structure.matches(flatten(changed))
+
+
+def test_an_arena_is_leased_to_one_save_at_a_time() -> None:
+    pool = ArenaPool(1, shared=True)
+    arena = pool.lease(100, 1)
+    assert pool.busy
+    from ckpt_component.errors import CheckpointTimeoutError
+
+    with pytest.raises(CheckpointTimeoutError, match=r"timeouts\.stage"):
+        pool.lease(100, 0.05)
+    pool.give_back(arena)
+    assert pool.lease(100, 1) is arena
+    pool.give_back(arena)
+    larger = pool.lease(arena.nbytes + 1, 1)
+    assert larger is not arena and arena.closed
+    pool.close()
+    pool.give_back(larger)
+    assert larger.closed
+
+
+def test_memory_that_is_not_to_be_had_is_a_typed_error() -> None:
+    from ckpt_component.errors import CheckpointError
+
+    with pytest.raises(CheckpointError, match="GB of host memory and .* are available"):
+        Arena(1 << 50, shared=True)

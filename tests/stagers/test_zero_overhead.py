@@ -1,0 +1,125 @@
+"""The fence: no optimizer step under a copy, buffers first, and a torn snapshot fails by key."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ckpt_component import AsyncCheckpointer, TornSnapshotError, build_checkpointer
+
+
+class SlowCopies:
+    """Holds copies back until they are let go; only those from the copying thread."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        from ckpt_component.stagers.copying import DeviceCopies
+
+        self.go = threading.Event()
+        start = DeviceCopies.start
+
+        def slow(copies: DeviceCopies, slots: Any, sources: Any) -> Any:
+            if threading.current_thread().name.startswith("ckpt-stage"):
+                assert self.go.wait(30)
+            return start(copies, slots, sources)
+
+        monkeypatch.setattr(DeviceCopies, "start", slow)
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> SlowCopies:
+    return SlowCopies(monkeypatch)
+
+
+def model_and_optimizer() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(1)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3))
+    return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+
+def train_forward(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad()
+    model(torch.randn(8, 4)).pow(2).sum().backward()
+
+
+def checkpointer() -> AsyncCheckpointer:
+    built = build_checkpointer("async_zero_overhead")
+    assert isinstance(built, AsyncCheckpointer)
+    return built
+
+
+def test_forward_and_backward_go_on_and_the_step_waits(slow: SlowCopies, tmp_path: Path) -> None:
+    model, optimizer = model_and_optimizer()
+    train_forward(model, optimizer)
+    optimizer.step()
+    with checkpointer() as ours:
+        ours.guard(optimizer)
+        expected = {key: value.clone() for key, value in model.state_dict().items()}
+        stage, write = ours.save({"model": model, "optimizer": optimizer}, tmp_path / "one")
+        assert not stage.done()
+        train_forward(model, optimizer)  # changes BatchNorm's buffers under the copy
+        assert not stage.done()
+        threading.Timer(0.2, slow.go.set).start()
+        optimizer.step()
+        assert stage.done()
+        write.result(30)
+        loaded = ours.load(tmp_path / "one")["model"]
+        assert all(torch.equal(loaded[key], value) for key, value in expected.items())
+        assert not torch.equal(model.state_dict()["0.weight"], expected["0.weight"])
+
+
+def test_a_tensor_that_changes_under_the_copy_fails_the_save_by_name(slow: SlowCopies, tmp_path: Path) -> None:
+    state = {"weight": torch.ones(5), "other": torch.ones(5)}
+    with checkpointer() as ours:
+        stage, write = ours.save(state, tmp_path / "one")
+        state["weight"].add_(1)
+        slow.go.set()
+        with pytest.raises(TornSnapshotError, match=r"'weight' changed while"):
+            write.result(30)
+        with pytest.raises(TornSnapshotError):
+            stage.result(30)
+        ours.save(state, tmp_path / "two")
+        ours.wait_staged()
+    assert [path.name for path in tmp_path.iterdir()] == ["two"]
+
+
+def test_two_saves_in_flight_have_memory_of_their_own(tmp_path: Path) -> None:
+    state = {"weight": torch.zeros(1000)}
+    with checkpointer() as ours:
+        writes = []
+        for number in range(4):
+            state["weight"].fill_(number)
+            writes.append(ours.save(state, tmp_path / str(number))[1])
+            ours.wait_staged()
+        for number, write in enumerate(writes):
+            write.result(30)
+            assert ours.load(tmp_path / str(number))["weight"].eq(number).all()
+
+
+def test_close_takes_the_hook_off(tmp_path: Path) -> None:
+    _, optimizer = model_and_optimizer()
+    ours = checkpointer()
+    ours.guard(optimizer)
+    ours.guard(optimizer)
+    assert len(optimizer._optimizer_step_pre_hooks) == 1
+    ours.close()
+    assert len(optimizer._optimizer_step_pre_hooks) == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("preset", ["async_zero_overhead", "async_persistent"])
+def test_cuda_tensors_are_copied_after_the_work_that_makes_them(preset: str, tmp_path: Path) -> None:
+    weight = torch.zeros(1 << 22, device="cuda")
+    overrides = ["checkpoint/stager=pinned"] if preset == "async_persistent" else []
+    with build_checkpointer(preset, overrides) as ours:
+        for _ in range(100):
+            weight.add_(1)  # queued on the trainer's stream, not yet done when save is called
+        _, write = ours.save({"weight": weight}, tmp_path / "one")  # type: ignore[misc]
+        ours.wait_staged()
+        weight.zero_()
+        write.result(60)
+        assert ours.load(tmp_path / "one")["weight"].eq(100).all()

@@ -1,0 +1,103 @@
+"""The commit protocol, step by step, on a real folder."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from ckpt_component.errors import CheckpointCorruptError, CheckpointExistsError, CheckpointSaveError
+from ckpt_component.storage import commit
+from ckpt_component.storage.fs import FsOps
+from ckpt_component.storage.manifest import check_files, decode_manifest, encode_manifest, read_manifest
+from ckpt_component.storage.names import MEGATRON, STEP
+from ckpt_component.storage.scan import committed_steps
+
+
+class Recording(FsOps):
+    """Notes the order of what matters for durability."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[str] = []
+
+    def sync(self, fd: int) -> None:
+        self.calls.append("sync " + os.path.basename(os.readlink(f"/proc/self/fd/{fd}")))
+        super().sync(fd)
+
+    def sync_folder(self, path: str) -> None:
+        self.calls.append("sync_folder " + os.path.basename(path))
+        super().sync_folder(path)
+
+    def rename_new(self, source: str, target: str) -> None:
+        self.calls.append(f"rename {os.path.basename(target)}")
+        super().rename_new(source, target)
+
+
+def test_everything_is_durable_before_the_name_appears_and_the_name_before_success(tmp_path: Path) -> None:
+    fs = Recording()
+    attempt = commit.begin(fs, str(tmp_path / "root" / "iter_0000001"))
+    fs.write_new(os.path.join(attempt.staging, "data"), b"1234")
+    rank = {"rank": 0, "files": [{"name": "data", "size": 4}]}
+    assert commit.publish(fs, attempt, [rank], {".metadata": b"m"}, {"format": "x"}) == 3
+    staging = os.path.basename(attempt.staging)
+    at = fs.calls.index
+    assert at("sync data") < at("sync .metadata") < at("sync manifest.json") < at(f"sync_folder {staging}")
+    assert fs.calls[-2:] == ["rename iter_0000001", "sync_folder root"]
+    manifest = read_manifest(fs, attempt.target)
+    assert manifest is not None and manifest["attempt"] == attempt.token
+    check_files(fs, attempt.target, manifest)
+    assert committed_steps(fs, str(tmp_path / "root"), MEGATRON) == [1]
+
+
+def test_a_file_of_another_size_than_reported_is_not_committed(tmp_path: Path) -> None:
+    fs = FsOps()
+    attempt = commit.begin(fs, str(tmp_path / "one"))
+    fs.write_new(os.path.join(attempt.staging, "data"), b"123")
+    with pytest.raises(CheckpointSaveError, match="3 bytes on disk and its writer reported 4"):
+        commit.publish(fs, attempt, [{"rank": 0, "files": [{"name": "data", "size": 4}]}], {}, {})
+    commit.abandon(fs, attempt)
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_name_that_was_taken_meanwhile_stays_as_it_is(tmp_path: Path) -> None:
+    fs = FsOps()
+    attempt = commit.begin(fs, str(tmp_path / "one"))
+    (tmp_path / "one").mkdir()
+    (tmp_path / "one" / "theirs").write_text("kept")
+    with pytest.raises(CheckpointExistsError, match="taken meanwhile"):
+        commit.publish(fs, attempt, [], {}, {})
+    assert (tmp_path / "one" / "theirs").read_text() == "kept"
+
+
+def test_rename_new_refuses_even_an_empty_folder(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    with pytest.raises(FileExistsError):
+        FsOps().rename_new(str(tmp_path / "a"), str(tmp_path / "b"))
+
+
+def test_short_writes_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.pwritev
+    monkeypatch.setattr(os, "pwritev", lambda fd, views, at: real(fd, [views[0][:3]], at))
+    fs = FsOps()
+    fd = fs.create(str(tmp_path / "file"))
+    fs.write(fd, [memoryview(b"0123456789"), memoryview(b"abc")], 0)
+    fs.close(fd)
+    assert (tmp_path / "file").read_bytes() == b"0123456789abc"
+
+
+def test_a_manifest_knows_when_it_was_changed() -> None:
+    data = encode_manifest({"version": 1, "files": []})
+    assert decode_manifest(data, "x") == {"version": 1, "files": []}
+    with pytest.raises(CheckpointCorruptError, match="own checksum"):
+        decode_manifest(data.replace(b'"files":[]', b'"files":[1]'), "x")
+    with pytest.raises(CheckpointCorruptError, match="not a complete manifest"):
+        decode_manifest(data[:-3], "x")
+
+
+def test_names() -> None:
+    assert MEGATRON.folder(200) == "iter_0000200" and MEGATRON.step("iter_0000200") == 200
+    assert STEP.folder(200) == "step_00000200"
+    assert MEGATRON.step("iter_200") is None and MEGATRON.step("xiter_0000200") is None
