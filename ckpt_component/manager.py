@@ -213,13 +213,7 @@ class CheckpointManager:
         Raises:
             CheckpointTimeoutError: a save hung; see timeouts.write.
         """
-        limit = self._timeouts.stage + self._timeouts.write
-        deadline = time.monotonic() + limit * max(len(self._pending), 1)
-        for _, future in list(self._pending):
-            try:
-                Future.exception(future, timeout=max(deadline - time.monotonic(), 0))
-            except TimeoutError as error:
-                raise CheckpointTimeoutError(f"A save was still running after {limit:g} s (timeouts.write).") from error
+        self._await_pending()
         self._collect()
 
     def close(self) -> None:
@@ -254,9 +248,29 @@ class CheckpointManager:
             return
         try:
             if self._save_policy.at_end and self._seen is not None:
-                self.save(*self._seen)
+                self._save_last(*self._seen)
         finally:
             self.close()
+
+    def _await_pending(self) -> None:
+        limit = self._timeouts.stage + self._timeouts.write
+        deadline = time.monotonic() + limit * max(len(self._pending), 1)
+        for _, future in list(self._pending):
+            try:
+                Future.exception(future, timeout=max(deadline - time.monotonic(), 0))
+            except TimeoutError as error:
+                raise CheckpointTimeoutError(f"A save was still running after {limit:g} s (timeouts.write).") from error
+
+    def _save_last(self, step: int, state: Mapping[Any, Any]) -> None:
+        """Save the last step: `overlap` must not skip it, nor an earlier save's error keep it from being tried."""
+        self._await_pending()
+        untold = [future for _, future in self._pending if not future.delivered]
+        failures = [error for error in (future.exception() for future in untold) if error is not None]
+        try:
+            self.save(step, state)
+        finally:
+            if failures:
+                raise failures[0]  # the others are in the log and in the reports
 
     def _after_commit(self, path: str) -> None:
         """The pointer, and what may go. A failure here is a warning: the checkpoint itself is committed."""

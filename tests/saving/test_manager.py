@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -140,8 +141,6 @@ def test_what_a_dead_run_left_is_deleted_and_nothing_else(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("overlap", ["wait", "skip", "error"])
 def test_overlapping_saves(overlap: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import threading
-
     go = threading.Event()
     with manager_in(tmp_path, f"checkpoint.overlap={overlap}", "checkpoint.save.at_end=false") as manager:
         caller = manager._checkpointer._checkpoint_process.caller  # type: ignore[union-attr]
@@ -189,6 +188,31 @@ def test_a_failed_save_is_told_once_and_reported(tmp_path: Path, monkeypatch: py
         assert [(r.step, r.outcome) for r in manager.reports] == [(1, "failed"), (2, "committed")]
         assert manager.steps() == [2]
     assert sorted(os.listdir(tmp_path)) == ["iter_0000002", "latest_checkpointed_iteration.txt"]
+
+
+@pytest.mark.parametrize("overlap", ["wait", "skip", "error"])
+def test_the_last_step_is_saved_although_earlier_saves_run_or_failed(
+    overlap: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with (
+        pytest.raises(CheckpointSaveError, match="first"),
+        manager_in(tmp_path, "checkpoint.save.every_steps=null", f"checkpoint.overlap={overlap}") as manager,
+    ):
+        caller = manager._checkpointer._checkpoint_process.caller  # type: ignore[union-attr]
+        run_job, jobs, go = caller.run, [1, 2], threading.Event()
+
+        def hold_then_fail_once(job: Any, deadline: float) -> Any:
+            assert go.wait(30)
+            if jobs.pop(0) == 1:
+                raise CheckpointSaveError("the first one failed", 5)
+            return run_job(job, deadline)
+
+        monkeypatch.setattr(caller, "run", hold_then_fail_once)
+        manager.save(1, fresh())
+        assert manager.maybe_save(2, fresh()) is False
+        threading.Timer(0.2, go.set).start()
+    assert manager.steps() == [2]
+    assert [(report.step, report.outcome) for report in manager.reports] == [(1, "failed"), (2, "committed")]
 
 
 def test_off_does_nothing(tmp_path: Path) -> None:
