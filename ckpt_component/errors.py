@@ -19,6 +19,7 @@ __all__ = [
     "CheckpointStageError",
     "CheckpointTimeoutError",
     "MissingKeysError",
+    "RanksError",
     "TornSnapshotError",
     "WorkerDiedError",
 ]
@@ -46,6 +47,14 @@ class CheckpointSaveError(CheckpointError, RuntimeError):
 
 class WorkerDiedError(CheckpointSaveError):
     """The writer process ended before it answered; the text has its signal or exit code."""
+
+
+class RanksError(CheckpointSaveError):
+    """Ranks failed, or cannot be reached; the same on all ranks. `failures` has the text of each failed rank."""
+
+    def __init__(self, message: str, errno: int | None = None, failures: dict[int, str] | None = None) -> None:
+        super().__init__(message, errno)
+        self.failures = failures or {}
 
 
 class CheckpointTimeoutError(CheckpointError, TimeoutError):

@@ -6,7 +6,6 @@ import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import torch
 
@@ -15,28 +14,30 @@ from ..image.arena import tensor_bytes
 _BLOCK = 8 << 20
 
 
-def measure_limits(state: dict[str, torch.Tensor], folder: str, repeats: int) -> dict[str, float]:
-    """Seconds, medians of `repeats`: one memcpy, one multi-tensor copy, and raw durable writes by 1 and 2 threads."""
+def measure_limits(state: dict[str, torch.Tensor], folder: str, steady: int) -> dict[str, float]:
+    """Seconds, medians of `steady`: one memcpy, one multi-tensor copy, and raw durable writes by 1 and 2 threads.
+
+    They take turns, as copies and writes do in a run of saves: a copy in a tight loop of copies is up to a third
+    faster than one that comes after a write.
+    """
     tensors = list(state.values())
     source = torch.ones(sum(tensor.nbytes for tensor in tensors), dtype=torch.uint8)
     memory = tensor_bytes(source)
-    limits = {
-        "memcpy": _median(torch.Tensor.copy_, repeats, torch.zeros_like(source), source),
-        "foreach_copy": _median(torch._foreach_copy_, repeats, [torch.zeros_like(t) for t in tensors], tensors),
+    target, targets = torch.zeros_like(source), [torch.zeros_like(tensor) for tensor in tensors]
+    calls: dict[str, Callable[[], object]] = {
+        "memcpy": lambda: target.copy_(source),
+        "raw write 1": lambda: _raw_write(memory, folder, 1),
+        "foreach_copy": lambda: torch._foreach_copy_(targets, tensors),
+        "raw write 2": lambda: _raw_write(memory, folder, 2),
     }
-    for threads in (1, 2):
-        limits[f"raw write {threads}"] = _median(_raw_write, repeats, memory, folder, threads)
-    return limits
-
-
-def _median(call: Callable[..., Any], repeats: int, *arguments: Any) -> float:
-    """The median time of a call; the first one, which meets cold pages, is left out."""
-    seconds = []
-    for _ in range(repeats + 1):
-        started = time.perf_counter()
-        call(*arguments)
-        seconds.append(time.perf_counter() - started)
-    return sorted(seconds[1:])[repeats // 2]
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(steady + 1):
+        for name, call in calls.items():
+            started = time.perf_counter()
+            call()
+            seconds[name].append(time.perf_counter() - started)
+    # The first round, which meets cold pages, is left out.
+    return {name: sorted(found[1:])[steady // 2] for name, found in seconds.items()}
 
 
 def _raw_write(memory: memoryview, folder: str, threads: int) -> None:

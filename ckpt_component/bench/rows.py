@@ -23,9 +23,11 @@ Load = Callable[[str], None]
 OURS = ("sync", "async_persistent", "async_temporal", "async_zero_overhead")
 PEERS = ("torch.save", "dcp.save t1", "dcp.save t2", "dcp.async_save")
 ROWS = (*OURS, *PEERS)
+#: How many saves count, after the first.
+STEADY = 5
 
 
-def measure(row: str, state: State, folder: str, steady: int = 3) -> dict[str, Any]:
+def measure(row: str, state: State, folder: str, steady: int = STEADY) -> dict[str, Any]:
     """Run one row: the first save apart, then `steady` more, each to a new path; the last one is loaded.
 
     Returns:

@@ -34,6 +34,18 @@ def render(
     return "\n".join(lines)
 
 
+def medians(runs: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Each figure's median over the runs of one row.
+
+    Raises:
+        RuntimeError: no run of it succeeded.
+    """
+    good = [run for run in runs if "error" not in run]
+    if not good:
+        raise RuntimeError(f"The limits could not be measured: {runs[0]['error'] if runs else 'not run'}.")
+    return {name: sorted(run[name] for run in good)[len(good) // 2] for name in good[0]}
+
+
 def claims(state: str, rows: Mapping[str, Sequence[Mapping[str, Any]]], limits: Mapping[str, float]) -> list[str]:
     """What is promised for a state, with the ratio of this run, and whether it holds."""
     ours, stock = rows.get("async_persistent", ()), rows.get("dcp.save t1", ())

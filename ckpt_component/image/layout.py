@@ -81,6 +81,8 @@ class Structure:
                 self.relations.append((number, self.stored[entry].tensor, 0))
             self.stored_of.append(entry)
         self.pointers = pointers
+        self._on_cpu = [tensor.is_cpu for tensor in flat.tensors]
+        self._contiguous = [tensor.is_contiguous() for tensor in flat.tensors]
         self._dense = [_is_dense(tensor) for tensor in flat.tensors]
 
     def stride_of(self, tensor: int) -> tuple[int, ...]:
@@ -108,15 +110,19 @@ class Structure:
         )
 
     def _same_tensors(self, tensors: Sequence[torch.Tensor]) -> bool:
-        # Compared one by one: a list of 20,000 fresh tuples costs several times as much in garbage collection.
-        for tensor, (kind, dtype, shape, stride, device) in zip(tensors, self._signature, strict=True):
+        # Compared one by one: a list of 20,000 fresh tuples costs several times as much in garbage collection. On the
+        # CPU `is_cpu` says it without making a device, and with an equal shape `is_contiguous` says it of the strides.
+        strided = torch.strided
+        for tensor, (kind, dtype, shape, stride, device), on_cpu, contiguous in zip(
+            tensors, self._signature, self._on_cpu, self._contiguous, strict=True
+        ):
             if (
                 type(tensor) is not kind
                 or tensor.dtype is not dtype
                 or tensor.shape != shape
-                or tensor.layout is not torch.strided
-                or tensor.stride() != stride
-                or tensor.device != device
+                or tensor.layout is not strided
+                or not (tensor.is_contiguous() if contiguous else tensor.stride() == stride)
+                or not (tensor.is_cpu if on_cpu else tensor.device == device)
             ):
                 return False
         return True

@@ -1,0 +1,138 @@
+"""One rank's connection to the store that all ranks share: small messages, and every wait has a deadline.
+
+Nothing here is a collective, and nothing touches a device. `torch.distributed` is used where the script has set it up;
+this module does not import it by itself.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
+
+from ..errors import CheckpointTimeoutError, RanksError
+
+#: A wait looks this often at first (seconds), and ever more seldom, so that 1,000 ranks do not keep the store busy.
+_FIRST_POLL, _LONGEST_POLL = 0.001, 0.2
+
+
+class RankStore:
+    """Keys and values that all ranks see. One object per thread: a connection serves one call at a time.
+
+    Args:
+        store: a `torch.distributed` store of this rank's own.
+        rank: this one.
+        world_size: how many there are.
+        prefix: of all keys; the same on all ranks, and used by one purpose alone.
+    """
+
+    def __init__(self, store: Any, rank: int, world_size: int, prefix: str) -> None:
+        self._store = store
+        self.rank = rank
+        self.world_size = world_size
+        self._prefix = prefix
+
+    @classmethod
+    def of_job(cls, purpose: str) -> RankStore | None:
+        """A connection of its own to the store of the default process group; None where there is one rank.
+
+        All ranks must call this in the same order for the same purpose: the n-th call of each rank belongs together.
+        """
+        dist = distributed()
+        if dist is None or dist.get_world_size() == 1:
+            return None
+        rank, world_size = int(dist.get_rank()), int(dist.get_world_size())
+        store = dist.distributed_c10d._get_default_store().clone()
+        # An agent's store outlives a restart of its workers, so keys carry the generation too.
+        generation = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        base = f"ckpt/{generation}/{world_size}/{purpose}"
+        number = store.add(f"{base}/made-by-{rank}", 1)
+        return cls(store, rank, world_size, f"{base}/{number}/")
+
+    def clone(self) -> RankStore:
+        """The same keys by another connection, for another thread."""
+        return RankStore(self._told(self._store.clone), self.rank, self.world_size, self._prefix)
+
+    def set(self, key: str, value: bytes) -> None:
+        """Put a value in. Raises RanksError when the store is gone; so do all others here."""
+        self._told(lambda: self._store.set(self._prefix + key, value))
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to a counter, which starts at 0; returns its new value. An amount of 0 reads it."""
+        return int(self._told(lambda: self._store.add(self._prefix + key, amount)))
+
+    def peek(self, key: str) -> bytes | None:
+        """The value, or None while there is none. Never waits for it."""
+        return self._told(lambda: self._peek(self._prefix + key))
+
+    def read(self, keys: Sequence[str]) -> list[bytes]:
+        """The values of keys that are there."""
+        if not keys:
+            return []
+        return [bytes(value) for value in self._told(lambda: self._store.multi_get([self._prefix + k for k in keys]))]
+
+    def delete(self, keys: Sequence[str]) -> None:
+        """Remove keys, whether they are there or not."""
+        for key in keys:
+            self._told(lambda key=key: self._store.delete_key(self._prefix + key))  # type: ignore[misc]
+
+    def wait(self, key: str, deadline: float, what: str) -> bytes:
+        """The value once it is there.
+
+        Args:
+            key: of the value.
+            deadline: monotonic seconds.
+            what: is missing, for the error: `rank 0's answer`.
+
+        Raises:
+            CheckpointTimeoutError: it did not come in time.
+            RanksError: the store is gone.
+        """
+        found: list[bytes] = []
+
+        def is_there() -> bool:
+            value = self.peek(key)
+            if value is not None:
+                found.append(value)
+            return value is not None
+
+        wait_until(is_there, deadline, what)
+        return found[0]
+
+    def _peek(self, key: str) -> bytes | None:
+        return bytes(self._store.get(key)) if self._store.check([key]) else None
+
+    def _told(self, call: Callable[[], Any]) -> Any:
+        try:
+            return call()
+        except RuntimeError as error:  # all errors of torch's stores are RuntimeErrors
+            raise RanksError(
+                f"Rank {self.rank} cannot reach the store that all {self.world_size} ranks share; the process that "
+                f"holds it, rank 0 or torchrun, is gone: {str(error).splitlines()[0]}"
+            ) from error
+
+
+def wait_until(ready: Callable[[], bool], deadline: float, what: str) -> None:
+    """Return when `ready()` says so.
+
+    Raises:
+        CheckpointTimeoutError: it did not until `deadline` (monotonic seconds); the text says what was missing.
+    """
+    pause = _FIRST_POLL
+    while not ready():
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise CheckpointTimeoutError(f"Waited in vain for {what}.")
+        time.sleep(min(pause, left))
+        pause = min(pause * 1.5, _LONGEST_POLL)
+
+
+def distributed() -> ModuleType | None:
+    """`torch.distributed` where the script has initialized it, else None."""
+    dist = sys.modules.get("torch.distributed")  # whoever uses it has imported it
+    if dist is None or not dist.is_available() or not dist.is_initialized():
+        return None
+    return dist
