@@ -1,4 +1,4 @@
-"""Copies into an arena: multi-tensor on the CPU, and by a side stream from CUDA devices."""
+"""Copies into an arena: by a few threads from host memory, and by a side stream from CUDA devices."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 import torch
+
+from .host_copy import copy_on_host
 
 
 class DeviceCopies:
@@ -26,7 +28,7 @@ class DeviceCopies:
         if not slots:
             return []
         if not any(source.is_cuda for source in sources):
-            torch._foreach_copy_(list(slots), list(sources))
+            copy_on_host(slots, sources, torch.get_num_threads())
             return []
         by_device: dict[torch.device, tuple[list[torch.Tensor], list[torch.Tensor]]] = defaultdict(lambda: ([], []))
         for slot, source in zip(slots, sources, strict=True):
@@ -35,7 +37,7 @@ class DeviceCopies:
         events = [self._start_on(device, *pair) for device, pair in by_device.items() if device.type == "cuda"]
         for device, (targets, values) in by_device.items():
             if device.type != "cuda":
-                torch._foreach_copy_(targets, values)
+                copy_on_host(targets, values, torch.get_num_threads())
         return events
 
     def _start_on(
