@@ -26,6 +26,7 @@ from .errors import (
     CheckpointStageError,
     CheckpointTimeoutError,
     MissingKeysError,
+    RanksError,
     TornSnapshotError,
     WorkerDiedError,
 )
@@ -42,9 +43,10 @@ if TYPE_CHECKING:
     from .config import compose_checkpoint
     from .config.errors import CheckpointConfigError
     from .factory import build_checkpointer, build_manager
+    from .image.per_rank import PerRank
     from .manager import CheckpointManager
     from .process import CheckpointProcess, CheckpointProcessConfig
-    from .saver import SaveReport
+    from .reports import SaveReport
 
 __version__ = "0.1.0"
 
@@ -68,7 +70,9 @@ __all__ = [
     "CheckpointTimeoutError",
     "Checkpointer",
     "MissingKeysError",
+    "PerRank",
     "PersistentAsyncCaller",
+    "RanksError",
     "SaveReport",
     "SyncCheckpointer",
     "TemporalAsyncCaller",
@@ -89,8 +93,9 @@ _HOMES = {
     "CheckpointProcess": "process",
     "CheckpointProcessConfig": "process",
     "Checkpointer": "checkpointer",
+    "PerRank": "image.per_rank",
     "PersistentAsyncCaller": "callers",
-    "SaveReport": "saver",
+    "SaveReport": "reports",
     "SyncCheckpointer": "checkpointer",
     "TemporalAsyncCaller": "callers",
     "build_checkpointer": "factory",

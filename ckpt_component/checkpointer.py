@@ -16,15 +16,20 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from .config.errors import CheckpointConfigError
-from .errors import CheckpointError, MissingKeysError
-from .saver import SaveFuture, Saver, SaveReport, StagedWriter
-from .stagers.base import Snapshot, Stager
+from .coordination import Coordinator, LocalCoordinator
+from .errors import CheckpointError, MissingKeysError, RanksError
+from .reports import SaveFuture, SaveReport
+from .saver import BlockingWriter, EarlierSaveFailed, Saver
+from .stagers.base import Stager
 from .storage.commit import refuse_existing
 
 if TYPE_CHECKING:
     import torch
 
 logger = logging.getLogger(__name__)
+
+#: A decision that one rank knows reaches the others within this time.
+_DECISION_SECONDS = 60.0
 
 PathLike = str | os.PathLike[str]
 Self = TypeVar("Self", bound="Checkpointer")
@@ -128,10 +133,16 @@ class Checkpointer(ABC):
         """Plan and take memory for a state dict of this structure, so that the first save costs what others do."""
 
     def after_each_commit(self, call: Callable[[str], None]) -> None:
-        """Have `call` called with the path of every new checkpoint, before its save is over. It must not raise."""
+        """Have `call` called with the path of every new checkpoint, before its save is over; on rank 0 alone."""
         saver = self._saver()
         if saver is not None:
             saver.after_commit = call
+
+    @property
+    def ranks(self) -> Coordinator:
+        """How the ranks agree."""
+        saver = self._saver()
+        return LocalCoordinator() if saver is None else saver.ranks
 
     def _saver(self) -> Saver | None:
         """The saver in the graph, where it is one of ours."""
@@ -169,7 +180,7 @@ class SyncCheckpointer(Checkpointer):
     """Saves while training waits.
 
     Args:
-        writer: what saves; `StagedWriter` from the factory.
+        writer: what saves; `BlockingWriter` from the factory.
         reader: what loads.
     """
 
@@ -179,21 +190,24 @@ class SyncCheckpointer(Checkpointer):
 
     def save(self, state_dict: Mapping[Any, Any], path: PathLike, **kwargs: Any) -> None:
         """Save, and return when the checkpoint is committed; see `Checkpointer.save`."""
-        result = self._writer.write(state_dict, new_path(path), **kwargs)
+        ours = isinstance(self._writer, BlockingWriter)  # whose ranks look together whether the path is free
+        target = absolute_path(path) if ours else new_path(path)
+        result = self._writer.write(state_dict, target, **kwargs)
         if isinstance(result, SaveReport):
             self._last_report = result
 
     def prewarm(self, state_dict: Mapping[Any, Any]) -> None:
         """See `Checkpointer.prewarm`."""
-        if isinstance(self._writer, StagedWriter):
-            self._writer.stager.prewarm(state_dict)
+        saver = self._saver()
+        if saver is not None:
+            saver.stager.prewarm(state_dict)
 
     def close(self) -> None:
         """Free what the writer holds."""
         self._writer.close()
 
     def _saver(self) -> Saver | None:
-        return self._writer.saver if isinstance(self._writer, StagedWriter) else None
+        return self._writer.saver if isinstance(self._writer, BlockingWriter) else None
 
 
 class AsyncCheckpointer(Checkpointer):
@@ -202,7 +216,8 @@ class AsyncCheckpointer(Checkpointer):
     Args:
         checkpoint_stager: takes the snapshot: one of ours, or anything whose `stage(state_dict)` gives the state to
             write, or a future of it.
-        checkpoint_process: writes it: a `Saver`, or a `CheckpointProcess` for stagers that give a state dict.
+        checkpoint_process: writes it: a `Saver`, which then owns the stager, or a `CheckpointProcess` for stagers that
+            give a state dict.
         reader: what loads.
     """
 
@@ -218,17 +233,25 @@ class AsyncCheckpointer(Checkpointer):
 
         Waits for an earlier save only when all of the stager's memory is still being written.
         """
-        target = new_path(path)
-        self._tell_failures()
-        if not isinstance(self._checkpoint_stager, Stager):
-            # A foreign stager has one buffer, which the last save must have left before it is filled again.
-            while self._pending:
-                self._pending.popleft().result()
-        staged = self._checkpoint_stager.stage(state_dict, **kwargs)
-        write_future = self._checkpoint_process.write(staged, target, **kwargs)
+        saver = self._saver()
+        if saver is None:
+            staged, write_future = self._save_with_foreign_parts(state_dict, new_path(path), **kwargs)
+        else:
+            try:
+                staged, write_future = saver.save(state_dict, absolute_path(path), self._untold())
+            except EarlierSaveFailed as failure:
+                raise self._told(failure) from None
         write_future.add_done_callback(self._note_report)
         self._pending.append(write_future)
         return staged_future(staged), write_future
+
+    def _save_with_foreign_parts(self, state_dict: Mapping[Any, Any], target: str, **kwargs: Any) -> tuple[Any, Any]:
+        self._tell_failures()
+        # A foreign stager has one buffer, which the last save must have left before it is filled again.
+        while self._pending:
+            self._pending.popleft().result()
+        staged = self._checkpoint_stager.stage(state_dict, **kwargs)
+        return staged, self._checkpoint_process.write(staged, target, **kwargs)
 
     def guard(self, optimizer: torch.optim.Optimizer) -> None:
         """See `Checkpointer.guard`."""
@@ -259,7 +282,8 @@ class AsyncCheckpointer(Checkpointer):
         self._closed = True
         try:
             try:
-                self._checkpoint_stager.close()
+                if self._saver() is None:
+                    self._checkpoint_stager.close()
             finally:
                 self._checkpoint_process.close()
         finally:
@@ -292,27 +316,56 @@ class AsyncCheckpointer(Checkpointer):
         if failure is not None:
             raise failure
 
+    def _untold(self) -> dict[int, str]:
+        """Ended saves that failed without anybody having seen it, by number; forgets those that are over."""
+        found: dict[int, str] = {}
+        kept: deque[Future[Any]] = deque()
+        for future in self._pending:
+            if future.done():
+                error = Future.exception(future, timeout=0)
+                if error is None or getattr(future, "delivered", False):
+                    continue
+                found[getattr(future, "number", 0)] = str(error)
+            kept.append(future)
+        self._pending = kept
+        return found
+
+    def _told(self, failure: EarlierSaveFailed) -> BaseException:
+        """The error of the save that all ranks are to hear of now."""
+        for future in list(self._pending):
+            if getattr(future, "number", 0) == failure.number:
+                self._pending.remove(future)
+                # Another rank knows that it has failed; here the same decision is on its way.
+                error = future.exception(timeout=_DECISION_SECONDS)
+                if error is not None:
+                    return error
+        return RanksError(str(failure))
+
 
 def new_path(path: PathLike) -> str:
-    """The absolute form of a path to save to; refuses what is taken, and what is not a local path.
+    """The absolute form of a path to save to, which must be free.
 
     Raises:
         CheckpointExistsError: the path is taken.
         CheckpointConfigError: a URL.
     """
-    text = os.fspath(path)
-    if "://" in text:
-        raise CheckpointConfigError(f"{text} is a URL, and checkpoints are saved to local or mounted folders only.")
-    target = os.path.abspath(text)
+    target = absolute_path(path)
     refuse_existing(target)
     return target
 
 
+def absolute_path(path: PathLike) -> str:
+    """The absolute form of a local path. Raises CheckpointConfigError for a URL."""
+    text = os.fspath(path)
+    if "://" in text:
+        raise CheckpointConfigError(f"{text} is a URL, and checkpoints are saved to local or mounted folders only.")
+    return os.path.abspath(text)
+
+
 def staged_future(staged: Any) -> Future[None]:
     """A future that is done, or fails, when a stager's result is complete."""
-    source = staged.staged if isinstance(staged, Snapshot) else staged
     future: Future[None] = Future()
-    if not isinstance(source, Future):
+    if not isinstance(staged, Future):
         future.set_result(None)
         return future
 
@@ -323,5 +376,5 @@ def staged_future(staged: Any) -> Future[None]:
         else:
             future.set_exception(error)
 
-    source.add_done_callback(settle)
+    staged.add_done_callback(settle)
     return future

@@ -18,11 +18,12 @@ from .config.errors import CheckpointConfigError
 from .config.parts import build_part, part_class
 from .config.resolve import resolve_config
 from .config.schema import Checkpoint, Durability, Naming
-from .coordination import LocalCoordinator
+from .coordination import Coordinator, LocalCoordinator, RankStore, StoreCoordinator
 from .manager import CheckpointManager
 from .policies import KeepPolicy, ResumePolicy, SavePolicy
 from .readers import Reader
-from .saver import Saver, StagedWriter, Timeouts
+from .reports import Timeouts
+from .saver import BlockingWriter, Saver
 from .stagers.base import Stager
 from .storage.fs import FsOps
 from .storage.names import MEGATRON, STEP
@@ -140,15 +141,22 @@ def _build_graph(settings: Checkpoint) -> Checkpointer:
     caller = _build(WriteCaller, "caller", settings.caller)
     writer = _build(Writer, "writer", settings.writer)
     timeouts = _timeouts(settings)
-    coordinator = LocalCoordinator()
+    ranks = _ranks(timeouts)
     fs = FsOps(durable=settings.durability is Durability.power_cut)
     # An arena must be visible to the process that writes it; that is the caller's to say, not the stager's.
-    stager.connect(writer, rank=coordinator.rank, shared=caller.in_other_process, timeout=timeouts.stage)
+    stager.connect(writer, ranks=ranks, shared=caller.in_other_process, timeout=timeouts.stage)
     caller.connect(start_timeout=timeouts.worker_start, close_timeout=timeouts.close)
-    saver = Saver(caller, writer, coordinator, fs, timeouts)
+    saver = Saver(stager, caller, writer, ranks, fs, timeouts)
+    reader = Reader(ranks.rank, ranks.world_size)
     if caller.in_other_process:
-        return AsyncCheckpointer(stager, saver, Reader())
-    return SyncCheckpointer(StagedWriter(stager, saver), Reader())
+        return AsyncCheckpointer(stager, saver, reader)
+    return SyncCheckpointer(BlockingWriter(saver), reader)
+
+
+def _ranks(timeouts: Timeouts) -> Coordinator:
+    """One rank, or those of `torch.distributed` where the script has initialized it."""
+    store = RankStore.of_job("checkpointer")
+    return LocalCoordinator() if store is None else StoreCoordinator(store, timeouts.heartbeat, timeouts.stall)
 
 
 def _build(base: type[Any], kind: str, plain: Mapping[str, Any]) -> Any:
@@ -162,4 +170,4 @@ def _option(part: type[Any]) -> str:
 
 def _timeouts(settings: Checkpoint) -> Timeouts:
     times = settings.timeouts
-    return Timeouts(times.worker_start, times.stage, times.write, times.close)
+    return Timeouts(times.worker_start, times.stage, times.write, times.close, times.heartbeat, times.stall)

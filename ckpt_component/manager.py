@@ -5,21 +5,23 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from .checkpointer import Checkpointer
+from .coordination import Coordinator, LocalCoordinator
 from .errors import (
     CheckpointBusyError,
     CheckpointCorruptError,
     CheckpointError,
+    CheckpointLoadError,
     CheckpointTimeoutError,
 )
 from .policies import KeepPolicy, ResumePolicy, SavePolicy
-from .saver import SaveFuture, SaveReport, Timeouts
+from .reports import SaveFuture, SaveReport, Timeouts
 from .storage.commit import discard, living_attempts, sweep
 from .storage.fs import FsOps
 from .storage.names import StepNames
@@ -76,6 +78,8 @@ class CheckpointManager:
         self._saved_step: int | None = None
         self._pending: list[tuple[int, SaveFuture]] = []
         self._closed = False
+        self._ranks: Coordinator = LocalCoordinator() if checkpointer is None else checkpointer.ranks
+        self._questions = 0
         self.reports: list[SaveReport] = []
         if checkpointer is not None:
             checkpointer.after_each_commit(self._after_commit)
@@ -124,6 +128,28 @@ class CheckpointManager:
         """
         if self._checkpointer is None:
             return None
+        candidates, committed = self._ask(self._candidates)
+        for number, step in enumerate(candidates):
+            last = number + 1 == len(candidates)
+            try:
+                self._load_together(self._checkpointer, step, state, strict)
+            except CheckpointCorruptError as error:
+                if last:
+                    raise
+                logger.error("step %d cannot be used, trying step %d: %s", step, candidates[number + 1], error)
+                continue
+            later = [other for other in committed if other > step]
+            if later and self._ranks.leads:
+                logger.warning(
+                    "resumed from step %d although %s follow(s); saving those steps again will be refused", step, later
+                )
+            self._saved_step = step
+            self._last_save = time.monotonic()
+            return int(step)
+        return None
+
+    def _candidates(self) -> list[list[int]]:
+        """On the leading rank: the steps to try, best first, and all that are committed."""
         self._clean_up()
         committed = self.steps()
         candidates = self._resume.candidates(committed, self._root)
@@ -134,23 +160,33 @@ class CheckpointManager:
                 self._root,
                 committed[-1],
             )
-        for number, step in enumerate(candidates):
-            try:
-                self._checkpointer.load(self.path_of(step), state, strict=strict)
-            except CheckpointCorruptError as error:
-                if number + 1 == len(candidates):
-                    raise
-                logger.error("step %d cannot be used, trying step %d: %s", step, candidates[number + 1], error)
-                continue
-            later = [other for other in committed if other > step]
-            if later:
-                logger.warning(
-                    "resumed from step %d although %s follow(s); saving those steps again will be refused", step, later
-                )
-            self._saved_step = step
-            self._last_save = time.monotonic()
-            return step
-        return None
+        return [candidates, committed]
+
+    def _load_together(self, checkpointer: Checkpointer, step: int, state: dict[str, Any], strict: bool) -> None:
+        """Load a step on all ranks; what fails on one fails on all, and corrupt bytes are worse than anything else."""
+        failure: Exception | None = None
+        try:
+            checkpointer.load(self.path_of(step), state, strict=strict)
+        except Exception as error:
+            failure = error
+        if self._ranks.world_size == 1:
+            if failure is not None:
+                raise failure
+            return
+        said = None if failure is None else [isinstance(failure, CheckpointCorruptError), str(failure)]
+        self._questions += 1
+        # As long as the slowest rank needs to read its part.
+        deadline = time.monotonic() + self._timeouts.stage + self._timeouts.write
+        told = self._ranks.pool(f"loaded/{self._questions}", said, _first_failure, deadline)
+        if told is not None:
+            kind = CheckpointCorruptError if told[0] else CheckpointLoadError
+            raise kind(told[1]) from failure
+
+    def _ask(self, action: Callable[[], Any]) -> Any:
+        """What rank 0 finds out, on all ranks."""
+        self._questions += 1
+        deadline = time.monotonic() + self._timeouts.stage
+        return self._ranks.lead(f"manager/{self._questions}", action, deadline)
 
     def maybe_save(self, step: int, state: Mapping[Any, Any]) -> bool:
         """Save when the policy says so. Call it after every step. Returns whether a save was started.
@@ -161,13 +197,22 @@ class CheckpointManager:
                 reference to it, for the save at the end.
 
         Raises:
-            CheckpointError: also what went wrong in an earlier save and was not yet told.
+            CheckpointError: also what went wrong in an earlier save and was not yet told; with several ranks at the
+                next save, on all of them.
         """
         self._seen = (step, state)
-        self._collect()
-        if self._checkpointer is None or not self._save_policy.due(step, time.monotonic() - self._last_save):
+        if self._ranks.world_size == 1:
+            self._collect()
+        if self._checkpointer is None or not self._is_due(step):
             return False
         return self.save(step, state)
+
+    def _is_due(self, step: int) -> bool:
+        policy = self._save_policy
+        if self._ranks.world_size == 1 or policy.every_seconds is None:
+            return policy.due(step, time.monotonic() - self._last_save)
+        # The ranks' clocks differ, so rank 0's is asked.
+        return bool(self._ask(lambda: policy.due(step, time.monotonic() - self._last_save)))
 
     def save(self, step: int, state: Mapping[Any, Any]) -> bool:
         """Save now. Returns False when it was skipped (`overlap: skip`, or the step is saved already).
@@ -182,17 +227,23 @@ class CheckpointManager:
             return False
         if self._closed:
             raise CheckpointError("This manager is closed; build a new one to save again.")
-        self._collect()
+        if self._ranks.world_size == 1:
+            self._collect()
         path = self.path_of(step)
-        if self._overlap != "wait" and self._checkpointer.busy:
-            text = f"step {step} came while {os.path.basename(self._pending[-1][1].path)} was still being saved"
+        if self._overlap != "wait" and self._is_busy(self._checkpointer):
+            text = f"step {step} came while an earlier save was still running"
             if self._overlap == "error":
                 raise CheckpointBusyError(f"{text}; use checkpoint.overlap=wait or skip, or save less often.")
             logger.warning("%s, and is skipped (checkpoint.overlap=skip)", text)
             self.reports.append(SaveReport(path=path, outcome="skipped", step=step, error=text))
             return False
         self._last_save = time.monotonic()
-        futures = self._checkpointer.save(state, path)
+        try:
+            futures = self._checkpointer.save(state, path)
+        finally:
+            if self._ranks.world_size > 1:
+                # The save itself tells of earlier ones that failed, so that all ranks hear of it together.
+                self._collect(only_told=True)
         self._saved_step = step
         if futures is None:
             report = self._checkpointer.last_report
@@ -201,6 +252,12 @@ class CheckpointManager:
             return True
         self._pending.append((step, futures[1]))
         return True
+
+    def _is_busy(self, checkpointer: Checkpointer) -> bool:
+        """Whether a rank would have to wait."""
+        self._questions += 1
+        deadline = time.monotonic() + self._timeouts.stage
+        return bool(self._ranks.pool(f"busy/{self._questions}", checkpointer.busy, any, deadline))
 
     def prewarm(self, state: Mapping[Any, Any]) -> None:
         """Plan and take memory for this state, so that the first save costs what others do."""
@@ -285,15 +342,21 @@ class CheckpointManager:
         except OSError as error:
             logger.warning("step %d is committed, but pointer or clean-up failed: %s", step, error)
 
-    def _collect(self, tell: bool = True) -> None:
-        """Turn ended saves into reports, and raise the first error that nobody has seen yet."""
+    def _collect(self, tell: bool = True, only_told: bool = False) -> None:
+        """Turn ended saves into reports, and raise the first error that nobody has seen yet.
+
+        Args:
+            tell: False: raise nothing.
+            only_told: leave failures that nobody has seen for later.
+        """
         failure: BaseException | None = None
         running: list[tuple[int, SaveFuture]] = []
         for step, future in self._pending:
-            if not future.done() or (failure is not None and not future.delivered):
+            seen = future.delivered
+            failed = future.done() and Future.exception(future, timeout=0) is not None
+            if not future.done() or (failed and not seen and (failure is not None or only_told)):
                 running.append((step, future))
                 continue
-            seen = future.delivered
             error = future.exception()
             if error is None:
                 self.reports.append(replace(Future.result(future), step=step))
@@ -325,3 +388,12 @@ class CheckpointManager:
             time.sleep(0.05)
         for name in sweep(self._fs, self._root):
             logger.info("deleted %s, which a dead run left", name)
+
+
+def _first_failure(said: list[Any]) -> Any:
+    """The failure that all ranks are to hear of: corrupt bytes first, which an older checkpoint may make up for."""
+    failures = [(rank, *each) for rank, each in enumerate(said) if each is not None]
+    if not failures:
+        return None
+    rank, corrupt, text = next((failure for failure in failures if failure[1]), failures[0])
+    return [corrupt, f"Rank {rank}: {text}"]

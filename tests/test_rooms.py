@@ -26,7 +26,7 @@ ORDER = (
     {"process"},
     {"callers"},
     {"stagers"},
-    {"checkpointer", "saver", "manager", "policies"},
+    {"checkpointer", "saver", "schedule", "attempt", "reports", "manager", "policies"},
     {"factory"},
     {"training", "train"},
     {"bench", "tools"},

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -54,6 +55,10 @@ class WriteCaller(ABC):
             CheckpointSaveError: the write failed; the caller can take the next job all the same.
             CheckpointTimeoutError: the deadline passed; the process that hung was killed.
         """
+
+    def progress(self) -> int:
+        """Bytes that whoever writes has written since it started; other ranks tell slow from hung by it."""
+        return _written_by(os.getpid())
 
     def decided(self, job: WriteJob) -> None:
         """The job's save was committed or given up."""
@@ -123,6 +128,11 @@ class _ProcessCaller(WriteCaller):
             ) from RemoteTraceback(answer["traceback"])
         return dict(answer["result"])
 
+    def progress(self) -> int:
+        """See `WriteCaller.progress`."""
+        pid = self.pid
+        return 0 if pid is None else _written_by(pid)
+
     def decided(self, job: WriteJob) -> None:
         """Let the process forget the job, which it would otherwise commit when the trainer died."""
         if self._process is not None and self._process.alive:
@@ -174,9 +184,9 @@ class _ProcessCaller(WriteCaller):
             self._arenas = {known: arena for known, arena in self._arenas.items() if not arena.closed}
             self._arenas[job.arena.number] = job.arena
         if self._table != table_number:
-            named = [(name, len(data)) for name, data in sealed.sidecars.items()]
+            named = [(name, len(data)) for name, data in job.sidecars.items()]
             header = {"kind": "table", "id": table_number, "table": table.to_plain(), "sidecars": named}
-            process.send(header, deadline, blobs=list(sealed.sidecars.values()))
+            process.send(header, deadline, blobs=list(job.sidecars.values()))
             self._table = table_number
         extras = [
             {"file": extra.file, "offset": extra.offset, "size": extra.data.nbytes, "items": list(extra.items)}
@@ -198,6 +208,14 @@ class _ProcessCaller(WriteCaller):
             "commit_alone": job.commit_alone,
         }
         process.send(header, deadline, blobs=[extra.data for extra in sealed.extras])
+
+
+def _written_by(pid: int) -> int:
+    """From the kernel's own account; 0 for a process that is gone, or where there is no such account."""
+    try:
+        return int(psutil.Process(pid).io_counters().write_chars)
+    except (psutil.Error, OSError, AttributeError):
+        return 0
 
 
 class TemporalCaller(_ProcessCaller):

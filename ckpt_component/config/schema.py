@@ -96,6 +96,10 @@ class Timeouts:
     """Until all files of a checkpoint are written and committed."""
     close: float = above(0, 60.0)
     """Until an idle writer process has ended."""
+    heartbeat: float = above(0, 30.0)
+    """With several ranks: one that gave no sign of life for so long during a save is gone."""
+    stall: float = above(0, 300.0)
+    """With several ranks: one that lives and has written nothing for so long during a save hangs."""
 
 
 @dataclass

@@ -1,72 +1,85 @@
-"""One decision per save on all ranks: commit or give up.
+"""One decision on all ranks: the leading rank decides from what every rank says, and every rank learns it.
 
-The saver asks its coordinator for an attempt, votes with what this rank wrote or why it failed, and learns the
-decision. With one rank there is nobody to ask; the store-based coordinator for many ranks has the same face.
+Three questions are enough for a save or a load: `pool` (everyone says something, rank 0 decides), `lead` (rank 0 alone
+does something, all learn the result) and `vote` (everyone says how its part went). With one rank nobody is asked.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable
 from typing import Any
-
-from ..storage.names import new_token
 
 
 class Coordinator(ABC):
-    """What the saver needs from the ranks together. `rank` is this one's, `world_size` how many there are."""
+    """What a checkpointer needs from all ranks together. `rank` is this one's, `world_size` how many there are.
+
+    Every rank calls the same methods with the same tags in the same order; values are plain JSON. A tag is used once.
+    """
 
     rank: int
     world_size: int
 
     @property
     def leads(self) -> bool:
-        """Whether this rank makes the staging folder and commits."""
+        """Whether this rank decides, looks at the file system, and commits."""
         return self.rank == 0
 
     @abstractmethod
-    def agree_on_attempt(self, target: str, deadline: float) -> str:
-        """A token for one attempt to make `target`, the same on all ranks.
+    def pool(self, tag: str, value: Any, decide: Callable[[list[Any]], Any], deadline: float) -> Any:
+        """Say something and learn what the leading rank makes of what all said.
 
         Args:
-            target: absolute path of the checkpoint.
+            tag: of this question.
+            value: this rank's.
+            decide: called on the leading rank with all values, by rank.
             deadline: monotonic seconds.
-        """
 
-    @abstractmethod
-    def collect_votes(
-        self, token: str, vote: Mapping[str, Any] | Exception, deadline: float
-    ) -> Sequence[Mapping[str, Any]]:
-        """Vote with what this rank wrote, or with its error; returns what every rank wrote, by rank.
+        Returns:
+            What `decide` returned, on all ranks.
 
         Raises:
-            CheckpointSaveError: a rank failed; the same error on all ranks, naming them. With one rank its own error.
+            CheckpointError: what `decide` raised, on all ranks.
+            CheckpointTimeoutError: a rank did not say anything in time, or the leading one did not decide.
         """
 
-    @abstractmethod
-    def announce(self, token: str, error: Exception | None, deadline: float) -> None:
-        """Tell (leading rank) or learn (others) how the commit went; raises the leader's error on every rank."""
+    def lead(self, tag: str, action: Callable[[], Any], deadline: float) -> Any:
+        """Have the leading rank do something; all learn what it returned or raised.
+
+        Args:
+            tag: of this question.
+            action: called on the leading rank alone.
+            deadline: monotonic seconds.
+        """
+        return action()
+
+    def vote(self, tag: str, work: Callable[[], Any], progress: Callable[[], int], deadline: float) -> list[Any]:
+        """Do this rank's part, tell the others, and learn what every rank's part gave.
+
+        Args:
+            tag: of this question.
+            work: this rank's part.
+            progress: bytes written so far, to tell slow from hung.
+            deadline: monotonic seconds.
+
+        Returns:
+            What `work` returned, by rank.
+
+        Raises:
+            RanksError: a rank's part failed, or a rank is gone; the same on all ranks, naming them.
+        """
+        return [work()]
+
+    def close(self) -> None:
+        """Give up the connections. Safe to call twice."""
 
 
 class LocalCoordinator(Coordinator):
-    """One rank: every vote is the decision."""
+    """One rank: what it says is the decision."""
 
     rank = 0
     world_size = 1
 
-    def agree_on_attempt(self, target: str, deadline: float) -> str:
-        """A fresh token."""
-        return new_token()
-
-    def collect_votes(
-        self, token: str, vote: Mapping[str, Any] | Exception, deadline: float
-    ) -> Sequence[Mapping[str, Any]]:
-        """The one vote, or its error raised."""
-        if isinstance(vote, Exception):
-            raise vote
-        return [vote]
-
-    def announce(self, token: str, error: Exception | None, deadline: float) -> None:
-        """Raise the commit's error, if there is one."""
-        if error is not None:
-            raise error
+    def pool(self, tag: str, value: Any, decide: Callable[[list[Any]], Any], deadline: float) -> Any:
+        """What `decide` makes of the one value."""
+        return decide([value])

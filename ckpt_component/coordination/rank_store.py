@@ -99,7 +99,7 @@ class RankStore:
                 found.append(value)
             return value is not None
 
-        wait_until(is_there, deadline, what)
+        wait_until(is_there, deadline, lambda: what)
         return found[0]
 
     def _peek(self, key: str) -> bytes | None:
@@ -115,8 +115,13 @@ class RankStore:
             ) from error
 
 
-def wait_until(ready: Callable[[], bool], deadline: float, what: str) -> None:
+def wait_until(ready: Callable[[], bool], deadline: float, what: Callable[[], str]) -> None:
     """Return when `ready()` says so.
+
+    Args:
+        ready: asked again and again; a quick look.
+        deadline: monotonic seconds.
+        what: names what is missing, for the error.
 
     Raises:
         CheckpointTimeoutError: it did not until `deadline` (monotonic seconds); the text says what was missing.
@@ -125,7 +130,7 @@ def wait_until(ready: Callable[[], bool], deadline: float, what: str) -> None:
     while not ready():
         left = deadline - time.monotonic()
         if left <= 0:
-            raise CheckpointTimeoutError(f"Waited in vain for {what}.")
+            raise CheckpointTimeoutError(f"Waited in vain for {what()}.")
         time.sleep(min(pause, left))
         pause = min(pause * 1.5, _LONGEST_POLL)
 

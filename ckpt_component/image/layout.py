@@ -62,6 +62,8 @@ class Structure:
         self.tensor_paths = flat.tensor_paths
         self.object_paths = flat.object_paths
         self.containers = flat.containers
+        #: For each tensor which part of a whole it is, or None.
+        self.shards = flat.shards
         self._signature = [(type(t), t.dtype, t.shape, t.stride(), t.device) for t in flat.tensors]
         pointers = [tensor.data_ptr() for tensor in flat.tensors]
         self._distinct_pointers = len(set(pointers))
@@ -72,7 +74,7 @@ class Structure:
         self.relations: list[tuple[int, int, int]] = []
         first: dict[Any, int] = {}
         for number, (tensor, pointer) in enumerate(zip(flat.tensors, pointers, strict=True)):
-            form = (pointer, tensor.is_conj(), tensor.is_neg(), self._signature[number])
+            form = (pointer, tensor.is_conj(), tensor.is_neg(), self._signature[number], flat.shards[number])
             entry = first.get(form) if tensor.numel() else None
             if entry is None:
                 entry = first[form] = len(self.stored)
@@ -99,6 +101,7 @@ class Structure:
             flat.tensor_paths != self.tensor_paths
             or flat.object_paths != self.object_paths
             or flat.containers != self.containers
+            or flat.shards != self.shards
             or not self._same_tensors(flat.tensors)
         ):
             return False

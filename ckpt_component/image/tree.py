@@ -15,11 +15,17 @@ from typing import Any, Protocol, TypeGuard
 import torch
 
 from ..errors import CheckpointStageError
+from .per_rank import PerRank, rank_name
+from .shards import Shard, local_part
 
 #: The way to a value: dict keys (str, int, float, bool or None) and list positions.
 Path = tuple[Any, ...]
 StateDict = dict[str, Any]
+#: Which rank a `PerRank` value belongs to: the same for all, or for each by its path.
+Owner = int | Callable[[Path, PerRank], int | None]
 
+#: Never a part of something: by far most of the tensors are one of these.
+_WHOLE = frozenset({torch.Tensor, torch.nn.Parameter})
 _PLAIN_KEYS = (str, int, float, type(None))  # bool is an int
 
 
@@ -40,12 +46,13 @@ class FlatState:
     """A state dict, flattened.
 
     Attributes:
-        tensors: the tensors, in the order of the walk; not copied.
+        tensors: the tensors, in the order of the walk; not copied. Of a DTensor, what this rank holds.
         tensor_paths: where each one stood.
         objects: everything else.
         object_paths: where each one stood.
         containers: (path, kind) of what a plain dict would not give back: `list`, `odict`, `empty`.
         stateful: (path, object) of the values that were asked for their state.
+        shards: for every tensor which part of a whole it is; None: it is the whole.
     """
 
     tensors: list[torch.Tensor] = field(default_factory=list)
@@ -54,6 +61,7 @@ class FlatState:
     object_paths: list[Path] = field(default_factory=list)
     containers: list[tuple[Path, str]] = field(default_factory=list)
     stateful: list[tuple[Path, Stateful]] = field(default_factory=list)
+    shards: list[Shard | None] = field(default_factory=list)
 
 
 def key_of(path: Path) -> str:
@@ -66,8 +74,13 @@ def is_stateful(value: object) -> TypeGuard[Stateful]:
     return callable(getattr(value, "state_dict", None)) and not isinstance(value, type)
 
 
-def flatten(state_dict: Mapping[Any, Any]) -> FlatState:
+def flatten(state_dict: Mapping[Any, Any], rank: Owner = 0) -> FlatState:
     """Walk a state dict; objects with `state_dict()` are asked for their state wherever they stand.
+
+    Args:
+        state_dict: what to save, or to load into.
+        rank: whose it is; the name under which `PerRank` values stand. Or a function that says it of each of them, None
+            to leave it out.
 
     Raises:
         CheckpointStageError: the state is no dict, or a dict key is neither str, int, float, bool nor None.
@@ -79,11 +92,15 @@ def flatten(state_dict: Mapping[Any, Any]) -> FlatState:
     if not isinstance(state_dict, Mapping):
         raise CheckpointStageError(f"A state dict was expected and a {type(state_dict).__name__} came.")
     flat = FlatState()
-    _walk_dict((), state_dict, flat)
+    _walk_dict((), state_dict, flat, rank)
+    flat.shards = [None] * len(flat.tensors)
+    for number, tensor in enumerate(flat.tensors):
+        if type(tensor) not in _WHOLE:
+            flat.tensors[number], flat.shards[number] = local_part(tensor, key_of(flat.tensor_paths[number]))
     return flat
 
 
-def _walk_dict(path: Path, mapping: Mapping[Any, Any], flat: FlatState) -> None:
+def _walk_dict(path: Path, mapping: Mapping[Any, Any], flat: FlatState, rank: Owner) -> None:
     if not mapping:
         flat.containers.append((path, "empty"))
     elif type(mapping) is OrderedDict:
@@ -99,22 +116,26 @@ def _walk_dict(path: Path, mapping: Mapping[Any, Any], flat: FlatState) -> None:
             tensors.append(value)
             paths.append((*path, name))
         else:
-            _walk((*path, name), value, flat)
+            _walk((*path, name), value, flat, rank)
 
 
-def _walk(path: Path, value: Any, flat: FlatState) -> None:
+def _walk(path: Path, value: Any, flat: FlatState, rank: Owner) -> None:
     if isinstance(value, torch.Tensor):
         flat.tensors.append(value)
         flat.tensor_paths.append(path)
+    elif isinstance(value, PerRank):
+        owner = rank if isinstance(rank, int) else rank(path, value)
+        if owner is not None:
+            _walk((*path, rank_name(owner)), value.value, flat, rank)
     elif isinstance(value, Mapping):
-        _walk_dict(path, value, flat)
+        _walk_dict(path, value, flat, rank)
     elif isinstance(value, list) and _is_opened(value):
         flat.containers.append((path, "list"))
         for position, element in enumerate(value):
-            _walk((*path, position), element, flat)
+            _walk((*path, position), element, flat, rank)
     elif is_stateful(value):
         flat.stateful.append((path, value))
-        _walk(path, value.state_dict(), flat)
+        _walk(path, value.state_dict(), flat, rank)
     else:
         flat.objects.append(value)
         flat.object_paths.append(path)
@@ -122,7 +143,7 @@ def _walk(path: Path, value: Any, flat: FlatState) -> None:
 
 def _is_opened(values: list[Any]) -> bool:
     return any(
-        isinstance(value, (torch.Tensor, Mapping))
+        isinstance(value, (torch.Tensor, Mapping, PerRank))
         or (isinstance(value, list) and _is_opened(value))
         or is_stateful(value)
         for value in values

@@ -54,7 +54,7 @@ class TorchFileSource(Source):
     def read_tensors(self, requests: Sequence[Request]) -> None:
         """Copy from the loaded or mapped tensors."""
         for request in requests:
-            request.destination.copy_(self._tensors[request.key])
+            request.destination.copy_(request.part_of(self._tensors[request.key]))
 
     def read_objects(self, keys: Sequence[str]) -> Mapping[str, Any]:
         """Decode what stood beside the tensors."""
@@ -122,11 +122,10 @@ class SafetensorsSource(Source):
 
             def read(request: Request) -> None:
                 begin, _ = self._places[request.key]
-                target = request.destination
-                landing = torch.empty(target.shape, dtype=target.dtype)
+                landing = torch.empty(self.index.tensors[request.key].shape, dtype=request.destination.dtype)
                 if not read_full(fd, [tensor_bytes(landing)], self._start + begin):
                     raise CheckpointCorruptError(f"{self.where} ends before '{request.key}'.")
-                target.copy_(landing)
+                request.destination.copy_(request.part_of(landing))
 
             in_parallel(ordered, [self._places[r.key][1] - self._places[r.key][0] for r in ordered], read)
 

@@ -14,7 +14,8 @@ import torch
 from ..errors import CheckpointCorruptError
 from ..image import objects as object_codec
 from ..image.arena import tensor_bytes
-from ..image.tree import key_of
+from ..image.shards import overlap
+from ..image.tree import Path, key_of
 from ..storage.fs import FsOps
 from .ranges import OpenFiles, crc_of, crc_of_range, in_parallel, read_full
 from .source import Index, Request, Source, TensorEntry
@@ -99,42 +100,72 @@ def damaged(folder: str, name: str, what: str) -> CheckpointCorruptError:
     )
 
 
+@dataclass(frozen=True)
+class Chunk:
+    """A stored part of a tensor: where it begins in the whole, and the item that holds it."""
+
+    offsets: tuple[int, ...]
+    item: StoredItem
+
+
 class NativeSource(Source):
     """A checkpoint with integrity tables that say where every payload is."""
 
     def __init__(self, fs: FsOps, folder: str, manifest: Mapping[str, Any]) -> None:
-        self._items: dict[str, StoredItem] = {}
+        self._chunks: dict[str, dict[tuple[int, ...], Chunk]] = {}
+        self._objects: dict[str, StoredItem] = {}
         index = Index()
+        containers: dict[tuple[Path, str], None] = {}
         for rank, table in enumerate(read_tables(fs, folder, manifest)):
-            for raw, number in table.layout["keys"]:
+            for raw, number, *part in table.layout["keys"]:
                 path, item = tuple(raw), table.items[number]
                 key = key_of(path)
                 if item.dtype is None:
                     raise CheckpointCorruptError(f"'{key}' in {folder} has no dtype.")
-                self._items[key] = item
-                index.tensors[key] = TensorEntry(path, item.dtype, torch.Size(item.shape), (rank, number))
+                whole, offsets = (part[0], tuple(part[1])) if part else (item.shape, (0,) * len(item.shape))
+                # The same part twice: it was tied on one rank and not on another.
+                self._chunks.setdefault(key, {}).setdefault(offsets, Chunk(offsets, item))
+                entry = TensorEntry(path, item.dtype, torch.Size(whole), key if part else (rank, number))
+                index.tensors.setdefault(key, entry)
             for raw, number in table.layout["objects"]:
                 path = tuple(raw)
-                self._items[key_of(path)] = table.items[number]
+                self._objects[key_of(path)] = table.items[number]
                 index.objects[key_of(path)] = path
-            index.containers += [(tuple(raw), kind) for raw, kind in table.layout["containers"]]
+            containers.update(dict.fromkeys((tuple(raw), kind) for raw, kind in table.layout["containers"]))
+        index.containers = list(containers)
         super().__init__(folder, index)
 
     def read_tensors(self, requests: Sequence[Request]) -> None:
-        """Each item by one vectored read: the payload straight into the tensor, what surrounds it aside."""
-        ordered = sorted(requests, key=lambda request: self._place(request.key))
+        """Each item by one vectored read; a whole payload goes straight into the tensor, what surrounds it aside."""
+        pieces = [(request, chunk) for request in requests for chunk in self._pieces(request)]
+        pieces.sort(key=lambda piece: (piece[1].item.file, piece[1].item.offset))
         with OpenFiles(self.where) as files:
-            for request in ordered:
-                files.descriptor(self._items[request.key].file)
-            sizes = [self._items[request.key].length for request in ordered]
-            in_parallel(ordered, sizes, lambda request: self._read(files, request))
+            for _, chunk in pieces:
+                files.descriptor(chunk.item.file)
+            sizes = [chunk.item.length for _, chunk in pieces]
+            in_parallel(pieces, sizes, lambda piece: self._read(files, *piece))
+
+    def _pieces(self, request: Request) -> list[Chunk]:
+        """The chunks that hold something of what is asked for."""
+        chunks = list(self._chunks[request.key].values())
+        if len(chunks) == 1 and request.offsets is None:
+            return chunks
+        found, elements = [], 0
+        for chunk in chunks:
+            common = overlap((chunk.offsets, chunk.item.shape), request.box)
+            if common is not None:
+                found.append(chunk)
+                elements += common[2]
+        if elements != request.destination.numel():
+            raise CheckpointCorruptError(f"What {self.where} holds of '{request.key}' does not make up the tensor.")
+        return found
 
     def read_objects(self, keys: Sequence[str]) -> Mapping[str, Any]:
         """Decode the objects, each verified."""
         found: dict[str, Any] = {}
         with OpenFiles(self.where) as files:
             for key in keys:
-                item = self._items[key]
+                item = self._objects[key]
                 data = memoryview(bytearray(item.length))
                 whole = read_full(files.descriptor(item.file), [data], item.offset)
                 if not whole or zlib.crc32(data) != item.crc32:
@@ -142,13 +173,15 @@ class NativeSource(Source):
                 found[key] = object_codec.load(data)
         return found
 
-    def _place(self, key: str) -> tuple[str, int]:
-        item = self._items[key]
-        return item.file, item.offset
-
-    def _read(self, files: OpenFiles, request: Request) -> None:
-        item, target = self._items[request.key], request.destination
-        direct = target.device.type == "cpu" and target.is_contiguous() and not (target.is_conj() or target.is_neg())
+    def _read(self, files: OpenFiles, request: Request, chunk: Chunk) -> None:
+        item, target = chunk.item, request.destination
+        exact = request.box == (chunk.offsets, item.shape)
+        direct = (
+            exact
+            and target.device.type == "cpu"
+            and target.is_contiguous()
+            and not (target.is_conj() or target.is_neg())
+        )
         landing = target if direct else torch.empty(item.shape, dtype=item.dtype)
         payload = tensor_bytes(landing)
         before = item.payload - item.offset
@@ -162,8 +195,12 @@ class NativeSource(Source):
         if direct:
             # The memory was written behind autograd's back, and others may watch the version.
             torch.autograd.graph.increment_version(target)
-        else:
+        elif exact:
             target.copy_(landing)
+        else:
+            common = overlap((chunk.offsets, item.shape), request.box)
+            if common is not None:
+                target[common[1]].copy_(landing[common[0]])
 
 
 def _dtype(path: str, name: str) -> torch.dtype:

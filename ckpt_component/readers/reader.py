@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..errors import CheckpointLoadError, CheckpointNotFoundError
+from ..errors import CheckpointCorruptError, CheckpointLoadError, CheckpointNotFoundError
 from ..image.tree import Path, StateDict, unflatten
 from ..storage.fs import FsOps
 from ..storage.manifest import check_files, read_manifest
@@ -22,10 +22,17 @@ logger = logging.getLogger(__name__)
 
 
 class Reader:
-    """Reads checkpoints: ours, verified by their checksums; and those of stock DCP, `torch.save` and safetensors."""
+    """Reads checkpoints: ours, verified by their checksums; and those of stock DCP, `torch.save` and safetensors.
 
-    def __init__(self) -> None:
+    Args:
+        rank: who reads; what is this rank's own is looked for under it.
+        world_size: how many ranks there are.
+    """
+
+    def __init__(self, rank: int = 0, world_size: int = 1) -> None:
         self._fs = FsOps()
+        self._rank = rank
+        self._world_size = world_size
 
     def read(
         self,
@@ -56,7 +63,7 @@ class Reader:
                 values = read_values(source, source.index.tensors, source.index.objects, place)
                 by_path = {_path(source, key): value for key, value in values.items()}
                 return unflatten(by_path, source.index.containers), []
-            target = Target(state_dict, source, allow_dtype_cast=allow_dtype_cast)
+            target = Target(state_dict, source, self._rank, self._world_size, allow_dtype_cast=allow_dtype_cast)
             source.read_tensors(target.requests)
             fresh = read_values(source, target.new_tensors, target.objects, place)
             return state_dict, target.finish(fresh)
@@ -86,13 +93,31 @@ class Reader:
 
     def _open_ours(self, path: str, manifest: Mapping[str, Any], mapped: bool) -> Source:
         check_files(self._fs, path, manifest)
-        if manifest.get("format") in ("dcp", "safetensors"):
+        if manifest.get("format") == "dcp" or (manifest.get("format") == "safetensors" and manifest["world_size"] == 1):
             return NativeSource(self._fs, path, manifest)
+        if manifest.get("format") == "safetensors":
+            verify_all(path, read_tables(self._fs, path, manifest))
+            return SafetensorsSource(os.path.join(path, self._own_file(path, manifest, ".safetensors")))
         if manifest.get("format") != "torch_save":
             raise CheckpointLoadError(f"{path} has the format {manifest.get('format')!r}, which no reader here knows.")
         verify_all(path, read_tables(self._fs, path, manifest))
-        (name,) = [entry["name"] for entry in manifest["files"] if entry["name"].endswith(".pt")]
+        name = self._own_file(path, manifest, ".pt")
         return TorchFileSource(os.path.join(path, name), mapped=mapped)
+
+    def _own_file(self, path: str, manifest: Mapping[str, Any], ending: str) -> str:
+        """The file of this rank, in a format in which every rank has one of its own."""
+        names = [str(entry["name"]) for entry in manifest["files"] if entry["name"].endswith(ending)]
+        if manifest["world_size"] not in (1, self._world_size):
+            raise CheckpointLoadError(
+                f"{path} was saved by {manifest['world_size']} ranks with checkpoint/writer={manifest['format']}, in "
+                f"which every rank's file is its own, and there are {self._world_size} now; only checkpoints of "
+                "checkpoint/writer=dcp load on another number of ranks."
+            )
+        rank = self._rank if manifest["world_size"] > 1 else 0
+        for name in names:
+            if name.endswith(f"_{rank}{ending}"):
+                return name
+        raise CheckpointCorruptError(f"{path} has no {ending} file of rank {rank}; there are {', '.join(names)}.")
 
 
 def read_values(

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ..image.shards import Box
 from ..image.tree import Path
 
 
@@ -24,10 +25,28 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class Request:
-    """Read the tensor `key` into `destination`, whose shape and dtype are right; any device, any strides."""
+    """Read the tensor `key`, or a part of it, into `destination`, whose shape and dtype are right.
+
+    Attributes:
+        destination: any device, any strides.
+        offsets: where the part begins in the whole, one per dimension; None: the whole is read.
+    """
 
     key: str
     destination: torch.Tensor
+    offsets: tuple[int, ...] | None = None
+
+    @property
+    def box(self) -> Box:
+        """The part as (offsets, sizes)."""
+        return self.offsets or (0,) * self.destination.dim(), tuple(self.destination.shape)
+
+    def part_of(self, whole: torch.Tensor) -> torch.Tensor:
+        """What is asked for, of the whole tensor."""
+        offsets, sizes = self.box
+        for dimension, (start, count) in enumerate(zip(offsets, sizes, strict=True)):
+            whole = whole.narrow(dimension, start, count)
+        return whole
 
 
 @dataclass

@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from ..errors import CheckpointCorruptError, CheckpointLoadError
 from ..image import objects as object_codec
+from ..image.shards import overlap
 from ..storage.fs import FsOps
 from .foreign import list_paths
 from .metadata import load_metadata
@@ -44,39 +45,38 @@ class StockDcpSource(Source):
         super().__init__(folder, index)
 
     def read_tensors(self, requests: Sequence[Request]) -> None:
-        """Load the chunks of every tensor and copy each to its place."""
+        """Load the chunks of every tensor, and copy what each has of the parts that are asked for."""
         with OpenFiles(self.where) as files:
             work = []
             for request in requests:
-                for chunk in self._chunks(request):
+                for chunk, common in self._chunks(request):
                     info = self._info(MetadataIndex(request.key, chunk.offsets))
                     files.descriptor(info.relative_path)
-                    work.append((request, chunk, info))
-            work.sort(key=lambda piece: (piece[2].relative_path, piece[2].offset))
+                    work.append((request, chunk, common, info))
+            work.sort(key=lambda piece: (piece[3].relative_path, piece[3].offset))
 
-            def read(piece: tuple[Request, Any, _StorageInfo]) -> None:
-                request, chunk, info = piece
+            def read(piece: tuple[Request, Any, Any, _StorageInfo]) -> None:
+                request, chunk, (theirs, ours, _), info = piece
                 value = self._load(files, info, request.key)
                 if not isinstance(value, torch.Tensor) or value.shape != chunk.sizes:
                     raise CheckpointCorruptError(f"'{request.key}' in {self.where} is not the chunk that was promised.")
-                target = request.destination
-                for dimension, (start, count) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):
-                    target = target.narrow(dimension, start, count)
-                target.copy_(value)
+                request.destination[ours].copy_(value[theirs])
 
-            in_parallel(work, [info.length for _, _, info in work], read)
+            in_parallel(work, [info.length for *_, info in work], read)
 
     def read_objects(self, keys: Sequence[str]) -> Mapping[str, Any]:
         """Load the objects, each with `weights_only`."""
         with OpenFiles(self.where) as files:
             return {key: object_codec.decode(self._load(files, self._info(MetadataIndex(key)), key)) for key in keys}
 
-    def _chunks(self, request: Request) -> list[Any]:
+    def _chunks(self, request: Request) -> list[tuple[Any, Any]]:
+        """The chunks that have something of what is asked for, each with what they have in common."""
         entry = self._metadata.state_dict_metadata[request.key]
-        chunks = list(getattr(entry, "chunks", ()))
-        if sum(chunk.sizes.numel() for chunk in chunks) != request.destination.numel():
+        pieces = [(chunk, overlap((chunk.offsets, chunk.sizes), request.box)) for chunk in getattr(entry, "chunks", ())]
+        found = [(chunk, common) for chunk, common in pieces if common is not None]
+        if sum(common[2] for _, common in found) != request.destination.numel():
             raise CheckpointCorruptError(f"The chunks of '{request.key}' in {self.where} do not cover the tensor.")
-        return chunks
+        return found
 
     def _info(self, index: MetadataIndex) -> _StorageInfo:
         info = self._metadata.storage_data.get(index)

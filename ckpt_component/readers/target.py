@@ -8,6 +8,8 @@ from typing import Any
 import torch
 
 from ..errors import CheckpointLoadError
+from ..image.per_rank import PerRank, rank_of
+from ..image.shards import Shard
 from ..image.tree import Path, StateDict, Stateful, flatten, key_of, unflatten
 from .source import Request, Source
 
@@ -28,23 +30,26 @@ class Target:
         CheckpointLoadError: a value of another shape, dtype or kind than the checkpoint's.
     """
 
-    def __init__(self, state_dict: StateDict, source: Source, *, allow_dtype_cast: bool) -> None:
+    def __init__(
+        self, state_dict: StateDict, source: Source, rank: int, world_size: int, *, allow_dtype_cast: bool
+    ) -> None:
         self._state_dict = state_dict
         self._source = source
         self._allow_dtype_cast = allow_dtype_cast
-        self._flat = flatten(state_dict)
+        self._flat = flatten(state_dict, lambda path, own: _owner_of(path, own, source, rank, world_size))
         self._stateful: list[tuple[Path, Stateful]] = _outermost(self._flat.stateful)
         self._missing: list[str] = []
         #: For every place of a plain value: the keys that make up its new value.
         self._replaced: dict[Path, list[str]] = {}
         #: For every place of a plain value inside an object of the checkpoint: that object and the way into it.
         self._inside: dict[Path, tuple[str, Path]] = {}
+        self._converted: list[Request] = []
         self.requests: list[Request] = []
         self.new_tensors: list[str] = []
         self.objects: list[str] = []
         self._below = _keys_by_prefix(source)
-        for path, tensor in zip(self._flat.tensor_paths, self._flat.tensors, strict=True):
-            self._match_tensor(path, tensor)
+        for path, tensor, shard in zip(self._flat.tensor_paths, self._flat.tensors, self._flat.shards, strict=True):
+            self._match_tensor(path, tensor, shard)
         for path in self._flat.object_paths:
             self._match_value(path)
         for path, kind in self._flat.containers:
@@ -55,7 +60,7 @@ class Target:
         self.new_tensors = list(dict.fromkeys(self.new_tensors))
         self.objects = list(dict.fromkeys(self.objects))
 
-    def _match_tensor(self, path: Path, tensor: torch.Tensor) -> None:
+    def _match_tensor(self, path: Path, tensor: torch.Tensor, shard: Shard | None) -> None:
         key = key_of(path)
         entry = self._source.index.tensors.get(key)
         if entry is None:
@@ -63,9 +68,10 @@ class Target:
                 raise CheckpointLoadError(f"'{key}' is a tensor in the target and a Python object in the checkpoint.")
             self._missing.append(key)
             return
-        if entry.shape != tensor.shape:
+        shape = tensor.shape if shard is None else shard.shape
+        if entry.shape != shape:
             raise CheckpointLoadError(
-                f"'{key}' has shape {tuple(tensor.shape)} in the target and {tuple(entry.shape)} in the checkpoint "
+                f"'{key}' has shape {tuple(shape)} in the target and {tuple(entry.shape)} in the checkpoint "
                 f"{self._source.where}."
             )
         if entry.dtype != tensor.dtype and not self._allow_dtype_cast:
@@ -73,12 +79,13 @@ class Target:
                 f"'{key}' is {tensor.dtype} in the target and {entry.dtype} in the checkpoint {self._source.where}; "
                 "pass allow_dtype_cast=True to convert it."
             )
+        request = Request(key, tensor.detach(), None if shard is None else shard.offsets)
         if entry.dtype == tensor.dtype:
-            self.requests.append(Request(key, tensor.detach()))
+            self.requests.append(request)
         else:
             # Values of another dtype are loaded aside and converted by the copy in `finish`.
             self.new_tensors.append(key)
-            self._replaced[path] = [key]
+            self._converted.append(request)
 
     def _match_value(self, path: Path, *, may_miss: bool = False) -> None:
         key, index = key_of(path), self._source.index
@@ -103,7 +110,9 @@ class Target:
 
     def _take_rest(self, path: Path) -> None:
         """What the checkpoint has for an object beyond what its state has now, such as an optimizer's state."""
-        known = {request.key for request in self.requests} | {key for keys in self._replaced.values() for key in keys}
+        known = {request.key for request in [*self.requests, *self._converted]} | {
+            key for keys in self._replaced.values() for key in keys
+        }
         for key in self._below.get(key_of(path), []):
             if key not in known:
                 self._use(self._place_of(key), [key])
@@ -118,13 +127,9 @@ class Target:
 
     def finish(self, fresh: Mapping[str, Any]) -> list[str]:
         """Put the new values in, and give the objects their state; returns the keys that the checkpoint lacks."""
-        values: dict[Path, Any] = {}
-        targets = dict(zip(self._flat.tensor_paths, self._flat.tensors, strict=True))
-        for path, keys in self._replaced.items():
-            if path in targets:
-                targets[path].copy_(fresh[keys[0]])
-            else:
-                values[path] = self._assemble(path, keys, fresh)
+        values = {path: self._assemble(path, keys, fresh) for path, keys in self._replaced.items()}
+        for request in self._converted:
+            request.destination.copy_(request.part_of(fresh[request.key]))
         for path, (key, way) in self._inside.items():
             found, value = _descend(fresh[key], way)
             if found:
@@ -213,5 +218,26 @@ def _descend(value: Any, way: Path) -> tuple[bool, Any]:
 
 def _set(root: Any, path: Path, value: Any) -> None:
     for part in path[:-1]:
-        root = root[part]
-    root[path[-1]] = value
+        root = root.value if isinstance(root, PerRank) else root[part]
+    if isinstance(root, PerRank):
+        root.value = value
+    else:
+        root[path[-1]] = value
+
+
+def _owner_of(path: Path, own: PerRank, source: Source, rank: int, world_size: int) -> int | None:
+    """Whose value a rank takes: its own, that of rank 0, or none, when the checkpoint is of another number of ranks."""
+    depth = len(path)
+    saved = {
+        found
+        for place in [*(entry.path for entry in source.index.tensors.values()), *source.index.objects.values()]
+        if place[:depth] == path and len(place) > depth and (found := rank_of(place[depth])) is not None
+    }
+    if not saved or (len(saved) == world_size and rank in saved):
+        return rank
+    if own.when_resized == "error":
+        raise CheckpointLoadError(
+            f"'{key_of(path)}' is every rank's own; {source.where} has it of {len(saved)} ranks, and there are "
+            f"{world_size} now. PerRank(..., when_resized='keep') leaves it as it is, 'first' takes that of rank 0."
+        )
+    return None if own.when_resized == "keep" else min(saved)

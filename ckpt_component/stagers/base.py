@@ -10,13 +10,17 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 
 from ..config.errors import CheckpointConfigError
+from ..coordination import Coordinator
+from ..errors import CheckpointError
 from ..image.arena import Arena, ArenaPool
 from ..image.layout import Layout, Structure, sources_of
+from ..image.ownership import Selection, holdings, share_out
 from ..image.tree import FlatState, flatten
 from ..writers.base import FormatPlan, Sealed, Writer
 from ..writers.byte_io import ByteSource, MemorySource
@@ -32,7 +36,7 @@ class Snapshot:
         sealed: the constant tables, and the encoded objects of this save.
         source: the bytes of the image; complete once `staged` is done.
         arena: the leased memory, or None where there is none.
-        started: when `stage` was called (`time.perf_counter`).
+        started: when the save began (`time.perf_counter`).
         staged: done when training may change every tensor again; has the error when staging failed.
     """
 
@@ -69,36 +73,71 @@ class Snapshot:
             self._give_back(arena)
 
 
+@dataclass
+class Survey:
+    """What a state dict is made of, before anything is copied.
+
+    Attributes:
+        flat: its tensors and objects.
+        structure: of them.
+        changed: the layout must be made anew; also set when it must be so for another rank's sake.
+        started: when `survey` was called (`time.perf_counter`).
+    """
+
+    flat: FlatState
+    structure: Structure
+    changed: bool
+    started: float
+
+
 class Stager(ABC):
     """Takes the snapshot of a state dict, so that training may go on.
 
-    A stager of one's own derives from this and takes its settings in `__init__`. The factory then calls `connect`
-    with what the rest of the graph decides, before the first `stage`.
+    A stager of one's own derives from this, takes its settings in `__init__`, and defines `take`. The factory calls
+    `connect` with what the rest of the graph decides, before the first save.
     """
 
     #: False: the writer reads the live tensors, so the trainer has to wait for it (`caller=inline`).
     takes_snapshot: ClassVar[bool] = True
 
-    def connect(self, writer: Writer, *, rank: int, shared: bool, timeout: float) -> None:
+    def connect(self, writer: Writer, *, ranks: Coordinator, shared: bool, timeout: float) -> None:
         """Learn the rest of the graph.
 
         Args:
             writer: lays out the image.
-            rank: whose image it is.
+            ranks: whose image it is, and who else stores the same things.
             shared: another process writes, so the memory must be visible to it.
-            timeout: seconds that `stage` may wait for memory that is still being written.
+            timeout: seconds that a snapshot may wait for memory that is still being written, and for other ranks.
         """
         self._writer = writer
-        self._rank = rank
+        self._ranks = ranks
         self._shared = shared
         self._timeout = timeout
         self._structure: Structure | None = None
         self._plan: FormatPlan | None = None
+        self._selection: Selection | None = None
+        self._plans = 0
         self._lock = threading.Lock()
 
+    def survey(self, state_dict: Mapping[Any, Any]) -> Survey:
+        """Look at a state dict, and whether it still has the structure that is planned for.
+
+        Raises:
+            CheckpointStageError: a value that cannot be checkpointed, by key.
+        """
+        started = time.perf_counter()
+        with _collector_paused(), torch.no_grad():
+            flat = flatten(state_dict, self._ranks.rank)
+            known = self._structure
+            if known is not None and known.matches(flat):
+                return Survey(flat, known, False, started)
+            return Survey(flat, Structure(flat), True, started)
+
     @abstractmethod
-    def stage(self, state_dict: Mapping[Any, Any]) -> Snapshot:
-        """Take a snapshot. Returns when the variant says so; `Snapshot.staged` tells when it is complete.
+    def take(self, survey: Survey) -> Snapshot:
+        """Take a snapshot of what was surveyed just now. `Snapshot.staged` tells when it is complete.
+
+        With several ranks all call this together: where the structure changed on one, they plan together.
 
         Raises:
             CheckpointStageError: a value that cannot be checkpointed, by key.
@@ -107,38 +146,60 @@ class Stager(ABC):
 
     @property
     def busy(self) -> bool:
-        """Whether the next `stage` would have to wait for an earlier save."""
+        """Whether the next snapshot would have to wait for an earlier save."""
         return False
 
     def guard(self, optimizer: torch.optim.Optimizer) -> None:
         """Keep `optimizer` from changing weights that are still being copied. Nothing to do for most stagers."""
 
     def wait_staged(self, timeout: float | None = None) -> None:
-        """Return when every tensor may be changed. At once for stagers that are done when `stage` returns."""
+        """Return when every tensor may be changed. At once for stagers that are done when `take` returns."""
 
     def prewarm(self, state_dict: Mapping[Any, Any]) -> None:
         """Plan for a state dict of this structure, and take the memory, so that the first save costs what others do."""
-        self._plan_for(flatten(state_dict))
+        self._plan_for(self._surveyed_together(state_dict))
 
     def close(self) -> None:
         """Free the memory that no save uses; the rest is freed when its save ends."""
 
-    def _plan_for(self, flat: FlatState) -> FormatPlan:
-        """The plan of this structure: the last one, or a new one when anything differs."""
+    def _surveyed_together(self, state_dict: Mapping[Any, Any]) -> Survey:
+        """A survey outside of a save, after which all ranks know whether they have to plan."""
+        survey = self.survey(state_dict)
+        self._plans += 1
+        deadline = time.monotonic() + self._timeout
+        survey.changed = self._ranks.pool(f"survey/{self._plans}", survey.changed, any, deadline)
+        return survey
+
+    def _plan_for(self, survey: Survey) -> tuple[FormatPlan, FlatState]:
+        """The plan for what this rank stores, and that part of the state: the last plan, or a new one."""
         with self._lock:
-            if self._plan is None or self._structure is None or not self._structure.matches(flat):
+            if survey.changed:
                 started = time.perf_counter()
-                known = self._plan is not None
-                self._structure = Structure(flat)
-                self._plan = self._writer.plan(self._structure, self._rank)
+                known, self._structure = self._plan is not None, None
+                selection = self._select(survey.structure)
+                mine = survey.structure if selection is None else Structure(selection.of(survey.flat))
+                self._plan = self._writer.plan(mine, self._ranks.rank)
+                # Only now: a plan that failed must be made again next time.
+                self._structure, self._selection = survey.structure, selection
                 logger.info(
                     "planned %d tensors and %d objects in %.2f s%s",
-                    len(flat.tensors),
-                    len(flat.objects),
+                    len(mine.tensor_paths),
+                    len(mine.object_paths),
                     time.perf_counter() - started,
                     ": the structure changed" if known else "",
                 )
-            return self._plan
+            if self._plan is None:
+                raise CheckpointError("A snapshot was asked for before its state was surveyed.")
+            return self._plan, survey.flat if self._selection is None else self._selection.of(survey.flat)
+
+    def _select(self, structure: Structure) -> Selection | None:
+        """Agree with the other ranks who stores what; None: this rank stores all that it has."""
+        if self._ranks.world_size == 1 or not self._writer.shared:
+            return None
+        self._plans += 1
+        deadline = time.monotonic() + self._timeout
+        stored = self._ranks.pool(f"plan/{self._plans}", holdings(structure), share_out, deadline)
+        return Selection(structure, stored[self._ranks.rank])
 
 
 @contextlib.contextmanager
@@ -168,9 +229,9 @@ class ArenaStager(Stager):
             raise CheckpointConfigError(f"checkpoint.stager.arenas must be at least 1, got {arenas}.")
         self._arenas = arenas
 
-    def connect(self, writer: Writer, *, rank: int, shared: bool, timeout: float) -> None:
+    def connect(self, writer: Writer, *, ranks: Coordinator, shared: bool, timeout: float) -> None:
         """Learn the rest of the graph; see `Stager.connect`."""
-        super().connect(writer, rank=rank, shared=shared, timeout=timeout)
+        super().connect(writer, ranks=ranks, shared=shared, timeout=timeout)
         self._pool = ArenaPool(self._arenas, shared=shared)
 
     @property
@@ -178,15 +239,14 @@ class ArenaStager(Stager):
         """Whether all arenas are being written."""
         return self._pool.busy
 
-    def stage(self, state_dict: Mapping[Any, Any]) -> Snapshot:
-        """Copy everything into an arena; see `Stager.stage`."""
-        started = time.perf_counter()
+    def take(self, survey: Survey) -> Snapshot:
+        """Copy everything into an arena; see `Stager.take`."""
         with _collector_paused(), torch.no_grad():
-            flat = flatten(state_dict)
-            plan = self._plan_for(flat)
+            plan, flat = self._plan_for(survey)
             sealed = plan.seal(flat.objects)
             arena = self._pool.lease(plan.layout.arena_bytes, self._timeout)
-            snapshot = Snapshot(plan.layout, sealed, MemorySource(arena.memory), started, arena, self._pool.give_back)
+            source = MemorySource(arena.memory)
+            snapshot = Snapshot(plan.layout, sealed, source, survey.started, arena, self._pool.give_back)
             try:
                 self._copy(snapshot, flat, arena.slots(plan.layout), sources_of(plan.layout, flat.tensors))
             except BaseException:
@@ -202,8 +262,7 @@ class ArenaStager(Stager):
 
     def prewarm(self, state_dict: Mapping[Any, Any]) -> None:
         """Plan, and fill one arena, so that its pages exist before the first save."""
-        flat = flatten(state_dict)
-        plan = self._plan_for(flat)
+        plan, _ = self._plan_for(self._surveyed_together(state_dict))
         arena = self._pool.lease(plan.layout.arena_bytes, self._timeout)
         try:
             with torch.no_grad():

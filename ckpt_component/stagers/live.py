@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from ..image.live import LiveSource
-from ..image.tree import flatten
-from .base import Snapshot, Stager
+from .base import Snapshot, Stager, Survey
 
 
 class LiveStager(Stager):
@@ -17,11 +14,10 @@ class LiveStager(Stager):
     option: ClassVar[str] = "none"
     takes_snapshot: ClassVar[bool] = False
 
-    def stage(self, state_dict: Mapping[Any, Any]) -> Snapshot:
+    def take(self, survey: Survey) -> Snapshot:
         """Lay the state out; its tensors are read when the writer comes to them."""
-        started = time.perf_counter()
-        flat = flatten(state_dict)
-        plan = self._plan_for(flat)
-        snapshot = Snapshot(plan.layout, plan.seal(flat.objects), LiveSource(plan.layout, flat.tensors), started)
+        plan, flat = self._plan_for(survey)
+        source = LiveSource(plan.layout, flat.tensors)
+        snapshot = Snapshot(plan.layout, plan.seal(flat.objects), source, survey.started)
         snapshot.mark_staged()
         return snapshot

@@ -13,7 +13,7 @@ from .copying import DeviceCopies
 
 
 class SharedMemoryStager(ArenaStager):
-    """`stage` returns when the copy is done.
+    """`take` returns when the copy is done.
 
     Args:
         arenas: how many saves may be in flight, each with its own copy of the state in host memory.

@@ -1,7 +1,7 @@
-"""`zero_overhead`: `stage` returns at once, and the copy runs beside forward and backward.
+"""`zero_overhead`: `take` returns at once, and the copy runs beside forward and backward.
 
 The fence keeps the snapshot whole: no optimizer step begins before the copy has ended. What forward itself may
-change (buffers such as BatchNorm's) is copied before `stage` returns. Version counters are compared at the end, so a
+change (buffers such as BatchNorm's) is copied before `take` returns. Version counters are compared at the end, so a
 tensor that changed all the same fails the save by name.
 """
 
@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 import torch
 
 from ..errors import CheckpointTimeoutError, TornSnapshotError
+from ..image.shards import local_part
 from ..image.tree import FlatState, key_of
 from .base import ArenaStager, Snapshot
 from .copying import DeviceCopies
@@ -44,7 +45,7 @@ class ZeroOverheadStager(ArenaStager):
     def guard(self, optimizer: torch.optim.Optimizer) -> None:
         """Make `optimizer.step()` wait until the running copy has ended.
 
-        It also tells the stager which tensors only the optimizer changes; all others are copied before `stage` returns.
+        It also tells the stager which tensors only the optimizer changes; all others are copied before `take` returns.
         """
         if not any(known is optimizer for known in self._guarded):
             self._guarded.append(optimizer)
@@ -188,4 +189,4 @@ def _module_buffers(flat: FlatState) -> Iterable[torch.Tensor]:
 
 
 def _pointers(tensors: Iterable[torch.Tensor]) -> Iterable[int]:
-    return (tensor.data_ptr() for tensor in tensors)
+    return (local_part(tensor, "a tensor of the optimizer")[0].data_ptr() for tensor in tensors)

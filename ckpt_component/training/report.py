@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from ..saver import SaveReport
+    from ..reports import SaveReport
 
 _COLUMNS = ("step", "stall", "staged", "written", "committed", "GB/s", "outcome")
 

@@ -11,12 +11,14 @@ import heapq
 import itertools
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from ..config.errors import CheckpointConfigError
+from ..errors import CheckpointStageError
 from ..image.layout import Layout, Structure
+from ..image.tree import key_of
 from .byte_io import Extra, FileSpec, Lane, WriteTable
 
 _table_numbers = itertools.count(1)
@@ -29,13 +31,13 @@ class Sealed:
     Attributes:
         table: the constant part; its `table_number` changes only when it does.
         extras: the encoded objects of this save.
-        sidecars: small files for the coordinator to write, such as `.metadata`; they belong to the table.
+        catalog: where everything of this rank stands, as JSON values for `Writer.index`; it belongs to the table.
     """
 
     table: WriteTable
     table_number: int
     extras: tuple[Extra, ...] = ()
-    sidecars: dict[str, bytes] = field(default_factory=dict)
+    catalog: dict[str, Any] = field(default_factory=dict)
 
 
 class FormatPlan(ABC):
@@ -65,6 +67,9 @@ class Writer(ABC):
 
     #: Stands in the manifest, so that a reader knows what it finds.
     format: ClassVar[str]
+    #: Whether the ranks' files make up one checkpoint, in which what several ranks hold alike is stored once. Otherwise
+    #: every rank stores all that it has, for itself.
+    shared: ClassVar[bool] = False
 
     def __init__(self, workers: int = 2, block_bytes: int = 8 << 20) -> None:
         if workers < 1:
@@ -77,6 +82,20 @@ class Writer(ABC):
     @abstractmethod
     def plan(self, structure: Structure, rank: int) -> FormatPlan:
         """Lay out the files of one rank. Called once per structure."""
+
+    def index(self, catalogs: Sequence[Mapping[str, Any]]) -> dict[str, bytes]:
+        """Small files about all ranks' items, such as `.metadata`, from every rank's catalog."""
+        return {}
+
+
+def refuse_parts(structure: Structure, writer: str) -> None:
+    """Raise CheckpointStageError where a tensor is a part of a whole, which a file of its own cannot say."""
+    for path, shard in zip(structure.tensor_paths, structure.shards, strict=True):
+        if shard is not None:
+            raise CheckpointStageError(
+                f"'{key_of(path)}' is a part of a tensor of shape {tuple(shard.shape)}, and checkpoint/writer={writer} "
+                "keeps whole tensors only; use checkpoint/writer=dcp."
+            )
 
 
 def make_table(layout: Layout, lanes: Sequence[Sequence[Lane]], description: str) -> tuple[WriteTable, int]:
@@ -109,8 +128,8 @@ def describe(layout: Layout, format_name: str, *, keys: bool = True) -> str:
     }
     if keys:
         content["keys"] = [
-            [list(path), item_of_stored[stored]]
-            for path, stored in zip(structure.tensor_paths, structure.stored_of, strict=True)
+            [list(path), item_of_stored[stored], *([] if shard is None else [list(shard.shape), list(shard.offsets)])]
+            for path, stored, shard in zip(structure.tensor_paths, structure.stored_of, structure.shards, strict=True)
         ]
         content["objects"] = [
             [list(path), len(layout.items) + number] for number, path in enumerate(structure.object_paths)

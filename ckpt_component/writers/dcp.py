@@ -10,7 +10,7 @@ import io
 import pickle
 import re
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -52,6 +52,7 @@ class DcpWriter(Writer):
     """
 
     format = "dcp"
+    shared = True
 
     def __init__(self, workers: int = 2, block_bytes: int = 8 << 20, separation_hint: str | None = None) -> None:
         super().__init__(workers, block_bytes)
@@ -71,6 +72,10 @@ class DcpWriter(Writer):
     def plan(self, structure: Structure, rank: int) -> FormatPlan:
         """Lay out one rank's files: `__<rank>_<n>.distcp`."""
         return _DcpPlan(structure, rank, self._groups(structure), self._templates)
+
+    def index(self, catalogs: Sequence[Mapping[str, Any]]) -> dict[str, bytes]:
+        """`.metadata`, the only index that stock DCP reads."""
+        return {".metadata": _metadata(catalogs)}
 
     def _groups(self, structure: Structure) -> list[tuple[str, list[int]]]:
         """(prefix of the file name, numbers of stored tensors) for every file."""
@@ -122,10 +127,10 @@ class _DcpPlan(FormatPlan):
         self._object_file = f"__{rank}_{len(groups)}.distcp"
         self.layout = Layout(structure, tuple(structure.stored), tuple(files), tuple(items), base)
         self._slots: list[tuple[int, int]] = []
-        self._constant: tuple[WriteTable, int, dict[str, bytes]] | None = None
+        self._constant: tuple[WriteTable, int, dict[str, Any]] | None = None
 
     def seal(self, objects: Sequence[Any]) -> Sealed:
-        """Encode the objects; table and `.metadata` are made again only when one outgrew its slot."""
+        """Encode the objects; table and catalog are made again only when one outgrew its slot."""
         paths = self.layout.structure.object_paths
         archives = [
             object_codec.dump(object_codec.encode(value, key_of(path)))
@@ -140,40 +145,59 @@ class _DcpPlan(FormatPlan):
                 for path, (offset, length) in zip(paths, self._slots, strict=True)
             ]
             table, number = make_table(self.layout, self._lanes, describe(self.layout, "dcp"))
-            self._constant = (table, number, {".metadata": self._metadata(placed)})
-        table, number, sidecars = self._constant
+            self._constant = (table, number, self._catalog(placed))
+        table, number, catalog = self._constant
         blob = b"".join(
             _fill(archive, offset, length) for archive, (offset, length) in zip(archives, self._slots, strict=True)
         )
         extras = (Extra(self._object_file, 0, memoryview(blob), self._slots),) if archives else ()
-        return Sealed(table, number, extras, sidecars)
+        return Sealed(table, number, extras, catalog)
 
-    def _metadata(self, objects: Sequence[tuple[Path, str, int, int]]) -> bytes:
+    def _catalog(self, objects: Sequence[tuple[Path, str, int, int]]) -> dict[str, Any]:
         structure, layout = self.layout.structure, self.layout
         item_of = {item.stored: item for item in layout.items}
-        entries: dict[str, Any] = {}
-        storage: dict[MetadataIndex, _StorageInfo] = {}
-        mapping: dict[str, tuple[Any, ...]] = {}
-        lists = {path for path, kind in structure.containers if kind == "list"}
-        for path, number in zip(structure.tensor_paths, structure.stored_of, strict=True):
-            key, stored, item = key_of(path), structure.stored[number], item_of[number]
-            origin = torch.Size([0] * len(stored.shape))
-            entries[key] = TensorStorageMetadata(
-                TensorProperties(dtype=stored.dtype), stored.shape, [ChunkStorageMetadata(origin, stored.shape)]
-            )
-            storage[MetadataIndex(key, origin, 0)] = _StorageInfo(
-                layout.files[item.file].name, item.offset, item.length
-            )
-            mapping[key] = _stock_path(path, lists)
-        for path, name, offset, length in objects:
+        tensors = []
+        for path, number, shard in zip(structure.tensor_paths, structure.stored_of, structure.shards, strict=True):
+            stored, item = structure.stored[number], item_of[number]
+            whole = stored.shape if shard is None else shard.shape
+            offsets = [0] * len(whole) if shard is None else shard.offsets
+            dtype = str(stored.dtype).removeprefix("torch.")
+            place = [layout.files[item.file].name, item.offset, item.length]
+            tensors.append([list(path), dtype, list(whole), list(offsets), list(stored.shape), *place])
+        return {
+            "tensors": tensors,
+            "objects": [[list(path), name, offset, length] for path, name, offset, length in objects],
+            "lists": [list(path) for path, kind in structure.containers if kind == "list"],
+        }
+
+
+def _metadata(catalogs: Sequence[Mapping[str, Any]]) -> bytes:
+    chunks: dict[str, TensorStorageMetadata] = {}
+    entries: dict[str, Any] = {}
+    storage: dict[MetadataIndex, _StorageInfo] = {}
+    mapping: dict[str, tuple[Any, ...]] = {}
+    lists = {tuple(path) for catalog in catalogs for path in catalog["lists"]}
+    for catalog in catalogs:
+        for path, dtype, whole, offsets, sizes, name, offset, length in catalog["tensors"]:
+            key, origin = key_of(path), torch.Size(offsets)
+            if key not in chunks:
+                properties = TensorProperties(dtype=getattr(torch, dtype))
+                entries[key] = chunks[key] = TensorStorageMetadata(properties, torch.Size(whole), [])
+                mapping[key] = _stock_path(tuple(path), lists)
+            index = MetadataIndex(key, origin, len(chunks[key].chunks))
+            if index in storage:
+                continue  # tied on one rank and not on another: both have stored it
+            chunks[key].chunks.append(ChunkStorageMetadata(origin, torch.Size(sizes)))
+            storage[index] = _StorageInfo(name, offset, length)
+        for path, name, offset, length in catalog["objects"]:
             key = key_of(path)
             entries[key] = BytesStorageMetadata()
             storage[MetadataIndex(key)] = _StorageInfo(name, offset, length)
-            mapping[key] = _stock_path(path, lists)
-        # No storage_meta: torch would put a pathlib path there, which other Python versions cannot unpickle.
-        stream = io.BytesIO()
-        pickle.Pickler(stream, protocol=4).dump(Metadata(entries, mapping, storage))
-        return stream.getvalue()
+            mapping[key] = _stock_path(tuple(path), lists)
+    # No storage_meta: torch would put a pathlib path there, which other Python versions cannot unpickle.
+    stream = io.BytesIO()
+    pickle.Pickler(stream, protocol=4).dump(Metadata(entries, mapping, storage))
+    return stream.getvalue()
 
 
 def _stock_path(path: Path, lists: set[Path]) -> tuple[Any, ...]:

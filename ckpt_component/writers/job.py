@@ -24,6 +24,7 @@ class WriteJob:
         attempt: target and staging folder.
         rank: whose files these are.
         sealed: tables and objects.
+        sidecars: files that whoever commits has to write, such as `.metadata`; for `commit_alone`.
         source: the image's bytes.
         arena: the memory behind `source`, for a caller in another process; None for live tensors.
         block_bytes: how many bytes one write call takes.
@@ -35,6 +36,7 @@ class WriteJob:
     attempt: Attempt
     rank: int
     sealed: Sealed
+    sidecars: Mapping[str, bytes]
     source: ByteSource
     arena: Arena | None
     block_bytes: int

@@ -16,7 +16,7 @@ import torch
 from ..errors import CheckpointStageError
 from ..image.layout import ImageFile, Item, Layout, Structure
 from ..image.tree import key_of
-from .base import FormatPlan, Sealed, Writer, describe, lanes_by_bytes, make_table
+from .base import FormatPlan, Sealed, Writer, describe, lanes_by_bytes, make_table, refuse_parts
 
 DTYPES = {
     torch.float64: "F64",
@@ -56,6 +56,7 @@ class SafetensorsWriter(Writer):
 class _SafetensorsPlan(FormatPlan):
     def __init__(self, structure: Structure, rank: int, workers: int) -> None:
         _refuse_objects(structure)
+        refuse_parts(structure, "safetensors")
         stored = structure.stored
         keys = [key_of(structure.tensor_paths[entry.tensor]) for entry in stored]
         for key, entry in zip(keys, stored, strict=True):

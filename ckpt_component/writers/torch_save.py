@@ -20,7 +20,7 @@ from ..image import objects as object_codec
 from ..image.arena import tensor_bytes
 from ..image.layout import ITEM_ALIGNMENT, ImageFile, Item, Layout, Stored, Structure, align
 from ..image.tree import Path, key_of, unflatten
-from .base import FormatPlan, Sealed, Writer, describe, lanes_by_bytes, make_table
+from .base import FormatPlan, Sealed, Writer, describe, lanes_by_bytes, make_table, refuse_parts
 from .byte_io import Extra
 from .zip_records import central_header, end_of_directory, local_header
 
@@ -103,6 +103,7 @@ class _Pickler(pickle.Pickler):
 
 class _TorchSavePlan(FormatPlan):
     def __init__(self, structure: Structure, rank: int, workers: int) -> None:
+        refuse_parts(structure, "torch_save")
         stored, places = _join_overlaps(structure)
         name = file_name(rank)
         items: list[Item] = []

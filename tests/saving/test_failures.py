@@ -193,12 +193,12 @@ from ckpt_component import build_checkpointer
 def main():
     checkpointer = build_checkpointer("async_persistent", [f"checkpoint/caller={sys.argv[2]}"])
     state = {"weight": torch.full((1000,), 5.0), "step": 5}
+    if sys.argv[3] == "kill":
+        # All is written when the trainer comes to publish; then it dies.
+        runner = checkpointer._checkpoint_process._runner
+        runner._publish = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
     stage, write = checkpointer.save(state, sys.argv[1])
     if sys.argv[3] == "kill":
-        # The writer has its job once it holds the lock on the staging folder; then the trainer dies.
-        process = checkpointer._checkpoint_process
-        publish = process._commit
-        process._commit = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
         write.result(60)
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ckpt_component.saver import SaveReport
+from ckpt_component.reports import SaveReport
 from ckpt_component.training.report import Summary, duration, table, time_fence, waiting
 from ckpt_component.training.result import write_result
 

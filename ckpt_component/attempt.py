@@ -1,0 +1,206 @@
+"""One attempt to make a checkpoint: staging folder, this rank's write, the vote of all ranks, the commit.
+
+Runs on the saving thread. Every step is a question to the coordinator, so that all ranks learn one decision.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .callers.write_callers import WriteCaller
+from .coordination import Coordinator
+from .errors import CheckpointError, CheckpointSaveError, CheckpointTimeoutError
+from .reports import SaveReport, Timeouts
+from .stagers.base import Snapshot
+from .storage import commit
+from .storage.commit import Attempt
+from .storage.fs import FsOps
+from .writers.base import Sealed, Writer
+from .writers.job import WriteJob
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Scheduled:
+    """A save that all ranks agreed on.
+
+    Attributes:
+        attempt: target and token.
+        snapshot: what this rank writes; None when it could not be taken.
+        error: why it could not.
+        started: when the save began (`time.perf_counter`).
+    """
+
+    attempt: Attempt
+    snapshot: Snapshot | None
+    error: Exception | None
+    started: float
+
+
+class AttemptRunner:
+    """Takes scheduled saves to their end, one after the other.
+
+    Args:
+        caller: who runs the write job.
+        writer: the format.
+        ranks: how the ranks agree.
+        fs: where effects go.
+        timeouts: deadlines.
+    """
+
+    def __init__(self, caller: WriteCaller, writer: Writer, ranks: Coordinator, fs: FsOps, timeouts: Timeouts) -> None:
+        self._caller = caller
+        self._writer = writer
+        self._ranks = ranks
+        self._fs = fs
+        self._timeouts = timeouts
+        #: The table whose catalog the leading rank has; and there, every rank's catalog and the index of all.
+        self._catalog_sent: int | None = None
+        self._catalogs: dict[int, Mapping[str, Any]] = {}
+        self._sidecars: dict[str, bytes] | None = None
+
+    def run(self, scheduled: Scheduled) -> SaveReport:
+        """Write and commit; returns when the checkpoint is committed, on all ranks.
+
+        Raises:
+            CheckpointError: nothing became visible; with several ranks the same error on all of them.
+        """
+        attempt, ranks = scheduled.attempt, self._ranks
+        name, token = os.path.basename(attempt.target), attempt.token
+        deadline = time.monotonic() + self._timeouts.stage + self._timeouts.write
+        locks: list[int] = []
+        job: WriteJob | None = None
+
+        def begin() -> None:
+            with _as_save_error(attempt.target):
+                commit.begin(self._fs, attempt.target, token)
+                locks.append(self._fs.lock_shared(attempt.staging))
+
+        def write() -> dict[str, Any]:
+            nonlocal job
+            job = self._staged_job(scheduled, name)
+            return self._write(job)
+
+        try:
+            ranks.lead(f"{token}/begin", begin, deadline)
+            votes = ranks.vote(f"{token}/written", write, self._caller.progress, deadline)
+            written_s = time.perf_counter() - scheduled.started
+            files = ranks.lead(f"{token}/commit", lambda: self._publish(attempt, votes), deadline)
+            if job is None or scheduled.snapshot is None:
+                raise CheckpointSaveError(f"{attempt.target} was committed without this rank's part.")
+            self._catalog_sent = job.sealed.table_number
+            self._caller.decided(job)
+        except BaseException:
+            # First the writer process forgets the job, so that nobody commits what is being taken away.
+            if job is not None:
+                self._caller.decided(job)
+            if ranks.leads:
+                commit.abandon(self._fs, attempt)
+            raise
+        finally:
+            for descriptor in locks:
+                os.close(descriptor)
+        committed_s = time.perf_counter() - scheduled.started
+        logger.info("%s committed after %.2f s", name, committed_s)
+        mine, sealed = votes[ranks.rank], scheduled.snapshot.sealed
+        return SaveReport(
+            path=attempt.target,
+            bytes=mine["bytes"],
+            files=files,
+            items=sealed.table.item_count + sum(len(extra.items) for extra in sealed.extras),
+            staged_s=scheduled.snapshot.staged_at - scheduled.started,
+            written_s=written_s,
+            committed_s=committed_s,
+            write_s=mine["seconds"],
+        )
+
+    def _staged_job(self, scheduled: Scheduled, name: str) -> WriteJob:
+        """This rank's write job, once its snapshot is complete."""
+        snapshot = scheduled.snapshot
+        if scheduled.error is not None:
+            raise scheduled.error
+        if snapshot is None:
+            raise CheckpointSaveError(f"There is no snapshot for {scheduled.attempt.target}.")
+        try:
+            snapshot.staged.result(timeout=self._timeouts.stage)
+        except TimeoutError as error:
+            if not snapshot.staged.done():
+                raise CheckpointTimeoutError(
+                    f"The snapshot for {scheduled.attempt.target} was not complete after {self._timeouts.stage:g} s "
+                    "(timeouts.stage)."
+                ) from error
+            raise
+        size = size_text(snapshot.layout.payload_bytes)
+        logger.info("%s staged: %s in %.3f s", name, size, snapshot.staged_at - snapshot.started)
+        alone = self._ranks.world_size == 1
+        return WriteJob(
+            fs=self._fs,
+            attempt=scheduled.attempt,
+            rank=self._ranks.rank,
+            sealed=snapshot.sealed,
+            # What the writer process needs to commit by itself; with several ranks that takes all of them.
+            sidecars=self._sidecars_of(snapshot.sealed) if alone else {},
+            source=snapshot.source,
+            arena=snapshot.arena,
+            block_bytes=self._writer.block_bytes,
+            about=self._about,
+            commit_alone=alone,
+        )
+
+    @property
+    def _about(self) -> dict[str, Any]:
+        return {"format": self._writer.format}
+
+    def _write(self, job: WriteJob) -> dict[str, Any]:
+        """This rank's vote: what it wrote, and where everything is unless the leading rank knows that already."""
+        mine = dict(self._caller.run(job, time.monotonic() + self._timeouts.write))
+        logger.info(
+            "%s written: %s in %.2f s (%.2f GB/s)",
+            os.path.basename(job.attempt.target),
+            size_text(mine["bytes"]),
+            mine["seconds"],
+            mine["bytes"] / 1e9 / max(mine["seconds"], 1e-9),
+        )
+        if job.sealed.table_number != self._catalog_sent:
+            mine["catalog"] = job.sealed.catalog
+        return mine
+
+    def _sidecars_of(self, sealed: Sealed) -> dict[str, bytes]:
+        """With one rank the index is made before the write, because the writer process may have to commit."""
+        if self._sidecars is None or sealed.table_number != self._catalog_sent:
+            self._catalogs, self._catalog_sent = {0: sealed.catalog}, sealed.table_number
+            self._sidecars = self._writer.index([sealed.catalog])
+        return self._sidecars
+
+    def _publish(self, attempt: Attempt, votes: Sequence[dict[str, Any]]) -> int:
+        """On the leading rank: commit what all have written. Returns how many files the checkpoint has."""
+        for rank, vote in enumerate(votes):
+            if "catalog" in vote:
+                self._catalogs[rank] = vote["catalog"]
+                self._sidecars = None
+        if self._sidecars is None:
+            self._sidecars = self._writer.index([self._catalogs[rank] for rank in range(len(votes))])
+        with _as_save_error(attempt.target):
+            return commit.publish(self._fs, attempt, votes, self._sidecars, self._about)
+
+
+def size_text(nbytes: int) -> str:
+    """Bytes for a log line."""
+    return f"{nbytes / 1e9:.2f} GB" if nbytes >= 1e8 else f"{nbytes / 1e6:.2f} MB"
+
+
+@contextlib.contextmanager
+def _as_save_error(path: str) -> Iterator[None]:
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except OSError as error:
+        raise CheckpointSaveError(f"{path} could not be saved: {error}.", error.errno) from error

@@ -1,0 +1,232 @@
+"""Agreement of many ranks over their shared store: a few small messages a rank and question, no collective.
+
+A question's keys are `<tag>/said/<rank>`, a counter of them, and `<tag>/answer`. The leading rank waits for the
+counter, decides, and answers; errors travel as name and text. Old questions are removed by the leading rank, once
+every rank has read the answer. Protocol: RELIABILITY 6.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+import zlib
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from .. import errors
+from ..errors import CheckpointError, CheckpointSaveError, CheckpointTimeoutError, RanksError
+from .coordinator import Coordinator
+from .heartbeat import Heartbeat, Watch
+from .rank_store import RankStore, wait_until
+
+#: After the first rank failed, others that fail in the same moment get this long to be named too.
+_COMPANY_SECONDS = 0.2
+#: So many questions are kept for ranks that have not read the answer.
+_KEPT = 64
+#: How many ranks an error names one by one.
+_NAMED = 8
+
+
+class StoreCoordinator(Coordinator):
+    """Agreement over a `RankStore`.
+
+    Args:
+        store: this rank's connection; owned by the coordinator from now on. Other threads get clones of it.
+        heartbeat_timeout: seconds without a sign of life after which a rank counts as gone.
+        stall_timeout: seconds without a written byte after which a rank that lives counts as hung.
+    """
+
+    def __init__(self, store: RankStore, heartbeat_timeout: float = 30.0, stall_timeout: float = 300.0) -> None:
+        self.rank = store.rank
+        self.world_size = store.world_size
+        self._first = store
+        self._connections = threading.local()
+        self._heartbeat_timeout = heartbeat_timeout
+        self._stall_timeout = stall_timeout
+        self._answered: deque[str] = deque()
+        self._tidying = threading.Lock()
+
+    def pool(self, tag: str, value: Any, decide: Callable[[list[Any]], Any], deadline: float) -> Any:
+        """See `Coordinator.pool`."""
+        store = self._store()
+        self._say(store, tag, value)
+        if self.leads:
+
+            def collect() -> Any:
+                wait_until(
+                    lambda: store.add(f"{tag}/count", 0) >= self.world_size,
+                    deadline,
+                    lambda: f"{self._silent(store, tag)} to take part in '{tag}'",
+                )
+                return decide(self._said(store, tag, range(self.world_size)))
+
+            return self._answer(store, tag, collect)
+        return self._learn(store, tag, deadline, None)
+
+    def lead(self, tag: str, action: Callable[[], Any], deadline: float) -> Any:
+        """See `Coordinator.lead`."""
+        store = self._store()
+        if self.leads:
+            return self._answer(store, tag, action)
+        return self._learn(store, tag, deadline, None)
+
+    def vote(self, tag: str, work: Callable[[], Any], progress: Callable[[], int], deadline: float) -> list[Any]:
+        """See `Coordinator.vote`."""
+        store = self._store()
+        with Heartbeat(store.clone(), progress, self._heartbeat_timeout):
+            mine, failure = None, None
+            try:
+                mine = work()
+            except Exception as error:
+                failure = error
+            self._say(store, tag, {"work": mine} if failure is None else {"error": _as_plain(failure)})
+            if failure is not None:
+                store.add(f"{tag}/failed", 1)
+            if self.leads:
+                answer = lambda: self._count(store, tag, deadline)  # noqa: E731
+                try:
+                    return list(self._answer(store, tag, answer))
+                except RanksError as error:
+                    raise error from failure
+            watch = Watch(store, [0], self._heartbeat_timeout, None)
+            try:
+                return list(self._learn(store, tag, deadline, watch))
+            except RanksError as error:
+                raise error from failure
+
+    def _count(self, store: RankStore, tag: str, deadline: float) -> list[Any]:
+        """Wait for all votes, the first failure, or the loss of a rank; the leading rank's part of `vote`."""
+        watch = Watch(store, range(1, self.world_size), self._heartbeat_timeout, self._stall_timeout)
+        lost: dict[int, str] = {}
+
+        def decided() -> bool:
+            if store.add(f"{tag}/count", 0) >= self.world_size or store.add(f"{tag}/failed", 0):
+                return True
+            lost.update(watch.lost(lambda: self._missing(store, tag)))
+            return bool(lost)
+
+        try:
+            wait_until(decided, deadline, lambda: f"{self._silent(store, tag)} to write (timeouts.write)")
+        except CheckpointTimeoutError as error:
+            silent = self._missing(store, tag)
+            raise _failed({rank: "did not finish before timeouts.write was over" for rank in silent}, None) from error
+        if store.add(f"{tag}/failed", 0):
+            time.sleep(_COMPANY_SECONDS)
+        present = [rank for rank in range(self.world_size) if rank not in self._missing(store, tag)]
+        votes = self._said(store, tag, present)
+        failures = {rank: vote["error"] for rank, vote in zip(present, votes, strict=True) if "error" in vote}
+        if failures or lost:
+            errno = next((plain["errno"] for plain in failures.values() if plain["errno"] is not None), None)
+            raise _failed({**{rank: plain["text"] for rank, plain in failures.items()}, **lost}, errno)
+        return [vote["work"] for vote in votes]
+
+    def close(self) -> None:
+        """Forget the connections; the keys of the last questions stay, for ranks that have yet to read them."""
+        self._connections = threading.local()
+
+    def _store(self) -> RankStore:
+        """This thread's connection: one that waits must not hold up another thread's."""
+        store: RankStore | None = getattr(self._connections, "store", None)
+        if store is None:
+            store = self._connections.store = self._first.clone()
+        return store
+
+    def _say(self, store: RankStore, tag: str, value: Any) -> None:
+        store.set(f"{tag}/said/{self.rank}", _pack(value))
+        store.add(f"{tag}/count", 1)
+
+    def _said(self, store: RankStore, tag: str, ranks: Any) -> list[Any]:
+        return [_unpack(data) for data in store.read([f"{tag}/said/{rank}" for rank in ranks])]
+
+    def _answer(self, store: RankStore, tag: str, action: Callable[[], Any]) -> Any:
+        try:
+            result = action()
+        except Exception as error:
+            store.set(f"{tag}/answer", _pack({"error": _as_plain(error)}))
+            self._tidy(store, tag)
+            raise
+        store.set(f"{tag}/answer", _pack({"result": result}))
+        self._tidy(store, tag)
+        return result
+
+    def _learn(self, store: RankStore, tag: str, deadline: float, watch: Watch | None) -> Any:
+        found: list[bytes] = []
+
+        def answered() -> bool:
+            data = store.peek(f"{tag}/answer")
+            if data is not None:
+                found.append(data)
+                return True
+            lost = watch.lost(lambda: [0]) if watch is not None else {}
+            if lost:
+                raise _failed(lost, None)
+            return False
+
+        wait_until(answered, deadline, lambda: f"rank 0 to decide '{tag}'")
+        answer = _unpack(found[0])
+        store.add(f"{tag}/left", 1)
+        if "error" in answer:
+            raise _as_error(answer["error"])
+        return answer["result"]
+
+    def _tidy(self, store: RankStore, tag: str) -> None:
+        """Remove the questions that every rank has read, or that are so old that a rank must be gone."""
+        with self._tidying:
+            old, self._answered = self._answered, deque()
+            for number, question in enumerate(old):
+                if len(old) - number <= _KEPT and store.add(f"{question}/left", 0) < self.world_size - 1:
+                    self._answered.append(question)
+                    continue
+                keys = [f"{question}/said/{rank}" for rank in range(self.world_size)]
+                store.delete([*keys, *(f"{question}/{name}" for name in ("count", "failed", "answer", "left"))])
+            self._answered.append(tag)
+
+    def _missing(self, store: RankStore, tag: str) -> list[int]:
+        return [rank for rank in range(self.world_size) if store.peek(f"{tag}/said/{rank}") is None]
+
+    def _silent(self, store: RankStore, tag: str) -> str:
+        return _named(self._missing(store, tag))
+
+
+def _failed(failures: dict[int, str], errno: int | None) -> RanksError:
+    first = [f"rank {rank}: {failures[rank]}" for rank in sorted(failures)[:_NAMED]]
+    more = f" (and {len(failures) - _NAMED} more)" if len(failures) > _NAMED else ""
+    return RanksError(f"{_named(sorted(failures))} failed. {' | '.join(first)}{more}", errno, dict(failures))
+
+
+def _named(ranks: list[int]) -> str:
+    shown = ", ".join(map(str, ranks[:_NAMED])) + (", ..." if len(ranks) > _NAMED else "")
+    return f"{'Rank' if len(ranks) == 1 else 'Ranks'} {shown}"
+
+
+def _as_plain(error: Exception) -> dict[str, Any]:
+    """An error as JSON; the family's own types come back as themselves."""
+    plain: dict[str, Any] = {
+        "kind": type(error).__name__,
+        "text": str(error),
+        "errno": getattr(error, "errno", None),
+    }
+    if isinstance(error, RanksError):
+        plain["failures"] = {str(rank): text for rank, text in error.failures.items()}
+    return plain
+
+
+def _as_error(plain: dict[str, Any]) -> CheckpointError:
+    kind = getattr(errors, plain["kind"], None)
+    if kind is RanksError:
+        return RanksError(plain["text"], plain["errno"], {int(r): text for r, text in plain["failures"].items()})
+    if isinstance(kind, type) and issubclass(kind, CheckpointSaveError):
+        return kind(plain["text"], plain["errno"])
+    if isinstance(kind, type) and issubclass(kind, CheckpointError) and kind is not errors.MissingKeysError:
+        return kind(plain["text"])
+    return CheckpointSaveError(f"On the leading rank: {plain['kind']}: {plain['text']}", plain["errno"])
+
+
+def _pack(value: Any) -> bytes:
+    return zlib.compress(json.dumps(value, separators=(",", ":")).encode(), 1)
+
+
+def _unpack(data: bytes) -> Any:
+    return json.loads(zlib.decompress(data))

@@ -1,0 +1,94 @@
+"""Who stores what several ranks hold alike: each thing once, and about the same number of bytes on every rank.
+
+This is Megatron's fully parallel save. It is worked out once per structure, on the leading rank.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+from .layout import Structure
+from .tree import FlatState, key_of
+
+#: What a rank has, as plain values: tensors as [identity, bytes], objects as identities.
+Holdings = dict[str, list[Any]]
+
+
+def holdings(structure: Structure) -> Holdings:
+    """What this rank has; two ranks' entries are equal when their keys and their parts of the whole are."""
+    names: list[list[str]] = [[] for _ in structure.stored]
+    for path, number in zip(structure.tensor_paths, structure.stored_of, strict=True):
+        names[number].append(key_of(path))
+    tensors = []
+    for keys, stored in zip(names, structure.stored, strict=True):
+        shard = structure.shards[stored.tensor]
+        place = None if shard is None else (shard.offsets, tuple(stored.shape))
+        tensors.append([_identity(keys, place), stored.nbytes])
+    return {"tensors": tensors, "objects": [_identity([key_of(path)], None) for path in structure.object_paths]}
+
+
+def share_out(ranks: Sequence[Holdings]) -> list[Holdings]:
+    """For every rank, the numbers of its tensors and objects that it is to store.
+
+    Tensors that one rank alone has are that rank's; of the others the largest goes first, to the rank with the least
+    so far. An object goes to the first rank that has it.
+    """
+    holders: dict[str, list[tuple[int, int]]] = {}
+    for rank, held in enumerate(ranks):
+        for number, (identity, _) in enumerate(held["tensors"]):
+            holders.setdefault(identity, []).append((rank, number))
+    loads = [0] * len(ranks)
+    stored: list[Holdings] = [{"tensors": [], "objects": []} for _ in ranks]
+    shared = []
+    for places in holders.values():
+        rank, number = places[0]
+        if len(places) == 1:
+            loads[rank] += ranks[rank]["tensors"][number][1]
+            stored[rank]["tensors"].append(number)
+        else:
+            shared.append((ranks[rank]["tensors"][number][1], places))
+    for nbytes, places in sorted(shared, key=lambda entry: entry[0], reverse=True):
+        rank, number = min(places, key=lambda place: (loads[place[0]], place[0]))
+        loads[rank] += nbytes
+        stored[rank]["tensors"].append(number)
+    taken: set[str] = set()
+    for rank, held in enumerate(ranks):
+        for number, identity in enumerate(held["objects"]):
+            if identity not in taken:
+                taken.add(identity)
+                stored[rank]["objects"].append(number)
+    for mine in stored:
+        mine["tensors"].sort()
+    return stored
+
+
+class Selection:
+    """The part of a state that this rank stores.
+
+    Args:
+        structure: of all that the rank has.
+        mine: numbers of stored tensors and of objects, from `share_out`.
+    """
+
+    def __init__(self, structure: Structure, mine: Holdings) -> None:
+        chosen = set(mine["tensors"])
+        self._tensors = [number for number, entry in enumerate(structure.stored_of) if entry in chosen]
+        self._objects = list(mine["objects"])
+
+    def of(self, flat: FlatState) -> FlatState:
+        """That part of a state of the same structure."""
+        return FlatState(
+            tensors=[flat.tensors[number] for number in self._tensors],
+            tensor_paths=[flat.tensor_paths[number] for number in self._tensors],
+            objects=[flat.objects[number] for number in self._objects],
+            object_paths=[flat.object_paths[number] for number in self._objects],
+            containers=flat.containers,
+            stateful=flat.stateful,
+            shards=[flat.shards[number] for number in self._tensors],
+        )
+
+
+def _identity(keys: list[str], place: Any) -> str:
+    return hashlib.blake2b(repr((keys, place)).encode(), digest_size=8).hexdigest()

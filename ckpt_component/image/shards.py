@@ -1,0 +1,73 @@
+"""Which part of a tensor this rank holds: a box of the whole, as DTensor and FSDP2 cut it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..errors import CheckpointStageError
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Where a local tensor lies in the whole one.
+
+    Attributes:
+        shape: of the whole tensor.
+        offsets: of the local part's first element, one per dimension.
+    """
+
+    shape: torch.Size
+    offsets: tuple[int, ...]
+
+
+def local_part(tensor: torch.Tensor, key: str) -> tuple[torch.Tensor, Shard | None]:
+    """The memory that this rank holds of a tensor, and which part of the whole that is (None: it is the whole).
+
+    Raises:
+        CheckpointStageError: a DTensor with partial sums, which is no value yet.
+    """
+    module = sys.modules.get("torch.distributed.tensor")  # whoever made a DTensor has imported it
+    if module is None or not isinstance(tensor, module.DTensor):
+        return tensor, None
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    placed: Any = tensor
+    if any(placement.is_partial() for placement in placed.placements):
+        raise CheckpointStageError(
+            f"'{key}' is a DTensor with partial sums ({placed.placements}); redistribute it before the save."
+        )
+    local = placed.to_local()
+    shape, offsets = compute_local_shape_and_global_offset(placed.shape, placed.device_mesh, placed.placements)
+    if tuple(shape) != tuple(local.shape):
+        raise CheckpointStageError(
+            f"'{key}' should have the local shape {tuple(shape)} by its placements {placed.placements}, and has "
+            f"{tuple(local.shape)}."
+        )
+    if tuple(local.shape) == tuple(placed.shape):
+        return local, None
+    return local, Shard(torch.Size(placed.shape), tuple(int(offset) for offset in offsets))
+
+
+Box = tuple[Sequence[int], Sequence[int]]
+
+
+def overlap(one: Box, other: Box) -> tuple[tuple[slice, ...], tuple[slice, ...], int] | None:
+    """What two boxes (offsets, sizes) have in common.
+
+    Returns:
+        The slices of the first, those of the second, and the number of elements; None where there is nothing.
+    """
+    first, second, elements = [], [], 1
+    for a, size_a, b, size_b in zip(one[0], one[1], other[0], other[1], strict=True):
+        start, stop = max(a, b), min(a + size_a, b + size_b)
+        if start >= stop:
+            return None
+        first.append(slice(start - a, stop - a))
+        second.append(slice(start - b, stop - b))
+        elements *= stop - start
+    return tuple(first), tuple(second), elements
