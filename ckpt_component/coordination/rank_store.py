@@ -15,8 +15,9 @@ from typing import Any
 
 from ..errors import CheckpointTimeoutError, RanksError
 
-#: A wait looks this often at first (seconds), and ever more seldom, so that 1,000 ranks do not keep the store busy.
-_FIRST_POLL, _LONGEST_POLL = 0.001, 0.2
+#: A wait looks this often at first (seconds), and ever more seldom. With many ranks more seldom from the beginning: the
+#: store answers about 100,000 times a second.
+_FIRST_POLL, _FIRST_POLL_PER_RANK, _LONGEST_POLL = 0.001, 5e-5, 0.2
 
 
 class RankStore:
@@ -99,8 +100,27 @@ class RankStore:
                 found.append(value)
             return value is not None
 
-        wait_until(is_there, deadline, lambda: what)
+        self.wait_until(is_there, deadline, lambda: what)
         return found[0]
+
+    def wait_until(self, ready: Callable[[], bool], deadline: float, what: Callable[[], str]) -> None:
+        """Return when `ready()` says so.
+
+        Args:
+            ready: asked again and again; a quick look.
+            deadline: monotonic seconds.
+            what: names what is missing, for the error.
+
+        Raises:
+            CheckpointTimeoutError: it did not in time; the text says what was missing.
+        """
+        pause = max(_FIRST_POLL, _FIRST_POLL_PER_RANK * self.world_size)
+        while not ready():
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise CheckpointTimeoutError(f"Waited in vain for {what()}.")
+            time.sleep(min(pause, left))
+            pause = min(pause * 1.5, max(_LONGEST_POLL, pause))
 
     def _peek(self, key: str) -> bytes | None:
         return bytes(self._store.get(key)) if self._store.check([key]) else None
@@ -113,26 +133,6 @@ class RankStore:
                 f"Rank {self.rank} cannot reach the store that all {self.world_size} ranks share; the process that "
                 f"holds it, rank 0 or torchrun, is gone: {str(error).splitlines()[0]}"
             ) from error
-
-
-def wait_until(ready: Callable[[], bool], deadline: float, what: Callable[[], str]) -> None:
-    """Return when `ready()` says so.
-
-    Args:
-        ready: asked again and again; a quick look.
-        deadline: monotonic seconds.
-        what: names what is missing, for the error.
-
-    Raises:
-        CheckpointTimeoutError: it did not until `deadline` (monotonic seconds); the text says what was missing.
-    """
-    pause = _FIRST_POLL
-    while not ready():
-        left = deadline - time.monotonic()
-        if left <= 0:
-            raise CheckpointTimeoutError(f"Waited in vain for {what()}.")
-        time.sleep(min(pause, left))
-        pause = min(pause * 1.5, _LONGEST_POLL)
 
 
 def distributed() -> ModuleType | None:

@@ -19,7 +19,7 @@ from .. import errors
 from ..errors import CheckpointError, CheckpointSaveError, CheckpointTimeoutError, RanksError
 from .coordinator import Coordinator
 from .heartbeat import Heartbeat, Watch
-from .rank_store import RankStore, wait_until
+from .rank_store import RankStore
 
 #: After the first rank failed, others that fail in the same moment get this long to be named too.
 _COMPANY_SECONDS = 0.2
@@ -47,6 +47,8 @@ class StoreCoordinator(Coordinator):
         self._stall_timeout = stall_timeout
         self._answered: deque[str] = deque()
         self._tidying = threading.Lock()
+        #: The connection of the heartbeats; making one can take seconds where names are looked up slowly.
+        self._pulse: RankStore | None = None
 
     def pool(self, tag: str, value: Any, decide: Callable[[list[Any]], Any], deadline: float) -> Any:
         """See `Coordinator.pool`."""
@@ -55,7 +57,7 @@ class StoreCoordinator(Coordinator):
         if self.leads:
 
             def collect() -> Any:
-                wait_until(
+                store.wait_until(
                     lambda: store.add(f"{tag}/count", 0) >= self.world_size,
                     deadline,
                     lambda: f"{self._silent(store, tag)} to take part in '{tag}'",
@@ -75,7 +77,9 @@ class StoreCoordinator(Coordinator):
     def vote(self, tag: str, work: Callable[[], Any], progress: Callable[[], int], deadline: float) -> list[Any]:
         """See `Coordinator.vote`."""
         store = self._store()
-        with Heartbeat(store.clone(), progress, self._heartbeat_timeout):
+        if self._pulse is None:
+            self._pulse = self._first.clone()
+        with Heartbeat(self._pulse, progress, self._heartbeat_timeout):
             mine, failure = None, None
             try:
                 mine = work()
@@ -108,7 +112,7 @@ class StoreCoordinator(Coordinator):
             return bool(lost)
 
         try:
-            wait_until(decided, deadline, lambda: f"{self._silent(store, tag)} to write (timeouts.write)")
+            store.wait_until(decided, deadline, lambda: f"{self._silent(store, tag)} to write (timeouts.write)")
         except CheckpointTimeoutError as error:
             silent = self._missing(store, tag)
             raise _failed({rank: "did not finish before timeouts.write was over" for rank in silent}, None) from error
@@ -125,6 +129,7 @@ class StoreCoordinator(Coordinator):
     def close(self) -> None:
         """Forget the connections; the keys of the last questions stay, for ranks that have yet to read them."""
         self._connections = threading.local()
+        self._pulse = None
 
     def _store(self) -> RankStore:
         """This thread's connection: one that waits must not hold up another thread's."""
@@ -164,7 +169,7 @@ class StoreCoordinator(Coordinator):
                 raise _failed(lost, None)
             return False
 
-        wait_until(answered, deadline, lambda: f"rank 0 to decide '{tag}'")
+        store.wait_until(answered, deadline, lambda: f"rank 0 to decide '{tag}'")
         answer = _unpack(found[0])
         store.add(f"{tag}/left", 1)
         if "error" in answer:

@@ -1,0 +1,224 @@
+"""Ranks agree over a store: simulated by threads, each with a connection of its own."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from torch.distributed import TCPStore
+
+from ckpt_component.coordination import RankStore, StoreCoordinator
+from ckpt_component.errors import (
+    CheckpointExistsError,
+    CheckpointSaveError,
+    CheckpointTimeoutError,
+    RanksError,
+)
+
+
+@pytest.fixture
+def store() -> Iterator[TCPStore]:
+    yield TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
+
+
+def coordinators(store: TCPStore, world_size: int, **timeouts: float) -> list[StoreCoordinator]:
+    return [
+        StoreCoordinator(RankStore(store.clone(), rank, world_size, "test/"), **timeouts) for rank in range(world_size)
+    ]
+
+
+def on_all(ranks: list[StoreCoordinator], call: Callable[[StoreCoordinator], Any]) -> list[Any]:
+    """What `call` returns or raises, by rank."""
+
+    def run(coordinator: StoreCoordinator) -> Any:
+        try:
+            return call(coordinator)
+        except Exception as error:
+            return error
+
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        return list(pool.map(run, ranks, timeout=60))
+
+
+def soon(seconds: float = 30.0) -> float:
+    return time.monotonic() + seconds
+
+
+def test_pool_gives_every_rank_the_decision_made_from_all(store: TCPStore) -> None:
+    ranks = coordinators(store, 5)
+
+    def ask(coordinator: StoreCoordinator) -> list[int]:
+        return [coordinator.pool(f"sum/{n}", coordinator.rank * (n + 1), sum, soon()) for n in range(4)]
+
+    assert on_all(ranks, ask) == [[10, 20, 30, 40]] * 5
+
+
+def test_what_the_leading_rank_raises_comes_as_the_same_error_everywhere(store: TCPStore) -> None:
+    def refuse() -> None:
+        raise CheckpointExistsError("it is taken")
+
+    found = on_all(coordinators(store, 3), lambda c: c.lead("begin", refuse, soon()))
+    assert [type(error) for error in found] == [CheckpointExistsError] * 3
+    assert {str(error) for error in found} == {"it is taken"}
+
+    def break_down() -> None:
+        raise OSError(28, "No space left on device")
+
+    found = on_all(coordinators(store, 3), lambda c: c.lead("other", break_down, soon()))
+    assert isinstance(found[0], OSError)
+    assert all(isinstance(error, CheckpointSaveError) and error.errno == 28 for error in found[1:])
+
+
+@pytest.mark.parametrize("failing", [{0}, {2}, {0, 1, 3}])
+def test_a_failed_part_fails_the_vote_on_all_ranks_with_the_same_names(store: TCPStore, failing: set[int]) -> None:
+    def part(rank: int) -> str:
+        if rank in failing:
+            raise CheckpointSaveError(f"disk {rank} is full", 28)
+        return f"wrote {rank}"
+
+    ranks = coordinators(store, 4)
+    found = on_all(ranks, lambda c: c.vote("v1", lambda: part(c.rank), lambda: 0, soon()))
+    assert all(isinstance(error, RanksError) and error.errno == 28 for error in found)
+    assert len({str(error) for error in found}) == 1
+    assert set(found[0].failures) <= failing and found[0].failures
+    for rank in failing:
+        assert isinstance(found[rank].__cause__, CheckpointSaveError)
+    failing.clear()
+    assert (
+        on_all(ranks, lambda c: c.vote("v2", lambda: part(c.rank), lambda: 0, soon()))
+        == [[f"wrote {rank}" for rank in range(4)]] * 4
+    )
+
+
+def test_a_rank_that_never_votes_is_named_when_its_heart_stops(store: TCPStore) -> None:
+    ranks = coordinators(store, 3, heartbeat_timeout=0.5)
+    started = time.monotonic()
+    found = on_all(ranks[:2], lambda c: c.vote("v", lambda: 1, lambda: 0, soon()))
+    assert all(isinstance(error, RanksError) and set(error.failures) == {2} for error in found)
+    assert "no sign of life" in str(found[1])
+    assert time.monotonic() - started < 20
+
+
+def test_a_rank_that_lives_and_writes_nothing_hangs(store: TCPStore) -> None:
+    ranks = coordinators(store, 2, heartbeat_timeout=1.0, stall_timeout=1.5)
+    over = threading.Event()
+
+    def part(coordinator: StoreCoordinator) -> Any:
+        try:
+            return coordinator.vote(
+                "v", (lambda: over.wait(30)) if coordinator.rank == 1 else (lambda: 1), lambda: 7, soon()
+            )
+        finally:
+            over.set()
+
+    found = on_all(ranks, part)
+    assert all(isinstance(error, RanksError) and "timeouts.stall" in error.failures[1] for error in found)
+
+
+def test_a_lost_leader_is_noticed(store: TCPStore) -> None:
+    ranks = coordinators(store, 2, heartbeat_timeout=0.5)
+    (found,) = on_all(ranks[1:], lambda c: c.vote("v", lambda: 1, lambda: 0, soon()))
+    assert isinstance(found, RanksError) and set(found.failures) == {0}
+
+
+def test_a_rank_that_does_not_come_is_named_at_the_deadline(store: TCPStore) -> None:
+    ranks = coordinators(store, 3)
+    found = on_all(ranks[:2], lambda c: c.pool("save/1", None, len, soon(1.0)))
+    assert all(isinstance(error, CheckpointTimeoutError) for error in found)
+    assert "2" in str(found[0])
+
+
+def test_a_store_that_is_gone_is_said_so() -> None:
+    master = TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
+    coordinator = StoreCoordinator(RankStore(master.clone(), 1, 2, "test/"))
+    assert coordinator._store().peek("nothing") is None
+    del master
+    with pytest.raises(RanksError, match="cannot reach the store"):
+        coordinator.pool("save/1", None, len, soon(5.0))
+
+
+def test_questions_are_removed_once_all_have_read_the_answer(store: TCPStore) -> None:
+    ranks = coordinators(store, 4)
+    found = on_all(ranks, lambda c: [c.pool(f"q/{number}", 1, sum, soon()) for number in range(20)])
+    assert found == [[4] * 20] * 4
+    assert store.num_keys() < 40
+
+
+def test_200_ranks_vote_commit_and_abort_and_the_messages_grow_with_the_ranks(
+    store: TCPStore, record_property: Callable[[str, object], None]
+) -> None:
+    """Counts calls to the store, which do not depend on how fast this machine is."""
+    spent = {50: 0.0, 200: 0.0}
+    lines = [store.clone() for _ in range(20)]  # ten ranks share one; each call is over in microseconds
+    everybody = [_Connection(lines[rank % len(lines)]) for rank in range(200)]
+
+    def saves_of(world_size: int) -> None:
+        connections = everybody[:world_size]
+        ranks = [
+            StoreCoordinator(RankStore(connection, rank, world_size, f"{world_size}/"))
+            for rank, connection in enumerate(connections)
+        ]
+
+        def save(c: StoreCoordinator, name: str, fails: bool) -> Any:
+            c.pool(f"{name}/agree", c.rank, max, soon(60))
+            c.lead(f"{name}/begin", lambda: None, soon(60))
+
+            def part() -> int:
+                if fails and c.rank == 17:
+                    raise CheckpointSaveError("rank 17 is broken")
+                return c.rank
+
+            return c.vote(f"{name}/vote", part, lambda: 0, soon(60))
+
+        def run(c: StoreCoordinator) -> Any:
+            save(c, "warm-up", False)  # which also makes the connections
+            before, started = connections[c.rank].said(), time.perf_counter()
+            good = save(c, "good", False)
+            if c.rank == 1:
+                spent[world_size] = time.perf_counter() - started
+            counts.append(connections[c.rank].said() - before)
+            with pytest.raises(RanksError) as caught:
+                save(c, "bad", True)
+            return good, set(caught.value.failures)
+
+        counts: list[int] = []
+        assert on_all(ranks, run) == [(list(range(world_size)), {17})] * world_size
+        # A few messages a rank, whatever their number; the leading one also tidies up.
+        assert sorted(counts)[world_size // 2] <= 8
+
+    for world_size in spent:
+        saves_of(world_size)
+        record_property(f"seconds for {world_size} ranks", round(spent[world_size], 3))
+    print({world_size: round(seconds, 3) for world_size, seconds in spent.items()})
+
+
+class _Connection:
+    """A connection that counts what it says, apart from heartbeats; its clones are itself.
+
+    Connecting looks names up, which takes seconds now and then where no name server answers.
+    """
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+        self._count = 0
+
+    def clone(self) -> _Connection:
+        return self
+
+    def said(self) -> int:
+        return self._count
+
+    def set(self, key: str, value: bytes) -> None:
+        self._count += "beat/" not in key
+        self._store.set(key, value)
+
+    def add(self, key: str, amount: int) -> int:
+        self._count += amount != 0
+        return int(self._store.add(key, amount))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
