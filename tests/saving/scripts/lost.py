@@ -1,0 +1,149 @@
+"""What the ranks of test_lost_ranks run: one of them is killed or stopped in the middle of a save."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ckpt_component import Checkpointer, RanksError, build_checkpointer
+from ckpt_component.storage import commit
+
+STATE = {"weight": torch.full((1000,), 3.0), "other": torch.ones(500)}
+
+
+def checkpointer_of(folder: Path, **timeouts: float) -> Checkpointer:
+    overrides = [f"checkpoint.timeouts.{name}={seconds}" for name, seconds in timeouts.items()]
+    return build_checkpointer("async_persistent", overrides)
+
+
+def runner_of(checkpointer: Checkpointer) -> Any:
+    return checkpointer._checkpoint_process._runner  # type: ignore[attr-defined]
+
+
+def save(checkpointer: Checkpointer, path: Path) -> Any:
+    futures = checkpointer.save(STATE, path)
+    assert futures is not None
+    return futures[1].result(60)
+
+
+def leave() -> None:
+    """End at once: there is nobody left to part from."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+def killed_in_vote(rank: int, world_size: int, folder: Path) -> None:
+    """Rank 1 is killed while it writes: rank 0 hears of it by the heartbeat, and nothing is visible."""
+    checkpointer = checkpointer_of(folder, heartbeat=1.0, close=5.0)
+    save(checkpointer, folder / "run" / "one")
+    if rank == 1:
+        runner_of(checkpointer)._write = lambda job: os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(RanksError, match="no sign of life") as caught:
+        save(checkpointer, folder / "run" / "two")
+    assert set(caught.value.failures) == {1}
+    assert os.listdir(folder / "run") == ["one"]
+    checkpointer.close()
+    leave()
+
+
+def leader_killed_after_commit(rank: int, world_size: int, folder: Path) -> None:
+    """Rank 0 is killed after the rename: rank 1 cannot know, says so, and the disk decides."""
+    checkpointer = checkpointer_of(folder, heartbeat=1.0, close=5.0)
+    if rank == 0:
+        publish = commit.publish
+
+        def publish_and_die(*arguments: Any) -> int:
+            publish(*arguments)
+            os.kill(os.getpid(), signal.SIGKILL)
+            return 0
+
+        commit.publish = publish_and_die
+    with pytest.raises(RanksError, match="cannot reach the store"):
+        save(checkpointer, folder / "run" / "one")
+    with pytest.raises(RanksError):
+        checkpointer.save(STATE, folder / "run" / "two")
+    checkpointer.close()
+    leave()
+
+
+def stopped_rank(rank: int, world_size: int, folder: Path) -> None:
+    """Rank 1 stops for longer than the heartbeat allows, and goes on: it learns that it came too late."""
+    with checkpointer_of(folder, heartbeat=1.0) as checkpointer:
+        save(checkpointer, folder / "run" / "one")
+        runner = runner_of(checkpointer)
+        if rank == 1:
+            write = runner._write
+
+            def stop_then_write(job: Any) -> Any:
+                runner._write = write
+                pid = os.getpid()
+                subprocess.Popen(["sh", "-c", f"kill -STOP {pid}; sleep 4; kill -CONT {pid}"])
+                deadline = before = time.monotonic()
+                while time.monotonic() - before < 2.0 and before < deadline + 30:  # until a look takes that long
+                    before = time.monotonic()
+                    time.sleep(0.05)
+                return write(job)
+
+            runner._write = stop_then_write
+        with pytest.raises(RanksError, match="no sign of life") as caught:
+            save(checkpointer, folder / "run" / "two")
+        assert set(caught.value.failures) == {1}
+        assert not (folder / "run" / "two").exists()
+        assert save(checkpointer, folder / "run" / "three").outcome == "committed"
+    torch.distributed.barrier()
+    assert sorted(os.listdir(folder / "run")) == ["one", "three"]
+
+
+def stopped_worker(rank: int, world_size: int, folder: Path) -> None:
+    """Rank 1's writer process hangs: it is given up at the deadline, on all ranks, and cannot commit later."""
+    with checkpointer_of(folder, write=2.0) as checkpointer:
+        save(checkpointer, folder / "run" / "one")
+        if rank == 1:
+            os.kill(checkpointer._checkpoint_process.caller.pid, signal.SIGSTOP)  # type: ignore[attr-defined]
+        with pytest.raises(RanksError, match=r"timeouts\.write") as caught:
+            save(checkpointer, folder / "run" / "two")
+        assert set(caught.value.failures) == {1}
+        assert save(checkpointer, folder / "run" / "two").outcome == "committed"
+
+
+def overlapping(rank: int, world_size: int, folder: Path) -> None:
+    """Five saves at once: each has the values of its moment, in order."""
+    state = {"weight": torch.zeros(200_000), "other": torch.zeros(100_000)}
+    for caller in ("persistent", "temporal"):
+        with build_checkpointer("async_persistent", [f"checkpoint/caller={caller}"]) as checkpointer:
+            futures = []
+            for number in range(5):
+                for tensor in state.values():
+                    tensor.fill_(number)
+                started = checkpointer.save(state, folder / caller / str(number))
+                assert started is not None
+                futures.append(started[1])
+            reports = [future.result(60) for future in futures]
+            assert [Path(report.path).name for report in reports] == list("01234")
+            for number in range(5):
+                target = {key: torch.empty_like(value) for key, value in state.items()}
+                checkpointer.load(folder / caller / str(number), target, strict=True)
+                assert all(tensor.eq(number).all() for tensor in target.values())
+
+
+def own_files(rank: int, world_size: int, folder: Path) -> None:
+    """`torch_save`: every rank has a file of its own, which plain torch.load reads."""
+    state = {"weight": torch.full((10,), float(rank)), "rank": rank}
+    with build_checkpointer("async_persistent", ["checkpoint/writer=torch_save"]) as checkpointer:
+        futures = checkpointer.save(state, folder / "own")
+        assert futures is not None
+        futures[1].result(60)
+        target = {"weight": torch.zeros(10), "rank": -1}
+        checkpointer.load(folder / "own", target, strict=True)
+        assert target["rank"] == rank and target["weight"].eq(rank).all()
+        plain = torch.load(folder / "own" / f"checkpoint_{rank}.pt", weights_only=True)
+        assert plain["rank"] == rank
