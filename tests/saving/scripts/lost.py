@@ -86,9 +86,10 @@ def stopped_rank(rank: int, world_size: int, folder: Path) -> None:
             def stop_then_write(job: Any) -> Any:
                 runner._write = write
                 pid = os.getpid()
+                before = time.monotonic()
+                deadline = before + 30
                 subprocess.Popen(["sh", "-c", f"kill -STOP {pid}; sleep 4; kill -CONT {pid}"])
-                deadline = before = time.monotonic()
-                while time.monotonic() - before < 2.0 and before < deadline + 30:  # until a look takes that long
+                while time.monotonic() - before < 2.0 and before < deadline:  # until the stop has come and gone
                     before = time.monotonic()
                     time.sleep(0.05)
                 return write(job)
