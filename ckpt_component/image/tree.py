@@ -53,6 +53,7 @@ class FlatState:
         containers: (path, kind) of what a plain dict would not give back: `list`, `odict`, `empty`.
         stateful: (path, object) of the values that were asked for their state.
         shards: for every tensor which part of a whole it is; None: it is the whole.
+        placed: by number, the DTensors whose local part stands in `tensors`.
     """
 
     tensors: list[torch.Tensor] = field(default_factory=list)
@@ -62,6 +63,7 @@ class FlatState:
     containers: list[tuple[Path, str]] = field(default_factory=list)
     stateful: list[tuple[Path, Stateful]] = field(default_factory=list)
     shards: list[Shard | None] = field(default_factory=list)
+    placed: dict[int, torch.Tensor] = field(default_factory=dict)
 
 
 def key_of(path: Path) -> str:
@@ -96,7 +98,9 @@ def flatten(state_dict: Mapping[Any, Any], rank: Owner = 0) -> FlatState:
     flat.shards = [None] * len(flat.tensors)
     for number, tensor in enumerate(flat.tensors):
         if type(tensor) not in _WHOLE:
-            flat.tensors[number], flat.shards[number] = local_part(tensor, key_of(flat.tensor_paths[number]))
+            local, flat.shards[number] = local_part(tensor, key_of(flat.tensor_paths[number]))
+            if local is not tensor:
+                flat.tensors[number], flat.placed[number] = local, tensor
     return flat
 
 

@@ -9,7 +9,7 @@ import torch
 
 from ..errors import CheckpointLoadError
 from ..image.per_rank import PerRank, rank_of
-from ..image.shards import Shard
+from ..image.shards import Shard, local_part
 from ..image.tree import Path, StateDict, Stateful, flatten, key_of, unflatten
 from .source import Request, Source
 
@@ -44,6 +44,8 @@ class Target:
         #: For every place of a plain value inside an object of the checkpoint: that object and the way into it.
         self._inside: dict[Path, tuple[str, Path]] = {}
         self._converted: list[Request] = []
+        #: Sharded tensors that the target did not have yet.
+        self._made: dict[Path, torch.Tensor] = {}
         self.requests: list[Request] = []
         self.new_tensors: list[str] = []
         self.objects: list[str] = []
@@ -55,8 +57,8 @@ class Target:
         for path, kind in self._flat.containers:
             if kind == "empty" and self._owner(path) is None:
                 self._match_value(path, may_miss=True)
-        for path, _ in self._stateful:
-            self._take_rest(path)
+        for path, stateful in self._stateful:
+            self._take_rest(path, stateful)
         self.new_tensors = list(dict.fromkeys(self.new_tensors))
         self.objects = list(dict.fromkeys(self.objects))
 
@@ -108,14 +110,30 @@ class Target:
         for key in keys:
             (self.objects if key in self._source.index.objects else self.new_tensors).append(key)
 
-    def _take_rest(self, path: Path) -> None:
+    def _take_rest(self, path: Path, stateful: Stateful) -> None:
         """What the checkpoint has for an object beyond what its state has now, such as an optimizer's state."""
-        known = {request.key for request in [*self.requests, *self._converted]} | {
-            key for keys in self._replaced.values() for key in keys
-        }
+        known = {request.key for request in [*self.requests, *self._converted]}
+        known.update(key for keys in self._replaced.values() for key in keys)
         for key in self._below.get(key_of(path), []):
-            if key not in known:
+            if key not in known and not self._take_as_part(path, stateful, key):
                 self._use(self._place_of(key), [key])
+
+    def _take_as_part(self, path: Path, stateful: Stateful, key: str) -> bool:
+        """Load what an optimizer keeps for a sharded parameter as the same part of the whole as the parameter's."""
+        entry = self._source.index.tensors.get(key)
+        if entry is None or not isinstance(stateful, torch.optim.Optimizer):
+            return False
+        parameter = _parameter_of(stateful, entry.path[len(path) :])
+        if parameter is None or parameter.shape != entry.shape:
+            return False
+        local, shard = local_part(parameter, key)
+        if local is parameter:
+            return False
+        made = torch.zeros_like(parameter, dtype=entry.dtype, requires_grad=False)
+        offsets = None if shard is None else shard.offsets
+        self.requests.append(Request(key, local_part(made, key)[0], offsets))
+        self._made[entry.path] = made
+        return True
 
     def _place_of(self, key: str) -> Path:
         entry = self._source.index.tensors.get(key)
@@ -127,7 +145,8 @@ class Target:
 
     def finish(self, fresh: Mapping[str, Any]) -> list[str]:
         """Put the new values in, and give the objects their state; returns the keys that the checkpoint lacks."""
-        values = {path: self._assemble(path, keys, fresh) for path, keys in self._replaced.items()}
+        values: dict[Path, Any] = dict(self._made)
+        values.update((path, self._assemble(path, keys, fresh)) for path, keys in self._replaced.items())
         for request in self._converted:
             request.destination.copy_(request.part_of(fresh[request.key]))
         for path, (key, way) in self._inside.items():
@@ -157,9 +176,9 @@ class Target:
         depth = len(path)
         state: dict[Path, Any] = {}
         # What the object has now, so that keys the checkpoint lacks keep their value; then what was loaded.
-        for known, value in zip(self._flat.tensor_paths, self._flat.tensors, strict=True):
+        for number, (known, value) in enumerate(zip(self._flat.tensor_paths, self._flat.tensors, strict=True)):
             if known[:depth] == path:
-                state[known[depth:]] = value
+                state[known[depth:]] = self._flat.placed.get(number, value)
         for known, value in zip(self._flat.object_paths, self._flat.objects, strict=True):
             if known[:depth] == path:
                 state[known[depth:]] = value
@@ -188,6 +207,15 @@ def _with_parameter_numbers(stateful: Stateful, state: StateDict) -> StateDict:
             int(key) if isinstance(key, str) and key.isdigit() else key: value for key, value in state["state"].items()
         }
     return state
+
+
+def _parameter_of(optimizer: torch.optim.Optimizer, way: Path) -> torch.Tensor | None:
+    """The parameter that an entry of an optimizer's state, such as `state.3.exp_avg`, belongs to."""
+    if len(way) != 3 or way[0] != "state" or not str(way[1]).isdigit():
+        return None
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    number = int(way[1])
+    return parameters[number] if number < len(parameters) else None
 
 
 def _outermost(found: list[tuple[Path, Stateful]]) -> list[tuple[Path, Stateful]]:

@@ -66,6 +66,17 @@ def test_what_all_ranks_have_is_stored_once_and_shared_out(tmp_path: Path) -> No
     assert {path.name[2] for path in files} == {"0", "1"}
 
 
+def test_stock_checkpoints_load_by_parts_and_fsdp_comes_back_also_on_one_rank(tmp_path: Path) -> None:
+    run_ranks(SCRIPT, "stock_and_fsdp", 2, tmp_path)
+    module = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.ReLU(), torch.nn.Linear(7, 3))
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
+    with build_checkpointer("sync") as checkpointer:
+        checkpointer.load(tmp_path / "fsdp", {"model": module, "optimizer": optimizer}, strict=True)
+        values = checkpointer.load(tmp_path / "fsdp")
+    assert torch.equal(module[2].weight, values["model"]["2.weight"])
+    assert optimizer.state[module[2].weight]["exp_avg"].any()
+
+
 def test_values_of_a_ranks_own(tmp_path: Path) -> None:
     run_ranks(SCRIPT, "own_values", 2, tmp_path, SAVED_BY="2")
     run_ranks(SCRIPT, "own_values", 3, tmp_path, SAVED_BY="2")

@@ -88,6 +88,41 @@ def load_sharded(rank: int, world_size: int, folder: Path) -> None:
         check(target)
 
 
+def stock_and_fsdp(rank: int, world_size: int, folder: Path) -> None:
+    """Stock `dcp.save` loads here, by parts; and a module under FSDP2 with its optimizer comes back, here and elsewhere."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.fsdp import fully_shard
+
+    dcp.save(sharded_state(world_size), checkpoint_id=folder / "stock")
+    with build_checkpointer("async_persistent") as checkpointer:
+        target = wiped(sharded_state(world_size))
+        checkpointer.load(folder / "stock", target, strict=True)
+        check(target)
+
+        def job(seed: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+            torch.manual_seed(seed)
+            module = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.ReLU(), torch.nn.Linear(7, 3))
+            fully_shard(module, mesh=init_device_mesh("cpu", (world_size,)))
+            return module, torch.optim.AdamW(module.parameters(), lr=0.1)
+
+        def train(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> float:
+            optimizer.zero_grad()
+            loss = module(torch.ones(2, 5)).square().sum()
+            loss.backward()
+            optimizer.step()
+            return loss.item()
+
+        module, optimizer = job(1)
+        train(module, optimizer)
+        futures = checkpointer.save({"model": module, "optimizer": optimizer}, folder / "fsdp")
+        assert futures is not None
+        futures[1].result(60)
+        losses = [train(module, optimizer) for _ in range(3)]
+        other, its_optimizer = job(2)
+        checkpointer.load(folder / "fsdp", {"model": other, "optimizer": its_optimizer}, strict=True)
+        assert [train(other, its_optimizer) for _ in range(3)] == losses
+
+
 def own_values(rank: int, world_size: int, folder: Path) -> None:
     """Per-rank values come back by rank; with another number of ranks by the policy."""
     saved_by = int(os.environ["SAVED_BY"])
