@@ -46,7 +46,7 @@ class RankStore:
         if dist is None or dist.get_world_size() == 1:
             return None
         rank, world_size = int(dist.get_rank()), int(dist.get_world_size())
-        store = dist.distributed_c10d._get_default_store().clone()
+        store = _another_connection(dist, dist.distributed_c10d._get_default_store())
         # An agent's store outlives a restart of its workers, so keys carry the generation too.
         generation = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         base = f"ckpt/{generation}/{world_size}/{purpose}"
@@ -55,7 +55,8 @@ class RankStore:
 
     def clone(self) -> RankStore:
         """The same keys by another connection, for another thread."""
-        return RankStore(self._told(self._store.clone), self.rank, self.world_size, self._prefix)
+        store = self._told(lambda: _another_connection(sys.modules["torch.distributed"], self._store))
+        return RankStore(store, self.rank, self.world_size, self._prefix)
 
     def set(self, key: str, value: bytes) -> None:
         """Put a value in. Raises RanksError when the store is gone; so do all others here."""
@@ -133,6 +134,20 @@ class RankStore:
                 f"Rank {self.rank} cannot reach the store that all {self.world_size} ranks share; the process that "
                 f"holds it, rank 0 or torchrun, is gone: {str(error).splitlines()[0]}"
             ) from error
+
+
+def _another_connection(dist: ModuleType, store: Any) -> Any:
+    """The same store by a connection of its own; torch 2.7 has no `clone` for that."""
+    if hasattr(store, "clone"):
+        return store.clone()
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    if isinstance(store, dist.TCPStore):
+        return dist.TCPStore(store.host, store.port, None, False, wait_for_workers=False)
+    raise RanksError(
+        f"The ranks share a {type(store).__name__}, to which this torch makes no second connection; initialize "
+        "torch.distributed by env:// or tcp://, or use a newer torch."
+    )
 
 
 def distributed() -> ModuleType | None:

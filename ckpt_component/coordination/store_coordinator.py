@@ -43,6 +43,7 @@ class StoreCoordinator(Coordinator):
         self.world_size = store.world_size
         self._first = store
         self._connections = threading.local()
+        self._connections.store = store  # of the thread that makes this, which is the one that saves
         self._heartbeat_timeout = heartbeat_timeout
         self._stall_timeout = stall_timeout
         self._answered: deque[str] = deque()
