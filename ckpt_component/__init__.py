@@ -42,11 +42,15 @@ if TYPE_CHECKING:
     from .checkpointer import AsyncCheckpointer, Checkpointer, SyncCheckpointer
     from .config import compose_checkpoint
     from .config.errors import CheckpointConfigError
+    from .config.megatron_args import add_checkpoint_args, compose_from_args
     from .factory import build_checkpointer, build_manager
     from .image.per_rank import PerRank
     from .manager import CheckpointManager
     from .process import CheckpointProcess, CheckpointProcessConfig
     from .reports import SaveReport
+    from .writers.file_system_writer_async import FileSystemWriterAsync
+    from .writers.plan_cache import CheckpointMetadataCache
+    from .writers.state_dict_saver import save_state_dict_async_finalize, save_state_dict_async_plan
 
 __version__ = "0.1.0"
 
@@ -62,6 +66,7 @@ __all__ = [
     "CheckpointExistsError",
     "CheckpointLoadError",
     "CheckpointManager",
+    "CheckpointMetadataCache",
     "CheckpointNotFoundError",
     "CheckpointProcess",
     "CheckpointProcessConfig",
@@ -69,6 +74,7 @@ __all__ = [
     "CheckpointStageError",
     "CheckpointTimeoutError",
     "Checkpointer",
+    "FileSystemWriterAsync",
     "MissingKeysError",
     "PerRank",
     "PersistentAsyncCaller",
@@ -78,9 +84,13 @@ __all__ = [
     "TemporalAsyncCaller",
     "TornSnapshotError",
     "WorkerDiedError",
+    "add_checkpoint_args",
     "build_checkpointer",
     "build_manager",
     "compose_checkpoint",
+    "compose_from_args",
+    "save_state_dict_async_finalize",
+    "save_state_dict_async_plan",
 ]
 
 _HOMES = {
@@ -90,17 +100,23 @@ _HOMES = {
     "AsyncRequest": "callers",
     "CheckpointConfigError": "config.errors",
     "CheckpointManager": "manager",
+    "CheckpointMetadataCache": "writers.plan_cache",
     "CheckpointProcess": "process",
     "CheckpointProcessConfig": "process",
     "Checkpointer": "checkpointer",
+    "FileSystemWriterAsync": "writers.file_system_writer_async",
     "PerRank": "image.per_rank",
     "PersistentAsyncCaller": "callers",
     "SaveReport": "reports",
     "SyncCheckpointer": "checkpointer",
     "TemporalAsyncCaller": "callers",
+    "add_checkpoint_args": "config.megatron_args",
     "build_checkpointer": "factory",
     "build_manager": "factory",
     "compose_checkpoint": "config",
+    "compose_from_args": "config.megatron_args",
+    "save_state_dict_async_finalize": "writers.state_dict_saver",
+    "save_state_dict_async_plan": "writers.state_dict_saver",
 }
 
 

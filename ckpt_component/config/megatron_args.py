@@ -1,0 +1,118 @@
+"""The checkpoint config of scripts with argparse, Megatron's above all (HYDRA 1.5).
+
+    pretrain(..., extra_args_provider=add_checkpoint_args)      # Megatron-LM
+    config = compose_from_args(args)                            # for build_checkpointer or build_manager
+
+What Megatron's own options say about checkpoints is taken over; the options added here come on top.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from omegaconf import DictConfig
+
+from .compose import compose_checkpoint
+
+#: What is taken where a script has said nothing about it.
+_PRESET = "async_persistent"
+#: Classes of `ionice`, which is what `--async-ckpt-io-priority` takes.
+_IO_CLASSES = {0: "normal", 1: "normal", 2: "low", 3: "idle"}
+
+
+def add_checkpoint_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add `--checkpoint-preset` and `--checkpoint-override` to a script's options.
+
+    Args:
+        parser: of the script. Returned, as Megatron's `extra_args_provider` must.
+    """
+    group = parser.add_argument_group("checkpoint component")
+    group.add_argument(
+        "--checkpoint-preset",
+        default=None,
+        metavar="NAME",
+        help="a file of conf/checkpoint, such as sync, async_temporal or async_persistent; "
+        "default: what --async-save and --use-persistent-ckpt-worker ask for, where there are such options, "
+        f"else {_PRESET}",
+    )
+    group.add_argument(
+        "--checkpoint-override",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="checkpoint.writer.workers=4 sets a value, checkpoint/stager=pinned picks a part; may be repeated",
+    )
+    return parser
+
+
+def compose_from_args(args: argparse.Namespace) -> DictConfig:
+    """Compose the `checkpoint` config that the options of a script ask for.
+
+    Args:
+        args: with the options of `add_checkpoint_args`, and those of Megatron that it happens to have.
+
+    Returns:
+        As `compose_checkpoint`.
+
+    Raises:
+        CheckpointConfigError: an override that does not fit; give its text to `parser.error`.
+    """
+    preset = getattr(args, "checkpoint_preset", None) or _preset_of(args)
+    overrides = [*megatron_overrides(args, preset), *getattr(args, "checkpoint_override", [])]
+    return compose_checkpoint(preset, overrides)
+
+
+def megatron_overrides(args: argparse.Namespace, preset: str) -> list[str]:
+    """What Megatron's options are in our keys. Those that were not given, or that a script lacks, say nothing.
+
+    Args:
+        args: parsed options.
+        preset: to which the overrides will be applied.
+    """
+    found: list[str] = []
+
+    def take(option: str, key: str, *, not_for: Any = None) -> None:
+        value = getattr(args, option, None)
+        if value is not None and value != not_for:
+            found.append(f"checkpoint.{key}={_quoted(value)}")
+
+    take("save", "dir")
+    take("save_interval", "save.every_steps")
+    take("save_retain_interval", "keep.every_steps")
+    take("most_recent_k", "keep.last", not_for=-1)
+    if getattr(args, "save", None) is not None and getattr(args, "most_recent_k", None) == -1:
+        found.append("checkpoint.keep.last=null")  # Megatron keeps all
+    if getattr(args, "exit_on_missing_checkpoint", False):
+        found.append("checkpoint.resume=must")
+    take("ckpt_step", "resume")
+    if preset == "off":
+        return found
+    # 1 is the default there, and means that nobody has thought about it.
+    take("dist_ckpt_workers", "writer.workers", not_for=1)
+    if preset != "sync":
+        take("async_ckpt_cpu_priority", "caller.nice")
+        io_class = _IO_CLASSES.get(getattr(args, "async_ckpt_io_priority", -1))
+        if io_class is not None:
+            found.append(f"checkpoint.caller.io_priority={io_class}")
+        if getattr(args, "async_ckpt_use_cpu_shm", False):
+            found.append("checkpoint/stager=shared_memory")
+    return found
+
+
+def _preset_of(args: argparse.Namespace) -> str:
+    if not hasattr(args, "async_save"):
+        return _PRESET
+    if not args.async_save:
+        return "sync"
+    return "async_persistent" if getattr(args, "use_persistent_ckpt_worker", True) else "async_temporal"
+
+
+def _quoted(value: Any) -> str:
+    """A value as Hydra's override grammar takes it."""
+    if isinstance(value, (bool, int, float)):
+        return str(value)
+    text = str(value)
+    # Backslashes stand for themselves but before a quote and at the end.
+    tail = len(text) - len(text.rstrip("\\"))
+    return "'" + (text + "\\" * tail).replace("'", "\\'") + "'"
