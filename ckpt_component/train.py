@@ -20,6 +20,7 @@ from omegaconf import DictConfig
 from .config import config_dir, override_hints
 from .config.errors import CheckpointConfigError
 from .errors import CheckpointError
+from .training.ranks import ALONE, Ranks, meet, part, quiet_console
 from .training.result import write_result
 from .training.schema import register
 
@@ -30,8 +31,8 @@ class TrainingFailed(CompactHydraException, CheckpointError):
     """A checkpoint error, its cause, ended the run. Hydra prints the text without a traceback."""
 
 
-def run_job(config: DictConfig) -> float:
-    """Train as the config says, and write `result.json` into the output folder.
+def run_job(config: DictConfig, ranks: Ranks = ALONE) -> float:
+    """Train as the config says, and write `result.json` into the output folder; of several ranks, rank 0 does.
 
     Returns:
         How long training waited for a save, on average, in seconds: what a sweeper minimises. NaN when a job
@@ -46,9 +47,10 @@ def run_job(config: DictConfig) -> float:
     from .training.loop import run
     from .training.report import Summary, table, waiting
 
+    quiet_console(ranks)
     swept = HydraConfig.get().mode == RunMode.MULTIRUN
     try:
-        job = Job(config, _launch_dir())
+        job = Job(config, _launch_dir(), ranks)
         try:
             summary: Summary = run(job, config.checkpoint, _checkpoint_dir(config, swept))
         except CheckpointConfigError as refusal:
@@ -56,20 +58,22 @@ def run_job(config: DictConfig) -> float:
                 raise
             # A grid of parts has pairs that cannot work; the others must still run.
             logger.warning("skipped: %s", refusal)
-            _result("skipped", reason=str(refusal))
+            _result(ranks, "skipped", reason=str(refusal))
             return math.nan
     except Exception as error:
-        _result("failed", reason=str(error) or type(error).__name__)
+        _result(ranks, "failed", reason=str(error) or type(error).__name__)
         if isinstance(error, CheckpointError) and not isinstance(error, CompactHydraException):
-            raise TrainingFailed(f"{type(error).__name__}: {error}") from error
+            where = "" if ranks.world_size == 1 else f"rank {ranks.rank}: "
+            raise TrainingFailed(f"{where}{type(error).__name__}: {error}") from error
         raise
     if summary.reports:
         logger.info("saves of this run, times from the call of save:\n%s", table(summary.reports))
         logger.info(waiting(summary))
     if summary.stopped_by is not None:
-        _result("stopped", reason=summary.stopped_by.name, figures=summary.figures())
+        _result(ranks, "stopped", reason=summary.stopped_by.name, figures=summary.figures())
+        part(ranks)
         sys.exit(128 + summary.stopped_by)
-    _result("completed", figures=summary.figures())
+    _result(ranks, "completed", figures=summary.figures())
     return summary.stall_per_save_s
 
 
@@ -79,10 +83,19 @@ def main() -> None:
     # step of gpt_nano took 2.8 s beside another busy process, and 0.26 s so. Importing torch reads this.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     register()
+    try:
+        ranks = meet()
+    except CheckpointConfigError as error:
+        sys.exit(str(error))
+
+    def task(config: DictConfig) -> float:
+        return run_job(config, ranks)
+
     # Hydra 1.4 has this as its only behaviour, and warns of the argument.
     version = {"version_base": "1.3"} if hydra.__version__ < "1.4" else {}
     with override_hints(config_dir(), "train"):
-        hydra.main(config_path=str(config_dir()), config_name="train", **version)(run_job)()
+        hydra.main(config_path=str(config_dir()), config_name="train", **version)(task)()
+    part(ranks)
 
 
 def _checkpoint_dir(config: DictConfig, swept: bool) -> str:
@@ -96,7 +109,9 @@ def _launch_dir() -> str:
     return str(HydraConfig.get().runtime.cwd)
 
 
-def _result(status: str, *, figures: dict[str, Any] | None = None, reason: str | None = None) -> None:
+def _result(ranks: Ranks, status: str, *, figures: dict[str, Any] | None = None, reason: str | None = None) -> None:
+    if not ranks.leads:
+        return
     settings = HydraConfig.get()
     write_result(
         settings.runtime.output_dir,

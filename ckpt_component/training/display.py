@@ -78,14 +78,15 @@ class Bar:
 
 
 @contextlib.contextmanager
-def open_display(start: int, steps: int) -> Iterator[Display]:
+def open_display(start: int, steps: int, plain: bool = False) -> Iterator[Display]:
     """The bar when stderr is a terminal and tqdm is installed (extra `progress`), else lines.
 
     Args:
         start: steps done already.
         steps: the last step.
+        plain: lines in any case, such as for a rank whose lines go to its log file alone.
     """
-    if not sys.stderr.isatty():
+    if plain or not sys.stderr.isatty():
         yield Lines(steps)
         return
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import signal
 import time
 from typing import Any
 
@@ -15,8 +16,7 @@ from ..manager import CheckpointManager
 from .display import Display, open_display
 from .job import Job, StepResult
 from .report import Stopwatch, Summary, time_fence
-from .schedule import renew_settings
-from .signals import StopSignals
+from .signals import AgreedStop, StopSignals
 
 logger = logging.getLogger(__name__)
 
@@ -38,22 +38,25 @@ def run(job: Job, checkpoint: Any, checkpoint_dir: str) -> Summary:
     """
     _refuse_tensors_only(checkpoint)
     summary = Summary()
-    with StopSignals() as stop:
+    stopped_by: signal.Signals | None = None
+    with StopSignals() as signals, AgreedStop(signals, job.ranks, job.settings.timeout) as stop:
         with build_manager(checkpoint, dir=checkpoint_dir) as manager:
             saving, fence = Stopwatch(), time_fence(job.optimizer, manager.guard)
             start = manager.restore(job.state) or 0
             _say_where_it_begins(job, manager, start)
             began = time.perf_counter()
-            with open_display(start, job.settings.steps) as display:
+            with open_display(start, job.settings.steps, plain=not job.ranks.leads) as display:
                 watch = _Watch(job, display, summary)
                 for step in range(start + 1, job.settings.steps + 1):
                     watch.note(step, job.train_step())
                     with saving:
                         manager.maybe_save(step, job.state)
-                    if stop.caught is not None:
+                    stopped_by = stop.after_step()
+                    if stopped_by is not None:
                         break
             ended = time.perf_counter()
-            stopped_by = stop.caught if job.progress.step < job.settings.steps else None
+            if job.progress.step >= job.settings.steps:
+                stopped_by = None
             manager.wait()
             if stopped_by is not None:
                 # The step may be unsaved, and leaving the block saves it only when save.at_end says so.
@@ -86,7 +89,7 @@ class _Watch:
         self._display.advance()
         last = step == settings.steps
         if last or step % settings.log_every == 0:
-            loss = float(torch.stack(self._losses).mean())
+            loss = self._job.mean_loss(self._losses)
             self._losses.clear()
             self._summary.losses.append((step, loss))
             self._display.show(step, loss, result.lr, float(result.norm))
@@ -101,7 +104,7 @@ def _say_where_it_begins(job: Job, manager: CheckpointManager, start: int) -> No
     logger.info(job.describe())
     if start:
         logger.info("resumed from step %d", start)
-        renew_settings(job.optimizer, job.settings)
+        job.resumed()
     elif manager.enabled:
         logger.info("no checkpoint to resume from, training starts at step 1")
     if start >= job.settings.steps:

@@ -34,9 +34,11 @@ class Attention(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(batch, time, width) to the same."""
         batch, time, width = x.shape
-        q, k, v = self.qkv(x).view(batch, time, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
+        # As in Megatron, q, k and v of one head lie together, so that tensor parallelism can deal out whole heads;
+        # then this rank's `qkv` gives some of them.
+        q, k, v = self.qkv(x).view(batch, time, -1, 3, width // self.heads).permute(3, 0, 2, 1, 4)
         mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.dropout(self.out(mixed.transpose(1, 2).reshape(batch, time, width)))
+        return self.dropout(self.out(mixed.transpose(1, 2).reshape(batch, time, -1)))
 
 
 class Block(nn.Module):
@@ -69,6 +71,9 @@ class Gpt(nn.Module):
     Args:
         settings: its size.
 
+    Attributes:
+        heads: attention heads of a block.
+
     Raises:
         CheckpointConfigError: the heads do not divide the width.
     """
@@ -81,6 +86,7 @@ class Gpt(nn.Module):
                 "use a width that is a multiple of heads."
             )
         width = settings.width
+        self.heads = settings.heads
         self.tokens = nn.Embedding(VOCABULARY, width)
         self.positions = nn.Embedding(settings.context, width)
         self.dropout = nn.Dropout(settings.dropout)

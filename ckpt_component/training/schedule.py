@@ -14,14 +14,14 @@ from .schema import Train
 logger = logging.getLogger(__name__)
 
 
-def build_optimizer(model: nn.Module, settings: Train) -> torch.optim.AdamW:
-    """AdamW in two groups: matrices decay, biases and norms do not."""
+def build_optimizer(model: nn.Module, settings: Train, foreach: bool | None = None) -> torch.optim.AdamW:
+    """AdamW in two groups: matrices decay, biases and norms do not. `foreach` is AdamW's."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups: list[dict[str, Any]] = [
         {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": settings.weight_decay},
         {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(groups, lr=settings.lr, betas=(0.9, 0.95))
+    return torch.optim.AdamW(groups, lr=settings.lr, betas=(0.9, 0.95), foreach=foreach)
 
 
 class CosineSchedule:
@@ -76,9 +76,10 @@ class CosineSchedule:
                 )
 
 
-def renew_settings(optimizer: torch.optim.AdamW, settings: Train) -> None:
-    """Put the config's weight decay into an optimizer that got the checkpoint's with its state."""
+def renew_settings(optimizer: torch.optim.AdamW, settings: Train, foreach: bool | None = None) -> None:
+    """Put the config's weight decay, and this run's `foreach`, into an optimizer that got the checkpoint's."""
     for group in optimizer.param_groups:
+        group["foreach"] = foreach
         decays = any(parameter.dim() >= 2 for parameter in group["params"])
         wanted = settings.weight_decay if decays else 0.0
         if group["weight_decay"] != wanted:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
 from enum import Enum
 from typing import Any, TypeVar, cast
 
@@ -36,6 +37,14 @@ class Precision(Enum):
     bfloat16 = "bfloat16"
 
 
+class Parallel(Enum):
+    """How several ranks share the work: batches, batches and parameters, or the matrices of a block."""
+
+    ddp = "ddp"
+    fsdp = "fsdp"
+    tp = "tp"
+
+
 def fraction(default: float) -> float:
     """A field from 0 to 1."""
     return field(default=default, metadata={"between": (0, 1)})
@@ -48,7 +57,7 @@ class Train:
     steps: int = at_least(1, 100)
     """The last step, counted from the start of training and not from where it resumed."""
     batch_size: int = at_least(1, 16)
-    """How many windows of text one forward pass takes."""
+    """How many windows of text one forward pass takes; of all ranks together, where there are several."""
     accumulate: int = at_least(1, 1)
     """How many such batches make up one step."""
     lr: float = above(0, 3e-3)
@@ -67,8 +76,10 @@ class Train:
     """What forward and backward compute in: `float32` or `bfloat16`."""
     device: Device = Device.auto
     """Where training runs: `cpu`, `cuda`, or `auto` (CUDA when it is there)."""
+    timeout: float = above(0, 600.0)
+    """How long one of several ranks waits for the others in a collective, in seconds."""
     threads: int | None = at_least(1, None)
-    """CPU threads of torch; null: as many as this process has cores."""
+    """CPU threads of torch; null: as many as this process has cores, shared out to the ranks of this machine."""
     seed: int = at_least(0, 1234)
     """Seed of the weights, of dropout, and of the order of the text."""
     log_every: int = at_least(1, 10)
@@ -113,6 +124,22 @@ def register() -> None:
     store = ConfigStore.instance()
     for name, schema in (("train", Train), ("data", Data), ("model", Model)):
         store.store(group=SCHEMAS, name=name, node=schema, provider=PROVIDER)
+
+
+def read_parallel(config: DictConfig) -> Parallel:
+    """The key `parallel`: `ddp` (default), `fsdp` or `tp`; one process has no use for it.
+
+    Raises:
+        CheckpointConfigError: another text than these.
+    """
+    name = config.get("parallel", Parallel.ddp.value)
+    try:
+        return name if isinstance(name, Parallel) else Parallel(name)
+    except ValueError as error:
+        names = [kind.value for kind in Parallel]
+        close = get_close_matches(str(name), names, 1)
+        advice = f"Did you mean parallel={close[0]}?" if close else f"Use {', '.join(names[:-1])} or {names[-1]}."
+        raise CheckpointConfigError(f"parallel={name} is unknown. {advice}") from error
 
 
 def read(config: DictConfig, key: str, schema: type[T]) -> T:

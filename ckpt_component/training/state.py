@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import random
 import sys
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+logger = logging.getLogger(__name__)
 
 
 def seed_all(seed: int) -> None:
@@ -26,10 +29,12 @@ class RngState:
 
     Args:
         device: where training runs.
+        alike: whether all ranks must draw the same numbers (True), or should not (False); None: there is one rank.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, alike: bool | None = None) -> None:
         self._device = device
+        self._alike = alike
 
     def state_dict(self) -> dict[str, Any]:
         """The generators' states; None for what this process does not use."""
@@ -41,10 +46,19 @@ class RngState:
             "cuda": cuda,
             "python": random.getstate(),
             "numpy": None if numpy is None else numpy.random.get_state(),
+            "alike": self._alike is not False,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Set the generators; those that a checkpoint has no state of keep theirs."""
+        """Set the generators; those that a checkpoint has no state of keep theirs.
+
+        States that were alike on all ranks are not taken where they must differ, nor the other way round.
+        """
+        if self._alike is not None and state["alike"] != self._alike:
+            logger.info(
+                "the random generators start from train.seed: the checkpoint is of another way to share the work"
+            )
+            return
         torch.set_rng_state(state["torch"])
         random.setstate(state["python"])
         if state["cuda"] is not None and self._device.type == "cuda":

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import hydra
 import pytest
@@ -41,6 +42,12 @@ def text_file(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
+def tiny() -> tuple[str, ...]:
+    """The overrides of a tiny run."""
+    return TINY
+
+
+@pytest.fixture
 def compose_job(text_file: Path) -> Callable[..., DictConfig]:
     """Compose the config of a tiny run with more overrides."""
 
@@ -55,15 +62,29 @@ def compose_job(text_file: Path) -> Callable[..., DictConfig]:
 
 @pytest.fixture
 def start(tmp_path: Path, text_file: Path) -> Callable[..., subprocess.Popen[str]]:
-    """Start `python -m ckpt_component.train` for a tiny run in the folder tmp_path/run; the caller ends it."""
+    """Start `python -m ckpt_component.train` for a tiny run in the folder tmp_path/run; the caller ends it.
+
+    With `ranks`, torchrun starts that many, with its own options in `torchrun`.
+    """
     folder = tmp_path / "run"
     folder.mkdir()
 
-    def started(*arguments: str, tiny: Sequence[str] = TINY) -> subprocess.Popen[str]:
+    def started(
+        *arguments: str, tiny: Sequence[str] = TINY, ranks: int | None = None, torchrun: Sequence[str] = ()
+    ) -> subprocess.Popen[str]:
+        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", *torchrun]
         return subprocess.Popen(
-            [sys.executable, "-m", "ckpt_component.train", *tiny, f"data.path={text_file}", *arguments],
+            [
+                sys.executable,
+                *([] if ranks is None else launcher),
+                *("-m", "ckpt_component.train", *tiny, f"data.path={text_file}", *arguments),
+            ],
             cwd=folder,
-            env={**os.environ, "PYTHONPATH": str(Path(ckpt_component.__file__).parents[1])},
+            env={
+                **os.environ,
+                "PYTHONPATH": str(Path(ckpt_component.__file__).parents[1]),
+                **({} if ranks is None else {"OMP_NUM_THREADS": "1"}),
+            },
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -76,8 +97,8 @@ def start(tmp_path: Path, text_file: Path) -> Callable[..., subprocess.Popen[str
 def train(start: Callable[..., subprocess.Popen[str]]) -> Callable[..., tuple[int, str]]:
     """Run a tiny training in a process of its own; returns exit code and output."""
 
-    def trained(*arguments: str, tiny: Sequence[str] = TINY) -> tuple[int, str]:
-        with start(*arguments, tiny=tiny) as process:
+    def trained(*arguments: str, tiny: Sequence[str] = TINY, **launch: Any) -> tuple[int, str]:
+        with start(*arguments, tiny=tiny, **launch) as process:
             try:
                 output, _ = process.communicate(timeout=100)
             finally:

@@ -127,6 +127,10 @@ def test_threads(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
         monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1, 2})
         assert use_threads(None) == torch.get_num_threads() == 3
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+        assert use_threads(None) == 1  # ranks of one machine share its cores
+        monkeypatch.delenv("LOCAL_WORLD_SIZE")
+        assert use_threads(None) == 3
         monkeypatch.setenv("OMP_NUM_THREADS", "1")  # which torch reads by itself, and nobody overrules
         assert use_threads(None) == 3
     finally:
@@ -139,10 +143,13 @@ def test_cuda_without_a_device_is_refused(job: Callable[..., Job]) -> None:
         job("train.device=cuda")
 
 
-def test_several_processes_are_refused(job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(CheckpointConfigError, match="WORLD_SIZE=2, but this job trains in one process"):
-        job()
+def test_parallel_is_one_of_three_and_nothing_to_one_process(job: Callable[..., Job]) -> None:
+    losses = {kind: job(f"parallel={kind}").train_step().loss.item() for kind in ("ddp", "fsdp", "tp")}
+    assert len(set(losses.values())) == 1
+    with pytest.raises(CheckpointConfigError, match=r"parallel=fspd is unknown. Did you mean parallel=fsdp\?"):
+        job("parallel=fspd")
+    with pytest.raises(CheckpointConfigError, match=r"parallel=3 is unknown. Use ddp, fsdp or tp."):
+        job("parallel=3")
 
 
 def reported(compose_job: Composed, *overrides: str) -> Summary:

@@ -58,7 +58,20 @@ def test_a_state_of_another_kind_of_machine_is_taken_as_far_as_it_goes() -> None
 
 
 def test_the_keys_are_always_the_same() -> None:
-    assert list(RngState(CPU).state_dict()) == ["torch", "cuda", "python", "numpy"]
+    assert list(RngState(CPU).state_dict()) == ["torch", "cuda", "python", "numpy", "alike"]
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded", "taken"),
+    [(True, True, True), (False, False, True), (True, False, False), (False, True, False), (False, None, True)],
+)
+def test_generators_alike_on_all_ranks_stay_so_and_others_do_not_become_so(
+    saved: bool, loaded: bool | None, taken: bool
+) -> None:
+    state = RngState(CPU, alike=saved).state_dict()
+    first = draw()
+    RngState(CPU, alike=loaded).load_state_dict(state)
+    assert (draw() == first) == taken
 
 
 @pytest.mark.gpu
