@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import logging
+from concurrent.futures import Future
 from functools import partial
 from multiprocessing.connection import Connection
+from typing import Any
 
-from ..errors import CheckpointSaveError
 from ..process.call_loop import serve_calls
-from ..process.call_process import CallProcess, check_start_method
+from ..process.call_process import CallProcess
 from ..process.call_worker import CallWorker
 from . import ranks
-from .async_caller import AsyncCaller, PendingCalls, name_of, payload_of, preload
+from .process_caller import Call, ProcessCaller, payload_of
 from .request import AsyncRequest
 
 logger = logging.getLogger(__name__)
@@ -19,11 +20,12 @@ logger = logging.getLogger(__name__)
 _NAME = "persistent checkpoint process"
 
 
-class PersistentAsyncCaller(AsyncCaller):
+class PersistentAsyncCaller(ProcessCaller):
     """Sends requests to one process, which is started with the first of them.
 
     Requests may wait for each other. One that fails fails alone; one that kills the process fails, and the next one
-    gets a new process.
+    gets a new process. With several ranks, a request that failed on another one is skipped here, or runs to its end if
+    it has begun: the next one comes after it, so that the two never write at the same time.
 
     Args:
         start_method: `spawn` or `forkserver`; `fork` is refused where CUDA is in use.
@@ -43,12 +45,9 @@ class PersistentAsyncCaller(AsyncCaller):
         write_timeout: float = 1800.0,
         close_timeout: float = 60.0,
     ) -> None:
-        check_start_method(start_method)
-        self._start_method = start_method
-        self._start_timeout = start_timeout
-        self._write_timeout = write_timeout
-        self._close_timeout = close_timeout
-        self._pending = PendingCalls()
+        super().__init__(
+            start_method, start_timeout=start_timeout, write_timeout=write_timeout, close_timeout=close_timeout
+        )
         self._worker: CallWorker | None = None
 
     @property
@@ -65,37 +64,6 @@ class PersistentAsyncCaller(AsyncCaller):
         """
         self._open_worker().start()
 
-    def schedule_async_call(self, async_req: AsyncRequest) -> None:
-        """Queue the request for the process; see `AsyncCaller.schedule_async_call`."""
-        request = AsyncRequest.of(async_req)
-        request.check()
-        if request.async_fn is None:
-            self._pending.add_over(request, None)
-            return
-        args = preload(request)
-        if isinstance(args, CheckpointSaveError):
-            self._pending.add_over(request, args)
-            return
-        payload = payload_of(request, args)
-        worker = self._open_worker()
-        result = worker.submit(payload, timeout=self._write_timeout, what=name_of(request))
-        self._pending.add(request, result, worker)
-
-    def is_current_async_call_done(self, blocking: bool = False, no_dist: bool = False) -> bool:
-        """See `AsyncCaller.is_current_async_call_done`."""
-        return self._pending.first_is_done(self, blocking, no_dist)
-
-    def close(self, abort: bool = False) -> None:
-        """End the process when it has done its requests, or kill it; see `AsyncCaller.close`."""
-        worker, self._worker = self._worker, None
-        if worker is not None:
-            if abort:
-                worker.abort()
-            else:
-                worker.close()
-        if abort:
-            self._pending.forget()
-
     @staticmethod
     def async_loop(rank: int, connection: Connection, log_level: int = logging.INFO) -> None:
         """What the process runs: it takes requests from the trainer and answers each under its number.
@@ -108,6 +76,18 @@ class PersistentAsyncCaller(AsyncCaller):
         logging.getLogger("ckpt_component").setLevel(log_level)
         logger.debug("persistent checkpoint process of rank %d", rank)
         serve_calls(connection, log_level)
+
+    def _begin(self, request: AsyncRequest, args: tuple[Any, ...]) -> tuple[Future[Any], CallWorker]:
+        payload = payload_of(request, args)
+        worker = self._open_worker()
+        return worker.submit(payload, timeout=self._write_timeout, what=request.name), worker
+
+    def _give_up(self, call: Call) -> None:
+        call.result.cancel()  # does nothing to a call that runs
+
+    def _take_workers(self) -> list[CallWorker]:
+        worker, self._worker = self._worker, None
+        return [] if worker is None else [worker]
 
     def _open_worker(self) -> CallWorker:
         if self._worker is None:

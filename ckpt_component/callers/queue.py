@@ -6,13 +6,15 @@ import logging
 import os
 import weakref
 from collections import deque
+from functools import partial
 from multiprocessing.util import Finalize
 from typing import Any, NamedTuple
 
 from ..errors import CheckpointError, CheckpointSaveError
+from .agreement import Agreement
 from .async_caller import AsyncCaller
 from .persistent_async import PersistentAsyncCaller
-from .ranks import world_size
+from .ranks import Ranks
 from .request import AsyncRequest
 from .temporal_async import TemporalAsyncCaller
 
@@ -33,8 +35,12 @@ class _ActiveAsyncRequest(NamedTuple):
 class AsyncCallsQueue:
     """Runs requests in the background and calls their finalize functions on the trainer, in order.
 
-    All methods that say so must be called on all ranks. When the interpreter exits, a queue that was not closed
-    finalizes what is left, if there is one rank; with several, that is for their scripts to do together.
+    All methods that say so must be called on all ranks, in the same order. They agree by small messages in the store of
+    `torch.distributed`: no collective, nothing on a device. A rank whose process is gone fails the requests of the
+    others within about half a minute; one that lives but does not call, when the deadline of the request is over.
+
+    When the interpreter exits, a queue that was not closed finalizes what is left, if there is one rank; with several,
+    that is for their scripts to do together.
 
     Args:
         persistent: one process for all requests, instead of one for each.
@@ -68,8 +74,8 @@ class AsyncCallsQueue:
         self._persistent_caller = PersistentAsyncCaller(**self._options) if persistent else None
         if not persistent:
             TemporalAsyncCaller(**self._options)  # refuses a wrong option now, and not at the first save
+        self._ranks = Ranks()
         self._unreported: list[int] = []
-        self._ranks = 1
         # Also runs at the exit of a child of multiprocessing, which knows no atexit.
         at_exit = Finalize(None, _close_at_exit, (weakref.ref(self),), exitpriority=_EXIT_PRIORITY)
         weakref.finalize(self, _say_what_is_lost, at_exit, self.async_calls, os.getpid()).atexit = False
@@ -85,14 +91,16 @@ class AsyncCallsQueue:
             The request's number, which `maybe_finalize_async_calls` returns when it is done. From 0, never used twice.
 
         Raises:
-            CheckpointStageError: something of it cannot be sent to another process; nothing is scheduled.
+            CheckpointStageError: with one rank, something of it cannot be sent to another process, and nothing is
+                scheduled. With several, no rank waits here to learn how it went elsewhere: the request has its number
+                on all ranks, and `maybe_finalize_async_calls` tells them all that it failed.
+            RanksError: the store that all ranks share is gone.
         """
         idx = self.call_idx + 1
         request = AsyncRequest.of(async_request).freeze()._replace(call_idx=idx)
         caller = self._get_async_caller()
         caller.schedule_async_call(request._replace(finalize_fns=[]))
         self.call_idx = idx
-        self._ranks = max(self._ranks, world_size())
         # What the process was given is not needed here any more, and may be as large as the model.
         kept = request._replace(async_fn=None, async_fn_args=(), async_fn_kwargs={}, preload_fn=None)
         self.async_calls.append(_ActiveAsyncRequest(idx, caller, kept))
@@ -100,6 +108,10 @@ class AsyncCallsQueue:
 
     def maybe_finalize_async_calls(self, blocking: bool = False, no_dist: bool = False) -> list[int]:
         """Finalize the requests that are done, oldest first, up to the first that is not. Call this on all ranks.
+
+        All ranks get the same answer in the n-th call, and finalize in it; they wait for each other only when there is
+        something to finalize, and until all have done so. With several ranks, a call without `blocking` tells what
+        was known in the call before it.
 
         Args:
             blocking: wait for all of them, each at most until its deadline.
@@ -109,21 +121,14 @@ class AsyncCallsQueue:
             Numbers of the requests finalized since the last return.
 
         Raises:
-            CheckpointSaveError: a request failed, here or on another rank, or a finalize function did. It is raised
-                once, and that request is over; call again for the ones after it.
+            CheckpointSaveError: a request failed, or a finalize function did. It is raised once, and that request is
+                over; call again for the ones after it. With several ranks it is a RanksError, the same on all of them;
+                where it failed, that error is the cause.
+            CheckpointTimeoutError: rank 0 did not say in time how it went.
         """
-        while self.async_calls:
-            active = self.async_calls[0]
-            try:
-                done = active.async_caller.is_current_async_call_done(blocking, no_dist)
-            except CheckpointError:
-                self.async_calls.popleft()
-                raise
-            if not done:
-                break
-            self.async_calls.popleft()
-            _finalize(active.async_request)
-            self._unreported.append(active.idx)
+        agreement = None if no_dist or not self.async_calls else self._ranks.current
+        while self.async_calls and self._finalize_first(agreement, blocking, no_dist):
+            pass
         finalized, self._unreported = self._unreported, []
         return finalized
 
@@ -159,15 +164,37 @@ class AsyncCallsQueue:
             self.async_calls.clear()
             for caller in callers:
                 caller.close(abort=abort)
+            self._ranks.rest()
         if first is not None:
             raise first
 
+    def _finalize_first(self, agreement: Agreement | None, blocking: bool, no_dist: bool) -> bool:
+        """Finalize the oldest request if it is done."""
+        active = self.async_calls[0]
+        try:
+            if not active.async_caller.is_current_async_call_done(blocking, no_dist):
+                return False
+        except CheckpointError:
+            self.async_calls.popleft()
+            raise
+        self.async_calls.popleft()
+        finalize = partial(_finalize, active.async_request)
+        if agreement is None:
+            finalize()
+        else:
+            what = f"Finalizing request {active.idx}"
+            agreement.together(f"finalize/{active.idx}", finalize, what, self._options["write_timeout"])
+        self._unreported.append(active.idx)
+        return True
+
     def _get_async_caller(self) -> AsyncCaller:
         """The caller for the next request."""
-        return self._persistent_caller or TemporalAsyncCaller(**self._options)
+        caller = self._persistent_caller or TemporalAsyncCaller(**self._options)
+        caller.ranks = self._ranks
+        return caller
 
     def _close_at_exit(self) -> None:
-        if self._ranks > 1 and self.async_calls:
+        if self._ranks.current is not None and self.async_calls:
             # Finalizing is done by all ranks together, and nobody knows whether the others are still there.
             logger.error(
                 "the interpreter exits with %d requests that were not finalized; call close() on all ranks before",

@@ -1,47 +1,49 @@
-"""What this rank needs of the others: one sum. Imports no torch; without `torch.distributed` there is one rank."""
+"""Which ranks there are, and the agreement of a caller or queue with those of the others. Imports no torch."""
 
 from __future__ import annotations
 
-import sys
-from types import ModuleType
+import weakref
+from typing import Any
 
-
-def world_size() -> int:
-    """How many ranks there are now."""
-    dist = _distributed()
-    return 1 if dist is None else int(dist.get_world_size())
+from ..coordination.rank_store import RankStore, distributed
+from .agreement import Agreement
 
 
 def rank() -> int:
     """Which one this is."""
-    dist = _distributed()
+    dist = distributed()
     return 0 if dist is None else int(dist.get_rank())
 
 
-def sum_over_ranks(value: int) -> int:
-    """Sum of an integer over all ranks of the default group; a collective when there are several.
+class Ranks:
+    """The other ranks, as one caller or queue sees them: nobody, until it is used where there are several."""
 
-    The tensor lies where the group communicates: on the CPU where it can (gloo), else on the current device. A CPU job
-    makes no CUDA call.
-    """
-    dist = _distributed()
-    if dist is None or dist.get_world_size() == 1:
-        return value
-    import torch
+    def __init__(self) -> None:
+        self._agreement: Agreement | None = None
+        self._group: weakref.ref[Any] | None = None  # weak, so that destroy_process_group() is not held up
 
-    # For example "cpu:gloo,cuda:nccl", or "cuda:nccl".
-    kinds = [part.partition(":")[0] for part in str(dist.get_backend_config()).split(",")]
-    if "cpu" in kinds:
-        device = torch.device("cpu")
-    else:
-        device = torch.device(kinds[0], torch.get_device_module(kinds[0]).current_device())
-    total = torch.tensor([value], dtype=torch.int64, device=device)
-    dist.all_reduce(total)
-    return int(total.item())
+    def agreement(self) -> Agreement | None:
+        """The agreement with the ranks of the present default group; None where there is one rank.
 
+        All ranks must ask for it in the same order. It holds until there is another default group.
+        """
+        dist = distributed()
+        group = None if dist is None else dist.group.WORLD
+        known = None if self._group is None else self._group()
+        if group is not known or group is None:
+            self._agreement, self._group = None, None
+            store = RankStore.of_job("callers")
+            if store is not None:
+                self._agreement = Agreement(store)
+            self._group = None if group is None else weakref.ref(group)
+        return self._agreement
 
-def _distributed() -> ModuleType | None:
-    dist = sys.modules.get("torch.distributed")  # whoever uses it has imported it
-    if dist is None or not dist.is_available() or not dist.is_initialized():
-        return None
-    return dist
+    @property
+    def current(self) -> Agreement | None:
+        """The agreement of the last schedule, if any."""
+        return self._agreement
+
+    def rest(self) -> None:
+        """Nothing is at work any more; see `Agreement.rest`."""
+        if self._agreement is not None:
+            self._agreement.rest()

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
-from ..errors import CheckpointSaveError, CheckpointStageError
-from .ranks import sum_over_ranks, world_size
+from ..errors import CheckpointStageError
+from .ranks import Ranks
 
 #: Which positional argument of `async_fn` the result of `preload_fn` replaces.
 PRELOADED_ARGUMENT = 1
@@ -60,6 +60,11 @@ class AsyncRequest(_Fields):
             call_idx,
         )
 
+    @property
+    def name(self) -> str:
+        """What error texts call it."""
+        return f"Request {self.call_idx}"
+
     @classmethod
     def of(cls, request: Any) -> AsyncRequest:
         """A request of this class with the fields of a like one, such as that of megatron-core or NVRx.
@@ -93,20 +98,20 @@ class AsyncRequest(_Fields):
         """Do here and now what a caller does in the background: preload, call, wait for all ranks, finalize.
 
         Raises:
-            CheckpointSaveError: it failed on another rank; on the rank itself the error is its own. No rank has
-                then called a finalize function.
+            RanksError: with several ranks, something failed on one of them; the same error on all, with this rank's
+                own as its cause. If it was not a finalize function, no rank has called one.
+            CheckpointTimeoutError: a rank was not done within half an hour of the others.
         """
-        failed: BaseException | None = None
-        try:
-            if self.async_fn is not None:
-                self.async_fn(*self.preloaded_args(), **self.async_fn_kwargs)
-        except (KeyboardInterrupt, SystemExit):
-            raise  # these wait for nobody
-        except BaseException as error:  # torch's CheckpointException is no Exception
-            failed = error
-        agree_on_failure(failed, f"Request {self.call_idx}")
-        for finalize_fn in self.finalize_fns:
-            finalize_fn()
+        agreement = Ranks().agreement()
+        if agreement is None:
+            self._run()
+            self._finalize()
+        else:
+            try:
+                agreement.together("run", self._run, self.name)
+                agreement.together("finalize", self._finalize, f"Finalizing {self.name}")
+            finally:
+                agreement.rest()
 
     def check(self) -> None:
         """Refuse a request that cannot be run.
@@ -133,16 +138,10 @@ class AsyncRequest(_Fields):
         args[PRELOADED_ARGUMENT] = self.preload_fn()
         return tuple(args)
 
+    def _run(self) -> None:
+        if self.async_fn is not None:
+            self.async_fn(*self.preloaded_args(), **self.async_fn_kwargs)
 
-def agree_on_failure(error: BaseException | None, what: str) -> None:
-    """Raise on all ranks when one has failed; a collective when there are several.
-
-    Args:
-        error: this rank's, which is what this rank raises.
-        what: begins the sentence on the other ranks.
-    """
-    failed = sum_over_ranks(int(error is not None))
-    if error is not None:
-        raise error
-    if failed:
-        raise CheckpointSaveError(f"{what} failed on {failed} of {world_size()} ranks; their own errors say why.")
+    def _finalize(self) -> None:
+        for finalize_fn in self.finalize_fns:
+            finalize_fn()

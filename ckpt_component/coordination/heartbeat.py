@@ -40,8 +40,12 @@ class Heartbeat:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._over.set()
+        self.stop()
         self._thread.join(self._pause + 1)
+
+    def stop(self) -> None:
+        """Beat no more; does not wait."""
+        self._over.set()
 
     def _beat(self) -> None:
         count = 0
@@ -49,7 +53,8 @@ class Heartbeat:
             try:
                 self._store.set(f"beat/{self._store.rank}", json.dumps([time.time(), self._progress()]).encode())
             except CheckpointError as error:
-                logger.warning("no more heartbeats of rank %d: %s", self._store.rank, error)
+                # Whoever waits for this rank is told by the store itself, and so is this rank.
+                logger.debug("no more heartbeats of rank %d: %s", self._store.rank, error)
                 return
             count += 1
             if self._over.wait(self._pause):
@@ -57,7 +62,7 @@ class Heartbeat:
 
 
 class Watch:
-    """Looks after the heartbeats of other ranks.
+    """Looks after the heartbeats of other ranks. One that has not begun to beat is not missed: it may still start.
 
     Args:
         store: the watcher's connection.
@@ -88,7 +93,7 @@ class Watch:
             beat = self._store.peek(f"beat/{rank}")
             if beat != self._seen[rank][0]:
                 self._seen[rank] = (beat, now)
-            elif now - self._seen[rank][1] >= self._timeout:
+            elif beat is not None and now - self._seen[rank][1] >= self._timeout:
                 found[rank] = f"gave no sign of life for {self._timeout:g} s (timeouts.heartbeat); it is gone"
                 continue
             written = json.loads(beat)[1] if beat is not None else -1

@@ -7,12 +7,14 @@ every rank has read the answer. Protocol: RELIABILITY 6.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 import time
+import weakref
 import zlib
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from .. import errors
@@ -48,40 +50,50 @@ class StoreCoordinator(Coordinator):
         self._stall_timeout = stall_timeout
         self._answered: deque[str] = deque()
         self._tidying = threading.Lock()
-        #: The connection of the heartbeats; making one can take seconds where names are looked up slowly.
-        self._pulse: RankStore | None = None
+        self._work = _Work()
+        self._heart = Heartbeat(store.clone(), self._work.progress, heartbeat_timeout)
+        self._heart.__enter__()
+        # The thread of the heart knows nothing of this object, and ends with it.
+        self._stop_heart = weakref.finalize(self, self._heart.stop)
 
     def pool(self, tag: str, value: Any, decide: Callable[[list[Any]], Any], deadline: float) -> Any:
         """See `Coordinator.pool`."""
         store = self._store()
         self._say(store, tag, value)
         if self.leads:
+            watch = self._watch(store, None)
+
+            def all_said() -> bool:
+                if store.add(f"{tag}/count", 0) >= self.world_size:
+                    return True
+                lost = watch.lost(lambda: self._missing(store, tag))
+                if lost:
+                    raise _failed(lost, None)
+                return False
 
             def collect() -> Any:
                 store.wait_until(
-                    lambda: store.add(f"{tag}/count", 0) >= self.world_size,
+                    all_said,
                     deadline,
                     lambda: f"{self._silent(store, tag)} to take part in '{tag}'",
                 )
                 return decide(self._said(store, tag, range(self.world_size)))
 
             return self._answer(store, tag, collect)
-        return self._learn(store, tag, deadline, None)
+        return self._learn(store, tag, deadline)
 
     def lead(self, tag: str, action: Callable[[], Any], deadline: float) -> Any:
         """See `Coordinator.lead`."""
         store = self._store()
         if self.leads:
             return self._answer(store, tag, action)
-        return self._learn(store, tag, deadline, None)
+        return self._learn(store, tag, deadline)
 
     def vote(self, tag: str, work: Callable[[], Any], progress: Callable[[], int], deadline: float) -> list[Any]:
         """See `Coordinator.vote`."""
         store = self._store()
-        if self._pulse is None:
-            self._pulse = self._first.clone()
-        with Heartbeat(self._pulse, progress, self._heartbeat_timeout):
-            mine, failure = None, None
+        mine, failure = None, None
+        with self._work.under_way(progress):
             try:
                 mine = work()
             except Exception as error:
@@ -89,21 +101,16 @@ class StoreCoordinator(Coordinator):
             self._say(store, tag, {"work": mine} if failure is None else {"error": _as_plain(failure)})
             if failure is not None:
                 store.add(f"{tag}/failed", 1)
+        try:
             if self.leads:
-                answer = lambda: self._count(store, tag, deadline)  # noqa: E731
-                try:
-                    return list(self._answer(store, tag, answer))
-                except RanksError as error:
-                    raise error from failure
-            watch = Watch(store, [0], self._heartbeat_timeout, None)
-            try:
-                return list(self._learn(store, tag, deadline, watch))
-            except RanksError as error:
-                raise error from failure
+                return list(self._answer(store, tag, lambda: self._count(store, tag, deadline)))
+            return list(self._learn(store, tag, deadline))
+        except RanksError as error:
+            raise error from failure
 
     def _count(self, store: RankStore, tag: str, deadline: float) -> list[Any]:
         """Wait for all votes, the first failure, or the loss of a rank; the leading rank's part of `vote`."""
-        watch = Watch(store, range(1, self.world_size), self._heartbeat_timeout, self._stall_timeout)
+        watch = self._watch(store, self._stall_timeout)
         lost: dict[int, str] = {}
 
         def decided() -> bool:
@@ -128,9 +135,14 @@ class StoreCoordinator(Coordinator):
         return [vote["work"] for vote in votes]
 
     def close(self) -> None:
-        """Forget the connections; the keys of the last questions stay, for ranks that have yet to read them."""
+        """Give no more signs of life; the keys of the last questions stay, for ranks that have yet to read them."""
+        self._stop_heart()
         self._connections = threading.local()
-        self._pulse = None
+
+    def _watch(self, store: RankStore, stall_timeout: float | None) -> Watch:
+        """On the leading rank of all others, on the others of the leading one."""
+        watched = range(1, self.world_size) if self.leads else [0]
+        return Watch(store, watched, self._heartbeat_timeout, stall_timeout)
 
     def _store(self) -> RankStore:
         """This thread's connection: one that waits must not hold up another thread's."""
@@ -157,15 +169,16 @@ class StoreCoordinator(Coordinator):
         self._tidy(store, tag)
         return result
 
-    def _learn(self, store: RankStore, tag: str, deadline: float, watch: Watch | None) -> Any:
+    def _learn(self, store: RankStore, tag: str, deadline: float) -> Any:
         found: list[bytes] = []
+        watch = self._watch(store, None)
 
         def answered() -> bool:
             data = store.peek(f"{tag}/answer")
             if data is not None:
                 found.append(data)
                 return True
-            lost = watch.lost(lambda: [0]) if watch is not None else {}
+            lost = watch.lost(lambda: [0])
             if lost:
                 raise _failed(lost, None)
             return False
@@ -194,6 +207,26 @@ class StoreCoordinator(Coordinator):
 
     def _silent(self, store: RankStore, tag: str) -> str:
         return _named(self._missing(store, tag))
+
+
+class _Work:
+    """What a rank is writing just now, for its heartbeat."""
+
+    def __init__(self) -> None:
+        self._progress: Callable[[], int] | None = None
+
+    def progress(self) -> int:
+        """Bytes written so far by what is under way; -1 when nothing is."""
+        progress = self._progress
+        return -1 if progress is None else progress()
+
+    @contextlib.contextmanager
+    def under_way(self, progress: Callable[[], int]) -> Iterator[None]:
+        self._progress = progress
+        try:
+            yield
+        finally:
+            self._progress = None
 
 
 def _failed(failures: dict[int, str], errno: int | None) -> RanksError:

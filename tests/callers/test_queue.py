@@ -18,7 +18,7 @@ from waiting import eventually, is_gone, pid_in
 from ckpt_component.callers import AsyncCallsQueue, AsyncRequest
 from ckpt_component.callers.queue import _ActiveAsyncRequest
 from ckpt_component.errors import CheckpointSaveError, CheckpointStageError, WorkerDiedError
-from ckpt_component.process import StartMethodError, start_processes
+from ckpt_component.process import StartMethodError
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 
@@ -298,14 +298,3 @@ def test_a_script_that_forgets_close_hears_of_a_failure(persistent: bool, tmp_pa
     text, errors = run_script(tmp_path, persistent, "train()", more)
     assert text == " finalized a finalized b"
     assert "ended without asking for it" in errors and "broken on purpose" in errors
-
-
-@pytest.mark.slow
-def test_two_ranks_agree_on_gloo(tmp_path: Path) -> None:
-    start_processes(calls.with_ranks, (2, str(tmp_path), calls.queue_on_each_rank), 2, start_method="spawn")
-    here, there = ((tmp_path / f"log.{index}").read_text() for index in (1, 0))
-    for text, words in ((here, "own Request 1 failed"), (there, "other Request 1 failed on 1 of 2 ranks")):
-        assert text.count(words) == 2  # persistent and temporal
-        assert text.count("0 ") >= 2 and text.count("2 ") >= 2
-    assert "sync ValueError" in here and "sync CheckpointSaveError" in there
-    assert "never" not in here + there and "finalized alone" not in there

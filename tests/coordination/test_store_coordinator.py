@@ -96,6 +96,8 @@ def test_a_failed_part_fails_the_vote_on_all_ranks_with_the_same_names(store: TC
 
 def test_a_rank_that_never_votes_is_named_when_its_heart_stops(store: TCPStore) -> None:
     ranks = coordinators(store, 3, heartbeat_timeout=0.5)
+    on_all(ranks, lambda c: c.pool("before", 1, sum, soon()))
+    ranks[2].close()  # as the death of its process would
     started = time.monotonic()
     found = on_all(ranks[:2], lambda c: c.vote("v", lambda: 1, lambda: 0, soon()))
     assert all(isinstance(error, RanksError) and set(error.failures) == {2} for error in found)
@@ -121,8 +123,25 @@ def test_a_rank_that_lives_and_writes_nothing_hangs(store: TCPStore) -> None:
 
 def test_a_lost_leader_is_noticed(store: TCPStore) -> None:
     ranks = coordinators(store, 2, heartbeat_timeout=0.5)
-    (found,) = on_all(ranks[1:], lambda c: c.vote("v", lambda: 1, lambda: 0, soon()))
-    assert isinstance(found, RanksError) and set(found.failures) == {0}
+    on_all(ranks, lambda c: c.pool("before", 1, sum, soon()))
+    ranks[0].close()
+    for number, call in enumerate(
+        (
+            lambda c: c.vote("v", lambda: 1, lambda: 0, soon()),
+            lambda c: c.pool("p", 1, sum, soon()),
+            lambda c: c.lead("l", lambda: 1, soon()),
+        )
+    ):
+        (found,) = on_all(ranks[1:], call)
+        assert isinstance(found, RanksError) and set(found.failures) == {0}, number
+
+
+def test_a_lost_rank_is_noticed_before_a_save_begins(store: TCPStore) -> None:
+    ranks = coordinators(store, 3, heartbeat_timeout=0.5)
+    on_all(ranks, lambda c: c.pool("before", 1, sum, soon()))
+    ranks[1].close()
+    found = on_all([ranks[0], ranks[2]], lambda c: c.pool("save/1", 1, sum, soon()))
+    assert all(isinstance(error, RanksError) and set(error.failures) == {1} for error in found)
 
 
 def test_a_rank_that_does_not_come_is_named_at_the_deadline(store: TCPStore) -> None:

@@ -1,0 +1,29 @@
+"""The reference classes on two ranks: one order, one answer, one error, and nobody waits for the dead."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from ranks import finish_ranks, run_ranks, start_ranks
+
+SCRIPT = Path(__file__).parent / "scripts" / "rank_calls.py"
+FOLDERS = [SCRIPT.parent, SCRIPT.parents[2] / "process", os.environ.get("PYTHONPATH", "")]
+PATHS = {"PYTHONPATH": os.pathsep.join(map(str, FOLDERS))}
+
+
+def test_two_ranks_tell_the_same_whatever_happens(tmp_path: Path) -> None:
+    run_ranks(SCRIPT, "queues", 2, tmp_path, timeout=100, **PATHS)
+    here, there = (json.loads((tmp_path / f"texts.{rank}").read_text()) for rank in (0, 1))
+    assert here == there and len(here) > 10
+
+
+@pytest.mark.parametrize("gone", [0, 1])
+def test_a_dead_rank_is_an_error_and_no_wait(gone: int, tmp_path: Path) -> None:
+    (tmp_path / "gone").write_text(str(gone))
+    results = finish_ranks(start_ranks(SCRIPT, "dead_rank", 2, tmp_path, **PATHS), timeout=60)
+    told = [result.output for result in results]
+    assert results[gone].code == -9 and results[1 - gone].code == 0, told
+    assert "told: " in told[1 - gone] and "gone" in told[1 - gone], told
