@@ -15,14 +15,13 @@ from .checkpointer import Checkpointer
 from .coordination import Coordinator, LocalCoordinator
 from .errors import (
     CheckpointBusyError,
-    CheckpointCorruptError,
     CheckpointError,
-    CheckpointLoadError,
     CheckpointTimeoutError,
 )
 from .policies import KeepPolicy, ResumePolicy, SavePolicy
 from .reports import SaveFuture, SaveReport, Timeouts
-from .storage.commit import discard, living_attempts, sweep
+from .resumption import Resumption
+from .storage.commit import discard
 from .storage.fs import FsOps
 from .storage.names import StepNames
 from .storage.scan import committed_steps, write_pointer
@@ -128,59 +127,15 @@ class CheckpointManager:
         """
         if self._checkpointer is None:
             return None
-        candidates, committed = self._ask(self._candidates)
-        for number, step in enumerate(candidates):
-            last = number + 1 == len(candidates)
-            try:
-                self._load_together(self._checkpointer, step, state, strict)
-            except CheckpointCorruptError as error:
-                if last:
-                    raise
-                logger.error("step %d cannot be used, trying step %d: %s", step, candidates[number + 1], error)
-                continue
-            later = [other for other in committed if other > step]
-            if later and self._ranks.leads:
-                logger.warning(
-                    "resumed from step %d although %s follow(s); saving those steps again will be refused", step, later
-                )
+        search = Resumption(
+            self._checkpointer, self._ranks, self._fs, self._root, self._names, self._resume, self._timeouts
+        )
+        self._questions += 1
+        step = search.load(state, strict, f"resume/{self._questions}")
+        if step is not None:
             self._saved_step = step
             self._last_save = time.monotonic()
-            return int(step)
-        return None
-
-    def _candidates(self) -> list[list[int]]:
-        """On the leading rank: the steps to try, best first, and all that are committed."""
-        self._clean_up()
-        committed = self.steps()
-        candidates = self._resume.candidates(committed, self._root)
-        if not candidates and committed:
-            logger.warning(
-                "checkpoint.resume=never, and %s holds checkpoints up to step %d; saving one of those steps again "
-                "will be refused",
-                self._root,
-                committed[-1],
-            )
-        return [candidates, committed]
-
-    def _load_together(self, checkpointer: Checkpointer, step: int, state: dict[str, Any], strict: bool) -> None:
-        """Load a step on all ranks; what fails on one fails on all, and corrupt bytes are worse than anything else."""
-        failure: Exception | None = None
-        try:
-            checkpointer.load(self.path_of(step), state, strict=strict)
-        except Exception as error:
-            failure = error
-        if self._ranks.world_size == 1:
-            if failure is not None:
-                raise failure
-            return
-        said = None if failure is None else [isinstance(failure, CheckpointCorruptError), str(failure)]
-        self._questions += 1
-        # As long as the slowest rank needs to read its part.
-        deadline = time.monotonic() + self._timeouts.stage + self._timeouts.write
-        told = self._ranks.pool(f"loaded/{self._questions}", said, _first_failure, deadline)
-        if told is not None:
-            kind = CheckpointCorruptError if told[0] else CheckpointLoadError
-            raise kind(told[1]) from failure
+        return step
 
     def _ask(self, action: Callable[[], Any]) -> Any:
         """What rank 0 finds out, on all ranks."""
@@ -369,31 +324,3 @@ class CheckpointManager:
         self._pending = running
         if failure is not None and tell:
             raise failure
-
-    def _clean_up(self) -> None:
-        """Wait, bounded, for what a dead run's writer still finishes; then delete what dead runs left."""
-        deadline = time.monotonic() + self._timeouts.close
-        said = False
-        while living := living_attempts(self._fs, self._root):
-            if not said:
-                logger.info(
-                    "waiting up to %g s for a checkpoint that another process finishes: %s",
-                    self._timeouts.close,
-                    living,
-                )
-                said = True
-            if time.monotonic() > deadline:
-                logger.warning("%s is still being written by another process; going on without it", living)
-                break
-            time.sleep(0.05)
-        for name in sweep(self._fs, self._root):
-            logger.info("deleted %s, which a dead run left", name)
-
-
-def _first_failure(said: list[Any]) -> Any:
-    """The failure that all ranks are to hear of: corrupt bytes first, which an older checkpoint may make up for."""
-    failures = [(rank, *each) for rank, each in enumerate(said) if each is not None]
-    if not failures:
-        return None
-    rank, corrupt, text = next((failure for failure in failures if failure[1]), failures[0])
-    return [corrupt, f"Rank {rank}: {text}"]

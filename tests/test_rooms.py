@@ -26,7 +26,7 @@ ORDER = (
     {"process"},
     {"callers"},
     {"stagers"},
-    {"checkpointer", "saver", "schedule", "attempt", "reports", "manager", "policies"},
+    {"checkpointer", "saver", "schedule", "attempt", "reports", "resumption", "manager", "policies"},
     {"factory"},
     {"training", "train"},
     {"bench", "tools"},
