@@ -21,6 +21,7 @@ from .stagers.base import Snapshot
 from .storage import commit
 from .storage.commit import Attempt
 from .storage.fs import FsOps
+from .storage.owner import Ownership
 from .writers.base import Sealed, Writer
 from .writers.job import WriteJob
 
@@ -61,6 +62,8 @@ class AttemptRunner:
         self._ranks = ranks
         self._fs = fs
         self._timeouts = timeouts
+        #: The claim to the folder of checkpoints, where a manager made one.
+        self.ownership: Ownership | None = None
         #: The table whose catalog the leading rank has; and there, every rank's catalog and the index of all.
         self._catalog_sent: int | None = None
         self._catalogs: dict[int, Mapping[str, Any]] = {}
@@ -74,13 +77,16 @@ class AttemptRunner:
         """
         attempt, ranks = scheduled.attempt, self._ranks
         name, token = os.path.basename(attempt.target), attempt.token
+        ownership = self.ownership
         deadline = time.monotonic() + self._timeouts.stage + self._timeouts.write
         locks: list[int] = []
         job: WriteJob | None = None
 
         def begin() -> None:
             with _as_save_error(attempt.target):
-                commit.begin(self._fs, attempt.target, token)
+                if ownership is not None:
+                    ownership.claim()
+                commit.begin(self._fs, attempt)
                 locks.append(self._fs.lock_shared(attempt.staging))
 
         def write() -> dict[str, Any]:

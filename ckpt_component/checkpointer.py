@@ -22,6 +22,7 @@ from .reports import SaveFuture, SaveReport
 from .saver import BlockingWriter, EarlierSaveFailed, Saver
 from .stagers.base import Stager
 from .storage.commit import refuse_existing
+from .storage.owner import Ownership
 
 if TYPE_CHECKING:
     import torch
@@ -137,6 +138,12 @@ class Checkpointer(ABC):
         saver = self._saver()
         if saver is not None:
             saver.after_commit = call
+
+    def own(self, ownership: Ownership) -> None:
+        """Save only while this run owns the folder of checkpoints, which the first save takes over."""
+        saver = self._saver()
+        if saver is not None:
+            saver.own(ownership)
 
     @property
     def ranks(self) -> Coordinator:

@@ -13,6 +13,7 @@ __all__ = [
     "CheckpointCorruptError",
     "CheckpointError",
     "CheckpointExistsError",
+    "CheckpointFencedError",
     "CheckpointLoadError",
     "CheckpointNotFoundError",
     "CheckpointSaveError",
@@ -43,6 +44,10 @@ class CheckpointSaveError(CheckpointError, RuntimeError):
     def __init__(self, message: str, errno: int | None = None) -> None:
         super().__init__(message)
         self.errno = errno
+
+
+class CheckpointFencedError(CheckpointSaveError):
+    """Another run owns the folder of checkpoints now, so this one commits nothing there; names the owner."""
 
 
 class WorkerDiedError(CheckpointSaveError):

@@ -24,6 +24,7 @@ from .resumption import Resumption
 from .storage.commit import discard
 from .storage.fs import FsOps
 from .storage.names import StepNames
+from .storage.owner import Ownership
 from .storage.scan import committed_steps, write_pointer
 
 if TYPE_CHECKING:
@@ -82,6 +83,7 @@ class CheckpointManager:
         self.reports: list[SaveReport] = []
         if checkpointer is not None:
             checkpointer.after_each_commit(self._after_commit)
+            checkpointer.own(Ownership(fs, self._root))
 
     @property
     def enabled(self) -> bool:

@@ -24,6 +24,7 @@ from .schedule import Schedule
 from .stagers.base import Snapshot, Stager, Survey
 from .storage.commit import Attempt
 from .storage.fs import FsOps
+from .storage.owner import Ownership
 from .writers.base import Writer
 
 logger = logging.getLogger(__name__)
@@ -107,10 +108,15 @@ class Saver:
         staged: Future[None] = Future() if snapshot is None else snapshot.staged
         if snapshot is None:
             staged.set_exception(error)
-        scheduled = Scheduled(Attempt(path, agreed.token), snapshot, error, started)
+        owner = "" if self._runner.ownership is None else self._runner.ownership.token
+        scheduled = Scheduled(Attempt(path, agreed.token, owner), snapshot, error, started)
         self._last = future
         self._thread.submit(self._finish, scheduled, time.perf_counter() - started, future)
         return staged, future
+
+    def own(self, ownership: Ownership) -> None:
+        """Save only while this run owns the folder of checkpoints."""
+        self._runner.ownership = ownership
 
     def close(self) -> None:
         """Let the saves that were started finish, then end the writer process and free the memory. Safe to call twice.

@@ -199,6 +199,7 @@ class _ProcessCaller(WriteCaller):
             "arena": None if job.arena is None else job.arena.number,
             "target": job.attempt.target,
             "token": job.attempt.token,
+            "owner": job.attempt.owner,
             "staging": job.attempt.staging,
             "rank": job.rank,
             "durable": job.fs.durable,

@@ -117,7 +117,7 @@ class ByteWorker:
         if self._undecided is None or not self._undecided.job["commit_alone"]:
             return
         job, result = self._undecided.job, self._undecided.result
-        attempt = Attempt(job["target"], job["token"])
+        attempt = Attempt(job["target"], job["token"], job["owner"])
         if os.path.isdir(attempt.staging):
             about = {**job["about"], "committed_by": "writer"}
             publish(FsOps(durable=job["durable"]), attempt, [asdict(result)], self._undecided.sidecars, about)

@@ -19,7 +19,8 @@ from typing import Any
 from ..errors import CheckpointExistsError, CheckpointSaveError
 from .fs import FsOps
 from .manifest import VERSION, encode_manifest
-from .names import MANIFEST, is_debris_of_this_host, new_token, staging_path, trash_path
+from .names import MANIFEST, is_debris_of_this_host, staging_path, trash_path
+from .owner import check_owner
 
 logger = logging.getLogger(__name__)
 
@@ -28,10 +29,17 @@ _YOUNG_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class Attempt:
-    """One try to make the checkpoint `target`: an absolute path, and the folder that collects its files."""
+    """One try to make the checkpoint `target`.
+
+    Attributes:
+        target: absolute path of the checkpoint to be.
+        token: tells this attempt from all others.
+        owner: the run that must own the folder of the target at the commit; empty: anyone may commit there.
+    """
 
     target: str
     token: str
+    owner: str = ""
 
     @property
     def staging(self) -> str:
@@ -50,15 +58,13 @@ def refuse_existing(path: str) -> None:
     )
 
 
-def begin(fs: FsOps, target: str, token: str | None = None) -> Attempt:
-    """Make the staging folder for `target` (absolute). Raises CheckpointExistsError when the path is taken."""
-    refuse_existing(target)
-    attempt = Attempt(target, token or new_token())
-    parent = os.path.dirname(target)
+def begin(fs: FsOps, attempt: Attempt) -> None:
+    """Make the staging folder of an attempt. Raises CheckpointExistsError when its target's path is taken."""
+    refuse_existing(attempt.target)
+    parent = os.path.dirname(attempt.target)
     fs.make_folders(parent)
     fs.make_folder(attempt.staging)
     fs.sync_folder(parent)
-    return attempt
 
 
 def publish(
@@ -82,6 +88,7 @@ def publish(
 
     Raises:
         CheckpointExistsError: something took the target's name meanwhile; it stays untouched.
+        CheckpointFencedError: another run took the folder over.
         OSError: from the file system; nothing is visible then.
     """
     files = [dict(entry) for rank in ranks for entry in rank["files"]]
@@ -104,6 +111,9 @@ def publish(
     }
     fs.write_new(os.path.join(attempt.staging, MANIFEST), encode_manifest(content))
     fs.sync_folder(attempt.staging)
+    if attempt.owner:
+        # As late as can be: what a stopped run finds here is what happened while it was stopped.
+        check_owner(fs, os.path.dirname(attempt.target), attempt.owner)
     _take_over_empty_folder(fs, attempt.target)
     try:
         fs.rename_new(attempt.staging, attempt.target)

@@ -97,6 +97,15 @@ class FsOps:
         finally:
             self.close(fd)
 
+    def write_over(self, path: str, data: bytes) -> None:
+        """Replace one small file atomically and durably; readers see the old bytes or the new ones."""
+        fresh = f"{path}.new"
+        if self.size(fresh) is not None:
+            self.unlink(fresh)  # of a process that died just here
+        self.write_new(fresh, data)
+        self.replace(fresh, path)
+        self.sync_folder(os.path.dirname(path))
+
     def sync_folder(self, path: str) -> None:
         """Make a folder's entries durable (new, renamed and deleted names)."""
         if not self.durable:

@@ -14,6 +14,7 @@ import socket
 from dataclasses import dataclass
 
 MANIFEST = "manifest.json"
+OWNER = ".ckpt-owner.json"
 STAGING_PREFIX = ".ckpt-tmp."
 TRASH_PREFIX = ".ckpt-trash."
 

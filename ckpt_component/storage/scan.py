@@ -40,10 +40,4 @@ def committed_steps(fs: FsOps, root: str, names: StepNames) -> list[int]:
 
 def write_pointer(fs: FsOps, root: str, names: StepNames, step: int) -> None:
     """Point to the newest committed step, for tools that look there; replaced atomically."""
-    path = os.path.join(root, names.pointer)
-    fresh = f"{path}.new"
-    if fs.size(fresh) is not None:
-        fs.unlink(fresh)
-    fs.write_new(fresh, f"{step}".encode())
-    fs.replace(fresh, path)
-    fs.sync_folder(root)
+    fs.write_over(os.path.join(root, names.pointer), f"{step}".encode())

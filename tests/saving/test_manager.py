@@ -50,7 +50,12 @@ def test_saves_by_steps_and_at_the_end_keeps_the_newest_and_resumes(preset: str,
         manager.wait()
         assert manager.steps() == [4, 6]
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "7"
-    assert sorted(os.listdir(tmp_path)) == ["iter_0000006", "iter_0000007", "latest_checkpointed_iteration.txt"]
+    assert sorted(os.listdir(tmp_path)) == [
+        ".ckpt-owner.json",
+        "iter_0000006",
+        "iter_0000007",
+        "latest_checkpointed_iteration.txt",
+    ]
     assert [(report.step, report.outcome) for report in manager.reports] == [
         (2, "committed"),
         (4, "committed"),
@@ -119,13 +124,14 @@ def test_a_damaged_newest_checkpoint_is_passed_over_loudly(tmp_path: Path, caplo
 
 
 def test_what_a_dead_run_left_is_deleted_and_nothing_else(tmp_path: Path) -> None:
-    from ckpt_component.storage.commit import begin
+    from ckpt_component.storage.commit import Attempt, begin
     from ckpt_component.storage.fs import FsOps
+    from ckpt_component.storage.names import new_token
 
-    dead = begin(FsOps(), str(tmp_path / "iter_0000001"))
-    os.utime(dead.staging, (1, 1))
-    alive = begin(FsOps(), str(tmp_path / "iter_0000002"))
-    os.utime(alive.staging, (1, 1))
+    dead, alive = (Attempt(str(tmp_path / name), new_token()) for name in ("iter_0000001", "iter_0000002"))
+    for attempt in (dead, alive):
+        begin(FsOps(), attempt)
+        os.utime(attempt.staging, (1, 1))
     lock = FsOps().lock_shared(alive.staging)
     foreign = tmp_path / ".ckpt-tmp.iter_0000003.otherhost-1234"
     foreign.mkdir()
@@ -187,7 +193,7 @@ def test_a_failed_save_is_told_once_and_reported(tmp_path: Path, monkeypatch: py
         manager.wait()
         assert [(r.step, r.outcome) for r in manager.reports] == [(1, "failed"), (2, "committed")]
         assert manager.steps() == [2]
-    assert sorted(os.listdir(tmp_path)) == ["iter_0000002", "latest_checkpointed_iteration.txt"]
+    assert sorted(os.listdir(tmp_path)) == [".ckpt-owner.json", "iter_0000002", "latest_checkpointed_iteration.txt"]
 
 
 @pytest.mark.parametrize("overlap", ["wait", "skip", "error"])

@@ -11,7 +11,7 @@ from ckpt_component.errors import CheckpointCorruptError, CheckpointExistsError,
 from ckpt_component.storage import commit
 from ckpt_component.storage.fs import FsOps
 from ckpt_component.storage.manifest import check_files, decode_manifest, encode_manifest, read_manifest
-from ckpt_component.storage.names import MEGATRON, STEP
+from ckpt_component.storage.names import MEGATRON, STEP, new_token
 from ckpt_component.storage.scan import committed_steps
 
 
@@ -35,9 +35,15 @@ class Recording(FsOps):
         super().rename_new(source, target)
 
 
+def begun(fs: FsOps, target: Path) -> commit.Attempt:
+    attempt = commit.Attempt(str(target), new_token())
+    commit.begin(fs, attempt)
+    return attempt
+
+
 def test_everything_is_durable_before_the_name_appears_and_the_name_before_success(tmp_path: Path) -> None:
     fs = Recording()
-    attempt = commit.begin(fs, str(tmp_path / "root" / "iter_0000001"))
+    attempt = begun(fs, tmp_path / "root" / "iter_0000001")
     fs.write_new(os.path.join(attempt.staging, "data"), b"1234")
     rank = {"rank": 0, "files": [{"name": "data", "size": 4}]}
     assert commit.publish(fs, attempt, [rank], {".metadata": b"m"}, {"format": "x"}) == 3
@@ -53,7 +59,7 @@ def test_everything_is_durable_before_the_name_appears_and_the_name_before_succe
 
 def test_a_file_of_another_size_than_reported_is_not_committed(tmp_path: Path) -> None:
     fs = FsOps()
-    attempt = commit.begin(fs, str(tmp_path / "one"))
+    attempt = begun(fs, tmp_path / "one")
     fs.write_new(os.path.join(attempt.staging, "data"), b"123")
     with pytest.raises(CheckpointSaveError, match="3 bytes on disk and its writer reported 4"):
         commit.publish(fs, attempt, [{"rank": 0, "files": [{"name": "data", "size": 4}]}], {}, {})
@@ -63,7 +69,7 @@ def test_a_file_of_another_size_than_reported_is_not_committed(tmp_path: Path) -
 
 def test_a_name_that_was_taken_meanwhile_stays_as_it_is(tmp_path: Path) -> None:
     fs = FsOps()
-    attempt = commit.begin(fs, str(tmp_path / "one"))
+    attempt = begun(fs, tmp_path / "one")
     (tmp_path / "one").mkdir()
     (tmp_path / "one" / "theirs").write_text("kept")
     with pytest.raises(CheckpointExistsError, match="taken meanwhile"):

@@ -191,17 +191,29 @@ def test_sigterm_to_all_processes_saves_once_and_leaves_in_time(
         assert code == 0 and f"resumed from step {last}\n" in output, output
 
 
-def test_torchrun_starts_again_from_the_last_commit_after_a_rank_was_killed(start: Started, tmp_path: Path) -> None:
+def test_torchrun_starts_again_from_the_last_commit_after_a_rank_was_killed_in_mid_save(
+    start: Started, tmp_path: Path
+) -> None:
     saves = ("checkpoint.save.every_steps=40", "checkpoint.timeouts.heartbeat=5", "train.eval_every=null")
+    checkpoints = tmp_path / "run" / "checkpoints"
     with start("train.steps=120", *saves, ranks=2, torchrun=["--max-restarts=1"]) as process:
         try:
             before = read_until(process, "iter_0000040 committed")
-            workers_of(process)[1].kill()
+            killed = workers_of(process)[1]
+            [writer] = [child for child in killed.children() if "byte_worker" in " ".join(child.cmdline())]
+            writer.suspend()  # so that the next save is under way for as long as it takes
+            deadline = time.monotonic() + 60
+            while not list(checkpoints.glob(".ckpt-tmp.iter_*.*")) and time.monotonic() < deadline:
+                time.sleep(0.02)
+            [unfinished] = checkpoints.glob(".ckpt-tmp.iter_*.*")
+            killed.kill()
+            writer.resume()
             output, _ = process.communicate(timeout=100)
         finally:
             end(process)
     assert process.returncode == 0, before + output
     assert "resumed from step 40\n" in output
+    assert not unfinished.exists()
     assert committed(tmp_path / "run" / "checkpoints") == [40, 80, 120]
     [result] = (tmp_path / "run").rglob("result.json")  # the second start goes on in the folder of the first
     figures: dict[str, Any] = json.loads(result.read_text())["figures"]

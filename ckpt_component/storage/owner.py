@@ -1,0 +1,111 @@
+"""Who may commit under a root: the run that saved there first after all others, noted in one small file.
+
+A run that was stopped (a frozen node, SIGSTOP, a network cut) may wake up long after another one took its place. Before
+every commit the file is read again, and a run that does not own the root any more commits nothing (RELIABILITY 4.2 F).
+The root is taken at a run's first save, not when it restores: a script that only evaluates must not stop the training.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import secrets
+import socket
+import time
+from dataclasses import asdict, dataclass
+
+from ..errors import CheckpointFencedError
+from .fs import FsOps
+from .names import OWNER
+
+logger = logging.getLogger(__name__)
+
+_MAX_BYTES = 64 << 10
+
+
+@dataclass(frozen=True)
+class Owner:
+    """One run as owner of a root.
+
+    Attributes:
+        generation: counts the runs that owned the root.
+        token: tells this run from all others.
+        host: where its leading rank runs.
+        pid: its leading rank's process.
+        since: when it took the root, seconds since 1970.
+    """
+
+    generation: int
+    token: str
+    host: str
+    pid: int
+    since: float
+
+    def __str__(self) -> str:
+        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.since))
+        return f"process {self.pid} on {self.host} since {when}"
+
+
+class Ownership:
+    """One run's claim to a root.
+
+    Args:
+        fs: where effects go.
+        root: folder of the run's checkpoints.
+    """
+
+    def __init__(self, fs: FsOps, root: str) -> None:
+        self._fs = fs
+        self._root = root
+        self._taken = False
+        self.token = secrets.token_hex(8)
+
+    def claim(self) -> None:
+        """Take the root over at the first call; at later ones make sure that it is still ours. Rank 0 alone.
+
+        Raises:
+            CheckpointFencedError: another run took it meanwhile.
+            OSError: the file could not be written.
+        """
+        before = read_owner(self._fs, self._root)
+        if self._taken and before is not None:
+            _refuse_other(before, self._root, self.token)
+            return
+        generation = 1 if before is None else before.generation + 1
+        mine = Owner(generation, self.token, socket.gethostname(), os.getpid(), time.time())
+        self._fs.make_folders(self._root)
+        self._fs.write_over(os.path.join(self._root, OWNER), json.dumps(asdict(mine)).encode() + b"\n")
+        self._taken = True
+        if before is not None:
+            logger.info("this run takes over %s from %s, which can commit nothing there any more", self._root, before)
+
+
+def check_owner(fs: FsOps, root: str, token: str) -> None:
+    """Raise CheckpointFencedError unless the run with this token owns the root."""
+    owner = read_owner(fs, root)
+    if owner is None:
+        # Another run would have left its name.
+        logger.warning("%s is gone; committing all the same", os.path.join(root, OWNER))
+        return
+    _refuse_other(owner, root, token)
+
+
+def read_owner(fs: FsOps, root: str) -> Owner | None:
+    """The owner of a root, or None where there is none or its file cannot be made out."""
+    path = os.path.join(root, OWNER)
+    try:
+        return Owner(**json.loads(fs.read(path, _MAX_BYTES)))
+    except FileNotFoundError:
+        return None
+    except (ValueError, TypeError) as error:
+        logger.warning("%s is damaged (%s)", path, error)
+        return None
+
+
+def _refuse_other(owner: Owner, root: str, token: str) -> None:
+    if owner.token != token:
+        raise CheckpointFencedError(
+            f"Another run took over {root} ({owner}), so this one commits nothing there any more; end one of the two, "
+            "or give each a checkpoint.dir of its own."
+        )

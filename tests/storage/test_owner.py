@@ -1,0 +1,130 @@
+"""Who may commit under a root."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+
+from ckpt_component import CheckpointFencedError, build_checkpointer, build_manager
+from ckpt_component.storage import commit
+from ckpt_component.storage.fs import FsOps
+from ckpt_component.storage.names import new_token
+from ckpt_component.storage.owner import Ownership, read_owner
+
+
+def test_the_last_run_to_save_owns_the_root(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    first, second = Ownership(FsOps(), str(tmp_path)), Ownership(FsOps(), str(tmp_path))
+    first.claim()
+    first.claim()
+    second.claim()
+    owner = read_owner(FsOps(), str(tmp_path))
+    assert owner is not None and (owner.generation, owner.token, owner.pid) == (2, second.token, os.getpid())
+    assert f"from process {os.getpid()} on" in caplog.text
+    with pytest.raises(CheckpointFencedError, match=f"Another run took over {tmp_path}"):
+        first.claim()
+
+
+def test_an_attempt_of_a_run_that_lost_the_root_commits_nothing(tmp_path: Path) -> None:
+    fs, first = FsOps(), Ownership(FsOps(), str(tmp_path))
+    first.claim()
+    attempt = commit.Attempt(str(tmp_path / "one"), new_token(), first.token)
+    commit.begin(fs, attempt)
+    Ownership(fs, str(tmp_path)).claim()
+    with pytest.raises(CheckpointFencedError):
+        commit.publish(fs, attempt, [{"rank": 0, "files": []}], {}, {})
+    assert not (tmp_path / "one").exists()
+
+
+@pytest.mark.parametrize("content", [None, b"", b"[]", b'{"generation": 1}'])
+def test_a_file_that_is_gone_or_damaged_is_written_again(content: bytes | None, tmp_path: Path) -> None:
+    ownership = Ownership(FsOps(), str(tmp_path))
+    ownership.claim()
+    path = tmp_path / ".ckpt-owner.json"
+    path.unlink() if content is None else path.write_bytes(content)
+    ownership.claim()
+    assert json.loads(path.read_bytes())["token"] == ownership.token
+
+
+def test_a_run_that_only_restores_takes_nothing_over(tmp_path: Path) -> None:
+    with build_manager("sync", dir=tmp_path) as training:
+        training.save(1, {"weight": torch.ones(3)})
+        with build_manager("sync", dir=tmp_path) as evaluation:
+            assert evaluation.restore({"weight": torch.zeros(3)}) == 1
+        assert training.save(2, {"weight": torch.ones(3)})
+
+
+def test_a_manager_that_lost_its_root_is_told_at_its_next_save(tmp_path: Path) -> None:
+    state = {"weight": torch.ones(3)}
+    with (
+        build_manager("sync", ["checkpoint.save.at_end=false"], dir=tmp_path) as old,
+        build_manager("sync", dir=tmp_path) as new,
+    ):
+        old.save(1, state)
+        new.save(2, state)
+        with pytest.raises(CheckpointFencedError, match=r"checkpoint\.dir"):
+            old.save(3, state)
+        new.save(4, state)
+        assert new.steps() == [1, 2, 4]
+    assert not list(tmp_path.glob(".ckpt-tmp.*"))
+
+
+STOPPED = """
+    import os, signal, sys, torch
+    from ckpt_component import CheckpointFencedError, build_manager
+    from ckpt_component.storage import commit
+    from ckpt_component.storage.fs import FsOps
+
+    write_new = FsOps.write_new
+
+    def stop_before_the_commit(self, path, data):
+        write_new(self, path, data)
+        if path.endswith("manifest.json") and "iter_0000002" in path:
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    FsOps.write_new = stop_before_the_commit
+    manager = build_manager(sys.argv[2], dir=sys.argv[1])
+    state = {"weight": torch.ones(1000)}
+    manager.save(1, state)
+    manager.wait()
+    try:
+        manager.save(2, state)
+        manager.wait()
+    except CheckpointFencedError as error:
+        print("fenced:", error)
+    manager.close()
+"""
+
+
+@pytest.mark.parametrize("preset", ["sync", "async_persistent"])
+def test_row_21_a_run_that_was_stopped_before_its_commit_finds_a_new_owner(preset: str, tmp_path: Path) -> None:
+    old = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(STOPPED), str(tmp_path), preset], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        os.waitpid(old.pid, os.WUNTRACED)
+        state = {"weight": torch.zeros(1000)}
+        with build_manager("sync", ["checkpoint.timeouts.close=0.5"], dir=tmp_path) as new:
+            assert new.restore(state) == 1
+            state["weight"].fill_(5)
+            new.save(3, state)
+        os.kill(old.pid, signal.SIGCONT)
+        told, _ = old.communicate(timeout=60)
+    finally:
+        old.kill()
+        old.wait()
+    assert told.startswith("fenced: Another run took over"), told
+    with build_manager("sync", dir=tmp_path) as manager:
+        assert manager.steps() == [1, 3]
+    assert not list(tmp_path.glob(".ckpt-tmp.*"))
+    with build_checkpointer("sync") as checkpointer:
+        assert checkpointer.load(tmp_path / "iter_0000003")["weight"].eq(5).all()
