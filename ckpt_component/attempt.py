@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .callers.write_callers import WriteCaller
-from .coordination import Coordinator
+from .coordination import Coordinator, ranks_failed
 from .errors import CheckpointError, CheckpointSaveError, CheckpointTimeoutError
 from .reports import SaveReport, Timeouts
 from .stagers.base import Snapshot
@@ -22,7 +22,7 @@ from .storage import commit
 from .storage.commit import Attempt
 from .storage.fs import FsOps
 from .storage.owner import Ownership
-from .writers.base import Sealed, Writer
+from .writers.base import Writer
 from .writers.job import WriteJob
 
 logger = logging.getLogger(__name__)
@@ -67,7 +67,7 @@ class AttemptRunner:
         #: The table whose catalog the leading rank has; and there, every rank's catalog and the index of all.
         self._catalog_sent: int | None = None
         self._catalogs: dict[int, Mapping[str, Any]] = {}
-        self._sidecars: dict[str, bytes] | None = None
+        self._sidecars: Mapping[str, bytes] = {}
 
     def run(self, scheduled: Scheduled) -> SaveReport:
         """Write and commit; returns when the checkpoint is committed, on all ranks.
@@ -82,7 +82,8 @@ class AttemptRunner:
         locks: list[int] = []
         job: WriteJob | None = None
 
-        def begin() -> None:
+        def begin(said: list[dict[str, Any]]) -> None:
+            self._learn_catalogs(said)
             with _as_save_error(attempt.target):
                 if ownership is not None:
                     ownership.claim()
@@ -95,13 +96,14 @@ class AttemptRunner:
             return self._write(job)
 
         try:
-            ranks.lead(f"{token}/begin", begin, deadline)
+            ranks.pool(f"{token}/begin", self._said(scheduled), begin, deadline)
+            if scheduled.snapshot is not None:
+                self._catalog_sent = scheduled.snapshot.sealed.table_number
             votes = ranks.vote(f"{token}/written", write, self._caller.progress, deadline)
             written_s = time.perf_counter() - scheduled.started
             files = ranks.lead(f"{token}/commit", lambda: self._publish(attempt, votes), deadline)
             if job is None or scheduled.snapshot is None:
                 raise CheckpointSaveError(f"{attempt.target} was committed without this rank's part.")
-            self._catalog_sent = job.sealed.table_number
             self._caller.decided(job)
         except BaseException:
             # First the writer process forgets the job, so that nobody commits what is being taken away.
@@ -127,11 +129,26 @@ class AttemptRunner:
             write_s=mine["seconds"],
         )
 
+    def _said(self, scheduled: Scheduled) -> dict[str, Any]:
+        """Why this rank has nothing to write, or where everything of it will stand, unless that is known."""
+        if scheduled.snapshot is None:
+            return {"error": f"{type(scheduled.error).__name__}: {scheduled.error}"}
+        sealed = scheduled.snapshot.sealed
+        return {} if sealed.table_number == self._catalog_sent else {"catalog": sealed.catalog}
+
+    def _learn_catalogs(self, said: Sequence[Mapping[str, Any]]) -> None:
+        """On the leading rank, before the write: its writer process may have to commit when the trainers are gone."""
+        errors = {rank: each["error"] for rank, each in enumerate(said) if "error" in each}
+        if errors:
+            raise ranks_failed(errors)
+        fresh = {rank: each["catalog"] for rank, each in enumerate(said) if "catalog" in each}
+        if fresh:
+            self._catalogs.update(fresh)
+            self._sidecars = self._writer.index([self._catalogs[rank] for rank in range(len(said))])
+
     def _staged_job(self, scheduled: Scheduled, name: str) -> WriteJob:
         """This rank's write job, once its snapshot is complete."""
         snapshot = scheduled.snapshot
-        if scheduled.error is not None:
-            raise scheduled.error
         if snapshot is None:
             raise CheckpointSaveError(f"There is no snapshot for {scheduled.attempt.target}.")
         try:
@@ -145,19 +162,18 @@ class AttemptRunner:
             raise
         size = size_text(snapshot.layout.payload_bytes)
         logger.info("%s staged: %s in %.3f s", name, size, snapshot.staged_at - snapshot.started)
-        alone = self._ranks.world_size == 1
         return WriteJob(
             fs=self._fs,
             attempt=scheduled.attempt,
             rank=self._ranks.rank,
+            world_size=self._ranks.world_size,
             sealed=snapshot.sealed,
-            # What the writer process needs to commit by itself; with several ranks that takes all of them.
-            sidecars=self._sidecars_of(snapshot.sealed) if alone else {},
+            sidecars=self._sidecars,
             source=snapshot.source,
             arena=snapshot.arena,
             block_bytes=self._writer.block_bytes,
             about=self._about,
-            commit_alone=alone,
+            patience=self._timeouts.heartbeat,
         )
 
     @property
@@ -165,7 +181,7 @@ class AttemptRunner:
         return {"format": self._writer.format}
 
     def _write(self, job: WriteJob) -> dict[str, Any]:
-        """This rank's vote: what it wrote, and where everything is unless the leading rank knows that already."""
+        """This rank's vote: what it wrote."""
         mine = dict(self._caller.run(job, time.monotonic() + self._timeouts.write))
         logger.info(
             "%s written: %s in %.2f s (%.2f GB/s)",
@@ -174,25 +190,10 @@ class AttemptRunner:
             mine["seconds"],
             mine["bytes"] / 1e9 / max(mine["seconds"], 1e-9),
         )
-        if job.sealed.table_number != self._catalog_sent:
-            mine["catalog"] = job.sealed.catalog
         return mine
-
-    def _sidecars_of(self, sealed: Sealed) -> dict[str, bytes]:
-        """With one rank the index is made before the write, because the writer process may have to commit."""
-        if self._sidecars is None or sealed.table_number != self._catalog_sent:
-            self._catalogs, self._catalog_sent = {0: sealed.catalog}, sealed.table_number
-            self._sidecars = self._writer.index([sealed.catalog])
-        return self._sidecars
 
     def _publish(self, attempt: Attempt, votes: Sequence[dict[str, Any]]) -> int:
         """On the leading rank: commit what all have written. Returns how many files the checkpoint has."""
-        for rank, vote in enumerate(votes):
-            if "catalog" in vote:
-                self._catalogs[rank] = vote["catalog"]
-                self._sidecars = None
-        if self._sidecars is None:
-            self._sidecars = self._writer.index([self._catalogs[rank] for rank in range(len(votes))])
         with _as_save_error(attempt.target):
             return commit.publish(self._fs, attempt, votes, self._sidecars, self._about)
 

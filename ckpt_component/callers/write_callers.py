@@ -102,7 +102,8 @@ class _ProcessCaller(WriteCaller):
         self._io_priority = io_priority
         self._process: ByteProcess | None = None
         self._arenas: dict[int, Arena] = {}
-        self._table: int | None = None
+        #: What the process knows already: the number of its table, and the files beside it.
+        self._known: tuple[int, Mapping[str, bytes]] | None = None
         self._jobs = itertools.count()
 
     @property
@@ -156,7 +157,7 @@ class _ProcessCaller(WriteCaller):
                 return self._process
             logger.warning("the checkpoint writer process (pid %d) had ended; starting a new one", self._process.pid)
             self._process.close(self._close_timeout)
-        self._arenas, self._table = {}, None
+        self._arenas, self._known = {}, None
         self._process = ByteProcess(self._start_timeout)
         self._lower_priority(self._process.pid)
         return self._process
@@ -183,11 +184,11 @@ class _ProcessCaller(WriteCaller):
             process.send(header, deadline, fds=[job.arena.fd])
             self._arenas = {known: arena for known, arena in self._arenas.items() if not arena.closed}
             self._arenas[job.arena.number] = job.arena
-        if self._table != table_number:
+        if self._known is None or self._known[0] != table_number or self._known[1] is not job.sidecars:
             named = [(name, len(data)) for name, data in job.sidecars.items()]
             header = {"kind": "table", "id": table_number, "table": table.to_plain(), "sidecars": named}
             process.send(header, deadline, blobs=list(job.sidecars.values()))
-            self._table = table_number
+            self._known = (table_number, job.sidecars)
         extras = [
             {"file": extra.file, "offset": extra.offset, "size": extra.data.nbytes, "items": list(extra.items)}
             for extra in sealed.extras
@@ -202,11 +203,13 @@ class _ProcessCaller(WriteCaller):
             "owner": job.attempt.owner,
             "staging": job.attempt.staging,
             "rank": job.rank,
+            "world_size": job.world_size,
             "durable": job.fs.durable,
             "block_bytes": job.block_bytes,
             "extras": extras,
             "about": dict(job.about),
-            "commit_alone": job.commit_alone,
+            "patience": job.patience,
+            "seconds": max(deadline - time.monotonic(), 0.0),
         }
         process.send(header, deadline, blobs=[extra.data for extra in sealed.extras])
 

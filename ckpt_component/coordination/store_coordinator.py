@@ -19,7 +19,7 @@ from typing import Any
 
 from .. import errors
 from ..errors import CheckpointError, CheckpointSaveError, CheckpointTimeoutError, RanksError
-from .coordinator import Coordinator
+from .coordinator import Coordinator, named, ranks_failed
 from .heartbeat import Heartbeat, Watch
 from .rank_store import RankStore
 
@@ -27,8 +27,6 @@ from .rank_store import RankStore
 _COMPANY_SECONDS = 0.2
 #: So many questions are kept for ranks that have not read the answer.
 _KEPT = 64
-#: How many ranks an error names one by one.
-_NAMED = 8
 
 
 class StoreCoordinator(Coordinator):
@@ -68,7 +66,7 @@ class StoreCoordinator(Coordinator):
                     return True
                 lost = watch.lost(lambda: self._missing(store, tag))
                 if lost:
-                    raise _failed(lost, None)
+                    raise ranks_failed(lost)
                 return False
 
             def collect() -> Any:
@@ -123,7 +121,7 @@ class StoreCoordinator(Coordinator):
             store.wait_until(decided, deadline, lambda: f"{self._silent(store, tag)} to write (timeouts.write)")
         except CheckpointTimeoutError as error:
             silent = self._missing(store, tag)
-            raise _failed({rank: "did not finish before timeouts.write was over" for rank in silent}, None) from error
+            raise ranks_failed({rank: "did not finish before timeouts.write was over" for rank in silent}) from error
         if store.add(f"{tag}/failed", 0):
             time.sleep(_COMPANY_SECONDS)
         present = [rank for rank in range(self.world_size) if rank not in self._missing(store, tag)]
@@ -131,7 +129,7 @@ class StoreCoordinator(Coordinator):
         failures = {rank: vote["error"] for rank, vote in zip(present, votes, strict=True) if "error" in vote}
         if failures or lost:
             errno = next((plain["errno"] for plain in failures.values() if plain["errno"] is not None), None)
-            raise _failed({**{rank: plain["text"] for rank, plain in failures.items()}, **lost}, errno)
+            raise ranks_failed({**{rank: plain["text"] for rank, plain in failures.items()}, **lost}, errno)
         return [vote["work"] for vote in votes]
 
     def close(self) -> None:
@@ -180,7 +178,7 @@ class StoreCoordinator(Coordinator):
                 return True
             lost = watch.lost(lambda: [0])
             if lost:
-                raise _failed(lost, None)
+                raise ranks_failed(lost)
             return False
 
         store.wait_until(answered, deadline, lambda: f"rank 0 to decide '{tag}'")
@@ -206,7 +204,7 @@ class StoreCoordinator(Coordinator):
         return [rank for rank in range(self.world_size) if store.peek(f"{tag}/said/{rank}") is None]
 
     def _silent(self, store: RankStore, tag: str) -> str:
-        return _named(self._missing(store, tag))
+        return named(self._missing(store, tag))
 
 
 class _Work:
@@ -227,17 +225,6 @@ class _Work:
             yield
         finally:
             self._progress = None
-
-
-def _failed(failures: dict[int, str], errno: int | None) -> RanksError:
-    first = [f"rank {rank}: {failures[rank]}" for rank in sorted(failures)[:_NAMED]]
-    more = f" (and {len(failures) - _NAMED} more)" if len(failures) > _NAMED else ""
-    return RanksError(f"{_named(sorted(failures))} failed. {' | '.join(first)}{more}", errno, dict(failures))
-
-
-def _named(ranks: list[int]) -> str:
-    shown = ", ".join(map(str, ranks[:_NAMED])) + (", ..." if len(ranks) > _NAMED else "")
-    return f"{'Rank' if len(ranks) == 1 else 'Ranks'} {shown}"
 
 
 def _as_plain(error: Exception) -> dict[str, Any]:

@@ -2,8 +2,8 @@
 
 Protocol, frame by frame (see `channel`): `arena` brings a memfd; `table` brings a structure's layout; `write`
 asks for one save and is answered by `done` or `failed`; `decided` says that the trainer committed or gave up the
-last one. End of file means that the trainer is gone: a save that was fully written but not decided is then committed
-from here, so that a trainer that dies after staging does not take its checkpoint along.
+last one. End of file means that the trainer is gone: a save that was fully written but not decided is then finished
+by rank 0's process (`orphaned`), so that trainers that die after staging do not take their checkpoint along.
 """
 
 from __future__ import annotations
@@ -13,15 +13,16 @@ import os
 import signal
 import socket
 import sys
+import time
 import traceback
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ..storage.commit import Attempt, publish
 from ..storage.fs import FsOps
 from ..writers.byte_io import Extra, MemorySource, WriteResult, WriteTable, run_write_job
 from .channel import receive_frame, send_frame
+from .orphaned import finish
 
 
 @dataclass
@@ -32,6 +33,7 @@ class _Undecided:
     result: WriteResult
     sidecars: dict[str, bytes]
     lock: int
+    until: float
 
 
 class ByteWorker:
@@ -52,7 +54,7 @@ class ByteWorker:
             except ConnectionResetError:
                 frame = None
             if frame is None:
-                self._commit_for_dead_trainer()
+                self._finish_for_dead_trainer()
                 return
             header, blob, fds = frame
             kind = header["kind"]
@@ -80,7 +82,7 @@ class ByteWorker:
     def _write(self, job: Mapping[str, Any], blob: memoryview) -> None:
         """One save: a failure is answered and fails this save alone."""
         self._forget()
-        lock = None
+        lock, until = None, time.monotonic() + job["seconds"]
         try:
             fs = FsOps(durable=job["durable"])
             table, sidecars = self._tables[job["table"]]
@@ -104,7 +106,7 @@ class ByteWorker:
                 "traceback": traceback.format_exc(),
             }
         else:
-            self._undecided = _Undecided(job, result, sidecars, lock)
+            self._undecided = _Undecided(job, result, sidecars, lock, until)
             answer = {"kind": "done", "id": job["id"], "result": asdict(result)}
         try:
             send_frame(self._sock, answer)
@@ -113,16 +115,11 @@ class ByteWorker:
             if answer["kind"] == "failed":
                 print(f"ckpt writer: the trainer is gone and the save failed: {answer['error']}", file=sys.stderr)
 
-    def _commit_for_dead_trainer(self) -> None:
-        if self._undecided is None or not self._undecided.job["commit_alone"]:
-            return
-        job, result = self._undecided.job, self._undecided.result
-        attempt = Attempt(job["target"], job["token"], job["owner"])
-        if os.path.isdir(attempt.staging):
-            about = {**job["about"], "committed_by": "writer"}
-            publish(FsOps(durable=job["durable"]), attempt, [asdict(result)], self._undecided.sidecars, about)
-            # The terminal may be gone with the trainer; the checkpoint is what counts.
-            print(f"ckpt writer: the trainer is gone; committed {attempt.target}", file=sys.stderr)
+    def _finish_for_dead_trainer(self) -> None:
+        save = self._undecided
+        if save is not None and save.job["rank"] == 0:
+            fs = FsOps(durable=save.job["durable"])
+            finish(fs, save.job, asdict(save.result), save.sidecars, save.lock, save.until)
 
     def _forget(self) -> None:
         if self._undecided is not None:

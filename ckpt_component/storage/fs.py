@@ -6,6 +6,7 @@ at the n-th call. Nothing else in the package writes, renames or deletes a check
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -187,6 +188,28 @@ class FsOps:
                 os.close(fd)
                 raise
         return fd
+
+    def locked_by_others(self, fd: int) -> bool:
+        """Whether another living process holds `lock_shared` on the folder of `fd`, which stays locked by this one."""
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        except OSError as error:
+            if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP):
+                raise
+            return True  # cannot be known here
+        finally:
+            # A conversion that fails gives the shared lock up as well (flock(2)).
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return False
+
+    def modified(self, path: str) -> float:
+        """When something in a folder was last changed, seconds since 1970."""
+        with os.scandir(path) as entries:
+            times = [entry.stat(follow_symlinks=False).st_mtime for entry in entries]
+        return max([os.stat(path).st_mtime, *times])
 
     def is_locked(self, path: str) -> bool:
         """Whether a living process holds `lock_shared` on the folder."""

@@ -161,15 +161,16 @@ def run_write_job(
         for fd in descriptors.values():
             fs.close(fd)
     places = [(extra.file, offset, length) for extra in extras for offset, length in extra.items]
-    integrity = b'{"version":1,"rank":%d,"layout":%s,"extras":%s,"crc32":%s}\n' % (
+    files: list[dict[str, Any]] = [{"name": name, "size": size} for name, size in sizes.items()]
+    integrity = b'{"version":1,"rank":%d,"files":%s,"layout":%s,"extras":%s,"crc32":%s}\n' % (
         rank,
+        json.dumps(files, separators=(",", ":")).encode(),
         table.description.encode(),
         json.dumps(places, separators=(",", ":")).encode(),
         json.dumps(crcs, separators=(",", ":")).encode(),
     )
     fs.write_new(os.path.join(folder, integrity_name(rank)), integrity)
     fs.sync_folder(folder)
-    files: list[dict[str, Any]] = [{"name": name, "size": size} for name, size in sizes.items()]
     files.append({"name": integrity_name(rank), "size": len(integrity), "crc32": zlib.crc32(integrity)})
     return WriteResult(rank, files, sum(entry["size"] for entry in files), time.perf_counter() - started)
 

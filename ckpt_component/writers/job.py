@@ -23,22 +23,25 @@ class WriteJob:
         fs: where effects go; another process makes its own with the same durability.
         attempt: target and staging folder.
         rank: whose files these are.
+        world_size: how many ranks write.
         sealed: tables and objects.
-        sidecars: files that whoever commits has to write, such as `.metadata`; for `commit_alone`.
+        sidecars: files that whoever commits has to write, such as `.metadata`; on rank 0, whose writer process commits
+            when the trainers are gone.
         source: the image's bytes.
         arena: the memory behind `source`, for a caller in another process; None for live tensors.
         block_bytes: how many bytes one write call takes.
         about: plain values for the manifest.
-        commit_alone: the writer process may commit when the trainer dies after the write (one rank only).
+        patience: seconds without a sign of life of other ranks' writers before rank 0's gives up that commit.
     """
 
     fs: FsOps
     attempt: Attempt
     rank: int
+    world_size: int
     sealed: Sealed
     sidecars: Mapping[str, bytes]
     source: ByteSource
     arena: Arena | None
     block_bytes: int
     about: Mapping[str, Any]
-    commit_alone: bool
+    patience: float

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import os
@@ -743,10 +744,19 @@ if __name__ == "__main__":
     from multiprocessing.util import Finalize
     Finalize(None, lambda: calls.append({str(tmp_path / "exiting")!r}, "1\\n"), exitpriority=50)
 """
-    trainer = subprocess.Popen(script(body, tmp_path), stderr=subprocess.DEVNULL)
-    pid = pid_in(tmp_path / "at")
-    pid_in(tmp_path / "exiting")
-    eventually(lambda: trainer.poll() is not None or trainer.send_signal(signal.SIGINT))
+    with subprocess.Popen(script(body, tmp_path), stderr=subprocess.DEVNULL) as trainer:
+        try:
+            pid = pid_in(tmp_path / "at")
+            pid_in(tmp_path / "exiting")
+            # As fast as a user can, who sees nothing happen; 200 a second kept a loaded machine in its handlers.
+            for _ in range(40):
+                trainer.send_signal(signal.SIGINT)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    trainer.wait(0.5)
+                    break
+            assert trainer.poll() is not None
+        finally:
+            trainer.kill()
     eventually(lambda: is_gone(pid), 10)
 
 

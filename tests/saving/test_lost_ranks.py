@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import signal
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 from ranks import finish_ranks, run_ranks, start_ranks
 
 from ckpt_component import CheckpointLoadError, build_checkpointer, build_manager
 
 SCRIPT = Path(__file__).parent / "scripts" / "lost.py"
+
+
+def wait_for(found: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not found():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 def run_with_a_killed_rank(function: str, killed: int, folder: Path) -> None:
@@ -31,6 +43,55 @@ def test_a_leader_killed_after_the_commit(tmp_path: Path) -> None:
     with build_manager("sync", dir=tmp_path / "run") as manager:
         manager.restore({})
     assert not (tmp_path / "run" / "two").exists()
+
+
+def test_row_18_a_leader_killed_in_the_decision(tmp_path: Path) -> None:
+    run_with_a_killed_rank("leader_killed_in_the_decision", 0, tmp_path)
+    wait_for(lambda: (tmp_path / "run" / "one").exists())
+    with build_checkpointer("sync") as checkpointer:
+        assert checkpointer.load(tmp_path / "run" / "one")["weight"].eq(3).all()
+
+
+@contextlib.contextmanager
+def trainers_killed_in_mid_write(folder: Path, before: int) -> Iterator[list[psutil.Process]]:
+    """The stopped writer processes of two ranks whose trainers are dead."""
+    ranks = start_ranks(SCRIPT, "all_killed_in_mid_write", 2, folder, SAVED_BEFORE=str(before))
+    writers = []
+    try:
+        codes = [rank.wait(60) for rank in ranks]
+        writers = [psutil.Process(int((folder / f"writer-{rank}").read_text())) for rank in range(2)]
+        assert codes == [-signal.SIGKILL] * 2
+        yield writers
+        _, alive = psutil.wait_procs(writers, timeout=20)
+        assert not alive
+    finally:
+        for writer in writers:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                writer.kill()
+        finish_ranks(ranks, 20)
+
+
+@pytest.mark.parametrize("before", [0, 1])
+def test_row_13_writers_of_dead_trainers_commit_together(before: int, tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    with trainers_killed_in_mid_write(tmp_path, before) as writers:
+        writers[0].resume()
+        wait_for(lambda: bool(list(root.glob(".ckpt-tmp.two.*/integrity-0.json"))))
+        assert writers[0].is_running() and not (root / "two").exists()
+        writers[1].resume()
+    assert sorted(path.name for path in root.iterdir()) == ["one", "two"][1 - before :]
+    with build_checkpointer("sync") as checkpointer:
+        loaded = checkpointer.load(root / "two")
+    assert loaded["weight"].eq(3).all() and loaded["other"].eq(1).all()
+    manifest = json.loads((root / "two" / "manifest.json").read_text())["manifest"]
+    assert manifest["committed_by"] == "writer" and manifest["world_size"] == 2
+
+
+def test_row_13_a_writer_that_is_gone_too_leaves_nothing(tmp_path: Path) -> None:
+    with trainers_killed_in_mid_write(tmp_path, 1) as writers:
+        writers[1].kill()
+        writers[0].resume()
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["one"]
 
 
 @pytest.mark.parametrize("function", ["stopped_rank", "stopped_worker", "overlapping"])

@@ -75,6 +75,38 @@ def leader_killed_after_commit(rank: int, world_size: int, folder: Path) -> None
     leave()
 
 
+def leader_killed_in_the_decision(rank: int, world_size: int, folder: Path) -> None:
+    """Rank 0 is killed when all have voted: rank 1 cannot know what became of it, and rank 0's writer commits."""
+    checkpointer = checkpointer_of(folder, heartbeat=1.0, close=5.0)
+    if rank == 0:
+        commit.publish = lambda *arguments: os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(RanksError, match="cannot reach the store"):
+        save(checkpointer, folder / "run" / "one")
+    checkpointer.close()
+    leave()
+
+
+def all_killed_in_mid_write(rank: int, world_size: int, folder: Path) -> None:
+    """All trainers are killed while their writers write, in the first save or, after `one`, in the second."""
+    checkpointer = checkpointer_of(folder, heartbeat=2.0)
+    if os.environ["SAVED_BEFORE"] == "1":
+        save(checkpointer, folder / "run" / "one")
+    caller = checkpointer._checkpoint_process.caller  # type: ignore[attr-defined]
+    (folder / f"writer-{rank}").write_text(str(caller.pid))
+    os.kill(caller.pid, signal.SIGSTOP)
+    send = caller._send
+
+    def send_and_die(*arguments: Any) -> None:
+        send(*arguments)
+        (folder / f"sent-{rank}").touch()
+        while len(list(folder.glob("sent-*"))) < world_size:
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    caller._send = send_and_die
+    save(checkpointer, folder / "run" / "two")
+
+
 def stopped_rank(rank: int, world_size: int, folder: Path) -> None:
     """Rank 1 stops for longer than the heartbeat allows, and goes on: it learns that it came too late."""
     with checkpointer_of(folder, heartbeat=1.0) as checkpointer:
