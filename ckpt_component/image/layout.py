@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -64,7 +65,12 @@ class Structure:
         self.containers = flat.containers
         #: For each tensor which part of a whole it is, or None.
         self.shards = flat.shards
-        self._signature = [(type(t), t.dtype, t.shape, t.stride(), t.device) for t in flat.tensors]
+        tensors = flat.tensors
+        self._types = list(map(type, tensors))
+        self._dtypes = [tensor.dtype for tensor in tensors]
+        self._shapes = [tensor.shape for tensor in tensors]
+        self._strides = [tensor.stride() for tensor in tensors]
+        self._devices = [tensor.device for tensor in tensors]
         pointers = [tensor.data_ptr() for tensor in flat.tensors]
         self._distinct_pointers = len(set(pointers))
         #: For each tensor the number of its entry in `stored`.
@@ -74,7 +80,15 @@ class Structure:
         self.relations: list[tuple[int, int, int]] = []
         first: dict[Any, int] = {}
         for number, (tensor, pointer) in enumerate(zip(flat.tensors, pointers, strict=True)):
-            form = (pointer, tensor.is_conj(), tensor.is_neg(), self._signature[number], flat.shards[number])
+            form = (
+                pointer,
+                tensor.is_conj(),
+                tensor.is_neg(),
+                tensor.dtype,
+                tensor.shape,
+                self._strides[number],
+                flat.shards[number],
+            )
             entry = first.get(form) if tensor.numel() else None
             if entry is None:
                 entry = first[form] = len(self.stored)
@@ -83,13 +97,14 @@ class Structure:
                 self.relations.append((number, self.stored[entry].tensor, 0))
             self.stored_of.append(entry)
         self.pointers = pointers
-        self._on_cpu = [tensor.is_cpu for tensor in flat.tensors]
+        self._all_on_cpu = all(tensor.is_cpu for tensor in flat.tensors)
         self._contiguous = [tensor.is_contiguous() for tensor in flat.tensors]
+        self._all_contiguous = all(self._contiguous)
         self._dense = [_is_dense(tensor) for tensor in flat.tensors]
 
     def stride_of(self, tensor: int) -> tuple[int, ...]:
         """The strides of a tensor, in elements."""
-        return tuple(self._signature[tensor][3])
+        return tuple(self._strides[tensor])
 
     def is_dense(self, tensor: int) -> bool:
         """Whether a tensor's elements lie without gaps and each in its own place (also transposed), as they are."""
@@ -113,22 +128,26 @@ class Structure:
         )
 
     def _same_tensors(self, tensors: Sequence[torch.Tensor]) -> bool:
-        # Compared one by one: a list of 20,000 fresh tuples costs several times as much in garbage collection. On the
-        # CPU `is_cpu` says it without making a device, and with an equal shape `is_contiguous` says it of the strides.
-        strided = torch.strided
-        for tensor, (kind, dtype, shape, stride, device), on_cpu, contiguous in zip(
-            tensors, self._signature, self._on_cpu, self._contiguous, strict=True
+        # Lists, compared as wholes: the cost of a save on many small tensors is the number of steps in Python here. On
+        # the CPU `is_cpu` says it without making a device, and with an equal shape `is_contiguous` says it of strides.
+        strided, on_cpu = torch.strided, self._all_on_cpu
+        if list(map(type, tensors)) != self._types or [tensor.shape for tensor in tensors] != self._shapes:
+            return False
+        if [tensor.dtype for tensor in tensors] != self._dtypes:
+            return False
+        if any([tensor.layout is not strided for tensor in tensors]):
+            return False
+        contiguous = list(map(torch.Tensor.is_contiguous, tensors))
+        if contiguous != self._contiguous:
+            return False
+        if not self._all_contiguous and any(
+            not known and tensor.stride() != stride
+            for tensor, known, stride in zip(tensors, contiguous, self._strides, strict=True)
         ):
-            if (
-                type(tensor) is not kind
-                or tensor.dtype is not dtype
-                or tensor.shape != shape
-                or tensor.layout is not strided
-                or not (tensor.is_contiguous() if contiguous else tensor.stride() == stride)
-                or not (tensor.is_cpu if on_cpu else tensor.device == device)
-            ):
-                return False
-        return True
+            return False
+        if on_cpu:
+            return all([tensor.is_cpu for tensor in tensors])
+        return [tensor.device for tensor in tensors] == self._devices
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
@@ -194,10 +213,21 @@ class Layout:
     arena_bytes: int
     constants: tuple[tuple[int, bytes], ...] = ()
 
-    @property
+    @cached_property
     def payload_bytes(self) -> int:
         """Bytes that staging copies."""
         return sum(item.nbytes for item in self.items)
+
+    @cached_property
+    def sources(self) -> list[int]:
+        """For every item the number of its tensor."""
+        return [self.stored[item.stored].tensor for item in self.items]
+
+    @cached_property
+    def windows(self) -> dict[int, tuple[int, int]]:
+        """The windows of items that are not the whole of their tensor, by number."""
+        found = {number: self.stored[item.stored].window for number, item in enumerate(self.items)}
+        return {number: window for number, window in found.items() if window is not None}
 
     def payload_at(self, item: Item) -> int:
         """Where an item's payload lies in the arena."""
@@ -215,12 +245,8 @@ class Layout:
 
 def sources_of(layout: Layout, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The tensor to copy for every item, in the order of the items; to be used under `no_grad`."""
-    found = []
-    for item in layout.items:
-        entry = layout.stored[item.stored]
-        tensor = tensors[entry.tensor]
-        if entry.window is not None:
-            start, count = entry.window
-            tensor = tensor.as_strided((count,), (1,), tensor.storage_offset() + start)
-        found.append(tensor)
+    found = [tensors[number] for number in layout.sources]
+    for position, (start, count) in layout.windows.items():
+        tensor = found[position]
+        found[position] = tensor.as_strided((count,), (1,), tensor.storage_offset() + start)
     return found

@@ -248,7 +248,7 @@ class ArenaStager(Stager):
             source = MemorySource(arena.memory)
             snapshot = Snapshot(plan.layout, sealed, source, survey.started, arena, self._pool.give_back)
             try:
-                self._copy(snapshot, flat, arena.slots(plan.layout), sources_of(plan.layout, flat.tensors))
+                self._copy(snapshot, arena, flat, arena.slots(plan.layout), sources_of(plan.layout, flat.tensors))
             except BaseException:
                 snapshot.release()
                 raise
@@ -256,20 +256,42 @@ class ArenaStager(Stager):
 
     @abstractmethod
     def _copy(
-        self, snapshot: Snapshot, flat: FlatState, slots: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]
+        self,
+        snapshot: Snapshot,
+        arena: Arena,
+        flat: FlatState,
+        slots: Sequence[torch.Tensor],
+        sources: Sequence[torch.Tensor],
     ) -> None:
         """Copy `sources` into `slots`, pairwise, and settle `snapshot.staged` now or later."""
 
     def prewarm(self, state_dict: Mapping[Any, Any]) -> None:
-        """Plan, and fill one arena, so that its pages exist before the first save."""
-        plan, _ = self._plan_for(self._surveyed_together(state_dict))
-        arena = self._pool.lease(plan.layout.arena_bytes, self._timeout)
+        """Plan, and fill every arena once, so that its pages exist before the first save."""
+        plan, flat = self._plan_for(self._surveyed_together(state_dict))
+        plan.seal(flat.objects)
+        arenas: list[Arena] = []
         try:
+            for _ in range(self._arenas):
+                arenas.append(self._pool.lease(plan.layout.arena_bytes, self._timeout))
             with torch.no_grad():
-                for slot in arena.slots(plan.layout):
-                    slot.zero_()
+                sources = sources_of(plan.layout, flat.tensors)
+                for arena in arenas:
+                    self._warm(arena, plan.layout, flat, arena.slots(plan.layout), sources)
         finally:
-            self._pool.give_back(arena)
+            for arena in arenas:
+                self._pool.give_back(arena)
+
+    def _warm(
+        self,
+        arena: Arena,
+        layout: Layout,
+        flat: FlatState,
+        slots: Sequence[torch.Tensor],
+        sources: Sequence[torch.Tensor],
+    ) -> None:
+        """Fill an arena that no save uses, as `_copy` will."""
+        for slot in slots:
+            slot.zero_()
 
     def close(self) -> None:
         """Free the arenas."""

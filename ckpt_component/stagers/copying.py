@@ -7,38 +7,79 @@ from collections.abc import Sequence
 
 import torch
 
-from .host_copy import copy_on_host
+from ..image.host_copy import HostCopy, Portions
 
 
-class DeviceCopies:
-    """The side streams of one stager, one per CUDA device, and the copies that run on them."""
+class ArenaCopies:
+    """What one stager copies into its arenas: planned once per arena and structure; a side stream per CUDA device."""
 
     def __init__(self) -> None:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._plans: dict[int, CopyPlan] = {}
 
-    def start(self, slots: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> list[torch.cuda.Event]:
-        """Copy what lies in CPU memory now, and start the copies from CUDA devices.
+    def plan(self, arena: int, slots: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> CopyPlan:
+        """How to copy into these slots.
+
+        Args:
+            arena: its number.
+            slots: the list that the arena gives for the structure; another list, another plan.
+            sources: tensors of that structure.
+        """
+        known = self._plans.get(arena)
+        if known is None or known.slots is not slots:
+            known = self._plans[arena] = CopyPlan(slots, sources, self._streams)
+        return known
+
+    def forget(self) -> None:
+        """Let go of the arenas' memory."""
+        self._plans.clear()
+
+
+class CopyPlan:
+    """Which slots are filled from host memory and which from which device.
+
+    Args:
+        slots: as `ArenaCopies.plan`.
+        sources: as there.
+        streams: side streams by device; more are added where they are needed.
+
+    Attributes:
+        device: the first CUDA device among the sources, or None on a CPU job.
+    """
+
+    def __init__(
+        self,
+        slots: Sequence[torch.Tensor],
+        sources: Sequence[torch.Tensor],
+        streams: dict[torch.device, torch.cuda.Stream],
+    ) -> None:
+        self.slots = slots
+        self._streams = streams
+        self._numbers: dict[torch.device, list[int]] = defaultdict(list)
+        on_host: list[int] = []
+        for number, source in enumerate(sources):
+            (self._numbers[source.device] if source.is_cuda else on_host).append(number)
+        self.device = next(iter(self._numbers), None)
+        self._on_host = on_host if self._numbers else None  # None: all of them
+        self._host = HostCopy(self._picked(slots), self._picked(sources))
+
+    def start(self, sources: Sequence[torch.Tensor]) -> tuple[Portions, list[torch.cuda.Event]]:
+        """Start the copies from CUDA devices, and lay out those from host memory.
 
         A side stream first waits for what the trainer's current stream has been given so far, so that the copies see
         finished values; `record_stream` keeps the sources' memory from being handed out again before they are done.
 
         Returns:
-            One event per device; the copies from it are done when the event is.
+            The host's copies, yet to be done; and an event per device, after which the copies from it are done.
         """
-        if not slots:
-            return []
-        if not any(source.is_cuda for source in sources):
-            copy_on_host(slots, sources, torch.get_num_threads())
-            return []
-        by_device: dict[torch.device, tuple[list[torch.Tensor], list[torch.Tensor]]] = defaultdict(lambda: ([], []))
-        for slot, source in zip(slots, sources, strict=True):
-            by_device[source.device][0].append(slot)
-            by_device[source.device][1].append(source)
-        events = [self._start_on(device, *pair) for device, pair in by_device.items() if device.type == "cuda"]
-        for device, (targets, values) in by_device.items():
-            if device.type != "cuda":
-                copy_on_host(targets, values, torch.get_num_threads())
-        return events
+        events = [
+            self._start_on(device, [self.slots[n] for n in numbers], [sources[n] for n in numbers])
+            for device, numbers in self._numbers.items()
+        ]
+        return self._host.begin(self._picked(sources)), events
+
+    def _picked(self, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        return tensors if self._on_host is None else [tensors[number] for number in self._on_host]
 
     def _start_on(
         self, device: torch.device, targets: list[torch.Tensor], values: list[torch.Tensor]
@@ -57,6 +98,9 @@ class DeviceCopies:
         return event
 
 
-def cuda_device_of(sources: Sequence[torch.Tensor]) -> torch.device | None:
-    """The first CUDA device among the sources, or None on a CPU job; makes no CUDA call."""
-    return next((source.device for source in sources if source.device.type == "cuda"), None)
+def copy_now(plan: CopyPlan, sources: Sequence[torch.Tensor]) -> None:
+    """Copy everything; done on return."""
+    portions, events = plan.start(sources)
+    portions.finish(torch.get_num_threads())
+    for event in events:
+        event.synchronize()

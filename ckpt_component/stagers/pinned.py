@@ -9,9 +9,9 @@ from typing import ClassVar
 import torch
 
 from ..image.arena import Arena
+from ..image.layout import Layout
 from ..image.tree import FlatState
 from .base import Snapshot
-from .copying import cuda_device_of
 from .shared_memory import SharedMemoryStager
 
 logger = logging.getLogger(__name__)
@@ -24,9 +24,8 @@ class PageLock:
         self._stager = stager
         self._said = False
 
-    def apply(self, arena: Arena, sources: Sequence[torch.Tensor]) -> None:
-        """Lock the arena of one save; the second time it is locked already."""
-        device = cuda_device_of(sources)
+    def apply(self, arena: Arena, device: torch.device | None) -> None:
+        """Lock an arena that is filled from `device`; the second time it is locked already."""
         if device is not None:
             arena.page_lock(device)
         elif not self._said:
@@ -50,8 +49,23 @@ class PinnedStager(SharedMemoryStager):
         self._page_lock = PageLock("pinned")
 
     def _copy(
-        self, snapshot: Snapshot, flat: FlatState, slots: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]
+        self,
+        snapshot: Snapshot,
+        arena: Arena,
+        flat: FlatState,
+        slots: Sequence[torch.Tensor],
+        sources: Sequence[torch.Tensor],
     ) -> None:
-        if snapshot.arena is not None:
-            self._page_lock.apply(snapshot.arena, sources)
-        super()._copy(snapshot, flat, slots, sources)
+        self._page_lock.apply(arena, self._copies.plan(arena.number, slots, sources).device)
+        super()._copy(snapshot, arena, flat, slots, sources)
+
+    def _warm(
+        self,
+        arena: Arena,
+        layout: Layout,
+        flat: FlatState,
+        slots: Sequence[torch.Tensor],
+        sources: Sequence[torch.Tensor],
+    ) -> None:
+        self._page_lock.apply(arena, self._copies.plan(arena.number, slots, sources).device)
+        super()._warm(arena, layout, flat, slots, sources)

@@ -7,9 +7,11 @@ from typing import ClassVar
 
 import torch
 
+from ..image.arena import Arena
+from ..image.layout import Layout
 from ..image.tree import FlatState
 from .base import ArenaStager, Snapshot
-from .copying import DeviceCopies
+from .copying import ArenaCopies, copy_now
 
 
 class SharedMemoryStager(ArenaStager):
@@ -23,11 +25,30 @@ class SharedMemoryStager(ArenaStager):
 
     def __init__(self, arenas: int = 1) -> None:
         super().__init__(arenas)
-        self._copies = DeviceCopies()
+        self._copies = ArenaCopies()
 
     def _copy(
-        self, snapshot: Snapshot, flat: FlatState, slots: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]
+        self,
+        snapshot: Snapshot,
+        arena: Arena,
+        flat: FlatState,
+        slots: Sequence[torch.Tensor],
+        sources: Sequence[torch.Tensor],
     ) -> None:
-        for event in self._copies.start(slots, sources):
-            event.synchronize()
+        copy_now(self._copies.plan(arena.number, slots, sources), sources)
         snapshot.mark_staged()
+
+    def _warm(
+        self,
+        arena: Arena,
+        layout: Layout,
+        flat: FlatState,
+        slots: Sequence[torch.Tensor],
+        sources: Sequence[torch.Tensor],
+    ) -> None:
+        copy_now(self._copies.plan(arena.number, slots, sources), sources)
+
+    def close(self) -> None:
+        """Free the arenas."""
+        self._copies.forget()
+        super().close()

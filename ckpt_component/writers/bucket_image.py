@@ -16,6 +16,7 @@ import torch
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
 from ..image.arena import Arena
+from ..image.host_copy import copy_on_host
 from ..image.items import ItemTemplates, element_bytes
 from ..image.layout import ITEM_ALIGNMENT, PAGE, align
 from .base import balanced
@@ -224,8 +225,13 @@ def _laid_out(form: Sequence[tuple[list[int], list[tuple[torch.dtype, torch.Size
 
 
 def _copy(slots: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], non_blocking: bool) -> None:
+    on_host = [number for number, tensor in enumerate(tensors) if tensor.is_cpu]
+    copy_on_host(
+        [slots[number] for number in on_host], [tensors[number] for number in on_host], torch.get_num_threads()
+    )
     with torch.no_grad():
         for slot, tensor in zip(slots, tensors, strict=True):
-            slot.copy_(tensor, non_blocking=non_blocking)
+            if not tensor.is_cpu:
+                slot.copy_(tensor, non_blocking=non_blocking)
     for device in {tensor.device for tensor in tensors if not tensor.is_cpu}:
         torch.get_device_module(device.type).synchronize(device)

@@ -13,20 +13,32 @@ from ckpt_component import AsyncCheckpointer, TornSnapshotError, build_checkpoin
 
 
 class SlowCopies:
-    """Holds copies back until they are let go; only those from the copying thread."""
+    """Holds copies back until they are let go; not those that are done before `save` returns."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        from ckpt_component.stagers.copying import DeviceCopies
+        from ckpt_component.image.host_copy import Portions
+        from ckpt_component.stagers.zero_overhead import ZeroOverheadStager
 
         self.go = threading.Event()
-        start = DeviceCopies.start
+        self.helped = False
+        drain, take = Portions.drain, ZeroOverheadStager.take
+        taking = threading.local()
 
-        def slow(copies: DeviceCopies, slots: Any, sources: Any) -> Any:
-            if threading.current_thread().name.startswith("ckpt-stage"):
+        def slow_drain(portions: Portions) -> None:
+            if not getattr(taking, "now", False):
+                self.helped |= threading.current_thread() is threading.main_thread()
                 assert self.go.wait(30)
-            return start(copies, slots, sources)
+            drain(portions)
 
-        monkeypatch.setattr(DeviceCopies, "start", slow)
+        def quick_take(stager: ZeroOverheadStager, survey: Any) -> Any:
+            taking.now = True
+            try:
+                return take(stager, survey)
+            finally:
+                taking.now = False
+
+        monkeypatch.setattr(Portions, "drain", slow_drain)
+        monkeypatch.setattr(ZeroOverheadStager, "take", quick_take)
 
 
 @pytest.fixture
@@ -65,6 +77,7 @@ def test_forward_and_backward_go_on_and_the_step_waits(slow: SlowCopies, tmp_pat
         threading.Timer(0.2, slow.go.set).start()
         optimizer.step()
         assert stage.done()
+        assert slow.helped  # whoever waits for the copy takes part in it
         write.result(30)
         loaded = ours.load(tmp_path / "one")["model"]
         assert all(torch.equal(loaded[key], value) for key, value in expected.items())
@@ -97,6 +110,23 @@ def test_two_saves_in_flight_have_memory_of_their_own(tmp_path: Path) -> None:
         for number, write in enumerate(writes):
             write.result(30)
             assert ours.load(tmp_path / str(number))["weight"].eq(number).all()
+
+
+def test_tensors_that_are_made_anew_for_every_save_are_all_the_same_saved(tmp_path: Path) -> None:
+    model, optimizer = model_and_optimizer()
+    with checkpointer() as ours:
+        ours.guard(optimizer)
+        for number in range(4):
+            train_forward(model, optimizer)
+            optimizer.step()
+            state = {"model": model, "optimizer": optimizer, "made": torch.full((9,), float(number))}
+            expected = {key: value.clone() for key, value in model.state_dict().items()}
+            if number == 2:
+                model[0].weight.data = model[0].weight.data.clone()  # it lies somewhere else now
+            ours.save(state, tmp_path / str(number))[1].result(30)
+            loaded = ours.load(tmp_path / str(number))
+            assert loaded["made"].eq(number).all()
+            assert all(torch.equal(loaded["model"][key], value) for key, value in expected.items())
 
 
 def test_close_takes_the_hook_off(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ckpt_component.stagers.host_copy import copy_on_host
+from ckpt_component.image.host_copy import copy_on_host
 
 
 def mixed() -> list[torch.Tensor]:
