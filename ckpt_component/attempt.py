@@ -15,13 +15,14 @@ from typing import Any
 
 from .callers.write_callers import WriteCaller
 from .coordination import Coordinator, ranks_failed
-from .errors import CheckpointError, CheckpointSaveError, CheckpointTimeoutError
+from .errors import CheckpointError, CheckpointSaveError, CheckpointStorageFullError, CheckpointTimeoutError
 from .reports import SaveReport, Timeouts
 from .stagers.base import Snapshot
 from .storage import commit
 from .storage.commit import Attempt
 from .storage.fs import FsOps
 from .storage.owner import Ownership
+from .storage.space import FULL, amount, full_text, refuse_without_room
 from .writers.base import Writer
 from .writers.job import WriteJob
 
@@ -54,14 +55,24 @@ class AttemptRunner:
         ranks: how the ranks agree.
         fs: where effects go.
         timeouts: deadlines.
+        min_free_bytes: what has to stay free beside a checkpoint; None: nobody looks beforehand.
     """
 
-    def __init__(self, caller: WriteCaller, writer: Writer, ranks: Coordinator, fs: FsOps, timeouts: Timeouts) -> None:
+    def __init__(
+        self,
+        caller: WriteCaller,
+        writer: Writer,
+        ranks: Coordinator,
+        fs: FsOps,
+        timeouts: Timeouts,
+        min_free_bytes: int | None,
+    ) -> None:
         self._caller = caller
         self._writer = writer
         self._ranks = ranks
         self._fs = fs
         self._timeouts = timeouts
+        self._min_free_bytes = min_free_bytes
         #: The claim to the folder of checkpoints, where a manager made one.
         self.ownership: Ownership | None = None
         #: The table whose catalog the leading rank has; and there, every rank's catalog and the index of all.
@@ -84,7 +95,10 @@ class AttemptRunner:
 
         def begin(said: list[dict[str, Any]]) -> None:
             self._learn_catalogs(said)
-            with _as_save_error(attempt.target):
+            needed = sum(each["bytes"] for each in said)
+            with self._as_save_error(attempt.target, needed):
+                if self._min_free_bytes is not None:
+                    refuse_without_room(self._fs, attempt.target, needed, self._min_free_bytes)
                 if ownership is not None:
                     ownership.claim()
                 commit.begin(self._fs, attempt)
@@ -130,17 +144,19 @@ class AttemptRunner:
         )
 
     def _said(self, scheduled: Scheduled) -> dict[str, Any]:
-        """Why this rank has nothing to write, or where everything of it will stand, unless that is known."""
+        """Why this rank has nothing to write; or how much, and where it will stand unless that is known."""
         if scheduled.snapshot is None:
-            return {"error": f"{type(scheduled.error).__name__}: {scheduled.error}"}
+            error = scheduled.error
+            return {"error": f"{type(error).__name__}: {error}", "cause": type(error).__name__}
         sealed = scheduled.snapshot.sealed
-        return {} if sealed.table_number == self._catalog_sent else {"catalog": sealed.catalog}
+        said: dict[str, Any] = {"bytes": sealed.file_bytes}
+        return said if sealed.table_number == self._catalog_sent else {**said, "catalog": sealed.catalog}
 
     def _learn_catalogs(self, said: Sequence[Mapping[str, Any]]) -> None:
         """On the leading rank, before the write: its writer process may have to commit when the trainers are gone."""
         errors = {rank: each["error"] for rank, each in enumerate(said) if "error" in each}
         if errors:
-            raise ranks_failed(errors)
+            raise ranks_failed(errors, causes={rank: said[rank]["cause"] for rank in errors})
         fresh = {rank: each["catalog"] for rank, each in enumerate(said) if "catalog" in each}
         if fresh:
             self._catalogs.update(fresh)
@@ -160,7 +176,7 @@ class AttemptRunner:
                     "(timeouts.stage)."
                 ) from error
             raise
-        size = size_text(snapshot.layout.payload_bytes)
+        size = amount(snapshot.layout.payload_bytes)
         logger.info("%s staged: %s in %.3f s", name, size, snapshot.staged_at - snapshot.started)
         return WriteJob(
             fs=self._fs,
@@ -182,11 +198,12 @@ class AttemptRunner:
 
     def _write(self, job: WriteJob) -> dict[str, Any]:
         """This rank's vote: what it wrote."""
-        mine = dict(self._caller.run(job, time.monotonic() + self._timeouts.write))
+        with self._as_save_error(job.attempt.target, job.sealed.file_bytes):
+            mine = dict(self._caller.run(job, time.monotonic() + self._timeouts.write))
         logger.info(
             "%s written: %s in %.2f s (%.2f GB/s)",
             os.path.basename(job.attempt.target),
-            size_text(mine["bytes"]),
+            amount(mine["bytes"]),
             mine["seconds"],
             mine["bytes"] / 1e9 / max(mine["seconds"], 1e-9),
         )
@@ -194,20 +211,21 @@ class AttemptRunner:
 
     def _publish(self, attempt: Attempt, votes: Sequence[dict[str, Any]]) -> int:
         """On the leading rank: commit what all have written. Returns how many files the checkpoint has."""
-        with _as_save_error(attempt.target):
+        with self._as_save_error(attempt.target, sum(map(len, self._sidecars.values()))):
             return commit.publish(self._fs, attempt, votes, self._sidecars, self._about)
 
-
-def size_text(nbytes: int) -> str:
-    """Bytes for a log line."""
-    return f"{nbytes / 1e9:.2f} GB" if nbytes >= 1e8 else f"{nbytes / 1e6:.2f} MB"
-
-
-@contextlib.contextmanager
-def _as_save_error(path: str) -> Iterator[None]:
-    try:
-        yield
-    except CheckpointError:
-        raise
-    except OSError as error:
-        raise CheckpointSaveError(f"{path} could not be saved: {error}.", error.errno) from error
+    @contextlib.contextmanager
+    def _as_save_error(self, path: str, needed: int) -> Iterator[None]:
+        """Errors of the file system become the family's; that there is no room is told in numbers."""
+        try:
+            yield
+        except (CheckpointSaveError, OSError) as error:
+            known = isinstance(error, CheckpointSaveError)
+            if error.errno in FULL and not isinstance(error, CheckpointStorageFullError):
+                text = str(error) if known else f"{path} could not be saved: {error}."
+                numbers = full_text(self._fs, path, needed, error.errno)
+                full = CheckpointStorageFullError(f"{text} {numbers}", error.errno)
+                raise full from (error.__cause__ if known else error)
+            if isinstance(error, CheckpointError):
+                raise
+            raise CheckpointSaveError(f"{path} could not be saved: {error}.", error.errno) from error

@@ -9,53 +9,28 @@ from __future__ import annotations
 import logging
 import os
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from .config.errors import CheckpointConfigError
+from .blocking_writer import BlockingWriter
 from .coordination import Coordinator, LocalCoordinator
-from .errors import CheckpointError, MissingKeysError, RanksError
+from .errors import CheckpointBusyError, CheckpointError, MissingKeysError
+from .foreign_parts import CheckpointReader, CheckpointWriter, staged_future
+from .paths import PathLike, absolute_path, new_path
 from .reports import SaveFuture, SaveReport
-from .saver import BlockingWriter, EarlierSaveFailed, Saver
+from .saver import EarlierSaveFailed, Saver
 from .stagers.base import Stager
-from .storage.commit import refuse_existing
 from .storage.owner import Ownership
+from .untold import UntoldFailures
 
 if TYPE_CHECKING:
     import torch
 
 logger = logging.getLogger(__name__)
 
-#: A decision that one rank knows reaches the others within this time.
-_DECISION_SECONDS = 60.0
-
-PathLike = str | os.PathLike[str]
 Self = TypeVar("Self", bound="Checkpointer")
-
-
-class CheckpointReader(Protocol):
-    """What loads: gives the state dict, and the keys of the target that the checkpoint lacks."""
-
-    def read(
-        self, path: str, state_dict: Any = None, *, map_location: Any = None, allow_dtype_cast: bool = False
-    ) -> tuple[dict[str, Any], list[str]]:
-        """Read the checkpoint at `path`, into `state_dict` where one is given."""
-        ...
-
-
-class CheckpointWriter(Protocol):
-    """What a synchronous checkpointer saves with."""
-
-    def write(self, state_dict: Any, path: str) -> Any:
-        """Return when the checkpoint is complete."""
-        ...
-
-    def close(self) -> None:
-        """Free what it holds."""
-        ...
 
 
 class Checkpointer(ABC):
@@ -67,16 +42,22 @@ class Checkpointer(ABC):
 
     @property
     def last_report(self) -> SaveReport | None:
-        """The report of the last save that was committed, or None."""
+        """The report of the last save that was committed, or None.
+
+        With `on_error: warn` and `caller: inline` that of the last save, which may have failed.
+        """
         return self._last_report
 
     @abstractmethod
-    def save(self, state_dict: Mapping[Any, Any], path: PathLike) -> tuple[Future[None], SaveFuture] | None:
+    def save(
+        self, state_dict: Mapping[Any, Any], path: PathLike, *, may_wait: bool = True
+    ) -> tuple[Future[None], SaveFuture] | None:
         """Save a state dict as the checkpoint `path`.
 
         Args:
             state_dict: nested dicts and lists of tensors, plain values, and objects with `state_dict()`.
             path: a new folder. A path that exists is refused.
+            may_wait: False: raise instead of waiting for the memory of an earlier save.
 
         Returns:
             None when the save is complete on return; else (stage_future, write_future): the first is done when
@@ -85,6 +66,7 @@ class Checkpointer(ABC):
         Raises:
             CheckpointStageError: a value that cannot be checkpointed, by key.
             CheckpointExistsError: the path is taken.
+            CheckpointBusyError: with `may_wait=False`, when an earlier save is in the way; with several ranks on all.
             CheckpointError: what went wrong in an earlier save and was not yet told.
         """
 
@@ -195,7 +177,7 @@ class SyncCheckpointer(Checkpointer):
         super().__init__(reader)
         self._writer = writer
 
-    def save(self, state_dict: Mapping[Any, Any], path: PathLike, **kwargs: Any) -> None:
+    def save(self, state_dict: Mapping[Any, Any], path: PathLike, *, may_wait: bool = True, **kwargs: Any) -> None:
         """Save, and return when the checkpoint is committed; see `Checkpointer.save`."""
         ours = isinstance(self._writer, BlockingWriter)  # whose ranks look together whether the path is free
         target = absolute_path(path) if ours else new_path(path)
@@ -232,31 +214,37 @@ class AsyncCheckpointer(Checkpointer):
         super().__init__(reader)
         self._checkpoint_stager = checkpoint_stager
         self._checkpoint_process = checkpoint_process
-        self._pending: deque[Future[Any]] = deque()
+        saver = self._saver()
+        self._untold = UntoldFailures(None if saver is None else saver.timeouts.max_stall)
         self._closed = False
 
-    def save(self, state_dict: Mapping[Any, Any], path: PathLike, **kwargs: Any) -> tuple[Future[None], SaveFuture]:
+    def save(
+        self, state_dict: Mapping[Any, Any], path: PathLike, *, may_wait: bool = True, **kwargs: Any
+    ) -> tuple[Future[None], SaveFuture]:
         """Take a snapshot and write it in the background; see `Checkpointer.save`.
 
         Waits for an earlier save only when all of the stager's memory is still being written.
         """
         saver = self._saver()
         if saver is None:
+            if not may_wait and self.busy:
+                raise CheckpointBusyError(f"{path} came while an earlier save was still running")
             staged, write_future = self._save_with_foreign_parts(state_dict, new_path(path), **kwargs)
         else:
             try:
-                staged, write_future = saver.save(state_dict, absolute_path(path), self._untold())
+                staged, write_future = saver.save(
+                    state_dict, absolute_path(path), self._untold.by_number(), may_wait=may_wait
+                )
             except EarlierSaveFailed as failure:
-                raise self._told(failure) from None
+                raise self._untold.agreed(failure) from None
         write_future.add_done_callback(self._note_report)
-        self._pending.append(write_future)
+        self._untold.watch(write_future)
         return staged_future(staged), write_future
 
     def _save_with_foreign_parts(self, state_dict: Mapping[Any, Any], target: str, **kwargs: Any) -> tuple[Any, Any]:
-        self._tell_failures()
+        self._untold.tell()
         # A foreign stager has one buffer, which the last save must have left before it is filled again.
-        while self._pending:
-            self._pending.popleft().result()
+        self._untold.wait_for_all()
         staged = self._checkpoint_stager.stage(state_dict, **kwargs)
         return staged, self._checkpoint_process.write(staged, target, **kwargs)
 
@@ -280,7 +268,7 @@ class AsyncCheckpointer(Checkpointer):
         """See `Checkpointer.busy`."""
         if isinstance(self._checkpoint_stager, Stager):
             return self._checkpoint_stager.busy
-        return any(not future.done() for future in self._pending)
+        return self._untold.running
 
     def close(self) -> None:
         """Finish the saves that were started, end the writer process, free the memory."""
@@ -294,7 +282,7 @@ class AsyncCheckpointer(Checkpointer):
             finally:
                 self._checkpoint_process.close()
         finally:
-            self._tell_failures()
+            self._untold.tell()
 
     def _saver(self) -> Saver | None:
         return self._checkpoint_process if isinstance(self._checkpoint_process, Saver) else None
@@ -304,84 +292,3 @@ class AsyncCheckpointer(Checkpointer):
             report = Future.result(future, timeout=0)
             if isinstance(report, SaveReport):
                 self._last_report = report
-
-    def _tell_failures(self) -> None:
-        """Raise the first error of an ended save that nobody has seen, once; later saves are not held up by it."""
-        failure: BaseException | None = None
-        waiting: deque[Future[Any]] = deque()
-        while self._pending:
-            future = self._pending.popleft()
-            if not future.done():
-                waiting.append(future)
-            elif not getattr(future, "delivered", False):
-                error = Future.exception(future, timeout=0)
-                if error is not None and failure is None:
-                    failure = error
-                elif error is not None:
-                    waiting.append(future)
-        self._pending = waiting
-        if failure is not None:
-            raise failure
-
-    def _untold(self) -> dict[int, str]:
-        """Ended saves that failed without anybody having seen it, by number; forgets those that are over."""
-        found: dict[int, str] = {}
-        kept: deque[Future[Any]] = deque()
-        for future in self._pending:
-            if future.done():
-                error = Future.exception(future, timeout=0)
-                if error is None or getattr(future, "delivered", False):
-                    continue
-                found[getattr(future, "number", 0)] = str(error)
-            kept.append(future)
-        self._pending = kept
-        return found
-
-    def _told(self, failure: EarlierSaveFailed) -> BaseException:
-        """The error of the save that all ranks are to hear of now."""
-        for future in list(self._pending):
-            if getattr(future, "number", 0) == failure.number:
-                self._pending.remove(future)
-                # Another rank knows that it has failed; here the same decision is on its way.
-                error = future.exception(timeout=_DECISION_SECONDS)
-                if error is not None:
-                    return error
-        return RanksError(str(failure))
-
-
-def new_path(path: PathLike) -> str:
-    """The absolute form of a path to save to, which must be free.
-
-    Raises:
-        CheckpointExistsError: the path is taken.
-        CheckpointConfigError: a URL.
-    """
-    target = absolute_path(path)
-    refuse_existing(target)
-    return target
-
-
-def absolute_path(path: PathLike) -> str:
-    """The absolute form of a local path. Raises CheckpointConfigError for a URL."""
-    text = os.fspath(path)
-    if "://" in text:
-        raise CheckpointConfigError(f"{text} is a URL, and checkpoints are saved to local or mounted folders only.")
-    return os.path.abspath(text)
-
-
-def staged_future(staged: Any) -> Future[None]:
-    """A future that is done, or fails, when a stager's result is complete."""
-    future: Future[None] = Future()
-    if not isinstance(staged, Future):
-        future.set_result(None)
-        return future
-
-    def settle(done: Future[Any]) -> None:
-        error = done.exception()
-        if error is None:
-            future.set_result(None)
-        else:
-            future.set_exception(error)
-
-    staged.add_done_callback(settle)
-    return future

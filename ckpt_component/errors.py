@@ -14,10 +14,13 @@ __all__ = [
     "CheckpointError",
     "CheckpointExistsError",
     "CheckpointFencedError",
+    "CheckpointGivenUpError",
     "CheckpointLoadError",
     "CheckpointNotFoundError",
     "CheckpointSaveError",
     "CheckpointStageError",
+    "CheckpointStallError",
+    "CheckpointStorageFullError",
     "CheckpointTimeoutError",
     "MissingKeysError",
     "RanksError",
@@ -50,20 +53,44 @@ class CheckpointFencedError(CheckpointSaveError):
     """Another run owns the folder of checkpoints now, so this one commits nothing there; names the owner."""
 
 
+class CheckpointStorageFullError(CheckpointSaveError):
+    """There is no room for the checkpoint: what it needs, what is free, what helps. `errno` says which limit it met."""
+
+
+class CheckpointGivenUpError(CheckpointSaveError):
+    """So many saves in a row failed that going on without checkpoints is refused; names the last failure."""
+
+
 class WorkerDiedError(CheckpointSaveError):
     """The writer process ended before it answered; the text has its signal or exit code."""
 
 
 class RanksError(CheckpointSaveError):
-    """Ranks failed, or cannot be reached; the same on all ranks. `failures` has the text of each failed rank."""
+    """Ranks failed, or cannot be reached; the same on all ranks.
 
-    def __init__(self, message: str, errno: int | None = None, failures: dict[int, str] | None = None) -> None:
+    Attributes:
+        failures: the text of each failed rank.
+        causes: the name of the error's type on each failed rank; `RanksError` for a rank that is gone.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        errno: int | None = None,
+        failures: dict[int, str] | None = None,
+        causes: dict[int, str] | None = None,
+    ) -> None:
         super().__init__(message, errno)
         self.failures = failures or {}
+        self.causes = causes or {}
 
 
 class CheckpointTimeoutError(CheckpointError, TimeoutError):
     """A wait ran into its deadline; the text names the wait and the key that sets the deadline."""
+
+
+class CheckpointStallError(CheckpointTimeoutError):
+    """A save would have kept training waiting for longer than `max_stall_s`, and was given up for it."""
 
 
 class CheckpointBusyError(CheckpointError, RuntimeError):

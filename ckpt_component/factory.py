@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from .blocking_writer import BlockingWriter
 from .callers.write_callers import WriteCaller
 from .checkpointer import AsyncCheckpointer, Checkpointer, SyncCheckpointer
 from .config.errors import CheckpointConfigError
@@ -19,11 +20,13 @@ from .config.parts import build_part, part_class
 from .config.resolve import resolve_config
 from .config.schema import Checkpoint, Durability, Naming
 from .coordination import Coordinator, LocalCoordinator, RankStore, StoreCoordinator
+from .failures import ErrorPolicy
 from .manager import CheckpointManager
 from .policies import KeepPolicy, ResumePolicy, SavePolicy
 from .readers import Reader
 from .reports import Timeouts
-from .saver import BlockingWriter, Saver
+from .root_check import check_root
+from .saver import Saver
 from .stagers.base import Stager
 from .storage.fs import FsOps
 from .storage.names import MEGATRON, STEP
@@ -65,33 +68,46 @@ def build_manager(
         dir: the folder of the checkpoints; instead of `checkpoint.dir`.
 
     Raises:
-        CheckpointConfigError: the config is wrong, or its parts do not fit together; nothing was built then.
+        CheckpointConfigError: the config is wrong, or its parts do not fit together; nothing was built then. Or a rank
+            cannot write to the folder; then on all ranks.
     """
     settings = resolve_config(config, overrides)
     root = os.fspath(dir) if dir is not None else settings.dir
     if "://" in root:
         raise CheckpointConfigError(f"checkpoint.dir={root} is a URL; checkpoints go to local or mounted folders only.")
     resume = ResumePolicy.parse(settings.resume)
+    save = SavePolicy(settings.save.every_steps, settings.save.every_seconds, settings.save.at_end)
+    fs = FsOps(durable=settings.durability is Durability.power_cut)
+    timeouts = _timeouts(settings)
+    checkpointer = _build_graph(settings) if settings.enabled else None
+    if checkpointer is not None and save.ever:
+        try:
+            check_root(fs, os.path.abspath(root), checkpointer.ranks, timeouts.stage)
+        except BaseException:
+            checkpointer.close()
+            raise
     return CheckpointManager(
-        checkpointer=_build_graph(settings) if settings.enabled else None,
+        checkpointer=checkpointer,
         root=root,
         names=MEGATRON if settings.naming is Naming.megatron else STEP,
-        fs=FsOps(durable=settings.durability is Durability.power_cut),
-        save=SavePolicy(settings.save.every_steps, settings.save.every_seconds, settings.save.at_end),
+        fs=fs,
+        save=save,
         keep=KeepPolicy(settings.keep.last, settings.keep.every_steps),
         resume=resume,
         overlap=settings.overlap.value,
-        timeouts=_timeouts(settings),
+        timeouts=timeouts,
+        warn=_policy(settings).warn,
     )
 
 
 @dataclass(frozen=True)
 class Parts:
-    """The classes that a config chose, before any of them is built."""
+    """The classes that a config chose, before any of them is built, and what bears on how they fit."""
 
     stager: type[Stager]
     caller: type[WriteCaller]
     writer: type[Writer]
+    max_stall_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -118,6 +134,12 @@ RULES = (
         "checkpoint/caller={caller} hands memory to a process by memfd, which this Python lacks. "
         "Use checkpoint/caller=inline.",
     ),
+    Rule(
+        lambda parts: parts.max_stall_s is not None and not parts.caller.in_other_process,
+        "checkpoint.max_stall_s={max_stall_s} bounds how long a save in the background holds up training, and with "
+        "checkpoint/caller={caller} training waits for the whole write. Use checkpoint/caller=persistent, or "
+        "checkpoint.max_stall_s=null.",
+    ),
 )
 
 
@@ -126,7 +148,7 @@ def check_parts(parts: Parts) -> None:
     names = {kind: _option(getattr(parts, kind)) for kind in ("stager", "caller", "writer")}
     for rule in RULES:
         if rule.refuses(parts):
-            raise CheckpointConfigError(rule.text.format(**names))
+            raise CheckpointConfigError(rule.text.format(**names, max_stall_s=parts.max_stall_s))
 
 
 def _build_graph(settings: Checkpoint) -> Checkpointer:
@@ -135,6 +157,7 @@ def _build_graph(settings: Checkpoint) -> Checkpointer:
             part_class("stager", settings.stager, Stager),
             part_class("caller", settings.caller, WriteCaller),
             part_class("writer", settings.writer, Writer),
+            settings.max_stall_s,
         )
     )
     stager = _build(Stager, "stager", settings.stager)
@@ -145,8 +168,9 @@ def _build_graph(settings: Checkpoint) -> Checkpointer:
     fs = FsOps(durable=settings.durability is Durability.power_cut)
     # An arena must be visible to the process that writes it; that is the caller's to say, not the stager's.
     stager.connect(writer, ranks=ranks, shared=caller.in_other_process, timeout=timeouts.stage)
+    stager.max_stall = timeouts.max_stall
     caller.connect(start_timeout=timeouts.worker_start, close_timeout=timeouts.close)
-    saver = Saver(stager, caller, writer, ranks, fs, timeouts)
+    saver = Saver(stager, caller, writer, ranks, fs, timeouts, _policy(settings))
     reader = Reader(ranks.rank, ranks.world_size)
     if caller.in_other_process:
         return AsyncCheckpointer(stager, saver, reader)
@@ -169,5 +193,26 @@ def _option(part: type[Any]) -> str:
 
 
 def _timeouts(settings: Checkpoint) -> Timeouts:
-    times = settings.timeouts
-    return Timeouts(times.worker_start, times.stage, times.write, times.close, times.heartbeat, times.stall)
+    times, policy = settings.timeouts, _policy(settings)
+    return Timeouts(
+        times.worker_start,
+        times.stage,
+        times.write,
+        times.close,
+        times.heartbeat,
+        times.stall,
+        settings.max_stall_s,
+        again=(policy.attempts - 1) * (times.stage + times.write) + policy.pauses,
+    )
+
+
+def _policy(settings: Checkpoint) -> ErrorPolicy:
+    on_error, retry = settings.on_error.value, settings.retry
+    return ErrorPolicy(
+        warn=on_error == "warn",
+        attempts=retry.attempts if on_error == "retry" else 1,
+        backoff_seconds=retry.backoff_seconds,
+        max_backoff_seconds=retry.max_backoff_seconds,
+        give_up_after=None if on_error == "raise" else settings.give_up_after,
+        min_free_bytes=settings.min_free_bytes,
+    )

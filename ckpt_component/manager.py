@@ -5,27 +5,23 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping
-from concurrent.futures import Future
+from collections.abc import Mapping
 from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from .checkpointer import Checkpointer
 from .coordination import Coordinator, LocalCoordinator
-from .errors import (
-    CheckpointBusyError,
-    CheckpointError,
-    CheckpointTimeoutError,
-)
+from .errors import CheckpointBusyError, CheckpointError, CheckpointTimeoutError
+from .pending import PendingSaves
 from .policies import KeepPolicy, ResumePolicy, SavePolicy
-from .reports import SaveFuture, SaveReport, Timeouts
+from .reports import SaveReport, Timeouts
 from .resumption import Resumption
-from .storage.commit import discard
+from .retention import Retention
 from .storage.fs import FsOps
 from .storage.names import StepNames
 from .storage.owner import Ownership
-from .storage.scan import committed_steps, write_pointer
+from .storage.scan import committed_steps
 
 if TYPE_CHECKING:
     import torch
@@ -47,6 +43,7 @@ class CheckpointManager:
         resume: where to begin.
         overlap: what to do when a save comes while earlier ones hold all memory: `wait`, `skip` or `error`.
         timeouts: deadlines.
+        warn: `on_error: warn`; what keeps a save from beginning is then logged and reported, and not raised.
 
     Attributes:
         reports: one `SaveReport` per ended or skipped save, in order.
@@ -63,26 +60,27 @@ class CheckpointManager:
         resume: ResumePolicy,
         overlap: str,
         timeouts: Timeouts,
+        warn: bool,
     ) -> None:
         self._checkpointer = checkpointer
         self._root = os.path.abspath(root)
         self._names = names
         self._fs = fs
         self._save_policy = save
-        self._keep = keep
         self._resume = resume
         self._overlap = overlap
         self._timeouts = timeouts
+        self._warn = warn
         self._last_save = time.monotonic()
         self._seen: tuple[int, Mapping[Any, Any]] | None = None
         self._saved_step: int | None = None
-        self._pending: list[tuple[int, SaveFuture]] = []
         self._closed = False
         self._ranks: Coordinator = LocalCoordinator() if checkpointer is None else checkpointer.ranks
         self._questions = 0
         self.reports: list[SaveReport] = []
+        self._pending = PendingSaves(self.reports)
         if checkpointer is not None:
-            checkpointer.after_each_commit(self._after_commit)
+            checkpointer.after_each_commit(Retention(fs, self._root, names, keep).after_commit)
             checkpointer.own(Ownership(fs, self._root))
 
     @property
@@ -139,12 +137,6 @@ class CheckpointManager:
             self._last_save = time.monotonic()
         return step
 
-    def _ask(self, action: Callable[[], Any]) -> Any:
-        """What rank 0 finds out, on all ranks."""
-        self._questions += 1
-        deadline = time.monotonic() + self._timeouts.stage
-        return self._ranks.lead(f"manager/{self._questions}", action, deadline)
-
     def maybe_save(self, step: int, state: Mapping[Any, Any]) -> bool:
         """Save when the policy says so. Call it after every step. Returns whether a save was started.
 
@@ -160,19 +152,31 @@ class CheckpointManager:
         self._seen = (step, state)
         if self._ranks.world_size == 1:
             self._collect()
-        if self._checkpointer is None or not self._is_due(step):
+        if self._checkpointer is None:
             return False
-        return self.save(step, state)
+        try:
+            due = self._is_due(step)
+        except CheckpointTimeoutError as error:
+            if self._timeouts.max_stall is None or not self._warn:
+                raise
+            return self._skip(step, f"{error} (checkpoint.max_stall_s)")
+        return due and self.save(step, state)
 
     def _is_due(self, step: int) -> bool:
         policy = self._save_policy
         if self._ranks.world_size == 1 or policy.every_seconds is None:
             return policy.due(step, time.monotonic() - self._last_save)
         # The ranks' clocks differ, so rank 0's is asked.
-        return bool(self._ask(lambda: policy.due(step, time.monotonic() - self._last_save)))
+        self._questions += 1
+        deadline = time.monotonic() + self._timeouts.waiting
+        tag, since = f"manager/{self._questions}", self._last_save
+        return bool(self._ranks.lead(tag, lambda: policy.due(step, time.monotonic() - since), deadline))
 
     def save(self, step: int, state: Mapping[Any, Any]) -> bool:
-        """Save now. Returns False when it was skipped (`overlap: skip`, or the step is saved already).
+        """Save now. Returns whether a save was started.
+
+        It is not when the step is saved already, when `overlap: skip` says so, and with `on_error: warn` when it could
+        not begin; the last two are in `reports`.
 
         Raises:
             CheckpointBusyError: `overlap: error` and an earlier save still runs.
@@ -186,35 +190,40 @@ class CheckpointManager:
             raise CheckpointError("This manager is closed; build a new one to save again.")
         if self._ranks.world_size == 1:
             self._collect()
-        path = self.path_of(step)
-        if self._overlap != "wait" and self._is_busy(self._checkpointer):
+        before, self._last_save = self._last_save, time.monotonic()
+        try:
+            futures = self._checkpointer.save(state, self.path_of(step), may_wait=self._overlap == "wait")
+        except CheckpointBusyError as error:
+            self._last_save = before
             text = f"step {step} came while an earlier save was still running"
             if self._overlap == "error":
-                raise CheckpointBusyError(f"{text}; use checkpoint.overlap=wait or skip, or save less often.")
-            logger.warning("%s, and is skipped (checkpoint.overlap=skip)", text)
-            self.reports.append(SaveReport(path=path, outcome="skipped", step=step, error=text))
-            return False
-        self._last_save = time.monotonic()
-        try:
-            futures = self._checkpointer.save(state, path)
+                raise CheckpointBusyError(
+                    f"{text}; use checkpoint.overlap=wait or skip, or save less often."
+                ) from error
+            return self._skip(step, f"{text} (checkpoint.overlap=skip)")
         finally:
             if self._ranks.world_size > 1:
                 # The save itself tells of earlier ones that failed, so that all ranks hear of it together.
                 self._collect(only_told=True)
+        if futures is not None:
+            self._saved_step = step
+            self._pending.add(step, futures[1])
+            if futures[1].begun:
+                return True
+            self._collect(only_told=True)
+            return False
+        report = self._checkpointer.last_report
+        if report is not None:
+            self.reports.append(replace(report, step=step))
+            if report.outcome != "committed":
+                return False
         self._saved_step = step
-        if futures is None:
-            report = self._checkpointer.last_report
-            if report is not None:
-                self.reports.append(replace(report, step=step))
-            return True
-        self._pending.append((step, futures[1]))
         return True
 
-    def _is_busy(self, checkpointer: Checkpointer) -> bool:
-        """Whether a rank would have to wait."""
-        self._questions += 1
-        deadline = time.monotonic() + self._timeouts.stage
-        return bool(self._ranks.pool(f"busy/{self._questions}", checkpointer.busy, any, deadline))
+    def _skip(self, step: int, text: str) -> bool:
+        logger.warning("step %d is skipped: %s", step, text)
+        self.reports.append(SaveReport(path=self.path_of(step), outcome="skipped", step=step, error=text))
+        return False
 
     def prewarm(self, state: Mapping[Any, Any]) -> None:
         """Plan and take memory for this state, so that the first save costs what others do."""
@@ -227,7 +236,7 @@ class CheckpointManager:
         Raises:
             CheckpointTimeoutError: a save hung; see timeouts.write.
         """
-        self._await_pending()
+        self._pending.wait(self._timeouts.whole_save)
         self._collect()
 
     def close(self) -> None:
@@ -266,38 +275,15 @@ class CheckpointManager:
         finally:
             self.close()
 
-    def _await_pending(self) -> None:
-        limit = self._timeouts.stage + self._timeouts.write
-        deadline = time.monotonic() + limit * max(len(self._pending), 1)
-        for _, future in list(self._pending):
-            try:
-                Future.exception(future, timeout=max(deadline - time.monotonic(), 0))
-            except TimeoutError as error:
-                raise CheckpointTimeoutError(f"A save was still running after {limit:g} s (timeouts.write).") from error
-
     def _save_last(self, step: int, state: Mapping[Any, Any]) -> None:
         """Save the last step: `overlap` must not skip it, nor an earlier save's error keep it from being tried."""
-        self._await_pending()
-        untold = [future for _, future in self._pending if not future.delivered]
-        failures = [error for error in (future.exception() for future in untold) if error is not None]
+        self._pending.wait(self._timeouts.whole_save)
+        failures = self._pending.take_failures()
         try:
             self.save(step, state)
         finally:
             if failures:
                 raise failures[0]  # the others are in the log and in the reports
-
-    def _after_commit(self, path: str) -> None:
-        """The pointer, and what may go. A failure here is a warning: the checkpoint itself is committed."""
-        step = self._names.step(os.path.basename(path))
-        if step is None:
-            return
-        try:
-            write_pointer(self._fs, self._root, self._names, step)
-            for victim in self._keep.victims(self.steps()):
-                logger.info("deleting the checkpoint of step %d (checkpoint.keep)", victim)
-                discard(self._fs, self.path_of(victim))
-        except OSError as error:
-            logger.warning("step %d is committed, but pointer or clean-up failed: %s", step, error)
 
     def _collect(self, tell: bool = True, only_told: bool = False) -> None:
         """Turn ended saves into reports, and raise the first error that nobody has seen yet.
@@ -306,23 +292,8 @@ class CheckpointManager:
             tell: False: raise nothing.
             only_told: leave failures that nobody has seen for later.
         """
-        failure: BaseException | None = None
-        running: list[tuple[int, SaveFuture]] = []
-        for step, future in self._pending:
-            seen = future.delivered
-            failed = future.done() and Future.exception(future, timeout=0) is not None
-            if not future.done() or (failed and not seen and (failure is not None or only_told)):
-                running.append((step, future))
-                continue
-            error = future.exception()
-            if error is None:
-                self.reports.append(replace(Future.result(future), step=step))
-                continue
-            if self._saved_step == step:
-                self._saved_step = None
-            self.reports.append(SaveReport(path=future.path, outcome="failed", step=step, error=str(error)))
-            if not seen:
-                failure = error
-        self._pending = running
+        failed_steps, failure = self._pending.collect(only_told)
+        if self._saved_step in failed_steps:
+            self._saved_step = None
         if failure is not None and tell:
             raise failure

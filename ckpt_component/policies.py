@@ -23,6 +23,11 @@ class SavePolicy:
     every_seconds: float | None = None
     at_end: bool = True
 
+    @property
+    def ever(self) -> bool:
+        """Whether it saves at all, unasked."""
+        return self.at_end or self.every_steps is not None or self.every_seconds is not None
+
     def due(self, step: int, seconds_since_last: float) -> bool:
         """Whether to save at this step."""
         if self.every_steps is not None and step % self.every_steps == 0:

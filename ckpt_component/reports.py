@@ -12,7 +12,7 @@ class SaveReport:
 
     Attributes:
         path: the checkpoint's path.
-        outcome: `committed`, `failed`, or `skipped` (by the manager's `overlap: skip`).
+        outcome: `committed`, `failed`, or `skipped` (by `overlap: skip`, or by `max_stall_s` with `on_error: warn`).
         step: the training step, when a manager made the save.
         error: the text of what went wrong.
         bytes: written, all files of this rank.
@@ -23,6 +23,7 @@ class SaveReport:
         written_s: when this rank's files were durable.
         committed_s: when the checkpoint was visible, on all ranks.
         write_s: how long the writing itself took.
+        attempts: how often it was tried, with `on_error: retry`.
     """
 
     path: str
@@ -37,6 +38,7 @@ class SaveReport:
     written_s: float = 0.0
     committed_s: float = 0.0
     write_s: float = 0.0
+    attempts: int = 1
 
     @property
     def write_gbps(self) -> float:
@@ -45,9 +47,15 @@ class SaveReport:
 
 
 class SaveFuture(Future[SaveReport]):
-    """The future of the save of `path`; `delivered` tells whether its error has reached somebody.
+    """The future of one save.
 
-    `number` counts the saves of a checkpointer, alike on all ranks.
+    Attributes:
+        path: the checkpoint's path.
+        number: counts the saves of a checkpointer, alike on all ranks.
+        delivered: the save's error has reached somebody: it was asked for, or it was logged and that is enough.
+        tolerated: the save failed, and nobody is told who does not ask (`on_error: warn`).
+        outcome: of the save in a report when it has an error: `failed` or `skipped`.
+        begun: False when nothing was copied, because the save could not begin.
     """
 
     def __init__(self, path: str, number: int = 0) -> None:
@@ -55,6 +63,28 @@ class SaveFuture(Future[SaveReport]):
         self.path = path
         self.number = number
         self.delivered = False
+        self.tolerated = False
+        self.outcome = "failed"
+        self.begun = True
+
+    def fail(self, error: BaseException, *, tolerated: bool, outcome: str) -> None:
+        """End the future with an error.
+
+        Args:
+            error: of the save.
+            tolerated: see the attribute.
+            outcome: see the attribute.
+        """
+        self.tolerated = self.delivered = tolerated
+        self.outcome = outcome
+        self.set_exception(error)
+
+    def report(self) -> SaveReport:
+        """What became of the save, which is over; does not count as having told its error."""
+        error = Future.exception(self, timeout=0)
+        if error is None:
+            return Future.result(self, timeout=0)
+        return SaveReport(path=self.path, outcome=self.outcome, error=str(error))
 
     def result(self, timeout: float | None = None) -> SaveReport:
         """The report, or the save's error raised."""
@@ -74,7 +104,12 @@ class SaveFuture(Future[SaveReport]):
 
 @dataclass(frozen=True)
 class Timeouts:
-    """Deadlines in seconds, from `timeouts.*`."""
+    """Deadlines in seconds, from `timeouts.*` and `max_stall_s`.
+
+    Attributes:
+        max_stall: how long a save may keep training waiting; None: as long as the phases may take.
+        again: what all further tries of a save may take, pauses included.
+    """
 
     worker_start: float = 30.0
     stage: float = 300.0
@@ -82,3 +117,15 @@ class Timeouts:
     close: float = 60.0
     heartbeat: float = 30.0
     stall: float = 300.0
+    max_stall: float | None = None
+    again: float = 0.0
+
+    @property
+    def whole_save(self) -> float:
+        """What a save may take from its snapshot to its commit, with all tries."""
+        return self.stage + self.write + self.again
+
+    @property
+    def waiting(self) -> float:
+        """How long the call of a save may wait for other ranks and for earlier saves."""
+        return self.stage if self.max_stall is None else min(self.stage, self.max_stall)

@@ -12,19 +12,28 @@ import time
 import weakref
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_futures
 from dataclasses import replace
 from typing import Any
 
 from .attempt import AttemptRunner, Scheduled
 from .callers.write_callers import WriteCaller
 from .coordination import Coordinator
-from .errors import CheckpointError, CheckpointSaveError, CheckpointTimeoutError
-from .reports import SaveFuture, SaveReport, Timeouts
-from .schedule import Schedule
+from .errors import (
+    CheckpointBusyError,
+    CheckpointError,
+    CheckpointSaveError,
+    CheckpointStallError,
+    CheckpointTimeoutError,
+)
+from .failures import ErrorPolicy, FailureCount, is_stall
+from .reports import SaveFuture, Timeouts
+from .schedule import Agreement, Proposal, Schedule
 from .stagers.base import Snapshot, Stager, Survey
 from .storage.commit import Attempt
 from .storage.fs import FsOps
 from .storage.owner import Ownership
+from .tries import Tries
 from .writers.base import Writer
 
 logger = logging.getLogger(__name__)
@@ -48,6 +57,7 @@ class Saver:
         ranks: how the ranks agree; owned too.
         fs: where effects go.
         timeouts: deadlines.
+        policy: what to do about saves that fail.
 
     Attributes:
         after_commit: called with the path after every commit, on the saving thread of the leading rank, before the
@@ -62,23 +72,32 @@ class Saver:
         ranks: Coordinator,
         fs: FsOps,
         timeouts: Timeouts,
+        policy: ErrorPolicy,
     ) -> None:
         self.stager = stager
         self.caller = caller
         self.ranks = ranks
-        self._timeouts = timeouts
-        self._schedule = Schedule(ranks, timeouts.stage)
-        self._runner = AttemptRunner(caller, writer, ranks, fs, timeouts)
+        self.timeouts = timeouts
+        self._policy = policy
+        self._failures = FailureCount(policy.give_up_after)
+        self._schedule = Schedule(ranks, bounded=timeouts.max_stall is not None)
+        self._runner = AttemptRunner(caller, writer, ranks, fs, timeouts, policy.min_free_bytes)
+        self._tries = Tries(self._runner, ranks, policy, timeouts.stage)
         self.after_commit: Callable[[str], None] | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="ckpt-save")
         self._closing = threading.Lock()
         self._closed = False
-        self._last: Future[SaveReport] | None = None
+        self._in_flight: list[SaveFuture] = []
         # A script that forgets close(): the interpreter first lets the save thread finish, then runs this.
         self._at_exit = atexit.register(_close_if_alive, weakref.ref(self))
 
     def save(
-        self, state_dict: Mapping[Any, Any], path: str, untold: Mapping[int, str] | None = None
+        self,
+        state_dict: Mapping[Any, Any],
+        path: str,
+        untold: Mapping[int, str] | None = None,
+        *,
+        may_wait: bool = True,
     ) -> tuple[Future[None], SaveFuture]:
         """Take a snapshot now, and write and commit it in the background.
 
@@ -86,31 +105,36 @@ class Saver:
             state_dict: what to save.
             path: absolute path of the checkpoint to be; taken paths are refused.
             untold: earlier saves that failed without anybody being told, by number.
+            may_wait: False: raise instead of waiting for an earlier save's memory.
 
         Returns:
-            (staged, saved): done when training may change the tensors; with the `SaveReport` when it is committed.
+            (staged, saved): done when training may change the tensors; with the `SaveReport` when it is committed. With
+            `on_error: warn` a save that could not begin gives two that have failed, instead of an error.
 
         Raises:
             EarlierSaveFailed: a rank has an untold failure; nothing was begun.
+            CheckpointBusyError: a rank would have to wait; nothing was begun.
             CheckpointError: it could not begin; with several ranks on all of them.
         """
         if self._closed:
             raise CheckpointError("This checkpointer is closed; build a new one to save again.")
         started = time.perf_counter()
-        survey, error = self._survey(state_dict)
-        changed = survey is not None and survey.changed
-        agreed = self._schedule.agree(path, changed=changed, error=error, untold=untold or {})
-        if agreed.untold is not None:
-            raise EarlierSaveFailed(*agreed.untold)
-        future = SaveFuture(path, agreed.number)
+        self._in_flight = [future for future in self._in_flight if not future.done()]
+        try:
+            survey, error, agreed = self._agree(state_dict, path, untold or {}, may_wait)
+            snapshot, error = self._take(survey, agreed.replan, error)
+        except (EarlierSaveFailed, CheckpointBusyError):
+            raise
+        except CheckpointError as failure:
+            return self._not_begun(path, failure)
+        future = SaveFuture(path, self._schedule.number)
         future.set_running_or_notify_cancel()
-        snapshot, error = self._take(survey, agreed.replan)
         staged: Future[None] = Future() if snapshot is None else snapshot.staged
         if snapshot is None:
             staged.set_exception(error)
         owner = "" if self._runner.ownership is None else self._runner.ownership.token
         scheduled = Scheduled(Attempt(path, agreed.token, owner), snapshot, error, started)
-        self._last = future
+        self._in_flight.append(future)
         self._thread.submit(self._finish, scheduled, time.perf_counter() - started, future)
         return staged, future
 
@@ -129,6 +153,7 @@ class Saver:
                 return
             self._closed = True
         atexit.unregister(self._at_exit)
+        self._tries.hurry()
         try:
             self.stager.close()
         finally:
@@ -139,6 +164,26 @@ class Saver:
                 self.caller.close()
                 self.ranks.close()
 
+    def _agree(
+        self, state_dict: Mapping[Any, Any], path: str, untold: Mapping[int, str], may_wait: bool
+    ) -> tuple[Survey | None, Exception | None, Agreement]:
+        """Agree with the other ranks; the call waits for nothing and nobody beyond the deadline that begins here."""
+        deadline = time.monotonic() + self.timeouts.waiting
+        if not may_wait and self.stager.busy:
+            survey, error, mine = None, None, Proposal(path, untold=untold, busy=True)
+        else:
+            survey, error = self._survey(state_dict)
+            stalled = None if error is not None else self._wait_for_memory(deadline)
+            mine = Proposal(path, survey is not None and survey.changed, error, untold, stalled=stalled)
+        agreed = self._within_stall(lambda: self._schedule.agree(mine, deadline), path)
+        if agreed.untold is not None:
+            raise EarlierSaveFailed(*agreed.untold)
+        if agreed.busy:
+            raise CheckpointBusyError(f"{path} came while an earlier save was still running")
+        if survey is not None and self.timeouts.max_stall is not None:
+            survey.wait_until = deadline
+        return survey, error, agreed
+
     def _survey(self, state_dict: Mapping[Any, Any]) -> tuple[Survey | None, Exception | None]:
         """Other ranks wait for this one, so what is wrong here is told to them and not raised at once."""
         try:
@@ -146,42 +191,84 @@ class Saver:
         except Exception as error:
             return None, error
 
-    def _take(self, survey: Survey | None, replan: bool) -> tuple[Snapshot | None, Exception | None]:
+    def _wait_for_memory(self, deadline: float) -> str | None:
+        """With `max_stall_s`: wait before the ranks agree, so that they give a save up together. What was missing."""
+        if self.timeouts.max_stall is None or self.stager.wait_free(deadline):
+            return None
+        named = " and ".join(future.path for future in self._in_flight if not future.done()) or "an earlier save"
+        return (
+            f"{self.timeouts.waiting:g} s (checkpoint.max_stall_s) for the memory of {named}, still being written; "
+            "save less often, or raise checkpoint.stager.arenas"
+        )
+
+    def _take(
+        self, survey: Survey | None, replan: bool, error: Exception | None
+    ) -> tuple[Snapshot | None, Exception | None]:
         """With one rank a failure is raised; with several the others learn of it by this rank's vote."""
         try:
             if survey is None:
-                raise CheckpointSaveError("The ranks agreed on a save that this one cannot take part in.")
+                raise CheckpointSaveError("The ranks agreed on a save that this one cannot take part in.") from error
             survey.changed = replan
             return self.stager.take(survey), None
-        except Exception as error:
+        except Exception as failure:
             if self.ranks.world_size == 1:
                 raise
-            return None, error
+            return None, failure
+
+    def _within_stall(self, wait: Callable[[], Agreement], path: str) -> Agreement:
+        try:
+            return wait()
+        except CheckpointTimeoutError as error:
+            if self.timeouts.max_stall is None or isinstance(error, CheckpointStallError):
+                raise
+            raise CheckpointStallError(
+                f"{path} is not saved: {error} Training waits {self.timeouts.waiting:g} s at most "
+                "(checkpoint.max_stall_s)."
+            ) from error
+
+    def _not_begun(self, path: str, error: CheckpointError) -> tuple[Future[None], SaveFuture]:
+        """A save that failed before anything was copied: raise, or give futures that have failed."""
+        given_up = self._failures.failed(error)
+        if not self._policy.warn:
+            raise given_up or error
+        if given_up is not None and self.ranks.world_size == 1:
+            raise given_up
+        future, staged = SaveFuture(path, self._schedule.number), Future[None]()
+        staged.set_exception(error)
+        future.begun = False
+        self._settle(future, error, given_up)  # with several ranks what must be raised comes at the next save, on all
+        return staged, future
+
+    def _settle(self, future: SaveFuture, error: BaseException, given_up: BaseException | None) -> None:
+        """End the future of a failed save: with its error, or with the one that says that enough is enough."""
+        tolerated = self._policy.warn and given_up is None
+        skipped = self._policy.warn and is_stall(error)
+        if tolerated:
+            logger.warning("%s was not saved, and training goes on (checkpoint.on_error=warn): %s", future.path, error)
+        else:
+            logger.error("%s was not saved: %s", future.path, given_up or error)
+        future.fail(given_up or error, tolerated=tolerated, outcome="skipped" if skipped else "failed")
 
     def _drain(self) -> None:
-        last = self._last
-        if last is None or last.done():
-            return
-        limit = self._timeouts.stage + self._timeouts.write + self._timeouts.close
-        try:
-            Future.exception(last, limit)
-        except TimeoutError as error:
+        running = [future for future in self._in_flight if not future.done()]
+        limit = self.timeouts.whole_save * len(running) + self.timeouts.close
+        if wait_futures(running, timeout=limit).not_done:
             raise CheckpointTimeoutError(
                 f"A save was still running {limit:g} s after close(); see timeouts.stage and timeouts.write."
-            ) from error
+            )
 
     def _finish(self, scheduled: Scheduled, stall_s: float, future: SaveFuture) -> None:
         snapshot, path = scheduled.snapshot, scheduled.attempt.target
         try:
-            report = replace(self._runner.run(scheduled), stall_s=stall_s)
+            report = replace(self._tries.run(scheduled), stall_s=stall_s)
         except BaseException as error:
-            logger.error("%s was not saved: %s", path, error)
             if snapshot is not None:
                 snapshot.release()
-            future.set_exception(error)
+            self._settle(future, error, self._failures.failed(error))
         else:
             if snapshot is not None:
                 snapshot.release()
+            self._failures.succeeded()
             self._tell_commit(path)
             future.set_result(report)
 
@@ -193,28 +280,6 @@ class Saver:
         except Exception:
             # The checkpoint is committed, whatever its owner makes of it.
             logger.exception("%s is committed, but what follows a commit failed", path)
-
-
-class BlockingWriter:
-    """What a `SyncCheckpointer` writes with: save, and wait for the commit.
-
-    Args:
-        saver: closed with the writer.
-    """
-
-    def __init__(self, saver: Saver) -> None:
-        self.saver = saver
-
-    def write(self, state_dict: Mapping[Any, Any], path: str) -> SaveReport:
-        """Return when the checkpoint is committed, or raise what went wrong."""
-        started = time.perf_counter()
-        _, future = self.saver.save(state_dict, path)
-        report = future.result()  # its deadlines are those of the phases of a save
-        return replace(report, stall_s=time.perf_counter() - started)
-
-    def close(self) -> None:
-        """Free memory and processes."""
-        self.saver.close()
 
 
 def _close_if_alive(saver: weakref.ref[Saver]) -> None:

@@ -6,15 +6,48 @@ changed its structure, and what went wrong; rank 0 looks whether the path is fre
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from .coordination import Coordinator
-from .errors import CheckpointSaveError, RanksError
+from .errors import CheckpointSaveError, CheckpointStallError, RanksError
 from .storage.commit import refuse_existing
 from .storage.names import new_token
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """What one rank says about the next save.
+
+    Attributes:
+        path: where to, absolute.
+        changed: its state has to be planned anew.
+        error: why it cannot take part.
+        untold: earlier saves whose failure its caller has not been told, by number.
+        busy: it would have to wait for an earlier save, and must not (`overlap`).
+        stalled: what it waited for in vain, as long as training may wait.
+    """
+
+    path: str
+    changed: bool = False
+    error: Exception | None = None
+    untold: Mapping[int, str] = field(default_factory=dict)
+    busy: bool = False
+    stalled: str | None = None
+
+    def as_message(self) -> dict[str, Any]:
+        """As plain JSON."""
+        return {
+            "path": self.path,
+            "changed": self.changed,
+            "error": None if self.error is None else f"{type(self.error).__name__}: {self.error}",
+            "untold": {str(number): text for number, text in self.untold.items()},
+            "busy": self.busy,
+            "stalled": self.stalled,
+        }
 
 
 @dataclass(frozen=True)
@@ -22,16 +55,16 @@ class Agreement:
     """What the ranks agreed on.
 
     Attributes:
-        number: of the save, from 1; alike on all ranks.
         token: names the attempt.
         replan: a rank's state has another structure than before.
         untold: instead of all that: the number of an earlier save that failed, and why. All ranks raise that first.
+        busy: instead of all that: a rank would have to wait for an earlier save.
     """
 
-    number: int
     token: str = ""
     replan: bool = False
     untold: tuple[int, str] | None = None
+    busy: bool = False
 
 
 class Schedule:
@@ -39,47 +72,47 @@ class Schedule:
 
     Args:
         ranks: who has to agree.
-        timeout: seconds to wait for all of them.
+        bounded: training must not wait beyond the deadline, not even for storage that hangs.
+
+    Attributes:
+        number: of the last save that was proposed, from 1; alike on all ranks.
     """
 
-    def __init__(self, ranks: Coordinator, timeout: float) -> None:
+    def __init__(self, ranks: Coordinator, *, bounded: bool) -> None:
         self._ranks = ranks
-        self._timeout = timeout
-        self._number = 0
+        self._bounded = bounded
+        self.number = 0
 
-    def agree(self, path: str, *, changed: bool, error: Exception | None, untold: Mapping[int, str]) -> Agreement:
+    def agree(self, mine: Proposal, deadline: float) -> Agreement:
         """Agree on the next save.
 
         Args:
-            path: where to, absolute.
-            changed: this rank's state has to be planned anew.
-            error: why this rank cannot take part.
-            untold: earlier saves whose failure this rank's caller has not been told, by number.
+            mine: what this rank says.
+            deadline: monotonic seconds; what is not agreed then does not take place, on any rank.
 
         Raises:
             CheckpointExistsError: the path is taken.
             RanksError: a rank cannot take part; with one rank its own error instead.
+            CheckpointStallError: a rank waited in vain for what it needs.
             CheckpointTimeoutError: a rank did not come.
         """
-        self._number += 1
-        if error is not None and self._ranks.world_size == 1:
-            raise error
-        said = {
-            "path": path,
-            "changed": changed,
-            "error": None if error is None else f"{type(error).__name__}: {error}",
-            "untold": {str(number): text for number, text in untold.items()},
-        }
-        deadline = time.monotonic() + self._timeout
+        self.number += 1
+        if mine.error is not None and self._ranks.world_size == 1:
+            raise mine.error
+        look_until = deadline if self._bounded else None
         try:
-            agreed = self._ranks.pool(f"save/{self._number}", said, _decide, deadline)
+            agreed = self._ranks.pool(
+                f"save/{self.number}", mine.as_message(), lambda said: _decide(said, look_until), deadline
+            )
         except RanksError as failure:
-            raise failure from error
-        told = agreed.get("untold")
-        return Agreement(self._number, agreed["token"], agreed["replan"], None if told is None else (told[0], told[1]))
+            raise failure from mine.error
+        told = agreed["untold"]
+        return Agreement(
+            agreed["token"], agreed["replan"], None if told is None else (told[0], told[1]), agreed["busy"]
+        )
 
 
-def _decide(said: list[dict[str, Any]]) -> dict[str, Any]:
+def _decide(said: list[dict[str, Any]], look_until: float | None) -> dict[str, Any]:
     """On the leading rank: what becomes of a save, from what every rank says."""
     errors = {rank: each["error"] for rank, each in enumerate(said) if each["error"] is not None}
     if errors:
@@ -88,9 +121,39 @@ def _decide(said: list[dict[str, Any]]) -> dict[str, Any]:
     paths = sorted({each["path"] for each in said})
     if len(paths) > 1:
         raise CheckpointSaveError(f"The ranks must save to one path, and they named {paths[0]} and {paths[1]}.")
+    answer: dict[str, Any] = {"token": "", "replan": False, "untold": None, "busy": False}
     untold = {int(number): text for each in said for number, text in each["untold"].items()}
     if untold:
         first = min(untold)
-        return {"token": "", "replan": False, "untold": [first, untold[first]]}
-    refuse_existing(paths[0])
-    return {"token": new_token(), "replan": any(each["changed"] for each in said)}
+        return {**answer, "untold": [first, untold[first]]}
+    if any(each["busy"] for each in said):
+        return {**answer, "busy": True}
+    stalled = {rank: each["stalled"] for rank, each in enumerate(said) if each["stalled"] is not None}
+    if stalled:
+        rank, text = next(iter(stalled.items()))
+        who = "Training" if len(said) == 1 else f"Rank {rank}"
+        raise CheckpointStallError(f"{paths[0]} is not saved: {who} waited in vain for {text}.")
+    if look_until is None:
+        refuse_existing(paths[0])
+    else:
+        _refuse_existing_until(paths[0], look_until)
+    return {**answer, "token": new_token(), "replan": any(each["changed"] for each in said)}
+
+
+def _refuse_existing_until(path: str, deadline: float) -> None:
+    """`refuse_existing` on a thread that is left behind when the storage does not answer."""
+    failures: list[Exception] = []
+
+    def look() -> None:
+        try:
+            refuse_existing(path)
+        except Exception as error:
+            failures.append(error)
+
+    looking = threading.Thread(target=look, name="ckpt-look", daemon=True)
+    looking.start()
+    looking.join(max(deadline - time.monotonic(), 0))
+    if looking.is_alive():
+        raise CheckpointStallError(f"{path} is not saved: its storage did not answer whether the path is free.")
+    if failures:
+        raise failures[0]

@@ -120,6 +120,32 @@ def refuse_bad_dir(value: str) -> None:
         )
 
 
+def refuse_contradictions(config: Checkpoint) -> None:
+    """Two values that cannot both have an effect."""
+    times = config.timeouts
+    for shorter, longer, why in (
+        ("heartbeat", "stall", "a rank that is gone would be taken for one that hangs"),
+        ("stall", "write", "the write is over before a rank that hangs is noticed"),
+    ):
+        short, long = getattr(times, shorter), getattr(times, longer)
+        if short >= long:
+            raise CheckpointConfigError(
+                f"checkpoint.timeouts.{shorter}={short:g} must be less than checkpoint.timeouts.{longer}={long:g}; "
+                f"else {why}."
+            )
+    if config.max_stall_s is not None and config.max_stall_s > times.stage:
+        raise CheckpointConfigError(
+            f"checkpoint.max_stall_s={config.max_stall_s:g} has no effect beyond checkpoint.timeouts.stage="
+            f"{times.stage:g}, which ends the same waits; lower the first or raise the second."
+        )
+    retry = config.retry
+    if retry.backoff_seconds > retry.max_backoff_seconds:
+        raise CheckpointConfigError(
+            f"checkpoint.retry.backoff_seconds={retry.backoff_seconds:g} is above "
+            f"checkpoint.retry.max_backoff_seconds={retry.max_backoff_seconds:g}; lower the first or raise the second."
+        )
+
+
 def _leaves(tree: Any, name: str) -> list[tuple[str, Any]]:
     if isinstance(tree, Mapping):
         return [leaf for key, value in tree.items() for leaf in _leaves(value, f"{name}.{key}")]

@@ -14,6 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 from .checks import (
     checked_resume,
     refuse_bad_dir,
+    refuse_contradictions,
     refuse_missing,
     refuse_out_of_range,
     refuse_text_parts,
@@ -42,8 +43,8 @@ def resolve_config(
         our own parts, every key; enums in there are texts, which `build_part` converts.
 
     Raises:
-        CheckpointConfigError: missing keys, unknown keys, a part that is a text, a value of another type or
-            out of its range; looked for in this order, and before anything is built.
+        CheckpointConfigError: missing keys, unknown keys, a part that is a text, a value of another type, out of its
+            range, or at odds with another; looked for in this order, and before anything is built.
     """
     overrides = checked_overrides(overrides)
     if isinstance(config, str):
@@ -61,6 +62,7 @@ def resolve_config(
     refuse_bad_dir(checkpoint.dir)
     checkpoint.resume = checked_resume(checkpoint.resume)
     refuse_out_of_range(Checkpoint, checkpoint, "checkpoint")
+    refuse_contradictions(checkpoint)
     for kind, part in parts.items():
         setattr(checkpoint, kind, _complete(kind, part))
     return checkpoint

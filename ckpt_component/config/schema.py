@@ -32,6 +32,10 @@ class Overlap(Enum):
     error = "error"
 
 
+#: What happens when a save fails. Not a class, because `raise` is a word of the language.
+OnError = Enum("OnError", {"raise": "raise", "warn": "warn", "retry": "retry"})
+
+
 class Durability(Enum):
     """What a committed checkpoint survives."""
 
@@ -85,6 +89,18 @@ class Keep:
 
 
 @dataclass
+class Retry:
+    """How `on_error: retry` tries a failed save again: the same snapshot, all files anew, on all ranks together."""
+
+    attempts: int = at_least(2, 3)
+    """How often a save is tried in all."""
+    backoff_seconds: float = above(0, 1.0)
+    """Pause before the second try; before each further one it is twice as long."""
+    max_backoff_seconds: float = above(0, 60.0)
+    """The longest pause."""
+
+
+@dataclass
 class Timeouts:
     """Deadlines in seconds. A wait that runs into one is an error that names its key."""
 
@@ -120,6 +136,16 @@ class Checkpoint:
     """`auto`: from the newest good one if there is one; `must`: fail without one; `never`; or a step."""
     overlap: Overlap = Overlap.wait
     """A save comes while the one before it still runs: `wait` for it, `skip` this one, or `error`."""
+    on_error: OnError = OnError["raise"]
+    """A save fails: `raise` it at the next call, `warn` in log and reports and go on, or `retry` first, then raise."""
+    retry: Retry = field(default_factory=Retry)
+    """How `on_error: retry` tries again."""
+    give_up_after: int | None = at_least(1, 3)
+    """With `warn` and `retry`: so many failed saves in a row are raised in any case; null: no number is too many."""
+    max_stall_s: float | None = above(0, None)
+    """The most seconds that a save may keep training waiting; then it is given up. null: as long as `timeouts` say."""
+    min_free_bytes: int | None = at_least(0, 0)
+    """What must stay free on the disk beside a new checkpoint; null: free space is not looked at beforehand."""
     durability: Durability = Durability.power_cut
     """What a committed checkpoint survives: `power_cut`, or `process_crash` alone, which is faster."""
     timeouts: Timeouts = field(default_factory=Timeouts)

@@ -79,12 +79,14 @@ class Coordinator(ABC):
         """Give up the connections. Safe to call twice."""
 
 
-def ranks_failed(failures: Mapping[int, str], errno: int | None = None) -> RanksError:
-    """The error that names every failed rank, and what the first of them said."""
+def ranks_failed(
+    failures: Mapping[int, str], errno: int | None = None, causes: Mapping[int, str] | None = None
+) -> RanksError:
+    """The error that names every failed rank, and what the first of them said; for `causes` see `RanksError`."""
     ranks = sorted(failures)
     first = [f"rank {rank}: {failures[rank]}" for rank in ranks[:_NAMED]]
     more = f" (and {len(ranks) - _NAMED} more)" if len(ranks) > _NAMED else ""
-    return RanksError(f"{named(ranks)} failed. {' | '.join(first)}{more}", errno, dict(failures))
+    return RanksError(f"{named(ranks)} failed. {' | '.join(first)}{more}", errno, dict(failures), dict(causes or {}))
 
 
 def named(ranks: Sequence[int]) -> str:

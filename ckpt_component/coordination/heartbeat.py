@@ -79,6 +79,8 @@ class Watch:
         self._seen: dict[int, tuple[bytes | None, float]] = dict.fromkeys(ranks, (None, now))
         self._bytes: dict[int, tuple[int, float]] = dict.fromkeys(self._seen, (-1, now))
         self._next = now
+        #: Those of the lost ranks whose heart stopped; the others hang.
+        self.gone: set[int] = set()
 
     def lost(self, missing: Callable[[], Iterable[int]]) -> dict[int, str]:
         """What became of those of the missing ranks that are gone or hang; looks at most every quarter timeout."""
@@ -94,6 +96,7 @@ class Watch:
             if beat != self._seen[rank][0]:
                 self._seen[rank] = (beat, now)
             elif beat is not None and now - self._seen[rank][1] >= self._timeout:
+                self.gone.add(rank)
                 found[rank] = f"gave no sign of life for {self._timeout:g} s (timeouts.heartbeat); it is gone"
                 continue
             written = json.loads(beat)[1] if beat is not None else -1

@@ -8,25 +8,25 @@ every rank has read the answer. Protocol: RELIABILITY 6.
 from __future__ import annotations
 
 import contextlib
-import json
 import threading
 import time
 import weakref
-import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from .. import errors
-from ..errors import CheckpointError, CheckpointSaveError, CheckpointTimeoutError, RanksError
+from ..errors import CheckpointTimeoutError, RanksError
 from .coordinator import Coordinator, named, ranks_failed
 from .heartbeat import Heartbeat, Watch
+from .messages import as_error, as_plain, pack, unpack
 from .rank_store import RankStore
 
 #: After the first rank failed, others that fail in the same moment get this long to be named too.
 _COMPANY_SECONDS = 0.2
 #: So many questions are kept for ranks that have not read the answer.
 _KEPT = 64
+#: A rank whose time is up waits so much longer for a decision that the leading one has begun to make.
+_ANSWER_SECONDS = 10.0
 
 
 class StoreCoordinator(Coordinator):
@@ -66,7 +66,7 @@ class StoreCoordinator(Coordinator):
                     return True
                 lost = watch.lost(lambda: self._missing(store, tag))
                 if lost:
-                    raise ranks_failed(lost)
+                    raise ranks_failed(lost, causes=_causes_of_loss(lost, watch))
                 return False
 
             def collect() -> Any:
@@ -75,10 +75,21 @@ class StoreCoordinator(Coordinator):
                     deadline,
                     lambda: f"{self._silent(store, tag)} to take part in '{tag}'",
                 )
+                if store.add(f"{tag}/closed", 1) > 1:
+                    raise CheckpointTimeoutError(f"A rank gave up waiting for rank 0 to take part in '{tag}'.")
                 return decide(self._said(store, tag, range(self.world_size)))
 
             return self._answer(store, tag, collect)
-        return self._learn(store, tag, deadline)
+        try:
+            data = self._await_answer(store, tag, deadline)
+        except CheckpointTimeoutError:
+            # Who closes the question first decides: rank 0 will find it closed, or has begun to answer it. So no rank
+            # goes on without the others.
+            if store.add(f"{tag}/closed", 1) == 1:
+                store.add(f"{tag}/left", 1)
+                raise
+            data = self._await_answer(store, tag, time.monotonic() + _ANSWER_SECONDS)
+        return self._read_answer(store, tag, data)
 
     def lead(self, tag: str, action: Callable[[], Any], deadline: float) -> Any:
         """See `Coordinator.lead`."""
@@ -96,7 +107,7 @@ class StoreCoordinator(Coordinator):
                 mine = work()
             except Exception as error:
                 failure = error
-            self._say(store, tag, {"work": mine} if failure is None else {"error": _as_plain(failure)})
+            self._say(store, tag, {"work": mine} if failure is None else {"error": as_plain(failure)})
             if failure is not None:
                 store.add(f"{tag}/failed", 1)
         try:
@@ -121,7 +132,10 @@ class StoreCoordinator(Coordinator):
             store.wait_until(decided, deadline, lambda: f"{self._silent(store, tag)} to write (timeouts.write)")
         except CheckpointTimeoutError as error:
             silent = self._missing(store, tag)
-            raise ranks_failed({rank: "did not finish before timeouts.write was over" for rank in silent}) from error
+            raise ranks_failed(
+                {rank: "did not finish before timeouts.write was over" for rank in silent},
+                causes=dict.fromkeys(silent, CheckpointTimeoutError.__name__),
+            ) from error
         if store.add(f"{tag}/failed", 0):
             time.sleep(_COMPANY_SECONDS)
         present = [rank for rank in range(self.world_size) if rank not in self._missing(store, tag)]
@@ -129,7 +143,8 @@ class StoreCoordinator(Coordinator):
         failures = {rank: vote["error"] for rank, vote in zip(present, votes, strict=True) if "error" in vote}
         if failures or lost:
             errno = next((plain["errno"] for plain in failures.values() if plain["errno"] is not None), None)
-            raise ranks_failed({**{rank: plain["text"] for rank, plain in failures.items()}, **lost}, errno)
+            causes = {rank: str(plain["kind"]) for rank, plain in failures.items()} | _causes_of_loss(lost, watch)
+            raise ranks_failed({rank: plain["text"] for rank, plain in failures.items()} | lost, errno, causes)
         return [vote["work"] for vote in votes]
 
     def close(self) -> None:
@@ -150,24 +165,27 @@ class StoreCoordinator(Coordinator):
         return store
 
     def _say(self, store: RankStore, tag: str, value: Any) -> None:
-        store.set(f"{tag}/said/{self.rank}", _pack(value))
+        store.set(f"{tag}/said/{self.rank}", pack(value))
         store.add(f"{tag}/count", 1)
 
     def _said(self, store: RankStore, tag: str, ranks: Any) -> list[Any]:
-        return [_unpack(data) for data in store.read([f"{tag}/said/{rank}" for rank in ranks])]
+        return [unpack(data) for data in store.read([f"{tag}/said/{rank}" for rank in ranks])]
 
     def _answer(self, store: RankStore, tag: str, action: Callable[[], Any]) -> Any:
         try:
             result = action()
         except Exception as error:
-            store.set(f"{tag}/answer", _pack({"error": _as_plain(error)}))
+            store.set(f"{tag}/answer", pack({"error": as_plain(error)}))
             self._tidy(store, tag)
             raise
-        store.set(f"{tag}/answer", _pack({"result": result}))
+        store.set(f"{tag}/answer", pack({"result": result}))
         self._tidy(store, tag)
         return result
 
     def _learn(self, store: RankStore, tag: str, deadline: float) -> Any:
+        return self._read_answer(store, tag, self._await_answer(store, tag, deadline))
+
+    def _await_answer(self, store: RankStore, tag: str, deadline: float) -> bytes:
         found: list[bytes] = []
         watch = self._watch(store, None)
 
@@ -178,14 +196,17 @@ class StoreCoordinator(Coordinator):
                 return True
             lost = watch.lost(lambda: [0])
             if lost:
-                raise ranks_failed(lost)
+                raise ranks_failed(lost, causes=_causes_of_loss(lost, watch))
             return False
 
         store.wait_until(answered, deadline, lambda: f"rank 0 to decide '{tag}'")
-        answer = _unpack(found[0])
+        return found[0]
+
+    def _read_answer(self, store: RankStore, tag: str, data: bytes) -> Any:
         store.add(f"{tag}/left", 1)
+        answer = unpack(data)
         if "error" in answer:
-            raise _as_error(answer["error"])
+            raise as_error(answer["error"])
         return answer["result"]
 
     def _tidy(self, store: RankStore, tag: str) -> None:
@@ -197,7 +218,9 @@ class StoreCoordinator(Coordinator):
                     self._answered.append(question)
                     continue
                 keys = [f"{question}/said/{rank}" for rank in range(self.world_size)]
-                store.delete([*keys, *(f"{question}/{name}" for name in ("count", "failed", "answer", "left"))])
+                store.delete(
+                    [*keys, *(f"{question}/{name}" for name in ("count", "failed", "closed", "answer", "left"))]
+                )
             self._answered.append(tag)
 
     def _missing(self, store: RankStore, tag: str) -> list[int]:
@@ -227,32 +250,6 @@ class _Work:
             self._progress = None
 
 
-def _as_plain(error: Exception) -> dict[str, Any]:
-    """An error as JSON; the family's own types come back as themselves."""
-    plain: dict[str, Any] = {
-        "kind": type(error).__name__,
-        "text": str(error),
-        "errno": getattr(error, "errno", None),
-    }
-    if isinstance(error, RanksError):
-        plain["failures"] = {str(rank): text for rank, text in error.failures.items()}
-    return plain
-
-
-def _as_error(plain: dict[str, Any]) -> CheckpointError:
-    kind = getattr(errors, plain["kind"], None)
-    if kind is RanksError:
-        return RanksError(plain["text"], plain["errno"], {int(r): text for r, text in plain["failures"].items()})
-    if isinstance(kind, type) and issubclass(kind, CheckpointSaveError):
-        return kind(plain["text"], plain["errno"])
-    if isinstance(kind, type) and issubclass(kind, CheckpointError) and kind is not errors.MissingKeysError:
-        return kind(plain["text"])
-    return CheckpointSaveError(f"On the leading rank: {plain['kind']}: {plain['text']}", plain["errno"])
-
-
-def _pack(value: Any) -> bytes:
-    return zlib.compress(json.dumps(value, separators=(",", ":")).encode(), 1)
-
-
-def _unpack(data: bytes) -> Any:
-    return json.loads(zlib.decompress(data))
+def _causes_of_loss(lost: dict[int, str], watch: Watch) -> dict[int, str]:
+    """A rank that is gone will not take part in another try, one that hangs may."""
+    return {rank: (RanksError if rank in watch.gone else CheckpointTimeoutError).__name__ for rank in lost}

@@ -156,6 +156,13 @@ class ArenaPool:
         with self._changed:
             return self._leased >= self._count
 
+    def wait_free(self, deadline: float) -> bool:
+        """Wait until `lease` would not have to. Returns False when it still would at `deadline` (monotonic seconds)."""
+        with self._changed:
+            return self._changed.wait_for(
+                lambda: self._leased < self._count, timeout=max(deadline - time.monotonic(), 0)
+            )
+
     def lease(self, nbytes: int, timeout: float) -> Arena:
         """An arena of at least `nbytes`, for the caller alone until `give_back`.
 

@@ -8,7 +8,9 @@ So the work is cut into portions of a few megabytes, once per structure, which a
 from __future__ import annotations
 
 import ctypes
+import math
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -90,12 +92,16 @@ class Portions:
         self._changed = threading.Condition()
         self._error: BaseException | None = None
 
-    def drain(self) -> None:
-        """Take portions until none is left; others may still be at work on theirs. `finish` tells what failed."""
+    def drain(self, until: float = math.inf) -> None:
+        """Take portions until none is left; others may still be at work on theirs. `finish` tells what failed.
+
+        Args:
+            until: take no further one then (monotonic seconds).
+        """
         with torch.no_grad():  # holds for one thread alone
             while True:
                 with self._changed:
-                    if not self._work:
+                    if not self._work or time.monotonic() >= until:
                         return
                     portion = self._work.popleft()
                     self._running += 1
@@ -110,16 +116,26 @@ class Portions:
                         self._running -= 1
                         self._changed.notify_all()
 
-    def help(self, threads: int) -> None:
-        """Copy what is left with as many threads, this one included, beside those that are at work already."""
+    def stop(self) -> None:
+        """Leave the rest undone: nobody needs the copy any more."""
+        with self._changed:
+            self._work.clear()
+
+    def help(self, threads: int, until: float = math.inf) -> None:
+        """Copy what is left with as many threads, this one included, beside those that are at work already.
+
+        Args:
+            threads: how many.
+            until: as for `drain`.
+        """
         helpers = min(threads, len(self._work)) - 1
         if helpers > 0:
             with ThreadPoolExecutor(helpers, thread_name_prefix="ckpt-copy") as pool:
                 for _ in range(helpers):
-                    pool.submit(self.drain)
-                self.drain()
+                    pool.submit(self.drain, until)
+                self.drain(until)
         else:
-            self.drain()
+            self.drain(until)
 
     def finish(self, threads: int) -> None:
         """Get it done; when this returns, everything is copied.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
+import math
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -67,10 +68,12 @@ class Snapshot:
             self.staged.set_exception(error)
 
     def release(self) -> None:
-        """Return the arena to its pool; the second call does nothing."""
+        """Return the arena to its pool, once nothing is copied into it any more; the second call does nothing."""
         arena, self.arena = self.arena, None
-        if arena is not None and self._give_back is not None:
-            self._give_back(arena)
+        give_back = self._give_back
+        if arena is not None and give_back is not None:
+            # A save may be given up while its copy still runs. The callback runs at once when it does not.
+            self.staged.add_done_callback(lambda _: give_back(arena))
 
 
 @dataclass
@@ -82,12 +85,14 @@ class Survey:
         structure: of them.
         changed: the layout must be made anew; also set when it must be so for another rank's sake.
         started: when `survey` was called (`time.perf_counter`).
+        wait_until: monotonic seconds, beyond which `take` must not wait for anybody (`max_stall_s`).
     """
 
     flat: FlatState
     structure: Structure
     changed: bool
     started: float
+    wait_until: float = math.inf
 
 
 class Stager(ABC):
@@ -99,6 +104,8 @@ class Stager(ABC):
 
     #: False: the writer reads the live tensors, so the trainer has to wait for it (`caller=inline`).
     takes_snapshot: ClassVar[bool] = True
+    #: Seconds that a save may keep training waiting, where there is such a limit; set by the factory.
+    max_stall: float | None = None
 
     def connect(self, writer: Writer, *, ranks: Coordinator, shared: bool, timeout: float) -> None:
         """Learn the rest of the graph.
@@ -149,6 +156,10 @@ class Stager(ABC):
         """Whether the next snapshot would have to wait for an earlier save."""
         return False
 
+    def wait_free(self, deadline: float) -> bool:
+        """Wait until `busy` is False. Returns False when it still is at `deadline` (monotonic seconds)."""
+        return not self.busy
+
     def guard(self, optimizer: torch.optim.Optimizer) -> None:
         """Keep `optimizer` from changing weights that are still being copied. Nothing to do for most stagers."""
 
@@ -176,7 +187,7 @@ class Stager(ABC):
             if survey.changed:
                 started = time.perf_counter()
                 known, self._structure = self._plan is not None, None
-                selection = self._select(survey.structure)
+                selection = self._select(survey)
                 mine = survey.structure if selection is None else Structure(selection.of(survey.flat))
                 self._plan = self._writer.plan(mine, self._ranks.rank)
                 # Only now: a plan that failed must be made again next time.
@@ -192,14 +203,14 @@ class Stager(ABC):
                 raise CheckpointError("A snapshot was asked for before its state was surveyed.")
             return self._plan, survey.flat if self._selection is None else self._selection.of(survey.flat)
 
-    def _select(self, structure: Structure) -> Selection | None:
+    def _select(self, survey: Survey) -> Selection | None:
         """Agree with the other ranks who stores what; None: this rank stores all that it has."""
         if self._ranks.world_size == 1 or not self._writer.shared:
             return None
         self._plans += 1
-        deadline = time.monotonic() + self._timeout
-        stored = self._ranks.pool(f"plan/{self._plans}", holdings(structure), share_out, deadline)
-        return Selection(structure, stored[self._ranks.rank])
+        deadline = min(time.monotonic() + self._timeout, survey.wait_until)
+        stored = self._ranks.pool(f"plan/{self._plans}", holdings(survey.structure), share_out, deadline)
+        return Selection(survey.structure, stored[self._ranks.rank])
 
 
 @contextlib.contextmanager
@@ -239,12 +250,17 @@ class ArenaStager(Stager):
         """Whether all arenas are being written."""
         return self._pool.busy
 
+    def wait_free(self, deadline: float) -> bool:
+        """Wait for an arena; see `Stager.wait_free`."""
+        return self._pool.wait_free(deadline)
+
     def take(self, survey: Survey) -> Snapshot:
         """Copy everything into an arena; see `Stager.take`."""
         with _collector_paused(), torch.no_grad():
             plan, flat = self._plan_for(survey)
             sealed = plan.seal(flat.objects)
-            arena = self._pool.lease(plan.layout.arena_bytes, self._timeout)
+            patience = min(self._timeout, max(survey.wait_until - time.monotonic(), 0))
+            arena = self._pool.lease(plan.layout.arena_bytes, patience)
             source = MemorySource(arena.memory)
             snapshot = Snapshot(plan.layout, sealed, source, survey.started, arena, self._pool.give_back)
             try:

@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from ..errors import CheckpointTimeoutError, TornSnapshotError
+from ..errors import CheckpointStallError, CheckpointTimeoutError, TornSnapshotError
 from ..image.arena import Arena
 from ..image.host_copy import Portions
 from ..image.layout import Layout
@@ -67,20 +67,31 @@ class ZeroOverheadStager(ArenaStager):
     def wait_staged(self, timeout: float | None = None) -> None:
         """Return when every tensor may be changed.
 
-        An error of the copy is not raised here: it is the save's own, and comes with its futures.
+        An error of the copy is not raised here: it is the save's own, and comes with its futures. So does the error of
+        a snapshot that is thrown away, so that training waits no longer than `max_stall_s`.
 
         Raises:
             CheckpointTimeoutError: the copy did not end within `timeout` seconds (default: timeouts.stage).
         """
         limit = self._timeout if timeout is None else timeout
-        with self._pending_lock:
-            pending = list(self._pending)
-        for copying in pending:
-            copying.help()
-        if wait_futures([copying.done for copying in pending], timeout=limit).not_done:
-            raise CheckpointTimeoutError(f"A snapshot was still being copied after {limit:g} s (timeouts.stage).")
+        bound = timeout is None and self.max_stall is not None
+        if bound and self.max_stall is not None:
+            limit = min(limit, self.max_stall)
+        until = time.monotonic() + limit
         with self._pending_lock:
             self._pending = [copying for copying in self._pending if not copying.done.done()]
+            pending = [copying for copying in self._pending if not bound or copying.given_up is None]
+        for copying in pending:
+            copying.help(until)
+        left = max(until - time.monotonic(), 0)
+        if wait_futures([copying.done for copying in pending], timeout=left).not_done:
+            if not bound:
+                raise CheckpointTimeoutError(f"A snapshot was still being copied after {limit:g} s (timeouts.stage).")
+            for copying in pending:
+                copying.give_up(
+                    f"The snapshot was thrown away, because it was still being copied after {limit:g} s, when the "
+                    "optimizer had to change the weights (checkpoint.max_stall_s)."
+                )
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         self.wait_staged()
@@ -123,7 +134,7 @@ class ZeroOverheadStager(ArenaStager):
             portions.finish(threads=1)
             for event in events:
                 event.synchronize()
-            error = copying.torn()
+            error = copying.given_up or copying.torn()
         except Exception as failure:
             error = failure
         copying.settle(error)
@@ -194,13 +205,13 @@ class ZeroOverheadStager(ArenaStager):
 
     def prewarm(self, state_dict: Any) -> None:
         """As for every arena; no copy may be running."""
-        self.wait_staged()
+        self.wait_staged(self._timeout)
         super().prewarm(state_dict)
 
     def close(self) -> None:
         """Wait for the running copy (bounded by timeouts.stage), take the hooks off, and free the arenas."""
         try:
-            self.wait_staged()
+            self.wait_staged(self._timeout)
         finally:
             while self._hooks:
                 self._hooks.pop().remove()
@@ -257,12 +268,20 @@ class _Copying:
         tensors = flat.tensors
         self._tensors = tensors if len(watched) == len(tensors) else [tensors[number] for number in watched]
         self._versions = [tensor._version for tensor in self._tensors]
+        self.given_up: CheckpointStallError | None = None
 
-    def help(self) -> None:
-        """Copy what is left with all threads, because training waits for it now."""
+    def help(self, until: float) -> None:
+        """Copy what is left with all threads, because training waits for it now; not beyond `until` (monotonic)."""
         portions = self.portions
         if portions is not None:
-            portions.help(torch.get_num_threads())
+            portions.help(torch.get_num_threads(), until)
+
+    def give_up(self, text: str) -> None:
+        """Let training change the tensors although the copy has not ended; it will fail with this text."""
+        self.given_up = CheckpointStallError(text)
+        portions = self.portions
+        if portions is not None:
+            portions.stop()
 
     def torn(self) -> TornSnapshotError | None:
         """An error that names what changed since the copy began, or None."""

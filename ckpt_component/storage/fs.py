@@ -166,6 +166,23 @@ class FsOps:
             return None
         return found.st_size if stat.S_ISREG(found.st_mode) else None
 
+    def try_folder(self, path: str, name: str) -> None:
+        """Make a small file in a folder and delete it; an error is what a save would meet there."""
+        trial = os.path.join(path, name)
+        try:
+            self.close(self.create(trial))
+        finally:
+            if self.size(trial) is not None:
+                self.unlink(trial)
+
+    def free_bytes(self, path: str) -> int | None:
+        """How many bytes this process may still write below a folder; None where the file system does not say."""
+        found = os.statvfs(path)
+        if found.f_blocks == 0:
+            return None  # some network file systems
+        # Part of most disks is kept back for root.
+        return found.f_frsize * (found.f_bfree if os.geteuid() == 0 else found.f_bavail)
+
     def read(self, path: str, limit: int) -> bytes:
         """The whole content of a regular file of at most `limit` bytes; links are refused."""
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)

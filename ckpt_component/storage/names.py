@@ -17,6 +17,7 @@ MANIFEST = "manifest.json"
 OWNER = ".ckpt-owner.json"
 STAGING_PREFIX = ".ckpt-tmp."
 TRASH_PREFIX = ".ckpt-trash."
+TRIAL_PREFIX = ".ckpt-trial."
 
 
 def integrity_name(rank: int) -> str:
@@ -51,6 +52,11 @@ STEP = StepNames("step_", 8, "latest")
 def new_token() -> str:
     """The identity of one save attempt: this host, and a random part."""
     return f"{_host_token()}-{secrets.token_hex(4)}"
+
+
+def token_of_try(token: str, number: int) -> str:
+    """The token of a save's n-th try, from 1; all ranks derive the same one from what they agreed on at first."""
+    return token if number == 1 else f"{token}-{number}"
 
 
 def staging_path(target: str, token: str) -> str:

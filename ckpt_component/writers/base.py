@@ -39,6 +39,14 @@ class Sealed:
     extras: tuple[Extra, ...] = ()
     catalog: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def file_bytes(self) -> int:
+        """About how many bytes all files of this save take on disk, those that describe it included."""
+        tails = {extra.file: extra.offset + extra.data.nbytes for extra in self.extras}
+        data = sum(max(spec.size, tails.pop(spec.name, 0)) for spec in self.table.files) + sum(tails.values())
+        # The integrity file has the description and a number per item, and a catalog says about the same again.
+        return data + 2 * len(self.table.description) + 12 * self.table.item_count
+
 
 class FormatPlan(ABC):
     """The layout of one structure in one format."""

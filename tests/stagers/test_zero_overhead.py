@@ -24,11 +24,11 @@ class SlowCopies:
         drain, take = Portions.drain, ZeroOverheadStager.take
         taking = threading.local()
 
-        def slow_drain(portions: Portions) -> None:
+        def slow_drain(portions: Portions, *until: float) -> None:
             if not getattr(taking, "now", False):
                 self.helped |= threading.current_thread() is threading.main_thread()
                 assert self.go.wait(30)
-            drain(portions)
+            drain(portions, *until)
 
         def quick_take(stager: ZeroOverheadStager, survey: Any) -> Any:
             taking.now = True

@@ -1,0 +1,62 @@
+"""Before the first step: can every rank write to the folder of the checkpoints? Better now than after hours."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from .config.errors import CheckpointConfigError
+from .coordination import Coordinator
+from .errors import CheckpointError
+from .storage.fs import FsOps
+from .storage.names import TRIAL_PREFIX, new_token
+
+
+def check_root(fs: FsOps, root: str, ranks: Coordinator, timeout: float) -> None:
+    """Make the folder where there is none, and a small file in it from every rank, which is deleted at once.
+
+    Args:
+        fs: where effects go.
+        root: absolute path of the folder.
+        ranks: how the ranks agree.
+        timeout: seconds to wait for all of them.
+
+    Raises:
+        CheckpointConfigError: a rank cannot write there; the same on all ranks.
+        CheckpointTimeoutError: a rank did not come.
+    """
+    deadline = time.monotonic() + timeout
+    try:
+        # Rank 0 makes the folder, and the others find it.
+        ranks.lead("root/made", lambda: _trial(fs, root, make=True), deadline)
+        ranks.pool("root/tried", None if ranks.leads else _said(fs, root), _refuse_failed, deadline)
+    except CheckpointError as error:
+        if type(error) is not CheckpointError:
+            raise  # a rank is gone, or did not come
+        raise CheckpointConfigError(str(error)) from error
+
+
+def _trial(fs: FsOps, root: str, *, make: bool) -> None:
+    try:
+        if make:
+            fs.make_folders(root)
+        fs.try_folder(root, f"{TRIAL_PREFIX}{new_token()}")
+    except OSError as error:
+        raise CheckpointError(
+            f"checkpoint.dir={root} cannot be written to: {error}. Name another folder; a script that only restores "
+            "sets checkpoint.save.every_steps=null checkpoint.save.at_end=false."
+        ) from error
+
+
+def _said(fs: FsOps, root: str) -> str | None:
+    try:
+        _trial(fs, root, make=False)
+    except CheckpointError as error:
+        return str(error)
+    return None
+
+
+def _refuse_failed(said: list[Any]) -> None:
+    for rank, text in enumerate(said):
+        if text is not None:
+            raise CheckpointError(f"On rank {rank}: {text}")

@@ -1,0 +1,69 @@
+"""Room for a checkpoint: looked at before anything is written, and told in numbers when it runs out all the same."""
+
+from __future__ import annotations
+
+import errno
+import os
+
+from ..errors import CheckpointStorageFullError
+from .fs import FsOps
+
+#: A disk, a quota, or a limit of one file's size.
+FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+
+
+def refuse_without_room(fs: FsOps, target: str, needed: int, margin: int) -> None:
+    """Raise CheckpointStorageFullError when a checkpoint does not fit into what is free.
+
+    Args:
+        fs: where to look.
+        target: path of the checkpoint to be; the folder that is there above it is asked.
+        needed: bytes of all ranks' files.
+        margin: bytes that have to stay free (`min_free_bytes`).
+    """
+    free = _free(fs, target)
+    if free is None or free >= needed + margin:
+        return
+    kept = f" and {amount(margin)} are to stay free (checkpoint.min_free_bytes)" if margin else ""
+    raise CheckpointStorageFullError(
+        f"{target} needs {amount(needed)}{kept}, and {amount(free)} are free there. {_advice(errno.ENOSPC)}",
+        errno.ENOSPC,
+    )
+
+
+def full_text(fs: FsOps, target: str, needed: int, code: int) -> str:
+    """What belongs behind the text of a write that found no room: the numbers, and what helps.
+
+    Args:
+        fs: where to look.
+        target: path of the checkpoint that was to be.
+        needed: bytes of what could not be written.
+        code: errno of the write.
+    """
+    free = _free(fs, target)
+    now = "" if free is None else f", and {amount(free)} are free there now"
+    return f"It needs {amount(needed)}{now}. {_advice(code)}"
+
+
+def amount(nbytes: int) -> str:
+    """Bytes for people: `1.50 GB`, `12.34 MB`, `800 bytes`."""
+    if nbytes >= 1e8:
+        return f"{nbytes / 1e9:.2f} GB"
+    return f"{nbytes / 1e6:.2f} MB" if nbytes >= 1e5 else f"{nbytes} bytes"
+
+
+def _advice(code: int) -> str:
+    if code == errno.EFBIG:
+        return "One file may not be that large: raise checkpoint.writer.workers, which makes more files, or ulimit -f."
+    quota = "or have the quota raised, " if code == errno.EDQUOT else ""
+    return f"Delete what is not needed there, {quota}or lower checkpoint.keep.last."
+
+
+def _free(fs: FsOps, target: str) -> int | None:
+    folder = os.path.dirname(target)
+    while not os.path.isdir(folder) and folder != os.path.dirname(folder):
+        folder = os.path.dirname(folder)
+    try:
+        return fs.free_bytes(folder)
+    except OSError:
+        return None  # the write itself will say what is wrong with this folder
