@@ -139,11 +139,11 @@ def stopped_rank(rank: int, world_size: int, folder: Path) -> None:
 
 def stopped_worker(rank: int, world_size: int, folder: Path) -> None:
     """Rank 1's writer process hangs: it is given up at the deadline, on all ranks, and cannot commit later."""
-    with checkpointer_of(folder, write=2.0) as checkpointer:
+    with checkpointer_of(folder, heartbeat=1.0, stall=1.5, write=2.0) as checkpointer:
         save(checkpointer, folder / "run" / "one")
         if rank == 1:
             os.kill(checkpointer._checkpoint_process.caller.pid, signal.SIGSTOP)  # type: ignore[attr-defined]
-        with pytest.raises(RanksError, match=r"timeouts\.write") as caught:
+        with pytest.raises(RanksError, match=r"timeouts\.(stall|write)") as caught:
             save(checkpointer, folder / "run" / "two")
         assert set(caught.value.failures) == {1}
         assert save(checkpointer, folder / "run" / "two").outcome == "committed"
