@@ -1,0 +1,246 @@
+"""What the ranks of test_policy_ranks and test_room run: whatever becomes of a save, it becomes of it on all ranks."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ckpt_component import (
+    CheckpointConfigError,
+    CheckpointGivenUpError,
+    CheckpointManager,
+    CheckpointSaveError,
+    CheckpointStageError,
+    CheckpointStallError,
+    CheckpointStorageFullError,
+    PerRank,
+    RanksError,
+    build_manager,
+)
+from ckpt_component.storage.fs import FsOps
+
+#: Far above `max_stall_s` in these tests, far below every other deadline.
+LONG = 25.0
+
+
+def state_of(value: float, rank: int) -> dict[str, Any]:
+    return {"weight": torch.full((3000,), value), "other": torch.full((2000,), value), "mine": PerRank(rank + value)}
+
+
+def manager_in(root: Path, *overrides: str) -> CheckpointManager:
+    return build_manager("async_persistent", ["checkpoint.save.at_end=false", *overrides], dir=root)
+
+
+def caller_of(manager: CheckpointManager) -> Any:
+    return manager._checkpointer._saver().caller  # type: ignore[union-attr]
+
+
+def outcomes(manager: CheckpointManager) -> list[tuple[int | None, str, int]]:
+    return [(report.step, report.outcome, report.attempts) for report in manager.reports]
+
+
+def check(root: Path, step: int, rank: int) -> None:
+    target = state_of(0, rank)
+    with build_manager("sync", [f"checkpoint.resume={step}", "checkpoint.save.at_end=false"], dir=root) as manager:
+        assert manager.restore(target) == step
+    assert target["weight"].eq(step).all() and target["other"].eq(step).all() and target["mine"].value == rank + step
+
+
+def kill_first_writer(manager: CheckpointManager) -> None:
+    caller = caller_of(manager)
+    send = caller._send
+
+    def send_and_kill(process: Any, *arguments: Any) -> None:
+        caller._send = send
+        os.kill(process.pid, signal.SIGSTOP)  # so that it cannot answer first
+        send(process, *arguments)
+        os.kill(process.pid, signal.SIGKILL)
+
+    caller._send = send_and_kill
+
+
+def fail(manager: CheckpointManager, *errors: Exception) -> None:
+    caller, left = caller_of(manager), list(errors)
+    run = caller.run
+
+    def failing(job: Any, deadline: float) -> Any:
+        if left:
+            raise left.pop(0)
+        return run(job, deadline)
+
+    caller.run = failing
+
+
+def settle() -> None:
+    """All ranks are here. A barrier of gloo's, in the training thread alone."""
+    torch.distributed.barrier()
+
+
+def retried(rank: int, world_size: int, folder: Path) -> None:
+    """A writer of rank 1 is killed: all ranks try again, and commit. What fails for good is not tried again anywhere."""
+    root = folder / "run"
+    with manager_in(root, "checkpoint.on_error=retry", "checkpoint.retry.backoff_seconds=0.01") as manager:
+        if rank == 1:
+            kill_first_writer(manager)
+        manager.save(1, state_of(1, rank))
+        manager.wait()
+        if rank == 0:
+            fail(manager, CheckpointSaveError("rank 0's disk", errno.EIO), CheckpointSaveError("again", errno.EIO))
+        manager.save(2, state_of(2, rank))
+        manager.wait()
+        assert outcomes(manager) == [(1, "committed", 2), (2, "committed", 3)]
+        runs = []
+        if rank == 1:
+            fail(manager, CheckpointStageError("will never do"))
+        run = caller_of(manager).run
+        caller_of(manager).run = lambda job, deadline: (runs.append(1), run(job, deadline))[1]
+        manager.save(3, state_of(3, rank))
+        with pytest.raises(RanksError, match="will never do") as caught:
+            manager.wait()
+        assert caught.value.causes == {1: "CheckpointStageError"} and len(runs) == 1
+        manager.save(4, state_of(4, rank))
+        manager.wait()
+    settle()
+    names = sorted(name for name in os.listdir(root) if name.startswith((".ckpt-tmp", ".ckpt-trash", "iter")))
+    assert names == ["iter_0000001", "iter_0000002", "iter_0000004"]
+    for step in (1, 2, 4):
+        check(root, step, rank)
+
+
+def warned(rank: int, world_size: int, folder: Path) -> None:
+    """With `warn` no rank is interrupted, until the breaker opens: then all are, at the next save."""
+    overrides = ("checkpoint.on_error=warn", "checkpoint.give_up_after=2")
+    with manager_in(folder / "run", *overrides) as manager:
+        if rank == 1:
+            fail(manager, *(CheckpointSaveError(f"failure {number}", errno.EIO) for number in (1, 2)))
+        assert manager.save(1, state_of(1, rank))
+        manager.wait()
+        assert outcomes(manager) == [(1, "failed", 1)]
+        assert manager.save(2, state_of(2, rank))
+        while not caller_idle(manager):
+            time.sleep(0.01)
+        with pytest.raises(CheckpointGivenUpError, match=r"2 saves in a row.*failure 2"):
+            manager.save(3, state_of(3, rank))
+        assert manager.save(3, state_of(3, rank))
+        manager.wait()
+        # What keeps a save from beginning: the path is taken.
+        manager._saved_step = None
+        assert manager.save(3, state_of(3, rank)) is False
+    assert [entry[:2] for entry in outcomes(manager)] == [(1, "failed"), (2, "failed"), (3, "committed"), (3, "failed")]
+    check(folder / "run", 3, rank)
+
+
+def caller_idle(manager: CheckpointManager) -> bool:
+    return not manager._checkpointer.busy  # type: ignore[union-attr]
+
+
+def stalled(rank: int, world_size: int, folder: Path) -> None:
+    """Rank 1's writer hangs: the next save is given up on both, naming rank 1 and what it waited for."""
+    for on_error in ("raise", "warn"):
+        root = folder / on_error
+        with manager_in(root, "checkpoint.max_stall_s=1.0", f"checkpoint.on_error={on_error}") as manager:
+            pid = caller_of(manager).pid
+            if rank == 1:
+                os.kill(pid, signal.SIGSTOP)
+            manager.save(1, state_of(1, rank))
+            settle()
+            before = time.monotonic()
+            if on_error == "raise":
+                with pytest.raises(
+                    CheckpointStallError, match="Rank 1 waited in vain|take part in 'save/2'|iter_0000001"
+                ):
+                    manager.save(2, state_of(2, rank))
+            else:
+                assert manager.save(2, state_of(2, rank)) is False
+            assert time.monotonic() - before < LONG
+            settle()
+            if rank == 1:
+                os.kill(pid, signal.SIGCONT)
+            manager.wait()
+            assert manager.save(3, state_of(3, rank))
+            manager.wait()
+            expected = [(1, "committed", 1), (3, "committed", 1)]
+            assert outcomes(manager) == ([(2, "skipped", 1), *expected] if on_error == "warn" else expected)
+        check(root, 3, rank)
+
+
+def late(rank: int, world_size: int, folder: Path) -> None:
+    """A rank comes to the save after the other one has given it up: neither saves, and the next save is common again."""
+    root = folder / "run"
+    with manager_in(root, "checkpoint.max_stall_s=0.5", "checkpoint.on_error=warn") as manager:
+        assert manager.save(1, state_of(1, rank))
+        manager.wait()
+        for step, late_rank in ((2, 1), (3, 0)):
+            if rank == late_rank:
+                settle()  # the other one has returned from its save
+            before = time.monotonic()
+            assert manager.save(step, state_of(step, rank)) is False
+            assert time.monotonic() - before < LONG
+            if rank != late_rank:
+                settle()
+            settle()
+        assert manager.save(4, state_of(4, rank))
+        manager.wait()
+        assert outcomes(manager) == [(1, "committed", 1), (2, "skipped", 1), (3, "skipped", 1), (4, "committed", 1)]
+    check(root, 4, rank)
+
+
+def root_not_writable(rank: int, world_size: int, folder: Path) -> None:
+    """One rank cannot write: all ranks refuse to build the manager, and say which rank it is."""
+    for bad in (0, 1):
+        try_folder = FsOps.try_folder
+
+        def refuse(self: FsOps, path: str, name: str) -> None:
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS), path)
+
+        if rank == bad:
+            FsOps.try_folder = refuse  # type: ignore[method-assign]
+        text = "cannot be written to.*Read-only file system"
+        with pytest.raises(CheckpointConfigError, match=f"On rank 1: .*{text}" if bad else text):
+            manager_in(folder / "run")
+        FsOps.try_folder = try_folder  # type: ignore[method-assign]
+    settle()
+    with manager_in(folder / "run") as manager:
+        assert manager.save(1, state_of(1, rank))
+
+
+def no_room(rank: int, world_size: int, folder: Path) -> None:
+    """Room for what either rank writes but not for both: refused on both, in numbers."""
+    state = {"mine": PerRank(torch.full((100_000,), float(rank)))}
+    free = FsOps.free_bytes
+    with manager_in(folder / "run") as manager:
+        FsOps.free_bytes = lambda self, path: 600_000  # type: ignore[method-assign]
+        manager.save(1, state)
+        with pytest.raises(CheckpointStorageFullError, match=r"needs 0\.8\d MB, and 0\.60 MB are free"):
+            manager.wait()
+        FsOps.free_bytes = free  # type: ignore[method-assign]
+        # A disk that fills up on one rank meanwhile.
+        if rank == 1:
+            fail(manager, CheckpointSaveError("No space left on device", errno.ENOSPC))
+        manager.save(2, state)
+        with pytest.raises(RanksError, match="It needs 0.4.* are free there now") as caught:
+            manager.wait()
+        assert caught.value.errno == errno.ENOSPC and caught.value.causes == {1: "CheckpointStorageFullError"}
+        assert manager.save(3, state)
+        manager.wait()
+    settle()
+    assert sorted(name for name in os.listdir(folder / "run") if not name.startswith(".ckpt-owner")) == [
+        "iter_0000003",
+        "latest_checkpointed_iteration.txt",
+    ]
+
+
+def group_is_gone(rank: int, world_size: int, folder: Path) -> None:
+    """The process group is destroyed before the manager is closed, and nobody closes it: the script ends all the same."""
+    manager = manager_in(folder / "run")
+    manager.save(1, state_of(1, rank))
+    manager.wait()
+    settle()
+    print("the last line")

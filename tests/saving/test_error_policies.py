@@ -1,0 +1,486 @@
+"""`on_error`, `retry`, `give_up_after`: what becomes of a save that fails. Row 16 (fsync is never retried on a file)."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ckpt_component import (
+    AsyncCheckpointer,
+    CheckpointExistsError,
+    CheckpointFencedError,
+    CheckpointGivenUpError,
+    CheckpointManager,
+    CheckpointSaveError,
+    CheckpointStageError,
+    CheckpointStallError,
+    CheckpointStorageFullError,
+    CheckpointTimeoutError,
+    RanksError,
+    TornSnapshotError,
+    WorkerDiedError,
+    build_checkpointer,
+    build_manager,
+)
+from ckpt_component.failures import ErrorPolicy, FailureCount, worth_another_try
+from ckpt_component.saver import Saver
+from ckpt_component.storage.fs import FsOps
+
+QUICK = ("checkpoint.retry.backoff_seconds=0.01", "checkpoint.save.at_end=false")
+OWN_FILES = {".ckpt-owner.json", "latest_checkpointed_iteration.txt"}
+
+
+def state_of(value: float) -> dict[str, Any]:
+    return {"weight": torch.full((3000,), value), "few": torch.arange(7) + int(value), "step": int(value)}
+
+
+def manager_in(root: Path, *overrides: str, preset: str = "async_persistent") -> CheckpointManager:
+    return build_manager(preset, [*QUICK, *overrides], dir=root)
+
+
+def saver_of(manager: CheckpointManager) -> Saver:
+    saver = manager._checkpointer._saver()  # type: ignore[union-attr]
+    assert saver is not None
+    return saver
+
+
+def assert_holds(root: Path, step: int, value: float) -> None:
+    with build_checkpointer("sync") as checkpointer:
+        loaded = checkpointer.load(root / f"iter_{step:07d}")
+    expected = state_of(value)
+    assert loaded["step"] == expected["step"]
+    assert torch.equal(loaded["weight"], expected["weight"]) and torch.equal(loaded["few"], expected["few"])
+
+
+def checkpoints_in(root: Path) -> list[str]:
+    """All names but those that a run leaves beside its checkpoints: so debris is seen too."""
+    return sorted(set(os.listdir(root)) - OWN_FILES)
+
+
+class FailingRuns:
+    """Has the writing fail with the given errors, one after the other, and then work."""
+
+    def __init__(self, saver: Saver, *errors: BaseException) -> None:
+        self._run = saver.caller.run
+        self._errors = list(errors)
+        self.calls = 0
+        saver.caller.run = self  # type: ignore[method-assign,assignment]
+
+    def __call__(self, job: Any, deadline: float) -> Any:
+        self.calls += 1
+        if self._errors:
+            raise self._errors.pop(0)
+        return self._run(job, deadline)
+
+
+def disk_error() -> CheckpointSaveError:
+    return CheckpointSaveError("the disk is on fire", errno.EIO)
+
+
+# --- retry
+
+
+@pytest.mark.parametrize("step_of_save", ["write", "sync", "sync_folder", "rename_new", "make_folder", "write_new"])
+def test_retry_commits_at_the_second_try_all_files_anew(
+    step_of_save: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[str] = []
+    failed: list[str] = []
+    original = getattr(FsOps, step_of_save)
+    sync = FsOps.sync
+
+    def note_sync(self: FsOps, fd: int) -> None:
+        synced.append(os.readlink(f"/proc/self/fd/{fd}"))
+        sync(self, fd)
+
+    def fail_once(self: FsOps, *arguments: Any) -> Any:
+        if step_of_save == "sync":
+            synced.append(os.readlink(f"/proc/self/fd/{arguments[0]}"))
+        if not failed:
+            failed.append(step_of_save)
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return original(self, *arguments)
+
+    with manager_in(tmp_path, "checkpoint.on_error=retry", preset="sync") as manager:
+        monkeypatch.setattr(FsOps, "sync", note_sync)
+        monkeypatch.setattr(FsOps, step_of_save, fail_once)
+        assert manager.save(1, state_of(1))
+        monkeypatch.undo()
+    assert failed
+    assert [(report.step, report.outcome, report.attempts) for report in manager.reports] == [(1, "committed", 2)]
+    data = [path for path in synced if path.endswith(".distcp")]
+    assert data and len(set(data)) == len(data)  # a file that could not be synced is not synced again
+    assert checkpoints_in(tmp_path) == ["iter_0000001"]
+    assert_holds(tmp_path, 1, 1)
+
+
+@pytest.mark.parametrize("preset", ["async_persistent", "async_temporal", "async_zero_overhead"])
+def test_a_writer_killed_by_kill_9_is_replaced_and_the_second_try_commits(preset: str, tmp_path: Path) -> None:
+    with manager_in(tmp_path, "checkpoint.on_error=retry", preset=preset) as manager:
+        caller: Any = saver_of(manager).caller
+        send, killed = caller._send, []
+
+        def send_and_kill(process: Any, *arguments: Any) -> None:
+            if not killed:
+                killed.append(process.pid)
+                os.kill(process.pid, signal.SIGSTOP)  # so that it cannot answer first
+                send(process, *arguments)
+                os.kill(process.pid, signal.SIGKILL)
+            else:
+                send(process, *arguments)
+
+        caller._send = send_and_kill
+        state = state_of(1)
+        manager.save(1, state)
+        manager.wait_staged()
+        state["weight"].fill_(-1)  # the second try writes the snapshot, not what training made of it
+        manager.wait()
+        assert caller.pid not in killed
+        manager.save(2, state_of(2))
+        manager.wait()
+    assert [(report.outcome, report.attempts) for report in manager.reports] == [("committed", 2), ("committed", 1)]
+    assert checkpoints_in(tmp_path) == ["iter_0000001", "iter_0000002"]
+    assert_holds(tmp_path, 1, 1)
+    assert_holds(tmp_path, 2, 2)
+
+
+def test_the_snapshot_stays_leased_and_order_is_kept_until_the_last_try_is_over(tmp_path: Path) -> None:
+    with manager_in(tmp_path, "checkpoint.on_error=retry", "checkpoint.overlap=error") as manager:
+        saver = saver_of(manager)
+        busy: list[bool] = []
+        run = saver.caller.run
+
+        def fail_twice(job: Any, deadline: float) -> Any:
+            busy.append(saver.stager.busy)
+            if len(busy) < 3:
+                raise disk_error()
+            return run(job, deadline)
+
+        saver.caller.run = fail_twice  # type: ignore[method-assign]
+        manager.save(1, state_of(1))
+        manager.wait()
+        assert busy == [True, True, True] and not saver.stager.busy
+    assert manager.reports[0].attempts == 3
+
+
+def test_after_the_last_try_the_error_is_raised_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with manager_in(tmp_path, "checkpoint.on_error=retry", "checkpoint.retry.attempts=4") as manager:
+        runs = FailingRuns(saver_of(manager), *(disk_error() for _ in range(4)))
+        manager.save(1, state_of(1))
+        with pytest.raises(CheckpointSaveError, match="on fire"):
+            manager.wait()
+        assert runs.calls == 4
+        manager.save(2, state_of(2))
+        manager.wait()
+    assert "attempt 3 of 4 failed" in caplog.text and "attempt 4 of 4" not in caplog.text
+    assert [(report.step, report.outcome) for report in manager.reports] == [(1, "failed"), (2, "committed")]
+    assert checkpoints_in(tmp_path) == ["iter_0000002"]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        CheckpointStageError("a value"),
+        TornSnapshotError("a tensor"),
+        CheckpointExistsError("a path"),
+        CheckpointFencedError("another run"),
+        CheckpointSaveError("no right", errno.EACCES),
+        CheckpointStallError("too long"),
+        KeyError("a bug"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_what_would_fail_again_is_not_tried_again(error: Exception, tmp_path: Path) -> None:
+    with manager_in(tmp_path, "checkpoint.on_error=retry") as manager:
+        runs = FailingRuns(saver_of(manager), error)
+        manager.save(1, state_of(1))
+        with pytest.raises(type(error)):
+            manager.wait()
+        assert runs.calls == 1
+
+
+def test_which_errors_are_worth_another_try() -> None:
+    def of_ranks(*causes: str, code: int | None = None) -> RanksError:
+        return RanksError("failed", code, {}, dict(enumerate(causes)))
+
+    passing = [
+        disk_error(),
+        CheckpointStorageFullError("full", errno.ENOSPC),
+        WorkerDiedError("killed"),
+        CheckpointTimeoutError("slow"),
+        of_ranks("WorkerDiedError", "CheckpointSaveError", code=errno.EIO),
+    ]
+    lasting = [
+        CheckpointSaveError("read-only", errno.EROFS),
+        of_ranks("WorkerDiedError", "CheckpointStageError"),
+        of_ranks("RanksError"),  # a rank that is gone
+        of_ranks("CheckpointSaveError", code=errno.EACCES),
+        RanksError("the store is gone"),
+        ValueError("a bug"),
+    ]
+    assert all(worth_another_try(error) for error in passing)
+    assert not any(worth_another_try(error) for error in lasting)
+
+
+def test_pauses_double_up_to_a_limit() -> None:
+    policy = ErrorPolicy(attempts=6, backoff_seconds=1.0, max_backoff_seconds=5.0)
+    assert [policy.pause(number) for number in range(1, 6)] == [1, 2, 4, 5, 5]
+    assert policy.pauses == 17
+
+
+def test_close_makes_no_pauses_and_lets_the_tries_end(tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    manager = build_manager(
+        "async_persistent",
+        [
+            "checkpoint.on_error=retry",
+            "checkpoint.retry.backoff_seconds=500",
+            "checkpoint.retry.max_backoff_seconds=500",
+        ],
+        dir=root,
+    )
+    FailingRuns(saver_of(manager), disk_error())
+    manager.save(1, state_of(1))
+    manager.close()  # far sooner than the pause
+    assert manager.steps() == [1]
+
+
+# --- warn
+
+
+@pytest.mark.parametrize("preset", ["sync", "async_persistent"])
+def test_warn_logs_reports_and_goes_on(preset: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with manager_in(tmp_path, "checkpoint.on_error=warn", preset=preset) as manager:
+        FailingRuns(saver_of(manager), disk_error())
+        manager.save(1, state_of(1))
+        manager.wait()
+        assert manager.save(1, state_of(1))  # a step that was not saved may be saved again
+        manager.wait()
+        assert manager.save(2, state_of(2))
+    assert "training goes on (checkpoint.on_error=warn): the disk is on fire" in caplog.text
+    assert [(report.step, report.outcome) for report in manager.reports] == [
+        (1, "failed"),
+        (1, "committed"),
+        (2, "committed"),
+    ]
+    assert "on fire" in str(manager.reports[0].error)
+    assert checkpoints_in(tmp_path) == ["iter_0000001", "iter_0000002"]
+
+
+@pytest.mark.parametrize("preset", ["sync", "async_persistent"])
+def test_warn_covers_what_keeps_a_save_from_beginning(preset: str, tmp_path: Path) -> None:
+    (tmp_path / "iter_0000001").mkdir()
+    (tmp_path / "iter_0000001" / "mine").write_text("kept")
+    with manager_in(tmp_path, "checkpoint.on_error=warn", preset=preset) as manager:
+        assert manager.save(1, state_of(1)) is False
+        assert manager.save(2, {"odd": torch.empty(2, device="meta")}) is False
+        assert manager.save(3, state_of(3))
+    outcomes = [(report.step, report.outcome, str(report.error)[-40:]) for report in manager.reports]
+    assert [outcome[:2] for outcome in outcomes] == [(1, "failed"), (2, "failed"), (3, "committed")]
+    assert "already exists" in str(manager.reports[0].error) and "meta device" in str(manager.reports[1].error)
+
+
+def test_warn_path_by_path_gives_futures_that_failed_and_raises_nothing_by_itself(tmp_path: Path) -> None:
+    (tmp_path / "taken").write_text("")
+    checkpointer = build_checkpointer("async_persistent", ["checkpoint.on_error=warn"])
+    assert isinstance(checkpointer, AsyncCheckpointer)
+    with checkpointer:
+        staged, saved = checkpointer.save(state_of(1), tmp_path / "taken")
+        for future in (staged, saved):
+            with pytest.raises(CheckpointExistsError):
+                future.result(0)
+        _, saved = checkpointer.save(state_of(2), tmp_path / "two")
+        assert saved.result(30).outcome == "committed"
+        checkpointer.save(state_of(3), tmp_path / "taken" / "below")
+    with build_checkpointer("sync", ["checkpoint.on_error=warn"]) as blocking:
+        assert blocking.save(state_of(1), tmp_path / "taken") is None
+        assert blocking.last_report is not None and blocking.last_report.outcome == "failed"
+
+
+@pytest.mark.parametrize("preset", ["sync", "async_persistent"])
+def test_the_breaker_raises_after_so_many_failures_in_a_row_and_names_the_last(preset: str, tmp_path: Path) -> None:
+    with manager_in(tmp_path, "checkpoint.on_error=warn", "checkpoint.give_up_after=2", preset=preset) as manager:
+        FailingRuns(saver_of(manager), disk_error())
+        manager.save(1, state_of(1))
+        manager.wait()
+        manager.save(2, state_of(2))  # a success in between: the count begins anew
+        manager.wait()
+        last = CheckpointSaveError("the second in a row", errno.ENOSPC)
+        FailingRuns(saver_of(manager), disk_error(), last)
+        manager.save(3, state_of(3))
+        manager.wait()
+        with pytest.raises(
+            CheckpointGivenUpError, match=r"2 saves in a row.*give_up_after=2.*second in a row"
+        ) as caught:
+            manager.save(4, state_of(4))
+            manager.wait()
+        assert caught.value.errno == errno.ENOSPC
+        assert manager.save(5, state_of(5))
+        manager.wait()
+    assert manager.steps() == [2, 5]
+
+
+def test_the_breaker_counts_saves_that_cannot_begin_and_null_never_breaks(tmp_path: Path) -> None:
+    for limit, raised in (("3", True), ("null", False)):
+        root = tmp_path / limit
+        overrides = ("checkpoint.on_error=warn", f"checkpoint.give_up_after={limit}")
+        with manager_in(root, *overrides, "checkpoint.save.every_steps=1") as manager:
+            meta = {"odd": torch.empty(2, device="meta")}
+            assert [manager.maybe_save(step, meta) for step in (1, 2)] == [False, False]
+            if raised:
+                with pytest.raises(CheckpointGivenUpError, match="3 saves in a row"):
+                    manager.maybe_save(3, meta)
+            else:
+                assert [manager.maybe_save(step, meta) for step in range(3, 9)] == [False] * 6
+            assert len(manager.reports) == (2 if raised else 8)
+
+
+def test_with_retry_a_save_counts_once_however_often_it_was_tried(tmp_path: Path) -> None:
+    overrides = ("checkpoint.on_error=retry", "checkpoint.retry.attempts=2", "checkpoint.give_up_after=2")
+    with manager_in(tmp_path, *overrides) as manager:
+        FailingRuns(saver_of(manager), *(disk_error() for _ in range(4)))
+        manager.save(1, state_of(1))
+        with pytest.raises(CheckpointSaveError) as first:
+            manager.wait()
+        assert type(first.value) is CheckpointSaveError
+        manager.save(2, state_of(2))
+        with pytest.raises(CheckpointGivenUpError):
+            manager.wait()
+
+
+def test_failures_are_counted_in_a_row() -> None:
+    count = FailureCount(2)
+    assert count.failed(disk_error()) is None
+    count.succeeded()
+    assert count.failed(disk_error()) is None
+    given_up = count.failed(disk_error())
+    assert given_up is not None and given_up.errno == errno.EIO
+    assert FailureCount(None).failed(disk_error()) is None
+
+
+def test_raise_is_what_happens_without_a_word(tmp_path: Path) -> None:
+    with manager_in(tmp_path) as manager:
+        runs = FailingRuns(saver_of(manager), *(disk_error() for _ in range(5)))
+        for step in range(1, 6):
+            manager.save(step, state_of(step))
+            with pytest.raises(CheckpointSaveError) as caught:
+                manager.wait()
+            assert type(caught.value) is CheckpointSaveError
+        assert runs.calls == 5
+
+
+# --- row 15
+
+
+@pytest.mark.parametrize("count", [2, 5])
+@pytest.mark.parametrize("overlap", ["wait", "skip", "error"])
+@pytest.mark.parametrize("on_error", ["raise", "warn", "retry"])
+def test_row_15_overlapping_saves_keep_their_order_and_their_bytes(
+    count: int, overlap: str, on_error: str, tmp_path: Path
+) -> None:
+    from ckpt_component import CheckpointBusyError
+
+    go = threading.Event()
+    overrides = (f"checkpoint.overlap={overlap}", f"checkpoint.on_error={on_error}", "checkpoint.keep.last=null")
+    with manager_in(tmp_path, *overrides, "checkpoint.stager.arenas=2") as manager:
+        caller = saver_of(manager).caller
+        run, order = caller.run, []
+
+        def held(job: Any, deadline: float) -> Any:
+            assert go.wait(60)
+            order.append(int(os.path.basename(job.attempt.target)[-7:]))
+            return run(job, deadline)
+
+        caller.run = held  # type: ignore[method-assign]
+        state = state_of(0)
+        started: list[int] = []
+        for step in range(1, count + 1):
+            for name, value in state_of(step).items():
+                if isinstance(value, torch.Tensor):
+                    state[name].copy_(value)
+            state["step"] = step
+            if step > 2 and overlap == "wait":
+                go.set()  # both arenas are taken: the next call waits until one comes back
+            if step > 2 and overlap == "error":
+                with pytest.raises(CheckpointBusyError):
+                    manager.save(step, state)
+            elif manager.save(step, state):
+                started.append(step)
+        go.set()
+        manager.wait()
+    assert started == (list(range(1, count + 1)) if overlap == "wait" else [1, 2])
+    assert order == started == manager.steps()
+    for step in started:
+        assert_holds(tmp_path, step, step)
+
+
+# --- row 33 and 34
+
+
+def test_row_33_an_exception_in_training_while_a_save_fails_goes_through_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(ZeroDivisionError), manager_in(tmp_path) as manager:
+        FailingRuns(saver_of(manager), disk_error())
+        manager.save(1, state_of(1))
+        raise ZeroDivisionError
+    assert "while closing the checkpoint manager: the disk is on fire" in caplog.text
+    manager.close()
+    manager.close()
+
+
+@pytest.mark.parametrize("preset", ["sync", "async_temporal", "async_persistent", "async_zero_overhead"])
+def test_row_33_closing_twice_or_from_two_threads_is_harmless(preset: str, tmp_path: Path) -> None:
+    manager = manager_in(tmp_path, preset=preset)
+    manager.save(1, state_of(1))
+    closers = [threading.Thread(target=manager.close) for _ in range(2)]
+    for closer in closers:
+        closer.start()
+    for closer in closers:
+        closer.join(60)
+    manager.close()
+    assert not any(closer.is_alive() for closer in closers)
+    assert manager.steps() == [1]
+
+
+def test_row_34_a_huge_error_of_the_writer_process_arrives_as_text(tmp_path: Path) -> None:
+    """Errors cross as text, however long and of whatever kind; the process lives on."""
+    with build_checkpointer("async_persistent") as checkpointer:
+        assert isinstance(checkpointer, AsyncCheckpointer)
+        caller: Any = checkpointer._checkpoint_process.caller
+        pid, process = caller.pid, caller._process
+        send = process.send
+
+        def send_nonsense(header: dict[str, Any], *arguments: Any, **more: Any) -> None:
+            # A table that the process does not know: a KeyError with five million characters in it.
+            nonsense = {"table": "x" * 5_000_000} if header["kind"] == "write" else {}
+            send({**header, **nonsense}, *arguments, **more)
+
+        process.send = send_nonsense
+        _, saved = checkpointer.save(state_of(1), tmp_path / "one")
+        with pytest.raises(CheckpointSaveError, match="KeyError"):
+            saved.result(60)
+        process.send = send
+        assert checkpointer.save(state_of(2), tmp_path / "two")[1].result(30).outcome == "committed"
+        assert caller.pid == pid
+    assert os.listdir(tmp_path) == ["two"]
+
+
+def test_the_log_tells_failures_at_their_level(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for policy, level in (("raise", logging.ERROR), ("warn", logging.WARNING)):
+        caplog.clear()
+        with build_checkpointer("async_persistent", [f"checkpoint.on_error={policy}"]) as checkpointer:
+            saver = checkpointer._saver()
+            assert saver is not None
+            FailingRuns(saver, disk_error())
+            futures = checkpointer.save(state_of(1), tmp_path / policy)
+            assert futures is not None and "on fire" in str(futures[1].exception(30))
+        assert level in [record.levelno for record in caplog.records if "on fire" in record.message]

@@ -1,0 +1,169 @@
+"""Room on the disk, and the right to write there: told early, in numbers, and on all ranks. Rows 5 and 35."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from ranks import run_ranks
+
+from ckpt_component import (
+    AsyncCheckpointer,
+    CheckpointConfigError,
+    CheckpointSaveError,
+    CheckpointStorageFullError,
+    build_checkpointer,
+    build_manager,
+)
+from ckpt_component.storage.fs import FsOps
+
+SCRIPT = Path(__file__).parent / "scripts" / "policies.py"
+
+
+def state() -> dict[str, Any]:
+    return {"weight": torch.full((100_000,), 2.0), "note": "x" * 50_000}
+
+
+@pytest.mark.parametrize("writer", ["dcp", "torch_save", "safetensors"])
+@pytest.mark.parametrize("preset", ["sync", "async_persistent"])
+def test_without_room_nothing_is_written_and_the_numbers_are_told(
+    preset: str, writer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    free = [300_000]
+
+    def free_bytes(self: FsOps, path: str) -> int:
+        asked.append(path)
+        return free[0]
+
+    monkeypatch.setattr(FsOps, "free_bytes", free_bytes)
+    content = {"weight": state()["weight"]} if writer == "safetensors" else state()
+    with build_checkpointer(preset, [f"checkpoint/writer={writer}"]) as checkpointer:
+        with pytest.raises(
+            CheckpointStorageFullError,
+            match=r"needs 0\.\d\d MB, and 0\.30 MB are free there\. .*checkpoint\.keep\.last",
+        ) as caught:
+            futures = checkpointer.save(content, tmp_path / "new" / "one")
+            if futures is not None:
+                futures[1].result(30)
+        assert caught.value.errno == errno.ENOSPC
+        assert os.listdir(tmp_path) == []  # not even the folder
+        assert set(asked) == {str(tmp_path)}
+        free[0] = 10**9
+        futures = checkpointer.save(content, tmp_path / "new" / "one")
+        if futures is not None:
+            futures[1].result(30)
+    assert os.listdir(tmp_path / "new") == ["one"]
+
+
+def test_what_is_said_to_be_needed_is_what_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    from ckpt_component import attempt
+
+    monkeypatch.setattr(attempt, "refuse_without_room", lambda fs, target, needed, margin: asked.append(needed))
+    for writer in ("dcp", "torch_save"):
+        with build_checkpointer("sync", [f"checkpoint/writer={writer}"]) as checkpointer:
+            checkpointer.save(state(), tmp_path / writer)
+        written = sum(path.stat().st_size for path in (tmp_path / writer).iterdir())
+        assert written * 0.98 < asked[-1] < written * 1.05
+
+
+def test_a_margin_stays_free_and_null_looks_at_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FsOps, "free_bytes", lambda self, path: 10_000_000)
+    with (
+        build_checkpointer("sync", ["checkpoint.min_free_bytes=9900000"]) as checkpointer,
+        pytest.raises(CheckpointStorageFullError, match=r"9\.90 MB are to stay free \(checkpoint\.min_free_bytes\)"),
+    ):
+        checkpointer.save(state(), tmp_path / "one")
+
+    def never(self: FsOps, path: str) -> int:
+        raise AssertionError("asked")
+
+    monkeypatch.setattr(FsOps, "free_bytes", never)
+    with build_checkpointer("sync", ["checkpoint.min_free_bytes=null"]) as checkpointer:
+        checkpointer.save(state(), tmp_path / "one")
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
+@pytest.mark.parametrize("operation", ["create", "write", "sync", "make_folder", "write_new", "rename_new"])
+def test_a_disk_that_fills_up_meanwhile_is_the_same_error_with_numbers(
+    operation: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(self: FsOps, *arguments: Any, **more: Any) -> Any:
+        raise OSError(code, os.strerror(code))
+
+    with build_checkpointer("sync") as checkpointer:
+        with monkeypatch.context() as patch:
+            patch.setattr(FsOps, operation, full)
+            with pytest.raises(CheckpointStorageFullError, match=r"It needs .*, and .* are free there now") as caught:
+                checkpointer.save(state(), tmp_path / "one")
+        assert caught.value.errno == code
+        assert ("quota" in str(caught.value)) == (code == errno.EDQUOT)
+        assert isinstance(caught.value.__cause__, OSError)
+        checkpointer.save(state(), tmp_path / "two")
+    left = [name for name in os.listdir(tmp_path) if operation != "rename_new" or not name.startswith(".ckpt-")]
+    assert left == ["two"]
+
+
+def test_a_file_that_grows_too_large_in_the_writer_process(tmp_path: Path) -> None:
+    with build_checkpointer("async_persistent") as checkpointer:
+        assert isinstance(checkpointer, AsyncCheckpointer)
+        pid = checkpointer._checkpoint_process.caller.pid
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
+        _, saved = checkpointer.save(state(), tmp_path / "one")
+        with pytest.raises(
+            CheckpointStorageFullError, match=r"File too large.*It needs .*checkpoint\.writer\.workers"
+        ) as e:
+            saved.result(30)
+        assert e.value.errno == errno.EFBIG and "Traceback" in str(e.value.__cause__)
+        assert psutil.pid_exists(pid)
+    assert os.listdir(tmp_path) == []
+
+
+# --- row 35
+
+
+@pytest.mark.parametrize("preset", ["sync", "async_persistent"])
+def test_row_35_a_folder_that_cannot_be_written_to_is_refused_when_the_manager_is_built(
+    preset: str, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("not a folder")
+    with pytest.raises(
+        CheckpointConfigError, match=r"checkpoint\.dir=.*file/below cannot be written to: .*only restores"
+    ):
+        build_manager(preset, dir=tmp_path / "file" / "below")
+    # no process is left: see conftest
+
+
+def test_row_35_who_only_restores_needs_no_right_to_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with build_manager("sync", dir=tmp_path / "run") as manager:
+        manager.save(1, {"step": 1})
+    assert not [name for name in os.listdir(tmp_path / "run") if "trial" in name]
+
+    def read_only(self: FsOps, *arguments: Any, **more: Any) -> Any:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    for name in ("create", "make_folder", "try_folder"):
+        monkeypatch.setattr(FsOps, name, read_only)
+    with pytest.raises(CheckpointConfigError, match="Read-only file system"):
+        build_manager("sync", dir=tmp_path / "run")
+    only_restores = ["checkpoint.save.every_steps=null", "checkpoint.save.at_end=false"]
+    with build_manager("sync", only_restores, dir=tmp_path / "run") as manager:
+        target = {"step": 0}
+        assert manager.restore(target) == 1 and target["step"] == 1
+        with pytest.raises(CheckpointSaveError, match="Read-only file system"):
+            manager.save(2, {"step": 2})
+
+
+def test_row_35_a_folder_that_one_rank_cannot_write_to_is_refused_on_all(tmp_path: Path) -> None:
+    run_ranks(SCRIPT, "root_not_writable", 2, tmp_path)
+
+
+def test_two_ranks_need_what_they_write_together(tmp_path: Path) -> None:
+    run_ranks(SCRIPT, "no_room", 2, tmp_path)
