@@ -31,7 +31,7 @@ LONG = 20.0
 
 
 def manager_in(root: Path, *overrides: str, preset: str = "async_persistent") -> CheckpointManager:
-    return build_manager(preset, ["checkpoint.save.at_end=false", "checkpoint.max_stall_s=0.3", *overrides], dir=root)
+    return build_manager(preset, ["checkpoint.save.at_end=false", "checkpoint.max_stall_s=1.0", *overrides], dir=root)
 
 
 def state_of(value: float) -> dict[str, Any]:
@@ -63,11 +63,9 @@ def test_row_22_a_hung_writer_stalls_the_next_save_by_max_stall_s_and_the_error_
         pid = stop_writer(manager, stopped)
         manager.save(1, state_of(1))
         before = time.monotonic()
-        with pytest.raises(
-            CheckpointStallError, match=r"waited in vain for 0\.3 s .*max_stall_s.*iter_0000001"
-        ) as caught:
+        with pytest.raises(CheckpointStallError, match=r"waited in vain for 1 s .*max_stall_s.*iter_0000001") as caught:
             manager.save(2, state_of(2))
-        assert 0.3 <= time.monotonic() - before < LONG
+        assert 1.0 <= time.monotonic() - before < LONG
         assert isinstance(caught.value, CheckpointTimeoutError)
         os.kill(pid, signal.SIGCONT)
         manager.wait()
@@ -152,7 +150,7 @@ def test_the_fence_of_zero_overhead_lets_the_optimizer_go_and_the_snapshot_is_th
         assert manager._checkpointer.busy  # type: ignore[union-attr]
         goes_on.set()
         if on_error == "raise":
-            with pytest.raises(CheckpointStallError, match=r"thrown away.*0\.3 s.*max_stall_s"):
+            with pytest.raises(CheckpointStallError, match=r"thrown away.*1 s.*max_stall_s"):
                 manager.wait()
         else:
             manager.wait()
