@@ -173,6 +173,39 @@ def test_resume_is_a_word_or_a_step(value: Any, expected: Any) -> None:
             {"timeouts": {"close": float("nan")}},
             "checkpoint.timeouts.close must be a finite number above 0, got nan.",
         ),
+        (
+            {"on_error": "ignore"},
+            "checkpoint.on_error: Invalid value 'ignore', expected one of [raise, warn, retry].",
+        ),
+        ({"retry": {"attempts": 1}}, "checkpoint.retry.attempts must be at least 2, got 1."),
+        (
+            {"retry": 3},
+            "checkpoint.retry cannot itself be 3. The keys of checkpoint.retry: attempts, backoff_seconds, max_backoff_seconds.",
+        ),
+        ({"give_up_after": 0}, "checkpoint.give_up_after must be at least 1, got 0."),
+        ({"max_stall_s": 0}, "checkpoint.max_stall_s must be a finite number above 0, got 0.0."),
+        ({"min_free_bytes": -1}, "checkpoint.min_free_bytes must be at least 0, got -1."),
+        # contradictions
+        (
+            {"timeouts": {"heartbeat": 300}},
+            "checkpoint.timeouts.heartbeat=300 must be less than checkpoint.timeouts.stall=300; else a rank that is gone "
+            "would be taken for one that hangs.",
+        ),
+        (
+            {"timeouts": {"write": 100}},
+            "checkpoint.timeouts.stall=300 must be less than checkpoint.timeouts.write=100; else the write is over before "
+            "a rank that hangs is noticed.",
+        ),
+        (
+            {"max_stall_s": 400},
+            "checkpoint.max_stall_s=400 has no effect beyond checkpoint.timeouts.stage=300, which ends the same waits; "
+            "lower the first or raise the second.",
+        ),
+        (
+            {"retry": {"backoff_seconds": 90}},
+            "checkpoint.retry.backoff_seconds=90 is above checkpoint.retry.max_backoff_seconds=60; lower the first or "
+            "raise the second.",
+        ),
         ({"stager": {**PARTS["stager"], "arenas": 0}}, "checkpoint.stager.arenas must be at least 1, got 0."),
         ({"caller": {**PARTS["caller"], "nice": 20}}, "checkpoint.caller.nice must be from 0 to 19, got 20."),
         (
@@ -184,6 +217,22 @@ def test_resume_is_a_word_or_a_step(value: Any, expected: Any) -> None:
 )
 def test_what_is_wrong_is_told_in_words(changes: dict[str, Any], text: str) -> None:
     assert refused({**PARTS, **changes}) == text
+
+
+def test_policies_are_typed_and_have_their_defaults() -> None:
+    config = resolve_config("async_persistent")
+    assert (config.on_error.value, config.give_up_after, config.max_stall_s, config.min_free_bytes) == (
+        "raise",
+        3,
+        None,
+        0,
+    )
+    overrides = ["checkpoint.on_error=retry", "checkpoint.retry.attempts=5", "checkpoint.give_up_after=null"]
+    config = resolve_config(
+        "async_persistent", [*overrides, "checkpoint.max_stall_s=2", "checkpoint.min_free_bytes=null"]
+    )
+    assert (config.on_error.value, config.retry.attempts, config.give_up_after) == ("retry", 5, None)
+    assert (config.max_stall_s, config.min_free_bytes) == (2.0, None)
 
 
 def test_a_missing_part_is_named_with_what_to_pick() -> None:

@@ -57,6 +57,46 @@ def test_pool_gives_every_rank_the_decision_made_from_all(store: TCPStore) -> No
     assert on_all(ranks, ask) == [[10, 20, 30, 40]] * 5
 
 
+def test_a_rank_that_gives_up_waiting_keeps_the_late_leading_rank_from_deciding_without_it(store: TCPStore) -> None:
+    ranks = coordinators(store, 2)
+    with pytest.raises(CheckpointTimeoutError, match="rank 0 to decide 'late'"):
+        ranks[1].pool("late", 1, sum, soon(0.05))
+    decided: list[int] = []
+    with pytest.raises(CheckpointTimeoutError, match="gave up waiting for rank 0"):
+        ranks[0].pool("late", 2, decided.extend, soon())
+    assert not decided
+    # Nor does a leading rank that has begun to decide leave one behind whose time is up.
+    deciding, go = threading.Event(), threading.Event()
+
+    def decide(said: list[int]) -> int:
+        deciding.set()
+        assert go.wait(30)
+        return sum(said)
+
+    def ask(coordinator: StoreCoordinator) -> Any:
+        if coordinator.leads:
+            return coordinator.pool("slow", 1, decide, soon())
+        threading.Timer(1.0, go.set).start()
+        assert not deciding.is_set()
+        return coordinator.pool("slow", 2, sum, soon(0.5))
+
+    assert on_all(ranks, ask) == [3, 3]
+    assert on_all(ranks, lambda rank: rank.pool("next", rank.rank, sum, soon())) == [1, 1]
+
+
+def test_errors_tell_the_kind_of_each_ranks_failure_and_huge_ones_are_cut(store: TCPStore) -> None:
+    ranks = coordinators(store, 2)
+
+    def work(coordinator: StoreCoordinator) -> None:
+        if coordinator.rank == 1:
+            raise CheckpointSaveError("x" * 5_000_000, 28)
+
+    found = on_all(ranks, lambda rank: rank.vote("huge", lambda: work(rank), lambda: 0, soon()))
+    for error in found:
+        assert isinstance(error, RanksError) and error.causes == {1: "CheckpointSaveError"} and error.errno == 28
+        assert len(str(error)) < 50_000 and "more characters in the log of that rank" in str(error)
+
+
 def test_what_the_leading_rank_raises_comes_as_the_same_error_everywhere(store: TCPStore) -> None:
     def refuse() -> None:
         raise CheckpointExistsError("it is taken")
