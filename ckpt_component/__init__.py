@@ -29,9 +29,11 @@ from .errors import (
     CheckpointStallError,
     CheckpointStorageFullError,
     CheckpointTimeoutError,
+    CheckpointUnreadableError,
     MissingKeysError,
     RanksError,
     TornSnapshotError,
+    UnexpectedKeysError,
     WorkerDiedError,
 )
 
@@ -81,6 +83,7 @@ __all__ = [
     "CheckpointStallError",
     "CheckpointStorageFullError",
     "CheckpointTimeoutError",
+    "CheckpointUnreadableError",
     "Checkpointer",
     "FileSystemWriterAsync",
     "MissingKeysError",
@@ -91,6 +94,7 @@ __all__ = [
     "SyncCheckpointer",
     "TemporalAsyncCaller",
     "TornSnapshotError",
+    "UnexpectedKeysError",
     "WorkerDiedError",
     "add_checkpoint_args",
     "build_checkpointer",

@@ -87,7 +87,8 @@ class Checkpointer(ABC):
                 `load_state_dict()` given their state; keys that are not in it are not loaded. None: load everything.
             default_map_location: a device, or a function as `torch.load` takes it, for tensors without a target.
             strict: raise when the target has keys that the checkpoint lacks.
-            **kwargs: passed to the reader; ours takes `allow_dtype_cast=True`.
+            **kwargs: passed to the reader; ours takes `allow_dtype_cast=True`, and `allow_unexpected=False` to refuse
+                a checkpoint that has keys which the target lacks.
 
         Returns:
             The target, or a new dict.
@@ -96,6 +97,7 @@ class Checkpointer(ABC):
             CheckpointNotFoundError: there is no checkpoint at the path.
             MissingKeysError: with `strict`.
             CheckpointLoadError: a value of another shape, dtype or kind than the target's.
+            UnexpectedKeysError: with `allow_unexpected=False`.
             CheckpointCorruptError: the bytes on disk are not those that were written.
         """
         logger.debug("loading %s", path)
@@ -105,6 +107,14 @@ class Checkpointer(ABC):
         if strict and missing:
             raise MissingKeysError(f"Checkpoint at {path} is missing keys: {missing}.", missing)
         return loaded
+
+    def load_to_resume(self, path: PathLike, state_dict: dict[str, Any], *, strict: bool = False) -> dict[str, Any]:
+        """Load what a run begins with: as `load`, and also verified where `verify` is `on_resume`."""
+        from .readers import Reader  # imports torch
+
+        # A reader of somebody else's has no such key.
+        more = {"resuming": True} if isinstance(self._reader, Reader) else {}
+        return self.load(path, state_dict, strict=strict, **more)
 
     def guard(self, optimizer: torch.optim.Optimizer) -> None:
         """Let `optimizer.step()` wait for a snapshot that is still being copied. Needed by `zero_overhead` alone."""

@@ -22,9 +22,11 @@ __all__ = [
     "CheckpointStallError",
     "CheckpointStorageFullError",
     "CheckpointTimeoutError",
+    "CheckpointUnreadableError",
     "MissingKeysError",
     "RanksError",
     "TornSnapshotError",
+    "UnexpectedKeysError",
     "WorkerDiedError",
 ]
 
@@ -113,9 +115,29 @@ class MissingKeysError(CheckpointLoadError):
         self.keys = keys
 
 
+class UnexpectedKeysError(CheckpointLoadError):
+    """`allow_unexpected=False` and the checkpoint has keys that the target lacks; `keys` lists them."""
+
+    def __init__(self, message: str, keys: list[str]) -> None:
+        super().__init__(message)
+        self.keys = keys
+
+
 class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
     """There is no checkpoint at the path, or no step that was asked for."""
 
 
 class CheckpointCorruptError(CheckpointError, ValueError):
     """The bytes on disk are not the bytes that were written; names the file and the item."""
+
+
+class CheckpointUnreadableError(CheckpointCorruptError):
+    """The bytes cannot be read at all (EIO, EACCES, a mount that is gone): nothing is known about them.
+
+    A resuming run goes on from an older checkpoint as with a corrupt one, and leaves this one where it is. `errno` is
+    that of the system call, or None.
+    """
+
+    def __init__(self, message: str, errno: int | None = None) -> None:
+        super().__init__(message)
+        self.errno = errno

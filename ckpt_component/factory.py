@@ -171,7 +171,7 @@ def _build_graph(settings: Checkpoint) -> Checkpointer:
     stager.max_stall = timeouts.max_stall
     caller.connect(start_timeout=timeouts.worker_start, close_timeout=timeouts.close)
     saver = Saver(stager, caller, writer, ranks, fs, timeouts, _policy(settings))
-    reader = Reader(ranks.rank, ranks.world_size)
+    reader = Reader(ranks.rank, ranks.world_size, settings.verify)
     if caller.in_other_process:
         return AsyncCheckpointer(stager, saver, reader)
     return SyncCheckpointer(BlockingWriter(saver), reader)

@@ -96,7 +96,7 @@ class Resumption:
         failure: Exception | None = None
         try:
             path = os.path.join(self._root, self._names.folder(step))
-            self._checkpointer.load(path, state, strict=strict)
+            self._checkpointer.load_to_resume(path, state, strict=strict)
         except Exception as error:
             failure = error
         if self._ranks.world_size == 1:

@@ -23,6 +23,7 @@ from ..errors import CheckpointSaveError, CheckpointTimeoutError, WorkerDiedErro
 from ..image.arena import Arena
 from ..process.byte_process import ByteProcess
 from ..process.remote_error import RemoteTraceback
+from ..storage.checksum import home_of
 from ..writers.byte_io import run_write_job
 from ..writers.job import WriteJob
 
@@ -186,7 +187,14 @@ class _ProcessCaller(WriteCaller):
             self._arenas[job.arena.number] = job.arena
         if self._known is None or self._known[0] != table_number or self._known[1] is not job.sidecars:
             named = [(name, len(data)) for name, data in job.sidecars.items()]
-            header = {"kind": "table", "id": table_number, "table": table.to_plain(), "sidecars": named}
+            header = {
+                "kind": "table",
+                "id": table_number,
+                "table": table.to_plain(),
+                "sidecars": named,
+                # It runs without site-packages, where the package of a checksum is.
+                "checksum_home": home_of(table.checksum),
+            }
             process.send(header, deadline, blobs=list(job.sidecars.values()))
             self._known = (table_number, job.sidecars)
         extras = [

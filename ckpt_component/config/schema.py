@@ -43,6 +43,23 @@ class Durability(Enum):
     process_crash = "process_crash"  # the kernel's cache is trusted
 
 
+class Verify(Enum):
+    """When the checksums of what is read are compared. Sizes and structure always are."""
+
+    on_read = "on_read"  # at every load
+    on_resume = "on_resume"  # when the manager resumes, not in a plain load
+    off = "off"
+
+
+class ChecksumName(Enum):
+    """The checksum that every item is stored with."""
+
+    crc32 = "crc32"  # zlib's, always there
+    crc32c = "crc32c"  # needs the package crc32c or google-crc32c
+    xxh3_64 = "xxh3_64"  # needs the package xxhash
+    auto = "auto"  # the fastest that is installed
+
+
 class IoPriority(Enum):
     """How a writer process queues for the disk."""
 
@@ -148,6 +165,8 @@ class Checkpoint:
     """What must stay free on the disk beside a new checkpoint; null: free space is not looked at beforehand."""
     durability: Durability = Durability.power_cut
     """What a committed checkpoint survives: `power_cut`, or `process_crash` alone, which is faster."""
+    verify: Verify = Verify.on_read
+    """When checksums are compared: `on_read`, at every load; `on_resume`, when the manager resumes; or `off`."""
     timeouts: Timeouts = field(default_factory=Timeouts)
     """Deadlines in seconds."""
     stager: Any = MISSING
@@ -228,6 +247,8 @@ class DcpWriter(Part):
     """How many parallel writers, and so files with tensors, a rank has."""
     block_bytes: int = at_least(4096, 8 << 20)
     """How many bytes one write call takes."""
+    checksum: ChecksumName = ChecksumName.crc32
+    """Checksum of every item: `crc32`; `crc32c` or `xxh3_64`, with their packages; `auto`: the fastest installed."""
     separation_hint: str | None = None
     """Keys that start with this text go to files of their own; null: no such split."""
 
@@ -240,6 +261,8 @@ class TorchSaveWriter(Part):
     """How many parallel writers share a rank's file."""
     block_bytes: int = at_least(4096, 8 << 20)
     """How many bytes one write call takes."""
+    checksum: ChecksumName = ChecksumName.crc32
+    """Checksum of every item: `crc32`; `crc32c` or `xxh3_64`, with their packages; `auto`: the fastest installed."""
 
 
 @dataclass
@@ -250,6 +273,8 @@ class SafetensorsWriter(Part):
     """How many parallel writers share a rank's file."""
     block_bytes: int = at_least(4096, 8 << 20)
     """How many bytes one write call takes."""
+    checksum: ChecksumName = ChecksumName.crc32
+    """Checksum of every item: `crc32`; `crc32c` or `xxh3_64`, with their packages; `auto`: the fastest installed."""
 
 
 #: kind of part -> option of the group `checkpoint/<kind>` -> its schema.

@@ -42,7 +42,8 @@ class ByteWorker:
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
         self._arenas: dict[int, mmap.mmap] = {}
-        self._tables: dict[int, tuple[WriteTable, dict[str, bytes]]] = {}
+        #: By number: the table, what a commit from here adds, and where the package of the table's checksum is.
+        self._tables: dict[int, tuple[WriteTable, dict[str, bytes], list[str] | None]] = {}
         self._undecided: _Undecided | None = None
 
     def serve(self) -> None:
@@ -62,7 +63,8 @@ class ByteWorker:
                 self._map_arena(header, fds[0])
             elif kind == "table":
                 sidecars = _split(blob, header["sidecars"])
-                self._tables = {header["id"]: (WriteTable.from_plain(header["table"]), sidecars)}
+                table = WriteTable.from_plain(header["table"])
+                self._tables = {header["id"]: (table, sidecars, header["checksum_home"])}
             elif kind == "write":
                 self._write(header, blob)
             elif kind == "decided":
@@ -85,7 +87,7 @@ class ByteWorker:
         lock, until = None, time.monotonic() + job["seconds"]
         try:
             fs = FsOps(durable=job["durable"])
-            table, sidecars = self._tables[job["table"]]
+            table, sidecars, checksum_home = self._tables[job["table"]]
             lock = fs.lock_shared(job["staging"])
             extras = [
                 Extra(spec["file"], spec["offset"], data, spec["items"])
@@ -93,7 +95,7 @@ class ByteWorker:
             ]
             memory = memoryview(self._arenas[job["arena"]]) if table.files else memoryview(b"")
             result = run_write_job(
-                fs, job["staging"], job["rank"], table, MemorySource(memory), extras, job["block_bytes"]
+                fs, job["staging"], job["rank"], table, MemorySource(memory), extras, job["block_bytes"], checksum_home
             )
         except Exception as error:
             if lock is not None:

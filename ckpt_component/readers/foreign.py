@@ -1,30 +1,26 @@
-"""Files that others made, by `torch.save` or safetensors.
+"""Files of `torch.save`, and the way into nested states that stock DCP notes.
 
-They carry no checksums, so nothing is verified here; our own `torch_save` files are verified before they come here.
+Files that others made carry no checksums, so nothing is verified here; our own are verified before they come here.
 """
 
 from __future__ import annotations
 
-import json
-import math
 import os
 import pickle
-import struct
 import zipfile
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from ..errors import CheckpointCorruptError, CheckpointLoadError
-from ..image import objects as object_codec
-from ..image.arena import tensor_bytes
+from ..errors import CheckpointCorruptError, CheckpointLoadError, CheckpointStageError
 from ..image.tree import Path, flatten, key_of
-from ..writers.safetensors_format import DTYPES
-from .ranges import OpenFiles, in_parallel, read_full
+from ..storage.regular import open_regular, read_failure
+from .archives import check_archive, decode
 from .source import Index, Request, Source, TensorEntry
 
-_MAX_HEADER = 100 << 20
+#: A tensor may be larger than its file where it repeats what is stored (`expand`), up to this many bytes.
+_MOST_REPEATED = 64 << 20
 
 
 class TorchFileSource(Source):
@@ -33,15 +29,30 @@ class TorchFileSource(Source):
     Args:
         path: the file.
         mapped: map the file instead of reading it: for copying into a target.
+
+    Raises:
+        CheckpointCorruptError: it is no regular file, damaged, or claims what it does not have.
+        CheckpointUnreadableError: it cannot be read.
+        CheckpointLoadError: it holds something else than a state dict of plain data.
     """
 
     def __init__(self, path: str, *, mapped: bool) -> None:
-        state = _torch_load(path, mapped)
+        state, size = _torch_load(path, mapped)
         if not isinstance(state, Mapping):
             raise CheckpointLoadError(
                 f"{path} holds a {type(state).__name__}, not a state dict; use torch.load for it."
             )
-        flat = flatten(state)
+        try:
+            flat = flatten(state)
+        except (CheckpointStageError, RecursionError) as error:
+            raise CheckpointLoadError(f"{path} holds no state dict that can be taken apart: {error}") from error
+        for place, tensor in zip(flat.tensor_paths, flat.tensors, strict=True):
+            nbytes = tensor.numel() * tensor.element_size()
+            if nbytes > max(size, _MOST_REPEATED):
+                raise CheckpointCorruptError(
+                    f"'{key_of(place)}' in {path} has the shape {tuple(tensor.shape)}, which is {nbytes} bytes, and "
+                    f"the file has {size}."
+                )
         self._tensors = {key_of(path): value for path, value in zip(flat.tensor_paths, flat.tensors, strict=True)}
         self._objects = {key_of(path): value for path, value in zip(flat.object_paths, flat.objects, strict=True)}
         self._mapped = mapped
@@ -58,24 +69,41 @@ class TorchFileSource(Source):
 
     def read_objects(self, keys: Sequence[str]) -> Mapping[str, Any]:
         """Decode what stood beside the tensors."""
-        return {key: object_codec.decode(self._objects[key]) for key in keys}
+        return {key: decode(self._objects[key], f"'{key}' in {self.where}") for key in keys}
 
     def tied(self, key: str) -> torch.Tensor | None:
         """The loaded tensor itself, which shares its storage with those that were tied; not from a mapped file."""
         return None if self._mapped else self._tensors[key]
 
 
-def _torch_load(path: str, mapped: bool) -> Any:
+def _torch_load(path: str, mapped: bool) -> tuple[Any, int]:
+    """What the file holds, and how large it is."""
     try:
-        # Only zip files can be mapped; torch.save wrote another form before 1.6.
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped and zipfile.is_zipfile(path))
-    except pickle.UnpicklingError as error:
-        raise CheckpointLoadError(
-            f"{path} holds Python objects that safe loading refuses: {_first_line(error)} "
-            "If you trust the file, load it with torch.load(weights_only=False) yourself."
-        ) from error
-    except (RuntimeError, EOFError, ValueError, OSError) as error:
-        raise CheckpointCorruptError(f"{path} cannot be read as a torch.save file: {_first_line(error)}") from error
+        stream = os.fdopen(open_regular(path), "rb")
+    except OSError as error:
+        raise read_failure(path, error) from error
+    with stream:
+        size = os.fstat(stream.fileno()).st_size
+        try:
+            # torch.save wrote another form before 1.6, which cannot be mapped.
+            zipped = zipfile.is_zipfile(stream)
+            if zipped:
+                check_archive(stream, size, path)
+            stream.seek(0)
+            # Mapping goes by name; the one that leads to what was just looked at, whatever happens to the path.
+            source = f"/proc/self/fd/{stream.fileno()}" if mapped and zipped else stream
+            return torch.load(source, map_location="cpu", weights_only=True, mmap=mapped and zipped), size
+        except CheckpointCorruptError:
+            raise
+        except pickle.UnpicklingError as error:
+            raise CheckpointLoadError(
+                f"{path} holds Python objects that safe loading refuses: {_first_line(error)} "
+                "If you trust the file, load it with torch.load(weights_only=False) yourself."
+            ) from error
+        except OSError as error:
+            raise read_failure(path, error) from error
+        except Exception as error:  # torch.load raises nearly anything on damaged bytes
+            raise CheckpointCorruptError(f"{path} cannot be read as a torch.save file: {_first_line(error)}") from error
 
 
 def _first_line(error: BaseException) -> str:
@@ -83,73 +111,6 @@ def _first_line(error: BaseException) -> str:
     # torch puts the reason last, behind advice on how to switch the check off.
     named = [line for line in lines if "GLOBAL" in line or "WeightsUnpickler" in line]
     return (named or lines or [type(error).__name__])[0]
-
-
-class SafetensorsSource(Source):
-    """A safetensors file of any origin."""
-
-    def __init__(self, path: str) -> None:
-        self._folder, self._name = os.path.split(os.path.abspath(path))
-        size = os.path.getsize(path)
-        with OpenFiles(self._folder) as files:
-            header, self._start = _read_header(path, files.descriptor(self._name), size)
-        self._places: dict[str, tuple[int, int]] = {}
-        index = Index()
-        known = {text: dtype for dtype, text in DTYPES.items()}
-        for key, entry in header.items():
-            if key == "__metadata__":
-                continue
-            begin, end = entry["data_offsets"]
-            dtype, shape = known.get(entry["dtype"]), torch.Size(entry["shape"])
-            if dtype is None:
-                raise CheckpointLoadError(f"'{key}' in {path} has the dtype {entry['dtype']}, which is not supported.")
-            if end - begin != math.prod(shape) * dtype.itemsize or begin < 0 or self._start + end > size:
-                raise CheckpointCorruptError(f"'{key}' in {path} has offsets that do not fit its shape or the file.")
-            self._places[key] = (begin, end)
-            index.tensors[key] = TensorEntry((key,), dtype, shape, key)
-        for alias, kept in header.get("__metadata__", {}).items():
-            if kept in index.tensors and alias not in index.tensors:
-                found = index.tensors[kept]
-                self._places[alias] = self._places[kept]
-                index.tensors[alias] = TensorEntry((alias,), found.dtype, found.shape, found.same_as)
-        super().__init__(path, index)
-
-    def read_tensors(self, requests: Sequence[Request]) -> None:
-        """Read in parallel, straight into contiguous CPU tensors."""
-        with OpenFiles(self._folder) as files:
-            fd = files.descriptor(self._name)
-            ordered = sorted(requests, key=lambda request: self._places[request.key])
-
-            def read(request: Request) -> None:
-                begin, _ = self._places[request.key]
-                landing = torch.empty(self.index.tensors[request.key].shape, dtype=request.destination.dtype)
-                if not read_full(fd, [tensor_bytes(landing)], self._start + begin):
-                    raise CheckpointCorruptError(f"{self.where} ends before '{request.key}'.")
-                request.destination.copy_(request.part_of(landing))
-
-            in_parallel(ordered, [self._places[r.key][1] - self._places[r.key][0] for r in ordered], read)
-
-    def read_objects(self, keys: Sequence[str]) -> Mapping[str, Any]:
-        """There are none in this format."""
-        return {}
-
-
-def _read_header(path: str, fd: int, size: int) -> tuple[dict[str, Any], int]:
-    length = memoryview(bytearray(8))
-    if not read_full(fd, [length], 0):
-        raise CheckpointCorruptError(f"{path} is too short for a safetensors file.")
-    (count,) = struct.unpack("<Q", length)
-    if count > min(_MAX_HEADER, size - 8):
-        raise CheckpointCorruptError(f"{path} claims a header of {count} bytes and has {size} in all.")
-    text = memoryview(bytearray(count))
-    read_full(fd, [text], 8)
-    try:
-        header = json.loads(bytes(text))
-        if not isinstance(header, dict):
-            raise ValueError("it is no object")
-    except ValueError as error:
-        raise CheckpointCorruptError(f"{path} has a header that is not JSON ({error}).") from error
-    return header, 8 + count
 
 
 def list_paths(mapping: Mapping[str, Sequence[Any]]) -> tuple[dict[str, Path], list[tuple[Path, str]]]:

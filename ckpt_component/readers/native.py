@@ -2,95 +2,57 @@
 
 from __future__ import annotations
 
-import json
 import os
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from ..errors import CheckpointCorruptError
-from ..image import objects as object_codec
+from ..errors import CheckpointCorruptError, CheckpointLoadError
 from ..image.arena import tensor_bytes
 from ..image.shards import overlap
 from ..image.tree import Path, key_of
-from ..storage.fs import FsOps
-from .ranges import OpenFiles, crc_of, crc_of_range, in_parallel, read_full
+from ..storage.checksum import Checksum, ChecksumMissingError, find_checksum, install_text
+from .archives import load_object
+from .ranges import OpenFiles, in_parallel
+from .shapes import check_cover
 from .source import Index, Request, Source, TensorEntry
-
-_MAX_TABLE_BYTES = 1 << 30
-
-
-@dataclass(frozen=True)
-class StoredItem:
-    """One item of an integrity table: where it is, where its payload starts in the file, and its CRC."""
-
-    file: str
-    offset: int
-    length: int
-    payload: int
-    crc32: int
-    dtype: torch.dtype | None
-    shape: tuple[int, ...]
+from .tables import RankTable, StoredItem, StoredKey
 
 
-@dataclass(frozen=True)
-class RankTable:
-    """What one rank wrote, as its integrity file tells it."""
-
-    items: list[StoredItem]
-    layout: Mapping[str, Any]
-
-
-def read_tables(fs: FsOps, folder: str, manifest: Mapping[str, Any]) -> list[RankTable]:
-    """The integrity tables of all ranks, each verified against the manifest.
+def checksum_of(folder: str, table: RankTable) -> Checksum:
+    """The algorithm that a table's items were stored with.
 
     Raises:
-        CheckpointCorruptError: one is missing, damaged, or makes no sense.
+        CheckpointLoadError: it cannot be computed here; the text says what to install.
     """
-    tables = []
-    for entry in manifest["files"]:
-        name = entry["name"]
-        if not (name.startswith("integrity-") and name.endswith(".json")):
-            continue
-        path = os.path.join(folder, name)
-        try:
-            data = fs.read(path, _MAX_TABLE_BYTES)
-        except OSError as error:
-            raise CheckpointCorruptError(f"{path} cannot be read: {error}.") from error
-        if zlib.crc32(data) != entry["crc32"]:
-            raise CheckpointCorruptError(f"{path} does not match its checksum in the manifest.")
-        content = json.loads(data)
-        layout = content["layout"]
-        names = layout["files"]
-        crcs = content["crc32"]
-        items = [
-            StoredItem(names[file], offset, length, payload, crc, _dtype(path, dtype), tuple(shape))
-            for (file, offset, length, payload, dtype, shape), crc in zip(layout["items"], crcs, strict=False)
-        ]
-        items += [
-            StoredItem(file, offset, length, offset, crc, None, ())
-            for (file, offset, length), crc in zip(content["extras"], crcs[len(items) :], strict=True)
-        ]
-        tables.append(RankTable(items, layout))
-    return tables
+    try:
+        return find_checksum(table.checksum)
+    except ChecksumMissingError as error:
+        raise CheckpointLoadError(
+            f"{folder} was saved with the checksum {table.checksum}, whose package is not installed here: "
+            f"{install_text(table.checksum)}, or load it unverified with checkpoint.verify=off."
+        ) from error
+    except ValueError as error:
+        raise CheckpointLoadError(
+            f"{folder} was saved with the checksum {table.checksum!r:.200}, which this release does not know; load it "
+            "with the release that wrote it, or unverified with checkpoint.verify=off."
+        ) from error
 
 
-def verify_all(folder: str, tables: Sequence[RankTable]) -> None:
-    """Read every item and compare its CRC."""
-    ranges = [(item.file, item.offset, item.length, item.crc32) for table in tables for item in table.items]
+def verify_file(folder: str, name: str, table: RankTable) -> None:
+    """Read every item of one file and compare its checksum."""
+    checksum = checksum_of(folder, table)
+    items = [item for item in table.items if item.file == name]
     with OpenFiles(folder) as files:
-        for name, _, _, _ in ranges:
-            files.descriptor(name)
+        files.descriptor(name)
 
-        def check(place: tuple[str, int, int, int]) -> None:
-            name, offset, length, crc = place
-            if crc_of_range(files.descriptor(name), offset, length) != crc:
-                raise damaged(folder, name, f"bytes {offset} to {offset + length}")
+        def check(item: StoredItem) -> None:
+            if files.checksum(name, item.offset, item.length, checksum) != item.checksum:
+                raise damaged(folder, name, f"The item at bytes {item.offset} to {item.offset + item.length}")
 
-        in_parallel(ranges, [length for _, _, length, _ in ranges], check)
+        in_parallel(items, [item.length for item in items], check)
 
 
 def damaged(folder: str, name: str, what: str) -> CheckpointCorruptError:
@@ -102,38 +64,62 @@ def damaged(folder: str, name: str, what: str) -> CheckpointCorruptError:
 
 @dataclass(frozen=True)
 class Chunk:
-    """A stored part of a tensor: where it begins in the whole, and the item that holds it."""
+    """A stored part of a tensor: where it begins in the whole, the item that holds it, and the item's checksum."""
 
     offsets: tuple[int, ...]
     item: StoredItem
+    checksum: Checksum | None
 
 
 class NativeSource(Source):
-    """A checkpoint with integrity tables that say where every payload is."""
+    """A checkpoint with integrity tables that say where every payload is.
 
-    def __init__(self, fs: FsOps, folder: str, manifest: Mapping[str, Any]) -> None:
+    Args:
+        folder: the checkpoint.
+        tables: of `read_tables`.
+        verify: compare the checksum of everything that is read.
+
+    Raises:
+        CheckpointCorruptError: the tables contradict each other, or tensors have holes or overlapping parts.
+        CheckpointLoadError: a checksum that cannot be computed here.
+    """
+
+    def __init__(self, folder: str, tables: Sequence[RankTable], *, verify: bool) -> None:
         self._chunks: dict[str, dict[tuple[int, ...], Chunk]] = {}
-        self._objects: dict[str, StoredItem] = {}
+        self._objects: dict[str, Chunk] = {}
         index = Index()
         containers: dict[tuple[Path, str], None] = {}
-        for rank, table in enumerate(read_tables(fs, folder, manifest)):
-            for raw, number, *part in table.layout["keys"]:
-                path, item = tuple(raw), table.items[number]
+        for rank, table in enumerate(tables):
+            checksum = checksum_of(folder, table) if verify else None
+            for stored in table.keys:
+                self._add(folder, index, stored, table.items[stored.item], rank, checksum)
+            for path, number in table.objects:
                 key = key_of(path)
-                if item.dtype is None:
-                    raise CheckpointCorruptError(f"'{key}' in {folder} has no dtype.")
-                whole, offsets = (part[0], tuple(part[1])) if part else (item.shape, (0,) * len(item.shape))
-                # The same part twice: it was tied on one rank and not on another.
-                self._chunks.setdefault(key, {}).setdefault(offsets, Chunk(offsets, item))
-                entry = TensorEntry(path, item.dtype, torch.Size(whole), key if part else (rank, number))
-                index.tensors.setdefault(key, entry)
-            for raw, number in table.layout["objects"]:
-                path = tuple(raw)
-                self._objects[key_of(path)] = table.items[number]
-                index.objects[key_of(path)] = path
-            containers.update(dict.fromkeys((tuple(raw), kind) for raw, kind in table.layout["containers"]))
+                self._objects[key] = Chunk((), table.items[number], checksum)
+                index.objects[key] = path
+            containers.update(dict.fromkeys(table.containers))
         index.containers = list(containers)
         super().__init__(folder, index)
+        for key, chunks in self._chunks.items():
+            boxes = [(chunk.offsets, chunk.item.shape) for chunk in chunks.values()]
+            check_cover(f"'{key}' in {folder}", index.tensors[key].shape, boxes)
+
+    def _add(
+        self, folder: str, index: Index, stored: StoredKey, item: StoredItem, rank: int, checksum: Checksum | None
+    ) -> None:
+        if item.dtype is None:
+            raise CheckpointCorruptError(f"'{key_of(stored.path)}' in {folder} has no dtype.")
+        key = key_of(stored.path)
+        whole, offsets = stored.part or (item.shape, (0,) * len(item.shape))
+        # The same part twice: it was tied on one rank and not on another.
+        self._chunks.setdefault(key, {}).setdefault(offsets, Chunk(offsets, item, checksum))
+        same_as = (rank, stored.item) if stored.part is None else key
+        known = index.tensors.setdefault(key, TensorEntry(stored.path, item.dtype, torch.Size(whole), same_as))
+        if (known.dtype, tuple(known.shape)) != (item.dtype, tuple(whole)):
+            raise CheckpointCorruptError(
+                f"'{key}' in {folder} is {known.dtype} {tuple(known.shape)} on one rank and {item.dtype} "
+                f"{tuple(whole)} on another."
+            )
 
     def read_tensors(self, requests: Sequence[Request]) -> None:
         """Each item by one vectored read; a whole payload goes straight into the tensor, what surrounds it aside."""
@@ -165,12 +151,13 @@ class NativeSource(Source):
         found: dict[str, Any] = {}
         with OpenFiles(self.where) as files:
             for key in keys:
-                item = self._objects[key]
+                chunk = self._objects[key]
+                item = chunk.item
                 data = memoryview(bytearray(item.length))
-                whole = read_full(files.descriptor(item.file), [data], item.offset)
-                if not whole or zlib.crc32(data) != item.crc32:
+                whole = files.fill(item.file, [data], item.offset)
+                if not whole or (chunk.checksum is not None and chunk.checksum.of(data) != item.checksum):
                     raise damaged(self.where, item.file, f"'{key}'")
-                found[key] = object_codec.load(data)
+                found[key] = load_object(data, f"'{key}' in {os.path.join(self.where, item.file)}")
         return found
 
     def _read(self, files: OpenFiles, request: Request, chunk: Chunk) -> None:
@@ -186,11 +173,9 @@ class NativeSource(Source):
         payload = tensor_bytes(landing)
         before = item.payload - item.offset
         after = item.length - before - payload.nbytes
-        if before < 0 or after < 0:
-            raise CheckpointCorruptError(f"'{request.key}' in {self.where} does not fit its place in {item.file}.")
         buffers = [memoryview(bytearray(before)), payload, memoryview(bytearray(after))]
-        whole = read_full(files.descriptor(item.file), buffers, item.offset)
-        if not whole or crc_of(buffers) != item.crc32:
+        whole = files.fill(item.file, buffers, item.offset)
+        if not whole or (chunk.checksum is not None and chunk.checksum.over(buffers) != item.checksum):
             raise damaged(self.where, item.file, f"'{request.key}'")
         if direct:
             # The memory was written behind autograd's back, and others may watch the version.
@@ -201,10 +186,3 @@ class NativeSource(Source):
             common = overlap((chunk.offsets, item.shape), request.box)
             if common is not None:
                 target[common[1]].copy_(landing[common[0]])
-
-
-def _dtype(path: str, name: str) -> torch.dtype:
-    found = getattr(torch, name, None)
-    if not isinstance(found, torch.dtype):
-        raise CheckpointCorruptError(f"{path} names the dtype {name!r}, which this torch does not have.")
-    return found

@@ -1,14 +1,15 @@
-"""Parallel reads of byte ranges, straight into their destination, with the CRC taken on the way."""
+"""Parallel reads of byte ranges, straight into their destination."""
 
 from __future__ import annotations
 
 import os
-import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from ..errors import CheckpointCorruptError
+from ..storage.checksum import Checksum
+from ..storage.regular import is_plain_name, open_regular, read_failure
 
 _BLOCK = 4 << 20
 _MOST_THREADS = 4
@@ -18,7 +19,7 @@ Work = TypeVar("Work")
 class OpenFiles:
     """The files of one checkpoint folder, opened when first needed. A context manager.
 
-    Only plain names and regular files: nothing outside the folder is read, and no link is followed.
+    Only plain names and regular files: nothing outside the folder is read, no link is followed, no FIFO waited for.
     """
 
     def __init__(self, folder: str) -> None:
@@ -29,20 +30,56 @@ class OpenFiles:
         """A descriptor for reading, owned by this object.
 
         Raises:
-            CheckpointCorruptError: the name leaves the folder, or there is no such file.
+            CheckpointCorruptError: the name leaves the folder, or there is no such regular file.
+            CheckpointUnreadableError: the file cannot be opened.
         """
         found = self._descriptors.get(name)
         if found is None:
-            if os.path.basename(name) != name or name in ("", ".", ".."):
-                raise CheckpointCorruptError(f"{self._folder} refers to the file {name!r}, which is not a plain name.")
-            try:
-                found = os.open(os.path.join(self._folder, name), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-            except OSError as error:
+            if not is_plain_name(name):
                 raise CheckpointCorruptError(
-                    f"{os.path.join(self._folder, name)} cannot be read: {error.strerror}."
-                ) from error
+                    f"{self._folder} refers to the file {name!r:.200}, which is not a plain name."
+                )
+            path = os.path.join(self._folder, name)
+            try:
+                found = open_regular(path)
+            except OSError as error:
+                raise read_failure(path, error) from error
             self._descriptors[name] = found
         return found
+
+    def fill(self, name: str, buffers: Sequence[memoryview], offset: int) -> bool:
+        """Fill all buffers from `offset` of a file on; False when the file ends before.
+
+        Raises:
+            CheckpointUnreadableError: the read fails.
+        """
+        fd = self.descriptor(name)
+        pending = [view for view in buffers if view.nbytes]
+        try:
+            while pending:
+                count = os.preadv(fd, pending, offset)
+                if count == 0:
+                    return False
+                offset += count
+                while pending and count >= pending[0].nbytes:
+                    count -= pending.pop(0).nbytes
+                if count:
+                    pending[0] = pending[0][count:]
+        except OSError as error:
+            raise read_failure(os.path.join(self._folder, name), error) from error
+        return True
+
+    def checksum(self, name: str, offset: int, length: int, checksum: Checksum) -> int | None:
+        """The checksum of a range of a file, or None when the file ends before."""
+        buffer = memoryview(bytearray(min(length, _BLOCK)))
+        stream, position = checksum.stream(), 0
+        while position < length:
+            view = buffer[: min(length - position, _BLOCK)]
+            if not self.fill(name, [view], offset + position):
+                return None
+            stream.update(view)
+            position += view.nbytes
+        return stream.value()
 
     def __enter__(self) -> OpenFiles:
         return self
@@ -50,42 +87,6 @@ class OpenFiles:
     def __exit__(self, *_: object) -> None:
         while self._descriptors:
             os.close(self._descriptors.popitem()[1])
-
-
-def read_full(fd: int, buffers: Sequence[memoryview], offset: int) -> bool:
-    """Fill all buffers from `offset` on; False when the file ends before."""
-    pending = [view for view in buffers if view.nbytes]
-    while pending:
-        count = os.preadv(fd, pending, offset)
-        if count == 0:
-            return False
-        offset += count
-        while pending and count >= pending[0].nbytes:
-            count -= pending.pop(0).nbytes
-        if count:
-            pending[0] = pending[0][count:]
-    return True
-
-
-def crc_of(buffers: Sequence[memoryview]) -> int:
-    """The CRC-32 of the buffers, one after the other."""
-    crc = 0
-    for view in buffers:
-        crc = zlib.crc32(view, crc)
-    return crc
-
-
-def crc_of_range(fd: int, offset: int, length: int) -> int | None:
-    """The CRC-32 of a range of a file, or None when the file ends before."""
-    buffer = memoryview(bytearray(min(length, _BLOCK)))
-    crc, position = 0, 0
-    while position < length:
-        view = buffer[: min(length - position, _BLOCK)]
-        if not read_full(fd, [view], offset + position):
-            return None
-        crc = zlib.crc32(view, crc)
-        position += view.nbytes
-    return crc
 
 
 def in_parallel(work: Sequence[Work], sizes: Sequence[int], run: Callable[[Work], None]) -> None:

@@ -9,16 +9,23 @@ from typing import Any
 
 import torch
 
-from ..errors import CheckpointCorruptError, CheckpointLoadError, CheckpointNotFoundError
+from ..config.schema import Verify
+from ..errors import CheckpointCorruptError, CheckpointLoadError, CheckpointNotFoundError, UnexpectedKeysError
 from ..image.tree import Path, StateDict, unflatten
 from ..storage.fs import FsOps
 from ..storage.manifest import check_files, read_manifest
-from .foreign import SafetensorsSource, TorchFileSource
-from .native import NativeSource, read_tables, verify_all
+from ..storage.regular import read_failure
+from .foreign import TorchFileSource
+from .native import NativeSource, verify_file
+from .safetensors_file import SafetensorsSource
 from .source import Request, Source
+from .tables import read_tables
 from .target import Target
 
 logger = logging.getLogger(__name__)
+
+#: Keys in a log line.
+_MOST_NAMED = 10
 
 
 class Reader:
@@ -27,12 +34,14 @@ class Reader:
     Args:
         rank: who reads; what is this rank's own is looked for under it.
         world_size: how many ranks there are.
+        verify: when the checksums of what is read are compared. Sizes and structure always are.
     """
 
-    def __init__(self, rank: int = 0, world_size: int = 1) -> None:
+    def __init__(self, rank: int = 0, world_size: int = 1, verify: Verify = Verify.on_read) -> None:
         self._fs = FsOps()
         self._rank = rank
         self._world_size = world_size
+        self._verify = verify
 
     def read(
         self,
@@ -41,6 +50,8 @@ class Reader:
         *,
         map_location: Any = None,
         allow_dtype_cast: bool = False,
+        allow_unexpected: bool = True,
+        resuming: bool = False,
     ) -> tuple[StateDict, list[str]]:
         """Read the checkpoint at `path`.
 
@@ -49,6 +60,8 @@ class Reader:
             state_dict: the target, filled in place; None: everything, as a new dict on the CPU.
             map_location: a device or a function as `torch.load` takes it, for tensors that have no target.
             allow_dtype_cast: let a target tensor take values of another dtype.
+            allow_unexpected: leave keys of the checkpoint that the target does not have; False: refuse them.
+            resuming: a run begins with what is read, which `verify: on_resume` is for.
 
         Returns:
             The target or the new dict, and the keys of the target that the checkpoint does not have.
@@ -56,28 +69,43 @@ class Reader:
         Raises:
             CheckpointNotFoundError, CheckpointCorruptError, CheckpointLoadError: see `Checkpointer.load`.
         """
-        source = self._open(path, mapped=state_dict is not None)
+        verify = self._verify is Verify.on_read or (resuming and self._verify is Verify.on_resume)
+        source = self._open(path, mapped=state_dict is not None, verify=verify)
         place = _placer(map_location)
         with torch.no_grad():
             if state_dict is None:
                 values = read_values(source, source.index.tensors, source.index.objects, place)
-                by_path = {_path(source, key): value for key, value in values.items()}
-                return unflatten(by_path, source.index.containers), []
+                return _nested(source, values), []
             target = Target(state_dict, source, self._rank, self._world_size, allow_dtype_cast=allow_dtype_cast)
+            self._tell_unexpected(path, target.unexpected, allowed=allow_unexpected, resuming=resuming)
             source.read_tensors(target.requests)
             fresh = read_values(source, target.new_tensors, target.objects, place)
             return state_dict, target.finish(fresh)
 
-    def _open(self, path: str, *, mapped: bool) -> Source:
-        """Find out what is at `path`."""
-        if os.path.isfile(path):
-            return SafetensorsSource(path) if path.endswith(".safetensors") else TorchFileSource(path, mapped=mapped)
+    @staticmethod
+    def _tell_unexpected(path: str, keys: list[str], *, allowed: bool, resuming: bool) -> None:
+        if not keys:
+            return
+        named = ", ".join(keys[:_MOST_NAMED]) + (f" and {len(keys) - _MOST_NAMED} more" if keys[_MOST_NAMED:] else "")
+        text = f"{path} has keys that the target does not have: {named}"
+        if not allowed:
+            raise UnexpectedKeysError(f"{text}; pass allow_unexpected=True to leave them.", keys)
+        # To load a part is what a plain load is for; a run that begins again should find all that it saved.
+        logger.log(logging.WARNING if resuming else logging.INFO, "%s; they are not loaded", text)
+
+    def _open(self, path: str, *, mapped: bool, verify: bool) -> Source:
+        """Find out what is at `path`. The folder itself may be a link, which the caller named; nothing in it may."""
         if not os.path.isdir(path):
-            raise CheckpointNotFoundError(f"There is no checkpoint at {path}.")
+            if not os.path.lexists(path):
+                raise CheckpointNotFoundError(f"There is no checkpoint at {path}.")
+            return SafetensorsSource(path) if path.endswith(".safetensors") else TorchFileSource(path, mapped=mapped)
         manifest = read_manifest(self._fs, path)
         if manifest is not None:
-            return self._open_ours(path, manifest, mapped)
-        names = self._fs.names(path)
+            return self._open_ours(path, manifest, mapped=mapped, verify=verify)
+        try:
+            names = self._fs.names(path)
+        except OSError as error:
+            raise read_failure(path, error) from error
         logger.warning("%s has no manifest, so what is loaded from it cannot be verified", path)
         if ".metadata" in names:
             from .stock_dcp import StockDcpSource  # importing DCP takes a second, and few loads need it
@@ -85,39 +113,46 @@ class Reader:
             return StockDcpSource(self._fs, path)
         files = [name for name in names if name.endswith((".pt", ".pth", ".bin", ".safetensors"))]
         if len(files) == 1:
-            return self._open(os.path.join(path, files[0]), mapped=mapped)
+            return self._open(os.path.join(path, files[0]), mapped=mapped, verify=verify)
         found = ", ".join(names[:5]) or "nothing"
         raise CheckpointNotFoundError(
             f"{path} holds no checkpoint ({found}); name the folder of one, with manifest.json or .metadata, or a file."
         )
 
-    def _open_ours(self, path: str, manifest: Mapping[str, Any], mapped: bool) -> Source:
+    def _open_ours(self, path: str, manifest: Mapping[str, Any], *, mapped: bool, verify: bool) -> Source:
         check_files(self._fs, path, manifest)
-        if manifest.get("format") == "dcp" or (manifest.get("format") == "safetensors" and manifest["world_size"] == 1):
-            return NativeSource(self._fs, path, manifest)
-        if manifest.get("format") == "safetensors":
-            verify_all(path, read_tables(self._fs, path, manifest))
-            return SafetensorsSource(os.path.join(path, self._own_file(path, manifest, ".safetensors")))
-        if manifest.get("format") != "torch_save":
-            raise CheckpointLoadError(f"{path} has the format {manifest.get('format')!r}, which no reader here knows.")
-        verify_all(path, read_tables(self._fs, path, manifest))
-        name = self._own_file(path, manifest, ".pt")
+        form = manifest.get("format")
+        if form == "dcp":
+            return NativeSource(path, read_tables(self._fs, path, manifest), verify=verify)
+        if form not in ("safetensors", "torch_save"):
+            raise CheckpointLoadError(f"{path} has the format {form!r:.200}, which no reader here knows.")
+        rank = self._own_rank(path, manifest)
+        (table,) = read_tables(self._fs, path, manifest, [rank])
+        if form == "safetensors":
+            return NativeSource(path, [table], verify=verify)
+        name = f"checkpoint_{rank}.pt"
+        if name not in {entry["name"] for entry in manifest["files"]}:
+            raise CheckpointCorruptError(f"{path} has no file of rank {rank}, {name}.")
+        if verify:
+            verify_file(path, name, table)
         return TorchFileSource(os.path.join(path, name), mapped=mapped)
 
-    def _own_file(self, path: str, manifest: Mapping[str, Any], ending: str) -> str:
-        """The file of this rank, in a format in which every rank has one of its own."""
-        names = [str(entry["name"]) for entry in manifest["files"] if entry["name"].endswith(ending)]
+    def _own_rank(self, path: str, manifest: Mapping[str, Any]) -> int:
+        """Whose part this rank takes, in a format in which every rank has a file of its own."""
         if manifest["world_size"] not in (1, self._world_size):
             raise CheckpointLoadError(
                 f"{path} was saved by {manifest['world_size']} ranks with checkpoint/writer={manifest['format']}, in "
                 f"which every rank's file is its own, and there are {self._world_size} now; only checkpoints of "
                 "checkpoint/writer=dcp load on another number of ranks."
             )
-        rank = self._rank if manifest["world_size"] > 1 else 0
-        for name in names:
-            if name.endswith(f"_{rank}{ending}"):
-                return name
-        raise CheckpointCorruptError(f"{path} has no {ending} file of rank {rank}; there are {', '.join(names)}.")
+        return self._rank if manifest["world_size"] > 1 else 0
+
+
+def _nested(source: Source, values: Mapping[str, Any]) -> StateDict:
+    try:
+        return unflatten({_path(source, key): value for key, value in values.items()}, source.index.containers)
+    except (TypeError, ValueError, KeyError, AttributeError) as error:
+        raise CheckpointCorruptError(f"The keys of {source.where} make up no state dict: {error}.") from error
 
 
 def read_values(

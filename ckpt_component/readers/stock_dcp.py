@@ -2,46 +2,47 @@
 
 from __future__ import annotations
 
-import io
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 
-from ..errors import CheckpointCorruptError, CheckpointLoadError
-from ..image import objects as object_codec
-from ..image.shards import overlap
+from ..errors import CheckpointCorruptError
+from ..image.shards import Box, overlap
 from ..storage.fs import FsOps
+from ..storage.regular import read_failure
+from .archives import load_archive, load_object
 from .foreign import list_paths
-from .metadata import load_metadata
-from .ranges import OpenFiles, in_parallel, read_full
+from .metadata import Place, load_metadata
+from .ranges import OpenFiles, in_parallel
 from .source import Index, Request, Source, TensorEntry
 
 _MAX_METADATA = 1 << 30
 
 
 class StockDcpSource(Source):
-    """A checkpoint of `torch.distributed.checkpoint`, from any world size; chunks are put together."""
+    """A checkpoint of `torch.distributed.checkpoint`, from any world size; chunks are put together.
+
+    Raises:
+        CheckpointCorruptError: `.metadata` is damaged, or says what cannot be.
+        CheckpointUnreadableError: it cannot be read.
+    """
 
     def __init__(self, fs: FsOps, folder: str) -> None:
         path = os.path.join(folder, ".metadata")
         try:
             data = fs.read(path, _MAX_METADATA)
+            found = {name: fs.size(os.path.join(folder, name)) for name in fs.names(folder)}
         except OSError as error:
-            raise CheckpointCorruptError(f"{path} cannot be read: {error}.") from error
-        self._metadata: Metadata = load_metadata(data, path)
-        mapping = self._metadata.planner_data if isinstance(self._metadata.planner_data, dict) else {}
-        paths, containers = list_paths(mapping)
+            raise read_failure(path, error) from error
+        self._metadata = load_metadata(data, path, {name: size for name, size in found.items() if size is not None})
+        paths, containers = list_paths(self._metadata.paths)
         index = Index(containers=containers)
-        for key, entry in self._metadata.state_dict_metadata.items():
-            place = paths.get(key, (key,))
-            if isinstance(entry, TensorStorageMetadata):
-                index.tensors[key] = TensorEntry(place, entry.properties.dtype, entry.size, key)
-            elif isinstance(entry, BytesStorageMetadata):
-                index.objects[key] = place
+        for key, tensor in self._metadata.tensors.items():
+            index.tensors[key] = TensorEntry(paths.get(key, (key,)), tensor.dtype, torch.Size(tensor.shape), key)
+        for key in self._metadata.objects:
+            index.objects[key] = paths.get(key, (key,))
         super().__init__(folder, index)
 
     def read_tensors(self, requests: Sequence[Request]) -> None:
@@ -49,58 +50,43 @@ class StockDcpSource(Source):
         with OpenFiles(self.where) as files:
             work = []
             for request in requests:
-                for chunk, common in self._chunks(request):
-                    info = self._info(MetadataIndex(request.key, chunk.offsets))
-                    files.descriptor(info.relative_path)
-                    work.append((request, chunk, common, info))
-            work.sort(key=lambda piece: (piece[3].relative_path, piece[3].offset))
+                for (_, sizes), place, common in self._chunks(request):
+                    files.descriptor(place.file)
+                    work.append((request, sizes, common, place))
+            work.sort(key=lambda piece: (piece[3].file, piece[3].offset))
 
-            def read(piece: tuple[Request, Any, Any, _StorageInfo]) -> None:
-                request, chunk, (theirs, ours, _), info = piece
-                value = self._load(files, info, request.key)
-                if not isinstance(value, torch.Tensor) or value.shape != chunk.sizes:
-                    raise CheckpointCorruptError(f"'{request.key}' in {self.where} is not the chunk that was promised.")
+            def read(piece: tuple[Request, Any, Any, Place]) -> None:
+                request, sizes, (theirs, ours, _), place = piece
+                value = load_archive(self._bytes(files, place, request.key), self._name(request.key, place))
+                promised = self.index.tensors[request.key].dtype, torch.Size(sizes)
+                if not isinstance(value, torch.Tensor) or (value.dtype, value.shape) != promised:
+                    raise CheckpointCorruptError(
+                        f"{self._name(request.key, place)} is not the chunk that was promised."
+                    )
                 request.destination[ours].copy_(value[theirs])
 
-            in_parallel(work, [info.length for *_, info in work], read)
+            in_parallel(work, [place.length for *_, place in work], read)
 
     def read_objects(self, keys: Sequence[str]) -> Mapping[str, Any]:
         """Load the objects, each with `weights_only`."""
+        found = {}
         with OpenFiles(self.where) as files:
-            return {key: object_codec.decode(self._load(files, self._info(MetadataIndex(key)), key)) for key in keys}
-
-    def _chunks(self, request: Request) -> list[tuple[Any, Any]]:
-        """The chunks that have something of what is asked for, each with what they have in common."""
-        entry = self._metadata.state_dict_metadata[request.key]
-        pieces = [(chunk, overlap((chunk.offsets, chunk.sizes), request.box)) for chunk in getattr(entry, "chunks", ())]
-        found = [(chunk, common) for chunk, common in pieces if common is not None]
-        if sum(common[2] for _, common in found) != request.destination.numel():
-            raise CheckpointCorruptError(f"The chunks of '{request.key}' in {self.where} do not cover the tensor.")
+            for key in keys:
+                place = self._metadata.objects[key]
+                found[key] = load_object(self._bytes(files, place, key), self._name(key, place))
         return found
 
-    def _info(self, index: MetadataIndex) -> _StorageInfo:
-        info = self._metadata.storage_data.get(index)
-        if not isinstance(info, _StorageInfo):
-            raise CheckpointCorruptError(f"{self.where} does not say where '{index.fqn}' is stored.")
-        if getattr(info, "transform_descriptors", None):
-            raise CheckpointLoadError(
-                f"'{index.fqn}' in {self.where} was stored with the transforms {info.transform_descriptors}, which are "
-                "not supported; load it with torch.distributed.checkpoint."
-            )
-        return info
+    def _chunks(self, request: Request) -> list[tuple[Box, Place, Any]]:
+        """The chunks that have something of what is asked for, each with what they have in common."""
+        chunks = self._metadata.tensors[request.key].chunks
+        pieces = [(box, place, overlap(box, request.box)) for box, place in chunks]
+        return [(box, place, common) for box, place, common in pieces if common is not None]
 
-    def _load(self, files: OpenFiles, info: _StorageInfo, key: str) -> Any:
-        descriptor = files.descriptor(info.relative_path)
-        size = os.fstat(descriptor).st_size
-        if info.offset < 0 or info.length < 0 or info.offset + info.length > size:
-            raise CheckpointCorruptError(
-                f"'{key}' lies outside of {info.relative_path} ({size} bytes) in {self.where}."
-            )
-        data = bytearray(info.length)
-        read_full(descriptor, [memoryview(data)], info.offset)
-        try:
-            return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-        except Exception as error:  # torch.load raises nearly anything on damaged bytes
-            raise CheckpointCorruptError(
-                f"'{key}' in {os.path.join(self.where, info.relative_path)} cannot be loaded safely: {error}"
-            ) from error
+    def _bytes(self, files: OpenFiles, place: Place, key: str) -> bytearray:
+        data = bytearray(place.length)
+        if not files.fill(place.file, [memoryview(data)], place.offset):
+            raise CheckpointCorruptError(f"{self._name(key, place)} is not whole: the file ends before.")
+        return data
+
+    def _name(self, key: str, place: Place) -> str:
+        return f"'{key}' in {os.path.join(self.where, place.file)}"

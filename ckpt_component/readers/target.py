@@ -22,6 +22,7 @@ class Target:
     - An object with `load_state_dict` is given its whole subtree; tensors that it has already are filled in place.
 
     Attributes:
+        unexpected: keys of the checkpoint that the target has no place for.
         requests: tensors to fill in place.
         new_tensors: keys of tensors to load into new memory.
         objects: keys of objects to load.
@@ -61,6 +62,10 @@ class Target:
             self._take_rest(path, stateful)
         self.new_tensors = list(dict.fromkeys(self.new_tensors))
         self.objects = list(dict.fromkeys(self.objects))
+        used = {*(request.key for request in self.requests), *self.new_tensors, *self.objects}
+        unused = {*source.index.tensors, *source.index.objects} - used
+        # Every rank finds the others' own values there.
+        self.unexpected = sorted(key for key in unused if all(rank_of(part) is None for part in self._place_of(key)))
 
     def _match_tensor(self, path: Path, tensor: torch.Tensor, shard: Shard | None) -> None:
         key = key_of(path)

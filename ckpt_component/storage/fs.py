@@ -13,6 +13,8 @@ import os
 import stat
 from collections.abc import Sequence
 
+from .regular import open_regular
+
 #: Linux takes at most this many buffers in one vectored write (IOV_MAX).
 MAX_BUFFERS = 1024
 
@@ -184,8 +186,8 @@ class FsOps:
         return found.f_frsize * (found.f_bfree if os.geteuid() == 0 else found.f_bavail)
 
     def read(self, path: str, limit: int) -> bytes:
-        """The whole content of a regular file of at most `limit` bytes; links are refused."""
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        """The whole content of a regular file of at most `limit` bytes; links, FIFOs and the like are refused."""
+        fd = open_regular(path)
         with os.fdopen(fd, "rb") as stream:
             data = stream.read(limit + 1)
         if len(data) > limit:

@@ -13,9 +13,10 @@ import zlib
 from collections.abc import Mapping
 from typing import Any
 
-from ..errors import CheckpointCorruptError
+from ..errors import CheckpointCorruptError, CheckpointLoadError
 from .fs import FsOps
 from .names import MANIFEST
+from .regular import is_plain_name, read_failure
 
 VERSION = 1
 _MAX_BYTES = 64 << 20
@@ -28,30 +29,71 @@ def encode_manifest(content: Mapping[str, Any]) -> bytes:
 
 
 def decode_manifest(data: bytes, path: str) -> dict[str, Any]:
-    """The content of a manifest; raises CheckpointCorruptError when it is not what was written."""
+    """The content of a manifest, checked value by value.
+
+    Raises:
+        CheckpointCorruptError: it is not what was written, or no writer would have written it.
+        CheckpointLoadError: another release wrote it, in a form that this one does not know.
+    """
     try:
         outer = json.loads(data)
         content, crc = outer["manifest"], outer["crc32"]
-    except (ValueError, KeyError, TypeError) as error:
+        matches = zlib.crc32(_canonical(content)) == crc
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointCorruptError(f"{path} is not a complete manifest ({error}).") from error
-    if zlib.crc32(_canonical(content)) != crc:
+    if not matches:
         raise CheckpointCorruptError(f"{path} does not match its own checksum.")
+    if not isinstance(content, dict):
+        raise CheckpointCorruptError(f"{path} holds a {type(content).__name__} and no manifest.")
     if content.get("version") != VERSION:
-        raise CheckpointCorruptError(
-            f"{path} has version {content.get('version')!r}, and this release reads version {VERSION}."
+        raise CheckpointLoadError(
+            f"{path} has version {content.get('version')!r}, and this release of ckpt_component reads version "
+            f"{VERSION}; load it with the release that wrote it."
         )
-    return dict(content)
+    _check_content(content, path)
+    return content
+
+
+def _check_content(content: Mapping[str, Any], path: str) -> None:
+    """A checksum can be right for values that are not: what is used later as number or name must be one."""
+    files = content.get("files")
+    if not isinstance(files, list):
+        raise CheckpointCorruptError(f"{path} lists no files.")
+    seen = set()
+    for entry in files:
+        name = entry.get("name") if isinstance(entry, dict) else None
+        if not is_plain_name(name):
+            raise CheckpointCorruptError(f"{path} lists a file named {name!r:.200}, which is not a plain name.")
+        if name in seen:
+            raise CheckpointCorruptError(f"{path} lists {name} twice.")
+        seen.add(name)
+        if not _is_count(entry.get("size")):
+            raise CheckpointCorruptError(f"{path} lists {name} with the size {entry.get('size')!r:.200}.")
+        if not _is_count(entry.get("crc32", 0)):
+            raise CheckpointCorruptError(f"{path} lists {name} with the checksum {entry['crc32']!r:.200}.")
+    if not _is_count(content.get("world_size")) or not content["world_size"]:
+        raise CheckpointCorruptError(f"{path} names {content.get('world_size')!r:.200} as the number of ranks.")
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 1 << 63  # a bool is an int too
 
 
 def read_manifest(fs: FsOps, folder: str) -> dict[str, Any] | None:
-    """The verified manifest of a checkpoint folder, or None where there is none (a foreign checkpoint)."""
+    """The verified manifest of a checkpoint folder, or None where there is none (a foreign checkpoint).
+
+    Raises:
+        CheckpointCorruptError: it is not what was written.
+        CheckpointUnreadableError: it is there, and cannot be read.
+        CheckpointLoadError: another release wrote it.
+    """
     path = os.path.join(folder, MANIFEST)
     try:
         data = fs.read(path, _MAX_BYTES)
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise CheckpointCorruptError(f"{path} cannot be read: {error}.") from error
+        raise read_failure(path, error) from error
     return decode_manifest(data, path)
 
 
@@ -59,7 +101,12 @@ def check_files(fs: FsOps, folder: str, manifest: Mapping[str, Any]) -> None:
     """Compare the size of every file with the manifest; cheap, reads no data."""
     for entry in manifest["files"]:
         path = os.path.join(folder, entry["name"])
-        size = fs.size(path)
+        try:
+            size = fs.size(path)
+        except OSError as error:
+            raise read_failure(path, error) from error
+        if size is None and os.path.lexists(path):
+            raise CheckpointCorruptError(f"{path} is no regular file (a link, a folder, a FIFO or a device).")
         if size is None:
             raise CheckpointCorruptError(f"{path} is missing; the manifest lists it with {entry['size']} bytes.")
         if size != entry["size"]:

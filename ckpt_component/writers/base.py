@@ -10,16 +10,21 @@ import bisect
 import heapq
 import itertools
 import json
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from ..config.errors import CheckpointConfigError
+from ..config.schema import ChecksumName
 from ..errors import CheckpointStageError
 from ..image.layout import Layout, Structure
 from ..image.tree import key_of
+from ..storage.checksum import ChecksumMissingError, fastest, find_checksum, install_text
 from .byte_io import Extra, FileSpec, Lane, WriteTable
+
+logger = logging.getLogger(__name__)
 
 _table_numbers = itertools.count(1)
 
@@ -68,9 +73,10 @@ class Writer(ABC):
     Args:
         workers: how many parallel writers share the bytes of a rank.
         block_bytes: how many bytes one write call takes.
+        checksum: algorithm of the items' checksums; `auto` becomes the fastest one that is installed.
 
     Raises:
-        CheckpointConfigError: a value that makes no sense.
+        CheckpointConfigError: a value that makes no sense, or a checksum whose package is not installed.
     """
 
     #: Stands in the manifest, so that a reader knows what it finds.
@@ -79,13 +85,16 @@ class Writer(ABC):
     #: every rank stores all that it has, for itself.
     shared: ClassVar[bool] = False
 
-    def __init__(self, workers: int = 2, block_bytes: int = 8 << 20) -> None:
+    def __init__(
+        self, workers: int = 2, block_bytes: int = 8 << 20, checksum: ChecksumName = ChecksumName.crc32
+    ) -> None:
         if workers < 1:
             raise CheckpointConfigError(f"checkpoint.writer.workers must be at least 1, got {workers}.")
         if block_bytes < 4096:
             raise CheckpointConfigError(f"checkpoint.writer.block_bytes must be at least 4096, got {block_bytes}.")
         self.workers = workers
         self.block_bytes = block_bytes
+        self.checksum = _installed(checksum)
 
     @abstractmethod
     def plan(self, structure: Structure, rank: int) -> FormatPlan:
@@ -94,6 +103,21 @@ class Writer(ABC):
     def index(self, catalogs: Sequence[Mapping[str, Any]]) -> dict[str, bytes]:
         """Small files about all ranks' items, such as `.metadata`, from every rank's catalog."""
         return {}
+
+
+def _installed(checksum: ChecksumName) -> str:
+    """The algorithm that a setting means here."""
+    if checksum is ChecksumName.auto:
+        name = fastest()
+        logger.info("checkpoint.writer.checksum=auto: %s, the fastest that is installed", name)
+        return name
+    try:
+        return find_checksum(checksum.value).name
+    except ChecksumMissingError as error:
+        raise CheckpointConfigError(
+            f"checkpoint.writer.checksum={checksum.value} needs a package that is not installed: "
+            f"{install_text(checksum.value)}, or use checkpoint.writer.checksum=auto."
+        ) from error
 
 
 def refuse_parts(structure: Structure, writer: str) -> None:
@@ -106,10 +130,19 @@ def refuse_parts(structure: Structure, writer: str) -> None:
             )
 
 
-def make_table(layout: Layout, lanes: Sequence[Sequence[Lane]], description: str) -> tuple[WriteTable, int]:
-    """The write table of a layout, and a number that is new for every table."""
+def make_table(
+    layout: Layout, lanes: Sequence[Sequence[Lane]], description: str, checksum: str = "crc32"
+) -> tuple[WriteTable, int]:
+    """The write table of a layout, and a number that is new for every table.
+
+    Args:
+        layout: of the image.
+        lanes: per parallel writer, what it writes.
+        description: of `describe`.
+        checksum: the writer's.
+    """
     files = [FileSpec(file.name, file.base, file.size) for file in layout.files]
-    return WriteTable(files, lanes, len(layout.items), description), next(_table_numbers)
+    return WriteTable(files, lanes, len(layout.items), description, checksum), next(_table_numbers)
 
 
 def describe(layout: Layout, format_name: str, *, keys: bool = True) -> str:

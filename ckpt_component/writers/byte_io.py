@@ -1,4 +1,4 @@
-"""Run one write job: byte ranges of an image to files, in parallel, with CRCs. Standard library alone.
+"""Run one write job: byte ranges of an image to files, in parallel, with checksums. Standard library alone.
 
 This runs in the background writer process, which imports no torch, and as it is in the trainer for
 `caller=inline`. A job is plain data: the layout table says which bytes go where; the source gives the bytes.
@@ -9,12 +9,13 @@ from __future__ import annotations
 import json
 import os
 import time
-import zlib
+import zlib  # integrity files themselves have a crc32 in the manifest, whatever the items have
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
+from ..storage.checksum import Checksum, Stream, find_checksum
 from ..storage.fs import FsOps
 from ..storage.names import integrity_name
 
@@ -70,12 +71,14 @@ class WriteTable:
         lanes: per parallel writer, what it writes, in order.
         item_count: number of items over all lanes.
         description: JSON text that describes items and keys for readers; copied into the integrity file as it is.
+        checksum: algorithm of the items' checksums.
     """
 
     files: Sequence[FileSpec]
     lanes: Sequence[Sequence[Lane]]
     item_count: int
     description: str
+    checksum: str = "crc32"
 
     def to_plain(self) -> dict[str, Any]:
         """As plain lists and numbers, for JSON."""
@@ -89,6 +92,7 @@ class WriteTable:
             [[Lane(**lane) for lane in lanes] for lanes in plain["lanes"]],
             plain["item_count"],
             plain["description"],
+            plain["checksum"],
         )
 
 
@@ -96,7 +100,7 @@ class WriteTable:
 class Extra:
     """Bytes that are not in the image, because their length changes from save to save (Python objects).
 
-    `items` are (offset, length) relative to the file, and follow the image's items in the CRC list.
+    `items` are (offset, length) relative to the file, and follow the image's items in the list of checksums.
     """
 
     file: str
@@ -123,6 +127,7 @@ def run_write_job(
     source: ByteSource,
     extras: Sequence[Extra],
     block_bytes: int,
+    checksum_home: Sequence[str] | None = None,
 ) -> WriteResult:
     """Write a rank's files into the staging folder, each fsynced, and its integrity file last.
 
@@ -134,27 +139,30 @@ def run_write_job(
         source: the image.
         extras: bytes beside the image; their files come after the image's.
         block_bytes: how many bytes one write call takes.
+        checksum_home: where the package of the table's checksum is, for a process without site-packages.
 
     Raises:
         OSError: the first failure of any parallel writer, after all of them have stopped.
+        ChecksumMissingError: the package of the table's checksum is not there.
     """
     started = time.perf_counter()
+    checksum = find_checksum(table.checksum, checksum_home)
     tails = {extra.file: extra.offset + extra.data.nbytes for extra in extras}
     descriptors: dict[str, int] = {}
     sizes: dict[str, int] = {}
-    crcs = [0] * table.item_count
+    sums = [checksum.of(memoryview(b""))] * table.item_count  # what items without bytes keep
     try:
         for spec in table.files:
             sizes[spec.name] = max(spec.size, tails.pop(spec.name, 0))
         sizes.update(tails)
         for name, size in sizes.items():
             descriptors[name] = fs.create(os.path.join(folder, name), size)
-        _run_lanes(fs, table, source, descriptors, crcs, block_bytes)
+        _run_lanes(fs, table, source, descriptors, checksum, sums, block_bytes)
         for extra in extras:
             fs.write(descriptors[extra.file], [extra.data], extra.offset)
             for offset, length in extra.items:
                 at = offset - extra.offset
-                crcs.append(zlib.crc32(extra.data[at : at + length]))
+                sums.append(checksum.of(extra.data[at : at + length]))
         with ThreadPoolExecutor(max(len(descriptors), 1), thread_name_prefix="ckpt-sync") as pool:
             list(pool.map(fs.sync, descriptors.values()))
     finally:
@@ -162,12 +170,13 @@ def run_write_job(
             fs.close(fd)
     places = [(extra.file, offset, length) for extra in extras for offset, length in extra.items]
     files: list[dict[str, Any]] = [{"name": name, "size": size} for name, size in sizes.items()]
-    integrity = b'{"version":1,"rank":%d,"files":%s,"layout":%s,"extras":%s,"crc32":%s}\n' % (
+    integrity = b'{"version":1,"rank":%d,"files":%s,"layout":%s,"extras":%s,"checksum":"%s","sums":%s}\n' % (
         rank,
         json.dumps(files, separators=(",", ":")).encode(),
         table.description.encode(),
         json.dumps(places, separators=(",", ":")).encode(),
-        json.dumps(crcs, separators=(",", ":")).encode(),
+        table.checksum.encode(),
+        json.dumps(sums, separators=(",", ":")).encode(),
     )
     fs.write_new(os.path.join(folder, integrity_name(rank)), integrity)
     fs.sync_folder(folder)
@@ -180,7 +189,8 @@ def _run_lanes(
     table: WriteTable,
     source: ByteSource,
     descriptors: Mapping[str, int],
-    crcs: list[int],
+    checksum: Checksum,
+    sums: list[int],
     block_bytes: int,
 ) -> None:
     """All parallel writers at once; the first error counts, and the others stop at their next block."""
@@ -189,7 +199,7 @@ def _run_lanes(
     def run(lanes: Sequence[Lane]) -> None:
         try:
             for lane in lanes:
-                _write_lane(fs, table, source, descriptors, crcs, block_bytes, lane, failed)
+                _write_lane(fs, table, source, descriptors, checksum, sums, block_bytes, lane, failed)
         except BaseException as error:
             failed.append(error)
             raise
@@ -212,19 +222,20 @@ def _write_lane(
     table: WriteTable,
     source: ByteSource,
     descriptors: Mapping[str, int],
-    crcs: list[int],
+    checksum: Checksum,
+    sums: list[int],
     block_bytes: int,
     lane: Lane,
     failed: Sequence[BaseException],
 ) -> None:
     spec = table.files[lane.file]
     fd = descriptors[spec.name]
-    cursor = _CrcCursor(lane, crcs)
+    cursor = _SumCursor(lane, checksum, sums)
     position = lane.start
     while position < lane.end and not failed:
         end = min(position + block_bytes, lane.end)
         pieces = source.buffers(spec.base + position, spec.base + end)
-        # The CRC is taken from the staged bytes before they are written, so that it also covers the write.
+        # The checksum is taken from the staged bytes before they are written, so that it also covers the write.
         for piece in pieces:
             cursor.feed(piece)
         fs.write(fd, pieces, position)
@@ -232,29 +243,38 @@ def _write_lane(
         position = end
 
 
-class _CrcCursor:
-    """Takes the bytes of a lane in order and keeps one CRC per item; bytes between items are skipped."""
+class _SumCursor:
+    """Takes the bytes of a lane in order and notes one checksum per item; bytes between items are skipped."""
 
-    def __init__(self, lane: Lane, crcs: list[int]) -> None:
+    def __init__(self, lane: Lane, checksum: Checksum, sums: list[int]) -> None:
         self._items = lane.items
         self._number = lane.first
         self._last = lane.first + len(lane.items)
         self._first = lane.first
         self._position = lane.start
-        self._crcs = crcs
+        self._checksum = checksum
+        self._sums = sums
+        #: Of the item that the last piece ended in.
+        self._begun: Stream | None = None
 
     def feed(self, piece: memoryview) -> None:
         start = self._position
         stop = start + piece.nbytes
         self._position = stop
-        number, items, crcs, first = self._number, self._items, self._crcs, self._first
+        number, items, sums, first, of = self._number, self._items, self._sums, self._first, self._checksum.of
         while number < self._last:
             offset, length = items[number - first]
-            if offset >= stop:
-                break
             end = offset + length
-            crcs[number] = zlib.crc32(piece[max(offset, start) - start : min(end, stop) - start], crcs[number])
-            if end > stop:
+            if offset >= start and end <= stop:
+                sums[number] = of(piece[offset - start : end - start])
+            elif offset >= stop:
                 break
+            else:
+                begun = self._begun = self._begun or self._checksum.stream()
+                begun.update(piece[max(offset, start) - start : min(end, stop) - start])
+                if end > stop:
+                    break
+                sums[number] = begun.value()
+                self._begun = None
             number += 1
         self._number = number

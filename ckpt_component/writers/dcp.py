@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from ..config.errors import CheckpointConfigError
+from ..config.schema import ChecksumName
 from ..image import objects as object_codec
 from ..image.items import ItemTemplates
 from ..image.layout import ITEM_ALIGNMENT, PAGE, ImageFile, Item, Layout, Structure, align
@@ -44,18 +45,25 @@ class DcpWriter(Writer):
     Args:
         workers: how many parallel writers, and so files with tensors, a rank has.
         block_bytes: how many bytes one write call takes.
+        checksum: algorithm of the items' checksums; `auto` becomes the fastest one that is installed.
         separation_hint: keys that start with this text go to files of their own, whose names start with it too, as
             NVRx's `FileSystemWriterAsync` does; needs at least two workers, which are shared by bytes.
 
     Raises:
-        CheckpointConfigError: a value that makes no sense.
+        CheckpointConfigError: a value that makes no sense, or a checksum whose package is not installed.
     """
 
     format = "dcp"
     shared = True
 
-    def __init__(self, workers: int = 2, block_bytes: int = 8 << 20, separation_hint: str | None = None) -> None:
-        super().__init__(workers, block_bytes)
+    def __init__(
+        self,
+        workers: int = 2,
+        block_bytes: int = 8 << 20,
+        checksum: ChecksumName = ChecksumName.crc32,
+        separation_hint: str | None = None,
+    ) -> None:
+        super().__init__(workers, block_bytes, checksum)
         if separation_hint is not None:
             if workers < 2:
                 raise CheckpointConfigError(
@@ -71,7 +79,7 @@ class DcpWriter(Writer):
 
     def plan(self, structure: Structure, rank: int) -> FormatPlan:
         """Lay out one rank's files: `__<rank>_<n>.distcp`."""
-        return _DcpPlan(structure, rank, self._groups(structure), self._templates)
+        return _DcpPlan(structure, rank, self._groups(structure), self._templates, self.checksum)
 
     def index(self, catalogs: Sequence[Mapping[str, Any]]) -> dict[str, bytes]:
         """`.metadata`, the only index that stock DCP reads."""
@@ -104,9 +112,15 @@ class DcpWriter(Writer):
 
 class _DcpPlan(FormatPlan):
     def __init__(
-        self, structure: Structure, rank: int, groups: list[tuple[str, list[int]]], templates: ItemTemplates
+        self,
+        structure: Structure,
+        rank: int,
+        groups: list[tuple[str, list[int]]],
+        templates: ItemTemplates,
+        checksum: str,
     ) -> None:
         self._rank = rank
+        self._checksum = checksum
         files: list[ImageFile] = []
         items: list[Item] = []
         self._lanes: list[list[Lane]] = []
@@ -144,7 +158,7 @@ class _DcpPlan(FormatPlan):
                 (path, self._object_file, offset, length)
                 for path, (offset, length) in zip(paths, self._slots, strict=True)
             ]
-            table, number = make_table(self.layout, self._lanes, describe(self.layout, "dcp"))
+            table, number = make_table(self.layout, self._lanes, describe(self.layout, "dcp"), self._checksum)
             self._constant = (table, number, self._catalog(placed))
         table, number, catalog = self._constant
         blob = b"".join(

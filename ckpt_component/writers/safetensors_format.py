@@ -50,11 +50,11 @@ class SafetensorsWriter(Writer):
 
     def plan(self, structure: Structure, rank: int) -> FormatPlan:
         """Lay out `checkpoint_<rank>.safetensors`."""
-        return _SafetensorsPlan(structure, rank, self.workers)
+        return _SafetensorsPlan(structure, rank, self.workers, self.checksum)
 
 
 class _SafetensorsPlan(FormatPlan):
-    def __init__(self, structure: Structure, rank: int, workers: int) -> None:
+    def __init__(self, structure: Structure, rank: int, workers: int, checksum: str) -> None:
         _refuse_objects(structure)
         refuse_parts(structure, "safetensors")
         stored = structure.stored
@@ -72,8 +72,8 @@ class _SafetensorsPlan(FormatPlan):
         size = len(header) + sum(entry.nbytes for entry in stored)
         file = ImageFile(file_name(rank), 0, size)
         self.layout = Layout(structure, tuple(stored), (file,), tuple(items), size, ((0, header),))
-        table = make_table(self.layout, lanes_by_bytes(self.layout, workers), describe(self.layout, "safetensors"))
-        self._sealed = Sealed(*table)
+        description = describe(self.layout, "safetensors")
+        self._sealed = Sealed(*make_table(self.layout, lanes_by_bytes(self.layout, workers), description, checksum))
 
     def seal(self, objects: Sequence[Any]) -> Sealed:
         """The same every time: there are no objects."""

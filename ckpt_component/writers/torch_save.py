@@ -53,7 +53,7 @@ class TorchSaveWriter(Writer):
 
     def plan(self, structure: Structure, rank: int) -> FormatPlan:
         """Lay out `checkpoint_<rank>.pt`."""
-        return _TorchSavePlan(structure, rank, self.workers)
+        return _TorchSavePlan(structure, rank, self.workers, self.checksum)
 
 
 class _StorageRef:
@@ -102,7 +102,7 @@ class _Pickler(pickle.Pickler):
 
 
 class _TorchSavePlan(FormatPlan):
-    def __init__(self, structure: Structure, rank: int, workers: int) -> None:
+    def __init__(self, structure: Structure, rank: int, workers: int, checksum: str) -> None:
         refuse_parts(structure, "torch_save")
         stored, places = _join_overlaps(structure)
         name = file_name(rank)
@@ -119,7 +119,8 @@ class _TorchSavePlan(FormatPlan):
         self._directory = b"".join(directory)
         self._references = dict(zip(structure.tensor_paths, _references(stored, places), strict=True))
         description = describe(self.layout, "torch_save", keys=False)
-        self._table, self._number = make_table(self.layout, lanes_by_bytes(self.layout, workers), description)
+        lanes = lanes_by_bytes(self.layout, workers)
+        self._table, self._number = make_table(self.layout, lanes, description, checksum)
 
     def seal(self, objects: Sequence[Any]) -> Sealed:
         """Pickle the nested state with references for tensors, and close the archive behind the payloads."""

@@ -12,6 +12,7 @@ from hydra.errors import CompactHydraException
 from omegaconf import DictConfig
 
 from ckpt_component import CheckpointConfigError, CheckpointError, compose_checkpoint
+from ckpt_component.config.schema import ChecksumName
 
 PRESETS = "async_persistent, async_temporal, async_zero_overhead, off, sync"
 
@@ -28,6 +29,7 @@ def test_slash_picks_a_part_and_dot_sets_a_value() -> None:
         "_target_": "ckpt_component.writers.TorchSaveWriter",
         "workers": 4,
         "block_bytes": 8388608,
+        "checksum": ChecksumName.crc32,
     }
 
 

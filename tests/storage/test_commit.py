@@ -95,8 +95,8 @@ def test_short_writes_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_manifest_knows_when_it_was_changed() -> None:
-    data = encode_manifest({"version": 1, "files": []})
-    assert decode_manifest(data, "x") == {"version": 1, "files": []}
+    data = encode_manifest({"version": 1, "world_size": 1, "files": []})
+    assert decode_manifest(data, "x") == {"version": 1, "world_size": 1, "files": []}
     with pytest.raises(CheckpointCorruptError, match="own checksum"):
         decode_manifest(data.replace(b'"files":[]', b'"files":[1]'), "x")
     with pytest.raises(CheckpointCorruptError, match="not a complete manifest"):

@@ -1,0 +1,181 @@
+"""Integrity tables: what each rank wrote, item by item. Checked as data before anything is allocated by them."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..errors import CheckpointCorruptError
+from ..image.tree import Path
+from ..storage.fs import FsOps
+from ..storage.regular import read_failure
+from .shapes import DTYPES, is_shape
+
+_MAX_TABLE_BYTES = 1 << 30
+_PATH_PARTS = (str, int, float, bool, type(None))
+_CONTAINERS = ("list", "odict", "empty")
+
+
+@dataclass(frozen=True)
+class StoredItem:
+    """One item: where it is, where its payload starts in the file, and its checksum. `dtype` None: an object."""
+
+    file: str
+    offset: int
+    length: int
+    payload: int
+    checksum: int
+    dtype: torch.dtype | None
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class StoredKey:
+    """One tensor: its place in the state, its item's number, and which part of a whole it is (None: the whole)."""
+
+    path: Path
+    item: int
+    part: tuple[tuple[int, ...], tuple[int, ...]] | None
+
+
+@dataclass(frozen=True)
+class RankTable:
+    """What one rank wrote.
+
+    Attributes:
+        checksum: the algorithm of the items' checksums.
+        items: of tensors, then of objects.
+        keys: the tensors; none in a format that has its own index.
+        objects: places of objects, with the number of each one's item.
+        containers: as `FlatState.containers`.
+    """
+
+    checksum: str
+    items: list[StoredItem]
+    keys: list[StoredKey]
+    objects: list[tuple[Path, int]]
+    containers: list[tuple[Path, str]]
+
+
+def read_tables(
+    fs: FsOps, folder: str, manifest: Mapping[str, Any], ranks: Sequence[int] | None = None
+) -> list[RankTable]:
+    """The tables of some ranks, each verified against the manifest.
+
+    Args:
+        fs: where effects go.
+        folder: the checkpoint.
+        manifest: of `read_manifest`.
+        ranks: whose; None: all of the manifest's.
+
+    Raises:
+        CheckpointCorruptError: one is missing, damaged, or makes no sense.
+        CheckpointUnreadableError: one cannot be read.
+    """
+    entries = {entry["name"]: entry for entry in manifest["files"]}
+    sizes = {name: entry["size"] for name, entry in entries.items()}
+    tables = []
+    for rank in range(manifest["world_size"]) if ranks is None else ranks:
+        name = f"integrity-{rank}.json"
+        path = os.path.join(folder, name)
+        if "crc32" not in entries.get(name, {}):
+            raise CheckpointCorruptError(f"The manifest in {folder} does not list {name} with its checksum.")
+        try:
+            data = fs.read(path, _MAX_TABLE_BYTES)
+        except OSError as error:
+            raise read_failure(path, error) from error
+        if zlib.crc32(data) != entries[name]["crc32"]:
+            raise CheckpointCorruptError(f"{path} does not match its checksum in the manifest.")
+        try:
+            tables.append(_parse(json.loads(data), sizes))
+        except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
+            raise CheckpointCorruptError(f"{path} makes no sense: {type(error).__name__}: {error}.") from error
+    return tables
+
+
+def _parse(content: Any, sizes: Mapping[str, int]) -> RankTable:
+    layout = content["layout"]
+    names = layout["files"]
+    for name in names:
+        if name not in sizes:
+            raise ValueError(f"it refers to the file {name!r:.200}, which the manifest does not list")
+    # Before the algorithm could be chosen, the sums stood under their only name.
+    algorithm, sums = (content["checksum"], content["sums"]) if "sums" in content else ("crc32", content["crc32"])
+    tensors, extras = layout["items"], content["extras"]
+    if not isinstance(algorithm, str) or len(sums) != len(tensors) + len(extras):
+        raise ValueError(f"it has {len(sums)} checksums of {algorithm!r:.200} for {len(tensors) + len(extras)} items")
+    dtypes: dict[str, torch.dtype] = {}
+    items = []
+    # The first sums are those of the tensors.
+    for (file, offset, length, payload, dtype, shape), checksum in zip(tensors, sums, strict=False):
+        kind = dtypes.get(dtype) or dtypes.setdefault(dtype, _dtype(dtype))
+        # An index that is negative would count from the end.
+        if type(file) is not int or file < 0:
+            raise ValueError(f"it has an item in the file number {file!r:.200}")
+        name = names[file]
+        _check_place(name, offset, length, checksum, sizes)
+        if not isinstance(shape, list) or not is_shape(shape):
+            raise ValueError(f"it has an item of the shape {shape!r:.200}")
+        needed = math.prod(shape) * kind.itemsize
+        if type(payload) is not int or not offset <= payload <= offset + length - needed:
+            raise ValueError(f"{needed} bytes at {payload!r:.200} do not fit the item at {offset} of {name}")
+        items.append(StoredItem(name, offset, length, payload, checksum, kind, tuple(shape)))
+    for (name, offset, length), checksum in zip(extras, sums[len(tensors) :], strict=True):
+        if name not in sizes:
+            raise ValueError(f"it refers to the file {name!r:.200}, which the manifest does not list")
+        _check_place(name, offset, length, checksum, sizes)
+        items.append(StoredItem(name, offset, length, offset, checksum, None, ()))
+    keys = [_key(entry, items, len(tensors)) for entry in layout.get("keys", ())]
+    objects = [(_path(raw), _number(item, len(tensors), len(items))) for raw, item in layout.get("objects", ())]
+    containers = [(_path(raw), kind) for raw, kind in layout.get("containers", ())]
+    if any(kind not in _CONTAINERS for _, kind in containers):
+        raise ValueError("it has a container of an unknown kind")
+    return RankTable(algorithm, items, keys, objects, containers)
+
+
+def _check_place(name: str, offset: Any, length: Any, checksum: Any, sizes: Mapping[str, int]) -> None:
+    if not (type(offset) is int and type(length) is int and offset >= 0 and length >= 0):
+        raise ValueError(f"it has an item at {offset!r:.200} of {length!r:.200} bytes in {name}")
+    if offset + length > sizes[name]:
+        raise ValueError(f"its item at {offset} of {length} bytes ends behind {name}, which has {sizes[name]} bytes")
+    if type(checksum) is not int:
+        raise ValueError(f"it has the checksum {checksum!r:.200}")
+
+
+def _key(entry: Sequence[Any], items: Sequence[StoredItem], tensors: int) -> StoredKey:
+    raw, number, *part = entry
+    item = items[_number(number, 0, tensors)]
+    if not part:
+        return StoredKey(_path(raw), number, None)
+    whole, offsets = part
+    if not (isinstance(whole, list) and isinstance(offsets, list) and is_shape(whole) and is_shape(offsets)):
+        raise ValueError(f"it has the part at {offsets!r:.200} of {whole!r:.200}")
+    if not len(whole) == len(offsets) == len(item.shape):
+        raise ValueError(f"it has a part of shape {item.shape} at {offsets!r:.200} of {whole!r:.200}")
+    return StoredKey(_path(raw), number, (tuple(whole), tuple(offsets)))
+
+
+def _path(raw: Any) -> Path:
+    if not isinstance(raw, list) or not all(isinstance(part, _PATH_PARTS) for part in raw):
+        raise ValueError(f"it has the key {raw!r:.200}")
+    return tuple(raw)
+
+
+def _number(value: Any, low: int, high: int) -> int:
+    if type(value) is not int or not low <= value < high:
+        raise ValueError(f"it refers to the item {value!r:.200}, which is not one of {low} to {high - 1}")
+    return value
+
+
+def _dtype(name: Any) -> torch.dtype:
+    found = DTYPES.get(name)
+    if found is None:
+        raise ValueError(f"it names the dtype {name!r:.200}, which this torch does not have")
+    return found
