@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -62,8 +61,7 @@ def damaged(folder: str, name: str, what: str) -> CheckpointCorruptError:
     )
 
 
-@dataclass(frozen=True)
-class Chunk:
+class Chunk(NamedTuple):
     """A stored part of a tensor: where it begins in the whole, the item that holds it, and the item's checksum."""
 
     offsets: tuple[int, ...]

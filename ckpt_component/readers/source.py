@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -13,8 +13,7 @@ from ..image.shards import Box
 from ..image.tree import Path
 
 
-@dataclass(frozen=True)
-class TensorEntry:
+class TensorEntry(NamedTuple):
     """A tensor in a checkpoint. `same_as` is equal for those that are stored once."""
 
     path: Path

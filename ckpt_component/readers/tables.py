@@ -8,7 +8,7 @@ import os
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -23,8 +23,7 @@ _PATH_PARTS = (str, int, float, bool, type(None))
 _CONTAINERS = ("list", "odict", "empty")
 
 
-@dataclass(frozen=True)
-class StoredItem:
+class StoredItem(NamedTuple):  # there may be a hundred thousand, and a dataclass takes longer to make
     """One item: where it is, where its payload starts in the file, and its checksum. `dtype` None: an object."""
 
     file: str
@@ -36,8 +35,7 @@ class StoredItem:
     shape: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class StoredKey:
+class StoredKey(NamedTuple):
     """One tensor: its place in the state, its item's number, and which part of a whole it is (None: the whole)."""
 
     path: Path

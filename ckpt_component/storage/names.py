@@ -18,6 +18,7 @@ OWNER = ".ckpt-owner.json"
 STAGING_PREFIX = ".ckpt-tmp."
 TRASH_PREFIX = ".ckpt-trash."
 TRIAL_PREFIX = ".ckpt-trial."
+QUARANTINE_PREFIX = ".ckpt-quarantine."
 
 
 def integrity_name(rank: int) -> str:
@@ -68,6 +69,11 @@ def trash_path(path: str) -> str:
     """A new name beside `path` under which it waits for deletion."""
     name = os.path.basename(path).removeprefix(STAGING_PREFIX)
     return os.path.join(os.path.dirname(path), f"{TRASH_PREFIX}{name}.{new_token()}")
+
+
+def quarantine_path(path: str) -> str:
+    """A new name beside `path` under which a damaged checkpoint is kept for whoever wants to look at it."""
+    return os.path.join(os.path.dirname(path), f"{QUARANTINE_PREFIX}{os.path.basename(path)}.{new_token()}")
 
 
 def is_debris_of_this_host(name: str) -> bool:

@@ -4,38 +4,102 @@ from __future__ import annotations
 
 import logging
 import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
-from ..errors import CheckpointCorruptError
+from ..errors import CheckpointCorruptError, CheckpointError, CheckpointUnreadableError
 from .fs import FsOps
 from .manifest import check_files, read_manifest
 from .names import StepNames
 
 logger = logging.getLogger(__name__)
 
+_POINTER_BYTES = 64
+#: Files that only our writers make, and those that others make under the same names beside `.metadata`.
+_OURS = re.compile(r"integrity-\d+\.json")
+_DATA = re.compile(r".*__\d+_\d+\.distcp|checkpoint_\d+\.(pt|safetensors)")
 
-def committed_steps(fs: FsOps, root: str, names: StepNames) -> list[int]:
-    """The steps of committed checkpoints, oldest first.
 
-    Committed: the folder has its final name, its manifest verifies, and every file has its size. A folder that
-    fails this is skipped with a warning and left as it is.
+@dataclass
+class Scan:
+    """What stands under the names of steps.
+
+    Attributes:
+        committed: steps of committed checkpoints, oldest first: the folder has its final name, its manifest verifies,
+            and every file has its size.
+        damaged: step -> why its checkpoint, which has a manifest, is not whole.
+        torn: step -> why a folder with our files is no checkpoint: it has no manifest, so nobody ever committed it, or
+            it lost its manifest since.
+        unusable: step -> why nothing can be said about it, or done with it here: it cannot be read, or another release
+            wrote it.
+        foreign: step -> why it is left alone.
     """
-    steps = []
+
+    committed: list[int] = field(default_factory=list)
+    damaged: dict[int, str] = field(default_factory=dict)
+    torn: dict[int, str] = field(default_factory=dict)
+    unusable: dict[int, str] = field(default_factory=dict)
+    foreign: dict[int, str] = field(default_factory=dict)
+
+
+def scan_steps(fs: FsOps, root: str, names: StepNames) -> Scan:
+    """Look at every folder under `root` that has the name of a step; reads manifests, no data."""
+    scan = Scan()
     for name in fs.names(root):
         step = names.step(name)
-        if step is None:
-            continue
-        folder = os.path.join(root, name)
-        try:
-            manifest = read_manifest(fs, folder)
-            if manifest is None:
-                logger.warning("%s has no manifest, so it is not taken for a committed checkpoint", folder)
-                continue
-            check_files(fs, folder, manifest)
-        except CheckpointCorruptError as error:
-            logger.warning("%s is skipped: %s", folder, error)
-            continue
-        steps.append(step)
-    return sorted(steps)
+        if step is not None and names.folder(step) == name:
+            _sort_in(fs, os.path.join(root, name), step, scan)
+    scan.committed.sort()
+    return scan
+
+
+def committed_steps(fs: FsOps, root: str, names: StepNames) -> list[int]:
+    """The steps of committed checkpoints, oldest first; what is none is skipped with a warning and left as it is."""
+    scan = scan_steps(fs, root, names)
+    for found in (scan.damaged, scan.torn, scan.unusable, scan.foreign):
+        for why in found.values():
+            logger.warning("not taken for a committed checkpoint: %s", why)
+    return scan.committed
+
+
+def _sort_in(fs: FsOps, folder: str, step: int, scan: Scan) -> None:
+    if os.path.islink(folder) or not os.path.isdir(folder):
+        # Somebody else's: to delete it later could delete what it leads to.
+        scan.foreign[step] = f"{folder} is a link or no folder"
+        return
+    try:
+        manifest = read_manifest(fs, folder)
+        if manifest is None:
+            found = fs.names(folder)
+            where = scan.torn if _is_torn(found) else scan.foreign
+            where[step] = f"{folder} has no manifest"
+            return
+        check_files(fs, folder, manifest)
+    except CheckpointUnreadableError as error:
+        scan.unusable[step] = str(error)
+    except CheckpointCorruptError as error:
+        scan.damaged[step] = str(error)
+    except (CheckpointError, OSError) as error:
+        scan.unusable[step] = f"{folder}: {error}"
+    else:
+        scan.committed.append(step)
+
+
+def _is_torn(names: Sequence[str]) -> bool:
+    """Whether a folder without a manifest is an unfinished checkpoint, and not what others may have made whole."""
+    if any(_OURS.fullmatch(name) for name in names):
+        return True
+    return ".metadata" not in names and any(_DATA.fullmatch(name) for name in names)
+
+
+def read_pointer(fs: FsOps, root: str, names: StepNames) -> int | None:
+    """The step that the pointer file names; None when it names none, or there is none."""
+    try:
+        text = fs.read(os.path.join(root, names.pointer), _POINTER_BYTES)
+    except OSError:
+        return None  # whatever stands there, it is no pointer
+    return int(text) if re.fullmatch(rb"\d{1,18}\s*", text) else None
 
 
 def write_pointer(fs: FsOps, root: str, names: StepNames, step: int) -> None:
