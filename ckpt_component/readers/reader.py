@@ -151,7 +151,7 @@ class Reader:
 def _nested(source: Source, values: Mapping[str, Any]) -> StateDict:
     try:
         return unflatten({_path(source, key): value for key, value in values.items()}, source.index.containers)
-    except (TypeError, ValueError, KeyError, AttributeError) as error:
+    except (TypeError, ValueError, LookupError, AttributeError) as error:
         raise CheckpointCorruptError(f"The keys of {source.where} make up no state dict: {error}.") from error
 
 

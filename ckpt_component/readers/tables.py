@@ -84,13 +84,15 @@ def read_tables(
         name = f"integrity-{rank}.json"
         path = os.path.join(folder, name)
         if "crc32" not in entries.get(name, {}):
-            raise CheckpointCorruptError(f"The manifest in {folder} does not list {name} with its checksum.")
+            raise CheckpointCorruptError(f"manifest.json in {folder} does not list {name} with its checksum.")
         try:
             data = fs.read(path, _MAX_TABLE_BYTES)
         except OSError as error:
             raise read_failure(path, error) from error
         if zlib.crc32(data) != entries[name]["crc32"]:
-            raise CheckpointCorruptError(f"{path} does not match its checksum in the manifest.")
+            raise CheckpointCorruptError(
+                f"{path} does not match its checksum in manifest.json; one of the two is damaged."
+            )
         try:
             tables.append(_parse(json.loads(data), sizes))
         except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
@@ -131,7 +133,7 @@ def _parse(content: Any, sizes: Mapping[str, int]) -> RankTable:
         _check_place(name, offset, length, checksum, sizes)
         items.append(StoredItem(name, offset, length, offset, checksum, None, ()))
     keys = [_key(entry, items, len(tensors)) for entry in layout.get("keys", ())]
-    objects = [(_path(raw), _number(item, len(tensors), len(items))) for raw, item in layout.get("objects", ())]
+    objects = [(_place_of(raw), _number(item, len(tensors), len(items))) for raw, item in layout.get("objects", ())]
     containers = [(_path(raw), kind) for raw, kind in layout.get("containers", ())]
     if any(kind not in _CONTAINERS for _, kind in containers):
         raise ValueError("it has a container of an unknown kind")
@@ -151,13 +153,20 @@ def _key(entry: Sequence[Any], items: Sequence[StoredItem], tensors: int) -> Sto
     raw, number, *part = entry
     item = items[_number(number, 0, tensors)]
     if not part:
-        return StoredKey(_path(raw), number, None)
+        return StoredKey(_place_of(raw), number, None)
     whole, offsets = part
     if not (isinstance(whole, list) and isinstance(offsets, list) and is_shape(whole) and is_shape(offsets)):
         raise ValueError(f"it has the part at {offsets!r:.200} of {whole!r:.200}")
     if not len(whole) == len(offsets) == len(item.shape):
         raise ValueError(f"it has a part of shape {item.shape} at {offsets!r:.200} of {whole!r:.200}")
-    return StoredKey(_path(raw), number, (tuple(whole), tuple(offsets)))
+    return StoredKey(_place_of(raw), number, (tuple(whole), tuple(offsets)))
+
+
+def _place_of(raw: Any) -> Path:
+    """The path of a value: the state itself is none."""
+    if not raw:
+        raise ValueError("it has a value without a key")
+    return _path(raw)
 
 
 def _path(raw: Any) -> Path:

@@ -108,9 +108,9 @@ def check_files(fs: FsOps, folder: str, manifest: Mapping[str, Any]) -> None:
         if size is None and os.path.lexists(path):
             raise CheckpointCorruptError(f"{path} is no regular file (a link, a folder, a FIFO or a device).")
         if size is None:
-            raise CheckpointCorruptError(f"{path} is missing; the manifest lists it with {entry['size']} bytes.")
+            raise CheckpointCorruptError(f"{path} is missing; manifest.json lists it with {entry['size']} bytes.")
         if size != entry["size"]:
-            raise CheckpointCorruptError(f"{path} has {size} bytes; it was written with {entry['size']}.")
+            raise CheckpointCorruptError(f"{path} has {size} bytes; manifest.json lists it with {entry['size']}.")
 
 
 def _canonical(content: Mapping[str, Any]) -> bytes:

@@ -1,0 +1,60 @@
+"""Damage to the files of a checkpoint, at random from a seed: bit flips, cuts, holes, and swaps of equal-size files."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+@contextmanager
+def damaged(folder: Path, twin: Path, rng: random.Random) -> Iterator[tuple[str, str]]:
+    """One random damage inside the block; gives what was done and the file's name, and takes it back afterwards.
+
+    Args:
+        folder: the checkpoint.
+        twin: another one with the same files, for swaps.
+        rng: decides.
+    """
+    path = rng.choice(sorted(folder.iterdir()))
+    whole = path.read_bytes()
+    done, fresh = _DAMAGE[rng.randrange(len(_DAMAGE))](path, whole, twin, rng)
+    path.write_bytes(fresh)
+    try:
+        yield done, path.name
+    finally:
+        path.write_bytes(whole)
+
+
+def flip(path: Path, whole: bytes, twin: Path, rng: random.Random) -> tuple[str, bytes]:
+    place, bit = rng.randrange(len(whole)), rng.randrange(8)
+    fresh = bytearray(whole)
+    fresh[place] ^= 1 << bit
+    return f"bit {bit} of byte {place} of {path.name}", bytes(fresh)
+
+
+def cut(path: Path, whole: bytes, twin: Path, rng: random.Random) -> tuple[str, bytes]:
+    length = rng.choice([0, 1, len(whole) // 2, len(whole) - 1, rng.randrange(len(whole))])
+    return f"{path.name} cut to {length} of {len(whole)} bytes", whole[:length]
+
+
+def hole(path: Path, whole: bytes, twin: Path, rng: random.Random) -> tuple[str, bytes]:
+    start = rng.randrange(len(whole))
+    count = min(rng.choice([1, 16, 512, 4096]), len(whole) - start)
+    return f"{count} bytes of {path.name} at {start} zeroed", whole[:start] + bytes(count) + whole[start + count :]
+
+
+def swap(path: Path, whole: bytes, twin: Path, rng: random.Random) -> tuple[str, bytes]:
+    equal = [
+        other
+        for other in [*path.parent.iterdir(), *twin.iterdir()]
+        if other != path and other.stat().st_size == len(whole)
+    ]
+    if not equal:
+        return flip(path, whole, twin, rng)
+    other = rng.choice(sorted(equal))
+    return f"{path.name} replaced by {other.parent.name}/{other.name}", other.read_bytes()
+
+
+_DAMAGE = (flip, cut, hole, swap)
