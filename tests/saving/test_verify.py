@@ -1,0 +1,69 @@
+"""`checkpoint.verify`: when the checksums of what is read are compared."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ckpt_component import CheckpointConfigError, CheckpointCorruptError, build_checkpointer, build_manager
+
+
+def saved(root: Path, writer: str) -> Path:
+    """A run of two steps whose newest one has a flipped bit in the middle of its payload; returns the damaged one."""
+    with build_manager("sync", [f"checkpoint/writer={writer}", "checkpoint.save.every_steps=1"], dir=root) as manager:
+        for step in (1, 2):
+            manager.maybe_save(step, {"weight": torch.full((1000,), float(step))})
+    folder = root / "iter_0000002"
+    (path,) = [path for path in folder.iterdir() if path.stat().st_size > 4000]
+    whole = bytearray(path.read_bytes())
+    whole[len(whole) // 2] ^= 1
+    path.write_bytes(whole)
+    return folder
+
+
+@pytest.mark.parametrize("writer", ["dcp", "torch_save", "safetensors"])
+@pytest.mark.parametrize(
+    ("verify", "load_sees", "restore_sees"), [("on_read", 1, 1), ("on_resume", 0, 1), ("off", 0, 0)]
+)
+def test_when_checksums_are_compared(
+    verify: str, load_sees: bool, restore_sees: bool, writer: str, tmp_path: Path
+) -> None:
+    folder = saved(tmp_path, writer)
+
+    def target() -> dict[str, Any]:
+        return {"weight": torch.zeros(1000)}
+
+    with build_checkpointer("sync", [f"checkpoint.verify={verify}"]) as ours:
+        for state in (None, target()):
+            if load_sees:
+                with pytest.raises(CheckpointCorruptError, match="does not match|do not match"):
+                    ours.load(folder, state)
+            else:
+                assert ours.load(folder, state)["weight"].ne(2).sum() == 1
+    with build_manager("sync", [f"checkpoint.verify={verify}"], dir=tmp_path) as manager:
+        assert manager.restore(target()) == (1 if restore_sees else 2)
+
+
+@pytest.mark.parametrize("verify", ["on_read", "on_resume", "off"])
+@pytest.mark.parametrize("writer", ["dcp", "torch_save", "safetensors"])
+def test_sizes_and_structure_are_always_checked(verify: str, writer: str, tmp_path: Path) -> None:
+    folder = saved(tmp_path, writer)
+    with build_checkpointer("sync", [f"checkpoint.verify={verify}"]) as ours:
+        for name in (
+            "manifest.json",
+            "integrity-0.json",
+            max(folder.iterdir(), key=lambda path: path.stat().st_size).name,
+        ):
+            whole = (folder / name).read_bytes()
+            (folder / name).write_bytes(whole[:-3])
+            with pytest.raises(CheckpointCorruptError, match=name):
+                ours.load(folder)
+            (folder / name).write_bytes(whole)
+
+
+def test_a_word_that_is_none_of_the_three() -> None:
+    with pytest.raises(CheckpointConfigError, match="verify"):
+        build_checkpointer("sync", ["checkpoint.verify=sometimes"])

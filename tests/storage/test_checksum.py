@@ -1,0 +1,179 @@
+"""The checksums that items are stored with: right values, in pieces too, and what is said where a package is missing."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from forging import edit_table
+
+from ckpt_component import (
+    CheckpointConfigError,
+    CheckpointCorruptError,
+    CheckpointLoadError,
+    build_checkpointer,
+)
+from ckpt_component.storage.checksum import PACKAGES, ChecksumMissingError, fastest, find_checksum, home_of
+
+ROOT = Path(__file__).resolve().parents[2]
+#: From the algorithms' own descriptions: some bytes and their checksum.
+KNOWN = {
+    "crc32": (b"123456789", 0xCBF43926),
+    "crc32c": (b"123456789", 0xE3069283),
+    "xxh3_64": (b"", 0x2D06800538D394C2),
+}
+
+
+def installed(name: str) -> str:
+    """The algorithm, or the test is skipped."""
+    try:
+        return find_checksum(name).name
+    except ChecksumMissingError as error:
+        pytest.skip(str(error))
+
+
+def without(monkeypatch: pytest.MonkeyPatch, *packages: str) -> None:
+    """As if these packages were not installed."""
+    for package in packages:
+        monkeypatch.setitem(sys.modules, package, None)
+
+
+@pytest.mark.parametrize("name", PACKAGES)
+def test_whole_and_in_pieces_it_is_the_same_value(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    installed(name)
+    rng = random.Random(3)
+    data = memoryview(rng.randbytes(1_000_003))
+    for package in PACKAGES[name] or ("none",):
+        checksum = find_checksum(name)
+        assert checksum.name == name
+        cuts = sorted({0, len(data), *(rng.randrange(len(data)) for _ in range(20))})
+        pieces = [data[start:end] for start, end in itertools.pairwise(cuts)]
+        assert checksum.over(pieces) == checksum.of(data) == checksum.over([data])
+        assert checksum.over([]) == checksum.of(memoryview(b""))
+        assert checksum.of(memoryview(bytearray(data))) == checksum.of(data)
+        known, value = KNOWN[name]
+        assert checksum.of(memoryview(known)) == value
+        # The next round is with the next package that has the algorithm, where that is installed.
+        monkeypatch.setitem(sys.modules, package, None)
+        try:
+            find_checksum(name)
+        except ChecksumMissingError:
+            break
+
+
+def test_auto_is_the_fastest_that_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, packages in PACKAGES.items():
+        try:
+            find_checksum(name)
+        except ChecksumMissingError:
+            continue
+        assert fastest() == name
+        without(monkeypatch, *packages)
+    assert fastest() == "crc32"
+
+
+@pytest.mark.parametrize("writer", ["dcp", "torch_save", "safetensors"])
+def test_auto_says_in_one_line_what_it_took(writer: str, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "ckpt_component"):
+        build_checkpointer("sync", [f"checkpoint/writer={writer}", "checkpoint.writer.checksum=auto"]).close()
+    said = [record.message for record in caplog.records if "checksum" in record.message]
+    assert said == [f"checkpoint.writer.checksum=auto: {fastest()}, the fastest that is installed"]
+
+
+@pytest.mark.parametrize("name", [name for name, packages in PACKAGES.items() if packages])
+def test_a_package_that_is_missing_is_an_error_at_build(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    without(monkeypatch, *PACKAGES[name])
+    with pytest.raises(CheckpointConfigError, match=f"writer.checksum={name} .*: pip install {PACKAGES[name][0]}"):
+        build_checkpointer("sync", [f"checkpoint.writer.checksum={name}"])
+    with pytest.raises(CheckpointConfigError, match="checksum"):
+        build_checkpointer("sync", ["checkpoint.writer.checksum=md5"])
+
+
+def state() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    large = torch.randn(40_000, generator=generator)  # longer than a block, so that its checksum is taken in pieces
+    return {"large": large, "small": torch.arange(7), "none": torch.empty(0), "last": torch.empty(0, dtype=torch.uint8)}
+
+
+@pytest.mark.parametrize("preset", ["sync", "async_persistent"])
+@pytest.mark.parametrize("writer", ["dcp", "torch_save", "safetensors"])
+@pytest.mark.parametrize("name", PACKAGES)
+def test_every_writer_stores_and_checks_it(name: str, writer: str, preset: str, tmp_path: Path) -> None:
+    """Also in the writer process, which finds the package although it runs without site-packages."""
+    installed(name)
+    overrides = [f"checkpoint/writer={writer}", f"checkpoint.writer.checksum={name}"]
+    with build_checkpointer(preset, [*overrides, "checkpoint.writer.block_bytes=4096"]) as ours:
+        futures = ours.save(state(), tmp_path / "one")
+        if futures is not None:
+            futures[1].result()
+        table = json.loads((tmp_path / "one" / "integrity-0.json").read_bytes())
+        assert table["checksum"] == name
+        loaded = ours.load(tmp_path / "one")
+        assert all(torch.equal(value, loaded[key]) for key, value in state().items())
+        (path,) = [path for path in (tmp_path / "one").iterdir() if path.stat().st_size > 160_000]
+        whole = bytearray(path.read_bytes())
+        whole[90_000] ^= 1
+        path.write_bytes(whole)
+        with pytest.raises(CheckpointCorruptError, match=path.name):
+            ours.load(tmp_path / "one")
+
+
+@pytest.mark.parametrize("name", [name for name, packages in PACKAGES.items() if packages])
+def test_a_reader_without_the_package_says_what_to_install(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed(name)
+    for writer in ("dcp", "torch_save", "safetensors"):
+        overrides = [f"checkpoint/writer={writer}", f"checkpoint.writer.checksum={name}"]
+        with build_checkpointer("sync", overrides) as ours:
+            ours.save(state(), tmp_path / writer)
+    without(monkeypatch, *PACKAGES[name])
+    for writer in ("dcp", "torch_save", "safetensors"):
+        with (
+            build_checkpointer("sync") as ours,
+            pytest.raises(CheckpointLoadError, match=f"pip install {PACKAGES[name][0]}, or .*verify=off"),
+        ):
+            ours.load(tmp_path / writer)
+        with build_checkpointer("sync", ["checkpoint.verify=off"]) as ours:
+            assert torch.equal(ours.load(tmp_path / writer)["large"], state()["large"])
+
+
+def test_tables_of_before_there_was_a_choice_load_and_unknown_algorithms_are_named(tmp_path: Path) -> None:
+    def older(table: dict[str, Any]) -> None:
+        del table["checksum"]
+        table["crc32"] = table.pop("sums")
+
+    with build_checkpointer("sync") as ours:
+        ours.save(state(), tmp_path / "one")
+        edit_table(tmp_path / "one", older)
+        assert torch.equal(ours.load(tmp_path / "one")["large"], state()["large"])
+        ours.save(state(), tmp_path / "two")
+        edit_table(tmp_path / "two", lambda table: table.__setitem__("checksum", "sha9"))
+        with pytest.raises(CheckpointLoadError, match="'sha9', which this release does not know"):
+            ours.load(tmp_path / "two")
+
+
+@pytest.mark.parametrize("name", [name for name, packages in PACKAGES.items() if packages])
+def test_a_process_without_site_packages_gets_that_one_package(name: str) -> None:
+    installed(name)
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[1]); before = list(sys.path); "
+        "from ckpt_component.storage.checksum import find_checksum; "
+        "checksum = find_checksum(sys.argv[2], sys.argv[3:]); "
+        "assert sys.path == before; print(checksum.of(memoryview(b'123456789')))"
+    )
+    home = home_of(name)
+    assert home is not None and home_of("crc32") is None
+    command = [sys.executable, "-I", "-S", "-c", code, str(ROOT), name]
+    done = subprocess.run([*command, *home], capture_output=True, text=True, timeout=60, check=True)
+    assert int(done.stdout) == find_checksum(name).of(memoryview(b"123456789"))
+    gone = subprocess.run([*command, home[0], "/nowhere"], capture_output=True, text=True, timeout=60, check=False)
+    assert "ChecksumMissingError: The package" in gone.stderr
