@@ -144,6 +144,9 @@ class FsOps:
 
     def remove_tree(self, path: str) -> None:
         """Delete a folder and all in it; links are deleted, never followed."""
+        if os.path.islink(path):
+            self.unlink(path)
+            return
         with os.scandir(path) as entries:
             found = [(entry.path, entry.is_dir(follow_symlinks=False)) for entry in entries]
         for child, is_folder in found:

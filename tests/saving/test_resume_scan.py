@@ -1,0 +1,349 @@
+"""What a resuming run does with what it finds: RELIABILITY rows 10 (damaged), 25 (pointer) and 26 (debris, foreign)."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import shutil
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from forging import edit_manifest
+from ranks import run_ranks
+
+from ckpt_component import (
+    CheckpointCorruptError,
+    CheckpointLoadError,
+    CheckpointManager,
+    CheckpointNotFoundError,
+    CheckpointUnreadableError,
+    build_checkpointer,
+    build_manager,
+)
+from ckpt_component.storage.commit import Attempt, begin, discard
+from ckpt_component.storage.fs import FsOps
+from ckpt_component.storage.names import QUARANTINE_PREFIX, new_token
+
+POINTER = "latest_checkpointed_iteration.txt"
+SCRIPT = Path(__file__).parent / "scripts" / "damaged_resume.py"
+
+
+def manager_in(root: Path, *overrides: str) -> CheckpointManager:
+    return build_manager(
+        "sync", ["checkpoint.save.every_steps=1", "checkpoint.save.at_end=false", *overrides], dir=root
+    )
+
+
+def target() -> dict[str, Any]:
+    return {"weight": torch.zeros(1000), "step": 0}
+
+
+def run(root: Path, *steps: int) -> None:
+    with manager_in(root, "checkpoint.keep.last=null") as manager:
+        for step in steps:
+            manager.save(step, {"weight": torch.full((1000,), float(step)), "step": step})
+
+
+def flip(root: Path, step: int) -> None:
+    path = root / f"iter_{step:07d}" / "__0_0.distcp"
+    whole = bytearray(path.read_bytes())
+    whole[len(whole) // 2] ^= 1
+    path.write_bytes(whole)
+
+
+def restored(root: Path, *overrides: str) -> int | None:
+    state = target()
+    with manager_in(root, *overrides) as manager:
+        step = manager.restore(state)
+    assert step is None or (state["step"] == step and state["weight"].eq(step).all())
+    return step
+
+
+def quarantined(root: Path) -> list[str]:
+    names = [path.name for path in root.iterdir() if path.name.startswith(QUARANTINE_PREFIX)]
+    return sorted(name.removeprefix(QUARANTINE_PREFIX).partition(".")[0] for name in names)
+
+
+def test_row_10_a_damaged_newest_checkpoint_is_quarantined_and_its_step_can_be_saved_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run(tmp_path, 1, 2, 3)
+    flip(tmp_path, 3)
+    bytes_before = (tmp_path / "iter_0000003" / "__0_0.distcp").read_bytes()
+    assert restored(tmp_path) == 2
+    assert "step 3 cannot be used, trying step 2" in caplog.text and "it is kept as" in caplog.text
+    assert quarantined(tmp_path) == ["iter_0000003"]
+    (kept,) = [path for path in tmp_path.iterdir() if path.name.startswith(QUARANTINE_PREFIX)]
+    assert (kept / "__0_0.distcp").read_bytes() == bytes_before
+    assert (tmp_path / POINTER).read_text() == "2"
+    with manager_in(tmp_path, "checkpoint.keep.last=1") as manager:
+        assert manager.restore(target()) == 2
+        manager.save(3, {"weight": torch.full((1000,), 3.0), "step": 3})
+        manager.save(4, {"weight": torch.full((1000,), 4.0), "step": 4})
+        assert manager.steps() == [4]
+    # Neither counted nor deleted.
+    assert quarantined(tmp_path) == ["iter_0000003"] and restored(tmp_path) == 4
+
+
+def test_row_10_several_damaged_ones_are_passed_over_together(tmp_path: Path) -> None:
+    run(tmp_path, 1, 2, 3, 4)
+    for step in (3, 4):
+        flip(tmp_path, step)
+    (tmp_path / "iter_0000002" / "manifest.json").write_bytes(b"{")
+    assert restored(tmp_path) == 1
+    assert quarantined(tmp_path) == ["iter_0000002", "iter_0000003", "iter_0000004"]
+
+
+def test_row_10_the_only_checkpoint_is_never_renamed(tmp_path: Path) -> None:
+    """There is nothing to fall back to: to begin from scratch would hide that all is lost."""
+    run(tmp_path, 1)
+    flip(tmp_path, 1)
+    for _ in range(2):
+        with pytest.raises(CheckpointCorruptError, match=r"__0_0\.distcp is damaged"):
+            restored(tmp_path)
+    for overrides in ([], ["checkpoint.resume=must"]):
+        (tmp_path / "iter_0000001" / "manifest.json").write_bytes(b"{")
+        with pytest.raises(CheckpointCorruptError, match=r"none that can be used.*manifest\.json"):
+            restored(tmp_path, *overrides)
+    assert restored(tmp_path, "checkpoint.resume=never") is None
+    assert quarantined(tmp_path) == [] and (tmp_path / "iter_0000001").is_dir()
+
+
+def test_row_10_a_step_that_was_asked_for_is_never_renamed(tmp_path: Path) -> None:
+    run(tmp_path, 1, 2, 3)
+    flip(tmp_path, 3)
+    with pytest.raises(CheckpointCorruptError, match=r"__0_0\.distcp is damaged"):
+        restored(tmp_path, "checkpoint.resume=3")
+    (tmp_path / "iter_0000002" / "__0_0.distcp").unlink()
+    with pytest.raises(CheckpointCorruptError, match=r"checkpoint.resume=2, .*__0_0\.distcp is missing"):
+        restored(tmp_path, "checkpoint.resume=2")
+    with pytest.raises(CheckpointNotFoundError, match="resume=7"):
+        restored(tmp_path, "checkpoint.resume=7")
+    assert restored(tmp_path, "checkpoint.resume=1") == 1
+    assert quarantined(tmp_path) == [] and restored(tmp_path, "checkpoint.resume=never") is None
+
+
+def test_row_10_what_cannot_be_read_is_passed_over_and_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A disk or a mount that fails says nothing about the bytes."""
+    run(tmp_path, 1, 2)
+    bad = os.stat(tmp_path / "iter_0000002" / "__0_0.distcp").st_ino
+    read = os.preadv
+
+    def failing(fd: int, *rest: Any) -> int:
+        if os.fstat(fd).st_ino == bad:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return read(fd, *rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "preadv", failing)
+        assert restored(tmp_path) == 1
+        assert "step 2 cannot be used, trying step 1" in caplog.text
+        with pytest.raises(CheckpointUnreadableError, match="Input/output error"):
+            restored(tmp_path, "checkpoint.resume=2")
+    assert quarantined(tmp_path) == []
+    assert restored(tmp_path) == 2  # the disk is back
+
+
+def test_row_10_a_manifest_that_cannot_be_read_stops_a_run_that_would_begin_from_scratch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(tmp_path, 1)
+    read = FsOps.read
+
+    def failing(self: FsOps, path: str, limit: int) -> bytes:
+        if path.endswith("manifest.json"):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+        return read(self, path, limit)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FsOps, "read", failing)
+        with pytest.raises(CheckpointUnreadableError, match="Permission denied"):
+            restored(tmp_path)
+    assert restored(tmp_path) == 1 and quarantined(tmp_path) == []
+
+
+def test_a_checkpoint_of_another_release_is_neither_used_nor_renamed(tmp_path: Path) -> None:
+    run(tmp_path, 1, 2)
+    edit_manifest(tmp_path / "iter_0000002", lambda manifest: manifest.__setitem__("version", 99))
+    assert restored(tmp_path) == 1
+    assert quarantined(tmp_path) == []
+    with build_checkpointer("sync") as ours, pytest.raises(CheckpointLoadError, match="reads version 1"):
+        ours.load(tmp_path / "iter_0000002")
+
+
+def test_another_models_checkpoint_is_an_error_and_no_damage(tmp_path: Path) -> None:
+    run(tmp_path, 1, 2)
+    with manager_in(tmp_path) as manager, pytest.raises(CheckpointLoadError, match="has shape"):
+        manager.restore({"weight": torch.zeros(7), "step": 0})
+    assert quarantined(tmp_path) == []
+
+
+@pytest.mark.parametrize("lost", [("manifest.json",), ("manifest.json", ".metadata", "integrity-0.json")])
+def test_a_folder_without_a_manifest_is_quarantined(lost: tuple[str, ...], tmp_path: Path) -> None:
+    """With another checkpoint to go on from, and without one: nobody ever committed it."""
+    for root in (tmp_path / "with", tmp_path / "without"):
+        run(root, 1, 2)
+        for name in lost:
+            (root / "iter_0000002" / name).unlink()
+    shutil.rmtree(tmp_path / "without" / "iter_0000001")
+    with manager_in(tmp_path / "with") as manager:
+        assert manager.steps() == [1]  # a listing renames nothing
+    assert quarantined(tmp_path / "with") == []
+    assert restored(tmp_path / "with") == 1 and restored(tmp_path / "without") is None
+    assert quarantined(tmp_path / "with") == quarantined(tmp_path / "without") == ["iter_0000002"]
+
+
+def test_a_rename_that_fails_does_not_stop_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    run(tmp_path, 1, 2)
+    flip(tmp_path, 2)
+
+    def fail(self: FsOps, source: str, target: str) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), source)
+
+    monkeypatch.setattr(FsOps, "rename_new", fail)
+    assert restored(tmp_path) == 1
+    assert "could not be put out of the way" in caplog.text
+
+
+@pytest.mark.parametrize("text", [b"", b"garbage", b"7", b"-1", b"\xff\xfe", b"9" * 100, b"1", None])
+def test_row_25_the_scan_wins_over_the_pointer_which_is_repaired(text: bytes | None, tmp_path: Path) -> None:
+    """Empty, garbage, ahead of the data, negative, no text, too long, behind, and not there."""
+    run(tmp_path, 1, 2)
+    if text is None:
+        (tmp_path / POINTER).unlink()
+    else:
+        (tmp_path / POINTER).write_bytes(text)
+    assert restored(tmp_path) == 2
+    assert (tmp_path / POINTER).read_text() == "2"
+
+
+def test_row_25_a_pointer_that_leads_elsewhere_is_replaced_and_what_it_led_to_stays(tmp_path: Path) -> None:
+    run(tmp_path / "root", 1, 2)
+    precious = tmp_path / "precious"
+    precious.write_text("1")
+    (tmp_path / "root" / POINTER).unlink()
+    (tmp_path / "root" / POINTER).symlink_to(precious)
+    assert restored(tmp_path / "root") == 2
+    assert precious.read_text() == "1" and not (tmp_path / "root" / POINTER).is_symlink()
+    os.unlink(tmp_path / "root" / POINTER)
+    os.mkfifo(tmp_path / "root" / POINTER)
+    assert restored(tmp_path / "root") == 2
+    assert (tmp_path / "root" / POINTER).read_text() == "2"
+
+
+def test_row_25_a_pointer_that_cannot_be_set_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run(tmp_path, 1, 2)
+    (tmp_path / POINTER).unlink()
+    (tmp_path / POINTER).mkdir()
+    assert restored(tmp_path) == 2
+    assert "could not be set right" in caplog.text
+
+
+def test_row_25_a_pointer_beside_no_checkpoint_of_ours_is_somebody_elses(tmp_path: Path) -> None:
+    (tmp_path / POINTER).write_text("500")
+    assert restored(tmp_path) is None
+    assert (tmp_path / POINTER).read_text() == "500"
+
+
+def test_row_26_only_dead_debris_of_this_host_goes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    root = tmp_path / "root"
+    run(root, 1, 2)
+    shutil.copytree(root / "iter_0000002", root / "iter_0000009")  # a copy is a checkpoint
+    (root / "iter_0000009" / "__0_0.distcp").touch()
+    dead, alive = (Attempt(str(root / name), new_token()) for name in ("iter_0000003", "iter_0000004"))
+    for attempt in (dead, alive):
+        begin(FsOps(), attempt)
+    lock = FsOps().lock_shared(alive.staging)
+    half_deleted = root / os.path.basename(dead.staging).replace(".ckpt-tmp.", ".ckpt-trash.").replace("03.", "05.")
+    half_deleted.mkdir()
+    (half_deleted / "__0_0.distcp").write_bytes(b"x")
+    for path in (dead.staging, alive.staging, half_deleted):
+        os.utime(path, (1, 1))
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "precious").write_text("x")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save({"weight": torch.full((1000,), 6.0), "step": 6}, checkpoint_id=root / "iter_0000006")
+    foreign = [
+        ".ckpt-tmp.iter_0000007.0badc0de-12345678",  # another host's
+        ".ckpt-quarantine.iter_0000008.0badc0de-12345678",
+        "iter_0000006",  # of stock DCP
+        "iter_0000010/mp_rank_00",  # of Megatron before DCP
+        "iter_0000011",  # empty
+        "iter_00000012",  # not a name that we give
+        "iter_0000013.orbax-checkpoint-tmp-1",
+        "notes",
+        "tmp",
+    ]
+    for name in foreign:
+        (root / name).mkdir(parents=True, exist_ok=True)
+    (root / "iter_0000014").symlink_to(outside)
+    (root / "iter_0000015").write_text("a file")
+    links = root / f".ckpt-tmp.iter_0000016.{dead.token}"
+    links.symlink_to(outside)
+    before = {path.name for path in root.iterdir()}
+    try:
+        assert restored_nine(root)
+    finally:
+        os.close(lock)
+    after = {path.name for path in root.iterdir()}
+    assert before - after == {os.path.basename(dead.staging), half_deleted.name} and after <= before
+    assert (outside / "precious").read_text() == "x"
+    assert (root / POINTER).read_text() == "9"
+    with build_checkpointer("sync") as ours:
+        caplog.clear()
+        assert ours.load(root / "iter_0000006")["step"] == 6  # loads, and is said to be unverified
+        assert "cannot be verified" in caplog.text
+
+
+def restored_nine(root: Path) -> bool:
+    state = target()
+    with manager_in(root, "checkpoint.timeouts.close=0.2", "checkpoint.keep.last=1") as manager:
+        assert manager.restore(state) == 9
+        assert manager.steps() == [1, 2, 9]
+    return state["step"] == 2 and bool(state["weight"].eq(2).all())
+
+
+def test_row_26_keep_never_follows_a_link(tmp_path: Path) -> None:
+    """A step that is a link to somebody's folder is nothing that we may delete."""
+    run(tmp_path / "theirs", 1)
+    (tmp_path / "ours").mkdir()
+    (tmp_path / "ours" / "iter_0000001").symlink_to(tmp_path / "theirs" / "iter_0000001")
+    with manager_in(tmp_path / "ours", "checkpoint.keep.last=1") as manager:
+        for step in (2, 3):
+            manager.save(step, {"weight": torch.full((1000,), float(step)), "step": step})
+        assert manager.steps() == [3]
+    assert restored(tmp_path / "theirs") == 1
+
+
+def test_row_26_the_log_says_it_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run(tmp_path, 1)
+    (tmp_path / "iter_0000002" / "mp_rank_00").mkdir(parents=True)
+    with caplog.at_level(logging.WARNING, "ckpt_component"):
+        assert restored(tmp_path) == 1
+    assert len([record for record in caplog.records if "iter_0000002" in record.message]) == 1
+
+
+def test_row_10_two_ranks_go_on_together(tmp_path: Path) -> None:
+    run_ranks(SCRIPT, "damaged_for_one", 2, tmp_path)
+    assert quarantined(tmp_path) == ["iter_0000003"]
+    assert (tmp_path / POINTER).read_text() == "4"
+
+
+def test_discard_takes_a_link_away_and_not_what_it_leads_to(tmp_path: Path) -> None:
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / "precious").write_text("x")
+    (tmp_path / "iter_0000001").symlink_to(tmp_path / "theirs")
+    discard(FsOps(), str(tmp_path / "iter_0000001"))
+    assert (tmp_path / "theirs" / "precious").read_text() == "x"
