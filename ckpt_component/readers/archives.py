@@ -1,24 +1,38 @@
 """Archives of `torch.save`, loaded with `weights_only` after their directory was looked at.
 
-torch itself unpacks compressed members, however large they become; a writer never makes any.
+torch itself unpacks compressed members, however large they become, and before 2.13 (seen in 2.7) it believes a pickle
+that claims a larger storage than is stored, and reads other memory. No writer makes either.
 """
 
 from __future__ import annotations
 
 import io
+import struct
 import zipfile
+from collections.abc import Mapping
 from typing import IO, Any
 
 import torch
 
 from ..errors import CheckpointCorruptError
 from ..image import objects as object_codec
+from .inert_pickle import Record, load_inert, record_class
 
 _ENCRYPTED = 1
+_LOCAL_HEADER = struct.Struct("<4s22x2H")
+#: Bytes of one element, by the class that a pickle names for a storage.
+_ELEMENT_BYTES = {
+    **dict.fromkeys(("UntypedStorage", "ByteStorage", "CharStorage", "BoolStorage"), 1),
+    **dict.fromkeys(("QUInt8Storage", "QInt8Storage", "QUInt4x2Storage", "QUInt2x4Storage"), 1),
+    **dict.fromkeys(("HalfStorage", "BFloat16Storage", "ShortStorage"), 2),
+    **dict.fromkeys(("FloatStorage", "IntStorage", "QInt32Storage"), 4),
+    **dict.fromkeys(("DoubleStorage", "LongStorage", "ComplexFloatStorage"), 8),
+    "ComplexDoubleStorage": 16,
+}
 
 
 def check_archive(stream: IO[bytes], size: int, where: str) -> None:
-    """Refuse an archive whose members are compressed, encrypted, double, or larger than it is.
+    """Refuse an archive whose members are compressed, encrypted, double, or larger or smaller than is claimed.
 
     Args:
         stream: at any position.
@@ -48,6 +62,50 @@ def check_archive(stream: IO[bytes], size: int, where: str) -> None:
         if member.header_offset + member.file_size > size or total > size:
             raise CheckpointCorruptError(
                 f"{where} has {size} bytes, and its member {member.filename!r:.200} claims {member.file_size}."
+            )
+    for member in members:
+        prefix, _, name = member.filename.rpartition("/")
+        if name == "data.pkl":
+            sizes = {other.filename: other.file_size for other in members}
+            _check_storages(_stored(stream, member, where), f"{prefix}/data/", sizes, where)
+
+
+def _stored(stream: IO[bytes], member: zipfile.ZipInfo, where: str) -> bytes:
+    """The bytes of a member. Not by zipfile: it compares a CRC, which torch may have left out."""
+    stream.seek(member.header_offset)
+    head = stream.read(_LOCAL_HEADER.size)
+    if len(head) == _LOCAL_HEADER.size:
+        magic, name, extra = _LOCAL_HEADER.unpack(head)
+        stream.seek(name + extra, io.SEEK_CUR)
+        data = stream.read(member.file_size)
+        if magic == b"PK\x03\x04" and len(data) == member.file_size:
+            return data
+    raise CheckpointCorruptError(f"{where} has no member {member.filename!r:.200} where its directory says.")
+
+
+def _check_storages(pickled: bytes, prefix: str, sizes: Mapping[str, int], where: str) -> None:
+    """Every storage that the pickle refers to must be stored in full."""
+    classes: dict[str, type[Record]] = {}
+    claims: list[Any] = []
+
+    def named(module: str, name: str) -> type[Record]:
+        return classes.setdefault(name, record_class(name))
+
+    try:
+        load_inert(pickled, (), named, claims.append)
+    except Exception as error:  # a damaged pickle can raise nearly anything
+        raise CheckpointCorruptError(f"{where} has a pickle that torch.save does not write: {error}.") from error
+    for claim in claims:
+        # ("storage", class, name, device, number of elements)
+        kind, key, count = (claim[1], claim[2], claim[4]) if type(claim) is tuple and len(claim) == 5 else (None,) * 3
+        width = _ELEMENT_BYTES.get(getattr(kind, "kind", ""))
+        if width is None or type(key) is not str or type(count) is not int or count < 0:
+            raise CheckpointCorruptError(f"{where} refers to a storage in a way that torch.save does not.")
+        found = sizes.get(prefix + key)
+        if found is None or count * width > found:
+            raise CheckpointCorruptError(
+                f"{where} claims a storage of {count * width} bytes in {prefix + key:.200}, and "
+                f"{'it has none' if found is None else f'{found} are stored'}."
             )
 
 

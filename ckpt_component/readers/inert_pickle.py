@@ -16,15 +16,15 @@ from typing import Any
 
 #: Opcode -> what follows it: a fixed number of bytes; or, negative, bytes whose count stands in the first -n bytes.
 _ARGUMENT_BYTES: Mapping[int, int] = {
-    **dict.fromkeys(b".()]}lde021tsuaNRb", 0),
-    **dict.fromkeys(b"\x81\x85\x86\x87\x88\x89\x8f\x90\x91\x93\x94", 0),
+    **dict.fromkeys(b".()]}lde021tsuaNRbQ", 0),
+    **dict.fromkeys(b"\x81\x92\x85\x86\x87\x88\x89\x8f\x90\x91\x93\x94", 0),
     **dict.fromkeys(b"K\x80hq", 1),
     **dict.fromkeys(b"M", 2),
     **dict.fromkeys(b"Jjr", 4),
     **dict.fromkeys(b"G\x95", 8),
     **dict.fromkeys(b"\x8a\x8cCU", -1),
-    **dict.fromkeys(b"XBT", -4),
-    **dict.fromkeys(b"\x8d\x8e", -8),
+    **dict.fromkeys(b"\x8bXBT", -4),
+    **dict.fromkeys(b"\x8d\x8e\x96", -8),
 }
 _GLOBAL, _LONG_BINPUT, _STOP = b"cr."
 
@@ -37,7 +37,7 @@ class Record:
     args: tuple[Any, ...]
     state: Any
 
-    def __new__(cls, *args: Any) -> Record:
+    def __new__(cls, *args: Any, **_: Any) -> Record:
         """Keep the arguments, and call nothing."""
         self = object.__new__(cls)
         self.args = args
@@ -48,6 +48,11 @@ class Record:
         """Keep the state."""
         self.state = state
 
+    def _ignore(self, *_: Any) -> None:
+        """What a pickle puts into an object that is a dict, list or set is of no use here."""
+
+    __setitem__ = append = extend = add = _ignore
+
     def get(self, name: str, default: Any = None) -> Any:
         """An attribute of the object that this stands for."""
         # A dataclass with slots has its state as (None, attributes).
@@ -55,26 +60,40 @@ class Record:
         return state.get(name, default) if isinstance(state, dict) else default
 
 
+def record_class(kind: str) -> type[Record]:
+    """A new class of records."""
+    return type(kind.replace(".", "_"), (Record,), {"__slots__": (), "kind": kind})
+
+
 def load_inert(
-    data: bytes, records: Iterable[tuple[str, str]], values: Callable[[str, str], Any] = lambda module, name: None
+    data: bytes,
+    records: Iterable[tuple[str, str]],
+    values: Callable[[str, str], Any] = lambda module, name: None,
+    outside: Callable[[Any], Any] | None = None,
 ) -> Any:
     """What a pickle holds, with records for objects.
 
     Args:
         data: the pickle.
         records: (module, name) of the classes that may occur; each becomes a subclass of `Record` made for this load.
-        values: what another (module, name) stands for: something immutable; None refuses it.
+        values: what another (module, name) stands for: something immutable, or a class made for this load; None refuses
+            it.
+        outside: what a reference to an outside object stands for; None refuses them.
 
     Raises:
         Exception: nearly anything, when the pickle is damaged or asks for what is not allowed.
     """
     _scan(data)
-    known = {pair: type(pair[1], (Record,), {"__slots__": (), "kind": pair[1]}) for pair in records}
+    known = {pair: record_class(pair[1]) for pair in records}
 
     def size(value: Any) -> tuple[Any, ...]:
         if type(value) is not tuple:
             raise pickle.UnpicklingError("it makes a torch.Size of something that is no tuple")
         return value
+
+    class Ordered(dict[Any, Any]):
+        def __setstate__(self, state: Any) -> None:
+            """State dicts of modules have a further attribute."""
 
     class Inert(pickle.Unpickler):
         def find_class(self, module: str, name: str) -> Any:
@@ -83,14 +102,16 @@ def load_inert(
             if (module, name) == ("torch", "Size"):
                 return size
             if (module, name) == ("collections", "OrderedDict"):
-                return dict
+                return Ordered
             found = values(module, name)
             if found is None:
                 raise pickle.UnpicklingError(f"it refers to {module}.{name}")
             return found
 
         def persistent_load(self, pid: Any) -> Any:
-            raise pickle.UnpicklingError("it refers to an outside object")
+            if outside is None:
+                raise pickle.UnpicklingError("it refers to an outside object")
+            return outside(pid)
 
     return Inert(io.BytesIO(data)).load()
 

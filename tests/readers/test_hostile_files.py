@@ -548,11 +548,11 @@ def test_row_31_archives_that_torch_would_unpack(target: Any, ours: SyncCheckpoi
         return data.replace(b"K\x04tq", b"M\x00\x7ftq") if name.endswith("data.pkl") else data
 
     rezip(path, zipfile.ZIP_STORED, larger)
-    if target is None:  # a mapped storage ends with the file, whatever it claims
-        with pytest.raises(CheckpointCorruptError, match=r"x\.pt"):
-            ours.load(path)
-    else:
-        assert torch.equal(ours.load(path, target)["a"], torch.arange(4.0))
+    # torch 2.7 makes a storage of it that reaches into other memory.
+    with pytest.raises(
+        CheckpointCorruptError, match=r"x\.pt claims a storage of 130048 bytes in .*, and 16 are stored"
+    ):
+        ours.load(path, target)
     torch.save({"a": torch.arange(4.0)}, path)
     whole = path.read_bytes()
     # The directory claims more than the file has.
