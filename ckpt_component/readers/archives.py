@@ -6,7 +6,9 @@ that claims a larger storage than is stored, and reads other memory. No writer m
 
 from __future__ import annotations
 
+import functools
 import io
+import reprlib
 import struct
 import zipfile
 from collections.abc import Mapping
@@ -19,6 +21,8 @@ from ..image import objects as object_codec
 from .inert_pickle import Record, load_inert, record_class
 
 _ENCRYPTED = 1
+#: Pickles of up to so many bytes are remembered.
+_SMALL = 4096
 _LOCAL_HEADER = struct.Struct("<4s22x2H")
 #: Bytes of one element, by the class that a pickle names for a storage.
 _ELEMENT_BYTES = {
@@ -85,28 +89,38 @@ def _stored(stream: IO[bytes], member: zipfile.ZipInfo, where: str) -> bytes:
 
 def _check_storages(pickled: bytes, prefix: str, sizes: Mapping[str, int], where: str) -> None:
     """Every storage that the pickle refers to must be stored in full."""
-    classes: dict[str, type[Record]] = {}
-    claims: list[Any] = []
-
-    def named(module: str, name: str) -> type[Record]:
-        return classes.setdefault(name, record_class(name))
-
     try:
-        load_inert(pickled, (), named, claims.append)
+        claims = _claims_again(pickled) if len(pickled) <= _SMALL else _claims(pickled)
     except Exception as error:  # a damaged pickle can raise nearly anything
         raise CheckpointCorruptError(f"{where} has a pickle that torch.save does not write: {error}.") from error
-    for claim in claims:
-        # ("storage", class, name, device, number of elements)
-        kind, key, count = (claim[1], claim[2], claim[4]) if type(claim) is tuple and len(claim) == 5 else (None,) * 3
-        width = _ELEMENT_BYTES.get(getattr(kind, "kind", ""))
-        if width is None or type(key) is not str or type(count) is not int or count < 0:
-            raise CheckpointCorruptError(f"{where} refers to a storage in a way that torch.save does not.")
+    for key, nbytes in claims:
         found = sizes.get(prefix + key)
-        if found is None or count * width > found:
+        if found is None or nbytes > found:
             raise CheckpointCorruptError(
-                f"{where} claims a storage of {count * width} bytes in {prefix + key:.200}, and "
+                f"{where} claims a storage of {nbytes} bytes in {prefix + key:.200}, and "
                 f"{'it has none' if found is None else f'{found} are stored'}."
             )
+
+
+def _claims(pickled: bytes) -> tuple[tuple[str, int], ...]:
+    """The storages that a pickle refers to: names and bytes."""
+    classes: dict[str, type[Record]] = {}
+    references: list[Any] = []
+    load_inert(
+        pickled, (), lambda module, name: classes.setdefault(name, record_class(name)), outside=references.append
+    )
+    found = []
+    for reference in references:
+        what, kind, key, _, count = reference  # the fourth is the device
+        width = _ELEMENT_BYTES.get(getattr(kind, "kind", ""))
+        if what != "storage" or width is None or type(key) is not str or type(count) is not int or count < 0:
+            raise ValueError(f"it refers to a storage by {reprlib.repr(reference)}")
+        found.append((key, count * width))
+    return tuple(found)
+
+
+#: In a folder of stock DCP every tensor has a pickle of its own, and those of one shape are the same bytes.
+_claims_again = functools.lru_cache(maxsize=256)(_claims)
 
 
 def load_archive(data: bytearray | memoryview, where: str) -> Any:
