@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -53,9 +54,10 @@ def check_cover(what: str, whole: Sequence[int], boxes: Sequence[Box]) -> None:
                 f"{tuple(whole)}."
             )
         total += math.prod(sizes)
-    found = _first_overlap([box for box in boxes if math.prod(box[1])]) if len(boxes) > 1 else None
+    filled = [box for box in boxes if math.prod(box[1])] if len(boxes) > 1 else []
+    found = _first_overlap(filled, range(len(whole)))
     if found is not None:
-        (one, other) = found
+        one, other = found
         raise CheckpointCorruptError(f"{what}: the chunks at {tuple(one[0])} and at {tuple(other[0])} overlap.")
     elements = math.prod(whole)
     if total != elements:
@@ -64,13 +66,27 @@ def check_cover(what: str, whole: Sequence[int], boxes: Sequence[Box]) -> None:
         )
 
 
-def _first_overlap(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
-    """Two boxes that have an element in common, by a sweep along the dimension that separates most of them."""
+def _first_overlap(boxes: Sequence[Box], dimensions: Sequence[int]) -> tuple[Box, Box] | None:
+    """Two boxes that have an element in common. `dimensions`: those in which the boxes are not known to be alike."""
     if len(boxes) < 2:
         return None
-    dimensions = range(len(boxes[0][0]))
-    if not dimensions:  # two scalars in one place
+    if not dimensions:
         return boxes[0], boxes[1]
+    for along in dimensions:
+        groups: dict[tuple[int, int], list[Box]] = {}
+        for box in boxes:
+            groups.setdefault((box[0][along], box[1][along]), []).append(box)
+        intervals = sorted(groups)
+        if all(start + count <= after for (start, count), (after, _) in itertools.pairwise(intervals)):
+            # Slabs side by side, as in any table of chunks; each is looked at alone.
+            rest = [dimension for dimension in dimensions if dimension != along]
+            found = (_first_overlap(group, rest) for group in groups.values())
+            return next((pair for pair in found if pair is not None), None)
+    return _sweep(boxes, dimensions)
+
+
+def _sweep(boxes: Sequence[Box], dimensions: Sequence[int]) -> tuple[Box, Box] | None:
+    """Any arrangement: along one dimension, each box is compared with those that reach into its place."""
     along = max(dimensions, key=lambda dimension: len({offsets[dimension] for offsets, _ in boxes}))
     active: list[Box] = []
     for box in sorted(boxes, key=lambda entry: entry[0][along]):

@@ -8,7 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from ckpt_component import CheckpointConfigError, CheckpointCorruptError, build_checkpointer, build_manager
+from ckpt_component import (
+    CheckpointConfigError,
+    CheckpointCorruptError,
+    SyncCheckpointer,
+    build_checkpointer,
+    build_manager,
+)
 
 
 def saved(root: Path, writer: str) -> Path:
@@ -67,3 +73,30 @@ def test_sizes_and_structure_are_always_checked(verify: str, writer: str, tmp_pa
 def test_a_word_that_is_none_of_the_three() -> None:
     with pytest.raises(CheckpointConfigError, match="verify"):
         build_checkpointer("sync", ["checkpoint.verify=sometimes"])
+
+
+def test_a_reader_of_somebody_elses_gets_what_it_knows() -> None:
+    class Theirs:
+        def read(self, path: str, state_dict: Any = None, *, map_location: Any = None, **more: Any) -> Any:
+            assert not more
+            return {"path": path}, []
+
+    class Nothing:
+        def write(self, state_dict: Any, path: str) -> None: ...
+
+        def close(self) -> None: ...
+
+    ours = SyncCheckpointer(Nothing(), Theirs())
+    assert ours.load_to_resume("x", {}, strict=True) == {"path": "x"}
+    ours.close()
+
+
+def test_a_resuming_run_is_told_of_keys_that_it_has_no_place_for(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with build_manager("sync", dir=tmp_path) as manager:
+        manager.save(1, {"kept": torch.ones(1), "dropped": {"a": torch.ones(1), "b": 2}})
+    with build_manager("sync", dir=tmp_path) as manager:
+        assert manager.restore({"kept": torch.zeros(1)}) == 1
+    told = [record for record in caplog.records if "dropped.a, dropped.b" in record.message]
+    assert [record.levelname for record in told] == ["WARNING"]
