@@ -28,7 +28,7 @@ from .reports import Timeouts
 from .root_check import check_root
 from .saver import Saver
 from .stagers.base import Stager
-from .storage.fs import FsOps
+from .storage.failpoint_fs import file_system
 from .storage.names import MEGATRON, STEP
 from .writers.base import Writer
 
@@ -77,7 +77,7 @@ def build_manager(
         raise CheckpointConfigError(f"checkpoint.dir={root} is a URL; checkpoints go to local or mounted folders only.")
     resume = ResumePolicy.parse(settings.resume)
     save = SavePolicy(settings.save.every_steps, settings.save.every_seconds, settings.save.at_end)
-    fs = FsOps(durable=settings.durability is Durability.power_cut)
+    fs = file_system(durable=settings.durability is Durability.power_cut)
     timeouts = _timeouts(settings)
     checkpointer = _build_graph(settings) if settings.enabled else None
     if checkpointer is not None and save.ever:
@@ -165,7 +165,7 @@ def _build_graph(settings: Checkpoint) -> Checkpointer:
     writer = _build(Writer, "writer", settings.writer)
     timeouts = _timeouts(settings)
     ranks = _ranks(timeouts)
-    fs = FsOps(durable=settings.durability is Durability.power_cut)
+    fs = file_system(durable=settings.durability is Durability.power_cut)
     # An arena must be visible to the process that writes it; that is the caller's to say, not the stager's.
     stager.connect(writer, ranks=ranks, shared=caller.in_other_process, timeout=timeouts.stage)
     stager.max_stall = timeouts.max_stall

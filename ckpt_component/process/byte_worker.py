@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ..storage.fs import FsOps
+from ..storage.failpoint_fs import file_system
 from ..writers.byte_io import Extra, MemorySource, WriteResult, WriteTable, run_write_job
 from .channel import receive_frame, send_frame
 from .orphaned import finish
@@ -86,7 +86,7 @@ class ByteWorker:
         self._forget()
         lock, until = None, time.monotonic() + job["seconds"]
         try:
-            fs = FsOps(durable=job["durable"])
+            fs = file_system(durable=job["durable"], process="writer")
             table, sidecars, checksum_home = self._tables[job["table"]]
             lock = fs.lock_shared(job["staging"])
             extras = [
@@ -120,7 +120,7 @@ class ByteWorker:
     def _finish_for_dead_trainer(self) -> None:
         save = self._undecided
         if save is not None and save.job["rank"] == 0:
-            fs = FsOps(durable=save.job["durable"])
+            fs = file_system(durable=save.job["durable"], process="writer")
             finish(fs, save.job, asdict(save.result), save.sidecars, save.lock, save.until)
 
     def _forget(self) -> None:

@@ -12,7 +12,7 @@ import torch
 from ..config.schema import Verify
 from ..errors import CheckpointCorruptError, CheckpointLoadError, CheckpointNotFoundError, UnexpectedKeysError
 from ..image.tree import Path, StateDict, unflatten
-from ..storage.fs import FsOps
+from ..storage.failpoint_fs import file_system
 from ..storage.manifest import check_files, read_manifest
 from ..storage.regular import read_failure
 from .foreign import TorchFileSource
@@ -38,7 +38,7 @@ class Reader:
     """
 
     def __init__(self, rank: int = 0, world_size: int = 1, verify: Verify = Verify.on_read) -> None:
-        self._fs = FsOps()
+        self._fs = file_system(durable=True)
         self._rank = rank
         self._world_size = world_size
         self._verify = verify

@@ -1,7 +1,7 @@
 """Every file-system effect of a save goes through `FsOps`.
 
-It is production code and the seam for fault injection: a test passes a subclass that counts, fails or stops
-at the n-th call. Nothing else in the package writes, renames or deletes a checkpoint's files.
+It is production code and the seam for fault injection (`failpoint_fs` counts, fails or stops at the n-th call).
+Nothing else in the package writes, renames or deletes a checkpoint's files.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class FsOps:
             path = os.path.dirname(path)
         for folder in reversed(missing):
             try:
-                os.mkdir(folder)
+                self.make_folder(folder)
             except FileExistsError:
                 continue  # another rank or run made it meanwhile
             self.sync_folder(os.path.dirname(folder))
@@ -67,12 +67,16 @@ class FsOps:
         """Write all of `buffers`, one after the other, at `offset`; short writes are continued."""
         pending = [view for view in buffers if view.nbytes]
         while pending:
-            written = os.pwritev(fd, pending[:MAX_BUFFERS], offset)
+            written = self.write_some(fd, pending[:MAX_BUFFERS], offset)
             offset += written
             while pending and written >= pending[0].nbytes:
                 written -= pending.pop(0).nbytes
             if written:
                 pending[0] = pending[0][written:]
+
+    def write_some(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        """One system call of `write`; returns how many bytes it took, which may be fewer than all."""
+        return os.pwritev(fd, buffers, offset)
 
     def start_writeback(self, fd: int, offset: int, length: int) -> None:
         """Have the kernel begin to write a range that will be synced later, so that the disk works meanwhile.

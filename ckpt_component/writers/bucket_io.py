@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from ..errors import CheckpointSaveError
+from ..storage.failpoint_fs import file_system
 from ..storage.fs import FsOps
 from .host_image import HostImage
 
@@ -71,7 +72,7 @@ def write_preloaded_data_multiproc(
         global_results_queue: gets {number of the bucket: places of its items}, or the first error.
         ops: where effects go; None: the file system, durably.
     """
-    ops = ops or FsOps()
+    ops = ops or file_system(durable=True, process="writer")
     result: dict[int, Sequence[Place]] | CheckpointSaveError
     try:
         _refuse_transforms(transform_list)
@@ -105,7 +106,7 @@ def write_preloaded_data(
     try:
         _refuse_transforms(transform_list)
         (bucket,) = _preloaded([write_bucket])
-        _write_all(FsOps(durable=use_fsync), [bucket])
+        _write_all(file_system(durable=use_fsync, process="writer"), [bucket])
         output = bucket.data.places
     except Exception as error:
         output = _as_result(error, f"Bucket {local_proc_idx} could not be written")

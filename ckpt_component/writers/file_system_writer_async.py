@@ -32,6 +32,7 @@ from ..config.errors import CheckpointConfigError
 from ..coordination.rank_store import distributed
 from ..errors import CheckpointSaveError
 from ..image.objects import check_tensor
+from ..storage.failpoint_fs import file_system
 from ..storage.fs import FsOps
 from . import bucket_io
 from .bucket_image import Custody, ImageMemory, WriteBucket, make_image, split_items
@@ -101,7 +102,7 @@ class FileSystemWriterAsync(FileSystemWriter):
         self.write_buckets: list[WriteBucket] | None = None
         #: Anything with `put` and `get_nowait` that reaches the process that writes. None: there is nothing to write.
         self.results_queue: Any = None
-        self._ops = fs_ops or FsOps(durable=self.sync_files)
+        self._ops = fs_ops or file_system(durable=self.sync_files)
         self.image_memory = image_memory
         self._custody = Custody(image_memory)
 

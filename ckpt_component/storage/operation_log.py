@@ -1,0 +1,54 @@
+"""The log in which `FailpointFs` counts the operations of all processes of a test: records of one length, appended."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+#: Every record has this length, so that its place is its number.
+RECORD_BYTES = 160
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One record of the log."""
+
+    pid: int
+    rank: str
+    process: str
+    operation: str
+    path: str
+
+
+def read_log(path: str) -> list[Operation]:
+    """The operations of a log (or of `<log>.fired`), in order; none when there is no such file."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return []
+    with os.fdopen(fd, "rb") as stream:
+        data = stream.read()
+    found = []
+    for start in range(0, len(data), RECORD_BYTES):
+        fields = data[start : start + RECORD_BYTES].decode(errors="replace").strip().split(" ", 4)
+        found.append(Operation(int(fields[0]), fields[1], fields[2], fields[3], fields[4] if len(fields) > 4 else ""))
+    return found
+
+
+def record(pid: int, rank: str, process: str, operation: str, path: str) -> bytes:
+    """One record, padded; of a long path the end is kept."""
+    head = f"{pid} {rank} {process} {operation} ".encode()
+    tail = os.fsencode(path).replace(b"\n", b"?")
+    room = RECORD_BYTES - 1 - len(head)
+    return (head + tail[-room:]).ljust(RECORD_BYTES - 1) + b"\n"
+
+
+def append(path: str, data: bytes) -> int:
+    """Append one record, and return its number from 1. Each call opens the file anew, so forks and threads may call."""
+    fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        os.write(fd, data)
+        # An appending write leaves the position behind its own data, whoever else appends.
+        return os.lseek(fd, 0, os.SEEK_CUR) // len(data)
+    finally:
+        os.close(fd)

@@ -1,0 +1,79 @@
+"""Row 2: kill -9 at every file operation of a save with retirement, until a run ends before its number comes up."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from ckpt_component.storage.operation_log import read_log
+from faults.forker import Forker
+
+#: More operations than any save here has: an enumeration that never ends is a defect of the rig.
+MANY = 300
+
+
+def enumerate_kills(forker: Forker, folder: Path, preset: str, victim: str) -> tuple[int, list[str]]:
+    """Kill at operation 1, 2, 3 ... of a save, and check after each.
+
+    Args:
+        forker: of the session.
+        folder: empty.
+        preset: of the save.
+        victim: who is killed: `self`, the process that is at the operation; `other`, the one that is not, while the
+            first stands still there; `all`.
+
+    Returns:
+        How many kills there were, and what was wrong after them.
+    """
+    root, acks, wrong = str(folder / "root"), str(folder / "acks"), []
+    for number in range(1, MANY):
+        log = str(folder / f"ops{number}")
+        action = "kill" if victim == "self" else "stop"
+        pid = forker.fork(
+            "faults.workloads:crash_round",
+            root=root,
+            preset=preset,
+            acks=acks,
+            failpoint=f"any:nth={number}:action={action}",
+            log=log,
+        )
+        ended = forker.wait(pid, fired=log)
+        if ended.stopped is not None:
+            kill_at(ended.stopped, pid, victim)
+            ended = forker.wait(pid)
+        left = forker.drain()
+        fired = read_log(f"{log}.fired")
+        told = f"{victim} at {number} ({fired[0] if fired else 'end'})"
+        found = (ended.value or {}).get("violations", [])
+        wrong += [f"before {told}: {text}" for text in found]
+        wrong += [f"after {told}: left {left}"] * bool(left)
+        # Killed, or a writer process was and the trainer went on.
+        if ended.code not in ((0, -signal.SIGKILL) if fired else (0,)):
+            wrong.append(f"{told}: exit {ended.code}\n{ended.output}")
+        if wrong or not fired:
+            break
+    wrong += [] if wrong else forker.run("faults.workloads:check", root=root, acks=acks)
+    return number - 1, wrong
+
+
+def kill_at(stopped: int, trainer: int, victim: str) -> None:
+    """A process stands still at its operation: kill the other one and let it go on, or kill both."""
+    children = Path(f"/proc/{trainer}/task/{trainer}/children").read_text().split()
+    both = {trainer, *map(int, children)}
+    for pid in both if victim == "all" else both - {stopped}:
+        os.kill(pid, signal.SIGKILL)
+    os.kill(stopped, signal.SIGCONT)
+
+
+@pytest.mark.parametrize(
+    ("preset", "victim"),
+    [("sync", "self"), ("async_persistent", "self"), ("async_persistent", "other"), ("async_persistent", "all")],
+)
+def test_row_2_kill_at_every_operation(preset: str, victim: str, forker: Forker, tmp_path: Path) -> None:
+    kills, wrong = enumerate_kills(forker, tmp_path, preset, victim)
+    print(f"{preset}, {victim}: {kills} kills, {len(wrong)} violations")
+    assert not wrong, "\n".join(wrong)
+    assert 30 < kills < MANY - 1

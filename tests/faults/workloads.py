@@ -1,0 +1,80 @@
+"""What the forked children run: saves under a failpoint, and the checks after it."""
+
+from __future__ import annotations
+
+import functools
+import os
+from typing import Any
+
+import torch  # loaded once, before any fork
+
+import ckpt_component.factory as factory
+from ckpt_component import CheckpointSaveError, build_manager
+from ckpt_component.config.parts import part_class
+from ckpt_component.config.resolve import resolve_config
+from ckpt_component.storage.failpoint_fs import LOG
+from ckpt_component.storage.failpoints import SPEC
+
+from faults.invariants import state_of, violations_at
+
+#: A config takes 0.1 s to resolve, and every child uses one of a few.
+_resolved = functools.cache(lambda config, overrides: resolve_config(config, list(overrides)))
+factory.resolve_config = lambda config, overrides=(): _resolved(config, tuple(overrides))  # type: ignore[assignment]
+torch.set_num_threads(1)
+
+KEEP_ONE = ("checkpoint.keep.last=1", "checkpoint.save.at_end=false", "checkpoint.timeouts.close=20")
+
+
+def prepare(**arguments: Any) -> None:
+    """In the server, before the fork: load what the child is going to need."""
+    for preset in {"sync", arguments.get("preset", "sync")}:
+        settings = _resolved(preset, (*KEEP_ONE, *arguments.get("overrides", ())))
+        for kind in ("stager", "caller", "writer"):
+            part_class(kind, getattr(settings, kind), object)
+    _resolved("sync", KEEP_ONE)
+
+
+def crash_round(root: str, preset: str, acks: str, failpoint: str, log: str, overrides: list[str] = []) -> dict[str, Any]:  # noqa: B006
+    """Check what the last crash left, make the next save, and then one more with the failpoint set.
+
+    Returns (where the failpoint lets it): the violations found first, and whether the last save failed.
+    """
+    wrong, step = violations_at(root, newest_ack(acks))
+    if wrong:
+        return {"violations": wrong}
+    acknowledge(acks, step)
+    os.environ |= {SPEC: failpoint, LOG: log}
+    failed = None
+    with build_manager(preset, [*KEEP_ONE, *overrides], dir=root) as manager:
+        try:
+            manager.save(step + 1, state_of(step + 1))
+            manager.wait()
+        except CheckpointSaveError as error:
+            # The writer process was killed, and the next save needs a new one.
+            failed = str(error)
+            manager.save(step + 2, state_of(step + 2))
+            manager.wait()
+            acknowledge(acks, step + 2)
+        else:
+            acknowledge(acks, step + 1)
+    return {"violations": [], "failed": failed}
+
+
+def check(root: str, acks: str) -> list[str]:
+    """The violations in a root after the last crash."""
+    return violations_at(root, newest_ack(acks))[0]
+
+
+def acknowledge(acks: str, step: int) -> None:
+    """Note, where no fault reaches, that the user was told that a step is saved."""
+    with open(acks, "a") as stream:
+        stream.write(f"{step}\n")
+
+
+def newest_ack(acks: str) -> int:
+    """The newest step that was acknowledged, or 0."""
+    try:
+        with open(acks) as stream:
+            return max((int(line) for line in stream), default=0)
+    except FileNotFoundError:
+        return 0
