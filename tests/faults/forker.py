@@ -44,7 +44,7 @@ class Forker:
     """The tests' side of the server.
 
     Attributes:
-        mounts: whether its children may mount file systems; None: they may, else the reason why not.
+        unmountable: why nothing can be mounted here; None: it can.
     """
 
     def __init__(self) -> None:
@@ -219,13 +219,12 @@ def _stopped(log: str) -> int | None:
 
 
 def _descendants() -> list[int]:
-    found: list[int] = []
-    for pid in [os.getpid(), *found]:
+    found = [os.getpid()]
+    for pid in found:  # grows meanwhile
         with contextlib.suppress(OSError):
             for task in os.listdir(f"/proc/{pid}/task"):
-                children = Path(f"/proc/{pid}/task/{task}/children").read_text().split()
-                found += [int(child) for child in children]
-    return found
+                found += map(int, Path(f"/proc/{pid}/task/{task}/children").read_text().split())
+    return found[1:]
 
 
 def _command(pid: int) -> str:

@@ -9,11 +9,12 @@ from typing import Any
 import torch  # loaded once, before any fork
 
 import ckpt_component.factory as factory
-from ckpt_component import CheckpointSaveError, build_manager
+from ckpt_component import CheckpointSaveError, build_checkpointer, build_manager
 from ckpt_component.config.parts import part_class
 from ckpt_component.config.resolve import resolve_config
 from ckpt_component.storage.failpoint_fs import LOG
 from ckpt_component.storage.failpoints import SPEC
+from ckpt_component.storage.names import MEGATRON
 
 from faults.invariants import state_of, violations_at
 
@@ -34,18 +35,34 @@ def prepare(**arguments: Any) -> None:
     _resolved("sync", KEEP_ONE)
 
 
-def crash_round(root: str, preset: str, acks: str, failpoint: str, log: str, overrides: list[str] = []) -> dict[str, Any]:  # noqa: B006
+def crash_round(root: str, preset: str, acks: str, failpoint: str, log: str, bare: bool = False) -> dict[str, Any]:
     """Check what the last crash left, make the next save, and then one more with the failpoint set.
 
-    Returns (where the failpoint lets it): the violations found first, and whether the last save failed.
+    Args:
+        root: of the checkpoints.
+        preset: of the last save.
+        acks: the file of acknowledged steps.
+        failpoint: for `CKPT_FAILPOINT`.
+        log: for `CKPT_FAILPOINT_LOG`.
+        bare: make the last save by the checkpointer alone, without pointer and retirement after it.
+
+    Returns:
+        Where the failpoint lets it: the violations found first, and whether the last save failed.
     """
     wrong, step = violations_at(root, newest_ack(acks))
     if wrong:
         return {"violations": wrong}
     acknowledge(acks, step)
     os.environ |= {SPEC: failpoint, LOG: log}
+    if bare:
+        with build_checkpointer(preset, KEEP_ONE) as checkpointer:
+            futures = checkpointer.save(state_of(step + 1), os.path.join(root, MEGATRON.folder(step + 1)))
+            if futures is not None:
+                futures[1].result(60)
+            acknowledge(acks, step + 1)
+        return {"violations": [], "failed": None}
     failed = None
-    with build_manager(preset, [*KEEP_ONE, *overrides], dir=root) as manager:
+    with build_manager(preset, KEEP_ONE, dir=root) as manager:
         try:
             manager.save(step + 1, state_of(step + 1))
             manager.wait()
