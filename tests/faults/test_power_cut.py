@@ -120,7 +120,7 @@ def test_row_3_the_rig_sees_what_is_lost_without_syncs(
     left_out: str, flag: int, bare: bool, disk: Disk, tmp_path: Path
 ) -> None:
     cuts, wrong = enumerate_cuts(disk, tmp_path, "sync", flag, also=left_out, bare=bare)
-    print(f"flag {flag}, left out {left_out!r}: {cuts} cuts, {len(wrong)} violations", *wrong, sep="\n")
+    print(f"flag {flag}, left out {left_out!r}: {cuts} cuts, {len(wrong)} violations", *wrong[:3], sep="\n")
     if left_out:
         assert any("was acknowledged" in text for text in wrong), "\n".join(wrong)
     else:
