@@ -101,8 +101,11 @@ class FsOps:
         try:
             self.write(fd, [memoryview(data)], 0)
             self.sync(fd)
-        finally:
-            self.close(fd)
+        except BaseException:
+            with contextlib.suppress(OSError):  # the first error counts
+                self.close(fd)
+            raise
+        self.close(fd)
 
     def write_over(self, path: str, data: bytes) -> None:
         """Replace one small file atomically and durably; readers see the old bytes or the new ones."""

@@ -6,11 +6,12 @@ This runs in the background writer process, which imports no torch, and as it is
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
 import zlib  # integrity files themselves have a crc32 in the manifest, whatever the items have
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
@@ -151,7 +152,7 @@ def run_write_job(
     descriptors: dict[str, int] = {}
     sizes: dict[str, int] = {}
     sums = [checksum.of(memoryview(b""))] * table.item_count  # what items without bytes keep
-    try:
+    with _closing(fs, descriptors):
         for spec in table.files:
             sizes[spec.name] = max(spec.size, tails.pop(spec.name, 0))
         sizes.update(tails)
@@ -165,9 +166,6 @@ def run_write_job(
                 sums.append(checksum.of(extra.data[at : at + length]))
         with ThreadPoolExecutor(max(len(descriptors), 1), thread_name_prefix="ckpt-sync") as pool:
             list(pool.map(fs.sync, descriptors.values()))
-    finally:
-        for fd in descriptors.values():
-            fs.close(fd)
     places = [(extra.file, offset, length) for extra in extras for offset, length in extra.items]
     files: list[dict[str, Any]] = [{"name": name, "size": size} for name, size in sizes.items()]
     integrity = b'{"version":1,"rank":%d,"files":%s,"layout":%s,"extras":%s,"checksum":"%s","sums":%s}\n' % (
@@ -182,6 +180,23 @@ def run_write_job(
     fs.sync_folder(folder)
     files.append({"name": integrity_name(rank), "size": len(integrity), "crc32": zlib.crc32(integrity)})
     return WriteResult(rank, files, sum(entry["size"] for entry in files), time.perf_counter() - started)
+
+
+@contextlib.contextmanager
+def _closing(fs: FsOps, descriptors: Mapping[str, int]) -> Iterator[None]:
+    """In the end close all that was opened, also when a close fails; the first error counts."""
+    failed: BaseException | None = None
+    try:
+        yield
+    except BaseException as error:
+        failed = error
+    for fd in descriptors.values():
+        try:
+            fs.close(fd)
+        except OSError as error:
+            failed = failed or error
+    if failed is not None:
+        raise failed
 
 
 def _run_lanes(

@@ -76,7 +76,11 @@ def violations_at(root: str, acknowledged: int, keep: int = 1, preset: str = "sy
         step = MEGATRON.step(name)
         if step is not None and step not in listed:
             wrong.append(f"I3: {name} is there and not committed: {os.listdir(os.path.join(root, name))}")
-        elif step is None and not name.startswith((STAGING_PREFIX, TRASH_PREFIX)) and name not in (MEGATRON.pointer, _DRAFT):
+        elif (
+            step is None
+            and not name.startswith((STAGING_PREFIX, TRASH_PREFIX))
+            and name not in (MEGATRON.pointer, _DRAFT)
+        ):
             wrong.append(f"I3: {name} is nothing of ours")
     newest = max(listed, default=0)
     if newest < acknowledged:

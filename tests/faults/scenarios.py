@@ -213,7 +213,11 @@ def save_with_small_shm(root: str, preset: str, overrides: list[str]) -> dict[st
         target = {"weight": torch.zeros(4 << 20, dtype=torch.int32)}
         manager.restore(target)
         left = os.listdir("/dev/shm")
-    return {"same": torch.equal(target["weight"], state["weight"]), "left": left, "free": os.statvfs("/dev/shm").f_bfree}
+    return {
+        "same": torch.equal(target["weight"], state["weight"]),
+        "left": left,
+        "free": os.statvfs("/dev/shm").f_bfree,
+    }
 
 
 # --- row 37 ---------------------------------------------------------------------------------------------------------

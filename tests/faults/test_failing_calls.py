@@ -53,9 +53,7 @@ def test_row_16_short_writes_are_continued(preset: str, forker: Forker, tmp_path
 
 @pytest.mark.parametrize("block", [1, 2, 3, 5])
 @pytest.mark.parametrize("preset", ["sync", "async_persistent"])
-def test_row_12_a_writer_thread_fails_in_the_nth_block(
-    preset: str, block: int, forker: Forker, tmp_path: Path
-) -> None:
+def test_row_12_a_writer_thread_fails_in_the_nth_block(preset: str, block: int, forker: Forker, tmp_path: Path) -> None:
     found = forker.run(
         "faults.scenarios:fail_block", root=str(tmp_path / "root"), preset=preset, block=block, logs=str(tmp_path)
     )

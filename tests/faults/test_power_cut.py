@@ -62,7 +62,9 @@ def disk(forker: Forker, tmp_path: Path) -> Iterator[Disk]:
     found.unmount()
 
 
-def enumerate_cuts(disk: Disk, folder: Path, preset: str, flag: int, also: str = "", bare: bool = False) -> tuple[int, list[str]]:
+def enumerate_cuts(
+    disk: Disk, folder: Path, preset: str, flag: int, also: str = "", bare: bool = False
+) -> tuple[int, list[str]]:
     """Cut the power at operation 1, 2, 3 ... of a save, and after its end; returns how often, and what was wrong."""
     forker, acks, wrong = disk.forker, str(folder / "acks"), []
     lives = 0  # a root that was found damaged is left for a new one
