@@ -89,7 +89,8 @@ def publish(
     Raises:
         CheckpointExistsError: something took the target's name meanwhile; it stays untouched.
         CheckpointFencedError: another run took the folder over.
-        OSError: from the file system; nothing is visible then.
+        OSError: from the file system; nothing is visible then, unless the file system refuses even to take back the
+            last step, which is a warning.
     """
     files = [dict(entry) for rank in ranks for entry in rank["files"]]
     for entry in files:
@@ -119,7 +120,12 @@ def publish(
         fs.rename_new(attempt.staging, attempt.target)
     except FileExistsError as error:
         raise CheckpointExistsError(f"{attempt.target} was taken meanwhile; this save was given up.") from error
-    fs.sync_folder(os.path.dirname(attempt.target))
+    try:
+        fs.sync_folder(os.path.dirname(attempt.target))
+    except OSError:
+        # Nobody may be told that this is saved, so it must not be found either: take the name away again.
+        discard(fs, attempt.target)
+        raise
     return len(files) + 1
 
 

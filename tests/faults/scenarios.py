@@ -7,12 +7,17 @@ import errno
 import gc
 import os
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
+from faults.invariants import blank_state, differences, state_of, violations_at
+from faults.mounts import mount_tmpfs
+from faults.workloads import KEEP_ONE, prepare
+
 from ckpt_component import CheckpointManager, CheckpointSaveError, build_manager
 from ckpt_component.storage.failpoint_fs import LOG
 from ckpt_component.storage.failpoints import SPEC
@@ -20,10 +25,6 @@ from ckpt_component.storage.fs import FsOps
 from ckpt_component.storage.names import MEGATRON
 from ckpt_component.storage.operation_log import read_log
 from ckpt_component.storage.scan import committed_steps
-
-from faults.invariants import blank_state, differences, state_of, violations_at
-from faults.mounts import mount_tmpfs
-from faults.workloads import KEEP_ONE, prepare
 
 __all__ = ["prepare"]  # of the fork server, before the fork
 
@@ -160,14 +161,18 @@ def open_files(root: str, manager: CheckpointManager) -> list[str]:
         for name in os.listdir(f"/proc/{pid}/fd"):
             with contextlib.suppress(FileNotFoundError):  # that of the listing itself
                 found.append(os.readlink(f"/proc/{pid}/fd/{name}"))
-    return [path for path in found if path.startswith(root) and not os.path.basename(path).startswith(".ckpt-")]
+    own = [path.removeprefix(f"{root}/") for path in found if path.startswith(f"{root}/")]
+    return [path for path in own if "/" in path or path.startswith(MEGATRON.pointer)]
 
 
 def retried_syncs(log: str) -> list[str]:
-    """Files whose sync failed and was called once more: the second call would lie (RELIABILITY 1, PostgreSQL)."""
+    """Files whose sync failed and was called once more: the second call would lie (RELIABILITY 1, PostgreSQL).
+
+    A file that was made anew under the same name is another file.
+    """
     failed = {operation.path for operation in read_log(f"{log}.fired") if operation.operation == "sync"}
-    calls = [operation.path for operation in read_log(log) if operation.operation == "sync"]
-    return [f"{path} was synced again after a failure" for path in failed if calls.count(path) > 1]
+    calls = Counter((operation.operation, operation.path) for operation in read_log(log))
+    return [f"{path} was synced again" for path in failed if calls["sync", path] > calls["create", path]]
 
 
 # --- row 12 ---------------------------------------------------------------------------------------------------------

@@ -6,7 +6,6 @@ import errno
 from pathlib import Path
 
 import pytest
-
 from faults.forker import Forker
 
 

@@ -7,9 +7,9 @@ import signal
 from pathlib import Path
 
 import pytest
+from faults.forker import Forker
 
 from ckpt_component.storage.operation_log import read_log
-from faults.forker import Forker
 
 #: More operations than any save here has: an enumeration that never ends is a defect of the rig.
 MANY = 300

@@ -11,11 +11,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-from ckpt_component.storage.operation_log import read_log
 from faults.forker import Forker
 from faults.mounts import LOG_FLUSH, NO_LOG_FLUSH
 from faults.workloads import newest_ack
+
+from ckpt_component.storage.operation_log import read_log
 
 MANY = 300
 

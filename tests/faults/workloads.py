@@ -7,6 +7,7 @@ import os
 from typing import Any
 
 import torch  # loaded once, before any fork
+from faults.invariants import state_of, violations_at
 
 import ckpt_component.factory as factory
 from ckpt_component import CheckpointSaveError, build_checkpointer, build_manager
@@ -15,8 +16,6 @@ from ckpt_component.config.resolve import resolve_config
 from ckpt_component.storage.failpoint_fs import LOG
 from ckpt_component.storage.failpoints import SPEC
 from ckpt_component.storage.names import MEGATRON
-
-from faults.invariants import state_of, violations_at
 
 #: A config takes 0.1 s to resolve, and every child uses one of a few.
 _resolved = functools.cache(lambda config, overrides: resolve_config(config, list(overrides)))
