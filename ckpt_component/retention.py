@@ -37,8 +37,12 @@ class Retention:
             return
         try:
             write_pointer(self._fs, self._root, self._names, step)
+        except OSError as error:
+            logger.warning("step %d is committed, but its pointer file could not be written: %s", step, error)
+        try:
+            # Also then: on a full disk this is what makes room.
             for victim in self._keep.victims(committed_steps(self._fs, self._root, self._names)):
                 logger.info("deleting the checkpoint of step %d (checkpoint.keep)", victim)
                 discard(self._fs, os.path.join(self._root, self._names.folder(victim)))
         except OSError as error:
-            logger.warning("step %d is committed, but pointer or clean-up failed: %s", step, error)
+            logger.warning("step %d is committed, but older ones could not be looked through: %s", step, error)

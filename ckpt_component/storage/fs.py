@@ -112,8 +112,13 @@ class FsOps:
         fresh = f"{path}.new"
         if self.size(fresh) is not None:
             self.unlink(fresh)  # of a process that died just here
-        self.write_new(fresh, data)
-        self.replace(fresh, path)
+        try:
+            self.write_new(fresh, data)
+            self.replace(fresh, path)
+        except BaseException:
+            with contextlib.suppress(OSError):  # the first error counts
+                self.unlink(fresh)
+            raise
         self.sync_folder(os.path.dirname(path))
 
     def sync_folder(self, path: str) -> None:

@@ -134,6 +134,9 @@ def fail_everywhere(root: str, preset: str, operation: str, code: str, sticky: b
             if error is None:
                 acknowledged = step + 1
                 survived += bool(fired)
+                of_pointer = bool(fired) and MEGATRON.pointer in fired[0].path and not sticky
+                if of_pointer and (listed != [step + 1] or f"{MEGATRON.pointer}.new" in os.listdir(root)):
+                    wrong.append(f"{at}: the pointer failed, and there is {os.listdir(root)}")
             else:
                 aborted += 1
                 if error.errno != getattr(errno, code):
