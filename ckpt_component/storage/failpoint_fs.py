@@ -142,6 +142,16 @@ class FailpointFs(FsOps):
         self._reach("lock_shared", path)
         return super().lock_shared(path)
 
+    def modified(self, path: str) -> float:
+        """See `FsOps`."""
+        self._reach("modified", path)
+        return super().modified(path)
+
+    def locked_by_others(self, fd: int) -> bool:
+        """See `FsOps`."""
+        self._reach("locked_by_others", _path_of(fd))
+        return super().locked_by_others(fd)
+
     def is_locked(self, path: str) -> bool:
         """See `FsOps`."""
         self._reach("is_locked", path)

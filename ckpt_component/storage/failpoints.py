@@ -37,7 +37,7 @@ EFFECTS = (
     "remove_folder",
 )
 #: Those that only look: they can fail by name, and are not part of the count.
-LOOKS = ("names", "size", "read", "lock_shared", "is_locked")
+LOOKS = ("names", "size", "modified", "read", "lock_shared", "locked_by_others", "is_locked")
 _ACTIONS = ("kill", "stop", "skip", "torn", "short")
 
 

@@ -15,10 +15,12 @@ import torch
 
 from ckpt_component import CheckpointError, build_manager
 from ckpt_component.storage.fs import FsOps
-from ckpt_component.storage.names import MEGATRON, STAGING_PREFIX, TRASH_PREFIX
+from ckpt_component.storage.names import MEGATRON, OWNER, STAGING_PREFIX, TRASH_PREFIX
 from ckpt_component.storage.scan import committed_steps
 
-_DRAFT = f"{MEGATRON.pointer}.new"
+#: What is always in a root beside its checkpoints.
+FIXED = {MEGATRON.pointer, OWNER}
+_DRAFTS = {f"{name}.new" for name in FIXED}
 
 
 def state_of(step: int) -> dict[str, Any]:
@@ -76,11 +78,7 @@ def violations_at(root: str, acknowledged: int, keep: int = 1, preset: str = "sy
         step = MEGATRON.step(name)
         if step is not None and step not in listed:
             wrong.append(f"I3: {name} is there and not committed: {os.listdir(os.path.join(root, name))}")
-        elif (
-            step is None
-            and not name.startswith((STAGING_PREFIX, TRASH_PREFIX))
-            and name not in (MEGATRON.pointer, _DRAFT)
-        ):
+        elif step is None and not name.startswith((STAGING_PREFIX, TRASH_PREFIX)) and name not in FIXED | _DRAFTS:
             wrong.append(f"I3: {name} is nothing of ours")
     newest = max(listed, default=0)
     if newest < acknowledged:
@@ -104,7 +102,7 @@ def violations_at(root: str, acknowledged: int, keep: int = 1, preset: str = "sy
     kept = committed_steps(FsOps(), root, MEGATRON)
     if newest not in kept or len(kept) > keep:
         wrong.append(f"I5: after the save of {newest} there is {kept}")
-    expected = {MEGATRON.folder(step) for step in kept} | {MEGATRON.pointer}
+    expected = {MEGATRON.folder(step) for step in kept} | FIXED
     if set(os.listdir(root)) != expected:
         wrong.append(f"I5: left behind: {sorted(set(os.listdir(root)) ^ expected)}")
     if (Path(root) / MEGATRON.pointer).read_text() != str(newest):

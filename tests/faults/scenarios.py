@@ -14,7 +14,7 @@ from typing import Any
 
 import psutil
 import torch
-from faults.invariants import blank_state, differences, state_of, violations_at
+from faults.invariants import FIXED, blank_state, differences, state_of, violations_at
 from faults.mounts import mount_tmpfs
 from faults.workloads import KEEP_ONE, prepare
 
@@ -51,7 +51,7 @@ def saved(manager: CheckpointManager, step: int) -> CheckpointSaveError | None:
 
 def wrong_after_failure(root: str, step: int) -> list[str]:
     """With `step` saved before, and a later save failed: nothing but this step is there, and it is whole."""
-    expected = {MEGATRON.folder(step), MEGATRON.pointer}
+    expected = {MEGATRON.folder(step), *FIXED}
     wrong = [] if set(os.listdir(root)) == expected else [f"there is {os.listdir(root)} and not {expected}"]
     with manager_at(root, "sync") as manager:
         target = blank_state()
@@ -165,7 +165,7 @@ def open_files(root: str, manager: CheckpointManager) -> list[str]:
             with contextlib.suppress(FileNotFoundError):  # that of the listing itself
                 found.append(os.readlink(f"/proc/{pid}/fd/{name}"))
     own = [path.removeprefix(f"{root}/") for path in found if path.startswith(f"{root}/")]
-    return [path for path in own if "/" in path or path.startswith(MEGATRON.pointer)]
+    return [path for path in own if "/" in path or path.startswith(tuple(FIXED))]
 
 
 def retried_syncs(log: str) -> list[str]:
@@ -185,9 +185,9 @@ def fail_block(root: str, preset: str, block: int, logs: str) -> dict[str, Any]:
     """Two parallel writers in blocks of a page; the write of one block fails."""
     overrides = ("checkpoint.writer.workers=2", f"checkpoint.writer.block_bytes={PAGE}")
     log = os.path.join(logs, f"block{block}")
-    with failpoint(f"write:nth={block}:action=raise:EIO", log), manager_at(root, preset, *overrides) as manager:
+    with failpoint(f"write:path=.distcp:nth={block}:action=raise:EIO", log), manager_at(root, preset, *overrides) as manager:
         error = saved(manager, 1)
-        listed = os.listdir(root)
+        listed = sorted(set(os.listdir(root)) - FIXED)
         again = saved(manager, 2)
     return {
         "fired": len(read_log(f"{log}.fired")),
