@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import faulthandler
 import importlib
 import json
 import os
 import select
+import signal
 import subprocess
 import sys
 import time
@@ -29,7 +31,7 @@ _POLL_SECONDS = 0.001
 
 @dataclass(frozen=True)
 class Ended:
-    """How a child ended: exit code (negative: by a signal; None: it did not end), what it returned, what it printed.
+    """How a child ended: exit code (negative: by a signal; None: it did not end and was killed), value, output.
 
     `stopped` is the process that a failpoint stopped meanwhile.
     """
@@ -65,6 +67,10 @@ class Forker:
     def wait(self, pid: int, timeout: float = 60, fired: str | None = None) -> Ended:
         """Wait until a child ended, or (with `fired`, the log of that name) a failpoint stopped some process."""
         return Ended(**self._ask(do="wait", pid=pid, timeout=timeout, fired=fired))
+
+    def wait_any(self, pids: Sequence[int], timeout: float = 60, fired: str | None = None) -> Ended:
+        """Wait until all of them ended, or a failpoint stopped some process; they are to be waited for all the same."""
+        return Ended(**self._ask(do="wait_any", pids=list(pids), timeout=timeout, fired=fired))
 
     def run(self, call: str, env: dict[str, str] | None = None, timeout: float = 60, **arguments: Any) -> Any:
         """Fork, wait, and return what the function returned; its failure is an AssertionError with what it printed."""
@@ -143,6 +149,7 @@ class _Server:
                 os.dup2(output, 1)
                 os.dup2(output, 2)
                 os.environ.update(env)
+                faulthandler.register(signal.SIGUSR1, output, all_threads=True)
                 value = function(**arguments)
                 os.write(result, json.dumps(value).encode())
                 code = 0
@@ -157,19 +164,15 @@ class _Server:
         return pid
 
     def wait(self, pid: int, timeout: float, fired: str | None) -> dict[str, Any]:
-        pidfd, results, output = self._children[pid]
-        poll = select.poll()
-        poll.register(pidfd, select.POLLIN)
-        deadline = time.monotonic() + timeout
-        while time.monotonic() < deadline:
-            left = _POLL_SECONDS if fired else deadline - time.monotonic()
-            if poll.poll(max(left, 0) * 1000):
-                break
-            stopped = _stopped(fired) if fired else None
-            if stopped is not None:
-                return {"code": None, "stopped": stopped}
-        else:
-            return {"code": None, "output": _content(output)}
+        _, results, output = self._children[pid]
+        found = self.wait_any([pid], timeout, fired)
+        if found["code"] is None:
+            if "stopped" not in found:
+                # It hangs: have it say where, and end it.
+                os.kill(pid, signal.SIGUSR1)
+                time.sleep(1)
+                os.kill(pid, signal.SIGKILL)
+            return {**found, "output": _content(output)}
         self._reap()
         code = self._codes.pop(pid)
         told = b""
@@ -179,6 +182,18 @@ class _Server:
         for fd in self._children.pop(pid):
             os.close(fd)
         return {"code": code, "value": json.loads(told) if told else None, "output": text}
+
+    def wait_any(self, pids: list[int], timeout: float, fired: str | None) -> dict[str, Any]:
+        running = {self._children[pid][0] for pid in pids}
+        deadline = time.monotonic() + timeout
+        while running and time.monotonic() < deadline:
+            left = _POLL_SECONDS if fired else deadline - time.monotonic()
+            ended, _, _ = select.select(list(running), [], [], max(left, 0))
+            running -= {*ended}
+            stopped = _stopped(fired) if fired and running else None
+            if stopped is not None:
+                return {"code": None, "stopped": stopped}
+        return {"code": None if running else 0}
 
     def here(self, call: str, arguments: dict[str, Any]) -> Any:
         return _function(call)(**arguments)

@@ -5,8 +5,12 @@ from __future__ import annotations
 import contextlib
 import errno
 import gc
+import io
+import logging
 import os
 import threading
+import time
+import zlib
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +22,7 @@ from faults.invariants import FIXED, blank_state, differences, state_of, violati
 from faults.mounts import mount_tmpfs
 from faults.workloads import KEEP_ONE, prepare
 
-from ckpt_component import CheckpointManager, CheckpointSaveError, build_manager
+from ckpt_component import CheckpointError, CheckpointManager, CheckpointSaveError, build_manager
 from ckpt_component.storage.failpoint_fs import LOG
 from ckpt_component.storage.failpoints import SPEC
 from ckpt_component.storage.fs import FsOps
@@ -185,7 +189,10 @@ def fail_block(root: str, preset: str, block: int, logs: str) -> dict[str, Any]:
     """Two parallel writers in blocks of a page; the write of one block fails."""
     overrides = ("checkpoint.writer.workers=2", f"checkpoint.writer.block_bytes={PAGE}")
     log = os.path.join(logs, f"block{block}")
-    with failpoint(f"write:path=.distcp:nth={block}:action=raise:EIO", log), manager_at(root, preset, *overrides) as manager:
+    with (
+        failpoint(f"write:path=.distcp:nth={block}:action=raise:EIO", log),
+        manager_at(root, preset, *overrides) as manager,
+    ):
         error = saved(manager, 1)
         listed = sorted(set(os.listdir(root)) - FIXED)
         again = saved(manager, 2)
@@ -206,16 +213,102 @@ def cut_writes(root: str, preset: str, logs: str) -> dict[str, Any]:
     return {"fired": len(read_log(f"{log}.fired")), "error": error and str(error), "wrong": violations_at(root, 1)[0]}
 
 
+# --- rows 8, 24, 22 -------------------------------------------------------------------------------------------------
+
+
+def save_again(root: str, preset: str) -> dict[str, Any]:
+    """Save a step, and let another run save the same step."""
+    with manager_at(root, preset) as manager:
+        assert saved(manager, 1) is None
+    before = inventory(root)
+    error = None
+    with manager_at(root, preset) as manager:
+        try:
+            manager.save(1, state_of(2))
+            manager.wait()
+        except CheckpointError as found:
+            error = type(found).__name__
+    return {"error": error, "before": before, "after": inventory(root), "wrong": violations_at(root, 1)[0]}
+
+
+def inventory(root: str) -> list[Any]:
+    """Every file of the checkpoints with its content and its times."""
+    found = []
+    for folder in sorted(Path(root).glob("iter_*")):
+        for path in [folder, *sorted(folder.iterdir())]:
+            content = zlib.crc32(path.read_bytes()) if path.is_file() else 0
+            found.append([str(path), content, path.stat().st_mtime_ns, path.stat().st_ctime_ns])
+    return found
+
+
+def fail_newest(root: str, preset: str, logs: str) -> dict[str, Any]:
+    """keep.last=1, one good step, and then saves that fail in different places."""
+    wrong, errors = [], 0
+    with manager_at(root, preset) as manager:
+        assert saved(manager, 1) is None
+    for step, operation in enumerate(("create", "write:path=.distcp", "sync", "write:path=manifest", "rename_new"), 2):
+        with (
+            failpoint(f"{operation}:action=raise:EIO", os.path.join(logs, f"new{step}")),
+            manager_at(root, preset) as manager,
+        ):
+            errors += saved(manager, step) is not None
+        if 1 not in committed_steps(FsOps(), root, MEGATRON):
+            wrong.append(f"{operation}: step 1 is gone: {os.listdir(root)}")
+    return {"errors": errors, "wrong": wrong + violations_at(root, 1)[0]}
+
+
+def fail_delete(root: str, operation: str, logs: str) -> dict[str, Any]:
+    """Old steps cannot be deleted."""
+    told = io.StringIO()
+    handler = logging.StreamHandler(told)
+    logging.getLogger("ckpt_component").addHandler(handler)
+    log = os.path.join(logs, "delete")
+    with failpoint(f"{operation}:action=raise:EACCES", log), manager_at(root, "sync") as manager:
+        errors = [str(error) for step in (1, 2, 3) if (error := saved(manager, step)) is not None]
+        listed = committed_steps(FsOps(), root, MEGATRON)
+    wrong = [] if 3 in listed else [f"there is {listed}"]
+    fired = len(read_log(f"{log}.fired"))
+    return {"fired": fired, "errors": errors, "log": told.getvalue(), "wrong": wrong + violations_at(root, 3)[0]}
+
+
+def hang(root: str, operation: str, log: str) -> dict[str, Any]:
+    """The writer process stands still at an operation, for good; its trainer gives up after timeouts.write."""
+    with manager_at(root, "async_persistent", "checkpoint.timeouts.write=1") as manager:
+        assert saved(manager, 1) is None
+    with (
+        failpoint(f"{operation}:process=writer:nth=2:action=stop", log),
+        manager_at(root, "async_persistent", "checkpoint.timeouts.write=1") as manager,
+    ):
+        before = worker_pid(manager)
+        started = time.monotonic()
+        error = None
+        try:
+            manager.save(2, state_of(2))
+            manager.wait()
+        except CheckpointError as found:
+            error = found
+        seconds = time.monotonic() - started
+        again = saved(manager, 3)
+        after = worker_pid(manager)
+    wrong = [] if again is None else [f"the next save fails too: {again}"]
+    return {
+        "fired": len(read_log(f"{log}.fired")),
+        "error": type(error).__name__,
+        "text": str(error),
+        "seconds": seconds,
+        "workers": [before, after],
+        "wrong": wrong + violations_at(root, 3)[0],
+    }
+
+
 # --- row 23 ---------------------------------------------------------------------------------------------------------
 
 
-def save_with_small_shm(root: str, preset: str, overrides: list[str]) -> dict[str, Any]:
-    """Save 16 MB with a /dev/shm of 4 MB, of which 3 are taken."""
-    os.unshare(0x00020000) if hasattr(os, "unshare") else None
-    mount_tmpfs("/dev/shm", "size=4m")
+def save_with_small_shm(root: str, preset: str) -> dict[str, Any]:
+    """Save 16 MB with a /dev/shm of 4 MB (which the test mounted), of which 3 are taken."""
     Path("/dev/shm/taken").write_bytes(bytes(3 << 20))
     state = {"weight": torch.arange(4 << 20, dtype=torch.int32)}
-    with build_manager(preset, [*KEEP_ONE, *overrides], dir=root) as manager:
+    with build_manager(preset, KEEP_ONE, dir=root) as manager:
         manager.save(1, state)
         manager.wait()
         target = {"weight": torch.zeros(4 << 20, dtype=torch.int32)}
@@ -255,3 +348,51 @@ def footprint() -> dict[str, int]:
         "zombies": sum(process.status() == psutil.STATUS_ZOMBIE for process in family),
         "rss_mb": sum(process.memory_info().rss for process in family) >> 20,
     }
+
+
+# --- row 38 ---------------------------------------------------------------------------------------------------------
+
+
+def many_items(root: str, count: int) -> dict[str, Any]:
+    """Save and load a state of very many small tensors."""
+    base = torch.arange(count * 4, dtype=torch.int32).view(count, 4)
+    state = {f"layer{number // 1000}": {} for number in range(0, count, 1000)}
+    for number in range(count):
+        state[f"layer{number // 1000}"][f"weight{number}"] = base[number].clone()
+    with manager_at(root, "async_persistent") as manager:
+        started = time.monotonic()
+        manager.save(1, state)
+        manager.wait()
+        save_s = time.monotonic() - started
+        target = {key: {name: torch.zeros_like(value) for name, value in part.items()} for key, part in state.items()}
+        started = time.monotonic()
+        manager.restore(target)
+        load_s = time.monotonic() - started
+    return {"save_s": save_s, "load_s": load_s, "wrong": differences(target, state)[:5]}
+
+
+def large_tensor(root: str) -> dict[str, Any]:
+    """A tensor of more than 5 GB, read from a sparse file, and a marker whose place is behind it."""
+    count = (5 << 30) + (1 << 20)
+    sparse = f"{root}.sparse"
+    with open(sparse, "wb") as stream:
+        stream.truncate(count)
+        for place in range(0, count, 1 << 29):
+            stream.seek(place)
+            stream.write(b"mark %10d" % place)
+    big = torch.from_file(sparse, shared=False, size=count, dtype=torch.uint8)
+    state = {"a_big": big, "b_marker": torch.arange(1000)}
+    overrides = ("checkpoint/stager=none", "checkpoint.writer.workers=1", "checkpoint.timeouts.write=600")
+    with manager_at(root, "sync", *overrides) as manager:
+        started = time.monotonic()
+        manager.save(1, state)
+        save_s = time.monotonic() - started
+        folder = manager.path_of(1)
+        offset = max(path.stat().st_size for path in Path(folder).iterdir())
+        target: dict[str, Any] = {
+            "a_big": torch.zeros(count, dtype=torch.uint8),
+            "b_marker": torch.zeros(1000, dtype=torch.int64),
+        }
+        manager.restore(target)
+    same = torch.equal(target["b_marker"], state["b_marker"]) and torch.equal(target["a_big"], big)
+    return {"save_s": save_s, "offset": offset, "same": same}

@@ -27,11 +27,13 @@ KEEP_ONE = ("checkpoint.keep.last=1", "checkpoint.save.at_end=false", "checkpoin
 
 def prepare(**arguments: Any) -> None:
     """In the server, before the fork: load what the child is going to need."""
+    from faults.lives import SOAK
+
     for preset in {"sync", arguments.get("preset", "sync")}:
-        settings = _resolved(preset, (*KEEP_ONE, *arguments.get("overrides", ())))
-        for kind in ("stager", "caller", "writer"):
-            part_class(kind, getattr(settings, kind), object)
-    _resolved("sync", KEEP_ONE)
+        for overrides in ((*KEEP_ONE, *arguments.get("overrides", ())), SOAK):
+            settings = _resolved(preset, overrides)
+            for kind in ("stager", "caller", "writer"):
+                part_class(kind, getattr(settings, kind), object)
 
 
 def crash_round(root: str, preset: str, acks: str, failpoint: str, log: str, bare: bool = False) -> dict[str, Any]:
@@ -76,9 +78,9 @@ def crash_round(root: str, preset: str, acks: str, failpoint: str, log: str, bar
     return {"violations": [], "failed": failed}
 
 
-def check(root: str, acks: str) -> list[str]:
+def check(root: str, acks: str, keep: int = 1) -> list[str]:
     """The violations in a root after the last crash."""
-    return violations_at(root, newest_ack(acks))[0]
+    return violations_at(root, newest_ack(acks), keep)[0]
 
 
 def acknowledge(acks: str, step: int) -> None:

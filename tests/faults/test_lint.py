@@ -1,0 +1,77 @@
+"""Every effect on the file system goes through `FsOps`: what does not cannot be made to fail by the tests here."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import ckpt_component
+
+PACKAGE = Path(ckpt_component.__file__).parent
+
+#: Calls that write, rename or delete, by the name of the function or method.
+EFFECTS = {
+    "os": {
+        *("rename", "renames", "replace", "unlink", "remove", "rmdir", "removedirs", "mkdir", "makedirs", "link"),
+        *("symlink", "mkfifo", "mknod", "truncate", "ftruncate", "write", "writev", "pwrite", "pwritev", "fsync"),
+        *("fdatasync", "open", "posix_fallocate", "sendfile", "copy_file_range"),
+    },
+    "shutil": {"*"},
+    "tempfile": {"*"},
+}
+#: Methods of `pathlib.Path` that no other object here has.
+PATH_METHODS = {"write_text", "write_bytes", "touch", "rmdir", "symlink_to", "hardlink_to", "rename", "unlink", "mkdir"}
+
+#: Where such calls are all the same, and why.
+EXCEPTIONS = {
+    "storage/fs.py": "it is FsOps",
+    "storage/operation_log.py": "the log in which the tests count operations; unset in production",
+    "image/arena.py": "memory (memfd), no file",
+    "writers/host_image.py": "memory (memfd), no file",
+    "readers/ranges.py": "opens for reading",
+    "process/spawn.py": "tracebacks of a user's processes in a private temporary folder, as torch's spawn has it",
+    "training/signals.py": "a line on stderr from a signal handler",
+    "training/result.py": "the example job's result file, no checkpoint",
+    "bench/__main__.py": "measures; writes its own files",
+    "bench/limits.py": "measures the bare file system",
+    "bench/rows.py": "measures other libraries, and takes their files away",
+}
+
+
+def effects_of(path: Path) -> Iterator[str]:
+    """The calls in a module that write, rename or delete; `fs.` and `ops.` are `FsOps`."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if not isinstance(node, ast.Call):
+            continue
+        call = node.func
+        if isinstance(call, ast.Name) and call.id == "open":
+            mode = next((word.value for word in node.keywords if word.arg == "mode"), None)
+            mode = mode or (node.args[1] if len(node.args) > 1 else None)
+            if mode is not None and not (isinstance(mode, ast.Constant) and set(str(mode.value)) <= {"r", "b", "t"}):
+                yield f"open() at line {node.lineno}"
+        elif isinstance(call, ast.Attribute) and isinstance(call.value, ast.Name) and call.value.id in EFFECTS:
+            if EFFECTS[call.value.id] & {call.attr, "*"}:
+                yield f"{call.value.id}.{call.attr}() at line {node.lineno}"
+        elif isinstance(call, ast.Attribute) and call.attr in PATH_METHODS:
+            owner = ast.unparse(call.value)
+            if owner.split(".")[-1] not in ("fs", "_fs", "ops", "_ops", "super()"):
+                yield f"{owner}.{call.attr}() at line {node.lineno}"
+
+
+def test_effects_on_files_go_through_fs_ops() -> None:
+    found = {
+        str(path.relative_to(PACKAGE)): calls
+        for path in sorted(PACKAGE.rglob("*.py"))
+        if (calls := list(effects_of(path)))
+    }
+    assert {name: calls for name, calls in found.items() if name not in EXCEPTIONS} == {}
+    assert EXCEPTIONS.keys() <= found.keys(), "an exception that is not needed any more"
+
+
+def test_the_lint_sees_what_it_forbids(tmp_path: Path) -> None:
+    bad = tmp_path / "bad.py"
+    bad.write_text(
+        "import os\nopen('x', 'w')\nos.rename('a', 'b')\nPath('x').write_text('y')\nopen('x')\nfs.unlink('x')"
+    )
+    assert len(list(effects_of(bad))) == 3
