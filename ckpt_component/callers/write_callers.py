@@ -119,10 +119,15 @@ class _ProcessCaller(WriteCaller):
         try:
             self._send(process, job, number, deadline)
             answer = process.receive(deadline, "timeouts.write")
-        except (WorkerDiedError, CheckpointTimeoutError):
+        except (WorkerDiedError, CheckpointTimeoutError) as error:
+            where = _open_files(process.pid, job.attempt.staging)
             process.kill()
             self._process = None
-            raise
+            if isinstance(error, WorkerDiedError):
+                raise
+            raise CheckpointTimeoutError(
+                f"Rank {job.rank}'s part of {job.attempt.target} was not written in time; {where}. {error}"
+            ) from error
         if answer["kind"] == "failed":
             raise CheckpointSaveError(
                 f"Writing {job.attempt.target} failed in the writer process (pid {process.pid}): {answer['error']}.",
@@ -220,6 +225,19 @@ class _ProcessCaller(WriteCaller):
             "seconds": max(deadline - time.monotonic(), 0.0),
         }
         process.send(header, deadline, blobs=[extra.data for extra in sealed.extras])
+
+
+def _open_files(pid: int, folder: str) -> str:
+    """Which files of a folder a process has open, in words: where a write hangs."""
+    found = set()
+    try:
+        for name in os.listdir(f"/proc/{pid}/fd"):
+            path = os.readlink(f"/proc/{pid}/fd/{name}")
+            if os.path.dirname(path) == folder:
+                found.add(os.path.basename(path))
+    except OSError:  # it is gone, or a descriptor was closed just now
+        return "which file it was at is not known"
+    return f"open were {', '.join(sorted(found))}" if found else "no file of it was open"
 
 
 def _written_by(pid: int) -> int:
