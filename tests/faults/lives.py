@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import os
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,7 @@ def live_on_ranks(
         wrong = [f"I2: {type(error).__name__}: {error}"]
     except (CheckpointError, RuntimeError, TimeoutError) as error:  # all errors of torch's stores are RuntimeErrors
         failed = f"{type(error).__name__}: {error}"
+        traceback.print_exc()
     return {"violations": wrong, "failed": failed}
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from faults.forker import Forker
+from faults.lives import KEEP
 
 from ckpt_component.storage.operation_log import read_log
 
@@ -77,3 +78,42 @@ def test_row_2_kill_at_every_operation(preset: str, victim: str, forker: Forker,
     print(f"{preset}, {victim}: {kills} kills, {len(wrong)} violations")
     assert not wrong, "\n".join(wrong)
     assert 30 < kills < MANY - 1
+
+
+@pytest.mark.parametrize(
+    ("preset", "rank", "process", "stride"),
+    [
+        ("sync", 0, "trainer", 1),
+        ("async_persistent", 0, "trainer", 2),
+        ("async_persistent", 0, "writer", 2),
+        ("async_persistent", 1, "writer", 3),
+    ],
+)
+def test_row_2_kill_one_of_two_ranks(
+    preset: str, rank: int, process: str, stride: int, forker: Forker, tmp_path: Path
+) -> None:
+    """Two ranks; one of the four processes is killed at its operations, and the next life finds all in order."""
+    root, acks, wrong, kills = str(tmp_path / "root"), str(tmp_path / "acks"), [], 0
+    for number in range(1, MANY, stride):
+        log = str(tmp_path / f"ops{number}")
+        common = {"root": root, "acks": acks, "saves": 3, "log": log, "preset": preset, "world_size": 2}
+        failpoint = f"any:rank={rank}:process={process}:nth={number}:action=kill"
+        pids = [
+            forker.fork("faults.lives:live_on_ranks", rank=each, failpoint=failpoint, **common) for each in range(2)
+        ]
+        ended = [forker.wait(pid) for pid in pids]
+        fired = read_log(f"{log}.fired")
+        told = f"{process} of rank {rank} at {number} ({fired[0] if fired else 'end'})"
+        for each in ended:
+            wrong += [f"before {told}: {text}" for text in (each.value or {}).get("violations", [])]
+            if each.code not in (0, -signal.SIGKILL) or (not fired and (each.value or {}).get("failed")):
+                wrong.append(f"{told}: exit {each.code}, {each.value}\n{each.output}")
+        left = forker.drain()
+        wrong += [f"after {told}: left {left}"] * bool(left)
+        if wrong or not fired:
+            break
+        kills += 1
+    wrong += [] if wrong else forker.run("faults.workloads:check", root=root, acks=acks, keep=KEEP)
+    print(f"{preset}, {process} of rank {rank}: {kills} kills, {len(wrong)} violations")
+    assert not wrong, "\n".join(wrong)
+    assert kills > 8
