@@ -20,12 +20,18 @@ NO_LOG_FLUSH = 2
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _MS_REMOUNT = 32
+_MS_BIND = 4096
 _BUSY_SECONDS = 20.0
 
 
 def mount_tmpfs(folder: str, options: str, remount: bool = False) -> None:
     """Mount (or remount) a tmpfs with options as `size=100k,nr_inodes=50`."""
     _mount("none", folder, "tmpfs", _MS_REMOUNT if remount else 0, options)
+
+
+def bind(path: str, place: str) -> None:
+    """Have one file appear in the place of another."""
+    _mount(path, place, "none", _MS_BIND, "")
 
 
 def make_ext4(image: str, megabytes: int) -> None:
