@@ -47,6 +47,7 @@ def live(root: str, acks: str, saves: int, log: str, failpoint: str = "", preset
     """
     os.environ |= {LOG: log} | ({SPEC: failpoint} if failpoint else {})
     acknowledged = newest_ack(acks)
+    Path(f"{log}.ready0").touch()
     try:
         manager = build_manager(preset, SOAK, dir=root)
     except WorkerDiedError as error:  # it was killed in its first moment
@@ -75,6 +76,7 @@ def live_on_ranks(
     failed = None
     try:
         store = meet(rank, world_size, Path(f"{log}.meeting"))
+        Path(f"{log}.ready{rank}").touch()
         manager = build_manager(preset, SOAK, dir=root)
         wrong, step = check_all(manager, newest_ack(acks))
         for number in range(step + 1, step + 1 + saves) if not wrong else ():
@@ -114,7 +116,7 @@ def meet(rank: int, world_size: int, meeting: Path) -> Any:
             time.sleep(0.001)
         port = int(meeting.read_text())
         store = dist.TCPStore("127.0.0.1", port, world_size, is_master=False, timeout=patience)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=patience)
     return store
 
 

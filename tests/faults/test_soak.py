@@ -60,6 +60,10 @@ class Soak:
             if first.stopped is not None:
                 self.kill(victim, pids, first.stopped)
         else:
+            deadline = time.monotonic() + 30
+            while not all(os.path.exists(f"{log}.ready{rank}") for rank in range(self.ranks)):
+                assert time.monotonic() < deadline, "the ranks did not come up"
+                time.sleep(0.001)
             time.sleep(moment)  # any moment will do
             self.kill(victim, pids, None)
         harmed = self.kills.total() > before
