@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 from faults.forker import Forker
 from faults.lives import KEEP
+from faults.workloads import newest_ack
 
+from ckpt_component.storage.names import MEGATRON
 from ckpt_component.storage.operation_log import read_log
 
 #: More operations than any save here has: an enumeration that never ends is a defect of the rig.
@@ -51,6 +53,10 @@ def enumerate_kills(forker: Forker, folder: Path, preset: str, victim: str) -> t
         found = (ended.value or {}).get("violations", [])
         wrong += [f"before {told}: {text}" for text in found]
         wrong += [f"after {told}: left {left}"] * bool(left)
+        if fired and victim == "other" and fired[0].process == "writer":
+            # All was staged when the trainer died, so its writer process finishes the checkpoint (DESIGN 4).
+            orphan = os.path.join(root, MEGATRON.folder(newest_ack(acks) + 1))
+            wrong += [] if os.path.isdir(orphan) else [f"{told}: the writer process did not commit {orphan}"]
         # Killed, or a writer process was and the trainer went on.
         if ended.code not in ((0, -signal.SIGKILL) if fired else (0,)):
             wrong.append(f"{told}: exit {ended.code}\n{ended.output}")
