@@ -28,7 +28,7 @@ from .reports import Timeouts
 from .root_check import check_root
 from .saver import Saver
 from .stagers.base import Stager
-from .storage.failpoint_fs import file_system
+from .storage.file_system import file_system
 from .storage.names import MEGATRON, STEP
 from .writers.base import Writer
 

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ..storage.failpoint_fs import file_system
+from ..storage.file_system import file_system
 from ..writers.byte_io import Extra, MemorySource, WriteResult, WriteTable, run_write_job
 from .channel import receive_frame, send_frame
 from .orphaned import finish

@@ -12,7 +12,7 @@ import torch
 from ..config.schema import Verify
 from ..errors import CheckpointCorruptError, CheckpointLoadError, CheckpointNotFoundError, UnexpectedKeysError
 from ..image.tree import Path, StateDict, unflatten
-from ..storage.failpoint_fs import file_system
+from ..storage.file_system import file_system
 from ..storage.manifest import check_files, read_manifest
 from ..storage.regular import read_failure
 from .foreign import TorchFileSource

@@ -1,7 +1,6 @@
 """The file system that counts its operations, and that fails at the n-th one where the environment says so.
 
-`file_system` is how the package gets its `FsOps`. With `CKPT_FAILPOINT` and `CKPT_FAILPOINT_LOG` unset it is the plain
-one, and nothing else here runs. Both are inherited by the writer process, and operations are counted over all
+`CKPT_FAILPOINT` and `CKPT_FAILPOINT_LOG` are inherited by the writer process, and operations are counted over all
 processes in the one log, so that "the 7th operation of the save" is the same place in every run.
 """
 
@@ -14,29 +13,17 @@ import threading
 import time
 from collections.abc import Sequence
 
-from .failpoints import EFFECTS, SPEC, Failpoint, FailpointError, parse_failpoints
+from .failpoints import EFFECTS, Failpoint, FailpointError, parse_failpoints
+from .file_system import LOG, SPEC
 from .fs import FsOps
 from .operation_log import append, record
 
-LOG = "CKPT_FAILPOINT_LOG"
 
-
-def file_system(*, durable: bool, process: str = "trainer") -> FsOps:
-    """The file system of this process: the plain one, or the one that counts and fails where the environment says so.
-
-    Args:
-        durable: see `FsOps`.
-        process: what this process is, for the `process=` of a failpoint.
-
-    Raises:
-        FailpointError: the environment variables cannot be understood.
-    """
-    text, log = os.environ.get(SPEC, ""), os.environ.get(LOG, "")
-    if not text and not log:
-        return FsOps(durable=durable)
+def failpoint_fs(spec: str, log: str, *, durable: bool, process: str) -> FailpointFs:
+    """The file system for what the two environment variables say; see `file_system`."""
     if not log:
         raise FailpointError(f"{SPEC} is set and {LOG} is not; set it to a new file, in which operations are counted.")
-    return FailpointFs(parse_failpoints(text), log, durable=durable, process=process)
+    return FailpointFs(parse_failpoints(spec), log, durable=durable, process=process)
 
 
 class FailpointFs(FsOps):

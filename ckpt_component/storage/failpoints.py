@@ -20,8 +20,7 @@ import errno
 from dataclasses import dataclass
 
 from ..errors import CheckpointError
-
-SPEC = "CKPT_FAILPOINT"
+from .file_system import SPEC
 
 #: Every operation that changes something, in the order of `FsOps`.
 EFFECTS = (

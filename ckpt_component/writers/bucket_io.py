@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from ..errors import CheckpointSaveError
-from ..storage.failpoint_fs import file_system
+from ..storage.file_system import file_system
 from ..storage.fs import FsOps
 from .host_image import HostImage
 

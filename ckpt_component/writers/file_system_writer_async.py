@@ -32,7 +32,7 @@ from ..config.errors import CheckpointConfigError
 from ..coordination.rank_store import distributed
 from ..errors import CheckpointSaveError
 from ..image.objects import check_tensor
-from ..storage.failpoint_fs import file_system
+from ..storage.file_system import file_system
 from ..storage.fs import FsOps
 from . import bucket_io
 from .bucket_image import Custody, ImageMemory, WriteBucket, make_image, split_items

@@ -20,8 +20,7 @@ from ckpt_component import (
     WorkerDiedError,
     build_manager,
 )
-from ckpt_component.storage.failpoint_fs import LOG
-from ckpt_component.storage.failpoints import SPEC
+from ckpt_component.storage.file_system import LOG, SPEC
 
 __all__ = ["prepare"]  # of the fork server, before the fork
 

@@ -23,8 +23,7 @@ from faults.mounts import mount_tmpfs
 from faults.workloads import KEEP_ONE, prepare
 
 from ckpt_component import CheckpointError, CheckpointManager, CheckpointSaveError, build_manager
-from ckpt_component.storage.failpoint_fs import LOG
-from ckpt_component.storage.failpoints import SPEC
+from ckpt_component.storage.file_system import LOG, SPEC
 from ckpt_component.storage.fs import FsOps
 from ckpt_component.storage.names import MEGATRON
 from ckpt_component.storage.operation_log import read_log

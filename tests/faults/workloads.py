@@ -13,8 +13,7 @@ import ckpt_component.factory as factory
 from ckpt_component import CheckpointSaveError, build_checkpointer, build_manager
 from ckpt_component.config.parts import part_class
 from ckpt_component.config.resolve import resolve_config
-from ckpt_component.storage.failpoint_fs import LOG
-from ckpt_component.storage.failpoints import SPEC
+from ckpt_component.storage.file_system import LOG, SPEC
 from ckpt_component.storage.names import MEGATRON
 
 #: A config takes 0.1 s to resolve, and every child uses one of a few.

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from ckpt_component import build_checkpointer
-from ckpt_component.storage.failpoint_fs import LOG, FailpointFs, file_system
-from ckpt_component.storage.failpoints import SPEC, FailpointError, parse_failpoints
+from ckpt_component.storage.failpoint_fs import FailpointFs
+from ckpt_component.storage.failpoints import FailpointError, parse_failpoints
+from ckpt_component.storage.file_system import LOG, SPEC, file_system
 from ckpt_component.storage.fs import FsOps
 from ckpt_component.storage.operation_log import read_log
 
@@ -84,7 +85,7 @@ def test_a_skipped_operation_is_not_done(tmp_path: Path, log: str, monkeypatch: 
 
 def test_a_torn_write_leaves_half(tmp_path: Path, log: str) -> None:
     code = (
-        "from ckpt_component.storage.failpoint_fs import file_system; import sys; "
+        "from ckpt_component.storage.file_system import file_system; import sys; "
         "file_system(durable=True).write_new(sys.argv[1], b'0123456789')"
     )
     done = subprocess.run(
