@@ -32,6 +32,7 @@ SOAK = (
     "checkpoint.timeouts.write=10",
     "checkpoint.timeouts.close=5",
     "checkpoint.timeouts.heartbeat=1",
+    "checkpoint.timeouts.stall=9",
 )
 _MEET_SECONDS = 10.0
 

@@ -32,6 +32,8 @@ from ckpt_component.storage.scan import committed_steps
 __all__ = ["prepare"]  # of the fork server, before the fork
 
 PAGE = 4096
+#: A writer that hangs is given up after a second; the deadlines below it are in order.
+HANGS = ("checkpoint.timeouts.write=1", "checkpoint.timeouts.stall=0.9", "checkpoint.timeouts.heartbeat=0.8")
 
 
 def manager_at(root: str, preset: str, *overrides: str) -> CheckpointManager:
@@ -272,11 +274,11 @@ def fail_delete(root: str, operation: str, logs: str) -> dict[str, Any]:
 
 def hang(root: str, operation: str, log: str) -> dict[str, Any]:
     """The writer process stands still at an operation, for good; its trainer gives up after timeouts.write."""
-    with manager_at(root, "async_persistent", "checkpoint.timeouts.write=1") as manager:
+    with manager_at(root, "async_persistent", *HANGS) as manager:
         assert saved(manager, 1) is None
     with (
         failpoint(f"{operation}:process=writer:nth=2:action=stop", log),
-        manager_at(root, "async_persistent", "checkpoint.timeouts.write=1") as manager,
+        manager_at(root, "async_persistent", *HANGS) as manager,
     ):
         before = worker_pid(manager)
         started = time.monotonic()
@@ -381,7 +383,12 @@ def large_tensor(root: str) -> dict[str, Any]:
             stream.write(b"mark %10d" % place)
     big = torch.from_file(sparse, shared=False, size=count, dtype=torch.uint8)
     state = {"a_big": big, "b_marker": torch.arange(1000)}
-    overrides = ("checkpoint/stager=none", "checkpoint.writer.workers=1", "checkpoint.timeouts.write=600")
+    overrides = (
+        "checkpoint/stager=none",
+        "checkpoint.writer.workers=1",
+        "checkpoint.timeouts.write=600",
+        "checkpoint.timeouts.stall=500",
+    )
     with manager_at(root, "sync", *overrides) as manager:
         started = time.monotonic()
         manager.save(1, state)
