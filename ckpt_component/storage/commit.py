@@ -19,7 +19,7 @@ from typing import Any
 from ..errors import CheckpointExistsError, CheckpointSaveError
 from .fs import FsOps
 from .manifest import VERSION, encode_manifest
-from .names import MANIFEST, is_debris_of_this_host, staging_path, trash_path
+from .names import MANIFEST, TRIAL_PREFIX, is_debris_of_this_host, staging_path, trash_path
 from .owner import check_owner
 
 logger = logging.getLogger(__name__)
@@ -159,13 +159,18 @@ def sweep(fs: FsOps, root: str) -> list[str]:
     gone = []
     for name in fs.names(root):
         path = os.path.join(root, name)
-        if not is_debris_of_this_host(name) or not os.path.isdir(path) or os.path.islink(path):
+        is_folder = os.path.isdir(path) and not os.path.islink(path)
+        is_trial = name.startswith(TRIAL_PREFIX) and fs.size(path) is not None
+        if not is_debris_of_this_host(name) or not (is_folder or is_trial):
             continue
         try:
-            # A very young folder may not have been locked by its owner yet.
-            if fs.is_locked(path) or time.time() - os.lstat(path).st_mtime < _YOUNG_SECONDS:
+            # A very young folder may not have been locked by its owner yet, and a trial file is about to go.
+            if (is_folder and fs.is_locked(path)) or time.time() - os.lstat(path).st_mtime < _YOUNG_SECONDS:
                 continue
-            fs.remove_tree(path)
+            if is_folder:
+                fs.remove_tree(path)
+            else:
+                fs.unlink(path)
         except OSError as error:
             logger.warning("%s was left by a dead run and could not be deleted (%s)", path, error)
             continue

@@ -77,8 +77,8 @@ def quarantine_path(path: str) -> str:
 
 
 def is_debris_of_this_host(name: str) -> bool:
-    """Whether a name is that of an unfinished or retired folder that a process of this host left."""
-    if not name.startswith((STAGING_PREFIX, TRASH_PREFIX)):
+    """Whether a name is that of an unfinished or retired folder, or of a trial file, of a process of this host."""
+    if not name.startswith((STAGING_PREFIX, TRASH_PREFIX, TRIAL_PREFIX)):
         return False
     return name.rpartition(".")[2].startswith(_host_token() + "-")
 

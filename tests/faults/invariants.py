@@ -15,7 +15,7 @@ import torch
 
 from ckpt_component import CheckpointError, build_manager
 from ckpt_component.storage.fs import FsOps
-from ckpt_component.storage.names import MEGATRON, OWNER, STAGING_PREFIX, TRASH_PREFIX
+from ckpt_component.storage.names import MEGATRON, OWNER, STAGING_PREFIX, TRASH_PREFIX, TRIAL_PREFIX
 from ckpt_component.storage.scan import committed_steps
 
 #: What is always in a root beside its checkpoints.
@@ -78,7 +78,11 @@ def violations_at(root: str, acknowledged: int, keep: int = 1, preset: str = "sy
         step = MEGATRON.step(name)
         if step is not None and step not in listed:
             wrong.append(f"I3: {name} is there and not committed: {os.listdir(os.path.join(root, name))}")
-        elif step is None and not name.startswith((STAGING_PREFIX, TRASH_PREFIX)) and name not in FIXED | _DRAFTS:
+        elif (
+            step is None
+            and not name.startswith((STAGING_PREFIX, TRASH_PREFIX, TRIAL_PREFIX))
+            and name not in FIXED | _DRAFTS
+        ):
             wrong.append(f"I3: {name} is nothing of ours")
     newest = max(listed, default=0)
     if newest < acknowledged:
