@@ -10,7 +10,7 @@ import logging
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from .callers.write_callers import WriteCaller
@@ -79,6 +79,8 @@ class AttemptRunner:
         self._catalog_sent: int | None = None
         self._catalogs: dict[int, Mapping[str, Any]] = {}
         self._sidecars: Mapping[str, bytes] = {}
+        #: By device: how it is written to fastest, where a job has tried that.
+        self._io: dict[int, str] = {}
 
     def run(self, scheduled: Scheduled) -> SaveReport:
         """Write and commit; returns when the checkpoint is committed, on all ranks.
@@ -187,7 +189,7 @@ class AttemptRunner:
             sidecars=self._sidecars,
             source=snapshot.source,
             arena=snapshot.arena,
-            block_bytes=self._writer.block_bytes,
+            options=replace(self._writer.options, io=self._io_for(scheduled.attempt)),
             about=self._about,
             patience=self._timeouts.heartbeat,
         )
@@ -196,10 +198,17 @@ class AttemptRunner:
     def _about(self) -> dict[str, Any]:
         return {"format": self._writer.format}
 
+    def _io_for(self, attempt: Attempt) -> str:
+        wanted = self._writer.options.io
+        return self._io.get(_device_of(attempt), wanted) if wanted == "auto" else wanted
+
     def _write(self, job: WriteJob) -> dict[str, Any]:
         """This rank's vote: what it wrote."""
         with self._as_save_error(job.attempt.target, job.sealed.file_bytes):
             mine = dict(self._caller.run(job, time.monotonic() + self._timeouts.write))
+        if job.options.io == "auto" and mine["io"] != "auto":
+            self._io[_device_of(job.attempt)] = mine["io"]
+            logger.info("checkpoint.writer.io=auto: %s, which a trial found to be faster there", mine["io"])
         logger.info(
             "%s written: %s in %.2f s (%.2f GB/s)",
             os.path.basename(job.attempt.target),
@@ -229,3 +238,7 @@ class AttemptRunner:
             if isinstance(error, CheckpointError):
                 raise
             raise CheckpointSaveError(f"{path} could not be saved: {error}.", error.errno) from error
+
+
+def _device_of(attempt: Attempt) -> int:
+    return os.stat(os.path.dirname(attempt.target)).st_dev

@@ -18,7 +18,7 @@ from .checkpointer import AsyncCheckpointer, Checkpointer, SyncCheckpointer
 from .config.errors import CheckpointConfigError
 from .config.parts import build_part, part_class
 from .config.resolve import resolve_config
-from .config.schema import Checkpoint, Durability, Naming
+from .config.schema import Checkpoint, Durability, IoMode, Naming
 from .coordination import Coordinator, LocalCoordinator, RankStore, StoreCoordinator
 from .failures import ErrorPolicy
 from .manager import CheckpointManager
@@ -108,6 +108,7 @@ class Parts:
     caller: type[WriteCaller]
     writer: type[Writer]
     max_stall_s: float | None = None
+    io: str | None = None
 
 
 @dataclass(frozen=True)
@@ -140,6 +141,11 @@ RULES = (
         "checkpoint/caller={caller} training waits for the whole write. Use checkpoint/caller=persistent, or "
         "checkpoint.max_stall_s=null.",
     ),
+    Rule(
+        lambda parts: parts.io == IoMode.direct.value and not parts.stager.takes_snapshot,
+        "checkpoint.writer.io=direct writes whole pages of a snapshot, and checkpoint/stager={stager} takes none. "
+        "Use checkpoint.writer.io=auto, or checkpoint/stager=pinned.",
+    ),
 )
 
 
@@ -158,6 +164,7 @@ def _build_graph(settings: Checkpoint) -> Checkpointer:
             part_class("caller", settings.caller, WriteCaller),
             part_class("writer", settings.writer, Writer),
             settings.max_stall_s,
+            settings.writer.get("io"),
         )
     )
     stager = _build(Stager, "stager", settings.stager)

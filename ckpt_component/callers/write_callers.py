@@ -84,7 +84,7 @@ class InlineCaller(WriteCaller):
                 job.sealed.table,
                 job.source,
                 job.sealed.extras,
-                job.block_bytes,
+                job.options,
             )
         except OSError as error:
             raise CheckpointSaveError(f"Writing {job.attempt.target} failed: {error}.", error.errno) from error
@@ -218,7 +218,7 @@ class _ProcessCaller(WriteCaller):
             "rank": job.rank,
             "world_size": job.world_size,
             "durable": job.fs.durable,
-            "block_bytes": job.block_bytes,
+            "options": asdict(job.options),
             "extras": extras,
             "about": dict(job.about),
             "patience": job.patience,

@@ -51,6 +51,14 @@ class Verify(Enum):
     off = "off"
 
 
+class IoMode(Enum):
+    """How files are written."""
+
+    auto = "auto"  # whichever makes bytes durable sooner in the folder, by a trial
+    buffered = "buffered"  # through the page cache
+    direct = "direct"  # past it
+
+
 class ChecksumName(Enum):
     """The checksum that every item is stored with."""
 
@@ -240,41 +248,37 @@ class PersistentCaller(Part):
 
 
 @dataclass
-class DcpWriter(Part):
-    """`checkpoint/writer=dcp`."""
+class WriterPart(Part):
+    """What every writer has."""
 
     workers: int = at_least(1, 2)
-    """How many parallel writers, and so files with tensors, a rank has."""
+    """How many parallel writers a rank has; `dcp` gives each a file of its own."""
     block_bytes: int = at_least(4096, 8 << 20)
     """How many bytes one write call takes."""
     checksum: ChecksumName = ChecksumName.crc32
     """Checksum of every item: `crc32`; `crc32c` or `xxh3_64`, with their packages; `auto`: the fastest installed."""
+    io: IoMode = IoMode.auto
+    """How files are written: `buffered`, `direct` (past the page cache), or `auto`: a trial per disk says which."""
+    max_bytes_per_second: float | None = above(0, None)
+    """The most that a rank writes in a second, where others use the storage too; null: no limit."""
+
+
+@dataclass
+class DcpWriter(WriterPart):
+    """`checkpoint/writer=dcp`."""
+
     separation_hint: str | None = None
     """Keys that start with this text go to files of their own; null: no such split."""
 
 
 @dataclass
-class TorchSaveWriter(Part):
+class TorchSaveWriter(WriterPart):
     """`checkpoint/writer=torch_save`."""
-
-    workers: int = at_least(1, 2)
-    """How many parallel writers share a rank's file."""
-    block_bytes: int = at_least(4096, 8 << 20)
-    """How many bytes one write call takes."""
-    checksum: ChecksumName = ChecksumName.crc32
-    """Checksum of every item: `crc32`; `crc32c` or `xxh3_64`, with their packages; `auto`: the fastest installed."""
 
 
 @dataclass
-class SafetensorsWriter(Part):
+class SafetensorsWriter(WriterPart):
     """`checkpoint/writer=safetensors`."""
-
-    workers: int = at_least(1, 2)
-    """How many parallel writers share a rank's file."""
-    block_bytes: int = at_least(4096, 8 << 20)
-    """How many bytes one write call takes."""
-    checksum: ChecksumName = ChecksumName.crc32
-    """Checksum of every item: `crc32`; `crc32c` or `xxh3_64`, with their packages; `auto`: the fastest installed."""
 
 
 #: kind of part -> option of the group `checkpoint/<kind>` -> its schema.

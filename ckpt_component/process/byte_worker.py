@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ..storage.file_system import file_system
-from ..writers.byte_io import Extra, MemorySource, WriteResult, WriteTable, run_write_job
+from ..writers.byte_io import Extra, MemorySource, WriteOptions, WriteResult, WriteTable, run_write_job
 from .channel import receive_frame, send_frame
 from .orphaned import finish
 
@@ -94,8 +94,9 @@ class ByteWorker:
                 for spec, data in zip(job["extras"], _pieces(blob, [e["size"] for e in job["extras"]]), strict=True)
             ]
             memory = memoryview(self._arenas[job["arena"]]) if table.files else memoryview(b"")
+            options = WriteOptions(**job["options"])
             result = run_write_job(
-                fs, job["staging"], job["rank"], table, MemorySource(memory), extras, job["block_bytes"], checksum_home
+                fs, job["staging"], job["rank"], table, MemorySource(memory), extras, options, checksum_home
             )
         except Exception as error:
             if lock is not None:

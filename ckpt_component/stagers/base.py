@@ -24,7 +24,8 @@ from ..image.layout import Layout, Structure, sources_of
 from ..image.ownership import Selection, holdings, share_out
 from ..image.tree import FlatState, flatten
 from ..writers.base import FormatPlan, Sealed, Writer
-from ..writers.byte_io import ByteSource, MemorySource
+from ..writers.byte_io import MemorySource
+from ..writers.lanes import ByteSource
 
 logger = logging.getLogger(__name__)
 

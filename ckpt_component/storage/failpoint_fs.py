@@ -72,6 +72,16 @@ class FailpointFs(FsOps):
             _die()
         return written
 
+    def open_direct(self, path: str) -> int:
+        """See `FsOps`."""
+        self._reach("open_direct", path)
+        return super().open_direct(path)
+
+    def truncate(self, fd: int, size: int) -> None:
+        """See `FsOps`."""
+        if self._reach("truncate", _path_of(fd)):
+            super().truncate(fd, size)
+
     def sync(self, fd: int) -> None:
         """See `FsOps`."""
         if self._reach("sync", _path_of(fd)):

@@ -26,7 +26,9 @@ from .file_system import SPEC
 EFFECTS = (
     "make_folder",
     "create",
+    "open_direct",
     "write",
+    "truncate",
     "sync",
     "close",
     "sync_folder",

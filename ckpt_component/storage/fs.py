@@ -86,6 +86,19 @@ class FsOps:
         if self.durable:
             os.posix_fadvise(fd, offset, length, os.POSIX_FADV_DONTNEED)
 
+    def open_direct(self, path: str) -> int:
+        """Open a file of `create` once more, for writes of whole pages past the page cache."""
+        return os.open(path, os.O_WRONLY | os.O_DIRECT | os.O_NOFOLLOW | os.O_CLOEXEC)
+
+    def truncate(self, fd: int, size: int) -> None:
+        """Cut a file to its size."""
+        os.ftruncate(fd, size)
+
+    def drop_cached(self, fd: int) -> None:
+        """Let the kernel forget the pages of a synced file, so that they do not push out what training has there."""
+        if self.durable:
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+
     def sync(self, fd: int) -> None:
         """Make a file's bytes durable; must be called by the process that wrote them."""
         if self.durable:

@@ -17,12 +17,13 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from ..config.errors import CheckpointConfigError
-from ..config.schema import ChecksumName
+from ..config.schema import ChecksumName, IoMode
 from ..errors import CheckpointStageError
 from ..image.layout import Layout, Structure
 from ..image.tree import key_of
 from ..storage.checksum import ChecksumMissingError, fastest, find_checksum, install_text
-from .byte_io import Extra, FileSpec, Lane, WriteTable
+from .byte_io import Extra, FileSpec, WriteOptions, WriteTable
+from .lanes import Lane
 
 logger = logging.getLogger(__name__)
 
@@ -74,6 +75,8 @@ class Writer(ABC):
         workers: how many parallel writers share the bytes of a rank.
         block_bytes: how many bytes one write call takes.
         checksum: algorithm of the items' checksums; `auto` becomes the fastest one that is installed.
+        io: through the page cache, past it, or whichever a trial finds to be faster.
+        max_bytes_per_second: for all parallel writers together; None: no limit.
 
     Raises:
         CheckpointConfigError: a value that makes no sense, or a checksum whose package is not installed.
@@ -86,14 +89,23 @@ class Writer(ABC):
     shared: ClassVar[bool] = False
 
     def __init__(
-        self, workers: int = 2, block_bytes: int = 8 << 20, checksum: ChecksumName = ChecksumName.crc32
+        self,
+        workers: int = 2,
+        block_bytes: int = 8 << 20,
+        checksum: ChecksumName = ChecksumName.crc32,
+        io: IoMode = IoMode.auto,
+        max_bytes_per_second: float | None = None,
     ) -> None:
         if workers < 1:
             raise CheckpointConfigError(f"checkpoint.writer.workers must be at least 1, got {workers}.")
         if block_bytes < 4096:
             raise CheckpointConfigError(f"checkpoint.writer.block_bytes must be at least 4096, got {block_bytes}.")
+        if max_bytes_per_second is not None and max_bytes_per_second <= 0:
+            raise CheckpointConfigError(
+                f"checkpoint.writer.max_bytes_per_second must be above 0, got {max_bytes_per_second}; null is no limit."
+            )
         self.workers = workers
-        self.block_bytes = block_bytes
+        self.options = WriteOptions(block_bytes, io.value, max_bytes_per_second)
         self.checksum = _installed(checksum)
 
     @abstractmethod

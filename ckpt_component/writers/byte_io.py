@@ -7,6 +7,7 @@ This runs in the background writer process, which imports no torch, and as it is
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import time
@@ -14,19 +15,13 @@ import zlib  # integrity files themselves have a crc32 in the manifest, whatever
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import Any
 
-from ..storage.checksum import Checksum, Stream, find_checksum
+from ..storage.checksum import find_checksum
 from ..storage.fs import FsOps
 from ..storage.names import integrity_name
-
-
-class ByteSource(Protocol):
-    """Where the bytes of an image come from: an arena, or the live tensors."""
-
-    def buffers(self, start: int, end: int) -> list[memoryview]:
-        """The bytes [start, end) of the image as one or more pieces, in order."""
-        ...
+from .io_mode import direct_is_faster, is_worth_trying
+from .lanes import ByteSource, Lane, LaneWriter, Opened, Throttle
 
 
 class MemorySource:
@@ -34,6 +29,11 @@ class MemorySource:
 
     def __init__(self, memory: memoryview) -> None:
         self._memory = memory
+
+    @property
+    def memory(self) -> memoryview:
+        """All of it; it begins and ends at page boundaries."""
+        return self._memory
 
     def buffers(self, start: int, end: int) -> list[memoryview]:
         """The one slice."""
@@ -47,20 +47,6 @@ class FileSpec:
     name: str
     base: int
     size: int
-
-
-@dataclass(frozen=True)
-class Lane:
-    """What one parallel writer does: bytes [start, end) of a file, and the items that lie in there.
-
-    `items` are (offset, length) in the file, ascending; `first` is the number of the first one among all items.
-    """
-
-    file: int
-    start: int
-    end: int
-    first: int
-    items: Sequence[tuple[int, int]]
 
 
 @dataclass(frozen=True)
@@ -111,13 +97,32 @@ class Extra:
 
 
 @dataclass(frozen=True)
+class WriteOptions:
+    """How a writer writes.
+
+    Attributes:
+        block_bytes: how many bytes one write call takes.
+        io: `buffered`, `direct` (past the page cache), or `auto`: whichever is faster in this folder.
+        max_bytes_per_second: for all parallel writers of a rank together; None: no limit.
+    """
+
+    block_bytes: int = 8 << 20
+    io: str = "auto"
+    max_bytes_per_second: float | None = None
+
+
+@dataclass(frozen=True)
 class WriteResult:
-    """What one rank wrote: its files with sizes (and the integrity file's CRC), bytes, and seconds."""
+    """What one rank wrote: its files with sizes (and the integrity file's CRC), bytes, and seconds.
+
+    `io` is how it was written, for the next job in this folder; `auto` where that was not tried out.
+    """
 
     rank: int
     files: list[dict[str, Any]]
     bytes: int
     seconds: float
+    io: str = "auto"
 
 
 def run_write_job(
@@ -127,7 +132,7 @@ def run_write_job(
     table: WriteTable,
     source: ByteSource,
     extras: Sequence[Extra],
-    block_bytes: int,
+    options: WriteOptions,
     checksum_home: Sequence[str] | None = None,
 ) -> WriteResult:
     """Write a rank's files into the staging folder, each fsynced, and its integrity file last.
@@ -139,7 +144,7 @@ def run_write_job(
         table: what goes where.
         source: the image.
         extras: bytes beside the image; their files come after the image's.
-        block_bytes: how many bytes one write call takes.
+        options: how to write it.
         checksum_home: where the package of the table's checksum is, for a process without site-packages.
 
     Raises:
@@ -148,17 +153,26 @@ def run_write_job(
     """
     started = time.perf_counter()
     checksum = find_checksum(table.checksum, checksum_home)
+    io = _io_mode(fs, folder, source, options.io)
     tails = {extra.file: extra.offset + extra.data.nbytes for extra in extras}
     descriptors: dict[str, int] = {}
+    direct: dict[str, int] = {}
     sizes: dict[str, int] = {}
     sums = [checksum.of(memoryview(b""))] * table.item_count  # what items without bytes keep
-    with _closing(fs, descriptors):
+    with _closing(fs, descriptors), _closing(fs, direct):
         for spec in table.files:
             sizes[spec.name] = max(spec.size, tails.pop(spec.name, 0))
         sizes.update(tails)
         for name, size in sizes.items():
             descriptors[name] = fs.create(os.path.join(folder, name), size)
-        _run_lanes(fs, table, source, descriptors, checksum, sums, block_bytes)
+        if io == "direct":
+            for spec in table.files:
+                direct[spec.name] = _open_direct(fs, os.path.join(folder, spec.name))
+        files = [Opened((direct or descriptors)[spec.name], spec.base, bool(direct)) for spec in table.files]
+        throttle = Throttle(options.max_bytes_per_second)
+        LaneWriter(fs, source, files, checksum, sums, options.block_bytes, throttle).run(table.lanes)
+        for spec in table.files if direct else ():
+            fs.truncate(descriptors[spec.name], sizes[spec.name])  # the last page is written as a whole
         for extra in extras:
             fs.write(descriptors[extra.file], [extra.data], extra.offset)
             for offset, length in extra.items:
@@ -166,11 +180,13 @@ def run_write_job(
                 sums.append(checksum.of(extra.data[at : at + length]))
         with ThreadPoolExecutor(max(len(descriptors), 1), thread_name_prefix="ckpt-sync") as pool:
             list(pool.map(fs.sync, descriptors.values()))
+        for descriptor in descriptors.values():
+            fs.drop_cached(descriptor)
     places = [(extra.file, offset, length) for extra in extras for offset, length in extra.items]
-    files: list[dict[str, Any]] = [{"name": name, "size": size} for name, size in sizes.items()]
+    written: list[dict[str, Any]] = [{"name": name, "size": size} for name, size in sizes.items()]
     integrity = b'{"version":1,"rank":%d,"files":%s,"layout":%s,"extras":%s,"checksum":"%s","sums":%s}\n' % (
         rank,
-        json.dumps(files, separators=(",", ":")).encode(),
+        json.dumps(written, separators=(",", ":")).encode(),
         table.description.encode(),
         json.dumps(places, separators=(",", ":")).encode(),
         table.checksum.encode(),
@@ -178,8 +194,30 @@ def run_write_job(
     )
     fs.write_new(os.path.join(folder, integrity_name(rank)), integrity)
     fs.sync_folder(folder)
-    files.append({"name": integrity_name(rank), "size": len(integrity), "crc32": zlib.crc32(integrity)})
-    return WriteResult(rank, files, sum(entry["size"] for entry in files), time.perf_counter() - started)
+    written.append({"name": integrity_name(rank), "size": len(integrity), "crc32": zlib.crc32(integrity)})
+    total = sum(entry["size"] for entry in written)
+    return WriteResult(rank, written, total, time.perf_counter() - started, io)
+
+
+def _open_direct(fs: FsOps, path: str) -> int:
+    try:
+        return fs.open_direct(path)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+            raise
+        text = "this file system has no direct I/O; use checkpoint.writer.io=auto or buffered"
+        raise OSError(error.errno, text, path) from error
+
+
+def _io_mode(fs: FsOps, folder: str, source: ByteSource, wanted: str) -> str:
+    """`direct` or `buffered`; or `auto` where there is too little to write for a trial, which is then buffered."""
+    if not isinstance(source, MemorySource):
+        return "buffered"  # live tensors lie anywhere in memory
+    if wanted != "auto":
+        return wanted
+    if not is_worth_trying(source.memory):
+        return "auto"
+    return "direct" if direct_is_faster(fs, folder, source.memory) else "buffered"
 
 
 @contextlib.contextmanager
@@ -197,99 +235,3 @@ def _closing(fs: FsOps, descriptors: Mapping[str, int]) -> Iterator[None]:
             failed = failed or error
     if failed is not None:
         raise failed
-
-
-def _run_lanes(
-    fs: FsOps,
-    table: WriteTable,
-    source: ByteSource,
-    descriptors: Mapping[str, int],
-    checksum: Checksum,
-    sums: list[int],
-    block_bytes: int,
-) -> None:
-    """All parallel writers at once; the first error counts, and the others stop at their next block."""
-    failed: list[BaseException] = []
-
-    def run(lanes: Sequence[Lane]) -> None:
-        try:
-            for lane in lanes:
-                _write_lane(fs, table, source, descriptors, checksum, sums, block_bytes, lane, failed)
-        except BaseException as error:
-            failed.append(error)
-            raise
-
-    busy = [lanes for lanes in table.lanes if lanes]
-    if len(busy) <= 1:
-        for lanes in busy:
-            run(lanes)
-        return
-    with ThreadPoolExecutor(len(busy), thread_name_prefix="ckpt-write") as pool:
-        pending = [pool.submit(run, lanes) for lanes in busy]
-    if failed:
-        raise failed[0]
-    for future in pending:
-        future.result(timeout=0)
-
-
-def _write_lane(
-    fs: FsOps,
-    table: WriteTable,
-    source: ByteSource,
-    descriptors: Mapping[str, int],
-    checksum: Checksum,
-    sums: list[int],
-    block_bytes: int,
-    lane: Lane,
-    failed: Sequence[BaseException],
-) -> None:
-    spec = table.files[lane.file]
-    fd = descriptors[spec.name]
-    cursor = _SumCursor(lane, checksum, sums)
-    position = lane.start
-    while position < lane.end and not failed:
-        end = min(position + block_bytes, lane.end)
-        pieces = source.buffers(spec.base + position, spec.base + end)
-        # The checksum is taken from the staged bytes before they are written, so that it also covers the write.
-        for piece in pieces:
-            cursor.feed(piece)
-        fs.write(fd, pieces, position)
-        fs.start_writeback(fd, position, end - position)
-        position = end
-
-
-class _SumCursor:
-    """Takes the bytes of a lane in order and notes one checksum per item; bytes between items are skipped."""
-
-    def __init__(self, lane: Lane, checksum: Checksum, sums: list[int]) -> None:
-        self._items = lane.items
-        self._number = lane.first
-        self._last = lane.first + len(lane.items)
-        self._first = lane.first
-        self._position = lane.start
-        self._checksum = checksum
-        self._sums = sums
-        #: Of the item that the last piece ended in.
-        self._begun: Stream | None = None
-
-    def feed(self, piece: memoryview) -> None:
-        start = self._position
-        stop = start + piece.nbytes
-        self._position = stop
-        number, items, sums, first, of = self._number, self._items, self._sums, self._first, self._checksum.of
-        while number < self._last:
-            offset, length = items[number - first]
-            end = offset + length
-            if offset >= start and end <= stop:
-                sums[number] = of(piece[offset - start : end - start])
-            elif offset >= stop:
-                break
-            else:
-                begun = self._begun = self._begun or self._checksum.stream()
-                begun.update(piece[max(offset, start) - start : min(end, stop) - start])
-                if end > stop:
-                    break
-                sums[number] = begun.value()
-                self._begun = None
-            number += 1
-        self._number = number

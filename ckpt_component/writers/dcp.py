@@ -25,13 +25,14 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from ..config.errors import CheckpointConfigError
-from ..config.schema import ChecksumName
+from ..config.schema import ChecksumName, IoMode
 from ..image import objects as object_codec
 from ..image.items import ItemTemplates
 from ..image.layout import ITEM_ALIGNMENT, PAGE, ImageFile, Item, Layout, Structure, align
 from ..image.tree import Path, key_of
 from .base import FormatPlan, Sealed, Writer, balanced, describe, make_table
-from .byte_io import Extra, Lane, WriteTable
+from .byte_io import Extra, WriteTable
+from .lanes import Lane
 
 _END_OF_ARCHIVE = b"PK\x05\x06"
 _END_RECORD_BYTES = 22
@@ -46,6 +47,8 @@ class DcpWriter(Writer):
         workers: how many parallel writers, and so files with tensors, a rank has.
         block_bytes: how many bytes one write call takes.
         checksum: algorithm of the items' checksums; `auto` becomes the fastest one that is installed.
+        io: see `Writer`.
+        max_bytes_per_second: see `Writer`.
         separation_hint: keys that start with this text go to files of their own, whose names start with it too, as
             NVRx's `FileSystemWriterAsync` does; needs at least two workers, which are shared by bytes.
 
@@ -61,9 +64,11 @@ class DcpWriter(Writer):
         workers: int = 2,
         block_bytes: int = 8 << 20,
         checksum: ChecksumName = ChecksumName.crc32,
+        io: IoMode = IoMode.auto,
+        max_bytes_per_second: float | None = None,
         separation_hint: str | None = None,
     ) -> None:
-        super().__init__(workers, block_bytes, checksum)
+        super().__init__(workers, block_bytes, checksum, io, max_bytes_per_second)
         if separation_hint is not None:
             if workers < 2:
                 raise CheckpointConfigError(

@@ -12,7 +12,8 @@ from ..storage.fs import FsOps
 if TYPE_CHECKING:
     from ..image.arena import Arena
     from .base import Sealed
-    from .byte_io import ByteSource
+    from .byte_io import WriteOptions
+    from .lanes import ByteSource
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class WriteJob:
             when the trainers are gone.
         source: the image's bytes.
         arena: the memory behind `source`, for a caller in another process; None for live tensors.
-        block_bytes: how many bytes one write call takes.
+        options: how to write.
         about: plain values for the manifest.
         patience: seconds without a sign of life of other ranks' writers before rank 0's gives up that commit.
     """
@@ -42,6 +43,6 @@ class WriteJob:
     sidecars: Mapping[str, bytes]
     source: ByteSource
     arena: Arena | None
-    block_bytes: int
+    options: WriteOptions
     about: Mapping[str, Any]
     patience: float

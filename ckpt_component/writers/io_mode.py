@@ -1,0 +1,61 @@
+"""Direct or buffered: which of the two makes bytes durable sooner in a folder. Tried out once per disk."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+
+from ..storage.fs import FsOps
+
+#: Below this there is nothing to gain, and nothing to try it out with.
+SMALLEST = 32 << 20
+_TRIED_BYTES = 16 << 20
+_BLOCK = 4 << 20
+_NAME = ".io-trial"
+
+
+def direct_is_faster(fs: FsOps, folder: str, sample: memoryview) -> bool:
+    """Write a part of `sample` into `folder` in both ways, until it is durable, and compare.
+
+    Args:
+        fs: where effects go.
+        folder: on the disk in question; the trial file is deleted again.
+        sample: bytes that begin at a page boundary of memory, at least `SMALLEST`.
+
+    Returns:
+        False also where the file system has no direct I/O.
+
+    Raises:
+        OSError: buffered writing fails, so that everything else would.
+    """
+    path = os.path.join(folder, _NAME)
+    buffered = _seconds(fs, path, sample, direct=False)
+    try:
+        return _seconds(fs, path, sample, direct=True) < buffered
+    except OSError:
+        # Not there, in one of many ways: EINVAL at open or at write, EOPNOTSUPP. The save itself is then buffered,
+        # which its log tells.
+        return False
+
+
+def _seconds(fs: FsOps, path: str, sample: memoryview, *, direct: bool) -> float:
+    started = time.perf_counter()
+    with contextlib.ExitStack() as cleaning:
+        fd = fs.create(path, _TRIED_BYTES)
+        cleaning.callback(fs.unlink, path)
+        cleaning.callback(fs.close, fd)
+        target = fd
+        if direct:
+            target = fs.open_direct(path)
+            cleaning.callback(fs.close, target)
+        for position in range(0, _TRIED_BYTES, _BLOCK):
+            fs.write(target, [sample[position : position + _BLOCK]], position)
+        fs.sync(target)
+        took = time.perf_counter() - started
+    return took
+
+
+def is_worth_trying(memory: memoryview) -> bool:
+    """Whether an image is large enough for a trial, and for a gain."""
+    return memory.nbytes >= SMALLEST

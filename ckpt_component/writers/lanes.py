@@ -1,0 +1,222 @@
+"""Parallel writers: each takes its ranges of the image, block by block, writes them, and takes the checksums meanwhile.
+
+With direct I/O whole pages are written past the page cache: durable sooner, and nothing that training has in the cache
+is pushed out. A range that begins or ends inside a page is widened to whole pages; the neighbour writes the same bytes
+there, because both lie in the same image.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Protocol
+
+from ..storage.checksum import Checksum, Stream
+from ..storage.fs import FsOps
+
+#: What direct I/O is aligned to: addresses, offsets and lengths.
+PAGE = 4096
+
+
+class ByteSource(Protocol):
+    """Where the bytes of an image come from: an arena, or the live tensors."""
+
+    def buffers(self, start: int, end: int) -> list[memoryview]:
+        """The bytes [start, end) of the image as one or more pieces, in order."""
+        ...
+
+
+@dataclass(frozen=True)
+class Lane:
+    """What one parallel writer does: bytes [start, end) of a file, and the items that lie in there.
+
+    `items` are (offset, length) in the file, ascending; `first` is the number of the first one among all items.
+    """
+
+    file: int
+    start: int
+    end: int
+    first: int
+    items: Sequence[tuple[int, int]]
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A file that lanes write to.
+
+    Attributes:
+        fd: its descriptor.
+        base: where it starts in the image.
+        direct: whether the descriptor bypasses the page cache.
+    """
+
+    fd: int
+    base: int
+    direct: bool
+
+
+class Throttle:
+    """Keeps all lanes together below a rate.
+
+    Args:
+        bytes_per_second: None: no limit.
+    """
+
+    def __init__(self, bytes_per_second: float | None) -> None:
+        self._rate = bytes_per_second
+        self._lock = threading.Lock()
+        self._free_at = time.monotonic()
+
+    def wait(self, nbytes: int) -> None:
+        """Return when so many more bytes may be written."""
+        if self._rate is None:
+            return
+        with self._lock:
+            start = max(self._free_at, time.monotonic())
+            self._free_at = start + nbytes / self._rate
+        time.sleep(max(start - time.monotonic(), 0))
+
+
+class LaneWriter:
+    """Writes the lanes of one job.
+
+    Args:
+        fs: where effects go.
+        source: the image.
+        files: by number.
+        checksum: of the items.
+        sums: by number of the item; filled in.
+        block_bytes: how many bytes one write call takes; with direct I/O rounded up to whole pages.
+        throttle: of the job.
+    """
+
+    def __init__(
+        self,
+        fs: FsOps,
+        source: ByteSource,
+        files: Sequence[Opened],
+        checksum: Checksum,
+        sums: list[int],
+        block_bytes: int,
+        throttle: Throttle,
+    ) -> None:
+        self._fs = fs
+        self._source = source
+        self._files = files
+        self._checksum = checksum
+        self._sums = sums
+        self._block_bytes = align_up(block_bytes)
+        self._throttle = throttle
+        self._failed: list[BaseException] = []
+
+    def run(self, groups: Sequence[Sequence[Lane]]) -> None:
+        """Write all lanes, a group after its own order and the groups at once.
+
+        Raises:
+            OSError: the first failure; the others have stopped at their next block.
+        """
+        busy = [lanes for lanes in groups if lanes]
+        if not busy:
+            return
+        with ThreadPoolExecutor(len(busy), thread_name_prefix="ckpt-write") as pool:
+            for lanes in busy:
+                pool.submit(self._run_group, lanes)
+        if self._failed:
+            raise self._failed[0]
+
+    def _run_group(self, lanes: Sequence[Lane]) -> None:
+        try:
+            with ThreadPoolExecutor(1, thread_name_prefix="ckpt-sum") as summing:
+                for lane in lanes:
+                    self._write(lane, summing)
+        except BaseException as error:
+            self._failed.append(error)
+
+    def _write(self, lane: Lane, summing: ThreadPoolExecutor) -> None:
+        file = self._files[lane.file]
+        cursor = SumCursor(lane, self._checksum, self._sums)
+        start, stop = (align_down(lane.start), align_up(lane.end)) if file.direct else (lane.start, lane.end)
+        summed: Future[None] | None = None
+        for position in range(start, stop, self._block_bytes):
+            if self._failed:
+                return
+            end = min(position + self._block_bytes, stop)
+            pieces = self._source.buffers(file.base + position, file.base + end)
+            if summed is not None:
+                summed.result()  # one block at a time: the sums of a lane are taken in order
+            # From the image and not from the file, so that it also covers the write; at the same time, because
+            # checksum and disk are each about as fast as the other (zlib: 2 GB/s a thread).
+            summed = summing.submit(cursor.feed, _within(pieces, position, lane.start, lane.end))
+            self._throttle.wait(end - position)
+            self._fs.write(file.fd, pieces, position)
+            if not file.direct:
+                self._fs.start_writeback(file.fd, position, end - position)
+        if summed is not None:
+            summed.result()
+
+
+class SumCursor:
+    """Takes the bytes of a lane in order and notes one checksum per item; bytes between items are skipped."""
+
+    def __init__(self, lane: Lane, checksum: Checksum, sums: list[int]) -> None:
+        self._items = lane.items
+        self._number = lane.first
+        self._last = lane.first + len(lane.items)
+        self._first = lane.first
+        self._position = lane.start
+        self._checksum = checksum
+        self._sums = sums
+        #: Of the item that the last piece ended in.
+        self._begun: Stream | None = None
+
+    def feed(self, pieces: Sequence[memoryview]) -> None:
+        """Take the next bytes."""
+        for piece in pieces:
+            self._feed(piece)
+
+    def _feed(self, piece: memoryview) -> None:
+        start = self._position
+        stop = start + piece.nbytes
+        self._position = stop
+        number, items, sums, first, of = self._number, self._items, self._sums, self._first, self._checksum.of
+        while number < self._last:
+            offset, length = items[number - first]
+            end = offset + length
+            if offset >= start and end <= stop:
+                sums[number] = of(piece[offset - start : end - start])
+            elif offset >= stop:
+                break
+            else:
+                begun = self._begun = self._begun or self._checksum.stream()
+                begun.update(piece[max(offset, start) - start : min(end, stop) - start])
+                if end > stop:
+                    break
+                sums[number] = begun.value()
+                self._begun = None
+            number += 1
+        self._number = number
+
+
+def align_down(position: int) -> int:
+    """The page boundary at or before a position."""
+    return position // PAGE * PAGE
+
+
+def align_up(position: int) -> int:
+    """The page boundary at or after a position."""
+    return -(-position // PAGE) * PAGE
+
+
+def _within(pieces: list[memoryview], position: int, start: int, end: int) -> list[memoryview]:
+    """What of the pieces, the first of which is at `position`, lies in [start, end)."""
+    found = []
+    for piece in pieces:
+        after = position + piece.nbytes
+        first, last = max(start - position, 0), piece.nbytes - max(after - end, 0)
+        if first < last:
+            found.append(piece[first:last])
+        position = after
+    return found

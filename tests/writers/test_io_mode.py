@@ -1,0 +1,142 @@
+"""Direct and buffered writes give the same files; `auto` tries once, and falls back where there is no direct I/O."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ckpt_component import CheckpointConfigError, CheckpointSaveError, build_checkpointer
+from ckpt_component.storage.fs import FsOps
+from ckpt_component.writers import io_mode
+from ckpt_component.writers.lanes import Throttle
+
+STATE = {
+    "odd": torch.arange(12_345, dtype=torch.float32),
+    "small": {str(number): torch.full((number,), float(number)) for number in range(50)},
+    "none": torch.empty(0),
+    "large": torch.arange(300_000, dtype=torch.int64),
+}
+
+
+def save(path: Path, preset: str, *overrides: str) -> None:
+    settings = ["checkpoint/stager=shared_memory", *(f"checkpoint.writer.{each}" for each in overrides)]
+    with build_checkpointer(preset, settings) as checkpointer:
+        futures = checkpointer.save(STATE, path)
+        if futures is not None:
+            futures[1].result(60)
+
+
+def data_files(path: Path) -> dict[str, bytes]:
+    return {
+        each.name: each.read_bytes()
+        for each in path.iterdir()
+        if each.suffix in (".distcp", ".pt", ".safetensors") or each.name.startswith("integrity")
+    }
+
+
+@pytest.mark.parametrize("preset", ["sync", "async_persistent"])
+@pytest.mark.parametrize("writer", ["dcp", "torch_save", "safetensors"])
+def test_direct_files_are_the_buffered_ones(writer: str, preset: str, tmp_path: Path) -> None:
+    for mode in ("direct", "buffered"):
+        settings = [f"checkpoint/writer={writer}", "checkpoint/stager=shared_memory", f"checkpoint.writer.io={mode}"]
+        # Three writers, whose ranges begin and end anywhere in a page, and blocks that are no whole pages.
+        settings += ["checkpoint.writer.workers=3", "checkpoint.writer.block_bytes=70000"]
+        with build_checkpointer(preset, settings) as checkpointer:
+            futures = checkpointer.save(STATE, tmp_path / mode)
+            if futures is not None:
+                futures[1].result(60)
+            loaded = checkpointer.load(tmp_path / mode)
+            assert torch.equal(loaded["large"], STATE["large"])
+    direct, buffered = data_files(tmp_path / "direct"), data_files(tmp_path / "buffered")
+    assert direct.keys() == buffered.keys() and len(direct) >= 2
+    assert all(data == buffered[name] for name, data in direct.items())
+
+
+def without_direct_io(fs: FsOps, path: str) -> int:
+    raise OSError(errno.EINVAL, "Invalid argument", path)
+
+
+def test_direct_where_there_is_none_says_what_to_type(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FsOps, "open_direct", without_direct_io)
+    with pytest.raises(CheckpointSaveError, match=r"no direct I/O; use checkpoint\.writer\.io=auto"):
+        save(tmp_path / "one", "sync", "io=direct")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("available", "found"), [(True, "direct"), (False, "buffered")])
+def test_auto_tries_once(
+    available: bool,
+    found: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    seconds = io_mode._seconds
+    tried = []
+
+    def made_up(fs: FsOps, path: str, sample: memoryview, *, direct: bool) -> float:
+        tried.append(direct)
+        seconds(fs, path, sample, direct=direct)
+        return 1.0 if direct else 2.0  # what this machine would say differs from run to run
+
+    monkeypatch.setattr(io_mode, "SMALLEST", 1 << 20)
+    monkeypatch.setattr(io_mode, "_TRIED_BYTES", 1 << 20)
+    monkeypatch.setattr(io_mode, "_seconds", made_up)
+    opened = []
+    open_direct = FsOps.open_direct
+
+    def watched(fs: FsOps, path: str) -> int:
+        opened.append(path)
+        return open_direct(fs, path)
+
+    monkeypatch.setattr(FsOps, "open_direct", watched if available else without_direct_io)
+    with build_checkpointer("sync", ["checkpoint/stager=shared_memory"]) as checkpointer:
+        for number in range(3):
+            checkpointer.save(STATE, tmp_path / str(number))
+    assert tried == [False, True]
+    assert caplog.text.count(f"checkpoint.writer.io=auto: {found}") == 1
+    assert len(opened) == (1 + 3 * 2 if available else 0)
+    assert all(not list((tmp_path / str(number)).glob(".io-trial")) for number in range(3))
+
+
+def test_small_images_are_not_worth_a_trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FsOps, "open_direct", without_direct_io)
+    save(tmp_path / "one", "sync", "io=auto")
+    assert (tmp_path / "one" / "manifest.json").exists()
+
+
+def test_direct_needs_a_snapshot() -> None:
+    with pytest.raises(CheckpointConfigError, match=r"stager=none takes none\. Use checkpoint\.writer\.io=auto"):
+        build_checkpointer("sync", ["checkpoint/stager=none", "checkpoint.writer.io=direct"])
+
+
+def test_the_rate_holds_for_all_writers_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    slept: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        now[0] += seconds
+
+    clock: Any = type("Clock", (), {"monotonic": staticmethod(lambda: now[0]), "sleep": staticmethod(sleep)})
+    monkeypatch.setattr("ckpt_component.writers.lanes.time", clock)
+    throttle = Throttle(1000.0)
+    for _ in range(4):
+        throttle.wait(500)
+    assert slept == [0, 0.5, 0.5, 0.5]
+
+
+def test_a_rate_limit_is_kept_by_the_writer_process(tmp_path: Path) -> None:
+    started = time.monotonic()
+    save(tmp_path / "one", "async_persistent", "max_bytes_per_second=4000000", "block_bytes=65536")
+    # 2.5 MB, the last block of which may go out as soon as those before it are paid for.
+    assert time.monotonic() - started > 0.5
+    with pytest.raises(CheckpointConfigError, match="max_bytes_per_second"):
+        build_checkpointer("sync", ["checkpoint.writer.max_bytes_per_second=0"])
