@@ -214,6 +214,7 @@ def run_script(tmp_path: Path, caller: str, how: str) -> subprocess.CompletedPro
         capture_output=True,
         text=True,
         timeout=100,
+        cwd=tmp_path,  # and so the writer process's
     )
 
 
@@ -231,5 +232,5 @@ def test_a_trainer_killed_between_write_and_commit_keeps_its_checkpoint(tmp_path
     # capture_output ended, so the writer process, which shares the pipe, has ended too
     with build_checkpointer("sync") as checkpointer:
         assert checkpointer.load(tmp_path / "checkpoints" / "one")["step"] == 5
-    assert not [p for p in psutil.process_iter(["cmdline"]) if "byte_worker" in " ".join(p.info["cmdline"] or [])]
+    assert not [p for p in psutil.process_iter(["cwd"]) if p.info["cwd"] == str(tmp_path)]
     assert os.listdir(tmp_path / "checkpoints") == ["one"]
