@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ from ..image.tree import Path, key_of
 from ..storage.checksum import Checksum, ChecksumMissingError, find_checksum, install_text
 from .archives import load_object
 from .ranges import OpenFiles, in_parallel
+from .runs import SMALL_BYTES, Landing, Scratch, runs_of
 from .shapes import check_cover
 from .source import Index, Request, Source, TensorEntry
 from .tables import RankTable, StoredItem, StoredKey
@@ -85,6 +87,7 @@ class NativeSource(Source):
     def __init__(self, folder: str, tables: Sequence[RankTable], *, verify: bool) -> None:
         self._chunks: dict[str, dict[tuple[int, ...], Chunk]] = {}
         self._objects: dict[str, Chunk] = {}
+        self._scratch = Scratch()
         index = Index()
         containers: dict[tuple[Path, str], None] = {}
         for rank, table in enumerate(tables):
@@ -120,14 +123,51 @@ class NativeSource(Source):
             )
 
     def read_tensors(self, requests: Sequence[Request]) -> None:
-        """Each item by one vectored read; a whole payload goes straight into the tensor, what surrounds it aside."""
-        pieces = [(request, chunk) for request in requests for chunk in self._pieces(request)]
-        pieces.sort(key=lambda piece: (piece[1].item.file, piece[1].item.offset))
+        """A large item by one vectored read, whose payload goes straight into the tensor; small ones many at a time."""
+        small: dict[tuple[str, Checksum | None], list[Landing]] = {}
+        large: list[tuple[Request, Chunk]] = []
+        for request in requests:
+            for chunk in self._pieces(request):
+                item = chunk.item
+                if item.length <= SMALL_BYTES and _is_direct(request, chunk):
+                    landing = Landing(
+                        item.offset,
+                        item.length,
+                        item.payload - item.offset,
+                        item.checksum,
+                        request.key,
+                        request.destination,
+                    )
+                    small.setdefault((item.file, chunk.checksum), []).append(landing)
+                else:
+                    large.append((request, chunk))
+        work: list[tuple[str, int, int, Callable[[OpenFiles], None]]] = []
+        for (name, checksum), landings in small.items():
+            landings.sort()
+            for run in runs_of(landings):
+                length = run[-1].offset + run[-1].length - run[0].offset
+                work.append((name, run[0].offset, length, partial(self._read_run, name, run, checksum)))
+        for request, chunk in large:
+            item = chunk.item
+            work.append((item.file, item.offset, item.length, partial(self._read, request, chunk)))
+        work.sort(key=lambda piece: piece[:3])
         with OpenFiles(self.where) as files:
-            for _, chunk in pieces:
-                files.descriptor(chunk.item.file)
-            sizes = [chunk.item.length for _, chunk in pieces]
-            in_parallel(pieces, sizes, lambda piece: self._read(files, *piece))
+            for name in {piece[0] for piece in work}:
+                files.descriptor(name)
+            in_parallel(work, [piece[2] for piece in work], lambda piece: piece[3](files))
+
+    def _read_run(self, name: str, run: Sequence[Landing], checksum: Checksum | None, files: OpenFiles) -> None:
+        start = run[0].offset
+        memory = self._scratch.view[: run[-1].offset + run[-1].length - start]
+        if not files.fill(name, [memory], start):
+            raise damaged(self.where, name, f"'{run[-1].key}'")
+        put = self._scratch.put
+        for landing in run:
+            at = landing.offset - start
+            if checksum is not None and checksum.of(memory[at : at + landing.length]) != landing.checksum:
+                raise damaged(self.where, name, f"'{landing.key}'")
+            put(at + landing.payload, landing.target)
+        torch.autograd.graph.increment_version([landing.target for landing in run])
 
     def _pieces(self, request: Request) -> list[Chunk]:
         """The chunks that hold something of what is asked for."""
@@ -158,15 +198,10 @@ class NativeSource(Source):
                 found[key] = load_object(data, f"'{key}' in {os.path.join(self.where, item.file)}")
         return found
 
-    def _read(self, files: OpenFiles, request: Request, chunk: Chunk) -> None:
+    def _read(self, request: Request, chunk: Chunk, files: OpenFiles) -> None:
         item, target = chunk.item, request.destination
         exact = request.box == (chunk.offsets, item.shape)
-        direct = (
-            exact
-            and target.device.type == "cpu"
-            and target.is_contiguous()
-            and not (target.is_conj() or target.is_neg())
-        )
+        direct = _is_direct(request, chunk)
         landing = target if direct else torch.empty(item.shape, dtype=item.dtype)
         payload = tensor_bytes(landing)
         before = item.payload - item.offset
@@ -184,3 +219,14 @@ class NativeSource(Source):
             common = overlap((chunk.offsets, item.shape), request.box)
             if common is not None:
                 target[common[1]].copy_(landing[common[0]])
+
+
+def _is_direct(request: Request, chunk: Chunk) -> bool:
+    """Whether a payload's bytes are the destination's, as they lie in memory."""
+    target = request.destination
+    return (
+        target.is_cpu
+        and target.is_contiguous()
+        and not (target.is_conj() or target.is_neg())
+        and request.box == (chunk.offsets, chunk.item.shape)
+    )

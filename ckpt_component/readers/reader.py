@@ -11,6 +11,7 @@ import torch
 
 from ..config.schema import Verify
 from ..errors import CheckpointCorruptError, CheckpointLoadError, CheckpointNotFoundError, UnexpectedKeysError
+from ..image.collector import collector_paused
 from ..image.tree import Path, StateDict, unflatten
 from ..storage.file_system import file_system
 from ..storage.manifest import check_files, read_manifest
@@ -70,9 +71,9 @@ class Reader:
             CheckpointNotFoundError, CheckpointCorruptError, CheckpointLoadError: see `Checkpointer.load`.
         """
         verify = self._verify is Verify.on_read or (resuming and self._verify is Verify.on_resume)
-        source = self._open(path, mapped=state_dict is not None, verify=verify)
         place = _placer(map_location)
-        with torch.no_grad():
+        with collector_paused(), torch.no_grad():
+            source = self._open(path, mapped=state_dict is not None, verify=verify)
             if state_dict is None:
                 values = read_values(source, source.index.tensors, source.index.objects, place)
                 return _nested(source, values), []

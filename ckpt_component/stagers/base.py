@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import logging
 import math
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -20,6 +18,7 @@ from ..config.errors import CheckpointConfigError
 from ..coordination import Coordinator
 from ..errors import CheckpointError
 from ..image.arena import Arena, ArenaPool
+from ..image.collector import collector_paused
 from ..image.layout import Layout, Structure, sources_of
 from ..image.ownership import Selection, holdings, share_out
 from ..image.tree import FlatState, flatten
@@ -134,7 +133,7 @@ class Stager(ABC):
             CheckpointStageError: a value that cannot be checkpointed, by key.
         """
         started = time.perf_counter()
-        with _collector_paused(), torch.no_grad():
+        with collector_paused(), torch.no_grad():
             flat = flatten(state_dict, self._ranks.rank)
             known = self._structure
             if known is not None and known.matches(flat):
@@ -214,18 +213,6 @@ class Stager(ABC):
         return Selection(survey.structure, stored[self._ranks.rank])
 
 
-@contextlib.contextmanager
-def _collector_paused() -> Iterator[None]:
-    """No garbage collection meanwhile: a walk over 20,000 tensors would set off full ones, 0.2 s each (measured)."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
-
-
 class ArenaStager(Stager):
     """A stager that copies into leased arenas.
 
@@ -257,7 +244,7 @@ class ArenaStager(Stager):
 
     def take(self, survey: Survey) -> Snapshot:
         """Copy everything into an arena; see `Stager.take`."""
-        with _collector_paused(), torch.no_grad():
+        with collector_paused(), torch.no_grad():
             plan, flat = self._plan_for(survey)
             sealed = plan.seal(flat.objects)
             patience = min(self._timeout, max(survey.wait_until - time.monotonic(), 0))
