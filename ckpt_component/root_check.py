@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from typing import Any
 
@@ -10,6 +11,9 @@ from .coordination import Coordinator
 from .errors import CheckpointError
 from .storage.fs import FsOps
 from .storage.names import TRIAL_PREFIX, new_token
+from .storage.space import FULL
+
+logger = logging.getLogger(__name__)
 
 
 def check_root(fs: FsOps, root: str, ranks: Coordinator, timeout: float) -> None:
@@ -42,6 +46,10 @@ def _trial(fs: FsOps, root: str, *, make: bool) -> None:
             fs.make_folders(root)
         fs.try_folder(root, f"{TRIAL_PREFIX}{new_token()}")
     except OSError as error:
+        if error.errno in FULL:
+            # What fills the disk may be what a dead run left, and that is deleted when this one restores.
+            logger.warning("%s is full (%s); saves fail until there is room", root, error)
+            return
         raise CheckpointError(
             f"checkpoint.dir={root} cannot be written to: {error}. Name another folder; a script that only restores "
             "sets checkpoint.save.every_steps=null checkpoint.save.at_end=false."

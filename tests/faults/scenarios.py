@@ -37,7 +37,8 @@ HANGS = ("checkpoint.timeouts.write=1", "checkpoint.timeouts.stall=0.9", "checkp
 
 
 def manager_at(root: str, preset: str, *overrides: str) -> CheckpointManager:
-    return build_manager(preset, [*KEEP_ONE, *overrides], dir=root)
+    # Without a policy when to save, the folder is not tried at the start, so that the operations are those of the saves.
+    return build_manager(preset, [*KEEP_ONE, "checkpoint.save.every_steps=null", *overrides], dir=root)
 
 
 def worker_pid(manager: CheckpointManager) -> int | None:
@@ -58,8 +59,7 @@ def wrong_after_failure(root: str, step: int) -> list[str]:
     """With `step` saved before, and a later save failed: nothing but this step is there, and it is whole."""
     expected = {MEGATRON.folder(step), *FIXED}
     wrong = [] if set(os.listdir(root)) == expected else [f"there is {os.listdir(root)} and not {expected}"]
-    # As a script that only restores: a full disk has no room for the file that tries whether saving will work.
-    with manager_at(root, "sync", "checkpoint.save.every_steps=null") as manager:
+    with manager_at(root, "sync") as manager:
         target = blank_state()
         if manager.restore(target) != step:
             wrong.append(f"step {step} is not the newest any more")

@@ -161,6 +161,25 @@ def test_row_35_who_only_restores_needs_no_right_to_write(tmp_path: Path, monkey
             manager.save(2, {"step": 2})
 
 
+def test_a_disk_that_is_full_at_the_start_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with build_manager("sync", dir=tmp_path) as manager:
+        manager.save(1, {"step": 1})
+
+    def full(self: FsOps, *arguments: Any, **more: Any) -> Any:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FsOps, "create", full)
+        manager = build_manager("sync", ["checkpoint.save.at_end=false"], dir=tmp_path)
+    # What a dead run left may be what fills it; restoring deletes that, and then saves work.
+    with manager:
+        assert f"{tmp_path} is full" in caplog.text
+        assert manager.restore({"step": 0}) == 1
+        assert manager.save(2, {"step": 2})
+
+
 def test_row_35_a_folder_that_one_rank_cannot_write_to_is_refused_on_all(tmp_path: Path) -> None:
     run_ranks(SCRIPT, "root_not_writable", 2, tmp_path)
 
