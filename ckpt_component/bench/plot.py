@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import html
 import io
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,8 @@ def draw(cases: Sequence[Case], verdicts: Sequence[Verdict], about: Mapping[str,
     shown = [case for case in cases if _rows(case)]
     if not shown:
         return []
+    # It tells at length of the fonts that it looks for.
+    logging.getLogger("matplotlib").setLevel(logging.WARNING)
     png = _picture(shown)
     (folder / PNG).write_bytes(png)
     (folder / HTML).write_text(_page(png, cases, verdicts, about), encoding="utf-8")

@@ -143,6 +143,8 @@ def _steps(case: Case, cores: int, loop_threads: int) -> Iterator[Verdict]:
         ratio = figure_of(case, row, "step_ratio")
         if loop_threads >= cores:
             ratio = f"no core is free: the loop has {loop_threads} of {cores}"
+        elif (fact(case, row, "state_bytes") or 0) < _TELLING_BYTES:
+            ratio = ratio if isinstance(ratio, Missing) else "the state is too small: the save is over at once"
         elif isinstance(ratio, Missing) and why_not(case, row) is None:
             ratio = "the save was complete within three steps"
         yield at_most(

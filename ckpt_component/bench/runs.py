@@ -23,8 +23,10 @@ ERROR, ABSENT = "error", "absent"
 #: How often a row's processes are looked up: a look takes milliseconds, which the row would feel.
 _LOOK_S = 2.0
 #: Not -m: the package's folder is the last on the path, so that the peers' packages win over those beside ours.
-_BOOT = "import sys; sys.path.append(sys.argv.pop(1)); from {} import main; sys.exit(main(sys.argv[1:]))"
-_MAIN = "ckpt_component.bench.measure.process"
+BOOT = (
+    "import sys; sys.path.append(sys.argv.pop(1)); "
+    "from ckpt_component.bench.measure.process import main; sys.exit(main(sys.argv[1:]))"
+)
 
 Run = dict[str, Any]
 
@@ -54,7 +56,7 @@ class Runner:
         timeout: seconds for one row's process.
         logs: a folder that gets what a failed row printed.
         say: gets a line of progress.
-        main: the module whose `main` measures a row; another one in tests.
+        boot: the code that measures a row; gets the folder of our package, and what to measure.
     """
 
     def __init__(
@@ -66,7 +68,7 @@ class Runner:
         timeout: float,
         logs: Path,
         say: Callable[[str], None],
-        main: str = _MAIN,
+        boot: str = BOOT,
     ) -> None:
         self._peers = peers
         self._settings = settings
@@ -74,7 +76,7 @@ class Runner:
         self._timeout = timeout
         self._logs = logs
         self._say = say
-        self._boot = _BOOT.format(main)
+        self._boot = boot
 
     def measure(self, case: Case, rows: Sequence[str], base: str, tell: Callable[[str, Run], None]) -> None:
         """Measure all rows of a case, in turn, and the limits with them.
