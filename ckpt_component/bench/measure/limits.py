@@ -6,15 +6,14 @@ import errno
 import mmap
 import os
 import time
-import zlib
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from importlib import import_module
 from typing import Any
 
 import torch
 
+from ...storage.checksum import PACKAGES, ChecksumMissingError, find_checksum
 from .files import drop_cache, fill_cache
 from .states import State, nbytes_of
 
@@ -29,15 +28,11 @@ Checksum = Callable[[memoryview], int]
 
 def checksums() -> dict[str, Checksum]:
     """The checksums at hand by name: zlib's always, faster ones where they are installed."""
-    found: dict[str, Checksum] = {"crc32": zlib.crc32}
-    for name, module, function in (
-        ("xxh3", "xxhash", "xxh3_64_intdigest"),
-        ("crc32c", "google_crc32c", "value"),
-        ("crc32c", "crc32c", "crc32c"),
-    ):
+    found: dict[str, Checksum] = {}
+    for name in PACKAGES:
         try:
-            found.setdefault(name, getattr(import_module(module), function))
-        except ImportError:
+            found[name] = find_checksum(name).of
+        except ChecksumMissingError:
             continue
     return found
 

@@ -37,6 +37,7 @@ _NVRX = "nvidia_resiliency_ext"
 ROWS: Mapping[str, Row] = {
     "sync": _ours("sync"),
     "async_persistent": _ours("async_persistent"),
+    "async_persistent_fast": _ours("async_persistent", "checkpoint.writer.checksum=auto"),
     "async_pinned": _ours("async_persistent", "checkpoint/stager=pinned"),
     "async_temporal": _ours("async_temporal"),
     "async_zero_overhead": _ours("async_zero_overhead"),

@@ -6,6 +6,8 @@ import json
 import os
 from collections.abc import Sequence
 from concurrent.futures import Future
+from glob import escape as glob_escape
+from glob import glob
 from typing import Any
 
 from .saver import Saver
@@ -60,10 +62,10 @@ class Ours(Saver):
         self._checkpointer.load(path, target, strict=True)
 
     def facts(self, path: str) -> dict[str, object]:
-        """The stager's arenas, and the checksum of the items: `crc32` where the manifest names no other."""
-        with open(os.path.join(path, "manifest.json"), encoding="utf-8") as file:
-            manifest = json.load(file)["manifest"]
-        return {"arenas": self._arenas, "checksum": str(manifest.get("checksum", "crc32"))}
+        """The stager's arenas, and the checksum that the items have: what `auto` came to."""
+        (integrity,) = glob(os.path.join(glob_escape(path), "integrity-*.json"))
+        with open(integrity, encoding="utf-8") as file:
+            return {"arenas": self._arenas, "checksum": str(json.load(file)["checksum"])}
 
     def close(self) -> None:
         """See `Saver`."""
