@@ -12,6 +12,7 @@ import subprocess
 import sys
 import sysconfig
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 from .measure.names import ROWS
@@ -56,12 +57,17 @@ class PeerEnvironment:
             RuntimeError: there can be no environment in the folder; the text has the reason.
         """
         say(f"making {self.folder}")
-        done = self._run([sys.executable, "-m", "venv", str(self.folder)])
+        done = self._run([sys.executable, "-m", "venv", "--without-pip", str(self.folder)])
         if done.returncode != 0:
             raise RuntimeError(f"No environment can be made in {self.folder}: {_last_line(done)}")
         # A folder that a .pth file names comes after the environment's own packages, which win.
         paths = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
         (self._site_packages() / "libraries-of-ckpt-bench.pth").write_text("\n".join(sorted(paths)) + "\n")
+        # The pip behind it will do; ensurepip is for environments that were made without one.
+        if find_spec("pip") is None:
+            done = self._run([str(self.python), "-m", "ensurepip"])
+            if done.returncode != 0:
+                raise RuntimeError(f"There is no pip for {self.folder}: {_last_line(done)}")
         failed = []
         for requirement in _lines(requirements):
             say(f"installing {requirement}")

@@ -22,6 +22,7 @@ from .peers import PeerEnvironment
 ERROR, ABSENT = "error", "absent"
 #: How often a row's processes are looked up: a look takes milliseconds, which the row would feel.
 _LOOK_S = 2.0
+_GRACE_S = 2.0
 #: Not -m: the package's folder is the last on the path, so that the peers' packages win over those beside ours.
 BOOT = (
     "import sys; sys.path.append(sys.argv.pop(1)); "
@@ -155,11 +156,14 @@ def _run(command: list[str], output: Any, timeout: float) -> int | None:
                     return None
     finally:
         started |= _descendants(process.pid) | _session_of(process.pid)
-        if process.returncode is None:
+        over = process.returncode is not None
+        if not over:
             process.kill()
             process.wait()
-        # psutil holds a process by its id and its start, so that none but those is ended.
-        _, left = psutil.wait_procs([child for child in started if child.is_running()], timeout=2)
+        # psutil holds a process by its id and its start, so that none but those is ended. Those of a row that has ended
+        # may be about to end too.
+        left = [child for child in started if child.is_running()]
+        _, left = psutil.wait_procs(left, timeout=_GRACE_S if over else 0)
         for child in left:
             try:
                 child.kill()
