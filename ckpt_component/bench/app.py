@@ -9,6 +9,7 @@ import os
 import platform
 import re
 import shutil
+import signal
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -40,6 +41,8 @@ _MULTIRUN = ("-m", "--multirun")
 
 def main() -> None:
     """Run the command line."""
+    # What a run has made on its target is removed on the way out.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     register()
     sys.argv[1:] = arguments(sys.argv[1:])
     # Hydra 1.4 has this as its only behaviour, and warns of the argument.
@@ -77,7 +80,7 @@ def run_job(config: DictConfig) -> None:
         cases, about = read_figures(str(here / Path(request.bench.results).expanduser()))
         write_figures(cases, folder, about)
     else:
-        about = _about(request)
+        about = _about(request, peers)
         cases = _measure(request, peers, here, folder, about)
     _show(request, cases, about, folder)
 
@@ -171,7 +174,7 @@ def _refuse_full(state: str, base: str, key: str) -> None:
         )
 
 
-def _about(request: Request) -> dict[str, Any]:
+def _about(request: Request, peers: PeerEnvironment) -> dict[str, Any]:
     """What a reader has to know to place the figures."""
     try:
         torch = version("torch")
@@ -185,6 +188,7 @@ def _about(request: Request) -> dict[str, Any]:
         "kernel": platform.release(),
         "python": platform.python_version(),
         "torch": torch,
+        **peers.versions(),
         **{key: value for key, value in asdict(request.bench).items() if key in keys},
     }
 

@@ -28,6 +28,19 @@ print(json.dumps([name for name in sys.argv[1:] if find_spec(name) is not None])
 """
 
 
+_VERSIONS = """
+import json, sys
+from importlib.metadata import PackageNotFoundError, version
+found = {}
+for name in sys.argv[1:]:
+    try:
+        found[name] = version(name)
+    except PackageNotFoundError:
+        pass
+print(json.dumps(found))
+"""
+
+
 class PeerEnvironment:
     """A folder that holds, or will hold, the environment.
 
@@ -94,6 +107,14 @@ class PeerEnvironment:
             for row, module in needed.items()
             if module not in there
         }
+
+    def versions(self) -> dict[str, str]:
+        """What is installed of the peers, by package; empty without an environment."""
+        names = [line.partition("==")[0] for line in _lines(REQUIREMENTS)]
+        if not self.python.exists():
+            return {}
+        done = self._run([str(self.python), "-c", _VERSIONS, *names], _ASK_SECONDS)
+        return dict(json.loads(done.stdout)) if done.returncode == 0 else {}
 
     def interpreter_of(self, row: str) -> str:
         """The interpreter that a row runs in: this one's, or the peers'."""

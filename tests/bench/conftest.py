@@ -15,6 +15,12 @@ TINY = ("state=tiny", "repeats=1", "saves=1", "step_seconds=0.001", "tail_second
 
 
 @pytest.fixture
+def tiny() -> tuple[str, ...]:
+    """The overrides of a tiny run."""
+    return TINY
+
+
+@pytest.fixture
 def bench(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
     """Run `python -m ckpt_component.bench` for the tiny state, with no peers, in the folder tmp_path/run."""
     folder = tmp_path / "run"

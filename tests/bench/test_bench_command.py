@@ -5,12 +5,16 @@ from __future__ import annotations
 import csv
 import importlib.util
 import json
+import os
+import signal
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+import ckpt_component
 from ckpt_component.bench.app import arguments
 from ckpt_component.bench.figures import FIGURES
 
@@ -102,3 +106,34 @@ def test_nothing_measured_is_a_failure(bench: Bench, tmp_path: Path) -> None:
     (old / "figures.json").write_text(json.dumps({"about": {"cores": 2, "loop_threads": 1}, "cases": cases}))
     done = bench("results=old")
     assert done.returncode == 1 and "No row was measured" in done.stderr and "it broke" in done.stdout
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_run_that_is_stopped_keeps_its_figures_and_leaves_nothing(
+    tmp_path: Path, tiny: tuple[str, ...], number: signal.Signals
+) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    command = ["-m", "ckpt_component.bench", *tiny, "rows=sync", "repeats=1000", "hydra.run.dir=out"]
+    with subprocess.Popen(
+        [sys.executable, *command],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(Path(ckpt_component.__file__).parents[1])},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            assert process.stderr is not None
+            for line in process.stderr:
+                if "repeat 1 of 1000: sync" in line:
+                    break
+            process.send_signal(number)
+            process.stderr.read()
+            process.wait(60)
+        finally:
+            process.kill()
+    assert process.returncode != 0
+    assert {path.name for path in folder.iterdir()} == {"out"}
+    [case] = json.loads((folder / "out" / "figures.json").read_text())["cases"]
+    assert case["rows"]["limits"][0]["memcpy"] > 0
