@@ -80,9 +80,9 @@ def test_good_figures_hold_and_bad_ones_fail() -> None:
     worse = judge([case(**dict.fromkeys(rows_of("ours"), bad))], cores=2, loop_threads=1)
     measured = [one for one in worse if one.measured is not None]
     assert [one.promise for one in measured if one.holds] == ["torn tensors in snapshots of ours, large on disk, none"]
-    # Lost time, three stalls, two of the durable saves (the fast checksum's is not there), three loads, and memory and
+    # Lost time of two rows, three stalls, two of the durable saves (the fast checksum's is not there), three loads, and memory and
     # steps of five rows.
-    assert sum(one.holds is False for one in measured) == 1 + 3 + 2 + 3 + 2 * 5
+    assert sum(one.holds is False for one in measured) == 2 + 3 + 2 + 3 + 2 * 5
     assert all(one.line().startswith("FAIL") for one in measured if not one.holds)
     torn = verdict([case(async_temporal=OURS | {"torn": 2})], "torn tensors")
     assert torn.measured == 2 and torn.holds is False
@@ -90,7 +90,7 @@ def test_good_figures_hold_and_bad_ones_fail() -> None:
 
 def test_ratios_are_those_of_the_best_that_may_be_compared() -> None:
     torn = PEER | {"lost": 0.1, "torn": 3}
-    lost = verdict([case(nvrx_persistent=torn)], "training time lost")
+    lost = verdict([case(nvrx_persistent=torn)], "training time lost, async_persistent,")
     # A peer that loses less and whose snapshot is torn does not count.
     assert lost.measured == pytest.approx(0.2 / 0.9) and lost.holds
     raw = verdict([case()], "the best raw write over ours, crc32")
@@ -134,7 +134,7 @@ def test_what_cannot_be_measured_says_why_and_does_not_fail() -> None:
     assert busy.holds is None and "no core is free" in busy.note
     quick = verdict([case(async_persistent=OURS | {"step_ratio": None})], "step time while async_persistent writes")
     assert "within three steps" in quick.note
-    nothing = verdict([case(torch_save=PEER | {"lost": -0.01})], "training time lost")
+    nothing = verdict([case(torch_save=PEER | {"lost": -0.01})], "training time lost, async_persistent,")
     assert nothing.holds is None and "no ratio" in nothing.note
 
 
