@@ -1,1 +1,1 @@
-"""The benchmark: `python -m ckpt_component.bench`. Ours, stock torch, and the hardware's limits, in one run."""
+"""The benchmark, `ckpt-bench`: ours, stock torch, the peers, and the hardware's limits, in one run."""

@@ -1,71 +1,79 @@
-"""The figures of one state as a table, and the claims that they bear out or do not."""
+"""The figures of one state on one target, for people."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-COLUMNS = ("first_stall", "stall", "staged", "durable", "load")
+from .figures import Spread, fact, limits_of, spread, why_not
+from .measure.names import LIMITS, ROWS
+from .runs import Case
+
+#: Column -> figure, factor, digits.
+_COLUMNS: Sequence[tuple[str, str, float, int]] = (
+    ("first stall", "first_stall", 1, 3),
+    ("stall", "stall", 1, 3),
+    ("staged", "staged", 1, 3),
+    ("complete", "complete", 1, 2),
+    ("durable", "durable", 1, 2),
+    ("lost", "lost", 1, 2),
+    ("step x", "step_ratio", 1, 2),
+    ("memory GB", "memory", 1e-9, 2),
+    ("GB", "bytes", 1e-9, 2),
+    ("files", "files", 1, 0),
+    ("load warm", "load_warm", 1, 2),
+    ("load cold", "load_cold", 1, 2),
+)
+
+LEGEND = """seconds unless said otherwise, the median of the repeats (lowest .. highest)
+stall: the call of save; staged: until the tensors may be changed; complete: until the row says so; durable: synced
+lost: training time lost to one save; step x: step time while it is written, over the undisturbed
+memory: peak above the process before its first save, with all processes that it started; whole: does the file hold the
+values from before the update that follows the save"""
 
 
-def render(
-    state: str, nbytes: int, rows: Mapping[str, Sequence[Mapping[str, Any]]], limits: Mapping[str, float]
-) -> str:
-    """The table of one state: medians with (min to max) over the repeats, and durable as a ratio to dcp.save."""
-    lines = [f"\n{state}: {nbytes / 1e9:.2f} GB, seconds, median (min - max)"]
-    lines.append(f"{'row':<22}" + "".join(f"{column:>24}" for column in COLUMNS) + f"{'x dcp.save':>12}")
-    reference = _median(rows.get("dcp.save t1", ()), "durable")
-    for name, runs in rows.items():
-        good = [run for run in runs if "error" not in run]
-        if not good:
-            reason = runs[0]["error"] if runs else "not run"
-            lines.append(f"{name:<22} FAILED: {reason}")
-            continue
-        cells = []
-        for column in COLUMNS:
-            values = sorted(run[column] for run in good)
-            cells.append(f"{values[len(values) // 2]:.3f} ({values[0]:.3f} - {values[-1]:.3f})")
-        durable = _median(good, "durable")
-        ratio = f"{reference / durable:.1f}" if reference and durable else "-"
-        lines.append(f"{name:<22}" + "".join(f"{cell:>24}" for cell in cells) + f"{ratio:>12}")
-    lines += [
-        f"limit {name:<16}{seconds:>18.3f} s  {nbytes / 1e9 / seconds:.2f} GB/s" for name, seconds in limits.items()
+def render(case: Case) -> str:
+    """The table of one case: rows with figures, then those without and why, then the limits."""
+    nbytes = next((found for row in case.rows if (found := fact(case, row, "state_bytes")) is not None), None)
+    size = "" if nbytes is None else f", {nbytes / 1e9:.2f} GB"
+    lines = [["", *(name for name, *_ in _COLUMNS), "whole"]]
+    notes = []
+    for row in case.rows:
+        reason = why_not(case, row)
+        if reason is not None:
+            notes.append(f"{row}: {reason}")
+        if row in ROWS and spread(case, row, "durable") is not None:
+            cells = [_cell(spread(case, row, figure), factor, digits) for _, figure, factor, digits in _COLUMNS]
+            lines.append([row, *cells, _whole(case, row)])
+    text = [f"\n{case.state} on {case.target}{size}"]
+    if len(lines) > 1:
+        text += _aligned(lines)
+    text += notes
+    text += [_limit(name, found, nbytes) for name, found in limits_of(case).items()]
+    return "\n".join(text)
+
+
+def _cell(found: Spread | None, factor: float, digits: int) -> str:
+    if found is None:
+        return "-"
+    middle, low, high = (f"{value * factor:.{digits}f}" for value in (found.median, found.low, found.high))
+    return middle if low == high else f"{middle} ({low}..{high})"
+
+
+def _whole(case: Case, row: str) -> str:
+    torn = spread(case, row, "torn")
+    if torn is None:
+        return "-"
+    return "yes" if torn.high == 0 else f"NO ({torn.high:.0f} torn)"
+
+
+def _aligned(lines: list[list[str]]) -> list[str]:
+    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
+    return [
+        "  ".join(cell.ljust(width) if column == 0 else cell.rjust(width) for column, (cell, width) in enumerate(pairs))
+        for pairs in (list(zip(line, widths, strict=True)) for line in lines)
     ]
-    return "\n".join(lines)
 
 
-def medians(runs: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Each figure's median over the runs of one row.
-
-    Raises:
-        RuntimeError: no run of it succeeded.
-    """
-    good = [run for run in runs if "error" not in run]
-    if not good:
-        raise RuntimeError(f"The limits could not be measured: {runs[0]['error'] if runs else 'not run'}.")
-    return {name: sorted(run[name] for run in good)[len(good) // 2] for name in good[0]}
-
-
-def claims(state: str, rows: Mapping[str, Sequence[Mapping[str, Any]]], limits: Mapping[str, float]) -> list[str]:
-    """What is promised for a state, with the ratio of this run, and whether it holds."""
-    ours, stock = rows.get("async_persistent", ()), rows.get("dcp.save t1", ())
-    stall, durable, other = _median(ours, "stall"), _median(ours, "durable"), _median(stock, "durable")
-    found = []
-    if state == "many_small":
-        if durable and other:
-            found.append(_claim("async_persistent is durable 10 times faster than dcp.save", other / durable, 10, True))
-        if stall:
-            found.append(_claim("it stalls at most 2 foreach copies", stall / limits["foreach_copy"], 2, False))
-    elif state == "large" and stall:
-        found.append(_claim("async_persistent stalls at most 1.3 memcpy", stall / limits["memcpy"], 1.3, False))
-    return found
-
-
-def _claim(text: str, ratio: float, limit: float, at_least: bool) -> str:
-    holds = ratio >= limit if at_least else ratio <= limit
-    return f"{'holds' if holds else 'DOES NOT HOLD'}: {text} (measured: {ratio:.2f})"
-
-
-def _median(runs: Sequence[Mapping[str, Any]], column: str) -> float | None:
-    values = sorted(run[column] for run in runs if column in run)
-    return values[len(values) // 2] if values else None
+def _limit(name: str, found: Spread, nbytes: int | None) -> str:
+    speed = "" if nbytes is None or name == "fork" else f"  {nbytes / 1e9 / found.median:6.2f} GB/s"
+    return f"{LIMITS[:-1]} {name:<18}{_cell(found, 1, 4):>28} s{speed}"

@@ -1,0 +1,201 @@
+"""`ckpt-bench`, the same as `python -m ckpt_component.bench`: the benchmark as a Hydra app.
+
+torch is imported in the rows' own processes alone.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import hydra
+import psutil
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig
+
+from ..config import config_dir, override_hints
+from ..config.errors import CheckpointConfigError
+from .figures import read_figures, write_figures
+from .peers import PeerEnvironment
+from .plot import can_plot, draw
+from .promises import judge
+from .runs import Case, Runner
+from .schema import Action, Request, read, register
+from .table import LEGEND, render
+
+#: The first word of the command line, where it is one of these, is the action.
+_ACTIONS = tuple(action.value for action in Action)
+_MULTIRUN = ("-m", "--multirun")
+
+
+def main() -> None:
+    """Run the command line."""
+    # What a run has made on its target is removed on the way out.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    register()
+    sys.argv[1:] = arguments(sys.argv[1:])
+    # Hydra 1.4 has this as its only behaviour, and warns of the argument.
+    compatible = {"version_base": "1.3"} if hydra.__version__ < "1.4" else {}
+    with override_hints(config_dir(), "bench"):
+        hydra.main(config_path=str(config_dir()), config_name="bench", **compatible)(run_job)()
+
+
+def arguments(typed: list[str]) -> list[str]:
+    """The command line for Hydra: `check` for `action=check`, and lists without brackets outside of a sweep.
+
+    In a sweep, `state=large,many_small` is a job for each; otherwise it is one run of both.
+    """
+    if typed and typed[0] in _ACTIONS:
+        typed = [f"action={typed[0]}", *typed[1:]]
+    if any(option in typed for option in _MULTIRUN):
+        return typed
+    return [re.sub(r"^(state|target|rows)=(\w+(?:,\w+)+)$", r"\1=[\2]", argument) for argument in typed]
+
+
+def run_job(config: DictConfig) -> None:
+    """Do what the config asks for.
+
+    Raises:
+        CheckpointConfigError: a value that cannot be used.
+        SystemExit: a promise failed, a peer could not be installed, or no row was measured.
+    """
+    request = read(config)
+    here, folder = Path(HydraConfig.get().runtime.cwd), Path(HydraConfig.get().runtime.output_dir)
+    peers = PeerEnvironment(str(here / Path(request.bench.peers_dir).expanduser()))
+    if request.bench.action is Action.peers:
+        _make_peers(peers)
+        return
+    if request.bench.results is not None:
+        cases, about = read_figures(str(here / Path(request.bench.results).expanduser()))
+        write_figures(cases, folder, about)
+    else:
+        about = _about(request, peers)
+        cases = _measure(request, peers, here, folder, about)
+    _show(request, cases, about, folder)
+
+
+def _make_peers(peers: PeerEnvironment) -> None:
+    try:
+        failed = peers.make(_say)
+    except RuntimeError as error:
+        sys.exit(str(error))
+    if failed:
+        sys.exit("Not installed, and so not measured:\n" + "\n".join(failed))
+    _say("all peers are installed; ckpt-bench measures them now")
+
+
+def _measure(request: Request, peers: PeerEnvironment, here: Path, folder: Path, about: dict[str, Any]) -> list[Case]:
+    bench, cases = request.bench, list[Case]()
+    runner = Runner(
+        peers,
+        {
+            "saves": bench.saves,
+            "enough_seconds": bench.enough_seconds,
+            "loop_threads": bench.loop_threads,
+            "step_seconds": bench.step_seconds,
+            "tail_seconds": bench.tail_seconds,
+        },
+        repeats=bench.repeats,
+        timeout=bench.row_timeout,
+        logs=folder,
+        say=_say,
+    )
+    for target in request.targets:
+        parent = here / Path(bench.dir).expanduser() if target == "disk" else Path(bench.tmpfs_dir)
+        key = "dir" if target == "disk" else "tmpfs_dir"
+        with _place(parent, key) as base:
+            for state in request.states:
+                _refuse_full(state, base, key)
+                cases.append(Case(state, target))
+                # After every process, so that a run that is stopped leaves what it has.
+                runner.measure(cases[-1], request.rows, base, lambda _row, _run: write_figures(cases, folder, about))
+                write_figures(cases, folder, about)
+                print(render(cases[-1]), flush=True)
+    return cases
+
+
+def _show(request: Request, cases: list[Case], about: dict[str, Any], folder: Path) -> None:
+    if request.bench.results is not None:
+        print("\n".join(render(case) for case in cases))
+    print(f"\n{LEGEND}")
+    checked = request.bench.action is Action.check
+    verdicts = judge(cases, cores=about["cores"], loop_threads=about["loop_threads"]) if checked else []
+    if verdicts:
+        print("\n" + "\n".join(verdict.line() for verdict in verdicts))
+    if can_plot():
+        draw(cases, verdicts, about, folder)
+    else:
+        _say("no picture: pip install 'ckpt_component[plot]'")
+    _say(f"figures are in {folder}")
+    failed = sum(verdict.holds is False for verdict in verdicts)
+    if verdicts:
+        passed = sum(verdict.holds is True for verdict in verdicts)
+        print(f"{passed} hold, {failed} FAIL, {len(verdicts) - passed - failed} not measured or only told")
+    if failed:
+        sys.exit(1)
+    if not any("durable" in run for case in cases for runs in case.rows.values() for run in runs):
+        sys.exit("No row was measured; the reasons are above.")
+
+
+@contextmanager
+def _place(parent: Path, key: str) -> Iterator[str]:
+    """A folder that is made for the run and removed after it."""
+    try:
+        base = tempfile.mkdtemp(prefix="ckpt-bench-", dir=parent)
+    except OSError as error:
+        raise CheckpointConfigError(f"{key}={parent}: no folder can be made there ({error.strerror}).") from error
+    try:
+        yield base
+    finally:
+        shutil.rmtree(base)
+
+
+#: At most this many bytes of a state's files are there at once, and room besides; the sizes of `measure.states`.
+_ROOM_GB = {"large": 4.5, "many_small": 2.1, "moe": 4.5, "bf16_mixed": 5.3, "tiny": 0.1}
+
+
+def _refuse_full(state: str, base: str, key: str) -> None:
+    free = shutil.disk_usage(base).free / 1e9
+    if free < _ROOM_GB[state]:
+        raise CheckpointConfigError(
+            f"{os.path.dirname(base)} has {free:.1f} GB free, and state={state} needs {_ROOM_GB[state]}; "
+            f"give another {key}=."
+        )
+
+
+def _about(request: Request, peers: PeerEnvironment) -> dict[str, Any]:
+    """What a reader has to know to place the figures."""
+    try:
+        torch = version("torch")
+    except PackageNotFoundError:
+        torch = "unknown"
+    keys = ("repeats", "saves", "loop_threads", "step_seconds", "tail_seconds")
+    return {
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gb": round(psutil.virtual_memory().total / 1e9, 1),
+        "machine": platform.machine(),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "torch": torch,
+        **peers.versions(),
+        **{key: value for key, value in asdict(request.bench).items() if key in keys},
+    }
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main()

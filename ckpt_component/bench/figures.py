@@ -1,0 +1,135 @@
+"""Medians with their range over the repeats of one run, and where they are kept."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ..config.errors import CheckpointConfigError
+from .measure.names import LIMITS, ROWS
+from .runs import ABSENT, ERROR, Case
+
+#: Figure -> what it is, for the header of a table. Times are seconds.
+FIGURES = {
+    "first_stall": "first stall s",
+    "stall": "stall s",
+    "staged": "staged s",
+    "complete": "complete s",
+    "durable": "durable s",
+    "lost": "training lost s",
+    "step_ratio": "step ratio",
+    "memory": "memory bytes",
+    "bytes": "bytes",
+    "files": "files",
+    "load_warm": "load warm s",
+    "load_cold": "load cold s",
+    "torn": "torn tensors",
+}
+
+JSON, CSV = "figures.json", "figures.csv"
+
+
+@dataclass(frozen=True)
+class Spread:
+    """The median of some repeats, and the least and the most of them."""
+
+    median: float
+    low: float
+    high: float
+    repeats: int
+
+
+def spread(case: Case, row: str, figure: str) -> Spread | None:
+    """A figure of a row; None where no repeat has it."""
+    values = sorted(run[figure] for run in case.rows.get(row, ()) if run.get(figure) is not None)
+    if not values:
+        return None
+    middle = len(values) // 2
+    median = values[middle] if len(values) % 2 else (values[middle - 1] + values[middle]) / 2
+    return Spread(median, values[0], values[-1], len(values))
+
+
+def fact(case: Case, row: str, name: str) -> Any:
+    """What is the same in all repeats, such as `state_bytes`; None where no repeat has it."""
+    return next((run[name] for run in case.rows.get(row, ()) if name in run), None)
+
+
+def why_not(case: Case, row: str) -> str | None:
+    """Why a row has no figures, or fewer than repeats; None when all is well."""
+    for run in case.rows.get(row, ()):
+        if ABSENT in run:
+            return f"not measured: {run[ABSENT]}"
+    failed = [run[ERROR] for run in case.rows.get(row, ()) if ERROR in run]
+    if not failed:
+        return None
+    return f"FAILED in {len(failed)} of {len(case.rows[row])}: {failed[0]}"
+
+
+def records(cases: Sequence[Case]) -> Iterator[dict[str, Any]]:
+    """One flat record per figure: what a CSV file or a data frame wants."""
+    for case in cases:
+        for row in case.rows:
+            names = FIGURES if row in ROWS else _limits_of(case)
+            for figure in names:
+                found = spread(case, row, figure)
+                if found is not None:
+                    yield {"state": case.state, "target": case.target, "row": row, "figure": figure, **asdict(found)}
+            reason = why_not(case, row)
+            if reason is not None:
+                yield {"state": case.state, "target": case.target, "row": row, "figure": "note", "note": reason}
+
+
+def limits_of(case: Case) -> dict[str, Spread]:
+    """What the hardware did, in seconds, by name."""
+    return {name: found for name in _limits_of(case) if (found := spread(case, LIMITS, name)) is not None}
+
+
+def write_figures(cases: Sequence[Case], folder: Path, about: dict[str, Any]) -> None:
+    """Write `figures.json`, which has every run and can be read back, and `figures.csv`, which has the medians.
+
+    Args:
+        cases: the figures, maybe of a run that goes on.
+        folder: where to.
+        about: the machine and the settings.
+    """
+    content = {"about": about, "cases": [asdict(case) for case in cases]}
+    _replace(folder / JSON, json.dumps(content, indent=1))
+    part = folder / (CSV + ".part")
+    with open(part, "w", encoding="utf-8", newline="") as file:
+        columns = ["state", "target", "row", "figure", "median", "low", "high", "repeats", "note"]
+        writer = csv.DictWriter(file, columns)
+        writer.writeheader()
+        writer.writerows(records(cases))
+    os.replace(part, folder / CSV)
+
+
+def read_figures(folder: str) -> tuple[list[Case], dict[str, Any]]:
+    """The figures of an earlier run, and what is said about it.
+
+    Raises:
+        CheckpointConfigError: there are none in the folder.
+    """
+    path = Path(folder).expanduser() / JSON
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        return [Case(**case) for case in content["cases"]], content["about"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointConfigError(
+            f"results={folder}: no figures can be read from {path} ({error}); give the folder of a ckpt-bench run."
+        ) from error
+
+
+def _limits_of(case: Case) -> list[str]:
+    names = dict.fromkeys(name for run in case.rows.get(LIMITS, ()) for name in run)
+    return [name for name in names if name not in (ERROR, ABSENT, "state_bytes")]
+
+
+def _replace(path: Path, text: str) -> None:
+    part = path.with_name(path.name + ".part")
+    part.write_text(text + "\n", encoding="utf-8")
+    os.replace(part, path)

@@ -1,0 +1,106 @@
+"""The loop that stands for training, and what a save costs it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from .saver import Saver
+from .states import State
+
+_WIDTH = 512
+#: As many steps of the undisturbed loop as this make a figure.
+_QUIET_STEPS = 25
+
+
+@dataclass(frozen=True)
+class Disturbance:
+    """What one save did to the loop.
+
+    Attributes:
+        lost_s: wall time of the loop with the save, less that of the same steps and the update undisturbed.
+        step_ratio: mean step time from the update on until the save was complete, over the undisturbed one; None
+            where fewer than three steps fell into that time.
+    """
+
+    lost_s: float
+    step_ratio: float | None
+
+
+class Loop:
+    """Steps of matrix products, and an update of all tensors in place.
+
+    Args:
+        state: what is updated.
+        threads: torch threads of the steps.
+        step_s: about how long one step takes, in seconds.
+    """
+
+    def __init__(self, state: State, threads: int, step_s: float) -> None:
+        self._tensors = list(state.values())
+        self._threads = threads
+        self._left, self._right = torch.rand(_WIDTH, _WIDTH), torch.rand(_WIDTH, _WIDTH)
+        self._out = torch.empty(_WIDTH, _WIDTH)
+        self._products = 1
+        with self._loop_threads():
+            for _ in range(3):
+                self._products = max(1, round(self._products * step_s / self._step()))
+
+    def update(self) -> float:
+        """Add 1 to every element, as an optimizer would change it; the seconds that took."""
+        started = time.perf_counter()
+        torch._foreach_add_(self._tensors, 1)
+        return time.perf_counter() - started
+
+    def disturbed_by(self, saver: Saver, path: str, tail_s: float) -> Disturbance:
+        """Save once and go on with the steps until the save is complete, and for `tail_s` seconds after it.
+
+        The update comes after the first step, as an optimizer's would, once the saver says that the tensors are free.
+        """
+        before = self._undisturbed()
+        update_s = sorted(self.update() for _ in range(3))[1]
+        started = time.perf_counter()
+        saver.save(path)
+        done, done_at, steps, meanwhile = False, started, 0, []
+        with self._loop_threads():
+            while True:
+                took = self._step()
+                steps += 1
+                if steps == 1:
+                    saver.wait_staged()
+                    self.update()
+                elif not done:
+                    meanwhile.append(took)
+                now = time.perf_counter()
+                if not done and saver.poll():
+                    done, done_at = True, time.perf_counter()
+                if done and now - done_at >= tail_s:
+                    break
+        wall = time.perf_counter() - started
+        saver.finish()
+        quiet = (before + self._undisturbed()) / 2
+        ratio = sum(meanwhile) / len(meanwhile) / quiet if len(meanwhile) >= 3 else None
+        return Disturbance(wall - steps * quiet - update_s, ratio)
+
+    def _undisturbed(self) -> float:
+        with self._loop_threads():
+            return sum(self._step() for _ in range(_QUIET_STEPS)) / _QUIET_STEPS
+
+    def _step(self) -> float:
+        started = time.perf_counter()
+        for _ in range(self._products):
+            torch.mm(self._left, self._right, out=self._out)
+        return time.perf_counter() - started
+
+    @contextmanager
+    def _loop_threads(self) -> Iterator[None]:
+        usual = torch.get_num_threads()
+        torch.set_num_threads(self._threads)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(usual)

@@ -1,0 +1,74 @@
+"""Peak memory of this process and all that it started."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+_PERIOD_S = 0.02
+
+
+def pss_of_tree() -> int:
+    """Proportional set size, in bytes, of this process and its descendants; what several map counts once."""
+    parents: dict[int, list[int]] = {}
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            parent = _parent(int(name))
+            if parent is not None:
+                parents.setdefault(parent, []).append(int(name))
+    waiting, total = [os.getpid()], 0
+    while waiting:
+        process = waiting.pop()
+        waiting += parents.get(process, [])
+        total += pss(process)
+    return total
+
+
+class Peak:
+    """The highest value seen."""
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+
+
+@contextmanager
+def sampled_peak() -> Iterator[Peak]:
+    """Sample the process tree's memory during the `with`. Reading it disturbs: time nothing meanwhile."""
+    peak, over = Peak(), threading.Event()
+
+    def sample() -> None:
+        while True:
+            peak.nbytes = max(peak.nbytes, pss_of_tree())
+            if over.wait(_PERIOD_S):
+                return
+
+    thread = threading.Thread(target=sample, name="bench-memory", daemon=True)
+    thread.start()
+    try:
+        yield peak
+    finally:
+        over.set()
+        thread.join()
+
+
+def _parent(process: int) -> int | None:
+    try:
+        with open(f"/proc/{process}/stat", encoding="utf-8", errors="replace") as file:
+            # The name in parentheses may hold anything; the parent is the second field after it.
+            return int(file.read().rpartition(")")[2].split()[1])
+    except OSError:  # it ended in between
+        return None
+
+
+def pss(process: int) -> int:
+    """Proportional set size of one process, in bytes; 0 when it has ended."""
+    try:
+        with open(f"/proc/{process}/smaps_rollup", encoding="utf-8") as file:
+            for line in file:
+                if line.startswith("Pss:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:  # it ended in between
+        pass
+    return 0

@@ -1,0 +1,66 @@
+"""The rows by name: whose they are, and what they need. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+#: The hardware's own speed, measured as a row among the others.
+LIMITS = "limits"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One way of saving.
+
+    Attributes:
+        family: `ours`, `torch`, or `peers`, which run in an environment of their own.
+        needs: the module that a peer is; None: torch has it.
+        fsyncs: whether it syncs its files itself. For the others the benchmark does, on the clock of `durable`.
+        preset: of ours, what `build_checkpointer` gets.
+        overrides: of ours, what is changed in the preset.
+    """
+
+    family: str
+    needs: str | None = None
+    fsyncs: bool = False
+    preset: str = ""
+    overrides: tuple[str, ...] = ()
+
+
+def _ours(preset: str, *overrides: str) -> Row:
+    return Row("ours", fsyncs=True, preset=preset, overrides=overrides)
+
+
+_NVRX = "nvidia_resiliency_ext"
+
+ROWS: Mapping[str, Row] = {
+    "sync": _ours("sync"),
+    "async_persistent": _ours("async_persistent"),
+    "async_persistent_fast": _ours("async_persistent", "checkpoint.writer.checksum=auto"),
+    "async_pinned": _ours("async_persistent", "checkpoint/stager=pinned"),
+    "async_temporal": _ours("async_temporal"),
+    "async_zero_overhead": _ours("async_zero_overhead"),
+    "torch_save": Row("torch"),
+    "dcp_save_t1": Row("torch", fsyncs=True),
+    "dcp_save_t2": Row("torch", fsyncs=True),
+    "dcp_async_thread": Row("torch", fsyncs=True),
+    "dcp_async_process": Row("torch", fsyncs=True),
+    "dcp_experimental": Row("torch"),
+    "safetensors": Row("peers", "safetensors"),
+    "torch_checkpointing": Row("peers", "torch_checkpointing"),
+    "nvrx_persistent": Row("peers", _NVRX, fsyncs=True),
+    "nvrx_persistent_clone": Row("peers", _NVRX, fsyncs=True),
+    "nvrx_temporal": Row("peers", _NVRX, fsyncs=True),
+    "nvrx_torch_persistent_clone": Row("peers", _NVRX),
+    "nvrx_torch_temporal": Row("peers", _NVRX),
+    "torchsnapshot_take": Row("peers", "torchsnapshot"),
+    "torchsnapshot_async_take": Row("peers", "torchsnapshot"),
+}
+
+FAMILIES = ("ours", "torch", "peers")
+
+
+def rows_of(*families: str) -> list[str]:
+    """The names of the rows of some families, in the table's order."""
+    return [name for name, row in ROWS.items() if row.family in families]

@@ -1,0 +1,122 @@
+"""The states that are saved: made the same on every run.
+
+All values are small whole numbers, so that adding 1 to every element is exact in bfloat16 too: that is how a row's
+snapshot is held against the state it was taken of, without a second copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+
+import torch
+
+State = dict[str, torch.Tensor]
+_Shape = tuple[str, tuple[int, ...], torch.dtype]
+
+_KB = 1024
+#: bfloat16 holds whole numbers exactly up to 256; a row adds 1 a few dozen times at most.
+_BELOW = 64
+
+
+def make_state(name: str) -> State:
+    """A state by name; raises ValueError for another name than those of `STATES`."""
+    if name not in STATES:
+        raise ValueError(f"There is no state {name!r}; use {', '.join(STATES)}.")
+    generator = torch.Generator().manual_seed(1)
+    # One pool of random numbers for all tensors: making 1.5 GB of them one by one takes longer than many a row.
+    pool = torch.randint(0, _BELOW, (1 << 20,), generator=generator)
+    state = {}
+    for key, shape, dtype in STATES[name]():
+        count = 1
+        for size in shape:
+            count *= size
+        tensor = torch.empty(count, dtype=dtype)
+        for start in range(0, count, len(pool)):
+            part = tensor[start : start + len(pool)]
+            part.copy_(pool[: len(part)])
+        state[key] = tensor.view(shape)
+    return state
+
+
+def nbytes_of(state: Mapping[str, torch.Tensor]) -> int:
+    """Bytes of all tensors."""
+    return sum(tensor.nbytes for tensor in state.values())
+
+
+def _large() -> Iterator[_Shape]:
+    yield from _with_adam(_gpt2_small(), torch.float32)
+
+
+def _bf16_mixed() -> Iterator[_Shape]:
+    for key, shape in _gpt2_small():
+        yield f"model.{key}", shape, torch.bfloat16
+        for part in ("master", "exp_avg", "exp_avg_sq"):
+            yield f"optimizer.{part}.{key}", shape, torch.float32
+        yield f"optimizer.step.{key}", (), torch.float32
+
+
+def _many_small() -> Iterator[_Shape]:
+    for number, count in enumerate(_counts(20_000, 1 * _KB, 64 * _KB)):
+        yield f"layer.{number}.weight", (count,), torch.float32
+
+
+def _moe() -> Iterator[_Shape]:
+    # Per expert two matrices and two biases, in 50 layers of 50 experts: 10,000 tensors from 1 KB to 0.5 MB.
+    for layer in range(50):
+        for expert in range(50):
+            key = f"layers.{layer}.experts.{expert}"
+            wide = 512 if expert % 2 else 256
+            yield f"{key}.w1", (wide, 256), torch.bfloat16
+            yield f"{key}.w2", (256, wide), torch.bfloat16
+            yield f"{key}.b1", (wide,), torch.float32
+            yield f"{key}.b2", (256,), torch.float32
+
+
+def _tiny() -> Iterator[_Shape]:
+    for number, count in enumerate(_counts(20, 1 * _KB, 64 * _KB)):
+        yield f"layer.{number}.weight", (count,), torch.float32
+
+
+def _counts(tensors: int, low: int, high: int) -> list[int]:
+    """Numbers of float32 elements, so that the tensors have from `low` to `high` bytes."""
+    generator = torch.Generator().manual_seed(1)
+    return [int(count) for count in torch.randint(low // 4, high // 4 + 1, (tensors,), generator=generator)]
+
+
+def _gpt2_small() -> Iterator[tuple[str, tuple[int, ...]]]:
+    width = 768
+    yield "wte.weight", (50257, width)
+    yield "wpe.weight", (1024, width)
+    for layer in range(12):
+        key = f"h.{layer}"
+        for norm in ("ln_1", "ln_2"):
+            yield f"{key}.{norm}.weight", (width,)
+            yield f"{key}.{norm}.bias", (width,)
+        for name, rows, columns in (
+            ("attn.c_attn", width, 3 * width),
+            ("attn.c_proj", width, width),
+            ("mlp.c_fc", width, 4 * width),
+            ("mlp.c_proj", 4 * width, width),
+        ):
+            yield f"{key}.{name}.weight", (rows, columns)
+            yield f"{key}.{name}.bias", (columns,)
+    yield "ln_f.weight", (width,)
+    yield "ln_f.bias", (width,)
+
+
+def _with_adam(parameters: Iterator[tuple[str, tuple[int, ...]]], dtype: torch.dtype) -> Iterator[_Shape]:
+    for key, shape in parameters:
+        yield f"model.{key}", shape, dtype
+        yield f"optimizer.exp_avg.{key}", shape, dtype
+        yield f"optimizer.exp_avg_sq.{key}", shape, dtype
+        yield f"optimizer.step.{key}", (), torch.float32
+
+
+#: Name -> its tensors' keys, shapes and dtypes.
+STATES: Mapping[str, Callable[[], Iterator[_Shape]]] = {
+    "large": _large,  # GPT-2 small and its Adam moments: 592 tensors, 1.49 GB
+    "many_small": _many_small,  # 20,000 tensors of 1 to 64 KB, 0.67 GB
+    "moe": _moe,  # 10,000 tensors from 1 KB to 0.25 MB
+    "bf16_mixed": _bf16_mixed,  # bf16 weights, float32 master weights and moments
+    "tiny": _tiny,  # for tests
+}

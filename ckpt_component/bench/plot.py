@@ -1,0 +1,132 @@
+"""A picture of the figures, and a page that needs nothing but itself. Needs the extra `plot`."""
+
+from __future__ import annotations
+
+import base64
+import html
+import io
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from .figures import Spread, fact, limits_of, spread
+from .measure.names import ROWS
+from .runs import Case
+from .table import LEGEND, render
+from .verdicts import Verdict
+
+PNG, HTML = "figures.png", "figures.html"
+
+_COLOURS = {"ours": "#1b6ca8", "torch": "#8d99ae", "peers": "#d08c60"}
+#: Panel -> figure, and the limit that is drawn beside it.
+_PANELS = (
+    ("stall, s", "stall", "memcpy"),
+    ("durable, s", "durable", "direct_1"),
+    ("training time lost, s", "lost", None),
+    ("load, warm, s", "load_warm", "read_crc32_warm"),
+    ("peak memory, GB", "memory", None),
+)
+
+
+def can_plot() -> bool:
+    """Whether matplotlib is there."""
+    from importlib.util import find_spec
+
+    return find_spec("matplotlib") is not None
+
+
+def draw(cases: Sequence[Case], verdicts: Sequence[Verdict], about: Mapping[str, Any], folder: Path) -> list[Path]:
+    """Write the picture and the page.
+
+    Args:
+        cases: the figures; those without a measured row are left out.
+        verdicts: for the page; none when nothing was checked.
+        about: the machine and the settings, for the page.
+        folder: where to.
+
+    Returns:
+        The files, none when there is nothing to draw.
+    """
+    shown = [case for case in cases if _rows(case)]
+    if not shown:
+        return []
+    # It tells at length of the fonts that it looks for.
+    logging.getLogger("matplotlib").setLevel(logging.WARNING)
+    png = _picture(shown)
+    (folder / PNG).write_bytes(png)
+    (folder / HTML).write_text(_page(png, cases, verdicts, about), encoding="utf-8")
+    return [folder / PNG, folder / HTML]
+
+
+def _picture(cases: Sequence[Case]) -> bytes:
+    # Not pyplot: it keeps figures and picks a window system.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # type: ignore[import-not-found,unused-ignore]
+    from matplotlib.figure import Figure  # type: ignore[import-not-found,unused-ignore]
+
+    heights = [1.2 + 0.28 * len(_rows(case)) for case in cases]
+    figure = Figure(figsize=(4 * len(_PANELS) + 2, sum(heights)), layout="constrained")
+    FigureCanvasAgg(figure)
+    grid = figure.subplots(len(cases), len(_PANELS), squeeze=False, gridspec_kw={"height_ratios": heights})
+    for case, axes in zip(cases, grid, strict=True):
+        for number, (axis, (title, name, limit)) in enumerate(zip(axes, _PANELS, strict=True)):
+            _panel(axis, case, name, limits_of(case).get(limit or ""), limit)
+            axis.set_title(title if number else f"{_title(case)}\n{title}", fontsize=9)
+            if number:
+                axis.set_yticklabels([])
+    written = io.BytesIO()
+    figure.savefig(written, format="png", dpi=110)
+    return written.getvalue()
+
+
+def _panel(axis: Any, case: Case, name: str, limit: Spread | None, limit_name: str | None) -> None:
+    factor = 1e-9 if name == "memory" else 1.0
+    rows = _rows(case)
+    for place, row in enumerate(rows):
+        found = spread(case, row, name)
+        if found is None:
+            continue
+        middle, low, high = (value * factor for value in (found.median, found.low, found.high))
+        axis.barh(place, middle, color=_COLOURS[ROWS[row].family])
+        axis.plot([low, high], [place, place], color="black", linewidth=1)
+        axis.annotate(f" {middle:.3g}", (max(middle, high, 0), place), va="center", fontsize=7)
+    if limit is not None:
+        axis.axvline(limit.median, color="#555555", linestyle=":", linewidth=1)
+        axis.annotate(limit_name, (limit.median, -0.6), fontsize=6, color="#555555")
+    axis.set_yticks(range(len(rows)), rows, fontsize=7)
+    axis.tick_params(axis="x", labelsize=7)
+    axis.invert_yaxis()
+    axis.margins(x=0.15)
+    for side in ("top", "right"):
+        axis.spines[side].set_visible(False)
+
+
+def _rows(case: Case) -> list[str]:
+    return [row for row in case.rows if row in ROWS and spread(case, row, "durable") is not None]
+
+
+def _title(case: Case) -> str:
+    nbytes = fact(case, _rows(case)[0], "state_bytes")
+    return f"{case.state} on {case.target}, {nbytes / 1e9:.2f} GB"
+
+
+def _page(png: bytes, cases: Sequence[Case], verdicts: Sequence[Verdict], about: Mapping[str, Any]) -> str:
+    image = base64.b64encode(png).decode()
+    blocks = [html.escape(render(case).strip()) for case in cases]
+    if verdicts:
+        blocks.append(html.escape("\n".join(verdict.line() for verdict in verdicts)))
+    machine = html.escape(", ".join(f"{name}: {value}" for name, value in about.items()))
+    tables = "\n".join(f"<pre>{block}</pre>" for block in blocks)
+    return f"""<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><title>ckpt-bench</title>
+<style>
+body {{ font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 100rem; padding: 0 1rem; color: #222 }}
+img {{ max-width: 100% }} pre {{ overflow-x: auto; background: #f6f6f4; padding: 1rem; font-size: 12px }}
+</style></head><body>
+<h1>ckpt-bench</h1><p>{machine}</p>
+<p>Bars are medians, black lines go from the lowest repeat to the highest, dotted lines are limits.</p>
+<img alt="bars of all rows" src="data:image/png;base64,{image}">
+<pre>{html.escape(LEGEND)}</pre>
+{tables}
+</body></html>
+"""

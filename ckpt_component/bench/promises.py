@@ -1,0 +1,173 @@
+"""What is promised, each as a ratio of figures of one run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from .figures import fact, limits_of, spread, why_not
+from .measure.names import ROWS, rows_of
+from .runs import Case
+from .verdicts import Figure, Missing, Verdict, at_least, at_most, best_of, figure_of, limit_of, told
+
+_ASYNC = ("async_persistent", "async_persistent_fast", "async_pinned", "async_temporal", "async_zero_overhead")
+#: The preset to start with, whose times are held to the disk's and the peers': with zlib's checksum, which is always
+#: there, and with the fastest that is installed.
+_USUAL, _FAST = "async_persistent", "async_persistent_fast"
+_DCP = ("dcp_save_t1", "dcp_save_t2")
+_OTHERS = tuple(rows_of("torch", "peers"))
+_OTHERS_THAT_FSYNC = tuple(row for row in _OTHERS if ROWS[row].fsyncs)
+#: Smaller states do not stand out from what else a process takes.
+_TELLING_BYTES = 100 << 20
+
+
+def judge(cases: Sequence[Case], *, cores: int, loop_threads: int) -> list[Verdict]:
+    """Hold the figures of one run to all promises.
+
+    Args:
+        cases: the figures.
+        cores: of the machine; a promise about a free core needs one.
+        loop_threads: of the loop that stood for training.
+    """
+    large_disk = _case(cases, "large", "disk")
+    # Each for itself: the best of several rows that differ by chance would be better than any of them.
+    verdicts = [
+        at_most(
+            f"training time lost, {row}, large on disk, over the best peer whose snapshot is whole",
+            1 / 3,
+            figure_of(large_disk, row, "lost"),
+            best_of(large_disk, _OTHERS, "lost", whole=True),
+        )
+        for row in (_USUAL, "async_zero_overhead")
+    ]
+    for state in ("large", "many_small"):
+        for target in ("disk", "tmpfs"):
+            verdicts += _stalls(_case(cases, state, target), f"{state} on {target}")
+    verdicts += _durable(cases)
+    for state, faster in (("large", 2), ("many_small", 20)):
+        for target in ("disk", "tmpfs"):
+            verdicts += _loads(_case(cases, state, target), f"{state} on {target}", faster, cold=target == "disk")
+    for case in cases:
+        verdicts += _memory(case)
+        verdicts += _steps(case, cores, loop_threads)
+        verdicts.append(_whole(case))
+    return verdicts
+
+
+def _stalls(case: Case | Missing, where: str) -> Iterator[Verdict]:
+    for row in ("async_persistent", "async_pinned"):
+        yield at_most(
+            f"time until the tensors may be changed, {row}, {where}, over one warm memcpy",
+            1.2,
+            figure_of(case, row, "staged"),
+            limit_of(case, "memcpy"),
+        )
+    yield at_most(
+        f"stall of async_zero_overhead, {where}, over the least of all peers",
+        1,
+        figure_of(case, "async_zero_overhead", "stall"),
+        best_of(case, _OTHERS, "stall"),
+    )
+
+
+def _durable(cases: Sequence[Case]) -> Iterator[Verdict]:
+    disk, tmpfs = (_case(cases, "large", target) for target in ("disk", "tmpfs"))
+    written = [] if isinstance(disk, Missing) else [n for n in limits_of(disk) if n.startswith(("write_", "direct_"))]
+    best, text = limit_of(disk, *(written or ("write_1",))), "durable save, large on disk: the best raw write over ours"
+    yield at_least(f"{text}, crc32", 0.75, best, figure_of(disk, _USUAL, "durable"))
+    yield at_least(f"{text}, fast checksum", 0.9, best, _fast(disk, "durable"))
+    raw, text = limit_of(tmpfs, "write_2"), "durable save, large on tmpfs: raw write by two over ours"
+    yield told(f"{text}, crc32", raw, figure_of(tmpfs, _USUAL, "durable"))
+    yield at_least(f"{text}, fast checksum", 0.8, raw, _fast(tmpfs, "durable"))
+    for target, case in (("disk", disk), ("tmpfs", tmpfs)):
+        yield at_least(
+            f"durable save, large on {target}: the fastest peer that fsyncs over ours",
+            1,
+            best_of(case, _OTHERS_THAT_FSYNC, "durable"),
+            figure_of(case, _USUAL, "durable"),
+        )
+    small = _case(cases, "many_small", "disk")
+    stock, text = best_of(small, _DCP, "durable"), "durable save, many_small on disk: dcp.save over ours"
+    yield at_least(f"{text}, crc32", 10, stock, figure_of(small, _USUAL, "durable"))
+    yield at_least(f"{text}, fast checksum", 20, stock, _fast(small, "durable"))
+    yield at_least(
+        "durable save, many_small on disk: torch.save without fsync over ours",
+        1,
+        figure_of(small, "torch_save", "complete"),
+        figure_of(small, _USUAL, "durable"),
+    )
+
+
+def _loads(case: Case | Missing, where: str, faster: float, cold: bool) -> Iterator[Verdict]:
+    for row in (_USUAL, _FAST):
+        checksum = "crc32" if isinstance(case, Missing) else str(fact(case, row, "checksum") or "crc32")
+        for cache in ("warm", "cold") if cold else ("warm",):
+            yield at_least(
+                f"load, {where}, {cache}: reading the bytes with their checksum over {row}",
+                0.8,
+                limit_of(case, f"read_{checksum}_{cache}"),
+                figure_of(case, row, f"load_{cache}") if row == _USUAL else _fast(case, f"load_{cache}"),
+            )
+    yield at_least(
+        f"load, {where}, warm: dcp.load over ours",
+        faster,
+        best_of(case, _DCP, "load_warm"),
+        figure_of(case, _USUAL, "load_warm"),
+    )
+
+
+def _fast(case: Case | Missing, figure: str) -> Figure | Missing:
+    """A figure of the row with the fastest checksum, where that is not zlib's."""
+    if not isinstance(case, Missing) and fact(case, _FAST, "checksum") == "crc32":
+        return "no faster checksum than zlib's is installed: pip install 'ckpt_component[checksum]'"
+    return figure_of(case, _FAST, figure)
+
+
+def _memory(case: Case) -> Iterator[Verdict]:
+    for row in _ASYNC:
+        if row not in case.rows:
+            continue
+        arenas, nbytes = fact(case, row, "arenas"), fact(case, row, "state_bytes")
+        allowed: Figure | Missing = f"{row} {why_not(case, row)}"
+        if arenas is not None and nbytes is not None and nbytes < _TELLING_BYTES:
+            allowed = "the state is too small to tell it from the rest"
+        elif arenas is not None and nbytes is not None:
+            allowed = Figure(f"{arenas} x {nbytes / 1e9:.2f} GB", arenas * nbytes)
+        yield at_most(
+            f"memory of {row}, {case.state} on {case.target}, over one state per arena",
+            1.1,
+            figure_of(case, row, "memory"),
+            allowed,
+        )
+
+
+def _steps(case: Case, cores: int, loop_threads: int) -> Iterator[Verdict]:
+    for row in _ASYNC:
+        if row not in case.rows:
+            continue
+        ratio = figure_of(case, row, "step_ratio")
+        if loop_threads >= cores:
+            ratio = f"no core is free: the loop has {loop_threads} of {cores}"
+        elif (fact(case, row, "state_bytes") or 0) < _TELLING_BYTES:
+            ratio = ratio if isinstance(ratio, Missing) else "the state is too small: the save is over at once"
+        elif isinstance(ratio, Missing) and why_not(case, row) is None:
+            ratio = "the save was complete within three steps"
+        yield at_most(
+            f"step time while {row} writes, {case.state} on {case.target}, over the undisturbed",
+            1.03,
+            ratio,
+            Figure("undisturbed", 1.0),
+        )
+
+
+def _whole(case: Case) -> Verdict:
+    measured = {row: found for row in rows_of("ours") if (found := spread(case, row, "torn")) is not None}
+    text = f"torn tensors in snapshots of ours, {case.state} on {case.target}, none"
+    if not measured:
+        return Verdict(text, None, None, "no row of ours was measured")
+    torn = max(found.high for found in measured.values())
+    return Verdict(text, torn, torn == 0, ", ".join(measured))
+
+
+def _case(cases: Sequence[Case], state: str, target: str) -> Case | Missing:
+    found = [case for case in cases if (case.state, case.target) == (state, target)]
+    return found[0] if found else f"{state} on {target} is not in this run"

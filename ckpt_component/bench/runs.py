@@ -1,0 +1,205 @@
+"""Rows in turn, each in a fresh process that has a deadline."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from .measure.names import LIMITS
+from .peers import PeerEnvironment
+
+#: What a run has instead of figures when the row broke, and when it could not be tried.
+ERROR, ABSENT = "error", "absent"
+#: How often a row's processes are looked up: a look takes milliseconds, which the row would feel.
+_LOOK_S = 2.0
+_GRACE_S = 2.0
+#: Not -m: the package's folder is the last on the path, so that the peers' packages win over those beside ours.
+BOOT = (
+    "import sys; sys.path.append(sys.argv.pop(1)); "
+    "from ckpt_component.bench.measure.process import main; sys.exit(main(sys.argv[1:]))"
+)
+
+Run = dict[str, Any]
+
+
+@dataclass
+class Case:
+    """One state on one target.
+
+    Attributes:
+        state: its name.
+        target: `disk` or `tmpfs`.
+        rows: row (the limits too) to its runs, in the table's order.
+    """
+
+    state: str
+    target: str
+    rows: dict[str, list[Run]] = field(default_factory=dict)
+
+
+class Runner:
+    """Starts rows.
+
+    Args:
+        peers: the environment of the peers.
+        settings: what `measure.row.Settings` takes, but `cold`.
+        repeats: how often each row is measured.
+        timeout: seconds for one row's process.
+        logs: a folder that gets what a failed row printed.
+        say: gets a line of progress.
+        boot: the code that measures a row; gets the folder of our package, and what to measure.
+    """
+
+    def __init__(
+        self,
+        peers: PeerEnvironment,
+        settings: dict[str, Any],
+        *,
+        repeats: int,
+        timeout: float,
+        logs: Path,
+        say: Callable[[str], None],
+        boot: str = BOOT,
+    ) -> None:
+        self._peers = peers
+        self._settings = settings
+        self._repeats = repeats
+        self._timeout = timeout
+        self._logs = logs
+        self._say = say
+        self._boot = boot
+
+    def measure(self, case: Case, rows: Sequence[str], base: str, tell: Callable[[str, Run], None]) -> None:
+        """Measure all rows of a case, in turn, and the limits with them.
+
+        Args:
+            case: gets the figures.
+            rows: the rows; those that are absent are recorded so.
+            base: a folder on the target, in which one is made for every process and removed after it.
+            tell: gets the row and its figures as soon as they are there.
+        """
+        absent = self._peers.absent(rows)
+        for row in (LIMITS, *rows):
+            case.rows[row] = [{ABSENT: absent[row]}] if row in absent else []
+            if row in absent:
+                self._say(f"{case.state} on {case.target}: {row} is not measured: {absent[row]}")
+        for repeat in range(self._repeats):
+            for row in case.rows:
+                if row in absent:
+                    continue
+                name = f"{case.state} on {case.target}, repeat {repeat + 1} of {self._repeats}: {row}"
+                self._say(name)
+                started = time.monotonic()
+                run = self._measure_once(row, case, base, repeat)
+                case.rows[row].append(run)
+                tell(row, run)
+                if ERROR in run:
+                    self._say(f"{name} FAILED after {time.monotonic() - started:.0f} s: {run[ERROR]}")
+
+    def _measure_once(self, row: str, case: Case, base: str, repeat: int) -> Run:
+        place = tempfile.mkdtemp(prefix="ckpt-bench-", dir=base)
+        log = self._logs / f"{case.state}-{case.target}-{row}-{repeat}.log"
+        try:
+            data = os.path.join(place, "data")
+            os.mkdir(data)
+            result = os.path.join(place, "result.json")
+            task = {
+                "row": row,
+                "state": case.state,
+                "folder": data,
+                "result": result,
+                "settings": self._settings | {"cold": case.target == "disk"},
+            }
+            root = Path(__file__).resolve().parents[2]
+            command = [self._peers.interpreter_of(row), "-c", self._boot, str(root), json.dumps(task)]
+            with open(log, "wb") as output:
+                code = _run(command, output, self._timeout)
+            run = _result(result, code, log, self._timeout)
+        finally:
+            shutil.rmtree(place, ignore_errors=True)
+        if ERROR not in run:
+            log.unlink()
+        return run
+
+
+def _run(command: list[str], output: Any, timeout: float) -> int | None:
+    """The exit code, or None when the deadline was over; whatever the process started is gone in any case."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+        env=environment | {"OMP_WAIT_POLICY": "PASSIVE", "PYTHONWARNINGS": "ignore"},
+    )
+    started: set[psutil.Process] = set()
+    deadline = time.monotonic() + timeout
+    try:
+        while True:
+            # Seen while their parent lives: an orphan in a session of its own could not be found any more.
+            started |= _descendants(process.pid)
+            try:
+                return process.wait(min(_LOOK_S, max(0.0, deadline - time.monotonic())))
+            except subprocess.TimeoutExpired:
+                if time.monotonic() >= deadline:
+                    return None
+    finally:
+        started |= _descendants(process.pid) | _session_of(process.pid)
+        over = process.returncode is not None
+        if not over:
+            process.kill()
+            process.wait()
+        # psutil holds a process by its id and its start, so that none but those is ended. Those of a row that has ended
+        # may be about to end too.
+        left = [child for child in started if child.is_running()]
+        _, left = psutil.wait_procs(left, timeout=_GRACE_S if over else 0)
+        for child in left:
+            try:
+                child.kill()
+            except psutil.NoSuchProcess:
+                continue
+        psutil.wait_procs(left, timeout=5)
+
+
+def _descendants(pid: int) -> set[psutil.Process]:
+    try:
+        return set(psutil.Process(pid).children(recursive=True))
+    except psutil.NoSuchProcess:
+        return set()
+
+
+def _session_of(leader: int) -> set[psutil.Process]:
+    """What is left of the session that a process began, which may have ended; without itself."""
+    found = set()
+    for process in psutil.process_iter():
+        try:
+            if process.pid != leader and os.getsid(process.pid) == leader:
+                found.add(process)
+        except OSError:  # it ended in between
+            continue
+    return found
+
+
+def _result(path: str, code: int | None, log: Path, timeout: float) -> Run:
+    if code is None:
+        return {ERROR: f"killed: not done after {timeout:g} s"}
+    try:
+        with open(path, encoding="utf-8") as file:
+            run: Run = json.load(file)
+    except FileNotFoundError:
+        lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+        return {ERROR: f"ended with code {code}: {lines[-1] if lines else 'no message'}"}
+    if code != 0 and ERROR not in run:
+        return {ERROR: f"measured, and then ended with code {code}"}
+    return run

@@ -1,0 +1,115 @@
+"""Every key of the benchmark: its type, its default, its range, and one line on what it does. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
+from enum import Enum
+from typing import Any, cast
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import DictConfig, OmegaConf
+
+from ..config.errors import CheckpointConfigError
+from ..config.schema import above, at_least, in_range, range_of
+from ..config.store import PROVIDER, SCHEMAS
+from ..config.store import register as register_checkpoint_configs
+from .measure.names import FAMILIES, ROWS, rows_of
+
+STATES = ("large", "many_small", "moe", "bf16_mixed", "tiny")
+TARGETS = ("disk", "tmpfs")
+
+
+class Action(Enum):
+    """What `ckpt-bench` does."""
+
+    run = "run"
+    check = "check"
+    peers = "peers"
+
+
+@dataclass
+class Bench:
+    """The whole config of `ckpt-bench`."""
+
+    action: Action = Action.run
+    """`run`: measure; `check`: and hold the figures to what is promised; `peers`: make the peers' environment."""
+    state: Any = field(default_factory=lambda: ["large", "many_small"])
+    """What is saved, a name or a list: large, many_small, moe, bf16_mixed, or tiny, which is for tests."""
+    target: Any = field(default_factory=lambda: ["disk"])
+    """Where to, a name or a list: disk (a folder made in `dir`) or tmpfs (one in /dev/shm); both are removed after."""
+    rows: Any = field(default_factory=lambda: ["all"])
+    """What is measured, a name or a list: rows, or `ours`, `torch`, `peers`, `all`."""
+    repeats: int = at_least(1, 5)
+    """Fresh processes per row; rows take turns."""
+    saves: int = at_least(1, 3)
+    """Steady saves in each process, after the first; their median is one repeat's figure."""
+    enough_seconds: float = above(0, 20.0)
+    """No further steady save begins after so many seconds of them, so that slow rows make fewer."""
+    loop_threads: int = at_least(1, 1)
+    """Threads of the loop that stands for training."""
+    step_seconds: float = above(0, 0.02)
+    """About how long a step of that loop takes."""
+    tail_seconds: float = at_least(0, 1.0)
+    """How long the loop goes on after the save is complete: page faults and write-back come late."""
+    row_timeout: float = above(0, 900.0)
+    """A row's process that takes longer, in seconds, is killed, and reported as an error."""
+    dir: str = "."
+    """A folder on the disk to measure."""
+    tmpfs_dir: str = "/dev/shm"
+    """Where the tmpfs is mounted."""
+    peers_dir: str = "~/.cache/ckpt_component/bench-peers"
+    """Where the peers' environment is, and where `action=peers` makes it."""
+    results: str | None = None
+    """An earlier run's folder: its figures are shown, checked and drawn again, and nothing is measured."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """A checked config: lists are lists, row families are rows."""
+
+    bench: Bench
+    states: list[str]
+    targets: list[str]
+    rows: list[str]
+
+
+def register() -> None:
+    """Give Hydra the schema of the benchmark, and those of checkpoints before it."""
+    register_checkpoint_configs()
+    ConfigStore.instance().store(group=SCHEMAS, name="bench", node=Bench, provider=PROVIDER)
+
+
+def read(config: DictConfig) -> Request:
+    """The config as a request.
+
+    Raises:
+        CheckpointConfigError: a value that is out of its range, or a name that is none; the text says what to type.
+    """
+    node = OmegaConf.merge(OmegaConf.structured(Bench), config)
+    values = cast(Mapping[str, Any], OmegaConf.to_container(node, resolve=True))
+    for item in fields(Bench):
+        if not in_range(Bench, item.name, values[item.name]):
+            limits = range_of(Bench, item.name)
+            raise CheckpointConfigError(f"{item.name}={values[item.name]} is out of range; it must be {limits}.")
+    names = _names("rows", values["rows"], [*ROWS, *FAMILIES, "all"])
+    wanted = {row for name in names for row in (rows_of(*FAMILIES) if name == "all" else rows_of(name) or [name])}
+    return Request(
+        bench=cast(Bench, OmegaConf.to_object(node)),
+        states=_names("state", values["state"], STATES),
+        targets=_names("target", values["target"], TARGETS),
+        rows=[row for row in ROWS if row in wanted],
+    )
+
+
+def _names(key: str, value: Any, known: Sequence[str]) -> list[str]:
+    names = list(dict.fromkeys(value if isinstance(value, list) else [value]))
+    if not names:
+        raise CheckpointConfigError(f"{key} is empty; give it some of {', '.join(known)}.")
+    for name in names:
+        if name not in known:
+            close = get_close_matches(str(name), known, 1)
+            advice = f"Did you mean {key}={close[0]}?" if close else f"Use {', '.join(known)}."
+            raise CheckpointConfigError(f"{key}={name} is unknown. {advice}")
+    return names

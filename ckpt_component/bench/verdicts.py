@@ -1,0 +1,116 @@
+"""The arithmetic of promises: a ratio of two figures of one run, and whether it is within its bound.
+
+A figure that is not there is a text instead, which says why; a promise on it neither holds nor fails.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from .figures import limits_of, spread, why_not
+from .measure.names import LIMITS
+from .runs import Case
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A number, and what it is of."""
+
+    name: str
+    value: float
+
+
+#: Why there is no figure.
+Missing = str
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One promise, judged.
+
+    Attributes:
+        promise: in words, with the bound.
+        measured: the ratio, None where it could not be measured.
+        holds: None where it could not be measured, or where nothing is promised and the ratio is only told.
+        note: what was compared, or why it was not.
+    """
+
+    promise: str
+    measured: float | None
+    holds: bool | None
+    note: str
+
+    def line(self) -> str:
+        """For the terminal."""
+        words = {True: "pass", False: "FAIL", None: "not measured" if self.measured is None else "told"}
+        ratio = "" if self.measured is None else f"{self.measured:.2f}"
+        return f"{words[self.holds]:<13}{ratio:>7}  {self.promise} ({self.note})"
+
+
+def at_most(promise: str, bound: float, above: Figure | Missing, below: Figure | Missing) -> Verdict:
+    """`above` over `below` must not be higher than the bound."""
+    verdict = told(f"{promise}, at most {bound:.3g}", above, below)
+    return _with_bound(verdict, verdict.measured is not None and verdict.measured <= bound)
+
+
+def at_least(promise: str, bound: float, above: Figure | Missing, below: Figure | Missing) -> Verdict:
+    """`above` over `below` must not be lower than the bound."""
+    verdict = told(f"{promise}, at least {bound:.3g}", above, below)
+    return _with_bound(verdict, verdict.measured is not None and verdict.measured >= bound)
+
+
+def told(promise: str, above: Figure | Missing, below: Figure | Missing) -> Verdict:
+    """`above` over `below`, of which nothing is promised."""
+    if isinstance(above, Missing):
+        return Verdict(promise, None, None, above)
+    if isinstance(below, Missing):
+        return Verdict(promise, None, None, below)
+    if below.value <= 0:
+        return Verdict(promise, None, None, f"{below.name} is {below.value:.3g}, so that there is no ratio to it")
+    return Verdict(promise, above.value / below.value, None, f"{above.name} over {below.name}")
+
+
+def figure_of(case: Case | Missing, row: str, figure: str) -> Figure | Missing:
+    """The median of a row's figure."""
+    if isinstance(case, Missing):
+        return case
+    found = spread(case, row, figure)
+    if found is not None:
+        return Figure(row, found.median)
+    reason = why_not(case, row) or (f"has no figure {figure!r}" if row in case.rows else "is not in this run")
+    return f"{row} {reason}"
+
+
+def limit_of(case: Case | Missing, *names: str) -> Figure | Missing:
+    """The quickest of some limits."""
+    if isinstance(case, Missing):
+        return case
+    limits = limits_of(case)
+    found = [Figure(name, limits[name].median) for name in names if name in limits]
+    if not found:
+        return why_not(case, LIMITS) or f"no limit {' or '.join(names)} was measured"
+    return min(found, key=_value)
+
+
+def best_of(case: Case | Missing, rows: Iterable[str], figure: str, whole: bool = False) -> Figure | Missing:
+    """The row that has the least of a figure; with `whole`, of those whose snapshots were whole in every repeat."""
+    if isinstance(case, Missing):
+        return case
+    found = []
+    for row in rows:
+        values, torn = spread(case, row, figure), spread(case, row, "torn")
+        if values is not None and not (whole and (torn is None or torn.high > 0)):
+            found.append(Figure(row, values.median))
+    if not found:
+        return f"no row to compare with was measured, {case.state} on {case.target}"
+    return min(found, key=_value)
+
+
+def _value(figure: Figure) -> float:
+    return figure.value
+
+
+def _with_bound(verdict: Verdict, within: bool) -> Verdict:
+    holds = within if verdict.measured is not None else None
+    return Verdict(verdict.promise, verdict.measured, holds, verdict.note)

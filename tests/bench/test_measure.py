@@ -1,0 +1,144 @@
+"""What a row measures, in this process."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from ckpt_component.bench.measure.files import drop_cache, files_of, fill_cache, sync_tree
+from ckpt_component.bench.measure.limits import checksums, measure_limits
+from ckpt_component.bench.measure.loop import Loop
+from ckpt_component.bench.measure.memory import pss, pss_of_tree, sampled_peak
+from ckpt_component.bench.measure.row import Settings, make_saver, measure_row
+from ckpt_component.bench.measure.saver import Saver
+from ckpt_component.bench.measure.states import STATES, State, make_state, nbytes_of
+from ckpt_component.bench.schema import STATES as STATES_OF_THE_CONFIG
+
+QUICK = Settings(saves=1, enough_seconds=1, loop_threads=1, step_seconds=0.001, tail_seconds=0, cold=True)
+
+
+def shapes(name: str) -> list[tuple[int, int]]:
+    """Elements and bytes of a state's tensors, without making them."""
+    found = []
+    for _, shape, dtype in STATES[name]():
+        count = torch.Size(shape).numel()
+        found.append((count, count * dtype.itemsize))
+    return found
+
+
+def test_the_states_are_what_their_names_promise() -> None:
+    assert set(STATES) == set(STATES_OF_THE_CONFIG)
+    large = shapes("large")
+    assert len(large) == 592 and 1.49e9 < sum(size for _, size in large) < 1.5e9
+    small = shapes("many_small")
+    assert len(small) == 20_000 and min(s for _, s in small) >= 1024 and max(s for _, s in small) <= 64 * 1024
+    assert len(shapes("moe")) == 10_000
+    assert {dtype for *_, dtype in STATES["bf16_mixed"]()} == {torch.bfloat16, torch.float32}
+    for name in STATES:
+        keys = [key for key, *_ in STATES[name]()]
+        assert len(set(keys)) == len(keys)
+
+
+def test_a_state_is_the_same_every_time_and_counts_exactly() -> None:
+    one, two = make_state("tiny"), make_state("tiny")
+    assert nbytes_of(one) == sum(size for _, size in shapes("tiny"))
+    assert all(torch.equal(one[key], two[key]) for key in one) and any(value.any() for value in one.values())
+    with pytest.raises(ValueError, match="use large"):
+        make_state("huge")
+
+
+class _Remembers(Saver):
+    """Keeps the state in a list: a clone, or the tensors themselves, which the next update changes."""
+
+    def __init__(self, state: State, torn: bool) -> None:
+        super().__init__(state)
+        self._torn, self._polls = torn, 0
+        self.kept: State = {}
+
+    def save(self, path: str) -> None:
+        Path(path).write_bytes(b"x" * 10)
+        self.kept = {key: value if self._torn else value.clone() for key, value in self.state.items()}
+        self._polls = 0
+
+    def poll(self) -> bool:
+        self._polls += 1
+        return self._polls > 4
+
+    def load(self, path: str, target: State) -> None:
+        for key, value in target.items():
+            value.copy_(self.kept[key])
+
+
+@pytest.mark.parametrize("torn", [False, True])
+def test_a_row_tells_whether_its_snapshot_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, torn: bool) -> None:
+    state = make_state("tiny")
+    monkeypatch.setattr("ckpt_component.bench.measure.row.make_saver", lambda name, state: _Remembers(state, torn))
+    found = measure_row("torch_save", state, str(tmp_path), QUICK)
+    assert found["torn"] == (len(state) if torn else 0)
+    assert found["files"] == 1 and found["bytes"] == 10 and found["state_bytes"] == nbytes_of(state)
+    assert found["step_ratio"] > 0 and found["durable"] >= found["complete"] >= found["staged"] >= found["stall"] > 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_loop_counts_the_time_that_a_save_takes_from_it(tmp_path: Path) -> None:
+    state = make_state("tiny")
+
+    class Spins(_Remembers):
+        spent = 0.0
+
+        def save(self, path: str) -> None:
+            loop = Loop(state, 1, 0.001)
+            self.spent = sum(loop.update() + loop._step() for _ in range(50))
+            super().save(path)
+
+    saver = Spins(state, torn=False)
+    lost = Loop(state, threads=1, step_s=0.001).disturbed_by(saver, str(tmp_path / "one"), tail_s=0).lost_s
+    # The work that the save did is lost; the steps beside it are not. Half, because other processes are at work too.
+    assert lost > saver.spent / 2
+
+
+def test_memory_of_the_process_and_its_peak() -> None:
+    before = pss_of_tree()
+    assert before >= pss(os.getpid()) > 0
+    with sampled_peak() as peak:
+        block = torch.ones(64 << 20, dtype=torch.uint8)
+        while peak.nbytes < before + (48 << 20):  # the sampler sees it in its own time
+            pass
+    assert block.sum() == 64 << 20
+
+
+def test_limits_have_all_that_promises_ask_for(tmp_path: Path) -> None:
+    found = measure_limits(make_state("tiny"), str(tmp_path), rounds=1, cold=True)
+    reads = {f"read_{name}_{cache}" for name in checksums() for cache in ("warm", "cold")}
+    wanted = {"memcpy", "foreach_copy", "write_1", "write_2", "direct_1", "direct_2", "direct_4", "read_warm"}
+    assert (wanted | reads | {"read_cold", "fork", "update", "update_after_fork", "state_bytes"}) == set(found)
+    assert all(value is None or value > 0 for value in found.values())
+    assert list(tmp_path.iterdir()) == []
+    # Where the cache cannot be dropped there is no cold read, rather than a warm one under its name.
+    assert measure_limits(make_state("tiny"), str(tmp_path), rounds=1, cold=False)["read_cold"] is None
+
+
+def test_files_are_counted_and_read_whole(tmp_path: Path) -> None:
+    (tmp_path / "folder" / "deep").mkdir(parents=True)
+    for name in ("folder/one", "folder/deep/two"):
+        (tmp_path / name).write_bytes(b"x" * 5000)
+    assert {os.path.basename(name) for name in files_of(str(tmp_path / "folder"))} == {"one", "two"}
+    assert list(files_of(str(tmp_path / "folder" / "one"))) == [str(tmp_path / "folder" / "one")]
+    for call in (sync_tree, drop_cache, fill_cache):
+        call(str(tmp_path / "folder"))
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("name", ["torch_save", "dcp_save_t1", "dcp_save_t2"])
+def test_rows_of_torch_load_what_they_saved(name: str, tmp_path: Path) -> None:
+    state = make_state("tiny")
+    saver = make_saver(name, state)
+    saver.save(str(tmp_path / "one"))
+    saver.finish()
+    target = {key: torch.zeros_like(value) for key, value in state.items()}
+    saver.load(str(tmp_path / "one"), target)
+    assert all(torch.equal(target[key], state[key]) for key in state)
+    saver.close()

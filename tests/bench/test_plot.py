@@ -1,0 +1,31 @@
+"""The picture and the page, where matplotlib is."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from ckpt_component.bench.plot import draw
+from ckpt_component.bench.runs import Case
+from ckpt_component.bench.verdicts import Verdict
+
+pytest.importorskip("matplotlib", reason="needs the extra 'plot'")
+
+
+def test_the_page_needs_nothing_but_itself(tmp_path: Path) -> None:
+    run = {"stall": 0.1, "durable": 1.0, "lost": -0.1, "load_warm": 0.2, "memory": 10, "state_bytes": 10, "torn": 0}
+    case = Case("tiny", "disk", {"limits": [{"memcpy": 0.1}], "sync": [run, run], "torch_save": [{"error": "<b>"}]})
+    verdicts = [Verdict("it is fast", 2.0, True, "a over b")]
+    paths = draw([case, Case("large", "disk", {})], verdicts, {"cores": 2}, tmp_path)
+    assert [path.name for path in paths] == ["figures.png", "figures.html"]
+    assert paths[0].read_bytes().startswith(b"\x89PNG")
+    page = paths[1].read_text()
+    assert "data:image/png;base64," in page and not re.findall(r'(?:src|href)="(?!data:)', page)
+    assert "it is fast" in page and "&lt;b&gt;" in page and "<b>" not in page
+
+
+def test_nothing_measured_draws_nothing(tmp_path: Path) -> None:
+    assert draw([Case("tiny", "disk", {"sync": [{"error": "it broke"}]})], [], {}, tmp_path) == []
+    assert list(tmp_path.iterdir()) == []
