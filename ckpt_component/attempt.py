@@ -23,6 +23,7 @@ from .storage.commit import Attempt
 from .storage.fs import FsOps
 from .storage.owner import Ownership
 from .storage.space import FULL, amount, full_text, refuse_without_room
+from .storage.visibility import wait_visible
 from .writers.base import Writer
 from .writers.job import WriteJob
 
@@ -108,6 +109,9 @@ class AttemptRunner:
 
         def write() -> dict[str, Any]:
             nonlocal job
+            if not ranks.leads:
+                staging = attempt.staging
+                wait_visible(lambda: self._fs.is_folder(staging), staging, self._timeouts.visible)
             job = self._staged_job(scheduled, name)
             return self._write(job)
 
@@ -192,6 +196,7 @@ class AttemptRunner:
             options=replace(self._writer.options, io=self._io_for(scheduled.attempt)),
             about=self._about,
             patience=self._timeouts.heartbeat,
+            visible=self._timeouts.visible,
         )
 
     @property
@@ -221,7 +226,7 @@ class AttemptRunner:
     def _publish(self, attempt: Attempt, votes: Sequence[dict[str, Any]]) -> int:
         """On the leading rank: commit what all have written. Returns how many files the checkpoint has."""
         with self._as_save_error(attempt.target, sum(map(len, self._sidecars.values()))):
-            return commit.publish(self._fs, attempt, votes, self._sidecars, self._about)
+            return commit.publish(self._fs, attempt, votes, self._sidecars, self._about, self._timeouts.visible)
 
     @contextlib.contextmanager
     def _as_save_error(self, path: str, needed: int) -> Iterator[None]:

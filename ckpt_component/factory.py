@@ -82,7 +82,7 @@ def build_manager(
     checkpointer = _build_graph(settings) if settings.enabled else None
     if checkpointer is not None and save.ever:
         try:
-            check_root(fs, os.path.abspath(root), checkpointer.ranks, timeouts.stage)
+            check_root(fs, os.path.abspath(root), checkpointer.ranks, timeouts)
         except BaseException:
             checkpointer.close()
             raise
@@ -208,6 +208,7 @@ def _timeouts(settings: Checkpoint) -> Timeouts:
         times.close,
         times.heartbeat,
         times.stall,
+        times.visible,
         settings.max_stall_s,
         again=(policy.attempts - 1) * (times.stage + times.write) + policy.pauses,
     )

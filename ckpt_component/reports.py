@@ -117,6 +117,7 @@ class Timeouts:
     close: float = 60.0
     heartbeat: float = 30.0
     stall: float = 300.0
+    visible: float = 60.0
     max_stall: float | None = None
     again: float = 0.0
 

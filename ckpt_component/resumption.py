@@ -17,6 +17,7 @@ from .storage.fs import FsOps
 from .storage.names import StepNames
 from .storage.quarantine import quarantine
 from .storage.scan import Scan, read_pointer, scan_steps, write_pointer
+from .storage.visibility import wait_visible
 
 logger = logging.getLogger(__name__)
 
@@ -156,6 +157,8 @@ class Resumption:
         failure: Exception | None = None
         try:
             path = os.path.join(self._root, self._names.folder(step))
+            if not self._ranks.leads:
+                wait_visible(lambda: self._fs.is_folder(path), path, self._timeouts.visible)
             self._checkpointer.load_to_resume(path, state, strict=strict)
         except Exception as error:
             failure = error

@@ -9,31 +9,33 @@ from typing import Any
 from .config.errors import CheckpointConfigError
 from .coordination import Coordinator
 from .errors import CheckpointError
+from .reports import Timeouts
 from .storage.fs import FsOps
 from .storage.names import TRIAL_PREFIX, new_token
 from .storage.space import FULL
+from .storage.visibility import wait_visible
 
 logger = logging.getLogger(__name__)
 
 
-def check_root(fs: FsOps, root: str, ranks: Coordinator, timeout: float) -> None:
+def check_root(fs: FsOps, root: str, ranks: Coordinator, timeouts: Timeouts) -> None:
     """Make the folder where there is none, and a small file in it from every rank, which is deleted at once.
 
     Args:
         fs: where effects go.
         root: absolute path of the folder.
         ranks: how the ranks agree.
-        timeout: seconds to wait for all of them.
+        timeouts: until all have come, and until all see the folder.
 
     Raises:
         CheckpointConfigError: a rank cannot write there; the same on all ranks.
         CheckpointTimeoutError: a rank did not come.
     """
-    deadline = time.monotonic() + timeout
+    deadline = time.monotonic() + timeouts.stage + timeouts.visible
     try:
         # Rank 0 makes the folder, and the others find it.
         ranks.lead("root/made", lambda: _trial(fs, root, make=True), deadline)
-        ranks.pool("root/tried", None if ranks.leads else _said(fs, root), _refuse_failed, deadline)
+        ranks.pool("root/tried", None if ranks.leads else _said(fs, root, timeouts.visible), _refuse_failed, deadline)
     except CheckpointError as error:
         if type(error) is not CheckpointError:
             raise  # a rank is gone, or did not come
@@ -56,8 +58,9 @@ def _trial(fs: FsOps, root: str, *, make: bool) -> None:
         ) from error
 
 
-def _said(fs: FsOps, root: str) -> str | None:
+def _said(fs: FsOps, root: str, visible: float) -> str | None:
     try:
+        wait_visible(lambda: fs.is_folder(root), f"checkpoint.dir={root}", visible)
         _trial(fs, root, make=False)
     except CheckpointError as error:
         return str(error)

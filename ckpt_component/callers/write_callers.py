@@ -222,6 +222,7 @@ class _ProcessCaller(WriteCaller):
             "extras": extras,
             "about": dict(job.about),
             "patience": job.patience,
+            "visible": job.visible,
             "seconds": max(deadline - time.monotonic(), 0.0),
         }
         process.send(header, deadline, blobs=[extra.data for extra in sealed.extras])

@@ -141,6 +141,8 @@ class Timeouts:
     """With several ranks: one that gave no sign of life for so long during a save is gone."""
     stall: float = above(0, 300.0)
     """With several ranks: one that lives and has written nothing for so long during a save hangs."""
+    visible: float = above(0, 60.0)
+    """With several ranks: until all see what one of them made, where a network file system caches names."""
 
 
 @dataclass

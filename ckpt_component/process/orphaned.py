@@ -45,7 +45,7 @@ def finish(
             _say(f"other ranks' writers did not finish, so {attempt.target} was given up")
             abandon(fs, attempt)
             return
-        publish(fs, attempt, votes, sidecars, {**job["about"], "committed_by": "writer"})
+        publish(fs, attempt, votes, sidecars, {**job["about"], "committed_by": "writer"}, job["visible"])
     except (CheckpointError, OSError) as error:
         _say(f"{attempt.target} could not be committed: {error}")
         abandon(fs, attempt)

@@ -7,6 +7,7 @@ the folder to its name. `abandon` takes a failed attempt away. RELIABILITY 4.2 h
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
@@ -16,11 +17,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import CheckpointExistsError, CheckpointSaveError
+from ..errors import CheckpointExistsError, CheckpointSaveError, CheckpointTimeoutError
 from .fs import FsOps
 from .manifest import VERSION, encode_manifest
 from .names import MANIFEST, TRIAL_PREFIX, is_debris_of_this_host, staging_path, trash_path
 from .owner import check_owner
+from .visibility import wait_visible
 
 logger = logging.getLogger(__name__)
 
@@ -73,6 +75,7 @@ def publish(
     ranks: Sequence[Mapping[str, Any]],
     sidecars: Mapping[str, bytes],
     about: Mapping[str, Any],
+    visible: float = 0.0,
 ) -> int:
     """Commit: the checkpoint exists, durable and complete, when this returns.
 
@@ -82,6 +85,7 @@ def publish(
         ranks: what each rank wrote: `{"rank", "files": [{"name", "size", ...}]}`, each file fsynced by its writer.
         sidecars: small files that only the coordinator writes, such as `.metadata`.
         about: further plain values for the manifest (format, package version).
+        visible: seconds until what other ranks wrote must be seen here.
 
     Returns:
         How many files the checkpoint has.
@@ -93,12 +97,9 @@ def publish(
             last step, which is a warning.
     """
     files = [dict(entry) for rank in ranks for entry in rank["files"]]
-    for entry in files:
-        size = fs.size(os.path.join(attempt.staging, entry["name"]))
-        if size != entry["size"]:
-            raise CheckpointSaveError(
-                f"{entry['name']} has {size} bytes on disk and its writer reported {entry['size']}; not committed."
-            )
+    for rank in ranks:
+        for entry in rank["files"]:
+            _check_size(fs, attempt, entry, visible if rank["rank"] else 0.0)
     for name, data in sidecars.items():
         fs.write_new(os.path.join(attempt.staging, name), data)
         files.append({"name": name, "size": len(data), "crc32": zlib.crc32(data)})
@@ -187,6 +188,19 @@ def living_attempts(fs: FsOps, root: str) -> list[str]:
         and os.path.isdir(os.path.join(root, name))
         and fs.is_locked(os.path.join(root, name))
     ]
+
+
+def _check_size(fs: FsOps, attempt: Attempt, entry: Mapping[str, Any], visible: float) -> None:
+    """A file must have the size that its writer reported; one of another rank may be seen a while later."""
+    path, wanted = os.path.join(attempt.staging, entry["name"]), entry["size"]
+    if visible:
+        with contextlib.suppress(CheckpointTimeoutError):  # which size it has instead is what is told
+            wait_visible(lambda: fs.size(path) == wanted, path, visible)
+    size = fs.size(path)
+    if size != wanted:
+        raise CheckpointSaveError(
+            f"{entry['name']} has {size} bytes on disk and its writer reported {wanted}; not committed."
+        )
 
 
 def _take_over_empty_folder(fs: FsOps, target: str) -> None:

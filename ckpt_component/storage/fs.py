@@ -188,6 +188,10 @@ class FsOps:
         except FileNotFoundError:
             return []
 
+    def is_folder(self, path: str) -> bool:
+        """Whether there is a folder."""
+        return os.path.isdir(path)
+
     def size(self, path: str) -> int | None:
         """The size of a regular file in bytes, or None when there is none (a link does not count)."""
         try:

@@ -33,6 +33,7 @@ class WriteJob:
         options: how to write.
         about: plain values for the manifest.
         patience: seconds without a sign of life of other ranks' writers before rank 0's gives up that commit.
+        visible: seconds until rank 0's sees what they wrote.
     """
 
     fs: FsOps
@@ -46,3 +47,4 @@ class WriteJob:
     options: WriteOptions
     about: Mapping[str, Any]
     patience: float
+    visible: float

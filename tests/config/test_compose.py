@@ -12,7 +12,7 @@ from hydra.errors import CompactHydraException
 from omegaconf import DictConfig
 
 from ckpt_component import CheckpointConfigError, CheckpointError, compose_checkpoint
-from ckpt_component.config.schema import ChecksumName
+from ckpt_component.config.schema import ChecksumName, IoMode
 
 PRESETS = "async_persistent, async_temporal, async_zero_overhead, off, sync"
 
@@ -30,6 +30,8 @@ def test_slash_picks_a_part_and_dot_sets_a_value() -> None:
         "workers": 4,
         "block_bytes": 8388608,
         "checksum": ChecksumName.crc32,
+        "io": IoMode.auto,
+        "max_bytes_per_second": None,
     }
 
 

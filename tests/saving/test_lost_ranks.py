@@ -32,11 +32,11 @@ def run_with_a_killed_rank(function: str, killed: int, folder: Path) -> None:
     assert results[1 - killed].code == 0, told
 
 
-def test_a_rank_killed_in_the_vote(tmp_path: Path) -> None:
+def test_row_18_a_rank_killed_in_the_vote(tmp_path: Path) -> None:
     run_with_a_killed_rank("killed_in_vote", 1, tmp_path)
 
 
-def test_a_leader_killed_after_the_commit(tmp_path: Path) -> None:
+def test_row_19_a_leader_killed_after_the_commit(tmp_path: Path) -> None:
     run_with_a_killed_rank("leader_killed_after_commit", 0, tmp_path)
     with build_checkpointer("sync") as checkpointer:
         assert checkpointer.load(tmp_path / "run" / "one")["weight"].eq(3).all()
@@ -94,9 +94,17 @@ def test_row_13_a_writer_that_is_gone_too_leaves_nothing(tmp_path: Path) -> None
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["one"]
 
 
-@pytest.mark.parametrize("function", ["stopped_rank", "stopped_worker", "overlapping"])
-def test_on_two_ranks(function: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("function", ["stopped_rank", "stopped_worker"])
+def test_row_20_whoever_stops_past_the_deadline_commits_nothing(function: str, tmp_path: Path) -> None:
     run_ranks(SCRIPT, function, 2, tmp_path)
+
+
+def test_row_15_five_overlapping_saves_on_two_ranks(tmp_path: Path) -> None:
+    run_ranks(SCRIPT, "overlapping", 2, tmp_path)
+
+
+def test_row_36_a_rank_that_sees_the_folder_late(tmp_path: Path) -> None:
+    run_ranks(SCRIPT, "late_view", 2, tmp_path)
 
 
 def test_files_of_a_ranks_own_load_on_as_many_ranks_alone(tmp_path: Path) -> None:

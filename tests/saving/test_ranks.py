@@ -83,7 +83,7 @@ def test_values_of_a_ranks_own(tmp_path: Path) -> None:
     run_ranks(SCRIPT, "own_values", 3, tmp_path, SAVED_BY="2")
 
 
-def test_a_failure_of_one_rank_is_the_same_error_on_all_and_the_next_save_works(tmp_path: Path) -> None:
+def test_row_06_a_failure_of_one_rank_is_the_same_error_on_all_and_the_next_save_works(tmp_path: Path) -> None:
     run_ranks(SCRIPT, "failures", 2, tmp_path)
 
 

@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from ckpt_component import Checkpointer, RanksError, build_checkpointer
+from ckpt_component import (
+    Checkpointer,
+    CheckpointExistsError,
+    PerRank,
+    RanksError,
+    build_checkpointer,
+    build_manager,
+)
 from ckpt_component.storage import commit
+from ckpt_component.storage.fs import FsOps
 
 STATE = {"weight": torch.full((1000,), 3.0), "other": torch.ones(500)}
 
@@ -167,6 +177,44 @@ def overlapping(rank: int, world_size: int, folder: Path) -> None:
                 target = {key: torch.empty_like(value) for key, value in state.items()}
                 checkpointer.load(folder / caller / str(number), target, strict=True)
                 assert all(tensor.eq(number).all() for tensor in target.values())
+
+
+def late_view(rank: int, world_size: int, folder: Path) -> None:
+    """Each rank sees late what the other made, as an NFS client may for a minute; rank 0 decides alone."""
+    asked: dict[str, int] = {}
+
+    def late(name: str, ours: Callable[[str], bool], nothing: Any) -> None:
+        """Have one method see what others made only when it is asked for the third time."""
+        look = getattr(FsOps, name)
+
+        def see(fs: FsOps, path: str) -> Any:
+            asked[path] = asked.get(path, 0) + 1
+            return look(fs, path) if ours(path) or asked[path] > 2 else nothing
+
+        setattr(FsOps, name, see)
+
+    def never(fs: FsOps, *_: Any) -> Any:
+        raise AssertionError("rank 1 looks by itself")
+
+    if rank == 1:
+        late("is_folder", lambda path: False, False)
+        for name in ("names", "modified", "is_locked", "free_bytes", "rename_new"):
+            setattr(FsOps, name, never)
+    else:
+        late("size", lambda path: ".ckpt-tmp." not in path or not re.search("__1_|integrity-1", path), None)
+    state = {"weight": torch.zeros(1000), "mine": PerRank(rank)}
+    saves = ["checkpoint.save.every_steps=1", "checkpoint.keep.last=2", "checkpoint.save.at_end=false"]
+    with build_manager("async_persistent", saves, dir=folder / "run") as manager:
+        assert manager.restore(state) is None
+        for step in range(1, 5):
+            state["weight"].fill_(step)
+            assert manager.maybe_save(step, state)
+            manager.wait()
+        with pytest.raises(CheckpointExistsError):
+            manager._checkpointer.save(state, folder / "run" / "iter_0000004")  # type: ignore[union-attr]
+    assert max(asked.values()) >= 3
+    if rank == 0:
+        assert sorted(path.name for path in (folder / "run").glob("iter_*")) == ["iter_0000003", "iter_0000004"]
 
 
 def own_files(rank: int, world_size: int, folder: Path) -> None:
