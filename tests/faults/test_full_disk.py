@@ -22,7 +22,7 @@ def small_disk(forker: Forker, tmp_path: Path) -> Iterator[str]:
 
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("preset", ["sync", "async_persistent"])
-def test_row_5_a_disk_that_is_full_at_any_page(preset: str, workers: int, forker: Forker, small_disk: str) -> None:
+def test_row_05_a_disk_that_is_full_at_any_page(preset: str, workers: int, forker: Forker, small_disk: str) -> None:
     overrides = [f"checkpoint.writer.workers={workers}"]
     found = forker.run("faults.scenarios:fill_disk", root=small_disk, preset=preset, overrides=overrides)
     assert found["wrong"] == []
@@ -30,7 +30,7 @@ def test_row_5_a_disk_that_is_full_at_any_page(preset: str, workers: int, forker
 
 
 @pytest.mark.parametrize("preset", ["sync", "async_persistent"])
-def test_row_5_a_disk_without_inodes(preset: str, forker: Forker, small_disk: str) -> None:
+def test_row_05_a_disk_without_inodes(preset: str, forker: Forker, small_disk: str) -> None:
     found = forker.run("faults.scenarios:fill_disk", root=small_disk, preset=preset, overrides=[], inodes=True)
     assert found["wrong"] == []
     assert found["failures"] > 5

@@ -79,7 +79,7 @@ def kill_at(stopped: int, trainer: int, victim: str) -> None:
     ("preset", "victim"),
     [("sync", "self"), ("async_persistent", "self"), ("async_persistent", "other"), ("async_persistent", "all")],
 )
-def test_row_2_kill_at_every_operation(preset: str, victim: str, forker: Forker, tmp_path: Path) -> None:
+def test_row_02_kill_at_every_operation(preset: str, victim: str, forker: Forker, tmp_path: Path) -> None:
     kills, wrong = enumerate_kills(forker, tmp_path, preset, victim)
     print(f"{preset}, {victim}: {kills} kills, {len(wrong)} violations")
     assert not wrong, "\n".join(wrong)
@@ -95,7 +95,7 @@ def test_row_2_kill_at_every_operation(preset: str, victim: str, forker: Forker,
         ("async_persistent", 1, "writer", 3),
     ],
 )
-def test_row_2_kill_one_of_two_ranks(
+def test_row_02_kill_one_of_two_ranks(
     preset: str, rank: int, process: str, stride: int, forker: Forker, tmp_path: Path
 ) -> None:
     """Two ranks, three saves; one of the four processes is killed at every few operations.

@@ -100,7 +100,7 @@ def enumerate_cuts(
 
 @pytest.mark.parametrize("flag", [LOG_FLUSH, NO_LOG_FLUSH])
 @pytest.mark.parametrize("preset", ["sync", "async_persistent"])
-def test_row_3_power_cut_at_every_operation(preset: str, flag: int, disk: Disk, tmp_path: Path) -> None:
+def test_row_03_power_cut_at_every_operation(preset: str, flag: int, disk: Disk, tmp_path: Path) -> None:
     cuts, wrong = enumerate_cuts(disk, tmp_path, preset, flag)
     print(f"{preset}, flag {flag}: {cuts} cuts, {len(wrong)} violations")
     assert not wrong, "\n".join(wrong)
@@ -118,7 +118,7 @@ NO_SYNC = f"{NO_FOLDER_SYNC};sync:action=skip"
     [("", NO_LOG_FLUSH, True), (NO_FOLDER_SYNC, NO_LOG_FLUSH, True), (NO_SYNC, LOG_FLUSH, False)],
     ids=["all_syncs", "no_folder_syncs", "no_syncs"],
 )
-def test_row_3_the_rig_sees_what_is_lost_without_syncs(
+def test_row_03_the_rig_sees_what_is_lost_without_syncs(
     left_out: str, flag: int, bare: bool, disk: Disk, tmp_path: Path
 ) -> None:
     cuts, wrong = enumerate_cuts(disk, tmp_path, "sync", flag, also=left_out, bare=bare)

@@ -134,7 +134,7 @@ def children_of(pid: int) -> list[int]:
 
 
 @pytest.mark.parametrize(("ranks", "kills"), [(1, 40), (2, 12)])
-def test_row_1_random_kills(ranks: int, kills: int, forker: Forker, tmp_path: Path) -> None:
+def test_row_01_random_kills(ranks: int, kills: int, forker: Forker, tmp_path: Path) -> None:
     soak = Soak(forker, tmp_path, ranks, SEED)
     print(soak.run(kills))
     assert not soak.wrong, f"seed {SEED}:\n" + "\n".join(soak.wrong)
@@ -143,7 +143,7 @@ def test_row_1_random_kills(ranks: int, kills: int, forker: Forker, tmp_path: Pa
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(("ranks", "share"), [(1, 0.6), (2, 0.4)])
-def test_row_1_many_random_kills(ranks: int, share: float, forker: Forker, tmp_path: Path) -> None:
+def test_row_01_many_random_kills(ranks: int, share: float, forker: Forker, tmp_path: Path) -> None:
     soak = Soak(forker, tmp_path, ranks, SEED)
     told = soak.run(round(share * int(os.environ.get("CKPT_SOAK_KILLS", "500"))))
     print(told)
