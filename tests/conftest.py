@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +12,10 @@ import pytest
 
 # Before torch is imported anywhere: the same number of threads on every machine, so that runs are alike.
 os.environ.setdefault("OMP_NUM_THREADS", "2")
+
+# A shell that starts this in the background has it ignore Ctrl-C, and so would every process that is started here.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 #: Helpers of Python itself that live as long as the interpreter.
 _PYTHONS_OWN = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")

@@ -89,7 +89,7 @@ def test_row_02_kill_at_every_operation(preset: str, victim: str, forker: Forker
 @pytest.mark.parametrize(
     ("preset", "rank", "process", "stride"),
     [
-        ("sync", 0, "trainer", 4),
+        ("sync", 0, "trainer", 8),
         ("async_persistent", 0, "trainer", 5),
         ("async_persistent", 0, "writer", 4),
         ("async_persistent", 1, "writer", 3),
