@@ -7,12 +7,12 @@ import os
 import time
 
 from ..storage.fs import FsOps
+from ..storage.names import new_token
 
 #: Below this there is nothing to gain, and nothing to try it out with.
 SMALLEST = 32 << 20
 _TRIED_BYTES = 16 << 20
 _BLOCK = 4 << 20
-_NAME = ".io-trial"
 
 
 def direct_is_faster(fs: FsOps, folder: str, sample: memoryview) -> bool:
@@ -29,7 +29,7 @@ def direct_is_faster(fs: FsOps, folder: str, sample: memoryview) -> bool:
     Raises:
         OSError: buffered writing fails, so that everything else would.
     """
-    path = os.path.join(folder, _NAME)
+    path = os.path.join(folder, f".io-trial.{new_token()}")  # ranks try at the same time
     buffered = _seconds(fs, path, sample, direct=False)
     try:
         return _seconds(fs, path, sample, direct=True) < buffered

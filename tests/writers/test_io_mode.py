@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import errno
 import logging
+import mmap
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +106,24 @@ def test_auto_tries_once(
     assert tried == [False, True]
     assert caplog.text.count(f"checkpoint.writer.io=auto: {found}") == 1
     assert len(opened) == (1 + 3 * 2 if available else 0)
-    assert all(not list((tmp_path / str(number)).glob(".io-trial")) for number in range(3))
+    assert all(not list((tmp_path / str(number)).glob(".io-trial*")) for number in range(3))
+
+
+def test_ranks_try_at_the_same_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(io_mode, "_TRIED_BYTES", 1 << 20)
+    create, both = FsOps.create, threading.Barrier(2)
+
+    def together(fs: FsOps, path: str, size: int = 0) -> int:
+        fd = create(fs, path, size)
+        both.wait(30)  # both files are there now
+        return fd
+
+    monkeypatch.setattr(FsOps, "create", together)
+    sample = memoryview(mmap.mmap(-1, 1 << 20))
+    with ThreadPoolExecutor(2) as pool:
+        found = [pool.submit(io_mode.direct_is_faster, FsOps(), str(tmp_path), sample) for _ in range(2)]
+    assert all(isinstance(each.result(), bool) for each in found)
+    assert not list(tmp_path.iterdir())
 
 
 def test_small_images_are_not_worth_a_trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
