@@ -93,7 +93,12 @@ def _main(script: str, function: str, rank: int, world_size: int, folder: str) -
                 raise TimeoutError("rank 0 did not come up")
             time.sleep(0.01)
         store = dist.TCPStore("127.0.0.1", int(meeting.read_text()), world_size, is_master=False)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    backend = os.environ.get("CKPT_TEST_BACKEND", "gloo")
+    if backend == "nccl":
+        import torch
+
+        torch.cuda.set_device(rank)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
     spec = importlib.util.spec_from_file_location("rank_script", script)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

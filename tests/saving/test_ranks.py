@@ -87,5 +87,12 @@ def test_row_06_a_failure_of_one_rank_is_the_same_error_on_all_and_the_next_save
     run_ranks(SCRIPT, "failures", 2, tmp_path)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_shards_on_cuda_under_nccl(tmp_path: Path) -> None:
+    ranks = min(2, torch.cuda.device_count())
+    run_ranks(SCRIPT, "on_cuda", ranks, tmp_path, CKPT_TEST_BACKEND="nccl")
+
+
 def test_the_manager_on_two_ranks(tmp_path: Path) -> None:
     run_ranks(SCRIPT, "managed", 2, tmp_path)

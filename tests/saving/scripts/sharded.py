@@ -251,3 +251,21 @@ def managed(rank: int, world_size: int, folder: Path) -> None:
         target = state()
         assert manager.restore(target) == 6
         assert target["weight"].eq(6).all()
+
+
+def on_cuda(rank: int, world_size: int, folder: Path) -> None:
+    """Shards on CUDA devices under NCCL: saved in the background, overwritten at once after, and loaded back."""
+    mesh = init_device_mesh("cuda", (world_size,))
+    for stager in ("pinned", "zero_overhead", "shared_memory"):
+        rows = distribute_tensor(WHOLE.cuda(), mesh, [Shard(0)])
+        state = {"rows": rows, "alike": torch.full((1000,), 3.0, device="cuda"), "rank": PerRank(rank)}
+        with build_checkpointer("async_persistent", [f"checkpoint/stager={stager}"]) as checkpointer:
+            futures = checkpointer.save(state, folder / stager)
+            assert futures is not None
+            checkpointer.wait_staged()
+            rows.to_local().fill_(-1)
+            state["alike"].fill_(-1)
+            assert futures[1].result(60).outcome == "committed"
+            checkpointer.load(folder / stager, state, strict=True)
+        assert torch.equal(rows.full_tensor().cpu(), WHOLE), stager
+        assert state["alike"].eq(3).all() and state["rank"].value == rank
