@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -159,7 +160,8 @@ def _run(command: list[str], output: Any, timeout: float) -> int | None:
         over = process.returncode is not None
         if not over:
             process.kill()
-            process.wait()
+            with contextlib.suppress(subprocess.TimeoutExpired):  # the row is told to have hung anyhow
+                process.wait(_GRACE_S)
         # psutil holds a process by its id and its start, so that none but those is ended. Those of a row that has ended
         # may be about to end too.
         left = [child for child in started if child.is_running()]
