@@ -12,7 +12,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 from ..errors import CheckpointTimeoutError, RanksError
@@ -131,14 +131,17 @@ class StoreCoordinator(Coordinator):
         try:
             store.wait_until(decided, deadline, lambda: f"{self._silent(store, tag)} to write (timeouts.write)")
         except CheckpointTimeoutError as error:
-            silent = self._missing(store, tag)
+            late = self._missing(store, tag)
             raise ranks_failed(
-                {rank: "did not finish before timeouts.write was over" for rank in silent},
-                causes=dict.fromkeys(silent, CheckpointTimeoutError.__name__),
+                {rank: "did not finish before timeouts.write was over" for rank in late},
+                causes=dict.fromkeys(late, CheckpointTimeoutError.__name__),
             ) from error
         if store.add(f"{tag}/failed", 0):
             time.sleep(_COMPANY_SECONDS)
-        present = [rank for rank in range(self.world_size) if rank not in self._missing(store, tag)]
+        silent: Collection[int] = ()
+        if store.add(f"{tag}/count", 0) < self.world_size:
+            silent = set(self._missing(store, tag))
+        present = [rank for rank in range(self.world_size) if rank not in silent]
         votes = self._said(store, tag, present)
         failures = {rank: vote["error"] for rank, vote in zip(present, votes, strict=True) if "error" in vote}
         if failures or lost:
