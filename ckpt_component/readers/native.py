@@ -16,7 +16,7 @@ from ..image.tree import Path, key_of
 from ..storage.checksum import Checksum, ChecksumMissingError, find_checksum, install_text
 from .archives import load_object
 from .ranges import OpenFiles, in_parallel
-from .runs import SMALL_BYTES, Landing, Scratch, runs_of
+from .runs import SMALL_BYTES, Gaps, Landing, read_run, runs_of
 from .shapes import check_cover
 from .source import Index, Request, Source, TensorEntry
 from .tables import RankTable, StoredItem, StoredKey
@@ -85,15 +85,17 @@ class NativeSource(Source):
     """
 
     def __init__(self, folder: str, tables: Sequence[RankTable], *, verify: bool) -> None:
+        #: Of tensors that consist of one item, by far the most.
+        self._whole: dict[str, tuple[StoredItem, Checksum | None]] = {}
+        #: Of the others, by their offsets.
         self._chunks: dict[str, dict[tuple[int, ...], Chunk]] = {}
         self._objects: dict[str, Chunk] = {}
-        self._scratch = Scratch()
+        self._gaps = Gaps()
         index = Index()
         containers: dict[tuple[Path, str], None] = {}
         for rank, table in enumerate(tables):
             checksum = checksum_of(folder, table) if verify else None
-            for stored in table.keys:
-                self._add(folder, index, stored, table.items[stored.item], rank, checksum)
+            self._add_tensors(folder, index, table, rank, checksum)
             for path, number in table.objects:
                 key = key_of(path)
                 self._objects[key] = Chunk((), table.items[number], checksum)
@@ -105,7 +107,25 @@ class NativeSource(Source):
             boxes = [(chunk.offsets, chunk.item.shape) for chunk in chunks.values()]
             check_cover(f"'{key}' in {folder}", index.tensors[key].shape, boxes)
 
-    def _add(
+    def _add_tensors(self, folder: str, index: Index, table: RankTable, rank: int, checksum: Checksum | None) -> None:
+        """Take in one rank's tensors, of which there may be a hundred thousand."""
+        items, tensors, whole, chunks = table.items, index.tensors, self._whole, self._chunks
+        sizes: dict[tuple[int, ...], torch.Size] = {}
+        for stored in table.keys:
+            path, number, part = stored
+            item, key = items[number], key_of(path)
+            if part is None and key not in tensors and item.dtype is not None:
+                size = sizes.get(item.shape) or sizes.setdefault(item.shape, torch.Size(item.shape))
+                tensors[key] = TensorEntry(path, item.dtype, size, (rank, number))
+                whole[key] = (item, checksum)
+                continue
+            if key in whole:
+                first, its_checksum = whole.pop(key)
+                origin = (0,) * len(first.shape)
+                chunks[key] = {origin: Chunk(origin, first, its_checksum)}
+            self._add_part(folder, index, stored, item, rank, checksum)
+
+    def _add_part(
         self, folder: str, index: Index, stored: StoredKey, item: StoredItem, rank: int, checksum: Checksum | None
     ) -> None:
         if item.dtype is None:
@@ -126,27 +146,21 @@ class NativeSource(Source):
         """A large item by one vectored read, whose payload goes straight into the tensor; small ones many at a time."""
         small: dict[tuple[str, Checksum | None], list[Landing]] = {}
         large: list[tuple[Request, Chunk]] = []
+        whole = self._whole
         for request in requests:
-            for chunk in self._pieces(request):
-                item = chunk.item
-                if item.length <= SMALL_BYTES and _is_direct(request, chunk):
-                    landing = Landing(
-                        item.offset,
-                        item.length,
-                        item.payload - item.offset,
-                        item.checksum,
-                        request.key,
-                        request.destination,
-                    )
-                    small.setdefault((item.file, chunk.checksum), []).append(landing)
-                else:
-                    large.append((request, chunk))
+            key, target, offsets = request
+            item, checksum = whole.get(key, _NONE)
+            if item is not None and offsets is None and item.length <= SMALL_BYTES and _is_plain(target):
+                small.setdefault((item.file, checksum), []).append((item, request))
+            else:
+                large += [(request, chunk) for chunk in self._pieces(request)]
         work: list[tuple[str, int, int, Callable[[OpenFiles], None]]] = []
         for (name, checksum), landings in small.items():
-            landings.sort()
+            landings.sort(key=lambda landing: landing[0].offset)
             for run in runs_of(landings):
-                length = run[-1].offset + run[-1].length - run[0].offset
-                work.append((name, run[0].offset, length, partial(self._read_run, name, run, checksum)))
+                start, (last, _) = run[0][0].offset, run[-1]
+                length = last.offset + last.length - start
+                work.append((name, start, length, partial(self._read_run, name, run, checksum)))
         for request, chunk in large:
             item = chunk.item
             work.append((item.file, item.offset, item.length, partial(self._read, request, chunk)))
@@ -157,21 +171,19 @@ class NativeSource(Source):
             in_parallel(work, [piece[2] for piece in work], lambda piece: piece[3](files))
 
     def _read_run(self, name: str, run: Sequence[Landing], checksum: Checksum | None, files: OpenFiles) -> None:
-        start = run[0].offset
-        memory = self._scratch.view[: run[-1].offset + run[-1].length - start]
-        if not files.fill(name, [memory], start):
-            raise damaged(self.where, name, f"'{run[-1].key}'")
-        put = self._scratch.put
-        for landing in run:
-            at = landing.offset - start
-            if checksum is not None and checksum.of(memory[at : at + landing.length]) != landing.checksum:
-                raise damaged(self.where, name, f"'{landing.key}'")
-            put(at + landing.payload, landing.target)
-        torch.autograd.graph.increment_version([landing.target for landing in run])
+        wrong = read_run(files, name, run, checksum, self._gaps)
+        if wrong is not None:
+            raise damaged(self.where, name, f"'{wrong.key}'")
+        # The memory was written behind autograd's back, and others may watch the version.
+        torch.autograd.graph.increment_version([request.destination for _, request in run])
 
     def _pieces(self, request: Request) -> list[Chunk]:
         """The chunks that hold something of what is asked for."""
-        chunks = list(self._chunks[request.key].values())
+        if request.key in self._whole:
+            item, checksum = self._whole[request.key]
+            chunks = [Chunk((0,) * len(item.shape), item, checksum)]
+        else:
+            chunks = list(self._chunks[request.key].values())
         if len(chunks) == 1 and request.offsets is None:
             return chunks
         found, elements = [], 0
@@ -211,7 +223,6 @@ class NativeSource(Source):
         if not whole or (chunk.checksum is not None and chunk.checksum.over(buffers) != item.checksum):
             raise damaged(self.where, item.file, f"'{request.key}'")
         if direct:
-            # The memory was written behind autograd's back, and others may watch the version.
             torch.autograd.graph.increment_version(target)
         elif exact:
             target.copy_(landing)
@@ -221,12 +232,15 @@ class NativeSource(Source):
                 target[common[1]].copy_(landing[common[0]])
 
 
+#: In place of an item.
+_NONE: tuple[StoredItem | None, Checksum | None] = (None, None)
+
+
 def _is_direct(request: Request, chunk: Chunk) -> bool:
     """Whether a payload's bytes are the destination's, as they lie in memory."""
-    target = request.destination
-    return (
-        target.is_cpu
-        and target.is_contiguous()
-        and not (target.is_conj() or target.is_neg())
-        and request.box == (chunk.offsets, chunk.item.shape)
-    )
+    return _is_plain(request.destination) and request.box == (chunk.offsets, chunk.item.shape)
+
+
+def _is_plain(target: torch.Tensor) -> bool:
+    """Whether a tensor's elements lie one after the other in the host's memory, as they are."""
+    return target.is_cpu and target.is_contiguous() and not (target.is_conj() or target.is_neg())

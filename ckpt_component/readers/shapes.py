@@ -16,21 +16,21 @@ from ..image.shards import Box
 DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
 
 #: No operator of torch takes tensors of more.
-_MOST_DIMENSIONS = 64
+MOST_DIMENSIONS = 64
 #: Above it, torch's own arithmetic of sizes and strides would overflow.
-_MOST_ELEMENTS = 1 << 62
+MOST_ELEMENTS = 1 << 62
 
 
 def is_shape(value: Any) -> bool:
     """Whether a list or tuple from a file may be used as a shape: exact ints, none negative, no overflow."""
-    if len(value) > _MOST_DIMENSIONS:
+    if len(value) > MOST_DIMENSIONS:
         return False
     elements = 1
     for size in value:
         if type(size) is not int or size < 0:
             return False
         elements *= size or 1
-    return elements < _MOST_ELEMENTS
+    return elements < MOST_ELEMENTS
 
 
 def check_cover(what: str, whole: Sequence[int], boxes: Sequence[Box]) -> None:

@@ -22,8 +22,7 @@ class TensorEntry(NamedTuple):
     same_as: Any
 
 
-@dataclass(frozen=True)
-class Request:
+class Request(NamedTuple):
     """Read the tensor `key`, or a part of it, into `destination`, whose shape and dtype are right.
 
     Attributes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -50,7 +51,6 @@ class Target:
         self.requests: list[Request] = []
         self.new_tensors: list[str] = []
         self.objects: list[str] = []
-        self._below = _keys_by_prefix(source)
         for path, tensor, shard in zip(self._flat.tensor_paths, self._flat.tensors, self._flat.shards, strict=True):
             self._match_tensor(path, tensor, shard)
         for path in self._flat.object_paths:
@@ -66,6 +66,11 @@ class Target:
         unused = {*source.index.tensors, *source.index.objects} - used
         # Every rank finds the others' own values there.
         self.unexpected = sorted(key for key in unused if all(rank_of(part) is None for part in self._place_of(key)))
+
+    @cached_property
+    def _below(self) -> dict[str, list[str]]:
+        """For every inner node of the checkpoint, the keys below it."""
+        return _keys_by_prefix(self._source)
 
     def _match_tensor(self, path: Path, tensor: torch.Tensor, shard: Shard | None) -> None:
         key = key_of(path)
@@ -86,7 +91,9 @@ class Target:
                 f"'{key}' is {tensor.dtype} in the target and {entry.dtype} in the checkpoint {self._source.where}; "
                 "pass allow_dtype_cast=True to convert it."
             )
-        request = Request(key, tensor.detach(), None if shard is None else shard.offsets)
+        # A leaf may not be written into; of others a view would be made for nothing.
+        destination = tensor.detach() if tensor.requires_grad else tensor
+        request = Request(key, destination, None if shard is None else shard.offsets)
         if entry.dtype == tensor.dtype:
             self.requests.append(request)
         else:
@@ -230,7 +237,6 @@ def _outermost(found: list[tuple[Path, Stateful]]) -> list[tuple[Path, Stateful]
 
 
 def _keys_by_prefix(source: Source) -> dict[str, list[str]]:
-    """For every inner node of the checkpoint, the keys below it."""
     below: dict[str, list[str]] = {}
     for key in [*source.index.tensors, *source.index.objects]:
         position = key.find(".")

@@ -35,7 +35,7 @@ class Stream(Protocol):
         ...
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # its identity is hashed once for every tensor of a load
 class Checksum:
     """One algorithm. Safe to use from several threads; a stream belongs to one.
 
@@ -43,11 +43,13 @@ class Checksum:
         name: as integrity files have it.
         of: the checksum of one buffer.
         stream: begins one that is taken piece by piece.
+        of_three: the checksum of three buffers, one after the other: what is before a payload, it, and what is behind.
     """
 
     name: str
     of: Callable[[memoryview], int]
     stream: Callable[[], Stream]
+    of_three: Callable[[memoryview, memoryview, memoryview], int]
 
     def over(self, pieces: Iterable[memoryview]) -> int:
         """The checksum of buffers, one after the other."""
@@ -76,7 +78,7 @@ def find_checksum(name: str, home: Sequence[str] | None = None) -> Checksum:
         return _running(name, zlib.crc32)
     package, module = _load(name) if home is None else (home[0], _import_from(*home))
     if package == "xxhash":
-        return Checksum(name, module.xxh3_64_intdigest, lambda: _HashStream(module.xxh3_64()))
+        return _hashing(name, module.xxh3_64_intdigest, module.xxh3_64)
     if package == "crc32c":
         return _running(name, module.crc32c)
     return _running(name, lambda piece, value=0: _in_copies(module.extend, piece, value))
@@ -134,7 +136,20 @@ class _HashStream:
 
 
 def _running(name: str, update: Callable[..., int]) -> Checksum:
-    return Checksum(name, update, lambda: _RunningStream(update))
+    def of_three(first: memoryview, second: memoryview, third: memoryview) -> int:
+        return int(update(third, update(second, update(first))))
+
+    return Checksum(name, update, lambda: _RunningStream(update), of_three)
+
+
+def _hashing(name: str, of: Callable[[memoryview], int], begin: Callable[..., Any]) -> Checksum:
+    def of_three(first: memoryview, second: memoryview, third: memoryview) -> int:
+        state = begin(first)
+        state.update(second)
+        state.update(third)
+        return int(state.intdigest())
+
+    return Checksum(name, of, lambda: _HashStream(begin()), of_three)
 
 
 def _in_copies(update: Callable[[int, bytes], int], piece: memoryview, value: int) -> int:
