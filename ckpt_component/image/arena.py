@@ -7,6 +7,7 @@ for a run and not one per tensor. Page-locked, once, when CUDA tensors are copie
 from __future__ import annotations
 
 import ctypes
+import errno
 import itertools
 import logging
 import mmap
@@ -23,6 +24,8 @@ from .layout import PAGE, Layout, align
 
 logger = logging.getLogger(__name__)
 
+#: Of Linux 5.14; `mmap` has no name for it.
+_MADV_POPULATE_WRITE = 23
 #: Numbers tell arenas apart towards a writer process; no state is shared through them.
 _numbers = itertools.count(1)
 
@@ -54,12 +57,13 @@ class Arena:
         try:
             if shared:
                 self.fd = os.memfd_create("ckpt-arena", os.MFD_CLOEXEC)
-                # Reserved now: a memfd that is only sized kills the process by SIGBUS when memory runs out.
-                os.posix_fallocate(self.fd, 0, self.nbytes)
+                os.ftruncate(self.fd, self.nbytes)
                 self._memory = mmap.mmap(self.fd, self.nbytes)
+                _want_huge_pages(self._memory)
+                _reserve(self._memory, self.fd, self.nbytes)
             else:
                 self._memory = mmap.mmap(-1, self.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-                self._memory.madvise(mmap.MADV_HUGEPAGE)
+                _want_huge_pages(self._memory)
         except OSError as error:
             self.close()
             raise CheckpointError(
@@ -132,6 +136,29 @@ class Arena:
         if self._memory is None:
             raise CheckpointError("This checkpoint arena is closed; build a new checkpointer.")
         return self._memory
+
+
+def _want_huge_pages(block: mmap.mmap) -> None:
+    """2 MB at a time where the system gives them: fewer page faults, and copies that miss the TLB less often."""
+    try:
+        block.madvise(mmap.MADV_HUGEPAGE)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # a kernel without them
+            raise
+
+
+def _reserve(block: mmap.mmap, fd: int, nbytes: int) -> None:
+    """Take a memfd's pages now: one that is only sized kills the process by SIGBUS when memory runs out.
+
+    Through the mapping, which has the kernel use huge pages where they are wanted, and leaves no page fault to the
+    first save; by the descriptor where the kernel is older than 5.14.
+    """
+    try:
+        block.madvise(_MADV_POPULATE_WRITE)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        os.posix_fallocate(fd, 0, nbytes)
 
 
 class ArenaPool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import random
 from collections import OrderedDict
 from typing import Any
@@ -141,6 +142,20 @@ def test_row_29_a_changed_structure_is_always_noticed() -> None:
         {**state, "n": torch.tensor(1)},
     ):
         assert not structure.matches(flatten(changed))
+
+
+@pytest.mark.parametrize("advice", [None, 9999], ids=["populated", "on an old kernel"])
+def test_a_shared_arena_has_all_its_pages_from_the_beginning(
+    advice: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that is only sized would kill whoever writes to it when memory runs out."""
+    if advice is not None:
+        monkeypatch.setattr("ckpt_component.image.arena._MADV_POPULATE_WRITE", advice)
+    arena = Arena(5 << 20, shared=True)
+    try:
+        assert arena.fd is not None and os.fstat(arena.fd).st_blocks * 512 >= arena.nbytes == 5 << 20
+    finally:
+        arena.close()
 
 
 def test_an_arena_is_leased_to_one_save_at_a_time() -> None:
