@@ -219,8 +219,8 @@ class NativeSource(Source):
         before = item.payload - item.offset
         after = item.length - before - payload.nbytes
         buffers = [memoryview(bytearray(before)), payload, memoryview(bytearray(after))]
-        whole = files.fill(item.file, buffers, item.offset)
-        if not whole or (chunk.checksum is not None and chunk.checksum.over(buffers) != item.checksum):
+        found = files.fill_summed(item.file, buffers, item.offset, chunk.checksum)
+        if found is None or (chunk.checksum is not None and found != item.checksum):
             raise damaged(self.where, item.file, f"'{request.key}'")
         if direct:
             torch.autograd.graph.increment_version(target)

@@ -15,7 +15,8 @@ from ..storage.checksum import Checksum
 from ..storage.fs import MAX_BUFFERS
 from ..storage.regular import is_plain_name, open_regular, read_failure
 
-_BLOCK = 4 << 20
+#: Read and summed at a time: a block that fits the processor's cache is fetched from memory once, not twice.
+_BLOCK = 1 << 20
 _MOST_THREADS = 4
 Work = TypeVar("Work")
 
@@ -76,6 +77,34 @@ class OpenFiles:
         except OSError as error:
             raise read_failure(os.path.join(self._folder, name), error) from error
         return True
+
+    def fill_summed(
+        self, name: str, buffers: Sequence[memoryview], offset: int, checksum: Checksum | None
+    ) -> int | None:
+        """Fill all buffers from `offset` of a file on, and take their checksum on the way.
+
+        The disk is told of the next block before one is read, so that it works while this one is summed.
+
+        Returns:
+            The checksum, 0 if none is taken; None when the file ends before.
+
+        Raises:
+            CheckpointUnreadableError: the read fails.
+        """
+        fd, stream = self.descriptor(name), None if checksum is None else checksum.stream()
+        end = offset + sum(view.nbytes for view in buffers)
+        for view in buffers:
+            for start in range(0, view.nbytes, _BLOCK):
+                block = view[start : start + _BLOCK]
+                behind = offset + block.nbytes
+                if behind < end:
+                    os.posix_fadvise(fd, behind, min(_BLOCK, end - behind), os.POSIX_FADV_WILLNEED)
+                if not self.fill(name, [block], offset):
+                    return None
+                if stream is not None:
+                    stream.update(block)
+                offset = behind
+        return 0 if stream is None else stream.value()
 
     def fill_memory(self, name: str, pieces: array[int], offset: int) -> bool:
         """Fill pieces of memory from `offset` of a file on; False when the file ends before.

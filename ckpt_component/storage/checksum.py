@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, Protocol
@@ -50,13 +50,6 @@ class Checksum:
     of: Callable[[memoryview], int]
     stream: Callable[[], Stream]
     of_three: Callable[[memoryview, memoryview, memoryview], int]
-
-    def over(self, pieces: Iterable[memoryview]) -> int:
-        """The checksum of buffers, one after the other."""
-        stream = self.stream()
-        for piece in pieces:
-            stream.update(piece)
-        return stream.value()
 
 
 class ChecksumMissingError(ImportError):

@@ -56,8 +56,14 @@ def test_whole_and_in_pieces_it_is_the_same_value(name: str, monkeypatch: pytest
         assert checksum.name == name
         cuts = sorted({0, len(data), *(rng.randrange(len(data)) for _ in range(20))})
         pieces = [data[start:end] for start, end in itertools.pairwise(cuts)]
-        assert checksum.over(pieces) == checksum.of(data) == checksum.over([data])
-        assert checksum.over([]) == checksum.of(memoryview(b""))
+        nothing = memoryview(b"")
+        for taken, whole in ((pieces, data), ([data], data), ([], nothing)):
+            stream = checksum.stream()
+            for piece in taken:
+                stream.update(piece)
+            assert stream.value() == checksum.of(whole)
+        assert checksum.of_three(data[:7], data[7:900_000], data[900_000:]) == checksum.of(data)
+        assert checksum.of_three(nothing, data, nothing) == checksum.of(data)
         assert checksum.of(memoryview(bytearray(data))) == checksum.of(data)
         known, value = KNOWN[name]
         assert checksum.of(memoryview(known)) == value
