@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,9 @@ from ckpt_component.storage.operation_log import read_log
 MANY = 300
 
 
-def enumerate_kills(forker: Forker, folder: Path, preset: str, victim: str) -> tuple[int, list[str]]:
+def enumerate_kills(
+    forker: Forker, folder: Path, preset: str, victim: str, overrides: Sequence[str] = ()
+) -> tuple[int, list[str]]:
     """Kill at operation 1, 2, 3 ... of a save, and check after each.
 
     Args:
@@ -27,6 +30,7 @@ def enumerate_kills(forker: Forker, folder: Path, preset: str, victim: str) -> t
         preset: of the save.
         victim: who is killed: `self`, the process that is at the operation; `other`, the one that is not, while the
             first stands still there; `all`.
+        overrides: of the run.
 
     Returns:
         How many kills there were, and what was wrong after them.
@@ -42,6 +46,7 @@ def enumerate_kills(forker: Forker, folder: Path, preset: str, victim: str) -> t
             acks=acks,
             failpoint=f"any:nth={number}:action={action}",
             log=log,
+            overrides=list(overrides),
         )
         ended = forker.wait(pid, fired=log)
         if ended.stopped is not None:
@@ -62,7 +67,7 @@ def enumerate_kills(forker: Forker, folder: Path, preset: str, victim: str) -> t
             wrong.append(f"{told}: exit {ended.code}\n{ended.output}")
         if wrong or not fired:
             break
-    wrong += [] if wrong else forker.run("faults.workloads:check", root=root, acks=acks)
+    wrong += [] if wrong else forker.run("faults.workloads:check", root=root, acks=acks, overrides=list(overrides))
     return number - 1, wrong
 
 
