@@ -57,8 +57,8 @@ def differences(found: Any, expected: Any, key: str = "") -> list[str]:
 
 def age(root: str) -> None:
     """Make what is in a root look some minutes old, as it is when a job comes back: very young folders are not swept."""
-    for folder, names, _ in os.walk(root):
-        for name in names:
+    for folder, folders, files in os.walk(root):
+        for name in [*folders, *files]:
             if name.startswith(".") or is_token(name) or MEGATRON.step(name) is not None:
                 os.utime(os.path.join(folder, name), (1, 1))
 

@@ -84,6 +84,9 @@ class ObjectStore(FsOps):
     def sync(self, fd: int) -> None:
         """What is not closed is not there."""
 
+    def sync_folder(self, path: str) -> None:
+        """There are no folders."""
+
     def open_direct(self, path: str) -> int:
         raise OSError(errno.EINVAL, os.strerror(errno.EINVAL), path)
 

@@ -182,11 +182,16 @@ def open_files(root: str, manager: CheckpointManager) -> list[str]:
 def retried_syncs(log: str) -> list[str]:
     """Files whose sync failed and was called once more: the second call would lie (RELIABILITY 1, PostgreSQL).
 
-    A file that was made anew under the same name is another file.
+    A file that was made anew under the same name is another file, and one that was opened to be written anew has no old
+    bytes.
     """
     failed = {operation.path for operation in read_log(f"{log}.fired") if operation.operation == "sync"}
     calls = Counter((operation.operation, operation.path) for operation in read_log(log))
-    return [f"{path} was synced again" for path in failed if calls["sync", path] > calls["create", path]]
+
+    def made(path: str) -> int:
+        return calls["create", path] + calls["open_over", path]
+
+    return [f"{path} was synced again" for path in failed if calls["sync", path] > made(path)]
 
 
 # --- row 12 ---------------------------------------------------------------------------------------------------------
