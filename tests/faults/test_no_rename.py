@@ -527,7 +527,9 @@ def check_kills(forker: Forker, folder: Path, preset: str, victim: str, stride: 
     assert 40 // stride <= kills < MANY // stride
 
 
-@pytest.mark.parametrize("sticky", [False, True], ids=["once", "from_then_on"])
+@pytest.mark.parametrize(
+    "sticky", [pytest.param(False, id="once"), pytest.param(True, id="from_then_on", marks=pytest.mark.soak)]
+)
 def test_row_40_every_operation_fails(sticky: bool, forker: Forker, tmp_path: Path) -> None:
     found = forker.run(
         "faults.scenarios:fail_everywhere",
