@@ -18,7 +18,7 @@ from .checkpointer import AsyncCheckpointer, Checkpointer, SyncCheckpointer
 from .config.errors import CheckpointConfigError
 from .config.parts import build_part, part_class
 from .config.resolve import resolve_config
-from .config.schema import Checkpoint, Durability, IoMode, Naming
+from .config.schema import Checkpoint, Commit, Durability, IoMode, Naming
 from .coordination import Coordinator, LocalCoordinator, RankStore, StoreCoordinator
 from .failures import ErrorPolicy
 from .manager import CheckpointManager
@@ -29,6 +29,7 @@ from .root_check import check_root
 from .saver import Saver
 from .stagers.base import Stager
 from .storage.file_system import file_system
+from .storage.fs import FsOps
 from .storage.names import MEGATRON, STEP
 from .writers.base import Writer
 
@@ -77,7 +78,7 @@ def build_manager(
         raise CheckpointConfigError(f"checkpoint.dir={root} is a URL; checkpoints go to local or mounted folders only.")
     resume = ResumePolicy.parse(settings.resume)
     save = SavePolicy(settings.save.every_steps, settings.save.every_seconds, settings.save.at_end)
-    fs = file_system(durable=settings.durability is Durability.power_cut)
+    fs = _file_system(settings)
     timeouts = _timeouts(settings)
     checkpointer = _build_graph(settings) if settings.enabled else None
     if checkpointer is not None and save.ever:
@@ -109,6 +110,7 @@ class Parts:
     writer: type[Writer]
     max_stall_s: float | None = None
     io: str | None = None
+    commit: Commit = Commit.rename
 
 
 @dataclass(frozen=True)
@@ -146,6 +148,11 @@ RULES = (
         "checkpoint.writer.io=direct writes whole pages of a snapshot, and checkpoint/stager={stager} takes none. "
         "Use checkpoint.writer.io=auto, or checkpoint/stager=pinned.",
     ),
+    Rule(
+        lambda parts: parts.io == IoMode.direct.value and parts.commit is Commit.manifest,
+        "checkpoint.writer.io=direct opens every file twice, and checkpoint.commit=manifest is for object stores, "
+        "in which a file is there only when it is closed. Use checkpoint.writer.io=auto, or checkpoint.commit=rename.",
+    ),
 )
 
 
@@ -165,6 +172,7 @@ def _build_graph(settings: Checkpoint) -> Checkpointer:
             part_class("writer", settings.writer, Writer),
             settings.max_stall_s,
             settings.writer.get("io"),
+            settings.commit,
         )
     )
     stager = _build(Stager, "stager", settings.stager)
@@ -172,7 +180,7 @@ def _build_graph(settings: Checkpoint) -> Checkpointer:
     writer = _build(Writer, "writer", settings.writer)
     timeouts = _timeouts(settings)
     ranks = _ranks(timeouts)
-    fs = file_system(durable=settings.durability is Durability.power_cut)
+    fs = _file_system(settings)
     # An arena must be visible to the process that writes it; that is the caller's to say, not the stager's.
     stager.connect(writer, ranks=ranks, shared=caller.in_other_process, timeout=timeouts.stage)
     stager.max_stall = timeouts.max_stall
@@ -182,6 +190,12 @@ def _build_graph(settings: Checkpoint) -> Checkpointer:
     if caller.in_other_process:
         return AsyncCheckpointer(stager, saver, reader)
     return SyncCheckpointer(BlockingWriter(saver), reader)
+
+
+def _file_system(settings: Checkpoint) -> FsOps:
+    return file_system(
+        durable=settings.durability is Durability.power_cut, atomic_rename=settings.commit is Commit.rename
+    )
 
 
 def _ranks(timeouts: Timeouts) -> Coordinator:

@@ -12,7 +12,7 @@ from .coordination import Coordinator
 from .errors import CheckpointCorruptError, CheckpointError, CheckpointLoadError, CheckpointUnreadableError
 from .policies import ResumePolicy
 from .reports import Timeouts
-from .storage.commit import living_attempts, sweep
+from .storage.debris import living_attempts, sweep
 from .storage.fs import FsOps
 from .storage.names import StepNames
 from .storage.quarantine import quarantine
@@ -97,6 +97,8 @@ class Resumption:
         bad = {**scan.damaged, **scan.torn, **scan.unusable}
         for step, why in sorted(bad.items()):
             logger.error("step %d is no checkpoint that can be used: %s", step, why)
+        for why in scan.unfinished.values():
+            logger.warning("%s; it is no checkpoint, and left alone", why)
         for why in scan.foreign.values():
             logger.warning("%s, so it is not taken for a checkpoint of this run and left alone", why)
         committed = scan.committed
@@ -177,7 +179,7 @@ class Resumption:
         """Wait, bounded, for what a dead run's writer still finishes; then delete what dead runs left."""
         deadline = time.monotonic() + self._timeouts.close
         said = False
-        while living := living_attempts(self._fs, self._root):
+        while living := living_attempts(self._fs, self._root, self._names):
             if not said:
                 logger.info(
                     "waiting up to %g s for a checkpoint that another process finishes: %s",
@@ -189,7 +191,7 @@ class Resumption:
                 logger.warning("%s is still being written by another process; going on without it", living)
                 break
             time.sleep(0.05)
-        for name in sweep(self._fs, self._root):
+        for name in sweep(self._fs, self._root, self._names):
             logger.info("deleted %s, which a dead run left", name)
 
 

@@ -6,7 +6,7 @@ import logging
 import os
 
 from .policies import KeepPolicy
-from .storage.commit import discard
+from .storage.debris import discard
 from .storage.fs import FsOps
 from .storage.names import StepNames
 from .storage.scan import committed_steps, write_pointer

@@ -78,9 +78,10 @@ class Saver:
         self.caller = caller
         self.ranks = ranks
         self.timeouts = timeouts
+        self._fs = fs
         self._policy = policy
         self._failures = FailureCount(policy.give_up_after)
-        self._schedule = Schedule(ranks, bounded=timeouts.max_stall is not None)
+        self._schedule = Schedule(ranks, bounded=timeouts.max_stall is not None, by_rename=fs.atomic_rename)
         self._runner = AttemptRunner(caller, writer, ranks, fs, timeouts, policy.min_free_bytes)
         self._tries = Tries(self._runner, ranks, policy, timeouts.stage)
         self.after_commit: Callable[[str], None] | None = None
@@ -133,7 +134,8 @@ class Saver:
         if snapshot is None:
             staged.set_exception(error)
         owner = "" if self._runner.ownership is None else self._runner.ownership.token
-        scheduled = Scheduled(Attempt(path, agreed.token, owner), snapshot, error, started)
+        attempt = Attempt(path, agreed.token, owner, self._fs.atomic_rename)
+        scheduled = Scheduled(attempt, snapshot, error, started)
         self._in_flight.append(future)
         self._thread.submit(self._finish, scheduled, time.perf_counter() - started, future)
         return staged, future

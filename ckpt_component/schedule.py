@@ -6,9 +6,10 @@ changed its structure, and what went wrong; rank 0 looks whether the path is fre
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -73,14 +74,16 @@ class Schedule:
     Args:
         ranks: who has to agree.
         bounded: training must not wait beyond the deadline, not even for storage that hangs.
+        by_rename: how saves are committed, and so what stands in the way of one (`refuse_existing`).
 
     Attributes:
         number: of the last save that was proposed, from 1; alike on all ranks.
     """
 
-    def __init__(self, ranks: Coordinator, *, bounded: bool) -> None:
+    def __init__(self, ranks: Coordinator, *, bounded: bool, by_rename: bool) -> None:
         self._ranks = ranks
         self._bounded = bounded
+        self._refuse_taken = functools.partial(refuse_existing, by_rename=by_rename)
         self.number = 0
 
     def agree(self, mine: Proposal, deadline: float) -> Agreement:
@@ -102,7 +105,10 @@ class Schedule:
         look_until = deadline if self._bounded else None
         try:
             agreed = self._ranks.pool(
-                f"save/{self.number}", mine.as_message(), lambda said: _decide(said, look_until), deadline
+                f"save/{self.number}",
+                mine.as_message(),
+                lambda said: _decide(said, self._refuse_taken, look_until),
+                deadline,
             )
         except RanksError as failure:
             raise failure from mine.error
@@ -112,7 +118,9 @@ class Schedule:
         )
 
 
-def _decide(said: list[dict[str, Any]], look_until: float | None) -> dict[str, Any]:
+def _decide(
+    said: list[dict[str, Any]], refuse_taken: Callable[[str], None], look_until: float | None
+) -> dict[str, Any]:
     """On the leading rank: what becomes of a save, from what every rank says."""
     errors = {rank: each["error"] for rank, each in enumerate(said) if each["error"] is not None}
     if errors:
@@ -134,19 +142,19 @@ def _decide(said: list[dict[str, Any]], look_until: float | None) -> dict[str, A
         who = "Training" if len(said) == 1 else f"Rank {rank}"
         raise CheckpointStallError(f"{paths[0]} is not saved: {who} waited in vain for {text}.")
     if look_until is None:
-        refuse_existing(paths[0])
+        refuse_taken(paths[0])
     else:
-        _refuse_existing_until(paths[0], look_until)
+        _refuse_taken_until(refuse_taken, paths[0], look_until)
     return {**answer, "token": new_token(), "replan": any(each["changed"] for each in said)}
 
 
-def _refuse_existing_until(path: str, deadline: float) -> None:
-    """`refuse_existing` on a thread that is left behind when the storage does not answer."""
+def _refuse_taken_until(refuse_taken: Callable[[str], None], path: str, deadline: float) -> None:
+    """`refuse_taken` on a thread that is left behind when the storage does not answer."""
     failures: list[Exception] = []
 
     def look() -> None:
         try:
-            refuse_existing(path)
+            refuse_taken(path)
         except Exception as error:
             failures.append(error)
 

@@ -218,6 +218,7 @@ class _ProcessCaller(WriteCaller):
             "rank": job.rank,
             "world_size": job.world_size,
             "durable": job.fs.durable,
+            "atomic_rename": job.fs.atomic_rename,
             "options": asdict(job.options),
             "extras": extras,
             "about": dict(job.about),

@@ -43,6 +43,13 @@ class Durability(Enum):
     process_crash = "process_crash"  # the kernel's cache is trusted
 
 
+class Commit(Enum):
+    """How a checkpoint becomes visible, whole, under its name."""
+
+    rename = "rename"  # its folder is renamed to its name
+    manifest = "manifest"  # manifest.json is put into its folder last; for object stores that are mounted
+
+
 class Verify(Enum):
     """When the checksums of what is read are compared. Sizes and structure always are."""
 
@@ -175,6 +182,8 @@ class Checkpoint:
     """What must stay free on the disk beside a new checkpoint; null: free space is not looked at beforehand."""
     durability: Durability = Durability.power_cut
     """What a committed checkpoint survives: `power_cut`, or `process_crash` alone, which is faster."""
+    commit: Commit = Commit.rename
+    """How a checkpoint appears: by `rename` of its folder; or `manifest`, put last, on a mounted object store."""
     verify: Verify = Verify.on_read
     """When checksums are compared: `on_read`, at every load; `on_resume`, when the manager resumes; or `off`."""
     timeouts: Timeouts = field(default_factory=Timeouts)

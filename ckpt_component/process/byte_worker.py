@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ..storage.file_system import file_system
+from ..storage.fs import FsOps
 from ..writers.byte_io import Extra, MemorySource, WriteOptions, WriteResult, WriteTable, run_write_job
 from .channel import receive_frame, send_frame
 from .orphaned import finish
@@ -86,7 +87,7 @@ class ByteWorker:
         self._forget()
         lock, until = None, time.monotonic() + job["seconds"]
         try:
-            fs = file_system(durable=job["durable"], process="writer")
+            fs = _file_system(job)
             table, sidecars, checksum_home = self._tables[job["table"]]
             lock = fs.lock_shared(job["staging"])
             extras = [
@@ -121,13 +122,17 @@ class ByteWorker:
     def _finish_for_dead_trainer(self) -> None:
         save = self._undecided
         if save is not None and save.job["rank"] == 0:
-            fs = file_system(durable=save.job["durable"], process="writer")
+            fs = _file_system(save.job)
             finish(fs, save.job, asdict(save.result), save.sidecars, save.lock, save.until)
 
     def _forget(self) -> None:
         if self._undecided is not None:
             os.close(self._undecided.lock)
             self._undecided = None
+
+
+def _file_system(job: Mapping[str, Any]) -> FsOps:
+    return file_system(durable=job["durable"], atomic_rename=job["atomic_rename"], process="writer")
 
 
 def _pieces(blob: memoryview, sizes: list[int]) -> list[memoryview]:

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..errors import CheckpointError
-from ..storage.commit import Attempt, abandon, publish
+from ..storage.commit import Attempt, abandon, is_over, publish
 from ..storage.fs import FsOps
 from ..storage.names import integrity_name
 
@@ -36,10 +36,10 @@ def finish(
         lock: this process's lock on the staging folder.
         until: the save's deadline, monotonic seconds.
     """
-    attempt = Attempt(job["target"], job["token"], job["owner"])
-    if not os.path.isdir(attempt.staging):
-        return
+    attempt = Attempt(job["target"], job["token"], job["owner"], fs.atomic_rename)
     try:
+        if is_over(fs, attempt):
+            return
         votes = _votes(fs, attempt.staging, mine, job["world_size"], lock, job["patience"], until)
         if votes is None:
             _say(f"other ranks' writers did not finish, so {attempt.target} was given up")

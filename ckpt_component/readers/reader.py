@@ -14,7 +14,7 @@ from ..errors import CheckpointCorruptError, CheckpointLoadError, CheckpointNotF
 from ..image.collector import collector_paused
 from ..image.tree import Path, StateDict, unflatten
 from ..storage.file_system import file_system
-from ..storage.manifest import check_files, read_manifest
+from ..storage.manifest import check_files, data_folder, read_manifest
 from ..storage.regular import read_failure
 from .foreign import TorchFileSource
 from .native import NativeSource, verify_file
@@ -102,7 +102,7 @@ class Reader:
             return SafetensorsSource(path) if path.endswith(".safetensors") else TorchFileSource(path, mapped=mapped)
         manifest = read_manifest(self._fs, path)
         if manifest is not None:
-            return self._open_ours(path, manifest, mapped=mapped, verify=verify)
+            return self._open_ours(data_folder(path, manifest), manifest, mapped=mapped, verify=verify)
         try:
             names = self._fs.names(path)
         except OSError as error:

@@ -3,6 +3,9 @@
 `begin` makes a staging folder beside the target; the ranks write their files into it; `publish` adds what
 only the coordinator knows (`.metadata`, then `manifest.json` as the last file), makes all of it durable and renames
 the folder to its name. `abandon` takes a failed attempt away. RELIABILITY 4.2 has the reasons for the order.
+
+Where folders cannot be renamed in one step (object stores), every attempt has a folder of its own inside the target,
+and `put_commit` puts the manifest beside these folders (RELIABILITY 4.5).
 """
 
 from __future__ import annotations
@@ -17,16 +20,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import CheckpointExistsError, CheckpointSaveError, CheckpointTimeoutError
+from ..errors import CheckpointError, CheckpointExistsError, CheckpointSaveError, CheckpointTimeoutError
+from .debris import discard, remove_if_empty
 from .fs import FsOps
 from .manifest import VERSION, encode_manifest
-from .names import MANIFEST, TRIAL_PREFIX, is_debris_of_this_host, staging_path, trash_path
+from .names import MANIFEST, QUARANTINED, is_token, staging_path
 from .owner import check_owner
+from .put_commit import holder, put_manifest
 from .visibility import wait_visible
 
 logger = logging.getLogger(__name__)
 
-_YOUNG_SECONDS = 5.0
+#: How often a folder is made again that somebody who gave up took away just then, as it was empty.
+_TRIES = 5
 
 
 @dataclass(frozen=True)
@@ -37,24 +43,33 @@ class Attempt:
         target: absolute path of the checkpoint to be.
         token: tells this attempt from all others.
         owner: the run that must own the folder of the target at the commit; empty: anyone may commit there.
+        by_rename: whether the commit renames the staging folder; else it puts the manifest (`FsOps.atomic_rename`).
     """
 
     target: str
     token: str
     owner: str = ""
+    by_rename: bool = True
 
     @property
     def staging(self) -> str:
-        """The folder beside the target that collects the files until the commit."""
-        return staging_path(self.target, self.token)
+        """The folder that collects the files: beside the target until the commit, or in it for good."""
+        return staging_path(self.target, self.token) if self.by_rename else os.path.join(self.target, self.token)
 
 
-def refuse_existing(path: str) -> None:
-    """Raise CheckpointExistsError when `path` holds anything; an empty folder may be taken over."""
+def refuse_existing(path: str, *, by_rename: bool = True) -> None:
+    """Raise CheckpointExistsError when `path` holds anything; an empty folder may be taken over.
+
+    Args:
+        path: of the checkpoint to be.
+        by_rename: False: what other attempts have there, or what is quarantined, is in nobody's way.
+    """
     if not os.path.lexists(path):
         return
-    if os.path.isdir(path) and not os.path.islink(path) and not os.listdir(path):
-        return
+    if os.path.isdir(path) and not os.path.islink(path):
+        names = os.listdir(path)
+        if not names or (not by_rename and _leaves_room(names)):
+            return
     raise CheckpointExistsError(
         f"{path} already exists, and a checkpoint is never written over anything; save to a new path, or move it away."
     )
@@ -62,11 +77,20 @@ def refuse_existing(path: str) -> None:
 
 def begin(fs: FsOps, attempt: Attempt) -> None:
     """Make the staging folder of an attempt. Raises CheckpointExistsError when its target's path is taken."""
-    refuse_existing(attempt.target)
-    parent = os.path.dirname(attempt.target)
-    fs.make_folders(parent)
-    fs.make_folder(attempt.staging)
+    refuse_existing(attempt.target, by_rename=attempt.by_rename)
+    parent = os.path.dirname(attempt.staging)
+    for number in range(1, _TRIES + 1):
+        fs.make_folders(parent)
+        try:
+            fs.make_folder(attempt.staging)
+        except FileNotFoundError:
+            if number == _TRIES:
+                raise
+            continue  # the last one to leave took the folder of the checkpoint away
+        break
     fs.sync_folder(parent)
+    if not attempt.by_rename:
+        fs.sync_folder(os.path.dirname(parent))  # another attempt may have made the folder, and not synced it yet
 
 
 def publish(
@@ -85,7 +109,7 @@ def publish(
         ranks: what each rank wrote: `{"rank", "files": [{"name", "size", ...}]}`, each file fsynced by its writer.
         sidecars: small files that only the coordinator writes, such as `.metadata`.
         about: further plain values for the manifest (format, package version).
-        visible: seconds until what other ranks wrote must be seen here.
+        visible: seconds until what other ranks wrote must be seen here, and a manifest whose put was not answered.
 
     Returns:
         How many files the checkpoint has.
@@ -93,6 +117,7 @@ def publish(
     Raises:
         CheckpointExistsError: something took the target's name meanwhile; it stays untouched.
         CheckpointFencedError: another run took the folder over.
+        CheckpointSaveError: whether the manifest was put cannot be seen; what is on disk decides later.
         OSError: from the file system; nothing is visible then, unless the file system refuses even to take back the
             last step, which is a warning.
     """
@@ -111,11 +136,42 @@ def publish(
         "files": files,
         **about,
     }
-    fs.write_new(os.path.join(attempt.staging, MANIFEST), encode_manifest(content))
+    if attempt.by_rename:
+        _rename(fs, attempt, encode_manifest(content))
+    else:
+        data = encode_manifest({**content, "at": attempt.token})
+        put_manifest(fs, attempt.target, attempt.token, data, lambda: _check_owner(fs, attempt), visible)
+    return len(files) + 1
+
+
+def is_over(fs: FsOps, attempt: Attempt) -> bool:
+    """Whether an attempt was committed or abandoned already. Raises CheckpointError when that cannot be seen."""
+    if not os.path.isdir(attempt.staging):
+        return True
+    return not attempt.by_rename and holder(fs, attempt.target) == attempt.token
+
+
+def abandon(fs: FsOps, attempt: Attempt) -> None:
+    """Take away what a failed attempt left. A failure here is logged: the save's own error matters more."""
+    if attempt.by_rename:
+        if os.path.isdir(attempt.staging):
+            discard(fs, attempt.staging)
+        return
+    try:
+        if os.path.isdir(attempt.staging):
+            if is_over(fs, attempt):
+                return  # it failed after its commit
+            discard(fs, attempt.staging)
+        if os.path.isdir(attempt.target) and not os.path.islink(attempt.target):
+            remove_if_empty(fs, attempt.target)
+    except (CheckpointError, OSError) as error:
+        logger.warning("%s stays until the next start: %s", attempt.staging, error)
+
+
+def _rename(fs: FsOps, attempt: Attempt, manifest: bytes) -> None:
+    fs.write_new(os.path.join(attempt.staging, MANIFEST), manifest)
     fs.sync_folder(attempt.staging)
-    if attempt.owner:
-        # As late as can be: what a stopped run finds here is what happened while it was stopped.
-        check_owner(fs, os.path.dirname(attempt.target), attempt.owner)
+    _check_owner(fs, attempt)
     _take_over_empty_folder(fs, attempt.target)
     try:
         fs.rename_new(attempt.staging, attempt.target)
@@ -127,67 +183,16 @@ def publish(
         # Nobody may be told that this is saved, so it must not be found either: take the name away again.
         discard(fs, attempt.target)
         raise
-    return len(files) + 1
 
 
-def abandon(fs: FsOps, attempt: Attempt) -> None:
-    """Take away what a failed attempt left. A failure here is logged: the save's own error matters more."""
-    if os.path.isdir(attempt.staging):
-        discard(fs, attempt.staging)
+def _check_owner(fs: FsOps, attempt: Attempt) -> None:
+    """As late as can be: what a stopped run finds here is what happened while it was stopped."""
+    if attempt.owner:
+        check_owner(fs, os.path.dirname(attempt.target), attempt.owner)
 
 
-def discard(fs: FsOps, path: str) -> bool:
-    """Rename a folder out of sight, then delete it, manifest first. Returns False, and warns, when that failed."""
-    trash = trash_path(path)
-    try:
-        fs.rename_new(path, trash)
-        fs.sync_folder(os.path.dirname(path))
-        if fs.size(os.path.join(trash, MANIFEST)) is not None:
-            fs.unlink(os.path.join(trash, MANIFEST))
-        fs.remove_tree(trash)
-    except OSError as error:
-        logger.warning("%s could not be deleted (%s); it is not a checkpoint and may be deleted by hand", path, error)
-        return False
-    return True
-
-
-def sweep(fs: FsOps, root: str) -> list[str]:
-    """Delete what dead processes of this host left in `root`: unfinished and half-deleted checkpoints.
-
-    A folder whose owner lives (trainer, or a writer process that is still finishing) is locked and stays, and so does
-    everything that has another host's mark or another prefix. Returns the names that were deleted.
-    """
-    gone = []
-    for name in fs.names(root):
-        path = os.path.join(root, name)
-        is_folder = os.path.isdir(path) and not os.path.islink(path)
-        is_trial = name.startswith(TRIAL_PREFIX) and fs.size(path) is not None
-        if not is_debris_of_this_host(name) or not (is_folder or is_trial):
-            continue
-        try:
-            # A very young folder may not have been locked by its owner yet, and a trial file is about to go.
-            if (is_folder and fs.is_locked(path)) or time.time() - os.lstat(path).st_mtime < _YOUNG_SECONDS:
-                continue
-            if is_folder:
-                fs.remove_tree(path)
-            else:
-                fs.unlink(path)
-        except OSError as error:
-            logger.warning("%s was left by a dead run and could not be deleted (%s)", path, error)
-            continue
-        gone.append(name)
-    return gone
-
-
-def living_attempts(fs: FsOps, root: str) -> list[str]:
-    """Staging folders in `root` that a living process of this host still works on."""
-    return [
-        name
-        for name in fs.names(root)
-        if is_debris_of_this_host(name)
-        and os.path.isdir(os.path.join(root, name))
-        and fs.is_locked(os.path.join(root, name))
-    ]
+def _leaves_room(names: Sequence[str]) -> bool:
+    return MANIFEST not in names and (QUARANTINED in names or all(map(is_token, names)))
 
 
 def _check_size(fs: FsOps, attempt: Attempt, entry: Mapping[str, Any], visible: float) -> None:

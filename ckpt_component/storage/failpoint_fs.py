@@ -19,11 +19,11 @@ from .fs import FsOps
 from .operation_log import append, record
 
 
-def failpoint_fs(spec: str, log: str, *, durable: bool, process: str) -> FailpointFs:
+def failpoint_fs(spec: str, log: str, *, durable: bool, atomic_rename: bool, process: str) -> FailpointFs:
     """The file system for what the two environment variables say; see `file_system`."""
     if not log:
         raise FailpointError(f"{SPEC} is set and {LOG} is not; set it to a new file, in which operations are counted.")
-    return FailpointFs(parse_failpoints(spec), log, durable=durable, process=process)
+    return FailpointFs(parse_failpoints(spec), log, durable=durable, atomic_rename=atomic_rename, process=process)
 
 
 class FailpointFs(FsOps):
@@ -34,11 +34,14 @@ class FailpointFs(FsOps):
         log: a file outside the checkpoints; `read_log` reads it. Beside it come `<log>.<n>`, as long as the n-th
             failpoint has matches, and `<log>.fired`.
         durable: see `FsOps`.
+        atomic_rename: see `FsOps`.
         process: see `file_system`.
     """
 
-    def __init__(self, failpoints: Sequence[Failpoint], log: str, *, durable: bool, process: str) -> None:
-        super().__init__(durable=durable)
+    def __init__(
+        self, failpoints: Sequence[Failpoint], log: str, *, durable: bool, atomic_rename: bool, process: str
+    ) -> None:
+        super().__init__(durable=durable, atomic_rename=atomic_rename)
         self._failpoints = failpoints
         self._log = log
         self._process = process
@@ -76,6 +79,16 @@ class FailpointFs(FsOps):
         """See `FsOps`."""
         self._reach("open_direct", path)
         return super().open_direct(path)
+
+    def open_over(self, path: str) -> int:
+        """See `FsOps`."""
+        self._reach("open_over", path)
+        return super().open_over(path)
+
+    def link(self, source: str, target: str) -> None:
+        """See `FsOps`."""
+        if self._reach("link", target):
+            super().link(source, target)
 
     def truncate(self, fd: int, size: int) -> None:
         """See `FsOps`."""

@@ -10,7 +10,7 @@ the operation or before it, by `action=`:
 
     kill          SIGKILL to the process            raise:ENOSPC  OSError with this errno; a close closes all the same
     stop          SIGSTOP to the process            sleep:5       seconds, then the operation
-    skip          nothing at all (not for create)  short         a write that takes half of its bytes at first
+    skip          nothing at all (not for an open) short         a write that takes half of its bytes at first
     torn          half of a write, then SIGKILL
 """
 
@@ -27,6 +27,8 @@ EFFECTS = (
     "make_folder",
     "create",
     "open_direct",
+    "open_over",
+    "link",
     "write",
     "truncate",
     "sync",

@@ -12,11 +12,12 @@ SPEC = "CKPT_FAILPOINT"
 LOG = "CKPT_FAILPOINT_LOG"
 
 
-def file_system(*, durable: bool, process: str = "trainer") -> FsOps:
+def file_system(*, durable: bool, atomic_rename: bool = True, process: str = "trainer") -> FsOps:
     """The file system of this process.
 
     Args:
         durable: see `FsOps`.
+        atomic_rename: see `FsOps`.
         process: what this process is, for the `process=` of a failpoint.
 
     Raises:
@@ -24,7 +25,7 @@ def file_system(*, durable: bool, process: str = "trainer") -> FsOps:
     """
     spec, log = os.environ.get(SPEC, ""), os.environ.get(LOG, "")
     if not spec and not log:
-        return FsOps(durable=durable)
+        return FsOps(durable=durable, atomic_rename=atomic_rename)
     from .failpoint_fs import failpoint_fs  # nothing of it is loaded where no test asks for it
 
-    return failpoint_fs(spec, log, durable=durable, process=process)
+    return failpoint_fs(spec, log, durable=durable, atomic_rename=atomic_rename, process=process)

@@ -18,6 +18,9 @@ from .regular import open_regular
 #: Linux takes at most this many buffers in one vectored write (IOV_MAX).
 MAX_BUFFERS = 1024
 
+#: What a hard link is answered where the file system has none: object stores that are mounted, FAT, some FUSE.
+_NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS})
+
 _RENAME_NOREPLACE = 1
 _AT_FDCWD = -100
 
@@ -28,10 +31,13 @@ class FsOps:
     Args:
         durable: `True` makes `sync` and `sync_folder` reach the disk (safe against a power cut); `False` makes
             them do nothing (safe against the death of processes alone, several times faster on small saves).
+        atomic_rename: whether a folder can be renamed in one step. `False`, for object stores that are mounted: nothing
+            is renamed, checkpoints are committed by `put_new`, and files are overwritten where they stand.
     """
 
-    def __init__(self, *, durable: bool = True) -> None:
+    def __init__(self, *, durable: bool = True, atomic_rename: bool = True) -> None:
         self.durable = durable
+        self.atomic_rename = atomic_rename
 
     def make_folders(self, path: str) -> None:
         """Create a folder and the missing ones above it, each made durable in its parent."""
@@ -90,6 +96,14 @@ class FsOps:
         """Open a file of `create` once more, for writes of whole pages past the page cache."""
         return os.open(path, os.O_WRONLY | os.O_DIRECT | os.O_NOFOLLOW | os.O_CLOEXEC)
 
+    def open_over(self, path: str) -> int:
+        """Open a file to write it anew, whether it exists or not; returns its descriptor."""
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+
+    def link(self, source: str, target: str) -> None:
+        """Give a file a second name, and fail with FileExistsError when that is taken."""
+        os.link(source, target, follow_symlinks=False)
+
     def truncate(self, fd: int, size: int) -> None:
         """Cut a file to its size."""
         os.ftruncate(fd, size)
@@ -120,8 +134,32 @@ class FsOps:
             raise
         self.close(fd)
 
+    def put_new(self, path: str, data: bytes, draft: str) -> None:
+        """Let a small file appear whole under its name, and fail with FileExistsError when the name is taken.
+
+        With any other error it may have appeared all the same: who needs to know has to read it back.
+
+        Args:
+            path: its name.
+            data: its content.
+            draft: a synced file with the same content, which becomes a second name of it where there are hard links.
+                Elsewhere the file is created exclusively, which is the conditional put of an object store.
+        """
+        try:
+            self.link(draft, path)
+        except OSError as error:
+            if error.errno not in _NO_LINKS:
+                raise
+            self.write_new(path, data)
+
     def write_over(self, path: str, data: bytes) -> None:
-        """Replace one small file atomically and durably; readers see the old bytes or the new ones."""
+        """Replace one small file durably; readers see the old bytes or the new ones.
+
+        Without renames the file is overwritten where it stands, which an object store makes visible at the close.
+        """
+        if not self.atomic_rename:
+            self._overwrite(path, data)
+            return
         fresh = f"{path}.new"
         if self.size(fresh) is not None:
             self.unlink(fresh)  # of a process that died just here
@@ -132,6 +170,20 @@ class FsOps:
             with contextlib.suppress(OSError):  # the first error counts
                 self.unlink(fresh)
             raise
+        self.sync_folder(os.path.dirname(path))
+
+    def _overwrite(self, path: str, data: bytes) -> None:
+        if self.size(path) is None and os.path.lexists(path):
+            self.unlink(path)  # a link or a FIFO is replaced, and not written through
+        fd = self.open_over(path)
+        try:
+            self.write(fd, [memoryview(data)], 0)
+            self.sync(fd)
+        except BaseException:
+            with contextlib.suppress(OSError):  # the first error counts
+                self.close(fd)
+            raise
+        self.close(fd)
         self.sync_folder(os.path.dirname(path))
 
     def sync_folder(self, path: str) -> None:

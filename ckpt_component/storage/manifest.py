@@ -2,24 +2,27 @@
 
 It lists every file with its size, and a CRC for the small ones. The data files' CRCs are per item and stand in
 `integrity-<rank>.json`, whose own CRC is in the manifest. It also carries a CRC of itself, so a copy that was cut
-short is noticed. A checkpoint is committed when its folder has its final name and its manifest verifies.
+short is noticed. A checkpoint is committed when its folder has its final name and its manifest verifies. Its files are
+beside the manifest; or, where the manifest alone makes the commit, in the folder of the attempt that it names (`at`).
 """
 
 from __future__ import annotations
 
 import json
 import os
+import stat
 import zlib
 from collections.abc import Mapping
 from typing import Any
 
 from ..errors import CheckpointCorruptError, CheckpointLoadError
 from .fs import FsOps
-from .names import MANIFEST
+from .names import MANIFEST, is_token
 from .regular import is_plain_name, read_failure
 
 VERSION = 1
-_MAX_BYTES = 64 << 20
+#: More than any manifest has.
+MAX_BYTES = 64 << 20
 
 
 def encode_manifest(content: Mapping[str, Any]) -> bytes:
@@ -71,6 +74,8 @@ def _check_content(content: Mapping[str, Any], path: str) -> None:
             raise CheckpointCorruptError(f"{path} lists {name} with the size {entry.get('size')!r:.200}.")
         if not _is_count(entry.get("crc32", 0)):
             raise CheckpointCorruptError(f"{path} lists {name} with the checksum {entry['crc32']!r:.200}.")
+    if "at" in content and not is_token(content["at"]):
+        raise CheckpointCorruptError(f"{path} names {content['at']!r:.200} as the folder of its files.")
     if not _is_count(content.get("world_size")) or not content["world_size"]:
         raise CheckpointCorruptError(f"{path} names {content.get('world_size')!r:.200} as the number of ranks.")
 
@@ -89,7 +94,7 @@ def read_manifest(fs: FsOps, folder: str) -> dict[str, Any] | None:
     """
     path = os.path.join(folder, MANIFEST)
     try:
-        data = fs.read(path, _MAX_BYTES)
+        data = fs.read(path, MAX_BYTES)
     except FileNotFoundError:
         return None
     except OSError as error:
@@ -97,8 +102,27 @@ def read_manifest(fs: FsOps, folder: str) -> dict[str, Any] | None:
     return decode_manifest(data, path)
 
 
+def data_folder(folder: str, manifest: Mapping[str, Any]) -> str:
+    """Where the files of a checkpoint are: its folder, or the one in it that its manifest names. Not through a link.
+
+    Raises:
+        CheckpointCorruptError: there is no such folder.
+        CheckpointUnreadableError: it cannot be looked at.
+    """
+    if "at" not in manifest:
+        return folder
+    path = os.path.join(folder, manifest["at"])
+    try:
+        found = os.lstat(path)
+    except OSError as error:
+        raise read_failure(path, error) from error
+    if not stat.S_ISDIR(found.st_mode):
+        raise CheckpointCorruptError(f"{path} is no folder, and manifest.json says that the files are in it.")
+    return path
+
+
 def check_files(fs: FsOps, folder: str, manifest: Mapping[str, Any]) -> None:
-    """Compare the size of every file with the manifest; cheap, reads no data."""
+    """Compare the size of every file in a `data_folder` with the manifest; cheap, reads no data."""
     for entry in manifest["files"]:
         path = os.path.join(folder, entry["name"])
         try:

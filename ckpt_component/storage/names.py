@@ -19,6 +19,10 @@ STAGING_PREFIX = ".ckpt-tmp."
 TRASH_PREFIX = ".ckpt-trash."
 TRIAL_PREFIX = ".ckpt-trial."
 QUARANTINE_PREFIX = ".ckpt-quarantine."
+#: In the folder of an attempt, or of a checkpoint, that stays where it is and is used no more: what its manifest was.
+QUARANTINED = "quarantined.json"
+
+_TOKEN = re.compile(r"[0-9a-f]{8}-[0-9a-f]{8}(-\d+)?")
 
 
 def integrity_name(rank: int) -> str:
@@ -58,6 +62,16 @@ def new_token() -> str:
 def token_of_try(token: str, number: int) -> str:
     """The token of a save's n-th try, from 1; all ranks derive the same one from what they agreed on at first."""
     return token if number == 1 else f"{token}-{number}"
+
+
+def is_token(name: object) -> bool:
+    """Whether this is the token of some attempt, which is its folder's name inside that of the checkpoint."""
+    return isinstance(name, str) and _TOKEN.fullmatch(name) is not None
+
+
+def is_token_of_this_host(name: str) -> bool:
+    """Whether a process of this host made this token."""
+    return is_token(name) and name.startswith(_host_token() + "-")
 
 
 def staging_path(target: str, token: str) -> str:

@@ -9,9 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ..errors import CheckpointCorruptError, CheckpointError, CheckpointUnreadableError
+from .debris import attempts_in, is_quarantined
 from .fs import FsOps
-from .manifest import check_files, read_manifest
-from .names import StepNames
+from .manifest import check_files, data_folder, read_manifest
+from .names import QUARANTINED, StepNames
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +32,8 @@ class Scan:
         damaged: step -> why its checkpoint, which has a manifest, is not whole.
         torn: step -> why a folder with our files is no checkpoint: it has no manifest, so nobody ever committed it, or
             it lost its manifest since.
+        unfinished: step -> what a folder without a manifest holds beside nothing else: attempts that may yet be
+            committed, or that nobody can tell to be dead.
         unusable: step -> why nothing can be said about it, or done with it here: it cannot be read, or another release
             wrote it.
         foreign: step -> why it is left alone.
@@ -39,6 +42,7 @@ class Scan:
     committed: list[int] = field(default_factory=list)
     damaged: dict[int, str] = field(default_factory=dict)
     torn: dict[int, str] = field(default_factory=dict)
+    unfinished: dict[int, str] = field(default_factory=dict)
     unusable: dict[int, str] = field(default_factory=dict)
     foreign: dict[int, str] = field(default_factory=dict)
 
@@ -71,11 +75,9 @@ def _sort_in(fs: FsOps, folder: str, step: int, scan: Scan) -> None:
     try:
         manifest = read_manifest(fs, folder)
         if manifest is None:
-            found = fs.names(folder)
-            where = scan.torn if _is_torn(found) else scan.foreign
-            where[step] = f"{folder} has no manifest"
+            _sort_in_without_manifest(fs, folder, step, scan)
             return
-        check_files(fs, folder, manifest)
+        check_files(fs, data_folder(folder, manifest), manifest)
     except CheckpointUnreadableError as error:
         scan.unusable[step] = str(error)
     except CheckpointCorruptError as error:
@@ -84,6 +86,16 @@ def _sort_in(fs: FsOps, folder: str, step: int, scan: Scan) -> None:
         scan.unusable[step] = f"{folder}: {error}"
     else:
         scan.committed.append(step)
+
+
+def _sort_in_without_manifest(fs: FsOps, folder: str, step: int, scan: Scan) -> None:
+    found, attempts = fs.names(folder), attempts_in(fs, folder)
+    open_ones = [name for name in attempts if not is_quarantined(fs, os.path.join(folder, name))]
+    if open_ones:
+        scan.unfinished[step] = f"{folder} has no manifest, and unfinished saves in it: {', '.join(open_ones)}"
+    elif not attempts and QUARANTINED not in found:
+        where = scan.torn if _is_torn(found) else scan.foreign
+        where[step] = f"{folder} has no manifest"
 
 
 def _is_torn(names: Sequence[str]) -> bool:

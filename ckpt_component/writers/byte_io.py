@@ -215,6 +215,8 @@ def _io_mode(fs: FsOps, folder: str, source: ByteSource, wanted: str) -> str:
         return "buffered"  # live tensors lie anywhere in memory
     if wanted != "auto":
         return wanted
+    if not fs.atomic_rename:
+        return "buffered"  # an object store takes whole files at their close, and has no second way to open one
     if not is_worth_trying(source.memory):
         return "auto"
     return "direct" if direct_is_faster(fs, folder, source.memory) else "buffered"

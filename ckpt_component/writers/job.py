@@ -21,7 +21,7 @@ class WriteJob:
     """Write one snapshot into the staging folder of an attempt.
 
     Attributes:
-        fs: where effects go; another process makes its own with the same durability.
+        fs: where effects go; another process makes its own with the same properties.
         attempt: target and staging folder.
         rank: whose files these are.
         world_size: how many ranks write.

@@ -8,6 +8,7 @@ I4 (no process, memory, descriptor or thread is left) is the tests' side: `Forke
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,13 @@ import torch
 
 from ckpt_component import CheckpointError, build_manager
 from ckpt_component.storage.fs import FsOps
-from ckpt_component.storage.names import MEGATRON, OWNER, STAGING_PREFIX, TRASH_PREFIX, TRIAL_PREFIX
+from ckpt_component.storage.names import MEGATRON, OWNER, STAGING_PREFIX, TRASH_PREFIX, TRIAL_PREFIX, is_token
 from ckpt_component.storage.scan import committed_steps
 
 #: What is always in a root beside its checkpoints.
 FIXED = {MEGATRON.pointer, OWNER}
+#: Commits without a rename.
+MANIFEST_MODE = "checkpoint.commit=manifest"
 _DRAFTS = {f"{name}.new" for name in FIXED}
 
 
@@ -54,12 +57,20 @@ def differences(found: Any, expected: Any, key: str = "") -> list[str]:
 
 def age(root: str) -> None:
     """Make what is in a root look some minutes old, as it is when a job comes back: very young folders are not swept."""
-    for name in os.listdir(root):
-        if name.startswith("."):
-            os.utime(os.path.join(root, name), (1, 1))
+    for folder, folders, files in os.walk(root):
+        for name in [*folders, *files]:
+            if name.startswith(".") or is_token(name) or MEGATRON.step(name) is not None:
+                os.utime(os.path.join(folder, name), (1, 1))
 
 
-def violations_at(root: str, acknowledged: int, keep: int = 1, preset: str = "sync") -> tuple[list[str], int]:
+def is_unfinished(folder: str) -> bool:
+    """Whether there are attempts alone below a checkpoint's name, which then have it to win (`commit=manifest`)."""
+    return all(map(is_token, os.listdir(folder)))
+
+
+def violations_at(
+    root: str, acknowledged: int, keep: int = 1, preset: str = "sync", overrides: Sequence[str] = ()
+) -> tuple[list[str], int]:
     """Check I1 to I3, resume, and I5.
 
     Args:
@@ -67,6 +78,7 @@ def violations_at(root: str, acknowledged: int, keep: int = 1, preset: str = "sy
         acknowledged: the newest step that a save was reported for; 0: none yet.
         keep: the `keep.last` of the run.
         preset: with which the next save is made.
+        overrides: of the run; `checkpoint.commit` among them has its own form of what is not finished.
 
     Returns:
         What is wrong in words, and the newest committed step now (that of the next save).
@@ -77,6 +89,8 @@ def violations_at(root: str, acknowledged: int, keep: int = 1, preset: str = "sy
     for name in os.listdir(root):
         step = MEGATRON.step(name)
         if step is not None and step not in listed:
+            if MANIFEST_MODE in overrides and is_unfinished(os.path.join(root, name)):
+                continue
             wrong.append(f"I3: {name} is there and not committed: {os.listdir(os.path.join(root, name))}")
         elif (
             step is None
@@ -88,9 +102,9 @@ def violations_at(root: str, acknowledged: int, keep: int = 1, preset: str = "sy
     if newest < acknowledged:
         wrong.append(f"I1: step {acknowledged} was acknowledged, and there is only {listed}")
     age(root)
-    overrides = [f"checkpoint.keep.last={keep}", "checkpoint.save.at_end=false", "checkpoint.timeouts.close=20"]
+    usual = [f"checkpoint.keep.last={keep}", "checkpoint.save.at_end=false", "checkpoint.timeouts.close=20"]
     try:
-        with build_manager(preset, overrides, dir=root) as manager:
+        with build_manager(preset, [*usual, *overrides], dir=root) as manager:
             for step in listed:
                 loaded = manager._checkpointer.load(manager.path_of(step))  # type: ignore[union-attr]
                 wrong += [f"I1: step {step}: {text}" for text in differences(loaded, state_of(step))]

@@ -12,7 +12,7 @@ import threading
 import time
 import zlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -116,7 +116,9 @@ def fill_disk(root: str, preset: str, overrides: list[str], inodes: bool = False
 # --- row 16 ---------------------------------------------------------------------------------------------------------
 
 
-def fail_everywhere(root: str, preset: str, operation: str, code: str, sticky: bool, logs: str) -> dict[str, Any]:
+def fail_everywhere(
+    root: str, preset: str, operation: str, code: str, sticky: bool, logs: str, overrides: Sequence[str] = ()
+) -> dict[str, Any]:
     """Let operation 1, 2, 3 ... of a save fail, once or from then on, until a save comes through unharmed.
 
     Returns how many failed saves and how many survived failures (of what follows the commit) there were, and what was
@@ -127,12 +129,15 @@ def fail_everywhere(root: str, preset: str, operation: str, code: str, sticky: b
     acknowledged = 0
     while not wrong and number < 300:
         number += 1
-        violations, step = violations_at(root, acknowledged)
+        violations, step = violations_at(root, acknowledged, overrides=overrides)
         wrong += violations
         acknowledged = step
         log = os.path.join(logs, f"{operation}{number}")
         choice = f"{'from' if sticky else 'nth'}={number}"
-        with failpoint(f"{operation}:{choice}:action=raise:{code}", log), manager_at(root, preset) as manager:
+        with (
+            failpoint(f"{operation}:{choice}:action=raise:{code}", log),
+            manager_at(root, preset, *overrides) as manager,
+        ):
             error = saved(manager, step + 1)
             fired = read_log(f"{log}.fired")
             at = f"{operation} {number} ({fired[0].operation if fired else 'end'} {fired[0].path if fired else ''})"
@@ -159,7 +164,7 @@ def fail_everywhere(root: str, preset: str, operation: str, code: str, sticky: b
                     wrong.append(f"{at}: the next save fails too: {again}")
             wrong += [f"{at}: still open: {path}" for path in open_files(root, manager)]
         wrong += [f"{at}: {text}" for text in retried_syncs(log)]
-    wrong += violations_at(root, acknowledged)[0]
+    wrong += violations_at(root, acknowledged, overrides=overrides)[0]
     return {"aborted": aborted, "survived": survived, "wrong": wrong}
 
 
@@ -177,11 +182,16 @@ def open_files(root: str, manager: CheckpointManager) -> list[str]:
 def retried_syncs(log: str) -> list[str]:
     """Files whose sync failed and was called once more: the second call would lie (RELIABILITY 1, PostgreSQL).
 
-    A file that was made anew under the same name is another file.
+    A file that was made anew under the same name is another file, and one that was opened to be written anew has no old
+    bytes.
     """
     failed = {operation.path for operation in read_log(f"{log}.fired") if operation.operation == "sync"}
     calls = Counter((operation.operation, operation.path) for operation in read_log(log))
-    return [f"{path} was synced again" for path in failed if calls["sync", path] > calls["create", path]]
+
+    def made(path: str) -> int:
+        return calls["create", path] + calls["open_over", path]
+
+    return [f"{path} was synced again" for path in failed if calls["sync", path] > made(path)]
 
 
 # --- row 12 ---------------------------------------------------------------------------------------------------------

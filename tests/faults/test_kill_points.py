@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,9 @@ from ckpt_component.storage.operation_log import read_log
 MANY = 300
 
 
-def enumerate_kills(forker: Forker, folder: Path, preset: str, victim: str) -> tuple[int, list[str]]:
+def enumerate_kills(
+    forker: Forker, folder: Path, preset: str, victim: str, overrides: Sequence[str] = (), stride: int = 1
+) -> tuple[int, list[str]]:
     """Kill at operation 1, 2, 3 ... of a save, and check after each.
 
     Args:
@@ -27,12 +30,15 @@ def enumerate_kills(forker: Forker, folder: Path, preset: str, victim: str) -> t
         preset: of the save.
         victim: who is killed: `self`, the process that is at the operation; `other`, the one that is not, while the
             first stands still there; `all`.
+        overrides: of the run.
+        stride: 3 for every third operation.
 
     Returns:
         How many kills there were, and what was wrong after them.
     """
     root, acks, wrong = str(folder / "root"), str(folder / "acks"), []
-    for number in range(1, MANY):
+    kills = 0
+    for number in range(1, MANY, stride):
         log = str(folder / f"ops{number}")
         action = "kill" if victim == "self" else "stop"
         pid = forker.fork(
@@ -42,6 +48,7 @@ def enumerate_kills(forker: Forker, folder: Path, preset: str, victim: str) -> t
             acks=acks,
             failpoint=f"any:nth={number}:action={action}",
             log=log,
+            overrides=list(overrides),
         )
         ended = forker.wait(pid, fired=log)
         if ended.stopped is not None:
@@ -62,8 +69,9 @@ def enumerate_kills(forker: Forker, folder: Path, preset: str, victim: str) -> t
             wrong.append(f"{told}: exit {ended.code}\n{ended.output}")
         if wrong or not fired:
             break
-    wrong += [] if wrong else forker.run("faults.workloads:check", root=root, acks=acks)
-    return number - 1, wrong
+        kills += 1
+    wrong += [] if wrong else forker.run("faults.workloads:check", root=root, acks=acks, overrides=list(overrides))
+    return kills, wrong
 
 
 def kill_at(stopped: int, trainer: int, victim: str) -> None:

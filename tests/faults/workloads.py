@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import torch  # loaded once, before any fork
@@ -35,7 +36,15 @@ def prepare(**arguments: Any) -> None:
                 part_class(kind, getattr(settings, kind), object)
 
 
-def crash_round(root: str, preset: str, acks: str, failpoint: str, log: str, bare: bool = False) -> dict[str, Any]:
+def crash_round(
+    root: str,
+    preset: str,
+    acks: str,
+    failpoint: str,
+    log: str,
+    bare: bool = False,
+    overrides: Sequence[str] = (),
+) -> dict[str, Any]:
     """Check what the last crash left, make the next save, and then one more with the failpoint set.
 
     Args:
@@ -44,25 +53,26 @@ def crash_round(root: str, preset: str, acks: str, failpoint: str, log: str, bar
         acks: the file of acknowledged steps.
         failpoint: for `CKPT_FAILPOINT`.
         log: for `CKPT_FAILPOINT_LOG`.
+        overrides: of the run, beside `KEEP_ONE`.
         bare: make the last save by the checkpointer alone, without pointer and retirement after it.
 
     Returns:
         Where the failpoint lets it: the violations found first, and whether the last save failed.
     """
-    wrong, step = violations_at(root, newest_ack(acks))
+    wrong, step = violations_at(root, newest_ack(acks), overrides=overrides)
     if wrong:
         return {"violations": wrong}
     acknowledge(acks, step)
     os.environ |= {SPEC: failpoint, LOG: log}
     if bare:
-        with build_checkpointer(preset, KEEP_ONE) as checkpointer:
+        with build_checkpointer(preset, (*KEEP_ONE, *overrides)) as checkpointer:
             futures = checkpointer.save(state_of(step + 1), os.path.join(root, MEGATRON.folder(step + 1)))
             if futures is not None:
                 futures[1].result(60)
             acknowledge(acks, step + 1)
         return {"violations": [], "failed": None}
     failed = None
-    with build_manager(preset, KEEP_ONE, dir=root) as manager:
+    with build_manager(preset, (*KEEP_ONE, *overrides), dir=root) as manager:
         try:
             manager.save(step + 1, state_of(step + 1))
             manager.wait()
@@ -77,9 +87,9 @@ def crash_round(root: str, preset: str, acks: str, failpoint: str, log: str, bar
     return {"violations": [], "failed": failed}
 
 
-def check(root: str, acks: str, keep: int = 1) -> list[str]:
+def check(root: str, acks: str, keep: int = 1, overrides: Sequence[str] = ()) -> list[str]:
     """The violations in a root after the last crash."""
-    return violations_at(root, newest_ack(acks), keep)[0]
+    return violations_at(root, newest_ack(acks), keep, overrides=overrides)[0]
 
 
 def acknowledge(acks: str, step: int) -> None:

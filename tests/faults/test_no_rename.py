@@ -1,0 +1,547 @@
+"""Row 40: storage without renames. A fake object store, puts whose answers are lost, racing attempts, late writers."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from faults.forker import Forker
+from faults.invariants import MANIFEST_MODE, blank_state, differences, state_of
+from faults.object_store import ObjectStore
+from faults.test_kill_points import MANY, enumerate_kills
+from forging import edit_manifest
+
+from ckpt_component import (
+    CheckpointConfigError,
+    CheckpointCorruptError,
+    CheckpointExistsError,
+    CheckpointFencedError,
+    CheckpointManager,
+    CheckpointSaveError,
+    build_checkpointer,
+    build_manager,
+    factory,
+)
+from ckpt_component.storage import commit
+from ckpt_component.storage.debris import discard, living_attempts, sweep
+from ckpt_component.storage.fs import FsOps
+from ckpt_component.storage.manifest import check_files, data_folder, read_manifest
+from ckpt_component.storage.names import MANIFEST, MEGATRON, QUARANTINED, new_token
+from ckpt_component.storage.owner import Ownership
+from ckpt_component.storage.quarantine import quarantine
+from ckpt_component.storage.scan import committed_steps, scan_steps
+
+POINTER = MEGATRON.pointer
+RANK = {"rank": 0, "files": [{"name": "data", "size": 4}]}
+#: As steps are called that an attempt of another host stands in.
+FOREIGN_TOKEN = "0badc0de-12345678"
+
+
+@pytest.fixture
+def uploads(tmp_path: Path) -> str:
+    path = tmp_path / "uploads"
+    path.mkdir()
+    return str(path)
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    path = tmp_path / "root"
+    path.mkdir()
+    return path
+
+
+def written(fs: FsOps, root: Path, step: int, owner: str = "") -> commit.Attempt:
+    """An attempt that lacks nothing but its commit."""
+    attempt = commit.Attempt(str(root / MEGATRON.folder(step)), new_token(), owner, by_rename=fs.atomic_rename)
+    commit.begin(fs, attempt)
+    fs.write_new(os.path.join(attempt.staging, "data"), b"1234")
+    return attempt
+
+
+def committed(fs: FsOps, root: Path, step: int) -> commit.Attempt:
+    attempt = written(fs, root, step)
+    commit.publish(fs, attempt, [RANK], {".metadata": b"m"}, {"format": "x"})
+    return attempt
+
+
+def at_of(folder: Path) -> Path:
+    """Where the files of a checkpoint are."""
+    manifest = read_manifest(FsOps(), str(folder))
+    assert manifest is not None
+    check_files(FsOps(), data_folder(str(folder), manifest), manifest)
+    return Path(data_folder(str(folder), manifest))
+
+
+def age(path: Path) -> None:
+    os.utime(path, (1, 1))
+
+
+# --- the commit -----------------------------------------------------------------------------------------------------
+
+
+def test_row_40_the_put_of_the_manifest_is_the_last_thing_and_alone_makes_the_checkpoint(
+    root: Path, uploads: str
+) -> None:
+    seen: list[tuple[str, list[int]]] = []
+    store = ObjectStore(
+        uploads, before_put=lambda path: seen.append((path, committed_steps(FsOps(), str(root), MEGATRON)))
+    )
+    attempt = committed(store, root, 1)
+    assert [os.path.relpath(path, attempt.staging) for path, _ in seen][-1] == f"../{MANIFEST}"
+    assert all(steps == [] for _, steps in seen)
+    assert committed_steps(store, str(root), MEGATRON) == [1]
+    assert sorted(os.listdir(attempt.target)) == sorted([attempt.token, MANIFEST])
+    assert sorted(os.listdir(at_of(Path(attempt.target)))) == [".metadata", "data"]
+
+
+def test_row_40_with_hard_links_all_is_durable_before_the_put_and_the_put_before_success(root: Path) -> None:
+    calls: list[str] = []
+
+    class Recording(FsOps):
+        def sync(self, fd: int) -> None:
+            calls.append("sync " + os.path.basename(os.readlink(f"/proc/self/fd/{fd}")))
+            super().sync(fd)
+
+        def sync_folder(self, path: str) -> None:
+            calls.append("sync_folder " + os.path.basename(path))
+            super().sync_folder(path)
+
+        def link(self, source: str, target: str) -> None:
+            calls.append("link " + os.path.basename(target))
+            super().link(source, target)
+
+    attempt = committed(Recording(atomic_rename=False), root, 1)
+    at = calls.index
+    assert at("sync data") < at("sync .metadata") < at(f"sync {MANIFEST}.draft") < at(f"link {MANIFEST}")
+    before = calls[: at(f"link {MANIFEST}")]
+    assert before[-1] == f"sync_folder {attempt.token}"
+    assert {"sync_folder root", "sync_folder iter_0000001"} <= set(before)
+    assert calls[-2:] == [f"link {MANIFEST}", "sync_folder iter_0000001"]
+
+
+@pytest.mark.parametrize("unreadable", [0, 2])
+def test_row_40_a_put_that_was_done_and_not_answered_is_a_commit(unreadable: int, root: Path, uploads: str) -> None:
+    store = ObjectStore(uploads, puts=["lost"])
+    attempt = written(store, root, 1)
+    store.unreadable = unreadable
+    commit.publish(store, attempt, [RANK], {}, {}, 5.0)
+    assert committed_steps(store, str(root), MEGATRON) == [1]
+    assert at_of(Path(attempt.target)).name == attempt.token
+    commit.abandon(store, attempt)  # what fails after the commit, on another rank, takes nothing away
+    assert committed_steps(store, str(root), MEGATRON) == [1]
+
+
+def test_row_40_a_put_that_the_mount_did_twice_finds_itself_and_is_a_commit(root: Path, uploads: str) -> None:
+    class Twice(ObjectStore):
+        def put_new(self, path: str, data: bytes, draft: str) -> None:
+            super().put_new(path, data, draft)
+            super().put_new(path, data, draft)
+
+    committed(Twice(uploads), root, 1)
+    assert committed_steps(FsOps(), str(root), MEGATRON) == [1]
+
+
+@pytest.mark.parametrize("outcome", ["refused", "torn"])
+def test_row_40_a_put_that_was_not_done_leaves_nothing(outcome: str, root: Path, uploads: str) -> None:
+    store = ObjectStore(uploads, puts=[outcome])
+    attempt = written(store, root, 1)
+    with pytest.raises(OSError, match="Input/output error"):
+        commit.publish(store, attempt, [RANK], {}, {})
+    assert committed_steps(store, str(root), MEGATRON) == []
+    commit.abandon(store, attempt)
+    assert os.listdir(root) == []
+    committed(store, root, 1)
+
+
+@pytest.mark.parametrize(("outcome", "found"), [("lost", [1]), ("refused", [])])
+def test_row_40_an_outcome_that_cannot_be_seen_is_said_and_the_disk_decides_later(
+    outcome: str, found: list[int], root: Path, uploads: str
+) -> None:
+    store = ObjectStore(uploads, puts=[outcome])
+    attempt = written(store, root, 1)
+    store.unreadable = 1000
+    with pytest.raises(CheckpointSaveError, match="was committed is not known.*next start decides"):
+        commit.publish(store, attempt, [RANK], {}, {}, 0.2)
+    commit.abandon(store, attempt)
+    assert os.path.isfile(os.path.join(attempt.staging, "data"))  # it may be a checkpoint's
+    store.unreadable = 0
+    age(Path(attempt.staging))
+    age(Path(attempt.target))
+    sweep(store, str(root), MEGATRON)
+    assert committed_steps(store, str(root), MEGATRON) == found
+    assert os.listdir(root) == [MEGATRON.folder(step) for step in found]
+
+
+def test_row_40_a_folder_that_cannot_be_synced_after_the_put_is_taken_back(root: Path) -> None:
+    class Failing(FsOps):
+        def sync_folder(self, path: str) -> None:
+            super().sync_folder(path)
+            if os.path.exists(os.path.join(path, MANIFEST)):
+                raise OSError(5, "Input/output error", path)
+
+    fs = Failing(atomic_rename=False)
+    attempt = written(fs, root, 1)
+    with pytest.raises(OSError, match="Input/output error"):
+        commit.publish(fs, attempt, [RANK], {}, {})
+    commit.abandon(fs, attempt)
+    assert os.listdir(root) == []
+
+
+@pytest.mark.parametrize("kind", ["store", "links"])
+def test_row_40_racing_attempts_commit_exactly_once(kind: str, root: Path, uploads: str) -> None:
+    """Six clients, one step; each either commits or is told that another did, and touches no other's files."""
+    for step in range(1, 16):
+        start, told = threading.Barrier(6), list[Any]()
+
+        def race(step: int = step, start: threading.Barrier = start, told: list[Any] = told) -> None:
+            fs = ObjectStore(uploads) if kind == "store" else FsOps(durable=False, atomic_rename=False)
+            attempt = commit.Attempt(str(root / MEGATRON.folder(step)), new_token(), by_rename=False)
+            start.wait(30)
+            try:
+                commit.begin(fs, attempt)
+                fs.write_new(os.path.join(attempt.staging, "data"), b"1234")
+                commit.publish(fs, attempt, [RANK], {".metadata": b"m"}, {})
+                told.append(attempt.token)
+            except CheckpointExistsError:
+                commit.abandon(fs, attempt)
+                told.append(None)
+            except BaseException as error:
+                told.append(error)
+
+        threads = [threading.Thread(target=race) for _ in range(6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+        (winner,) = [token for token in told if token is not None]
+        assert len(told) == 6 and at_of(root / MEGATRON.folder(step)).name == winner
+        assert sorted(os.listdir(root / MEGATRON.folder(step))) == sorted([winner, MANIFEST])
+
+
+def test_row_40_a_late_writer_of_an_abandoned_attempt_harms_nobody(root: Path, uploads: str) -> None:
+    store = ObjectStore(uploads)
+    old = written(store, root, 1)
+    late = store.create(os.path.join(old.staging, "late"))
+    commit.abandon(store, old)
+    assert os.listdir(root) == []
+    new = committed(store, root, 1)
+    store.close(late)  # its object appears where nobody looks any more
+    with pytest.raises(CheckpointExistsError, match="taken meanwhile"):
+        commit.publish(store, old, [{"rank": 0, "files": []}], {}, {})
+    assert at_of(Path(new.target)).name == new.token
+    assert committed_steps(store, str(root), MEGATRON) == [1]
+    age(Path(old.staging))
+    assert sweep(store, str(root), MEGATRON) == [f"iter_0000001/{old.token}"]
+    assert at_of(Path(new.target)).name == new.token
+
+
+def test_row_40_a_run_that_lost_the_root_puts_nothing(root: Path, uploads: str) -> None:
+    store = ObjectStore(uploads)
+    first = Ownership(store, str(root))
+    first.claim()
+    attempt = written(store, root, 1, first.token)
+    Ownership(store, str(root)).claim()
+    with pytest.raises(CheckpointFencedError):
+        commit.publish(store, attempt, [RANK], {}, {})
+    assert committed_steps(store, str(root), MEGATRON) == []
+
+
+def test_row_40_what_is_in_the_way_of_a_save(root: Path, uploads: str) -> None:
+    store = ObjectStore(uploads)
+    written(store, root, 1)
+    written(store, root, 1)  # two attempts side by side
+    (root / "iter_0000002").mkdir()
+    (root / "iter_0000002" / "theirs").write_text("kept")
+    (root / "iter_0000003").symlink_to(root / "iter_0000001")
+    committed(store, root, 4)
+    for step in (2, 3, 4):
+        with pytest.raises(CheckpointExistsError):
+            written(store, root, step)
+    with pytest.raises(CheckpointExistsError):
+        written(FsOps(), root, 1)  # where folders are renamed, all is in the way
+
+
+# --- what is left, and what is damaged ------------------------------------------------------------------------------
+
+
+def test_row_40_a_sweep_takes_dead_attempts_of_this_host_alone(root: Path, uploads: str) -> None:
+    store = ObjectStore(uploads)
+    dead, alive, young = (written(store, root, step) for step in (1, 2, 3))
+    loser = written(store, root, 4)
+    winner = committed(store, root, 4)
+    beside = written(store, root, 5)
+    broken = committed(store, root, 6)
+    Path(broken.target, MANIFEST).write_bytes(b"{")  # whose data it names cannot be known
+    kept = committed(store, root, 7)
+    quarantine(store, kept.target)
+    foreign = root / "iter_0000005" / FOREIGN_TOKEN
+    foreign.mkdir()
+    (root / "iter_0000008").mkdir()
+    lock = store.lock_shared(alive.staging)
+    for path in (*root.glob("iter_*/*-*"), *root.glob("iter_*")):
+        age(path)
+    os.utime(young.staging)
+    try:
+        assert living_attempts(store, str(root), MEGATRON) == [f"iter_0000002/{alive.token}"]
+        gone = sweep(store, str(root), MEGATRON)
+    finally:
+        os.close(lock)
+    assert set(gone) == {
+        f"iter_0000001/{dead.token}",
+        f"iter_0000004/{loser.token}",
+        f"iter_0000005/{beside.token}",
+    }
+    assert not (root / "iter_0000001").exists() and not (root / "iter_0000008").exists()
+    assert all(Path(attempt.staging, "data").exists() for attempt in (alive, young, winner, broken, kept))
+    scan = scan_steps(store, str(root), MEGATRON)
+    assert (scan.committed, sorted(scan.unfinished), sorted(scan.damaged)) == ([4], [2, 3, 5], [6])
+    assert scan.torn == scan.foreign == {}
+    # A run that renames folders takes away the same, and leaves empty folders, which are anybody's, alone.
+    age(Path(young.staging))
+    assert sweep(FsOps(), str(root), MEGATRON) == [f"iter_0000002/{alive.token}", f"iter_0000003/{young.token}"]
+
+
+def test_row_40_retirement_takes_the_manifest_first_and_leaves_other_attempts(root: Path, uploads: str) -> None:
+    store = ObjectStore(uploads)
+    attempt, other = committed(store, root, 1), committed(store, root, 2)
+    loser = root / "iter_0000002" / FOREIGN_TOKEN
+    loser.mkdir()
+    (loser / "data").write_bytes(b"x")
+    store.log.clear()
+    assert discard(store, attempt.target) and discard(store, other.target)
+    assert store.log[0] == f"unlink {attempt.target}/{MANIFEST}"
+    assert os.listdir(root) == ["iter_0000002"] and os.listdir(root / "iter_0000002") == [FOREIGN_TOKEN]
+    # So does a run that renames folders: a rename would take the other attempt along.
+    again = committed(store, root, 2)
+    assert discard(FsOps(), again.target)
+    assert os.listdir(root / "iter_0000002") == [FOREIGN_TOKEN] and (loser / "data").exists()
+
+
+@pytest.mark.parametrize("damage", ["data", "manifest", "at"])
+@pytest.mark.parametrize("renames", [False, True])
+def test_row_40_quarantine_keeps_the_data_and_frees_the_name(
+    damage: str, renames: bool, root: Path, uploads: str
+) -> None:
+    store = ObjectStore(uploads)
+    attempt = committed(store, root, 1)
+    living = written(store, root, 9)
+    os.rename(living.staging, root / "iter_0000001" / living.token)
+    os.rmdir(living.target)
+    lock = store.lock_shared(str(root / "iter_0000001" / living.token))
+    manifest = Path(attempt.target, MANIFEST)
+    if damage == "data":
+        Path(attempt.staging, "data").write_bytes(b"123")
+    elif damage == "manifest":
+        manifest.write_bytes(b"{")
+    else:
+        shutil.rmtree(attempt.staging)
+    assert list(scan_steps(store, str(root), MEGATRON).damaged) == [1]
+    content = manifest.read_bytes()
+    where = Path(quarantine(FsOps() if renames else store, attempt.target))
+    os.close(lock)
+    assert (where / QUARANTINED).read_bytes() == content and not manifest.exists()
+    assert where == Path(attempt.staging) or damage == "at"
+    scan = scan_steps(store, str(root), MEGATRON)
+    assert (scan.committed, scan.damaged, scan.torn, scan.foreign) == ([], {}, {}, {})
+    new = committed(store, root, 1)
+    assert committed_steps(store, str(root), MEGATRON) == [1]
+    age(where)
+    sweep(store, str(root), MEGATRON)
+    assert discard(store, new.target)
+    assert (where / QUARANTINED).exists()
+
+
+@pytest.mark.parametrize("at", ["..", ".", "", "/etc", "a/b", 7, None, ["x"], "0badc0de-12345678/..", "x" * 300])
+def test_row_40_a_manifest_that_leads_out_of_its_folder_is_refused(at: Any, root: Path, uploads: str) -> None:
+    attempt = committed(ObjectStore(uploads), root, 1)
+    edit_manifest(Path(attempt.target), lambda manifest: manifest.__setitem__("at", at))
+    assert list(scan_steps(FsOps(), str(root), MEGATRON).damaged) == [1]
+    with build_checkpointer("sync") as ours, pytest.raises(CheckpointCorruptError, match="folder of its files"):
+        ours.load(attempt.target)
+
+
+@pytest.mark.parametrize("stands_there", ["link", "fifo", "file", "nothing"])
+def test_row_40_the_folder_of_the_files_is_a_folder(stands_there: str, root: Path, uploads: str) -> None:
+    attempt = committed(ObjectStore(uploads), root, 1)
+    outside = root / "outside"
+    os.rename(attempt.staging, outside)
+    if stands_there == "link":
+        os.symlink(outside, attempt.staging)
+    elif stands_there == "fifo":
+        os.mkfifo(attempt.staging)
+    elif stands_there == "file":
+        Path(attempt.staging).write_text("x")
+    with build_checkpointer("sync") as ours, pytest.raises(CheckpointCorruptError, match=attempt.token):
+        ours.load(attempt.target)
+    quarantine(FsOps(atomic_rename=False), attempt.target)
+    assert sorted(os.listdir(outside)) == [".metadata", "data"]
+
+
+# --- whole saves ----------------------------------------------------------------------------------------------------
+
+
+def manager_in(root: Path, *overrides: str, preset: str = "sync") -> CheckpointManager:
+    usual = ["save.at_end=false", "keep.last=2", "timeouts.visible=0.2", "durability=process_crash"]
+    return build_manager(preset, [*(f"checkpoint.{each}" for each in usual), *overrides], dir=root)
+
+
+def restored(root: Path, *overrides: str) -> int | None:
+    target = blank_state()
+    with manager_in(root, *overrides) as manager:
+        step = manager.restore(target)
+    assert step is None or differences(target, state_of(step)) == []
+    return step
+
+
+def test_row_40_a_run_on_an_object_store(root: Path, uploads: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Saves, retires, resumes, quarantines and saves again, without one rename; a lost answer is no failed save."""
+    import torch.distributed.checkpoint as dcp
+
+    store = ObjectStore(uploads)
+    monkeypatch.setattr(factory, "file_system", lambda **of: store)
+    with manager_in(root, MANIFEST_MODE) as manager:
+        for step in (1, 2):
+            manager.save(step, state_of(step))
+        store.puts = ["lost"]
+        manager.save(3, state_of(3))
+        assert manager.steps() == [2, 3]
+        store.puts = ["refused"]
+        with pytest.raises(CheckpointSaveError, match="Input/output error"):
+            manager.save(4, state_of(4))
+        assert manager.steps() == [2, 3]
+        with pytest.raises(CheckpointExistsError):
+            build_checkpointer("sync", [MANIFEST_MODE]).save(state_of(3), root / "iter_0000003")
+    with manager_in(
+        root, MANIFEST_MODE, "checkpoint.on_error=retry", "checkpoint.retry.backoff_seconds=0.01"
+    ) as manager:
+        store.puts = ["refused", "torn", "lost"]
+        manager.save(4, state_of(4))
+        assert manager.reports[-1].attempts == 3 and manager.steps() == [3, 4]
+    assert (root / POINTER).read_text() == "4"
+    assert set(os.listdir(root)) == {"iter_0000003", "iter_0000004", POINTER, ".ckpt-owner.json"}
+    assert restored(root, MANIFEST_MODE) == 4
+    found = {"counts": torch.zeros(7, dtype=torch.int64)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.load(found, checkpoint_id=str(at_of(root / "iter_0000004")), no_dist=True)
+    assert found["counts"].eq(4).all()
+    kept = at_of(root / "iter_0000004")
+    (kept / "__0_0.distcp").write_bytes(b"")
+    with manager_in(root, MANIFEST_MODE) as manager:
+        assert manager.restore(blank_state()) == 3
+        assert (root / POINTER).read_text() == "3"
+        for step in (4, 5, 6):
+            manager.save(step, state_of(step))
+        assert manager.steps() == [5, 6]
+    assert restored(root, MANIFEST_MODE) == 6
+    assert (kept / QUARANTINED).exists() and (kept / ".metadata").exists()
+    assert [name for name in os.listdir(root) if name.startswith(".ckpt-")] == [".ckpt-owner.json"]
+
+
+@pytest.mark.parametrize("writer", ["dcp", "torch_save", "safetensors"])
+def test_row_40_what_one_mode_saved_the_other_loads_and_retires(writer: str, root: Path) -> None:
+    def state(step: int) -> dict[str, Any]:
+        return {"weight": torch.full((100,), float(step))}
+
+    modes = (MANIFEST_MODE, "checkpoint.commit=rename")
+    for step in range(1, 7):
+        target = state(0)
+        with manager_in(root, modes[step % 2], f"checkpoint/writer={writer}", preset="async_persistent") as manager:
+            assert manager.restore(target) == (step - 1 or None)
+            assert target["weight"].eq(step - 1).all()
+            manager.save(step, state(step))
+            manager.wait()
+            assert manager.steps() == [step - 1, step][-step:]
+        has_folder = at_of(root / MEGATRON.folder(step)) != root / MEGATRON.folder(step)
+        assert has_folder == (modes[step % 2] == MANIFEST_MODE)
+    assert len(os.listdir(root)) == 4
+
+
+def test_row_40_a_step_whose_attempt_lives_is_waited_for_and_not_quarantined(root: Path) -> None:
+    fs = FsOps(atomic_rename=False)
+    with manager_in(root, MANIFEST_MODE) as manager:
+        manager.save(1, state_of(1))
+    attempt = written(fs, root, 2)
+    lock = fs.lock_shared(attempt.staging)
+    (root / "iter_0000003" / FOREIGN_TOKEN).mkdir(parents=True)
+    for path in (*root.glob("iter_*/*-*"), *root.glob("iter_*")):
+        age(path)
+    try:
+        for mode in (MANIFEST_MODE, "checkpoint.commit=rename"):
+            assert restored(root, mode, "checkpoint.timeouts.close=0.2") == 1
+    finally:
+        os.close(lock)
+    assert Path(attempt.staging, "data").exists() and (root / "iter_0000003" / FOREIGN_TOKEN).exists()
+    assert restored(root, MANIFEST_MODE) == 1
+    assert not Path(attempt.target).exists() and (root / "iter_0000003" / FOREIGN_TOKEN).exists()
+
+
+def test_row_40_an_overwritten_pointer_follows_no_link_and_waits_for_no_fifo(root: Path) -> None:
+    precious = root / "precious"
+    precious.write_text("1")
+    fs = FsOps(atomic_rename=False)
+    (root / POINTER).symlink_to(precious)
+    fs.write_over(str(root / POINTER), b"2")
+    assert precious.read_text() == "1" and (root / POINTER).read_text() == "2"
+    os.unlink(root / POINTER)
+    os.mkfifo(root / POINTER)
+    fs.write_over(str(root / POINTER), b"longer")
+    fs.write_over(str(root / POINTER), b"3")
+    assert (root / POINTER).read_text() == "3"
+
+
+def test_row_40_direct_io_is_refused() -> None:
+    with pytest.raises(CheckpointConfigError, match=r"checkpoint\.writer\.io=direct.*checkpoint\.commit=manifest"):
+        build_checkpointer("async_persistent", [MANIFEST_MODE, "checkpoint.writer.io=direct"])
+
+
+# --- kills, and failing calls ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("preset", "victim", "stride"),
+    [("sync", "self", 1), ("async_persistent", "self", 6), ("async_persistent", "other", 7)],
+)
+def test_row_40_kill_at_every_operation(preset: str, victim: str, stride: int, forker: Forker, tmp_path: Path) -> None:
+    """In one process at every operation; with the writer process, which can commit too, at every few."""
+    check_kills(forker, tmp_path, preset, victim, stride)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("victim", ["self", "other", "all"])
+def test_row_40_kill_at_every_operation_of_both_processes(victim: str, forker: Forker, tmp_path: Path) -> None:
+    check_kills(forker, tmp_path, "async_persistent", victim, 1)
+
+
+def check_kills(forker: Forker, folder: Path, preset: str, victim: str, stride: int) -> None:
+    kills, wrong = enumerate_kills(forker, folder, preset, victim, [MANIFEST_MODE], stride)
+    print(f"{preset}, {victim}: {kills} kills, {len(wrong)} violations")
+    assert not wrong, "\n".join(wrong)
+    assert 40 // stride <= kills < MANY // stride
+
+
+@pytest.mark.parametrize(
+    "sticky", [pytest.param(False, id="once"), pytest.param(True, id="from_then_on", marks=pytest.mark.soak)]
+)
+def test_row_40_every_operation_fails(sticky: bool, forker: Forker, tmp_path: Path) -> None:
+    found = forker.run(
+        "faults.scenarios:fail_everywhere",
+        timeout=110,
+        root=str(tmp_path / "root"),
+        preset="sync",
+        operation="any",
+        code="EIO",
+        sticky=sticky,
+        logs=str(tmp_path),
+        overrides=[MANIFEST_MODE],
+    )
+    assert found["wrong"] == []
+    assert found["aborted"] > 15
+    assert found["survived"] > 8  # of pointer and retirement
