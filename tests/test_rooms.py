@@ -42,6 +42,7 @@ ORDER = (
     {"sweeps"},
     {"training", "train"},
     {"bench"},
+    {"tuning"},
     {"tools"},
 )
 LEVEL = {room: level for level, rooms in enumerate(ORDER) for room in rooms}

@@ -11,9 +11,6 @@ import re
 import shutil
 import signal
 import sys
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -33,10 +30,11 @@ from ..sweeps.page import NO_PICTURE, can_plot
 from ..sweeps.result import RUNNING, write_result
 from .figures import read_figures, rows_for_sweep, write_figures
 from .peers import PeerEnvironment
+from .place import place
 from .plot import draw
 from .promises import judge
 from .runs import Case, Run, Runner
-from .schema import Action, Request, read, register
+from .schema import STATES, Action, Request, read, register
 from .table import LEGEND, render
 
 #: The first word of the command line, where it is one of these, is the action.
@@ -162,7 +160,7 @@ def _measure(
     for target in request.targets:
         parent = here / Path(bench.dir).expanduser() if target == "disk" else Path(bench.tmpfs_dir)
         key = "dir" if target == "disk" else "tmpfs_dir"
-        with _place(parent, key) as base:
+        with place(parent, f"{key}=") as base:
             for state in request.states:
                 _refuse_full(state, base, key)
                 cases.append(Case(state, target))
@@ -195,28 +193,15 @@ def _show(request: Request, cases: list[Case], about: dict[str, Any], folder: Pa
         raise BenchmarkFailed("No row was measured; the reasons are above.")
 
 
-@contextmanager
-def _place(parent: Path, key: str) -> Iterator[str]:
-    """A folder that is made for the run and removed after it."""
-    try:
-        base = tempfile.mkdtemp(prefix="ckpt-bench-", dir=parent)
-    except OSError as error:
-        raise CheckpointConfigError(f"{key}={parent}: no folder can be made there ({error.strerror}).") from error
-    try:
-        yield base
-    finally:
-        shutil.rmtree(base)
-
-
-#: At most this many bytes of a state's files are there at once, and room besides; the sizes of `measure.states`.
-_ROOM_GB = {"large": 4.5, "many_small": 2.1, "moe": 4.5, "bf16_mixed": 5.3, "tiny": 0.1}
+#: At most as many files of a state are there at once, room for the rest included.
+_COPIES = 3
 
 
 def _refuse_full(state: str, base: str, key: str) -> None:
-    free = shutil.disk_usage(base).free / 1e9
-    if free < _ROOM_GB[state]:
+    free, needed = shutil.disk_usage(base).free / 1e9, _COPIES * STATES[state]
+    if free < needed:
         raise CheckpointConfigError(
-            f"{os.path.dirname(base)} has {free:.1f} GB free, and state={state} needs {_ROOM_GB[state]}; "
+            f"{os.path.dirname(base)} has {free:.1f} GB free, and state={state} needs {needed:.1f}; "
             f"give another {key}=."
         )
 

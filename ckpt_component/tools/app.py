@@ -8,10 +8,10 @@ import sys
 from collections.abc import Sequence
 
 from ..errors import CheckpointError
-from . import report_command
+from . import report_command, tune_command
 
 #: In the order of the help. A command has `add(commands)`, which sets `run` to what gets the parsed arguments.
-_COMMANDS = (report_command,)
+_COMMANDS = (report_command, tune_command)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -23,11 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     Raises:
         SystemExit: with code 1 and the text of what went wrong, or with 2 when the words cannot be understood.
     """
-    parser = argparse.ArgumentParser(prog="ckpt", description="What one does beside a run of training.")
-    commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for command in _COMMANDS:
-        command.add(commands)
-    parsed = parser.parse_args(arguments)
+    parsed = parse(arguments)
     # What a command has made in other places is removed on the way out.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
@@ -36,3 +32,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line in parts; `run` is the command's function, which takes them."""
+    parser = argparse.ArgumentParser(prog="ckpt", description="What one does beside a run of training.")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    for command in _COMMANDS:
+        command.add(commands)
+    return parser.parse_args(arguments)

@@ -35,7 +35,7 @@ EXCEPTIONS = {
 }
 #: Rooms that no checkpoint of a user's passes through: the benchmark measures the bare file system and other
 #: libraries, sweeps and tools write result files, reports and recipes.
-ROOMS_BESIDE = {"bench", "sweeps", "tools"}
+ROOMS_BESIDE = {"bench", "sweeps", "tuning"}
 
 
 def effects_of(path: Path) -> Iterator[str]:
