@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -42,6 +43,8 @@ class SweepReport(Callback):
 @contextmanager
 def reported() -> Iterator[None]:
     """Report the sweep that runs inside the `with`, however it ends; nothing when there was none."""
+    # Hydra 1.4 warns of every target in a config that is on no list. A list of ours would shut out a user's callbacks.
+    warnings.filterwarnings("ignore", message=r".*_target_='ckpt_component\.sweeps\.callback\.")
     begun = list[Path]()
     token = _BEGUN.set(begun)
     try:

@@ -30,7 +30,7 @@ def recipe_path(folder: Path, name: str, replace: bool) -> Path:
 
 
 def write_recipe(path: Path, preset: str, settings: Mapping[str, str], notes: Sequence[str], replace: bool) -> None:
-    """Write the file, whole or not at all.
+    """Write the file, over one that is there only when told to.
 
     Args:
         path: from `recipe_path`.
@@ -50,15 +50,8 @@ def write_recipe(path: Path, preset: str, settings: Mapping[str, str], notes: Se
     text = "\n".join(lines) + "\n" + (f"\n{OmegaConf.to_yaml(values)}" if values else "")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_name(path.name + ".part")
-        part.write_text(text, encoding="utf-8")
-        try:
-            if replace:
-                part.replace(path)
-            else:
-                path.hardlink_to(part)  # unlike a rename, never over anything
-        finally:
-            part.unlink(missing_ok=True)
+        with open(path, "w" if replace else "x", encoding="utf-8") as file:
+            file.write(text)
     except OSError as error:
         raise CheckpointConfigError(
             f"{path} cannot be written ({error.strerror}); type another --conf or --name."

@@ -145,7 +145,7 @@ def _table(question: Question, measured: dict[str, _Measured]) -> str:
         cells = ["-"] * (len(figures) + 1)
         if entry.runs:
             cells = [f"{median(entry.values(name)):.3f}" for name in figures]
-            cells.append(f"{median(run['state_bytes'] / 1e9 / run['durable'] for run in entry.runs):.2f}")
+            cells.append(f"{entry.runs[0]['state_bytes'] / 1e9 / median(entry.values('durable')):.2f}")
         lines.append([value, *cells, str(len(entry.runs)), "" if entry.error is None else f"FAILED: {entry.error}"])
     return "\n".join(aligned(lines, left=[0, len(lines[0]) - 1]))
 
