@@ -20,8 +20,9 @@ from omegaconf import DictConfig
 from .config import config_dir, override_hints
 from .config.errors import CheckpointConfigError
 from .errors import CheckpointError
+from .sweeps.callback import reported
+from .sweeps.result import RUNNING, write_result
 from .training.ranks import ALONE, Ranks, meet, part, quiet_console
-from .training.result import write_result
 from .training.schema import register
 
 logger = logging.getLogger(__name__)
@@ -49,6 +50,7 @@ def run_job(config: DictConfig, ranks: Ranks = ALONE) -> float:
 
     quiet_console(ranks)
     swept = HydraConfig.get().mode == RunMode.MULTIRUN
+    _result(ranks, RUNNING)
     try:
         job = Job(config, _launch_dir(), ranks)
         try:
@@ -93,7 +95,7 @@ def main() -> None:
 
     # Hydra 1.4 has this as its only behaviour, and warns of the argument.
     version = {"version_base": "1.3"} if hydra.__version__ < "1.4" else {}
-    with override_hints(config_dir(), "train"):
+    with reported(), override_hints(config_dir(), "train"):
         hydra.main(config_path=str(config_dir()), config_name="train", **version)(task)()
     part(ranks)
 

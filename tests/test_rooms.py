@@ -39,8 +39,11 @@ ORDER = (
         "untold",
     },
     {"factory"},
+    {"sweeps"},
     {"training", "train"},
-    {"bench", "tools"},
+    {"bench"},
+    {"tuning"},
+    {"tools"},
 )
 LEVEL = {room: level for level, rooms in enumerate(ORDER) for room in rooms}
 #: Belongs to the family of `errors`, and lives in `config` because it imports Hydra.

@@ -11,9 +11,6 @@ import re
 import shutil
 import signal
 import sys
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -22,21 +19,31 @@ from typing import Any
 import hydra
 import psutil
 from hydra.core.hydra_config import HydraConfig
+from hydra.errors import CompactHydraException
 from omegaconf import DictConfig
 
 from ..config import config_dir, override_hints
 from ..config.errors import CheckpointConfigError
-from .figures import read_figures, write_figures
+from ..errors import CheckpointError
+from ..sweeps.callback import reported
+from ..sweeps.page import NO_PICTURE, can_plot
+from ..sweeps.result import RUNNING, write_result
+from .figures import read_figures, rows_for_sweep, write_figures
 from .peers import PeerEnvironment
-from .plot import can_plot, draw
+from .place import place
+from .plot import draw
 from .promises import judge
-from .runs import Case, Runner
-from .schema import Action, Request, read, register
+from .runs import Case, Run, Runner
+from .schema import STATES, Action, Request, read, register
 from .table import LEGEND, render
 
 #: The first word of the command line, where it is one of these, is the action.
 _ACTIONS = tuple(action.value for action in Action)
 _MULTIRUN = ("-m", "--multirun")
+
+
+class BenchmarkFailed(CompactHydraException, CheckpointError):
+    """A promise failed, nothing was measured, or a peer is missing. Hydra prints the text without a traceback."""
 
 
 def main() -> None:
@@ -47,7 +54,7 @@ def main() -> None:
     sys.argv[1:] = arguments(sys.argv[1:])
     # Hydra 1.4 has this as its only behaviour, and warns of the argument.
     compatible = {"version_base": "1.3"} if hydra.__version__ < "1.4" else {}
-    with override_hints(config_dir(), "bench"):
+    with reported(), override_hints(config_dir(), "bench"):
         hydra.main(config_path=str(config_dir()), config_name="bench", **compatible)(run_job)()
 
 
@@ -64,39 +71,78 @@ def arguments(typed: list[str]) -> list[str]:
 
 
 def run_job(config: DictConfig) -> None:
-    """Do what the config asks for.
+    """Do what the config asks for, and write `result.json` into the output folder.
 
     Raises:
         CheckpointConfigError: a value that cannot be used.
-        SystemExit: a promise failed, a peer could not be installed, or no row was measured.
+        BenchmarkFailed: a promise failed, no row was measured, or a peer could not be installed.
+        SystemExit: a signal stopped the run.
     """
-    request = read(config)
-    here, folder = Path(HydraConfig.get().runtime.cwd), Path(HydraConfig.get().runtime.output_dir)
-    peers = PeerEnvironment(str(here / Path(request.bench.peers_dir).expanduser()))
-    if request.bench.action is Action.peers:
-        _make_peers(peers)
-        return
-    if request.bench.results is not None:
-        cases, about = read_figures(str(here / Path(request.bench.results).expanduser()))
-        write_figures(cases, folder, about)
-    else:
-        about = _about(request, peers)
-        cases = _measure(request, peers, here, folder, about)
-    _show(request, cases, about, folder)
+    job = _JobResult()
+    try:
+        request = read(config)
+        here, folder = Path(HydraConfig.get().runtime.cwd), Path(HydraConfig.get().runtime.output_dir)
+        peers = PeerEnvironment(str(here / Path(request.bench.peers_dir).expanduser()))
+        if request.bench.action is Action.peers:
+            _make_peers(peers)
+            return
+        if request.bench.results is not None:
+            job.cases, about = read_figures(str(here / Path(request.bench.results).expanduser()))
+            write_figures(job.cases, folder, about)
+        else:
+            about = _about(request, peers)
+            _measure(request, peers, here, folder, about, job)
+        _show(request, job.cases, about, folder)
+    except KeyboardInterrupt:
+        job.write("stopped", "by Ctrl-C")
+        raise
+    except SystemExit as leaving:
+        job.write("stopped", f"with exit code {leaving.code}")
+        raise
+    except Exception as error:
+        job.write("failed", str(error) or type(error).__name__)
+        raise
+    job.write("completed")
+
+
+class _JobResult:
+    """What `result.json` has: the figures so far, so that a report of a killed run shows them."""
+
+    def __init__(self) -> None:
+        self.cases = list[Case]()
+
+    def write(self, status: str, reason: str | None = None) -> None:
+        settings = HydraConfig.get()
+        write_result(
+            settings.runtime.output_dir,
+            status,
+            overrides=list(settings.overrides.task),
+            choices={group: str(option) for group, option in settings.runtime.choices.items()},
+            reason=reason,
+            rows=rows_for_sweep(self.cases),
+        )
 
 
 def _make_peers(peers: PeerEnvironment) -> None:
     try:
         failed = peers.make(_say)
     except RuntimeError as error:
-        sys.exit(str(error))
+        raise BenchmarkFailed(str(error)) from error
     if failed:
-        sys.exit("Not installed, and so not measured:\n" + "\n".join(failed))
+        raise BenchmarkFailed("Not installed, and so not measured:\n" + "\n".join(failed))
     _say("all peers are installed; ckpt-bench measures them now")
 
 
-def _measure(request: Request, peers: PeerEnvironment, here: Path, folder: Path, about: dict[str, Any]) -> list[Case]:
-    bench, cases = request.bench, list[Case]()
+def _measure(
+    request: Request, peers: PeerEnvironment, here: Path, folder: Path, about: dict[str, Any], job: _JobResult
+) -> None:
+    bench, cases = request.bench, job.cases
+
+    def keep(_row: str = "", _run: Run | None = None) -> None:
+        write_figures(cases, folder, about)
+        job.write(RUNNING)
+
+    keep()
     runner = Runner(
         peers,
         {
@@ -114,15 +160,14 @@ def _measure(request: Request, peers: PeerEnvironment, here: Path, folder: Path,
     for target in request.targets:
         parent = here / Path(bench.dir).expanduser() if target == "disk" else Path(bench.tmpfs_dir)
         key = "dir" if target == "disk" else "tmpfs_dir"
-        with _place(parent, key) as base:
+        with place(parent, f"{key}=") as base:
             for state in request.states:
                 _refuse_full(state, base, key)
                 cases.append(Case(state, target))
                 # After every process, so that a run that is stopped leaves what it has.
-                runner.measure(cases[-1], request.rows, base, lambda _row, _run: write_figures(cases, folder, about))
-                write_figures(cases, folder, about)
+                runner.measure(cases[-1], request.rows, base, keep)
+                keep()
                 print(render(cases[-1]), flush=True)
-    return cases
 
 
 def _show(request: Request, cases: list[Case], about: dict[str, Any], folder: Path) -> None:
@@ -136,40 +181,27 @@ def _show(request: Request, cases: list[Case], about: dict[str, Any], folder: Pa
     if can_plot():
         draw(cases, verdicts, about, folder)
     else:
-        _say("no picture: pip install 'ckpt_component[plot]'")
+        _say(NO_PICTURE)
     _say(f"figures are in {folder}")
     failed = sum(verdict.holds is False for verdict in verdicts)
     if verdicts:
         passed = sum(verdict.holds is True for verdict in verdicts)
         print(f"{passed} hold, {failed} FAIL, {len(verdicts) - passed - failed} not measured or only told")
     if failed:
-        sys.exit(1)
+        raise BenchmarkFailed(f"{failed} promise{'s' * (failed > 1)} failed; see FAIL above.")
     if not any("durable" in run for case in cases for runs in case.rows.values() for run in runs):
-        sys.exit("No row was measured; the reasons are above.")
+        raise BenchmarkFailed("No row was measured; the reasons are above.")
 
 
-@contextmanager
-def _place(parent: Path, key: str) -> Iterator[str]:
-    """A folder that is made for the run and removed after it."""
-    try:
-        base = tempfile.mkdtemp(prefix="ckpt-bench-", dir=parent)
-    except OSError as error:
-        raise CheckpointConfigError(f"{key}={parent}: no folder can be made there ({error.strerror}).") from error
-    try:
-        yield base
-    finally:
-        shutil.rmtree(base)
-
-
-#: At most this many bytes of a state's files are there at once, and room besides; the sizes of `measure.states`.
-_ROOM_GB = {"large": 4.5, "many_small": 2.1, "moe": 4.5, "bf16_mixed": 5.3, "tiny": 0.1}
+#: At most as many files of a state are there at once, room for the rest included.
+_COPIES = 3
 
 
 def _refuse_full(state: str, base: str, key: str) -> None:
-    free = shutil.disk_usage(base).free / 1e9
-    if free < _ROOM_GB[state]:
+    free, needed = shutil.disk_usage(base).free / 1e9, _COPIES * STATES[state]
+    if free < needed:
         raise CheckpointConfigError(
-            f"{os.path.dirname(base)} has {free:.1f} GB free, and state={state} needs {_ROOM_GB[state]}; "
+            f"{os.path.dirname(base)} has {free:.1f} GB free, and state={state} needs {needed:.1f}; "
             f"give another {key}=."
         )
 

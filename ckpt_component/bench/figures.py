@@ -84,6 +84,38 @@ def records(cases: Sequence[Case]) -> Iterator[dict[str, Any]]:
                 yield {"state": case.state, "target": case.target, "row": row, "figure": "note", "note": reason}
 
 
+#: Figure -> its name in the report of a sweep.
+_IN_SWEEPS = {
+    "first_stall": "first_stall_s",
+    "stall": "stall_s",
+    "staged": "staged_s",
+    "durable": "durable_s",
+    "lost": "lost_s",
+    "step_ratio": "step_ratio",
+}
+
+
+def rows_for_sweep(cases: Sequence[Case]) -> list[dict[str, Any]]:
+    """The rows as `sweeps.result.write_result` takes them: medians, or the reason why there are none."""
+    found = []
+    for case in cases:
+        for row in (name for name in case.rows if name in ROWS):
+            medians = {name: spread(case, row, figure) for figure, name in _IN_SWEEPS.items()}
+            figures = {name: value.median for name, value in medians.items() if value is not None}
+            size = spread(case, row, "bytes")
+            if size is not None and figures.get("durable_s"):
+                figures["gbps"] = size.median / 1e9 / figures["durable_s"]
+            found.append(
+                {
+                    "name": row,
+                    "workload": f"{case.state} on {case.target}",
+                    "figures": figures,
+                    "reason": None if figures else why_not(case, row) or "not measured yet",
+                }
+            )
+    return found
+
+
 def limits_of(case: Case) -> dict[str, Spread]:
     """What the hardware did, in seconds, by name."""
     return {name: found for name in _limits_of(case) if (found := spread(case, LIMITS, name)) is not None}

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import base64
-import html
-import io
-import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..sweeps.page import new_figure, page, png_of
 from .figures import Spread, fact, limits_of, spread
 from .measure.names import ROWS
 from .runs import Case
@@ -29,13 +26,6 @@ _PANELS = (
 )
 
 
-def can_plot() -> bool:
-    """Whether matplotlib is there."""
-    from importlib.util import find_spec
-
-    return find_spec("matplotlib") is not None
-
-
 def draw(cases: Sequence[Case], verdicts: Sequence[Verdict], about: Mapping[str, Any], folder: Path) -> list[Path]:
     """Write the picture and the page.
 
@@ -51,8 +41,6 @@ def draw(cases: Sequence[Case], verdicts: Sequence[Verdict], about: Mapping[str,
     shown = [case for case in cases if _rows(case)]
     if not shown:
         return []
-    # It tells at length of the fonts that it looks for.
-    logging.getLogger("matplotlib").setLevel(logging.WARNING)
     png = _picture(shown)
     (folder / PNG).write_bytes(png)
     (folder / HTML).write_text(_page(png, cases, verdicts, about), encoding="utf-8")
@@ -60,13 +48,8 @@ def draw(cases: Sequence[Case], verdicts: Sequence[Verdict], about: Mapping[str,
 
 
 def _picture(cases: Sequence[Case]) -> bytes:
-    # Not pyplot: it keeps figures and picks a window system.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # type: ignore[import-not-found,unused-ignore]
-    from matplotlib.figure import Figure  # type: ignore[import-not-found,unused-ignore]
-
     heights = [1.2 + 0.28 * len(_rows(case)) for case in cases]
-    figure = Figure(figsize=(4 * len(_PANELS) + 2, sum(heights)), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(4 * len(_PANELS) + 2, sum(heights))
     grid = figure.subplots(len(cases), len(_PANELS), squeeze=False, gridspec_kw={"height_ratios": heights})
     for case, axes in zip(cases, grid, strict=True):
         for number, (axis, (title, name, limit)) in enumerate(zip(axes, _PANELS, strict=True)):
@@ -74,9 +57,7 @@ def _picture(cases: Sequence[Case]) -> bytes:
             axis.set_title(title if number else f"{_title(case)}\n{title}", fontsize=9)
             if number:
                 axis.set_yticklabels([])
-    written = io.BytesIO()
-    figure.savefig(written, format="png", dpi=110)
-    return written.getvalue()
+    return png_of(figure)
 
 
 def _panel(axis: Any, case: Case, name: str, limit: Spread | None, limit_name: str | None) -> None:
@@ -111,22 +92,8 @@ def _title(case: Case) -> str:
 
 
 def _page(png: bytes, cases: Sequence[Case], verdicts: Sequence[Verdict], about: Mapping[str, Any]) -> str:
-    image = base64.b64encode(png).decode()
-    blocks = [html.escape(render(case).strip()) for case in cases]
+    blocks = [LEGEND, *(render(case).strip() for case in cases)]
     if verdicts:
-        blocks.append(html.escape("\n".join(verdict.line() for verdict in verdicts)))
-    machine = html.escape(", ".join(f"{name}: {value}" for name, value in about.items()))
-    tables = "\n".join(f"<pre>{block}</pre>" for block in blocks)
-    return f"""<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><title>ckpt-bench</title>
-<style>
-body {{ font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 100rem; padding: 0 1rem; color: #222 }}
-img {{ max-width: 100% }} pre {{ overflow-x: auto; background: #f6f6f4; padding: 1rem; font-size: 12px }}
-</style></head><body>
-<h1>ckpt-bench</h1><p>{machine}</p>
-<p>Bars are medians, black lines go from the lowest repeat to the highest, dotted lines are limits.</p>
-<img alt="bars of all rows" src="data:image/png;base64,{image}">
-<pre>{html.escape(LEGEND)}</pre>
-{tables}
-</body></html>
-"""
+        blocks.append("\n".join(verdict.line() for verdict in verdicts))
+    caption = "Bars are medians, black lines go from the lowest repeat to the highest, dotted lines are limits."
+    return page("ckpt-bench", ", ".join(f"{name}: {value}" for name, value in about.items()), caption, png, blocks)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import shutil
-import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -14,16 +12,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import psutil
-
+from .child import run_process
 from .measure.names import LIMITS
 from .peers import PeerEnvironment
 
 #: What a run has instead of figures when the row broke, and when it could not be tried.
 ERROR, ABSENT = "error", "absent"
-#: How often a row's processes are looked up: a look takes milliseconds, which the row would feel.
-_LOOK_S = 2.0
-_GRACE_S = 2.0
 #: Not -m: the package's folder is the last on the path, so that the peers' packages win over those beside ours.
 BOOT = (
     "import sys; sys.path.append(sys.argv.pop(1)); "
@@ -124,73 +118,13 @@ class Runner:
             root = Path(__file__).resolve().parents[2]
             command = [self._peers.interpreter_of(row), "-c", self._boot, str(root), json.dumps(task)]
             with open(log, "wb") as output:
-                code = _run(command, output, self._timeout)
+                code = run_process(command, output, self._timeout)
             run = _result(result, code, log, self._timeout)
         finally:
             shutil.rmtree(place, ignore_errors=True)
         if ERROR not in run:
             log.unlink()
         return run
-
-
-def _run(command: list[str], output: Any, timeout: float) -> int | None:
-    """The exit code, or None when the deadline was over; whatever the process started is gone in any case."""
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    process = subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=output,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-        env=environment | {"OMP_WAIT_POLICY": "PASSIVE", "PYTHONWARNINGS": "ignore"},
-    )
-    started: set[psutil.Process] = set()
-    deadline = time.monotonic() + timeout
-    try:
-        while True:
-            # Seen while their parent lives: an orphan in a session of its own could not be found any more.
-            started |= _descendants(process.pid)
-            try:
-                return process.wait(min(_LOOK_S, max(0.0, deadline - time.monotonic())))
-            except subprocess.TimeoutExpired:
-                if time.monotonic() >= deadline:
-                    return None
-    finally:
-        started |= _descendants(process.pid) | _session_of(process.pid)
-        over = process.returncode is not None
-        if not over:
-            process.kill()
-            with contextlib.suppress(subprocess.TimeoutExpired):  # the row is told to have hung anyhow
-                process.wait(_GRACE_S)
-        # psutil holds a process by its id and its start, so that none but those is ended. Those of a row that has ended
-        # may be about to end too.
-        left = [child for child in started if child.is_running()]
-        _, left = psutil.wait_procs(left, timeout=_GRACE_S if over else 0)
-        for child in left:
-            try:
-                child.kill()
-            except psutil.NoSuchProcess:
-                continue
-        psutil.wait_procs(left, timeout=5)
-
-
-def _descendants(pid: int) -> set[psutil.Process]:
-    try:
-        return set(psutil.Process(pid).children(recursive=True))
-    except psutil.NoSuchProcess:
-        return set()
-
-
-def _session_of(leader: int) -> set[psutil.Process]:
-    """What is left of the session that a process began, which may have ended; without itself."""
-    found = set()
-    for process in psutil.process_iter():
-        try:
-            if process.pid != leader and os.getsid(process.pid) == leader:
-                found.add(process)
-        except OSError:  # it ended in between
-            continue
-    return found
 
 
 def _result(path: str, code: int | None, log: Path, timeout: float) -> Run:

@@ -17,7 +17,8 @@ from ..config.store import PROVIDER, SCHEMAS
 from ..config.store import register as register_checkpoint_configs
 from .measure.names import FAMILIES, ROWS, rows_of
 
-STATES = ("large", "many_small", "moe", "bf16_mixed", "tiny")
+#: Name -> gigabytes (1e9), not less than it has.
+STATES: Mapping[str, float] = {"large": 1.5, "many_small": 0.7, "moe": 1.5, "bf16_mixed": 1.77, "tiny": 0.03}
 TARGETS = ("disk", "tmpfs")
 
 
@@ -97,7 +98,7 @@ def read(config: DictConfig) -> Request:
     wanted = {row for name in names for row in (rows_of(*FAMILIES) if name == "all" else rows_of(name) or [name])}
     return Request(
         bench=cast(Bench, OmegaConf.to_object(node)),
-        states=_names("state", values["state"], STATES),
+        states=_names("state", values["state"], list(STATES)),
         targets=_names("target", values["target"], TARGETS),
         rows=[row for row in ROWS if row in wanted],
     )

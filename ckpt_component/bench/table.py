@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ..sweeps.text import aligned
 from .figures import Spread, fact, limits_of, spread, why_not
 from .measure.names import LIMITS, ROWS
 from .runs import Case
@@ -46,7 +47,7 @@ def render(case: Case) -> str:
             lines.append([row, *cells, _whole(case, row)])
     text = [f"\n{case.state} on {case.target}{size}"]
     if len(lines) > 1:
-        text += _aligned(lines)
+        text += aligned(lines)
     text += notes
     text += [_limit(name, found, nbytes) for name, found in limits_of(case).items()]
     return "\n".join(text)
@@ -64,14 +65,6 @@ def _whole(case: Case, row: str) -> str:
     if torn is None:
         return "-"
     return "yes" if torn.high == 0 else f"NO ({torn.high:.0f} torn)"
-
-
-def _aligned(lines: list[list[str]]) -> list[str]:
-    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
-    return [
-        "  ".join(cell.ljust(width) if column == 0 else cell.rjust(width) for column, (cell, width) in enumerate(pairs))
-        for pairs in (list(zip(line, widths, strict=True)) for line in lines)
-    ]
 
 
 def _limit(name: str, found: Spread, nbytes: int | None) -> str:

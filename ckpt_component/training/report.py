@@ -5,7 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from statistics import median
 from typing import TYPE_CHECKING, Any
+
+from ..sweeps.text import aligned, duration
 
 if TYPE_CHECKING:
     import signal
@@ -71,7 +74,17 @@ class Summary:
         saves = self.saves
         writing = sum(report.write_s for report in saves)
         written = sum(report.bytes for report in saves)
+        fence = self.fence_s / len(saves) if saves else 0.0
+        stalls = [report.stall_s + fence for report in saves]
+        durable = median(report.committed_s for report in saves) if saves else None
+        steps = self.step - self.start
         return {
+            "first_stall_s": stalls[0] if stalls else None,
+            "stall_s": median(stalls[1:]) if stalls[1:] else None,
+            "staged_s": median(report.staged_s for report in saves) if saves else None,
+            "durable_s": durable,
+            "gbps": written / len(saves) / 1e9 / durable if durable else None,
+            "step_s": (self.seconds - self.waited_s) / steps if steps > 0 else None,
             "start": self.start,
             "step": self.step,
             "loss": self.losses[-1][1] if self.losses else None,
@@ -142,10 +155,7 @@ def table(reports: Sequence[SaveReport]) -> str:
             rows.append((step, *map(duration, times), f"{report.write_gbps:.2f}", report.outcome))
         else:
             rows.append((step, "-", "-", "-", "-", "-", f"{report.outcome}: {report.error}"))
-    widths = [max(len(row[column]) for row in rows) for column in range(len(_COLUMNS) - 1)]
-    return "\n".join(
-        "  ".join([*(cell.rjust(width) for cell, width in zip(row, widths, strict=False)), row[-1]]) for row in rows
-    )
+    return "\n".join(aligned(rows, left=[len(_COLUMNS) - 1]))
 
 
 def waiting(summary: Summary) -> str:
@@ -156,11 +166,3 @@ def waiting(summary: Summary) -> str:
         f"{summary.waited_share:.2%} of {duration(summary.seconds)}; "
         f"{duration(summary.closing_s)} of it at the end of the run"
     )
-
-
-def duration(seconds: float) -> str:
-    """`0.52 ms`, `43 ms`, `1.24 s`."""
-    if seconds >= 1:
-        return f"{seconds:.2f} s"
-    milliseconds = seconds * 1e3
-    return f"{milliseconds:.0f} ms" if milliseconds >= 10 else f"{milliseconds:.2f} ms"

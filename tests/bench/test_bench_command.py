@@ -97,6 +97,21 @@ def test_a_sweep_is_a_job_for_each(bench: Bench, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     for job in ("0", "1"):
         assert (tmp_path / "run" / "sweep" / job / "figures.csv").exists()
+    # And it ends with a report of all.
+    assert "2 of 2 rows have figures" in done.stdout and (tmp_path / "run" / "sweep" / "sweep.csv").exists()
+
+
+def test_a_job_of_a_sweep_that_measures_nothing_does_not_keep_the_others(bench: Bench, tmp_path: Path) -> None:
+    for name, run in (("bad", {"error": "it broke"}), ("good", {"durable": 1.0, "stall": 0.5, "bytes": 10**9})):
+        (tmp_path / "run" / name).mkdir()
+        cases = [{"state": "tiny", "target": "disk", "rows": {"sync": [run]}}]
+        content = {"about": {"cores": 2, "loop_threads": 1}, "cases": cases}
+        (tmp_path / "run" / name / "figures.json").write_text(json.dumps(content))
+    done = bench("-m", "results=bad,good", "hydra.sweep.dir=sweep")
+    assert done.returncode == 1 and "No row was measured" in done.stderr
+    assert "1 of 2 rows have figures" in done.stdout
+    assert any(line.split()[:5] == ["*", "1", "sync", "500", "ms"] for line in done.stdout.splitlines())
+    assert any("FAILED in 1 of 1: it broke" in line for line in done.stdout.splitlines())
 
 
 def test_nothing_measured_is_a_failure(bench: Bench, tmp_path: Path) -> None:
@@ -137,3 +152,5 @@ def test_a_run_that_is_stopped_keeps_its_figures_and_leaves_nothing(
     assert {path.name for path in folder.iterdir()} == {"out"}
     [case] = json.loads((folder / "out" / "figures.json").read_text())["cases"]
     assert case["rows"]["limits"][0]["memcpy"] > 0
+    result = json.loads((folder / "out" / "result.json").read_text())
+    assert result["status"] == "stopped" and [row["name"] for row in result["rows"]] == ["sync"]

@@ -46,6 +46,9 @@ def test_a_state_is_the_same_every_time_and_counts_exactly() -> None:
     one, two = make_state("tiny"), make_state("tiny")
     assert nbytes_of(one) == sum(size for _, size in shapes("tiny"))
     assert all(torch.equal(one[key], two[key]) for key in one) and any(value.any() for value in one.values())
+    total, most = nbytes_of(one), max(value.nbytes for value in one.values())
+    for nbytes in (total // 2, 3 * total):
+        assert nbytes <= nbytes_of(make_state("tiny", nbytes)) < nbytes + most
     with pytest.raises(ValueError, match="use large"):
         make_state("huge")
 

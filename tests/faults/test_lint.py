@@ -32,10 +32,10 @@ EXCEPTIONS = {
     "storage/regular.py": "opens for reading",
     "process/spawn.py": "tracebacks of a user's processes in a private temporary folder, as torch's spawn has it",
     "training/signals.py": "a line on stderr from a signal handler",
-    "training/result.py": "the example job's result file, no checkpoint",
 }
-#: Rooms that no checkpoint of a user's passes through: the benchmark measures the bare file system and other libraries.
-ROOMS_BESIDE = {"bench"}
+#: Rooms that no checkpoint of a user's passes through: the benchmark measures the bare file system and other
+#: libraries, sweeps and tools write result files, reports and recipes.
+ROOMS_BESIDE = {"bench", "sweeps", "tuning"}
 
 
 def effects_of(path: Path) -> Iterator[str]:

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from ckpt_component.reports import SaveReport
+from ckpt_component.sweeps.result import write_result
 from ckpt_component.training.report import Summary, duration, table, time_fence, waiting
-from ckpt_component.training.result import write_result
 
 GOOD = SaveReport(
     path="/c/iter_0000020",
@@ -52,6 +52,11 @@ def test_figures_are_plain_data() -> None:
     assert figures["write_gbps"] == 2.0 and figures["bytes_per_save"] == 2_000_000_000
     assert figures["loss"] == 2.5 and figures["validation_loss"] is None
     assert json.loads(json.dumps(figures)) == figures
+    # What a sweep compares: one save is the first, and there is no later one.
+    assert figures["first_stall_s"] == 0.0125 and figures["stall_s"] is None
+    assert figures["durable_s"] == 1.52 and figures["gbps"] == pytest.approx(2 / 1.52)
+    two = Summary(start=20, step=40, seconds=10.0, saving_s=2.0, fence_s=1.0, reports=[GOOD, GOOD]).figures()
+    assert two["stall_s"] == pytest.approx(0.5125) and two["step_s"] == pytest.approx(7 / 20)
 
 
 def test_a_run_without_saves_has_figures_too() -> None:
@@ -88,4 +93,5 @@ def test_the_result_file_is_whole(tmp_path: Path) -> None:
         "overrides": ["a=1"],
         "choices": {"checkpoint": "sync"},
         "figures": {},
+        "rows": [],
     }

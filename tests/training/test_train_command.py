@@ -12,6 +12,8 @@ from typing import Any
 import psutil
 import pytest
 
+from ckpt_component.sweeps.report import report
+
 pytestmark = pytest.mark.slow
 
 Trained = Callable[..., tuple[int, str]]
@@ -65,10 +67,31 @@ def test_a_sweep_keeps_its_jobs_apart_and_skips_what_cannot_work(train: Trained,
     assert "resumed" not in output and "Traceback" not in output
     jobs = results(run_dir / "multirun")
     assert [job["status"] for job in jobs] == ["completed", "completed", "skipped", "skipped"]
-    assert "checkpoint/stager=none" in jobs[2]["reason"] and output.count("skipped: ") == 2
+    assert "checkpoint/stager=none" in jobs[2]["reason"] and output.count("[WARNING] skipped: ") == 2
     assert not (run_dir / "checkpoints").exists()
     folders = sorted((run_dir / "multirun").rglob("checkpoints"), key=lambda path: path.parent.name)
     assert [(folder.parent.name, committed(folder)) for folder in folders] == [("0", [3]), ("1", [3])]
+    # It ends with the report, in which the refused pairs are rows too.
+    shown = output[output.index("what differs") :]
+    assert "2 of 4 rows have figures, sorted by stall" in shown and shown.count("  skipped: ") == 2
+    assert len(list((run_dir / "multirun").rglob("sweep.csv"))) == 1
+
+
+def test_a_sweep_is_reported_when_a_job_fails_and_when_it_is_killed(
+    start: Started, run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # The second job fails, and the third is killed.
+    steps = "train.steps=2,0,1000000"
+    with start(steps, "hydra.sweep.dir=sweep", "-m") as process:
+        try:
+            read_until(process, "step       5/1000000")
+        finally:
+            process.kill()
+    report(run_dir / "sweep")
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.endswith("completed") and "train.steps=2 " in line for line in lines)
+    assert any("failed: train.steps=0 is out of range" in line for line in lines)
+    assert any("not finished (it runs, or was killed)" in line and "train.steps=1000000" in line for line in lines)
 
 
 def test_a_recipe_may_be_a_sweep(train: Trained, run_dir: Path) -> None:

@@ -51,19 +51,19 @@ def measure_row(name: str, state: State, folder: str, settings: Settings) -> dic
     try:
         # Without the row's own processes, which count as its cost; with the modules that it has imported.
         start_memory = pss(os.getpid())
-        first = _timed_save(saver, os.path.join(folder, "first"), row.fsyncs)
+        first = timed_save(saver, os.path.join(folder, "first"), row.fsyncs)
         remove(os.path.join(folder, "first"))
         steady: list[tuple[float, float, float, float]] = []
         began = time.perf_counter()
         while len(steady) < settings.saves and (not steady or time.perf_counter() - began < settings.enough_seconds):
             path = os.path.join(folder, f"steady-{len(steady)}")
             loop.update()
-            steady.append(_timed_save(saver, path, row.fsyncs))
+            steady.append(timed_save(saver, path, row.fsyncs))
             remove(path)
         # Before anything is loaded: what a load frees, malloc may keep.
         path = os.path.join(folder, "memory")
         with sampled_peak() as peak:
-            _timed_save(saver, path, fsyncs=True)
+            timed_save(saver, path, fsyncs=True)
         remove(path)
         path = os.path.join(folder, "beside")
         disturbance = loop.disturbed_by(saver, path, settings.tail_seconds)
@@ -112,8 +112,17 @@ def make_saver(name: str, state: State) -> Saver:
     return peers.Safetensors(state) if name == "safetensors" else peers.TorchCheckpointing(state)
 
 
-def _timed_save(saver: Saver, path: str, fsyncs: bool) -> tuple[float, float, float, float]:
-    """Stall, staged, complete, durable."""
+def timed_save(saver: Saver, path: str, fsyncs: bool) -> tuple[float, float, float, float]:
+    """Save once.
+
+    Args:
+        saver: who saves.
+        path: a new path.
+        fsyncs: whether the saver syncs its files; otherwise they are synced here, on the clock of `durable`.
+
+    Returns:
+        Seconds from the call: stall, staged, complete, durable.
+    """
     started = time.perf_counter()
     saver.save(path)
     stall = time.perf_counter() - started

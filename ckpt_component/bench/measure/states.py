@@ -6,6 +6,8 @@ snapshot is held against the state it was taken of, without a second copy.
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping
 
 import torch
@@ -18,15 +20,23 @@ _KB = 1024
 _BELOW = 64
 
 
-def make_state(name: str) -> State:
-    """A state by name; raises ValueError for another name than those of `STATES`."""
+def make_state(name: str, nbytes: int | None = None) -> State:
+    """A state by name.
+
+    Args:
+        name: one of `STATES`.
+        nbytes: about how large it shall be: tensors are left out, or come again under other keys. None: as it is.
+
+    Raises:
+        ValueError: there is no such state.
+    """
     if name not in STATES:
         raise ValueError(f"There is no state {name!r}; use {', '.join(STATES)}.")
     generator = torch.Generator().manual_seed(1)
     # One pool of random numbers for all tensors: making 1.5 GB of them one by one takes longer than many a row.
     pool = torch.randint(0, _BELOW, (1 << 20,), generator=generator)
     state = {}
-    for key, shape, dtype in STATES[name]():
+    for key, shape, dtype in STATES[name]() if nbytes is None else _sized(name, nbytes):
         count = 1
         for size in shape:
             count *= size
@@ -36,6 +46,17 @@ def make_state(name: str) -> State:
             part.copy_(pool[: len(part)])
         state[key] = tensor.view(shape)
     return state
+
+
+def _sized(name: str, nbytes: int) -> Iterator[_Shape]:
+    """The state's tensors, over and over, until they have so many bytes; at least one."""
+    left = nbytes
+    for number in itertools.count():
+        for key, shape, dtype in STATES[name]():
+            yield (f"copy_{number}.{key}" if number else key), shape, dtype
+            left -= math.prod(shape) * dtype.itemsize
+            if left <= 0:
+                return
 
 
 def nbytes_of(state: Mapping[str, torch.Tensor]) -> int:

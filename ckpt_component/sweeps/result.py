@@ -1,4 +1,4 @@
-"""`result.json` in a run's output folder: what was asked for, and what came of it; sweeps read these."""
+"""`result.json` in a job's output folder: what was asked for, and what came of it; reports of sweeps read these."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ from typing import Any
 #: The file's name.
 RESULT = "result.json"
 
+#: What a job that has begun says until it is over; after that, one that was killed.
+RUNNING = "running"
+
 
 def write_result(
     folder: str,
@@ -19,16 +22,19 @@ def write_result(
     choices: Mapping[str, str],
     figures: Mapping[str, Any] | None = None,
     reason: str | None = None,
+    rows: Sequence[Mapping[str, Any]] = (),
 ) -> str:
     """Write the file, whole or not at all.
 
     Args:
         folder: the run's output folder; it exists.
-        status: `completed`, `stopped`, `skipped` or `failed`.
+        status: `running`, `completed`, `stopped`, `skipped` or `failed`.
         overrides: what was typed.
         choices: config group to option.
-        figures: see `Summary.figures`.
+        figures: of the job; a report shows those that `sweeps.jobs.FIGURES` names.
         reason: why the run did not complete.
+        rows: of a job that measures several things: for each its `name`, its `workload` (rows of one can be compared),
+            its `figures`, and a `reason` where it has none.
 
     Returns:
         The file's path.
@@ -40,6 +46,7 @@ def write_result(
         "overrides": list(overrides),
         "choices": dict(choices),
         "figures": dict(figures or {}),
+        "rows": [dict(row) for row in rows],
     }
     with open(path + ".part", "w", encoding="utf-8") as file:
         json.dump(content, file, indent=2, allow_nan=False, default=str)

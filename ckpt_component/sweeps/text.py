@@ -1,0 +1,30 @@
+"""Columns of text for the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def aligned(lines: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> list[str]:
+    """Lines of a table whose cells stand below each other, two spaces apart.
+
+    Args:
+        lines: cells; all lines have as many.
+        left: the columns that begin at the left; the others end at the right.
+    """
+    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
+    return [
+        "  ".join(
+            cell.ljust(width) if column in left else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in lines
+    ]
+
+
+def duration(seconds: float) -> str:
+    """`0.52 ms`, `43 ms`, `1.24 s`."""
+    if seconds >= 1:
+        return f"{seconds:.2f} s"
+    milliseconds = seconds * 1e3
+    return f"{milliseconds:.0f} ms" if milliseconds >= 10 else f"{milliseconds:.2f} ms"

@@ -1,0 +1,110 @@
+"""`ckpt tune` as a user meets it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+import ckpt_component
+from ckpt_component.config import compose_checkpoint
+from ckpt_component.config.errors import CheckpointConfigError
+from ckpt_component.tools.app import parse
+
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(ckpt_component.__file__).parents[1])}
+TUNE = [sys.executable, "-m", "ckpt_component.tools", "tune", "target", "--state", "tiny"]
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> Path:
+    (tmp_path / "target").mkdir()
+    return tmp_path / "target"
+
+
+@pytest.mark.slow
+def test_it_measures_says_why_and_writes_a_recipe_that_works(target: Path) -> None:
+    fixed = ("checkpoint/writer=dcp", "checkpoint.writer.workers=1", "checkpoint/stager=pinned")
+    options = [f"--override={word}" for word in (*fixed, "checkpoint.writer.io=buffered")]
+    done = subprocess.run(
+        [*TUNE, "--seconds=1", "--name=mine", *options],
+        cwd=target.parent,
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert list(target.iterdir()) == []
+    assert "checkpoint.writer.block_bytes: bytes a write call, by durable" in done.stdout
+    assert "-> checkpoint.writer.block_bytes=" in done.stdout and "checkpoint.writer.workers: " not in done.stdout
+    assert "ckpt-train --config-dir tuned +recipe=mine" in done.stdout
+    overrides = [f"hydra.searchpath=[file://{target.parent / 'tuned'}]", "+recipe=mine"]
+    config = compose_checkpoint("async_persistent", overrides)
+    assert config.writer.workers == 1 and config.writer.io.name == "buffered"
+    assert config.stager._target_.endswith("PinnedStager")
+    # The same again would write over it, and measures nothing.
+    again = subprocess.run(
+        [*TUNE, "--name=mine"],
+        cwd=target.parent,
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert again.returncode == 1 and "exists; type another --name, or --replace" in again.stderr and not again.stdout
+
+
+@pytest.mark.slow
+def test_a_stopped_one_leaves_nothing(target: Path) -> None:
+    with subprocess.Popen(
+        [*TUNE, "--seconds=100000", "--repeats=1000000"], cwd=target.parent, env=ENVIRONMENT, stdout=subprocess.DEVNULL
+    ) as process:
+        try:
+            deadline = time.monotonic() + 60
+            while not list(target.glob("*/data/*")):  # a save is being made
+                assert time.monotonic() < deadline and process.poll() is None
+            started = psutil.Process(process.pid).children(recursive=True)
+            process.send_signal(signal.SIGINT)
+            process.wait(60)
+        finally:
+            process.kill()
+    assert process.returncode == 128 + signal.SIGINT
+    assert started and not psutil.wait_procs(started, timeout=30)[1]
+    assert list(target.iterdir()) == [] and not (target.parent / "tuned").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--state=larg"], "--state=larg is unknown. Did you mean --state=large?"),
+        (["--size=big"], "--size=big is no size; type a number of bytes, or such as 500MB or 4GB."),
+        (["--size=1e6TB"], "type a smaller --size"),
+        (["--seconds=0"], "--seconds=0 is out of range"),
+        (["--repeats=0"], "--repeats=0 is out of range"),
+        (["--writers=dpc"], "--writers=dpc is unknown; use some of dcp, torch_save, safetensors."),
+        (["--override=writer.workers=2"], "--override=writer.workers=2 is no setting of checkpoint"),
+        (["--override=checkpoint.writer.worker=2"], "Did you mean checkpoint.writer.workers=2?"),
+        (["--name=../up"], "cannot be a recipe's name"),
+    ],
+)
+def test_a_mistake_is_told_before_anything_is_measured(target: Path, options: list[str], told: str) -> None:
+    parsed = parse(["tune", str(target), *options, f"--conf={target / 'conf'}"])
+    with pytest.raises(CheckpointConfigError) as caught:
+        parsed.run(parsed)
+    assert told in str(caught.value) and list(target.iterdir()) == []
+
+
+def test_a_wrong_folder(target: Path) -> None:
+    parsed = parse(["tune", str(target / "nowhere")])
+    with pytest.raises(
+        CheckpointConfigError, match="nowhere does not exist; give the folder where checkpoints will be"
+    ):
+        parsed.run(parsed)
