@@ -153,6 +153,8 @@ class Structure:
 def _is_dense(tensor: torch.Tensor) -> bool:
     if tensor.is_conj() or tensor.is_neg() or tensor.numel() == 0:
         return False
+    if tensor.is_contiguous():
+        return True
     reach = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
     expanded = any(size > 1 and step == 0 for size, step in zip(tensor.shape, tensor.stride(), strict=True))
     return reach == tensor.numel() and not expanded

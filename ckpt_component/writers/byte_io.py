@@ -14,7 +14,7 @@ import time
 import zlib  # integrity files themselves have a crc32 in the manifest, whatever the items have
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from ..storage.checksum import find_checksum
@@ -68,8 +68,9 @@ class WriteTable:
     checksum: str = "crc32"
 
     def to_plain(self) -> dict[str, Any]:
-        """As plain lists and numbers, for JSON."""
-        return asdict(self)
+        """As plain lists and numbers, for JSON; not a copy."""
+        files, lanes = map(vars, self.files), ([vars(lane) for lane in group] for group in self.lanes)
+        return {**vars(self), "files": list(files), "lanes": list(lanes)}
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> WriteTable:
