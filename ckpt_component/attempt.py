@@ -95,6 +95,7 @@ class AttemptRunner:
         deadline = time.monotonic() + self._timeouts.stage + self._timeouts.write
         locks: list[int] = []
         job: WriteJob | None = None
+        mine: dict[str, Any] = {}
 
         def begin(said: list[dict[str, Any]]) -> None:
             self._learn_catalogs(said)
@@ -113,7 +114,8 @@ class AttemptRunner:
                 staging = attempt.staging
                 wait_visible(lambda: self._fs.is_folder(staging), staging, self._timeouts.visible)
             job = self._staged_job(scheduled, name)
-            return self._write(job)
+            mine.update(self._write(job))
+            return mine
 
         try:
             ranks.pool(f"{token}/begin", self._said(scheduled), begin, deadline)
@@ -137,7 +139,7 @@ class AttemptRunner:
                 os.close(descriptor)
         committed_s = time.perf_counter() - scheduled.started
         logger.info("%s committed after %.2f s", name, committed_s)
-        mine, sealed = votes[ranks.rank], scheduled.snapshot.sealed
+        sealed = scheduled.snapshot.sealed
         return SaveReport(
             path=attempt.target,
             bytes=mine["bytes"],

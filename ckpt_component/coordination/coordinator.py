@@ -48,6 +48,19 @@ class Coordinator(ABC):
             CheckpointTimeoutError: a rank did not say anything in time, or the leading one did not decide.
         """
 
+    @abstractmethod
+    def deal(self, tag: str, value: Any, decide: Callable[[list[Any]], list[Any]], deadline: float) -> Any:
+        """As `pool`, but every rank learns its own part of the decision alone.
+
+        For what has a part for every rank: told as a whole to all, it would cost ranks times ranks.
+
+        Args:
+            tag: of this question.
+            value: this rank's.
+            decide: called on the leading rank with all values, by rank; returns the parts, by rank.
+            deadline: monotonic seconds.
+        """
+
     def lead(self, tag: str, action: Callable[[], Any], deadline: float) -> Any:
         """Have the leading rank do something; all learn what it returned or raised.
 
@@ -59,7 +72,7 @@ class Coordinator(ABC):
         return action()
 
     def vote(self, tag: str, work: Callable[[], Any], progress: Callable[[], int], deadline: float) -> list[Any]:
-        """Do this rank's part, tell the others, and learn what every rank's part gave.
+        """Do this rank's part, tell the leading rank, and learn whether every rank's went well.
 
         Args:
             tag: of this question.
@@ -68,7 +81,8 @@ class Coordinator(ABC):
             deadline: monotonic seconds.
 
         Returns:
-            What `work` returned, by rank.
+            On the leading rank what `work` returned, by rank; nothing on the others, for which it would cost ranks times
+            ranks.
 
         Raises:
             RanksError: a rank's part failed, or a rank is gone; the same on all ranks, naming them.
@@ -104,3 +118,7 @@ class LocalCoordinator(Coordinator):
     def pool(self, tag: str, value: Any, decide: Callable[[list[Any]], Any], deadline: float) -> Any:
         """What `decide` makes of the one value."""
         return decide([value])
+
+    def deal(self, tag: str, value: Any, decide: Callable[[list[Any]], list[Any]], deadline: float) -> Any:
+        """The one part of what `decide` makes of the one value."""
+        return decide([value])[0]

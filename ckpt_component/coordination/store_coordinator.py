@@ -1,6 +1,7 @@
 """Agreement of many ranks over their shared store: a few small messages a rank and question, no collective.
 
-A question's keys are `<tag>/said/<rank>`, a counter of them, and `<tag>/answer`. The leading rank waits for the
+A question's keys are `<tag>/said/<rank>`, a counter of them, `<tag>/answer`, and where the answer differs from rank to
+rank `<tag>/part/<rank>`. The leading rank waits for the
 counter, decides, and answers; errors travel as name and text. Old questions are removed by the leading rank, once
 every rank has read the answer. Protocol: RELIABILITY 6.
 """
@@ -56,6 +57,35 @@ class StoreCoordinator(Coordinator):
 
     def pool(self, tag: str, value: Any, decide: Callable[[list[Any]], Any], deadline: float) -> Any:
         """See `Coordinator.pool`."""
+        return self._ask(tag, value, decide, deadline, self._answer)
+
+    def deal(self, tag: str, value: Any, decide: Callable[[list[Any]], list[Any]], deadline: float) -> Any:
+        """See `Coordinator.deal`."""
+
+        def hand_out(store: RankStore, tag: str, collect: Callable[[], Any]) -> Any:
+            mine: list[Any] = []
+
+            def parts() -> None:
+                own, *others = collect()
+                mine.append(own)
+                for rank, part in enumerate(others, 1):
+                    store.set(f"{tag}/part/{rank}", pack(part))
+
+            self._answer(store, tag, parts)
+            return mine[0]
+
+        told = self._ask(tag, value, decide, deadline, hand_out)
+        return told if self.leads else self._take_part(tag)
+
+    def _ask(
+        self,
+        tag: str,
+        value: Any,
+        decide: Callable[[list[Any]], Any],
+        deadline: float,
+        answer: Callable[[RankStore, str, Callable[[], Any]], Any],
+    ) -> Any:
+        """Say something; the leading rank then waits for all and answers, the others wait for the answer."""
         store = self._store()
         self._say(store, tag, value)
         if self.leads:
@@ -79,7 +109,7 @@ class StoreCoordinator(Coordinator):
                     raise CheckpointTimeoutError(f"A rank gave up waiting for rank 0 to take part in '{tag}'.")
                 return decide(self._said(store, tag, range(self.world_size)))
 
-            return self._answer(store, tag, collect)
+            return answer(store, tag, collect)
         try:
             data = self._await_answer(store, tag, deadline)
         except CheckpointTimeoutError:
@@ -112,8 +142,11 @@ class StoreCoordinator(Coordinator):
                 store.add(f"{tag}/failed", 1)
         try:
             if self.leads:
-                return list(self._answer(store, tag, lambda: self._count(store, tag, deadline)))
-            return list(self._learn(store, tag, deadline))
+                votes: list[Any] = []
+                self._answer(store, tag, lambda: votes.extend(self._count(store, tag, deadline)))
+                return votes
+            self._learn(store, tag, deadline)
+            return []
         except RanksError as error:
             raise error from failure
 
@@ -211,6 +244,14 @@ class StoreCoordinator(Coordinator):
         if "error" in answer:
             raise as_error(answer["error"])
         return answer["result"]
+
+    def _take_part(self, tag: str) -> Any:
+        """This rank's part of the answer, which nobody else reads."""
+        store = self._store()
+        key = f"{tag}/part/{self.rank}"
+        (data,) = store.read([key])
+        store.delete([key])
+        return unpack(data)
 
     def _tidy(self, store: RankStore, tag: str) -> None:
         """Remove the questions that every rank has read, or that are so old that a rank must be gone."""

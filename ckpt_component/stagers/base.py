@@ -209,8 +209,8 @@ class Stager(ABC):
             return None
         self._plans += 1
         deadline = min(time.monotonic() + self._timeout, survey.wait_until)
-        stored = self._ranks.pool(f"plan/{self._plans}", holdings(survey.structure), share_out, deadline)
-        return Selection(survey.structure, stored[self._ranks.rank])
+        mine = self._ranks.deal(f"plan/{self._plans}", holdings(survey.structure), share_out, deadline)
+        return Selection(survey.structure, mine)
 
 
 class ArenaStager(Stager):

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from torch.distributed import TCPStore
 
-from ckpt_component.coordination import RankStore, StoreCoordinator
+from ckpt_component.coordination import LocalCoordinator, RankStore, StoreCoordinator
 from ckpt_component.errors import (
     CheckpointExistsError,
     CheckpointSaveError,
@@ -55,6 +55,28 @@ def test_pool_gives_every_rank_the_decision_made_from_all(store: TCPStore) -> No
         return [coordinator.pool(f"sum/{n}", coordinator.rank * (n + 1), sum, soon()) for n in range(4)]
 
     assert on_all(ranks, ask) == [[10, 20, 30, 40]] * 5
+
+
+def test_deal_gives_every_rank_its_own_part_and_no_other(store: TCPStore) -> None:
+    ranks = coordinators(store, 4)
+
+    def ask(coordinator: StoreCoordinator) -> list[str]:
+        return [coordinator.deal(f"deal/{n}", coordinator.rank, _parts, soon()) for n in range(3)]
+
+    assert on_all(ranks, ask) == [[f"{rank} of 4"] * 3 for rank in range(4)]
+    # Each took its part away; the keys of the last questions are the only ones left.
+    assert store.num_keys() < 40 and not any(store.check([f"test/deal/{n}/part/1"]) for n in range(3))
+
+    def refuse(said: list[int]) -> list[str]:
+        raise CheckpointSaveError(f"{said} is too much")
+
+    found = on_all(ranks, lambda c: c.deal("no", c.rank, refuse, soon()))
+    assert {str(error) for error in found} == {"[0, 1, 2, 3] is too much"}
+    assert LocalCoordinator().deal("one", 0, _parts, soon()) == "0 of 1"
+
+
+def _parts(said: list[int]) -> list[str]:
+    return [f"{rank} of {len(said)}" for rank in said]
 
 
 def test_a_rank_that_gives_up_waiting_keeps_the_late_leading_rank_from_deciding_without_it(store: TCPStore) -> None:
@@ -130,7 +152,7 @@ def test_a_failed_part_fails_the_vote_on_all_ranks_with_the_same_names(store: TC
     failing.clear()
     assert (
         on_all(ranks, lambda c: c.vote("v2", lambda: part(c.rank), lambda: 0, soon()))
-        == [[f"wrote {rank}" for rank in range(4)]] * 4
+        == [[f"wrote {rank}" for rank in range(4)], [], [], []]
     )
 
 
@@ -231,11 +253,11 @@ def test_200_ranks_vote_commit_and_abort_and_the_cost_grows_with_the_ranks(
             StoreCoordinator(RankStore(connection, rank, world_size, f"{world_size}/"))
             for rank, connection in enumerate(connections)
         ]
-        good = list(range(world_size))
-        assert on_all(ranks, lambda c: save(c, "warm-up", False)) == [good] * world_size
+        good = [list(range(world_size)), *([] for _ in range(world_size - 1))]
+        assert on_all(ranks, lambda c: save(c, "warm-up", False)) == good
         said, asked = [[getattr(c, which) for c in connections] for which in ("said", "asked")]
         started, used = time.perf_counter(), time.process_time()
-        assert on_all(ranks, lambda c: save(c, "good", False)) == [good] * world_size
+        assert on_all(ranks, lambda c: save(c, "good", False)) == good
         seconds, used = time.perf_counter() - started, time.process_time() - used
         said, asked = (
             [getattr(c, which) - before for c, before in zip(connections, befores, strict=True)]
