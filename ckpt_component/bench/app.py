@@ -29,12 +29,14 @@ from ..sweeps.callback import reported
 from ..sweeps.page import NO_PICTURE, can_plot
 from ..sweeps.result import RUNNING, write_result
 from .figures import read_figures, rows_for_sweep, write_figures
+from .growth.command import measure_courses, show_courses
+from .growth.figures import read_growth, write_growth
 from .peers import PeerEnvironment
 from .place import place
 from .plot import draw
 from .promises import judge
 from .runs import Case, Run, Runner
-from .schema import STATES, Action, Request, read, register
+from .schema import STATES, Action, Bench, Request, read, register
 from .table import LEGEND, render
 
 #: The first word of the command line, where it is one of these, is the action.
@@ -67,7 +69,7 @@ def arguments(typed: list[str]) -> list[str]:
         typed = [f"action={typed[0]}", *typed[1:]]
     if any(option in typed for option in _MULTIRUN):
         return typed
-    return [re.sub(r"^(state|target|rows)=(\w+(?:,\w+)+)$", r"\1=[\2]", argument) for argument in typed]
+    return [re.sub(r"^(state|target|rows|items|ranks)=(\w+(?:,\w+)+)$", r"\1=[\2]", argument) for argument in typed]
 
 
 def run_job(config: DictConfig) -> None:
@@ -85,6 +87,10 @@ def run_job(config: DictConfig) -> None:
         peers = PeerEnvironment(str(here / Path(request.bench.peers_dir).expanduser()))
         if request.bench.action is Action.peers:
             _make_peers(peers)
+            return
+        if request.bench.action is Action.growth:
+            _grow(request, peers, here, folder)
+            job.write("completed")
             return
         if request.bench.results is not None:
             job.cases, about = read_figures(str(here / Path(request.bench.results).expanduser()))
@@ -158,8 +164,7 @@ def _measure(
         say=_say,
     )
     for target in request.targets:
-        parent = here / Path(bench.dir).expanduser() if target == "disk" else Path(bench.tmpfs_dir)
-        key = "dir" if target == "disk" else "tmpfs_dir"
+        parent, key = _parent(bench, target, here)
         with place(parent, f"{key}=") as base:
             for state in request.states:
                 _refuse_full(state, base, key)
@@ -168,6 +173,25 @@ def _measure(
                 runner.measure(cases[-1], request.rows, base, keep)
                 keep()
                 print(render(cases[-1]), flush=True)
+
+
+def _grow(request: Request, peers: PeerEnvironment, here: Path, folder: Path) -> None:
+    bench = request.bench
+    if bench.results is not None:
+        courses, about = read_growth(str(here / Path(bench.results).expanduser()))
+        write_growth(courses, folder, about)
+    else:
+        about = _about(request, peers)
+        courses = measure_courses(request, _parent(bench, request.targets[0], here), about, folder, _say)
+    failed = show_courses(courses, about, folder, _say)
+    if failed is not None:
+        raise BenchmarkFailed(failed)
+
+
+def _parent(bench: Bench, target: str, here: Path) -> tuple[Path, str]:
+    """Where a run's folder is made, and the key that says so."""
+    disk = here / Path(bench.dir).expanduser(), "dir"
+    return disk if target == "disk" else (Path(bench.tmpfs_dir), "tmpfs_dir")
 
 
 def _show(request: Request, cases: list[Case], about: dict[str, Any], folder: Path) -> None:

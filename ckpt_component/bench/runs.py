@@ -119,7 +119,7 @@ class Runner:
             command = [self._peers.interpreter_of(row), "-c", self._boot, str(root), json.dumps(task)]
             with open(log, "wb") as output:
                 code = run_process(command, output, self._timeout)
-            run = _result(result, code, log, self._timeout)
+            run = read_result(result, code, log, self._timeout)
         finally:
             shutil.rmtree(place, ignore_errors=True)
         if ERROR not in run:
@@ -127,7 +127,8 @@ class Runner:
         return run
 
 
-def _result(path: str, code: int | None, log: Path, timeout: float) -> Run:
+def read_result(path: str, code: int | None, log: Path, timeout: float) -> Run:
+    """What a process measured, or why there is nothing: its own word, or the last line of its log."""
     if code is None:
         return {ERROR: f"killed: not done after {timeout:g} s"}
     try:

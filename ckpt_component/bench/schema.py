@@ -28,6 +28,7 @@ class Action(Enum):
     run = "run"
     check = "check"
     peers = "peers"
+    growth = "growth"
 
 
 @dataclass
@@ -35,7 +36,8 @@ class Bench:
     """The whole config of `ckpt-bench`."""
 
     action: Action = Action.run
-    """`run`: measure; `check`: and hold the figures to what is promised; `peers`: make the peers' environment."""
+    """`run`: measure; `check`: and hold the figures to what is promised; `peers`: make the peers' environment;
+    `growth`: measure what grows with the number of items and of ranks."""
     state: Any = field(default_factory=lambda: ["large", "many_small"])
     """What is saved, a name or a list: large, many_small, moe, bf16_mixed, or tiny, which is for tests."""
     target: Any = field(default_factory=lambda: ["disk"])
@@ -62,6 +64,10 @@ class Bench:
     """Where the tmpfs is mounted."""
     peers_dir: str = "~/.cache/ckpt_component/bench-peers"
     """Where the peers' environment is, and where `action=peers` makes it."""
+    items: Any = field(default_factory=lambda: [1_000, 3_000, 10_000, 30_000, 100_000])
+    """For `growth`: numbers of tensors of one rank; `[]` leaves them out."""
+    ranks: Any = field(default_factory=lambda: [1, 10, 30, 100, 300, 1_000])
+    """For `growth`: numbers of ranks, simulated by threads; `[]` leaves them out."""
     results: str | None = None
     """An earlier run's folder: its figures are shown, checked and drawn again, and nothing is measured."""
 
@@ -74,6 +80,7 @@ class Request:
     states: list[str]
     targets: list[str]
     rows: list[str]
+    sizes: dict[str, list[int]]
 
 
 def register() -> None:
@@ -101,7 +108,16 @@ def read(config: DictConfig) -> Request:
         states=_names("state", values["state"], list(STATES)),
         targets=_names("target", values["target"], TARGETS),
         rows=[row for row in ROWS if row in wanted],
+        sizes={axis: _sizes(axis, values[axis]) for axis in ("items", "ranks")},
     )
+
+
+def _sizes(key: str, value: Any) -> list[int]:
+    sizes = value if isinstance(value, list) else [value]
+    for size in sizes:
+        if type(size) is not int or size < 1:
+            raise CheckpointConfigError(f"{key}={size} is no size; use whole numbers from 1, such as {key}=1000,10000.")
+    return sorted(set(sizes))
 
 
 def _names(key: str, value: Any, known: Sequence[str]) -> list[str]:

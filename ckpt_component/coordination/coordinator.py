@@ -81,8 +81,8 @@ class Coordinator(ABC):
             deadline: monotonic seconds.
 
         Returns:
-            On the leading rank what `work` returned, by rank; nothing on the others, for which it would cost ranks times
-            ranks.
+            On the leading rank what `work` returned, by rank. An empty list on the others: to tell them all of it would
+            cost ranks times ranks.
 
         Raises:
             RanksError: a rank's part failed, or a rank is gone; the same on all ranks, naming them.

@@ -150,10 +150,12 @@ def test_a_failed_part_fails_the_vote_on_all_ranks_with_the_same_names(store: TC
     for rank in failing:
         assert isinstance(found[rank].__cause__, CheckpointSaveError)
     failing.clear()
-    assert (
-        on_all(ranks, lambda c: c.vote("v2", lambda: part(c.rank), lambda: 0, soon()))
-        == [[f"wrote {rank}" for rank in range(4)], [], [], []]
-    )
+    assert on_all(ranks, lambda c: c.vote("v2", lambda: part(c.rank), lambda: 0, soon())) == [
+        [f"wrote {rank}" for rank in range(4)],
+        [],
+        [],
+        [],
+    ]
 
 
 def test_a_rank_that_never_votes_is_named_when_its_heart_stops(store: TCPStore) -> None:

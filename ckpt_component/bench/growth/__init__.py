@@ -1,0 +1,1 @@
+"""How costs grow with the number of items of a rank, and with the number of ranks."""

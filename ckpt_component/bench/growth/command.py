@@ -1,0 +1,61 @@
+"""`ckpt-bench growth`: measure all sizes, show the costs, and judge whether any grows faster than linearly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from ...sweeps.page import NO_PICTURE, can_plot
+from ..place import place
+from ..schema import Request
+from .figures import Course, write_growth
+from .judge import judge_growth
+from .plot import draw_growth
+from .run import measure_growth
+from .table import LEGEND, render_growth
+
+
+def measure_courses(
+    request: Request, parent: tuple[Path, str], about: Mapping[str, Any], folder: Path, say: Callable[[str], None]
+) -> list[Course]:
+    """Measure what the config asks for.
+
+    Args:
+        request: the config.
+        parent: where a folder is made to save to, and the key that says so.
+        about: the machine and the settings.
+        folder: gets the costs after every process.
+        say: gets a line of progress.
+    """
+    bench = request.bench
+    with place(parent[0], f"{parent[1]}=") as base:
+        return measure_growth(
+            request.sizes,
+            base,
+            repeats=bench.repeats,
+            saves=bench.saves,
+            timeout=bench.row_timeout,
+            logs=folder,
+            say=say,
+            tell=lambda found: write_growth(found, folder, about),
+        )
+
+
+def show_courses(
+    courses: list[Course], about: Mapping[str, Any], folder: Path, say: Callable[[str], None]
+) -> str | None:
+    """Print tables and verdicts, and draw; returns what failed, or None."""
+    print("\n".join(render_growth(course) for course in courses))
+    verdicts = judge_growth(courses)
+    print(f"\n{LEGEND}\n\n" + "\n".join(verdict.line() for verdict in verdicts))
+    if can_plot():
+        draw_growth(courses, verdicts, about, folder)
+    else:
+        say(NO_PICTURE)
+    say(f"figures are in {folder}")
+    passed, failed = (sum(verdict.holds is wanted for verdict in verdicts) for wanted in (True, False))
+    print(f"{passed} hold, {failed} FAIL, {len(verdicts) - passed - failed} not measured")
+    if not any("error" not in run for course in courses for runs in course.runs.values() for run in runs):
+        return "Nothing was measured; the reasons are above."
+    return f"{failed} cost{'s' * (failed > 1)} grew faster than linearly; see FAIL above." if failed else None
