@@ -28,6 +28,7 @@ from ..errors import CheckpointError
 from ..sweeps.callback import reported
 from ..sweeps.page import NO_PICTURE, can_plot
 from ..sweeps.result import RUNNING, write_result
+from .device import device_name, require_cuda
 from .figures import read_figures, rows_for_sweep, write_figures
 from .growth.command import measure_courses, show_courses
 from .growth.figures import read_growth, write_growth
@@ -36,7 +37,7 @@ from .place import place
 from .plot import draw
 from .promises import judge
 from .runs import Case, Run, Runner
-from .schema import STATES, Action, Bench, Request, read, register
+from .schema import STATES, Action, Bench, Device, Request, read, register
 from .table import LEGEND, render
 
 #: The first word of the command line, where it is one of these, is the action.
@@ -88,6 +89,8 @@ def run_job(config: DictConfig) -> None:
         if request.bench.action is Action.peers:
             _make_peers(peers)
             return
+        if request.bench.device is Device.cuda and request.bench.results is None:
+            require_cuda()
         if request.bench.action is Action.growth:
             _grow(request, peers, here, folder)
             job.write("completed")
@@ -157,6 +160,7 @@ def _measure(
             "loop_threads": bench.loop_threads,
             "step_seconds": bench.step_seconds,
             "tail_seconds": bench.tail_seconds,
+            "device": bench.device.value,
         },
         repeats=bench.repeats,
         timeout=bench.row_timeout,
@@ -177,6 +181,8 @@ def _measure(
 
 def _grow(request: Request, peers: PeerEnvironment, here: Path, folder: Path) -> None:
     bench = request.bench
+    if bench.device is not Device.cpu:
+        raise CheckpointConfigError(f"device={bench.device.value}: costs in Python grow alike there; use device=cpu.")
     if bench.results is not None:
         courses, about = read_growth(str(here / Path(bench.results).expanduser()))
         write_growth(courses, folder, about)
@@ -244,6 +250,7 @@ def _about(request: Request, peers: PeerEnvironment) -> dict[str, Any]:
         "kernel": platform.release(),
         "python": platform.python_version(),
         "torch": torch,
+        **({"device": device_name()} if request.bench.device is Device.cuda else {}),
         **peers.versions(),
         **{key: value for key, value in asdict(request.bench).items() if key in keys},
     }

@@ -54,7 +54,15 @@ def judge(cases: Sequence[Case], *, cores: int, loop_threads: int) -> list[Verdi
 
 
 def _stalls(case: Case | Missing, where: str) -> Iterator[Verdict]:
-    for row in ("async_persistent", "async_pinned"):
+    pinned = limit_of(case, "d2h")
+    if not isinstance(pinned, Missing):  # the state is on a CUDA device
+        yield at_least(
+            f"staging by async_pinned, {where}: one copy into page-locked memory over it",
+            0.9,
+            pinned,
+            figure_of(case, "async_pinned", "staged"),
+        )
+    for row in () if isinstance(pinned, Figure) else ("async_persistent", "async_pinned"):
         yield at_most(
             f"time until the tensors may be changed, {row}, {where}, over one warm memcpy",
             1.2,

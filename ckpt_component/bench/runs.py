@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from .child import run_process
-from .measure.names import LIMITS
+from .measure.names import LIMITS, ROWS
 from .peers import PeerEnvironment
 
 #: What a run has instead of figures when the row broke, and when it could not be tried.
 ERROR, ABSENT = "error", "absent"
+_NOT_ON_CUDA = "on device=cuda only rows of ours and of torch are measured"
 #: Not -m: the package's folder is the last on the path, so that the peers' packages win over those beside ours.
 BOOT = (
     "import sys; sys.path.append(sys.argv.pop(1)); "
@@ -84,6 +85,8 @@ class Runner:
             tell: gets the row and its figures as soon as they are there.
         """
         absent = self._peers.absent(rows)
+        if self._settings.get("device") == "cuda":
+            absent |= {row: _NOT_ON_CUDA for row in rows if ROWS[row].family == "peers"}
         for row in (LIMITS, *rows):
             case.rows[row] = [{ABSENT: absent[row]}] if row in absent else []
             if row in absent:

@@ -31,6 +31,13 @@ class Action(Enum):
     growth = "growth"
 
 
+class Device(Enum):
+    """Where the states are."""
+
+    cpu = "cpu"
+    cuda = "cuda"
+
+
 @dataclass
 class Bench:
     """The whole config of `ckpt-bench`."""
@@ -44,6 +51,8 @@ class Bench:
     """Where to, a name or a list: disk (a folder made in `dir`) or tmpfs (one in /dev/shm); both are removed after."""
     rows: Any = field(default_factory=lambda: ["all"])
     """What is measured, a name or a list: rows, or `ours`, `torch`, `peers`, `all`."""
+    device: Device = Device.cpu
+    """Where the states and the loop are: `cpu`, or `cuda`, one CUDA device; rows of ours and of torch alone."""
     repeats: int = at_least(1, 5)
     """Fresh processes per row; rows take turns."""
     saves: int = at_least(1, 3)

@@ -18,7 +18,9 @@ _COLUMNS: Sequence[tuple[str, str, float, int]] = (
     ("durable", "durable", 1, 2),
     ("lost", "lost", 1, 2),
     ("step x", "step_ratio", 1, 2),
+    ("next 10 x", "next_steps", 1, 2),
     ("memory GB", "memory", 1e-9, 2),
+    ("device GB", "device_memory", 1e-9, 2),
     ("GB", "bytes", 1e-9, 2),
     ("files", "files", 1, 0),
     ("load warm", "load_warm", 1, 2),
@@ -27,7 +29,8 @@ _COLUMNS: Sequence[tuple[str, str, float, int]] = (
 
 LEGEND = """seconds unless said otherwise, the median of the repeats (lowest .. highest)
 stall: the call of save; staged: until the tensors may be changed; complete: until the row says so; durable: synced
-lost: training time lost to one save; step x: step time while it is written, over the undisturbed
+lost: training time lost to one save; step x: step time while it is written, over the undisturbed; next 10 x: of the ten
+steps that follow the call
 memory: peak above the process before its first save, with all processes that it started; whole: does the file hold the
 values from before the update that follows the save"""
 

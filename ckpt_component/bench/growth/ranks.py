@@ -196,7 +196,7 @@ class _Rank:
         self._ranks = StoreCoordinator(RankStore(connection, rank, world_size, f"{world_size}/"))
         self._stager = LiveStager()
         self._stager.connect(writer, ranks=self._ranks, shared=False, timeout=_SECONDS)
-        self._schedule = Schedule(self._ranks, bounded=False)
+        self._schedule = Schedule(self._ranks, bounded=False, by_rename=fs.atomic_rename)
         timeouts = Timeouts(stage=_SECONDS, write=_SECONDS)
         self._runner = AttemptRunner(_StandIn(), writer, self._ranks, fs, timeouts, 0)
         self._state: dict[str, Any] = {

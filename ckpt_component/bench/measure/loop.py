@@ -10,11 +10,13 @@ from dataclasses import dataclass
 import torch
 
 from .saver import Saver
-from .states import State
+from .states import State, settle
 
 _WIDTH = 512
 #: As many steps of the undisturbed loop as this make a figure.
 _QUIET_STEPS = 25
+#: And as many after the call of save make the dip.
+_NEXT_STEPS = 10
 
 
 @dataclass(frozen=True)
@@ -25,10 +27,12 @@ class Disturbance:
         lost_s: wall time of the loop with the save, less that of the same steps and the update undisturbed.
         step_ratio: mean step time from the update on until the save was complete, over the undisturbed one; None
             where fewer than three steps fell into that time.
+        next_steps: mean time of the ten steps that follow the call of save, over the undisturbed one.
     """
 
     lost_s: float
     step_ratio: float | None
+    next_steps: float
 
 
 class Loop:
@@ -41,10 +45,12 @@ class Loop:
     """
 
     def __init__(self, state: State, threads: int, step_s: float) -> None:
+        self._state = state
         self._tensors = list(state.values())
+        device = self._tensors[0].device
         self._threads = threads
-        self._left, self._right = torch.rand(_WIDTH, _WIDTH), torch.rand(_WIDTH, _WIDTH)
-        self._out = torch.empty(_WIDTH, _WIDTH)
+        self._left, self._right = (torch.rand(_WIDTH, _WIDTH, device=device) for _ in "ab")
+        self._out = torch.empty(_WIDTH, _WIDTH, device=device)
         self._products = 1
         with self._loop_threads():
             for _ in range(3):
@@ -54,6 +60,7 @@ class Loop:
         """Add 1 to every element, as an optimizer would change it; the seconds that took."""
         started = time.perf_counter()
         torch._foreach_add_(self._tensors, 1)
+        settle(self._state)
         return time.perf_counter() - started
 
     def disturbed_by(self, saver: Saver, path: str, tail_s: float) -> Disturbance:
@@ -65,11 +72,14 @@ class Loop:
         update_s = sorted(self.update() for _ in range(3))[1]
         started = time.perf_counter()
         saver.save(path)
-        done, done_at, steps, meanwhile = False, started, 0, []
+        done, done_at, steps, meanwhile = False, started, 0, list[float]()
+        first: list[float] = []
         with self._loop_threads():
             while True:
                 took = self._step()
                 steps += 1
+                if steps <= _NEXT_STEPS:
+                    first.append(took)
                 if steps == 1:
                     saver.wait_staged()
                     self.update()
@@ -84,7 +94,7 @@ class Loop:
         saver.finish()
         quiet = (before + self._undisturbed()) / 2
         ratio = sum(meanwhile) / len(meanwhile) / quiet if len(meanwhile) >= 3 else None
-        return Disturbance(wall - steps * quiet - update_s, ratio)
+        return Disturbance(wall - steps * quiet - update_s, ratio, sum(first) / len(first) / quiet)
 
     def _undisturbed(self) -> float:
         with self._loop_threads():
@@ -94,6 +104,7 @@ class Loop:
         started = time.perf_counter()
         for _ in range(self._products):
             torch.mm(self._left, self._right, out=self._out)
+        settle(self._state)
         return time.perf_counter() - started
 
     @contextmanager

@@ -7,6 +7,8 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
+
 _PERIOD_S = 0.02
 
 
@@ -51,6 +53,21 @@ def sampled_peak() -> Iterator[Peak]:
     finally:
         over.set()
         thread.join()
+
+
+@contextmanager
+def device_peak(device: str) -> Iterator[Peak]:
+    """The most memory that torch took on the CUDA device during the `with`, above what it had before; 0 on the CPU."""
+    peak = Peak()
+    if device != "cuda":
+        yield peak
+        return
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    yield peak
+    torch.cuda.synchronize()
+    peak.nbytes = torch.cuda.max_memory_allocated() - before
 
 
 def _parent(process: int) -> int | None:

@@ -44,8 +44,8 @@ def _measure(task: dict[str, Any]) -> dict[str, Any]:
     from .row import Settings, measure_row
     from .states import make_state
 
-    state = make_state(task["state"])
     settings = Settings(**task["settings"])
+    state = make_state(task["state"], device=settings.device)
     if task["row"] == LIMITS:
         return measure_limits(state, task["folder"], settings.saves, settings.cold)
     return measure_row(task["row"], state, task["folder"], settings)

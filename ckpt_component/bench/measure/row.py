@@ -12,10 +12,10 @@ import torch
 
 from .files import drop_cache, files_of, fill_cache, remove, sync_tree
 from .loop import Loop
-from .memory import pss, sampled_peak
+from .memory import device_peak, pss, sampled_peak
 from .names import ROWS
 from .saver import Saver
-from .states import State, nbytes_of
+from .states import State, nbytes_of, settle
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,7 @@ class Settings:
     step_seconds: float
     tail_seconds: float
     cold: bool
+    device: str = "cpu"
 
 
 def measure_row(name: str, state: State, folder: str, settings: Settings) -> dict[str, Any]:
@@ -42,7 +43,8 @@ def measure_row(name: str, state: State, folder: str, settings: Settings) -> dic
     Returns:
         Times in seconds, medians where there are several: `first_stall`, `stall` (what the call takes), `staged`
         (until the tensors may be changed), `complete` (until the row says so), `durable` (synced too), `lost`,
-        `load_warm`, `load_cold` (None where there is no cache to drop). Besides: `step_ratio`, `memory` (bytes),
+        `load_warm`, `load_cold` (None where there is no cache to drop). Besides: `step_ratio`, `next_steps`, `memory`
+        (bytes; the host's), `device_memory` (None without CUDA),
         `bytes`, `files`, `torn` (tensors that are not as they were when saved), and the row's own facts.
     """
     row = ROWS[name]
@@ -62,7 +64,7 @@ def measure_row(name: str, state: State, folder: str, settings: Settings) -> dic
             remove(path)
         # Before anything is loaded: what a load frees, malloc may keep.
         path = os.path.join(folder, "memory")
-        with sampled_peak() as peak:
+        with sampled_peak() as peak, device_peak(settings.device) as on_device:
             timed_save(saver, path, fsyncs=True)
         remove(path)
         path = os.path.join(folder, "beside")
@@ -72,6 +74,8 @@ def measure_row(name: str, state: State, folder: str, settings: Settings) -> dic
             **dict(zip(("stall", "staged", "complete", "durable"), _medians(steady), strict=True)),
             "lost": disturbance.lost_s,
             "step_ratio": disturbance.step_ratio,
+            "next_steps": disturbance.next_steps,
+            "device_memory": on_device.nbytes if settings.device == "cuda" else None,
             "memory": max(0, peak.nbytes - start_memory),
             "bytes": sum(os.path.getsize(name) for name in files_of(path)),
             "files": sum(1 for _ in files_of(path)),
@@ -123,6 +127,7 @@ def timed_save(saver: Saver, path: str, fsyncs: bool) -> tuple[float, float, flo
     Returns:
         Seconds from the call: stall, staged, complete, durable.
     """
+    settle(saver.state)  # what came before is not the save's
     started = time.perf_counter()
     saver.save(path)
     stall = time.perf_counter() - started
@@ -153,6 +158,7 @@ def _loads(saver: Saver, path: str, cold: bool) -> dict[str, Any]:
 def _timed_load(saver: Saver, path: str, target: State) -> float:
     started = time.perf_counter()
     saver.load(path, target)
+    settle(target)
     return time.perf_counter() - started
 
 

@@ -20,12 +20,13 @@ _KB = 1024
 _BELOW = 64
 
 
-def make_state(name: str, nbytes: int | None = None) -> State:
+def make_state(name: str, nbytes: int | None = None, device: str = "cpu") -> State:
     """A state by name.
 
     Args:
         name: one of `STATES`.
         nbytes: about how large it shall be: tensors are left out, or come again under other keys. None: as it is.
+        device: where it is.
 
     Raises:
         ValueError: there is no such state.
@@ -34,13 +35,13 @@ def make_state(name: str, nbytes: int | None = None) -> State:
         raise ValueError(f"There is no state {name!r}; use {', '.join(STATES)}.")
     generator = torch.Generator().manual_seed(1)
     # One pool of random numbers for all tensors: making 1.5 GB of them one by one takes longer than many a row.
-    pool = torch.randint(0, _BELOW, (1 << 20,), generator=generator)
+    pool = torch.randint(0, _BELOW, (1 << 20,), generator=generator).to(device)
     state = {}
     for key, shape, dtype in STATES[name]() if nbytes is None else _sized(name, nbytes):
         count = 1
         for size in shape:
             count *= size
-        tensor = torch.empty(count, dtype=dtype)
+        tensor = torch.empty(count, dtype=dtype, device=device)
         for start in range(0, count, len(pool)):
             part = tensor[start : start + len(pool)]
             part.copy_(pool[: len(part)])
@@ -57,6 +58,12 @@ def _sized(name: str, nbytes: int) -> Iterator[_Shape]:
             left -= math.prod(shape) * dtype.itemsize
             if left <= 0:
                 return
+
+
+def settle(state: Mapping[str, torch.Tensor]) -> None:
+    """Return when everything that was asked of the state's device is done, so that a clock can be read."""
+    if any(tensor.is_cuda for tensor in state.values()):
+        torch.cuda.synchronize()
 
 
 def nbytes_of(state: Mapping[str, torch.Tensor]) -> int:
