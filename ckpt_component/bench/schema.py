@@ -75,8 +75,8 @@ class Bench:
     """Where the peers' environment is, and where `action=peers` makes it."""
     items: Any = field(default_factory=lambda: [1_000, 3_000, 10_000, 30_000, 100_000])
     """For `growth`: numbers of tensors of one rank; `[]` leaves them out."""
-    ranks: Any = field(default_factory=lambda: [1, 10, 30, 100, 300, 1_000])
-    """For `growth`: numbers of ranks, simulated by threads; `[]` leaves them out."""
+    ranks: Any = field(default_factory=lambda: [1, 2, 10, 30, 100, 300, 1_000])
+    """For `growth`: numbers of ranks; rank 0 is a process, threads of others are the rest; `[]` leaves them out."""
     results: str | None = None
     """An earlier run's folder: its figures are shown, checked and drawn again, and nothing is measured."""
 

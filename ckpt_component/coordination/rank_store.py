@@ -70,6 +70,10 @@ class RankStore:
         """The value, or None while there is none. Never waits for it."""
         return self._told(lambda: self._peek(self._prefix + key))
 
+    def has(self, key: str) -> bool:
+        """Whether a value is there, without reading it."""
+        return bool(self._told(lambda: self._store.check([self._prefix + key])))
+
     def read(self, keys: Sequence[str]) -> list[bytes]:
         """The values of keys that are there."""
         if not keys:

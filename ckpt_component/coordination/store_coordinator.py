@@ -268,7 +268,7 @@ class StoreCoordinator(Coordinator):
             self._answered.append(tag)
 
     def _missing(self, store: RankStore, tag: str) -> list[int]:
-        return [rank for rank in range(self.world_size) if store.peek(f"{tag}/said/{rank}") is None]
+        return [rank for rank in range(self.world_size) if not store.has(f"{tag}/said/{rank}")]
 
     def _silent(self, store: RankStore, tag: str) -> str:
         return named(self._missing(store, tag))

@@ -129,7 +129,7 @@ def _saved(state: dict[str, Any], saves: int, folder: str) -> dict[str, float]:
         found |= {figure: float(os.path.getsize(os.path.join(path, name))) for figure, name in names.items()}
         fill_cache(path)
         found["first_load"] = _seconds(lambda: ours.load(path, state, strict=True))
-        found["load"] = _seconds(lambda: ours.load(path, state, strict=True))
+        found["load"] = _median([_seconds(lambda: ours.load(path, state, strict=True)) for _ in range(saves)])
         remove(path)
     return found
 
