@@ -6,6 +6,7 @@ import datetime
 import os
 import time
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -67,9 +68,22 @@ def live(root: str, acks: str, saves: int, log: str, failpoint: str = "", preset
 
 
 def live_on_ranks(
-    rank: int, world_size: int, root: str, acks: str, saves: int, log: str, failpoint: str = "", preset: str = "sync"
+    rank: int,
+    world_size: int,
+    root: str,
+    acks: str,
+    saves: int,
+    log: str,
+    failpoint: str = "",
+    preset: str = "sync",
+    overrides: Sequence[str] = (),
+    all_live: bool = False,
 ) -> dict[str, Any]:
-    """The same on several ranks: when one is killed, the others hear of it in bounded time, and leave."""
+    """The same on several ranks: when one is killed, the others hear of it in bounded time, and leave.
+
+    With `all_live` nobody is going to be killed, so that after a failed save too rank 0, in which the store lives,
+    waits for the others.
+    """
     os.environ["RANK"] = str(rank)
     os.environ |= {LOG: log} | ({SPEC: failpoint} if failpoint else {})
     wrong: list[str] = []
@@ -77,7 +91,7 @@ def live_on_ranks(
     try:
         store = meet(rank, world_size, Path(f"{log}.meeting"))
         Path(f"{log}.ready{rank}").touch()
-        manager = build_manager(preset, SOAK, dir=root)
+        manager = build_manager(preset, (*SOAK, *overrides), dir=root)
         wrong, step = check_all(manager, newest_ack(acks))
         for number in range(step + 1, step + 1 + saves) if not wrong else ():
             manager.save(number, state_of(number))
@@ -85,17 +99,23 @@ def live_on_ranks(
             if rank == 0:
                 acknowledge(acks, number)
         manager.close()
-        # The store lives in rank 0, which must not end before the others have read from it.
-        store.add("ended", 1)
-        deadline = time.monotonic() + _MEET_SECONDS
-        while rank == 0 and store.add("ended", 0) < world_size and time.monotonic() < deadline:
-            time.sleep(0.001)
+        end_together(store, rank, world_size)
     except (CheckpointCorruptError, CheckpointLoadError) as error:
         wrong = [f"I2: {type(error).__name__}: {error}"]
     except (CheckpointError, RuntimeError, TimeoutError) as error:  # all errors of torch's stores are RuntimeErrors
         failed = f"{type(error).__name__}: {error}"
         traceback.print_exc()
+        if all_live:
+            end_together(store, rank, world_size)
     return {"violations": wrong, "failed": failed}
+
+
+def end_together(store: Any, rank: int, world_size: int) -> None:
+    """The store lives in rank 0, which must not end before the others have read from it."""
+    store.add("ended", 1)
+    deadline = time.monotonic() + _MEET_SECONDS
+    while rank == 0 and store.add("ended", 0) < world_size and time.monotonic() < deadline:
+        time.sleep(0.001)
 
 
 def meet(rank: int, world_size: int, meeting: Path) -> Any:

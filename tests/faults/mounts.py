@@ -29,6 +29,12 @@ def mount_tmpfs(folder: str, options: str, remount: bool = False) -> None:
     _mount("none", folder, "tmpfs", _MS_REMOUNT if remount else 0, options)
 
 
+def used_bytes(folder: str) -> int:
+    """What is taken of the file system mounted at `folder`."""
+    found = os.statvfs(folder)
+    return (found.f_blocks - found.f_bfree) * found.f_frsize
+
+
 def bind(path: str, place: str) -> None:
     """Have one file appear in the place of another."""
     _mount(path, place, "none", _MS_BIND, "")

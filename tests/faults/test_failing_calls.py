@@ -7,6 +7,10 @@ from pathlib import Path
 
 import pytest
 from faults.forker import Forker
+from faults.lives import KEEP
+from faults.workloads import newest_ack
+
+from ckpt_component.storage.operation_log import read_log
 
 
 @pytest.mark.parametrize("sticky", [False, True], ids=["once", "from_then_on"])
@@ -25,6 +29,43 @@ def test_row_16_every_operation_fails(preset: str, sticky: bool, forker: Forker,
     assert found["wrong"] == []
     assert found["aborted"] > 20
     assert found["survived"] > 8  # of pointer and retirement
+
+
+@pytest.mark.parametrize(
+    ("preset", "rank", "process", "stride"),
+    [("sync", 0, "trainer", 7), ("async_persistent", 1, "writer", 2)],
+)
+def test_row_16_operations_of_one_of_two_ranks_fail(
+    preset: str, rank: int, process: str, stride: int, forker: Forker, tmp_path: Path
+) -> None:
+    """Either both ranks hear of it with the errno and nothing is committed, or neither does and all is there."""
+    root, acks, told, failures = str(tmp_path / "root"), str(tmp_path / "acks"), set(), 0
+    for number in range(1, 300, stride):
+        log, before = str(tmp_path / f"ops{number}"), newest_ack(acks)
+        failpoint = f"any:rank={rank}:process={process}:nth={number}:action=raise:EIO"
+        common = {"root": root, "acks": acks, "saves": 1, "log": log, "preset": preset, "all_live": True}
+        pids = [
+            forker.fork("faults.lives:live_on_ranks", rank=each, world_size=2, failpoint=failpoint, **common)
+            for each in range(2)
+        ]
+        ended = [forker.wait(pid) for pid in pids]
+        assert all(each.code == 0 and each.value["violations"] == [] for each in ended), ended
+        assert forker.drain() == []
+        fired = read_log(f"{log}.fired")
+        failed = [each.value["failed"] for each in ended]
+        assert len({text is None for text in failed}) == 1, (number, fired, failed)
+        if failed[0] is None:
+            assert newest_ack(acks) > before
+        else:
+            assert fired and all("Input/output error" in text or "EIO" in text for text in failed), (number, failed)
+            told.add(fired[0].operation)
+            failures += 1
+        wrong = forker.run("faults.workloads:check", root=root, acks=acks, keep=KEEP)
+        assert wrong == [], f"after {number} ({fired}): {wrong}"
+        if not fired:
+            break
+    print(f"{preset}, {process} of rank {rank}: {failures} failed saves of two ranks, in {sorted(told)}")
+    assert failures > 2 and not fired
 
 
 @pytest.mark.parametrize("operation", ["names", "size", "read", "lock_shared"])

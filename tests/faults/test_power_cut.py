@@ -5,6 +5,7 @@ The same rig with a disk that takes no folder syncs must show violations, or it 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from faults.forker import Forker
+from faults.lives import KEEP
 from faults.mounts import LOG_FLUSH, NO_LOG_FLUSH
 from faults.workloads import newest_ack
 
@@ -34,11 +36,18 @@ class Disk:
         self.forker.here("faults.mounts:mount_ext4", image=self.image, folder=self.folder)
 
     def cut(self, flag: int, running: list[int]) -> None:
-        """The power goes, and with it every process; then the machine is back."""
+        """The power goes, and with it every process, the given ones and their children; then the machine is back."""
         self.forker.here("faults.mounts:cut_power", folder=self.folder, flag=flag)
+        children = [
+            int(child)
+            for pid in running
+            if os.path.exists(f"/proc/{pid}")
+            for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        ]
+        for pid in [*running, *children]:
+            with contextlib.suppress(ProcessLookupError):  # it noticed the end of another one, and ended
+                os.kill(pid, signal.SIGKILL)
         for pid in running:
-            os.kill(pid, signal.SIGKILL)
-        for pid in running[:1]:
             self.forker.wait(pid)
         assert self.forker.drain() == []
         self.unmount()
@@ -83,8 +92,7 @@ def enumerate_cuts(
         fired = read_log(f"{log}.fired")
         stopped = ended.stopped is not None
         if stopped:
-            children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-            disk.cut(flag, [pid, *map(int, children)])
+            disk.cut(flag, [pid])
         else:
             assert ended.code == 0, ended.output
             disk.cut(flag, [])
@@ -105,6 +113,42 @@ def test_row_03_power_cut_at_every_operation(preset: str, flag: int, disk: Disk,
     print(f"{preset}, flag {flag}: {cuts} cuts, {len(wrong)} violations")
     assert not wrong, "\n".join(wrong)
     assert 30 < cuts < MANY - 1
+
+
+@pytest.mark.parametrize(
+    ("preset", "rank", "process", "stride"),
+    [("sync", 0, "trainer", 9), ("async_persistent", 0, "trainer", 9), ("async_persistent", 1, "writer", 5)],
+)
+def test_row_03_power_cut_with_two_ranks(
+    preset: str, rank: int, process: str, stride: int, disk: Disk, tmp_path: Path
+) -> None:
+    """Two ranks make two saves; the power goes at every few operations of one of their processes."""
+    forker, acks, wrong, cuts = disk.forker, str(tmp_path / "acks"), [], 0
+    common = {"root": f"{disk.folder}/root", "acks": acks, "saves": 2, "preset": preset, "world_size": 2}
+    for number in range(1, MANY, stride):
+        log = str(tmp_path / f"ops{number}")
+        failpoint = f"any:rank={rank}:process={process}:nth={number}:action=stop"
+        pids = [
+            forker.fork("faults.lives:live_on_ranks", rank=each, failpoint=failpoint, log=log, **common)
+            for each in range(2)
+        ]
+        stopped = forker.wait_any(pids, fired=log).stopped is not None
+        if stopped:
+            disk.cut(NO_LOG_FLUSH, pids)
+        else:
+            ended = [forker.wait(pid) for pid in pids]
+            assert all(each.code == 0 and each.value == {"violations": [], "failed": None} for each in ended), ended
+            disk.cut(NO_LOG_FLUSH, [])
+        found = forker.run("faults.workloads:check", root=f"{disk.folder}/root", acks=acks, keep=KEEP)
+        wrong += [
+            f"at {number} ({read_log(f'{log}.fired')}), acknowledged {newest_ack(acks)}: {text}" for text in found
+        ]
+        if wrong or not stopped:
+            break
+        cuts += 1
+    print(f"{preset}, {process} of rank {rank}: {cuts} cuts, {len(wrong)} violations")
+    assert not wrong, "\n".join(wrong)
+    assert cuts > 3
 
 
 NO_FOLDER_SYNC = ";sync_folder:action=skip"
