@@ -34,6 +34,8 @@ SOAK = (
     "checkpoint.timeouts.close=5",
     "checkpoint.timeouts.heartbeat=1",
     "checkpoint.timeouts.stall=9",
+    # A rank that dies before its first sign of life is waited for as long as one that is late.
+    "checkpoint.timeouts.visible=5",
 )
 _MEET_SECONDS = 10.0
 

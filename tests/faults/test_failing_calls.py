@@ -33,7 +33,7 @@ def test_row_16_every_operation_fails(preset: str, sticky: bool, forker: Forker,
 
 @pytest.mark.parametrize(
     ("preset", "rank", "process", "stride"),
-    [("sync", 0, "trainer", 7), ("async_persistent", 1, "writer", 2)],
+    [("sync", 0, "trainer", 9), ("async_persistent", 1, "writer", 3)],
 )
 def test_row_16_operations_of_one_of_two_ranks_fail(
     preset: str, rank: int, process: str, stride: int, forker: Forker, tmp_path: Path

@@ -70,7 +70,7 @@ def test_row_05_a_disk_that_is_full_for_two_ranks(preset: str, forker: Forker, s
 
     resize("16m", remount=False)
     assert live("first") == [None, None] and newest_ack(acks) == 1
-    for room in range(0, 400 * PAGE, 3 * PAGE):
+    for room in range(0, 400 * PAGE, 5 * PAGE):
         resize("16m")
         # Which also makes a save of its own.
         wrong = forker.run("faults.workloads:check", root=root, acks=acks, keep=KEEP)

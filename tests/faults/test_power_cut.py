@@ -72,12 +72,22 @@ def disk(forker: Forker, tmp_path: Path) -> Iterator[Disk]:
 
 
 def enumerate_cuts(
-    disk: Disk, folder: Path, preset: str, flag: int, also: str = "", bare: bool = False
+    disk: Disk,
+    folder: Path,
+    preset: str,
+    flag: int,
+    also: str = "",
+    bare: bool = False,
+    first: int = 1,
+    stride: int = 1,
 ) -> tuple[int, list[str]]:
-    """Cut the power at operation 1, 2, 3 ... of a save, and after its end; returns how often, and what was wrong."""
+    """Cut the power at operation 1, 2, 3 ... of a save, and after its end.
+
+    With `stride` at every few operations from `first` on. Returns how many operations there were, and what was wrong.
+    """
     forker, acks, wrong = disk.forker, str(folder / "acks"), []
     lives = 0  # a root that was found damaged is left for a new one
-    for number in range(1, MANY):
+    for number in range(first, MANY, stride):
         log = str(folder / f"ops{number}")
         pid = forker.fork(
             "faults.workloads:crash_round",
@@ -106,18 +116,39 @@ def enumerate_cuts(
     return number, wrong
 
 
-@pytest.mark.parametrize("flag", [LOG_FLUSH, NO_LOG_FLUSH])
-@pytest.mark.parametrize("preset", ["sync", "async_persistent"])
-def test_row_03_power_cut_at_every_operation(preset: str, flag: int, disk: Disk, tmp_path: Path) -> None:
-    cuts, wrong = enumerate_cuts(disk, tmp_path, preset, flag)
-    print(f"{preset}, flag {flag}: {cuts} cuts, {len(wrong)} violations")
+def check_cuts(disk: Disk, folder: Path, preset: str, flag: int, first: int = 1, stride: int = 1) -> None:
+    operations, wrong = enumerate_cuts(disk, folder, preset, flag, first=first, stride=stride)
+    cuts = len(range(first, operations + 1, stride))
+    print(f"{preset}, flag {flag}: {cuts} cuts in {operations} operations, {len(wrong)} violations")
     assert not wrong, "\n".join(wrong)
-    assert 30 < cuts < MANY - 1
+    assert 30 < operations < MANY - 2
+
+
+# With a writer process the kinds of power cut take turns here; the soak has each at every operation.
+@pytest.mark.parametrize(
+    ("preset", "flag", "first", "stride"),
+    [
+        ("sync", LOG_FLUSH, 1, 1),
+        ("sync", NO_LOG_FLUSH, 1, 1),
+        ("async_persistent", LOG_FLUSH, 1, 2),
+        ("async_persistent", NO_LOG_FLUSH, 2, 2),
+    ],
+)
+def test_row_03_power_cut_at_every_operation(
+    preset: str, flag: int, first: int, stride: int, disk: Disk, tmp_path: Path
+) -> None:
+    check_cuts(disk, tmp_path, preset, flag, first, stride)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("flag", [LOG_FLUSH, NO_LOG_FLUSH])
+def test_row_03_both_kinds_of_power_cut_at_every_operation(flag: int, disk: Disk, tmp_path: Path) -> None:
+    check_cuts(disk, tmp_path, "async_persistent", flag)
 
 
 @pytest.mark.parametrize(
     ("preset", "rank", "process", "stride"),
-    [("sync", 0, "trainer", 9), ("async_persistent", 0, "trainer", 9), ("async_persistent", 1, "writer", 5)],
+    [("sync", 0, "trainer", 14), ("async_persistent", 0, "trainer", 14), ("async_persistent", 1, "writer", 8)],
 )
 def test_row_03_power_cut_with_two_ranks(
     preset: str, rank: int, process: str, stride: int, disk: Disk, tmp_path: Path
