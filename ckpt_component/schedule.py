@@ -6,7 +6,6 @@ changed its structure, and what went wrong; rank 0 looks whether the path is fre
 
 from __future__ import annotations
 
-import functools
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -83,7 +82,7 @@ class Schedule:
     def __init__(self, ranks: Coordinator, *, bounded: bool, by_rename: bool) -> None:
         self._ranks = ranks
         self._bounded = bounded
-        self._refuse_taken = functools.partial(refuse_existing, by_rename=by_rename)
+        self._by_rename = by_rename
         self.number = 0
 
     def agree(self, mine: Proposal, deadline: float) -> Agreement:
@@ -116,6 +115,9 @@ class Schedule:
         return Agreement(
             agreed["token"], agreed["replan"], None if told is None else (told[0], told[1]), agreed["busy"]
         )
+
+    def _refuse_taken(self, path: str) -> None:
+        refuse_existing(path, by_rename=self._by_rename)
 
 
 def _decide(
