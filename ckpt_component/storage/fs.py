@@ -124,7 +124,10 @@ class FsOps:
 
     def write_new(self, path: str, data: bytes) -> None:
         """Write one small new file and make its bytes durable."""
-        fd = self.create(path)
+        self._fill(self.create(path), data)
+
+    def _fill(self, fd: int, data: bytes) -> None:
+        """Write all of a small file durably, and close it."""
         try:
             self.write(fd, [memoryview(data)], 0)
             self.sync(fd)
@@ -175,15 +178,7 @@ class FsOps:
     def _overwrite(self, path: str, data: bytes) -> None:
         if self.size(path) is None and os.path.lexists(path):
             self.unlink(path)  # a link or a FIFO is replaced, and not written through
-        fd = self.open_over(path)
-        try:
-            self.write(fd, [memoryview(data)], 0)
-            self.sync(fd)
-        except BaseException:
-            with contextlib.suppress(OSError):  # the first error counts
-                self.close(fd)
-            raise
-        self.close(fd)
+        self._fill(self.open_over(path), data)
         self.sync_folder(os.path.dirname(path))
 
     def sync_folder(self, path: str) -> None:

@@ -159,7 +159,7 @@ class _Process:
         self._process.join(10)
         if self._process.is_alive():
             self._process.kill()
-            self._process.join()
+            self._process.join(10)
 
     def _answer(self) -> Any:
         if not self._pipe.poll(_SECONDS):
