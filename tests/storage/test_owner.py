@@ -79,7 +79,7 @@ def test_a_manager_that_lost_its_root_is_told_at_its_next_save(tmp_path: Path) -
 
 
 STOPPED = """
-    import os, signal, sys, torch
+    import signal, sys, threading, torch
     from ckpt_component import CheckpointFencedError, build_manager
     from ckpt_component.storage import commit
     from ckpt_component.storage.fs import FsOps
@@ -89,7 +89,8 @@ STOPPED = """
     def stop_before_the_commit(self, path, data):
         write_new(self, path, data)
         if path.endswith("manifest.json") and "iter_0000002" in path:
-            os.kill(os.getpid(), signal.SIGSTOP)
+            # To this very thread: a stop sent to the process may reach it after the owner was looked up.
+            signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
 
     FsOps.write_new = stop_before_the_commit
     manager = build_manager(sys.argv[2], dir=sys.argv[1])
