@@ -8,7 +8,7 @@ rules give. What stock forgets is kept beside: int keys, empty dicts, `OrderedDi
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeGuard
 
@@ -69,6 +69,14 @@ class FlatState:
 def key_of(path: Path) -> str:
     """The flat key of a path, as stock DCP names it: `model.layers.0.weight`."""
     return ".".join(map(str, path))
+
+
+def keys_of(paths: Sequence[Path]) -> list[str]:
+    """The flat keys of many paths."""
+    try:
+        return list(map(".".join, paths))
+    except TypeError:  # not all parts are text
+        return list(map(key_of, paths))
 
 
 def is_stateful(value: object) -> TypeGuard[Stateful]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import compress, repeat
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -12,14 +14,16 @@ import torch
 from ..errors import CheckpointCorruptError, CheckpointLoadError
 from ..image.arena import tensor_bytes
 from ..image.shards import overlap
-from ..image.tree import Path, key_of
+from ..image.tree import Path, key_of, keys_of
 from ..storage.checksum import Checksum, ChecksumMissingError, find_checksum, install_text
 from .archives import load_object
+from .blocks import Blocks
+from .items import StoredItem
 from .ranges import OpenFiles, in_parallel
-from .runs import SMALL_BYTES, Gaps, Landing, read_run, runs_of
+from .runs import BLOCK_BYTES, SMALL_BYTES, Landings, Run
 from .shapes import check_cover
 from .source import Index, Request, Source, TensorEntry
-from .tables import RankTable, StoredItem, StoredKey
+from .tables import Part, RankTable
 
 
 def checksum_of(folder: str, table: RankTable) -> Checksum:
@@ -45,7 +49,7 @@ def checksum_of(folder: str, table: RankTable) -> Checksum:
 def verify_file(folder: str, name: str, table: RankTable) -> None:
     """Read every item of one file and compare its checksum."""
     checksum = checksum_of(folder, table)
-    items = [item for item in table.items if item.file == name]
+    items = table.items_in(name)
     with OpenFiles(folder) as files:
         files.descriptor(name)
 
@@ -85,20 +89,20 @@ class NativeSource(Source):
     """
 
     def __init__(self, folder: str, tables: Sequence[RankTable], *, verify: bool) -> None:
-        #: Of tensors that consist of one item, by far the most.
-        self._whole: dict[str, tuple[StoredItem, Checksum | None]] = {}
+        self._tables = tables
+        self._checksums = [checksum_of(folder, table) if verify else None for table in tables]
+        #: Of tensors that consist of one item, by far the most: the table's number, and the item's.
+        self._whole: dict[str, tuple[int, int]] = {}
         #: Of the others, by their offsets.
         self._chunks: dict[str, dict[tuple[int, ...], Chunk]] = {}
         self._objects: dict[str, Chunk] = {}
-        self._gaps = Gaps()
         index = Index()
         containers: dict[tuple[Path, str], None] = {}
-        for rank, table in enumerate(tables):
-            checksum = checksum_of(folder, table) if verify else None
-            self._add_tensors(folder, index, table, rank, checksum)
-            for path, number in table.objects:
+        for number, table in enumerate(tables):
+            self._add_tensors(folder, index, number)
+            for path, item in table.objects:
                 key = key_of(path)
-                self._objects[key] = Chunk((), table.items[number], checksum)
+                self._objects[key] = Chunk((), item, self._checksums[number])
                 index.objects[key] = path
             containers.update(dict.fromkeys(table.containers))
         index.containers = list(containers)
@@ -107,81 +111,102 @@ class NativeSource(Source):
             boxes = [(chunk.offsets, chunk.item.shape) for chunk in chunks.values()]
             check_cover(f"'{key}' in {folder}", index.tensors[key].shape, boxes)
 
-    def _add_tensors(self, folder: str, index: Index, table: RankTable, rank: int, checksum: Checksum | None) -> None:
-        """Take in one rank's tensors, of which there may be a hundred thousand."""
-        items, tensors, whole, chunks = table.items, index.tensors, self._whole, self._chunks
-        sizes: dict[tuple[int, ...], torch.Size] = {}
-        for stored in table.keys:
-            path, number, part = stored
-            item, key = items[number], key_of(path)
-            if part is None and key not in tensors and item.dtype is not None:
-                size = sizes.get(item.shape) or sizes.setdefault(item.shape, torch.Size(item.shape))
-                tensors[key] = TensorEntry(path, item.dtype, size, (rank, number))
-                whole[key] = (item, checksum)
+    def _add_tensors(self, folder: str, index: Index, rank: int) -> None:
+        """Take in one rank's tensors, of which there may be a hundred thousand: all at once where that can be."""
+        items, (paths, numbers, parts) = self._tables[rank].tensors, self._tables[rank].keys
+        keys, whole = keys_of(paths), self._whole
+        dtypes = list(map(items.dtypes.__getitem__, numbers))
+        shapes = list(map(items.shapes.__getitem__, numbers))
+        places = list(zip(repeat(rank), numbers, strict=False))
+        entries = map(TensorEntry, paths, dtypes, map(torch.Size, shapes), places)
+        if parts is None and len(set(keys)) == len(keys) and index.tensors.keys().isdisjoint(keys):
+            index.tensors.update(zip(keys, entries, strict=True))
+            whole.update(zip(keys, places, strict=True))
+            return
+        for key, entry, place, part in zip(keys, entries, places, parts or repeat(None), strict=False):
+            if part is None and key not in index.tensors:
+                index.tensors[key], whole[key] = entry, place
                 continue
             if key in whole:
-                first, its_checksum = whole.pop(key)
-                origin = (0,) * len(first.shape)
-                chunks[key] = {origin: Chunk(origin, first, its_checksum)}
-            self._add_part(folder, index, stored, item, rank, checksum)
+                first = self._whole_chunk(whole.pop(key))
+                self._chunks[key] = {first.offsets: first}
+            self._add_part(folder, index, key, entry, part)
 
-    def _add_part(
-        self, folder: str, index: Index, stored: StoredKey, item: StoredItem, rank: int, checksum: Checksum | None
-    ) -> None:
-        if item.dtype is None:
-            raise CheckpointCorruptError(f"'{key_of(stored.path)}' in {folder} has no dtype.")
-        key = key_of(stored.path)
-        whole, offsets = stored.part or (item.shape, (0,) * len(item.shape))
+    def _add_part(self, folder: str, index: Index, key: str, entry: TensorEntry, part: Part | None) -> None:
+        place: tuple[int, int] = entry.same_as
+        chunk = self._whole_chunk(place)
+        whole, offsets = part or (entry.shape, chunk.offsets)
         # The same part twice: it was tied on one rank and not on another.
-        self._chunks.setdefault(key, {}).setdefault(offsets, Chunk(offsets, item, checksum))
-        same_as = (rank, stored.item) if stored.part is None else key
-        known = index.tensors.setdefault(key, TensorEntry(stored.path, item.dtype, torch.Size(whole), same_as))
-        if (known.dtype, tuple(known.shape)) != (item.dtype, tuple(whole)):
+        self._chunks.setdefault(key, {}).setdefault(offsets, chunk._replace(offsets=offsets))
+        same_as = place if part is None else key
+        known = index.tensors.setdefault(key, entry._replace(shape=torch.Size(whole), same_as=same_as))
+        if (known.dtype, tuple(known.shape)) != (entry.dtype, tuple(whole)):
             raise CheckpointCorruptError(
-                f"'{key}' in {folder} is {known.dtype} {tuple(known.shape)} on one rank and {item.dtype} "
+                f"'{key}' in {folder} is {known.dtype} {tuple(known.shape)} on one rank and {entry.dtype} "
                 f"{tuple(whole)} on another."
             )
 
+    def _whole_chunk(self, place: tuple[int, int]) -> Chunk:
+        """An item as the whole of a tensor."""
+        rank, number = place
+        item = self._tables[rank].tensors.item(number)
+        return Chunk((0,) * len(item.shape), item, self._checksums[rank])
+
     def read_tensors(self, requests: Sequence[Request]) -> None:
         """A large item by one vectored read, whose payload goes straight into the tensor; small ones many at a time."""
-        small: dict[tuple[str, Checksum | None], list[Landing]] = {}
-        large: list[tuple[Request, Chunk]] = []
-        whole = self._whole
-        for request in requests:
-            key, target, offsets = request
-            item, checksum = whole.get(key, _NONE)
-            if item is not None and offsets is None and item.length <= SMALL_BYTES and _is_plain(target):
-                small.setdefault((item.file, checksum), []).append((item, request))
-            else:
-                large += [(request, chunk) for chunk in self._pieces(request)]
-        work: list[tuple[str, int, int, Callable[[OpenFiles], None]]] = []
-        for (name, checksum), landings in small.items():
-            landings.sort(key=lambda landing: landing[0].offset)
-            for run in runs_of(landings):
-                start, (last, _) = run[0][0].offset, run[-1]
-                length = last.offset + last.length - start
-                work.append((name, start, length, partial(self._read_run, name, run, checksum)))
-        for request, chunk in large:
-            item = chunk.item
-            work.append((item.file, item.offset, item.length, partial(self._read, request, chunk)))
-        work.sort(key=lambda piece: piece[:3])
-        with OpenFiles(self.where) as files:
+        small, large = self._divided(requests)
+        with OpenFiles(self.where) as files, Blocks(BLOCK_BYTES) as blocks:
+
+            def read_run(run: Run, wanted: Sequence[Request]) -> None:
+                block = blocks.take()
+                wrong = run.read(files, block)
+                blocks.give_back(block)
+                if wrong is not None:
+                    raise damaged(self.where, run.name, f"'{wanted[run.landings.order[wrong]].key}'")
+
+            work: list[tuple[str, int, int, Callable[[], None]]] = []
+            for rank, numbers, wanted in small:
+                targets = [request.destination for request in wanted]
+                for run in Landings(self._tables[rank].tensors, numbers, targets, self._checksums[rank]).runs():
+                    work.append((run.name, run.offset, run.length, partial(read_run, run, wanted)))
+            for request in large:
+                for chunk in self._pieces(request):
+                    item = chunk.item
+                    work.append((item.file, item.offset, item.length, partial(self._read, request, chunk, files)))
+            work.sort(key=lambda piece: piece[:3])
             for name in {piece[0] for piece in work}:
                 files.descriptor(name)
-            in_parallel(work, [piece[2] for piece in work], lambda piece: piece[3](files))
+            in_parallel(work, [piece[2] for piece in work], lambda piece: piece[3]())
 
-    def _read_run(self, name: str, run: Sequence[Landing], checksum: Checksum | None, files: OpenFiles) -> None:
-        wrong = read_run(files, name, run, checksum, self._gaps)
-        if wrong is not None:
-            raise damaged(self.where, name, f"'{wrong.key}'")
-        # The memory was written behind autograd's back, and others may watch the version.
-        torch.autograd.graph.increment_version([request.destination for _, request in run])
+    def _divided(
+        self, requests: Sequence[Request]
+    ) -> tuple[list[tuple[int, torch.Tensor, list[Request]]], list[Request]]:
+        """What can be read in runs, by rank with the items' numbers; and the rest."""
+        if not requests:
+            return [], []
+        keys, targets, offsets = zip(*requests, strict=True)
+        places = list(map(self._whole.get, keys))
+        chosen: dict[int, list[tuple[int, Request]]] = {}
+        large: list[Request] = []
+        for request, place, part, plain in zip(requests, places, offsets, _are_plain(targets), strict=True):
+            if place is not None and part is None and plain:
+                chosen.setdefault(place[0], []).append((place[1], request))
+            else:
+                large.append(request)
+        small = []
+        for rank, pairs in chosen.items():
+            chosen_numbers, wanted = zip(*pairs, strict=True)
+            numbers = torch.tensor(chosen_numbers)
+            fits = self._tables[rank].tensors.length[numbers] <= SMALL_BYTES
+            large += compress(wanted, (~fits).tolist())
+            if fits.any():
+                small.append((rank, numbers[fits], list(compress(wanted, fits.tolist()))))
+        return small, large
 
     def _pieces(self, request: Request) -> list[Chunk]:
         """The chunks that hold something of what is asked for."""
         if request.key in self._whole:
-            item, checksum = self._whole[request.key]
-            chunks = [Chunk((0,) * len(item.shape), item, checksum)]
+            chunks = [self._whole_chunk(self._whole[request.key])]
         else:
             chunks = list(self._chunks[request.key].values())
         if len(chunks) == 1 and request.offsets is None:
@@ -232,10 +257,6 @@ class NativeSource(Source):
                 target[common[1]].copy_(landing[common[0]])
 
 
-#: In place of an item.
-_NONE: tuple[StoredItem | None, Checksum | None] = (None, None)
-
-
 def _is_direct(request: Request, chunk: Chunk) -> bool:
     """Whether a payload's bytes are the destination's, as they lie in memory."""
     return _is_plain(request.destination) and request.box == (chunk.offsets, chunk.item.shape)
@@ -244,3 +265,16 @@ def _is_direct(request: Request, chunk: Chunk) -> bool:
 def _is_plain(target: torch.Tensor) -> bool:
     """Whether a tensor's elements lie one after the other in the host's memory, as they are."""
     return target.is_cpu and target.is_contiguous() and not (target.is_conj() or target.is_neg())
+
+
+def _are_plain(targets: Sequence[torch.Tensor]) -> Sequence[bool]:
+    """`_is_plain` of each; where all are, that is found faster."""
+    tensor = torch.Tensor
+    if (
+        all(map(attrgetter("is_cpu"), targets))
+        and all(map(tensor.is_contiguous, targets))
+        and not any(map(tensor.is_conj, targets))
+        and not any(map(tensor.is_neg, targets))
+    ):
+        return [True] * len(targets)
+    return list(map(_is_plain, targets))

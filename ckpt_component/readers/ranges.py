@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-import ctypes
-import errno
 import os
-from array import array
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
+import torch
+
 from ..errors import CheckpointCorruptError
 from ..storage.checksum import Checksum
-from ..storage.fs import MAX_BUFFERS
 from ..storage.regular import is_plain_name, open_regular, read_failure
 
 #: Read and summed at a time: a block that fits the processor's cache is fetched from memory once, not twice.
 _BLOCK = 1 << 20
 _MOST_THREADS = 4
 Work = TypeVar("Work")
-
-_preadv = ctypes.CDLL(None, use_errno=True).preadv
-_preadv.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_int64)
-_preadv.restype = ctypes.c_ssize_t
 
 
 class OpenFiles:
@@ -106,44 +100,6 @@ class OpenFiles:
                 offset = behind
         return 0 if stream is None else stream.value()
 
-    def fill_memory(self, name: str, pieces: array[int], offset: int) -> bool:
-        """Fill pieces of memory from `offset` of a file on; False when the file ends before.
-
-        `os.preadv` wants an object for each piece, which takes longer to make than to fill where pieces are small.
-
-        Args:
-            name: of the file.
-            pieces: address and length of each, one after the other; 64-bit. Changed by what is done.
-            offset: of the file.
-
-        Raises:
-            CheckpointUnreadableError: the read fails.
-        """
-        fd = self.descriptor(name)
-        first, entries = 0, len(pieces) // 2
-        while first < entries:
-            if pieces[2 * first + 1] == 0:
-                first += 1
-                continue
-            count = min(entries - first, MAX_BUFFERS)
-            read = _preadv(fd, pieces.buffer_info()[0] + 16 * first, count, offset)
-            if read < 0:
-                code = ctypes.get_errno()
-                if code == errno.EINTR:
-                    continue
-                error = OSError(code, os.strerror(code))
-                raise read_failure(os.path.join(self._folder, name), error) from error
-            if read == 0:
-                return False
-            offset += read
-            while first < entries and read >= pieces[2 * first + 1]:
-                read -= pieces[2 * first + 1]
-                first += 1
-            if read:
-                pieces[2 * first] += read
-                pieces[2 * first + 1] -= read
-        return True
-
     def checksum(self, name: str, offset: int, length: int, checksum: Checksum) -> int | None:
         """The checksum of a range of a file, or None when the file ends before."""
         buffer = memoryview(bytearray(min(length, _BLOCK)))
@@ -167,13 +123,20 @@ class OpenFiles:
 def in_parallel(work: Sequence[Work], sizes: Sequence[int], run: Callable[[Work], None]) -> None:
     """Call `run` for all of `work`, in as many threads as help, each with consecutive pieces of about equal bytes.
 
+    Autograd is off meanwhile, so that leaves can be filled.
+
     Raises:
         Exception: the first one of `run`, after all threads have ended.
     """
+
+    def run_batch(batch: Sequence[Work]) -> None:
+        with torch.no_grad():  # holds for one thread alone
+            for piece in batch:
+                run(piece)
+
     threads = min(_MOST_THREADS, os.cpu_count() or 1, len(work))
     if threads <= 1:
-        for piece in work:
-            run(piece)
+        run_batch(work)
         return
     goal = sum(sizes) / (threads * 4) + 1
     batches: list[list[Work]] = [[]]
@@ -184,10 +147,6 @@ def in_parallel(work: Sequence[Work], sizes: Sequence[int], run: Callable[[Work]
             filled = 0
         batches[-1].append(piece)
         filled += size
-
-    def run_batch(batch: list[Work]) -> None:
-        for piece in batch:
-            run(piece)
 
     with ThreadPoolExecutor(threads, thread_name_prefix="ckpt-read") as pool:
         for _ in pool.map(run_batch, batches):

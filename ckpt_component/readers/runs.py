@@ -1,20 +1,27 @@
-"""Many small neighbours are read at once: a system call per item costs more than its bytes.
+"""Many small neighbours are read at once: what is done for each of them takes longer than its bytes.
 
-A run is a range of one file that one system call spreads: payloads into their tensors, all between them into memory of
-the thread's own. Then every item's checksum is compared, over the pieces.
+A run is a range of one file. It is read into a block of memory, compared with the checksums there, where the
+processor's cache has it, and one system call spreads the payloads to their tensors. So no tensor is touched by bytes
+that are not those that were written.
+
+The checksum of a whole run is known before it is read where it can be put together from those of the items. That takes
+one call instead of one for each item, for which the threads would wait for each other (a third of the time of 20,000
+tensors with two threads).
 """
 
 from __future__ import annotations
 
 import ctypes
-import threading
-from array import array
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
 
 from ..storage.checksum import Checksum
+from .blocks import Block
+from .crc import CrcOfRanges
+from .items import TensorItems
 from .ranges import OpenFiles
-from .source import Request
-from .tables import StoredItem
 
 #: Larger items are read straight into their tensors.
 SMALL_BYTES = 256 << 10
@@ -22,76 +29,124 @@ SMALL_BYTES = 256 << 10
 _RUN_BYTES = 1 << 20
 #: Bytes that nobody asked for, such as other items, are rather read along than jumped over up to this gap.
 _GAP_BYTES = 32 << 10
+#: A run ends with the item that is behind a multiple of _RUN_BYTES.
+BLOCK_BYTES = _RUN_BYTES + SMALL_BYTES
 
 
-#: An item, and the request that wants all of it: contiguous, in CPU memory, with the payload's size.
-Landing = tuple[StoredItem, Request]
-
-
-def runs_of(landings: Sequence[Landing]) -> Iterator[Sequence[Landing]]:
-    """Cut landings of one file, sorted by offset, into runs of neighbours."""
-    first, start, end = 0, landings[0][0].offset, 0
-    for number, (item, _) in enumerate(landings):
-        offset = item.offset
-        # What is tied overlaps, and is read again.
-        if number > first and not (0 <= offset - end <= _GAP_BYTES and offset + item.length - start <= _RUN_BYTES):
-            yield landings[first:number]
-            first, start = number, offset
-        end = offset + item.length
-    yield landings[first:]
-
-
-class Gaps(threading.local):
-    """Memory for what a run has between its payloads, one for every thread, used again and again."""
-
-    def __init__(self) -> None:
-        self._bytes = bytearray(_RUN_BYTES)
-        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._bytes))
-        self.view = memoryview(self._bytes)
-
-
-def read_run(
-    files: OpenFiles, name: str, run: Sequence[Landing], checksum: Checksum | None, gaps: Gaps
-) -> Request | None:
-    """Fill the tensors of a run.
+class Landings:
+    """Small items of one rank and the tensors that each of them fills whole, in the order of the files.
 
     Args:
-        files: of the checkpoint.
-        name: of the file.
-        run: of `runs_of`.
+        items: of the rank.
+        numbers: which of them; at most `SMALL_BYTES` long.
+        targets: one for each: contiguous, in CPU memory, with the payload's size. They are kept alive.
         checksum: of the items; None: they are not verified.
-        gaps: this thread's.
-
-    Returns:
-        The first whose bytes are not those that were written, or None.
-
-    Raises:
-        CheckpointUnreadableError: the read fails.
     """
-    pieces, marks = array("q"), []
-    (first, _), (last, its_request) = run[0], run[-1]
-    position, filled, address_of_gaps = first.offset, 0, gaps.address
-    for item, request in run:
-        gap, address = item.payload - position, request.destination.data_ptr()
-        pieces.extend((address_of_gaps + filled, gap, address, item.nbytes))
-        filled += gap
-        marks.append((address, filled))
-        position = item.payload + item.nbytes
-    pieces.extend((address_of_gaps + filled, last.offset + last.length - position))
-    if not files.fill_memory(name, pieces, first.offset):
-        return its_request
-    if checksum is None:
+
+    def __init__(
+        self, items: TensorItems, numbers: torch.Tensor, targets: Sequence[torch.Tensor], checksum: Checksum | None
+    ) -> None:
+        order = torch.argsort(items.offset[numbers], stable=True)
+        order = order[torch.argsort(items.file[numbers][order], stable=True)]
+        chosen = numbers[order]
+        self.checksum = checksum
+        #: Of each landing, its place in `targets`.
+        self.order: list[int] = order.tolist()
+        self.targets = [targets[place] for place in self.order]
+        self._names = items.names
+        self._file, self._offset = items.file[chosen], items.offset[chosen]
+        self._end = self._offset + items.length[chosen]
+        self.checksums = [items.checksums[number] for number in chosen.tolist()]
+        self._payload, self._nbytes = items.payload[chosen], items.nbytes[chosen]
+
+    def runs(self) -> Iterator[Run]:
+        """All landings, in runs of neighbours."""
+        file, offset, end = self._file, self._offset, self._end
+        gap = offset[1:] - end[:-1]
+        # What is tied overlaps, and is read again.
+        cut = (gap < 0) | (gap > _GAP_BYTES) | (file[1:] != file[:-1])
+        cut |= offset[1:] // _RUN_BYTES != offset[:-1] // _RUN_BYTES
+        first = torch.cat([torch.zeros(1, dtype=torch.int64), cut.nonzero().flatten() + 1])
+        last = torch.cat([first[1:], torch.tensor([len(offset)])])
+        start = offset[first].repeat_interleave(last - first)
+        # The system call fills pieces of memory one after the other: what is between two payloads lands nowhere.
+        behind = self._payload + self._nbytes
+        before = torch.cat([torch.zeros(1, dtype=torch.int64), behind[:-1]])
+        before[first] = offset[first]
+        nowhere = bytearray(BLOCK_BYTES)
+        pieces = torch.empty(len(offset), 4, dtype=torch.int64)
+        pieces[:, 0] = ctypes.addressof(ctypes.c_char.from_buffer(nowhere))
+        pieces[:, 1] = self._payload - before
+        pieces[:, 2] = torch.tensor(list(map(torch.Tensor.data_ptr, self.targets)), dtype=torch.int64)
+        pieces[:, 3] = self._nbytes
+        memory = (pieces, nowhere)
+        between = torch.cat([gap, torch.zeros(1, dtype=torch.int64)])
+        between[last - 1] = 0
+        wholes = self._checksums_of_runs(between, first, last)
+        starts, ends = (offset - start).tolist(), (end - start).tolist()
+        columns = (file[first], offset[first], end[last - 1] - offset[first], first, last)
+        rows = zip(*(each.tolist() for each in columns), wholes, strict=True)
+        for number, place, length, low, high, whole in rows:
+            bounds = list(zip(starts[low:high], ends[low:high], strict=True))
+            yield Run(self, self._names[number], place, length, low, high, bounds, whole, memory)
+
+    def _checksums_of_runs(
+        self, between: torch.Tensor, first: torch.Tensor, last: torch.Tensor
+    ) -> Sequence[int | None]:
+        """What each run should have, with zeros between its items, as our writers leave them; None: not known."""
+        polynomial = None if self.checksum is None else self.checksum.polynomial
+        if polynomial is None or min(self.checksums) < 0 or max(self.checksums) >= 1 << 32:
+            return [None] * len(first)
+        ranges = CrcOfRanges(polynomial)
+        items = torch.tensor(self.checksums)
+        crcs = torch.stack([items, ranges.of_zeros(between)], dim=1).flatten()
+        lengths = torch.stack([self._end - self._offset, between], dim=1).flatten()
+        return ranges.combined(crcs, lengths, 2 * first, 2 * last)
+
+
+@dataclass(frozen=True)
+class Run:
+    """Landings that are read at once.
+
+    Attributes:
+        landings: whose.
+        name: the file.
+        offset, length: the range of it.
+        first, last: the landings are those from `first` to before `last`.
+        bounds: where each item begins and ends in the range.
+        whole: the checksum of the range, if that is known and only zeros are between the items.
+    """
+
+    landings: Landings
+    name: str
+    offset: int
+    length: int
+    first: int
+    last: int
+    bounds: list[tuple[int, int]]
+    whole: int | None
+    _memory: tuple[torch.Tensor, bytearray]
+
+    def read(self, files: OpenFiles, block: Block) -> int | None:
+        """Fill the tensors.
+
+        Returns:
+            None, or the number of the first landing whose bytes are not those that were written; nothing is filled.
+
+        Raises:
+            CheckpointUnreadableError: the read fails.
+        """
+        with block.view[: self.length] as view:
+            if not files.fill(self.name, [view], self.offset):
+                return self.last - 1
+            checksum = self.landings.checksum
+            if checksum is not None and (self.whole is None or checksum.of(view) != self.whole):
+                taken, expected = checksum.of, self.landings.checksums[self.first : self.last]
+                for place, ((start, end), wanted) in enumerate(zip(self.bounds, expected, strict=True)):
+                    if taken(view[start:end]) != wanted:
+                        return self.first + place
+        pieces, _ = self._memory
+        block.spread(pieces[self.first : self.last].view(-1, 2))
+        # The memory was written behind autograd's back, and others may watch the version.
+        torch.autograd.graph.increment_version(self.landings.targets[self.first : self.last])
         return None
-    between, taken, window = gaps.view, checksum.of_three, _Window.from_address
-    for (item, request), (address, mark) in zip(run, marks, strict=True):
-        before = between[mark - (item.payload - item.offset) : mark]
-        after = between[mark : mark + (item.offset + item.length) - (item.payload + item.nbytes)]
-        payload = memoryview(window(address))[: item.nbytes] if item.nbytes else _NOTHING
-        if taken(before, payload, after) != item.checksum:
-            return request
-    return None
-
-
-#: One type for memory of any length up to it: to make one for each length takes longer than to read it.
-_Window = ctypes.c_char * SMALL_BYTES
-_NOTHING = memoryview(b"")

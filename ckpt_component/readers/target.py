@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cached_property
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ import torch
 from ..errors import CheckpointLoadError
 from ..image.per_rank import PerRank, rank_of
 from ..image.shards import Shard, local_part
-from ..image.tree import Path, StateDict, Stateful, flatten, key_of, unflatten
+from ..image.tree import Path, StateDict, Stateful, flatten, key_of, keys_of, unflatten
 from .source import Request, Source
 
 
@@ -51,8 +52,7 @@ class Target:
         self.requests: list[Request] = []
         self.new_tensors: list[str] = []
         self.objects: list[str] = []
-        for path, tensor, shard in zip(self._flat.tensor_paths, self._flat.tensors, self._flat.shards, strict=True):
-            self._match_tensor(path, tensor, shard)
+        self._match_tensors()
         for path in self._flat.object_paths:
             self._match_value(path)
         for path, kind in self._flat.containers:
@@ -71,6 +71,20 @@ class Target:
     def _below(self) -> dict[str, list[str]]:
         """For every inner node of the checkpoint, the keys below it."""
         return _keys_by_prefix(self._source)
+
+    def _match_tensors(self) -> None:
+        """All tensors, of which there may be a hundred thousand: at once where all of them fit as they are."""
+        flat = self._flat
+        keys = keys_of(flat.tensor_paths)
+        entries = list(map(self._source.index.tensors.get, keys))
+        if not any(flat.shards) and all(
+            [getattr(entry, name, None) for entry in entries] == list(map(attrgetter(name), flat.tensors))
+            for name in ("shape", "dtype")
+        ):
+            self.requests = list(map(Request, keys, flat.tensors))
+            return
+        for path, tensor, shard in zip(flat.tensor_paths, flat.tensors, flat.shards, strict=True):
+            self._match_tensor(path, tensor, shard)
 
     def _match_tensor(self, path: Path, tensor: torch.Tensor, shard: Shard | None) -> None:
         key = key_of(path)
@@ -91,9 +105,7 @@ class Target:
                 f"'{key}' is {tensor.dtype} in the target and {entry.dtype} in the checkpoint {self._source.where}; "
                 "pass allow_dtype_cast=True to convert it."
             )
-        # A leaf may not be written into; of others a view would be made for nothing.
-        destination = tensor.detach() if tensor.requires_grad else tensor
-        request = Request(key, destination, None if shard is None else shard.offsets)
+        request = Request(key, tensor, None if shard is None else shard.offsets)
         if entry.dtype == tensor.dtype:
             self.requests.append(request)
         else:

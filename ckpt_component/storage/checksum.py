@@ -43,13 +43,13 @@ class Checksum:
         name: as integrity files have it.
         of: the checksum of one buffer.
         stream: begins one that is taken piece by piece.
-        of_three: the checksum of three buffers, one after the other: what is before a payload, it, and what is behind.
+        polynomial: of a CRC, without its highest power and with the lowest first; None: it is no CRC.
     """
 
     name: str
     of: Callable[[memoryview], int]
     stream: Callable[[], Stream]
-    of_three: Callable[[memoryview, memoryview, memoryview], int]
+    polynomial: int | None = None
 
 
 class ChecksumMissingError(ImportError):
@@ -68,13 +68,13 @@ def find_checksum(name: str, home: Sequence[str] | None = None) -> Checksum:
         ValueError: there is no such algorithm.
     """
     if name == "crc32":
-        return _running(name, zlib.crc32)
+        return _running(name, zlib.crc32, 0xEDB88320)
     package, module = _load(name) if home is None else (home[0], _import_from(*home))
     if package == "xxhash":
         return _hashing(name, module.xxh3_64_intdigest, module.xxh3_64)
     if package == "crc32c":
-        return _running(name, module.crc32c)
-    return _running(name, lambda piece, value=0: _in_copies(module.extend, piece, value))
+        return _running(name, module.crc32c, 0x82F63B78)
+    return _running(name, lambda piece, value=0: _in_copies(module.extend, piece, value), 0x82F63B78)
 
 
 def fastest() -> str:
@@ -128,21 +128,12 @@ class _HashStream:
         self.value = state.intdigest
 
 
-def _running(name: str, update: Callable[..., int]) -> Checksum:
-    def of_three(first: memoryview, second: memoryview, third: memoryview) -> int:
-        return int(update(third, update(second, update(first))))
-
-    return Checksum(name, update, lambda: _RunningStream(update), of_three)
+def _running(name: str, update: Callable[..., int], polynomial: int) -> Checksum:
+    return Checksum(name, update, lambda: _RunningStream(update), polynomial)
 
 
-def _hashing(name: str, of: Callable[[memoryview], int], begin: Callable[..., Any]) -> Checksum:
-    def of_three(first: memoryview, second: memoryview, third: memoryview) -> int:
-        state = begin(first)
-        state.update(second)
-        state.update(third)
-        return int(state.intdigest())
-
-    return Checksum(name, of, lambda: _HashStream(begin()), of_three)
+def _hashing(name: str, of: Callable[[memoryview], int], begin: Callable[[], Any]) -> Checksum:
+    return Checksum(name, of, lambda: _HashStream(begin()))
 
 
 def _in_copies(update: Callable[[int, bytes], int], piece: memoryview, value: int) -> int:

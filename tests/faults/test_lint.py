@@ -29,6 +29,7 @@ EXCEPTIONS = {
     "storage/operation_log.py": "the log in which the tests count operations; unset in production",
     "image/arena.py": "memory (memfd), no file",
     "writers/host_image.py": "memory (memfd), no file",
+    "readers/blocks.py": "memory (memfd), no file",
     "storage/regular.py": "opens for reading",
     "process/spawn.py": "tracebacks of a user's processes in a private temporary folder, as torch's spawn has it",
     "training/signals.py": "a line on stderr from a signal handler",

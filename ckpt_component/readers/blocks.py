@@ -1,0 +1,96 @@
+"""Memory that one system call spreads to many places. A file without a name, because calls spread what they read."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+from types import TracebackType
+
+import torch
+
+from ..storage.fs import MAX_BUFFERS
+
+_preadv = ctypes.CDLL(None, use_errno=True).preadv
+_preadv.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_int64)
+_preadv.restype = ctypes.c_ssize_t
+
+
+class Block:
+    """Memory whose bytes the system can spread.
+
+    Args:
+        nbytes: how much.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self._descriptor = os.memfd_create("ckpt-run", os.MFD_CLOEXEC)
+        try:
+            os.truncate(self._descriptor, nbytes)
+            self._map = mmap.mmap(self._descriptor, nbytes)
+        except BaseException:
+            os.close(self._descriptor)
+            raise
+        self.view = memoryview(self._map)
+
+    def spread(self, pieces: torch.Tensor) -> None:
+        """Copy the bytes from the beginning on to pieces of memory.
+
+        Args:
+            pieces: rows of address and length, int64.
+
+        Raises:
+            OSError: the system refuses.
+        """
+        rows = pieces.shape[0]
+        position, start = 0, 0
+        while start < rows:
+            count = min(rows - start, MAX_BUFFERS)
+            wanted = int(pieces[start : start + count, 1].sum())
+            copied = _preadv(self._descriptor, pieces[start].data_ptr(), count, position)
+            if copied != wanted:
+                code = ctypes.get_errno() if copied < 0 else errno.EIO
+                if code == errno.EINTR:
+                    continue
+                raise OSError(code, f"{os.strerror(code)}: {copied} of {wanted} bytes were copied to tensors")
+            position += wanted
+            start += count
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self.view.release()
+        self._map.close()
+        os.close(self._descriptor)
+
+
+class Blocks:
+    """Blocks of one size that threads take in turns. A context manager; on its end none may be taken any more.
+
+    Args:
+        nbytes: of each.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self._nbytes = nbytes
+        self._free: list[Block] = []
+
+    def take(self) -> Block:
+        """A block of which nobody else knows, to be given back."""
+        try:
+            return self._free.pop()
+        except IndexError:
+            return Block(self._nbytes)
+
+    def give_back(self, block: Block) -> None:
+        """It is not used any more."""
+        self._free.append(block)
+
+    def __enter__(self) -> Blocks:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        while self._free:
+            self._free.pop().close()
