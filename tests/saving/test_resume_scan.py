@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import logging
 import os
@@ -25,7 +24,6 @@ from ckpt_component import (
     build_checkpointer,
     build_manager,
 )
-from ckpt_component.readers import ranges
 from ckpt_component.storage.commit import Attempt, begin
 from ckpt_component.storage.debris import discard
 from ckpt_component.storage.fs import FsOps
@@ -136,22 +134,15 @@ def test_row_10_what_cannot_be_read_is_passed_over_and_stays(
     """A disk or a mount that fails says nothing about the bytes."""
     run(tmp_path, 1, 2)
     bad = os.stat(tmp_path / "iter_0000002" / "__0_0.distcp").st_ino
-    read, read_many = os.preadv, ranges._preadv
+    read = os.preadv
 
     def failing(fd: int, *rest: Any) -> int:
         if os.fstat(fd).st_ino == bad:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         return read(fd, *rest)
 
-    def failing_many(fd: int, *rest: Any) -> int:
-        if os.fstat(fd).st_ino == bad:
-            ctypes.set_errno(errno.EIO)
-            return -1
-        return int(read_many(fd, *rest))
-
     with monkeypatch.context() as patch:
         patch.setattr(os, "preadv", failing)
-        patch.setattr(ranges, "_preadv", failing_many)
         assert restored(tmp_path) == 1
         assert "step 2 cannot be used, trying step 1" in caplog.text
         with pytest.raises(CheckpointUnreadableError, match="Input/output error"):
