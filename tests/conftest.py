@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -38,13 +39,18 @@ def no_process_is_left() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def nothing_is_left_in_dev_shm() -> Iterator[None]:
-    """Fail the test that leaves a name in /dev/shm. Names that other processes have open are theirs."""
+    """Fail the test that leaves a name in /dev/shm. Names that other processes have open are theirs, and so are those
+    that go away by themselves: another worker's tests run meanwhile.
+    """
     before = _shared_names()
     yield
-    left = _shared_names() - before
-    if left:
+    deadline = time.monotonic() + _PATIENCE_S
+    while left := _shared_names() - before:
         left -= _names_of_others()
-    assert not left, f"left in /dev/shm: {sorted(left)}"
+        if not left or time.monotonic() >= deadline:
+            break
+        time.sleep(0.2)
+    assert not left, f"left in /dev/shm after {_PATIENCE_S} s: {sorted(left)}"
 
 
 def _children() -> list[psutil.Process]:
