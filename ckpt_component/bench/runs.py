@@ -85,8 +85,10 @@ class Runner:
             tell: gets the row and its figures as soon as they are there.
         """
         absent = self._peers.absent(rows)
-        if self._settings.get("device") == "cuda":
+        device = self._settings.get("device", "cpu")
+        if device == "cuda":
             absent |= {row: _NOT_ON_CUDA for row in rows if ROWS[row].family == "peers"}
+        absent |= {row: f"it needs device={ROWS[row].device}" for row in rows if ROWS[row].device not in (None, device)}
         for row in (LIMITS, *rows):
             case.rows[row] = [{ABSENT: absent[row]}] if row in absent else []
             if row in absent:

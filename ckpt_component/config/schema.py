@@ -231,6 +231,8 @@ class ZeroOverheadStager(Part):
 
     arenas: int = at_least(1, 2)
     """How many saves may be in flight, each with its own copy of the state in host memory."""
+    device_buffer_bytes: int = at_least(0, 0)
+    """The most memory of each CUDA device that a snapshot may take; what fits into it needs no fence. 0: none."""
 
 
 @dataclass

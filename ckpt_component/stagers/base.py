@@ -38,7 +38,8 @@ class Snapshot:
         source: the bytes of the image; complete once `staged` is done.
         arena: the leased memory, or None where there is none.
         started: when the save began (`time.perf_counter`).
-        staged: done when training may change every tensor again; has the error when staging failed.
+        staged: done when the image is complete; training may change every tensor by then, with a device buffer
+            sooner (`Stager.wait_staged`). Has the error when staging failed.
     """
 
     def __init__(

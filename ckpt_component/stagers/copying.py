@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import torch
 
@@ -15,13 +15,13 @@ class ArenaCopies:
 
     def __init__(self) -> None:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
-        self._plans: dict[int, CopyPlan] = {}
+        self._plans: dict[Hashable, CopyPlan] = {}
 
-    def plan(self, arena: int, slots: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> CopyPlan:
+    def plan(self, arena: Hashable, slots: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> CopyPlan:
         """How to copy into these slots.
 
         Args:
-            arena: its number.
+            arena: its number, and what else tells plans for it apart.
             slots: the list that the arena gives for the structure; another list, another plan.
             sources: tensors of that structure.
         """

@@ -47,6 +47,10 @@ class OverlapWatch:
         """A copy began beside training."""
         self._beside = nbytes
 
+    def beside_other(self) -> None:
+        """A snapshot leaves a device buffer beside training: the step that comes next says nothing about overlap."""
+        self._last_step = None
+
     def awaited(self, seconds: float) -> None:
         """A copy was awaited, and took that long."""
         self._awaited = seconds

@@ -19,6 +19,7 @@ class Row:
         fsyncs: whether it syncs its files itself. For the others the benchmark does, on the clock of `durable`.
         preset: of ours, what `build_checkpointer` gets.
         overrides: of ours, what is changed in the preset.
+        device: the only one that it says anything new on; None: all.
     """
 
     family: str
@@ -26,10 +27,11 @@ class Row:
     fsyncs: bool = False
     preset: str = ""
     overrides: tuple[str, ...] = ()
+    device: str | None = None
 
 
-def _ours(preset: str, *overrides: str) -> Row:
-    return Row("ours", fsyncs=True, preset=preset, overrides=overrides)
+def _ours(preset: str, *overrides: str, device: str | None = None) -> Row:
+    return Row("ours", fsyncs=True, preset=preset, overrides=overrides, device=device)
 
 
 _NVRX = "nvidia_resiliency_ext"
@@ -41,6 +43,9 @@ ROWS: Mapping[str, Row] = {
     "async_pinned": _ours("async_persistent", "checkpoint/stager=pinned"),
     "async_temporal": _ours("async_temporal"),
     "async_zero_overhead": _ours("async_zero_overhead"),
+    "async_zero_overhead_buffer": _ours(
+        "async_zero_overhead", f"checkpoint.stager.device_buffer_bytes={8 << 30}", device="cuda"
+    ),
     "torch_save": Row("torch"),
     "dcp_save_t1": Row("torch", fsyncs=True),
     "dcp_save_t2": Row("torch", fsyncs=True),

@@ -33,20 +33,17 @@ class Ours(Saver):
         config = compose_checkpoint(preset, overrides)
         self._arenas = int(config.stager.get("arenas", 0))
         self._checkpointer = build_checkpointer(config)
-        self._staged: Future[None] | None = None
         self._written: Future[Any] | None = None
 
     def save(self, path: str) -> None:
         """See `Saver`."""
         futures = self._checkpointer.save(self.state, path)
-        self._staged, self._written = (None, None) if futures is None else futures
+        self._written = None if futures is None else futures[1]
 
     def wait_staged(self) -> None:
         """See `Saver`."""
-        if self._staged is not None:
-            # What a guarded optimizer does before it changes anything.
-            self._checkpointer.wait_staged(_SECONDS)
-            self._staged.result(_SECONDS)
+        # What a guarded optimizer does before it changes anything. A copy that failed is told by `finish`.
+        self._checkpointer.wait_staged(_SECONDS)
 
     def poll(self) -> bool:
         """See `Saver`."""
