@@ -34,15 +34,16 @@ def explain(error: Exception, overrides: Sequence[str], config_name: str | None 
         overrides: as they were typed.
         config_name: the primary config, or None when there is none.
     """
-    return what_was_meant(overrides, config_name) or _without_noise(error)
+    return what_was_meant(error, overrides, config_name) or _without_noise(error)
 
 
-def what_was_meant(overrides: Sequence[str], config_name: str | None = None) -> str | None:
+def what_was_meant(error: BaseException, overrides: Sequence[str], config_name: str | None = None) -> str | None:
     """Say in one line what is wrong with `overrides` that Hydra refused, and what to type instead.
 
     Call it while Hydra is initialized.
 
     Args:
+        error: what Hydra raised; overrides that it does not name are none of its reasons.
         overrides: as they were typed.
         config_name: the primary config, or None when there is none.
 
@@ -56,16 +57,24 @@ def what_was_meant(overrides: Sequence[str], config_name: str | None = None) -> 
         return str(unreadable)
     groups = list(_all_groups(loader, ""))
     picks = [override for override in parsed if override.key_or_group in groups]
-    for override in parsed:
+    named = f"{error} {error.__cause__ or ''}"
+    # What is Hydra's own, it explains itself, and an app's config does not have its keys.
+    refused = [
+        override
+        for override in parsed
+        if override.key_or_group in named and not override.key_or_group.startswith(("hydra.", "hydra/"))
+    ]
+    for override in refused:
         if override not in picks and "/" in override.key_or_group:
             keys = _keys_of(config_name, picks)
             return unknown_group(override.key_or_group, _value_text(override), groups, keys)
-    for override in picks:
+    for override in (override for override in refused if override in picks):
         text = _unknown_option(override, loader, "+" if override.is_add() and config_name else "")
         if text:
             return text
-    keys = _keys_of(config_name, picks)
-    for override in parsed:
+    # An option that is not here may be in a folder of --config-dir.
+    keys = _keys_of(config_name, [override for override in picks if _unknown_option(override, loader, "") is None])
+    for override in refused:
         if override not in picks and keys:
             text = _unfit_value(override, keys)
             if text:

@@ -114,6 +114,12 @@ def test_a_job_of_a_sweep_that_measures_nothing_does_not_keep_the_others(bench: 
     assert any("FAILED in 1 of 1: it broke" in line for line in done.stdout.splitlines())
 
 
+def test_a_run_that_fails_says_nothing_of_what_was_typed(bench: Bench) -> None:
+    done = bench("rows=safetensors")  # is in no environment; and the fixture adds hydra.run.dir=out
+    assert done.returncode == 1 and "There is no" not in done.stderr
+    assert "No row was measured; the reasons are above." in done.stderr
+
+
 def test_nothing_measured_is_a_failure(bench: Bench, tmp_path: Path) -> None:
     old = tmp_path / "run" / "old"
     old.mkdir()

@@ -253,6 +253,57 @@ def test_an_app_that_hints_says_what_was_meant(app: Path, word: str, hint: str) 
     assert refused(app, word, script="hinting_app.py").rstrip().endswith(hint)
 
 
+@pytest.mark.parametrize("word", ["hydra.rnu.dir=elsewhere", "hydra/job_loging=none"])
+def test_of_its_own_keys_hydra_speaks_alone(app: Path, word: str) -> None:
+    text = refused(app, word, script="hinting_app.py")
+    assert f"Could not override '{word.partition('=')[0]}'" in text and "There is no" not in text
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["hydra.run.dir=elsewhere"],
+        ["hydra/job_logging=disabled"],
+        ["hydra.run.dir=elsewhere", "hydra.verbose=true"],
+        ["--config-dir=more", "+recipe=mine"],  # a folder that the hint knows nothing of
+    ],
+)
+def test_a_hint_is_for_the_override_that_was_refused(app: Path, words: list[str]) -> None:
+    (app / "more" / "recipe").mkdir(parents=True)
+    (app / "more" / "recipe" / "mine.yaml").write_text("# @package _global_\nlr: 2.0\n")
+    text = refused(app, *words, "checkpoint.nmaing=step", script="hinting_app.py")
+    hint = "There is no key checkpoint.nmaing. Did you mean checkpoint.naming=step?"
+    assert text.rstrip().endswith(hint) and text.count("There is no") == 1
+
+
+FAILING = """
+from hydra.errors import CompactHydraException
+import hydra
+from pathlib import Path
+
+class Failed(CompactHydraException):
+    pass
+
+@hydra.main(config_path="conf", config_name="config"{version})
+def main(config):
+    if config.lr == 2:
+        config.no_such_key
+    raise Failed("it is over: lr, hydra.run.dir, none")
+
+if __name__ == "__main__":
+    {call}
+"""
+
+
+@pytest.mark.parametrize("word", ["lr=1.0", "lr=2", "+none=1"])
+def test_a_job_that_fails_gets_no_hint(app: Path, word: str) -> None:
+    version = ', version_base="1.3"' if HYDRA_1_3 else ""
+    (app / "failing_app.py").write_text(FAILING.format(version=version, call=HINTING.strip()))
+    done = run(app, "hydra.run.dir=elsewhere", word, script="failing_app.py")
+    assert done.returncode == 1 and "There is no" not in done.stderr
+    assert ("no_such_key" if word == "lr=2" else "it is over") in done.stderr
+
+
 def test_hints_are_silent_otherwise(app: Path) -> None:
     assert run(app, script="hinting_app.py").stderr == ""
     text = refused(app, "checkpoint.stager=pinned", script="hinting_app.py")

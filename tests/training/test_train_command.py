@@ -140,6 +140,11 @@ def read_until(process: subprocess.Popen[str], words: str) -> str:
     raise AssertionError("".join(seen))
 
 
+def test_a_run_that_fails_says_nothing_of_what_was_typed(train: Trained) -> None:
+    code, output = train("checkpoint.resume=must", "hydra.run.dir=out")
+    assert code == 1 and "use resume=auto to start from scratch." in output and "There is no" not in output
+
+
 def test_a_killed_run_resumes_from_its_last_commit(start: Started, train: Trained, run_dir: Path) -> None:
     with start("train.steps=1000000", "checkpoint.save.every_steps=3") as process:
         try:
