@@ -21,7 +21,7 @@ from .config import config_dir, override_hints
 from .config.errors import CheckpointConfigError
 from .errors import CheckpointError
 from .sweeps.callback import reported
-from .sweeps.result import RUNNING, write_result
+from .sweeps.result import RUNNING, write_job_result
 from .training.ranks import ALONE, Ranks, meet, part, quiet_console
 from .training.schema import register
 
@@ -112,17 +112,8 @@ def _launch_dir() -> str:
 
 
 def _result(ranks: Ranks, status: str, *, figures: dict[str, Any] | None = None, reason: str | None = None) -> None:
-    if not ranks.leads:
-        return
-    settings = HydraConfig.get()
-    write_result(
-        settings.runtime.output_dir,
-        status,
-        overrides=list(settings.overrides.task),
-        choices={group: str(option) for group, option in settings.runtime.choices.items()},
-        figures=figures,
-        reason=reason,
-    )
+    if ranks.leads:
+        write_job_result(status, figures=figures, reason=reason)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from ..config.errors import CheckpointConfigError
 from ..errors import CheckpointError
 from ..sweeps.callback import reported
 from ..sweeps.page import NO_PICTURE, can_plot
-from ..sweeps.result import RUNNING, write_result
+from ..sweeps.result import RUNNING, write_job_result
 from .device import device_name, require_cuda
 from .figures import read_figures, rows_for_sweep, write_figures
 from .growth.command import measure_courses, show_courses
@@ -121,15 +121,7 @@ class _JobResult:
         self.cases = list[Case]()
 
     def write(self, status: str, reason: str | None = None) -> None:
-        settings = HydraConfig.get()
-        write_result(
-            settings.runtime.output_dir,
-            status,
-            overrides=list(settings.overrides.task),
-            choices={group: str(option) for group, option in settings.runtime.choices.items()},
-            reason=reason,
-            rows=rows_for_sweep(self.cases),
-        )
+        write_job_result(status, reason=reason, rows=rows_for_sweep(self.cases))
 
 
 def _make_peers(peers: PeerEnvironment) -> None:

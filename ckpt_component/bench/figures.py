@@ -2,38 +2,38 @@
 
 from __future__ import annotations
 
-import csv
-import json
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ..config.errors import CheckpointConfigError
+from ..sweeps import figures as sweeps
+from .kept import read_run, write_run
 from .measure.names import LIMITS, ROWS
 from .runs import ABSENT, ERROR, Case
 
-#: Figure -> what it is, for the header of a table. Times are seconds.
-FIGURES = {
-    "first_stall": "first stall s",
-    "stall": "stall s",
-    "staged": "staged s",
-    "complete": "complete s",
-    "durable": "durable s",
-    "lost": "training lost s",
-    "step_ratio": "step ratio",
-    "next_steps": "next 10 steps ratio",
-    "memory": "memory bytes",
-    "device_memory": "device memory bytes",
-    "bytes": "bytes",
-    "files": "files",
-    "load_warm": "load warm s",
-    "load_cold": "load cold s",
-    "torn": "torn tensors",
-}
+#: Of a row, in order. Times are seconds.
+FIGURES = (
+    "first_stall",
+    "stall",
+    "staged",
+    "complete",
+    "durable",
+    "lost",
+    "step_ratio",
+    "next_steps",
+    "memory",
+    "device_memory",
+    "bytes",
+    "files",
+    "load_warm",
+    "load_cold",
+    "torn",
+)
 
-JSON, CSV = "figures.json", "figures.csv"
+#: The files are `figures.json` and `figures.csv`.
+_NAME = "figures"
+_COLUMNS = ("state", "target", "row", "figure", "median", "low", "high", "repeats", "note")
 
 
 @dataclass(frozen=True)
@@ -86,15 +86,8 @@ def records(cases: Sequence[Case]) -> Iterator[dict[str, Any]]:
                 yield {"state": case.state, "target": case.target, "row": row, "figure": "note", "note": reason}
 
 
-#: Figure -> its name in the report of a sweep.
-_IN_SWEEPS = {
-    "first_stall": "first_stall_s",
-    "stall": "stall_s",
-    "staged": "staged_s",
-    "durable": "durable_s",
-    "lost": "lost_s",
-    "step_ratio": "step_ratio",
-}
+#: Figure -> its name in the report of a sweep, which has the unit of a time in it.
+_IN_SWEEPS = {figure: name for figure in FIGURES for name in (figure, f"{figure}_s") if name in sweeps.FIGURES}
 
 
 def rows_for_sweep(cases: Sequence[Case]) -> list[dict[str, Any]]:
@@ -132,14 +125,7 @@ def write_figures(cases: Sequence[Case], folder: Path, about: dict[str, Any]) ->
         about: the machine and the settings.
     """
     content = {"about": about, "cases": [asdict(case) for case in cases]}
-    _replace(folder / JSON, json.dumps(content, indent=1))
-    part = folder / (CSV + ".part")
-    with open(part, "w", encoding="utf-8", newline="") as file:
-        columns = ["state", "target", "row", "figure", "median", "low", "high", "repeats", "note"]
-        writer = csv.DictWriter(file, columns)
-        writer.writeheader()
-        writer.writerows(records(cases))
-    os.replace(part, folder / CSV)
+    write_run(folder, _NAME, content, _COLUMNS, records(cases))
 
 
 def read_figures(folder: str) -> tuple[list[Case], dict[str, Any]]:
@@ -148,22 +134,13 @@ def read_figures(folder: str) -> tuple[list[Case], dict[str, Any]]:
     Raises:
         CheckpointConfigError: there are none in the folder.
     """
-    path = Path(folder).expanduser() / JSON
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+
+    def of(content: Any) -> tuple[list[Case], dict[str, Any]]:
         return [Case(**case) for case in content["cases"]], content["about"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointConfigError(
-            f"results={folder}: no figures can be read from {path} ({error}); give the folder of a ckpt-bench run."
-        ) from error
+
+    return read_run(folder, _NAME, of, "ckpt-bench")
 
 
 def _limits_of(case: Case) -> list[str]:
     names = dict.fromkeys(name for run in case.rows.get(LIMITS, ()) for name in run)
     return [name for name in names if name not in (ERROR, ABSENT, "state_bytes")]
-
-
-def _replace(path: Path, text: str) -> None:
-    part = path.with_name(path.name + ".part")
-    part.write_text(text + "\n", encoding="utf-8")
-    os.replace(part, path)

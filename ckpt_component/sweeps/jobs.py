@@ -12,19 +12,8 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from ..config.errors import CheckpointConfigError
+from .figures import FIGURES
 from .result import RESULT, RUNNING
-
-#: What a report shows of a job's figures. Times are seconds, of one save where nothing else is said.
-FIGURES: Mapping[str, str] = {
-    "first_stall_s": "what the first save kept training waiting",
-    "stall_s": "what later saves kept training waiting, the median",
-    "staged_s": "until the tensors may be changed",
-    "durable_s": "until the checkpoint is committed, or the files are synced",
-    "gbps": "gigabytes (1e9) per second until then, of one rank",
-    "step_s": "a step of training, with saves under way and without what it waited for them",
-    "lost_s": "training time lost to one save",
-    "step_ratio": "step time while a save is written, over the undisturbed",
-}
 
 #: Written by Hydra into the folder of a job, and into that of a sweep.
 _HYDRA, _SWEEP = ".hydra", "multirun.yaml"

@@ -2,41 +2,20 @@
 
 from __future__ import annotations
 
-import csv
-import os
 import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from ..config.errors import CheckpointConfigError
-from .jobs import FIGURES, Row, differing, read_jobs
+from .figures import FIGURES, Figure
+from .jobs import Row, differing, read_jobs
 from .page import NO_PICTURE, can_plot
 from .plot import draw
-from .text import aligned, duration
+from .replaced import write_csv
+from .text import aligned
 
 CSV = "sweep.csv"
-#: Column -> figure, and how it is written.
-_COLUMNS: Sequence[tuple[str, str, Callable[[float], str]]] = (
-    ("first stall", "first_stall_s", duration),
-    ("stall", "stall_s", duration),
-    ("staged", "staged_s", duration),
-    ("durable", "durable_s", duration),
-    ("GB/s", "gbps", "{:.2f}".format),
-    ("step", "step_s", duration),
-    ("lost", "lost_s", duration),
-    ("step x", "step_ratio", "{:.2f}".format),
-)
-_MEANINGS = {
-    "first stall": "the first save",
-    "stall": "how long a later save kept training waiting (median)",
-    "staged": "until tensors may change",
-    "durable": "until committed, or synced",
-    "GB/s": "until durable",
-    "step": "of training, without what it waited",
-    "lost": "training time lost to a save",
-    "step x": "step time while it is written, over the undisturbed",
-}
 
 
 def report(folder: Path, say: Callable[[str], None] = print, out: Path | None = None) -> None:
@@ -75,11 +54,11 @@ def table(rows: Sequence[Row]) -> str:
         rows: in the order that they are shown in.
     """
     marked, changed = best(rows), differing(rows)
-    shown = [column for column in _COLUMNS if any(column[1] in row.figures for row in rows)]
-    heads = ["", "job", *(name for name, *_ in shown), "what differs", "outcome"]
+    shown = {key: figure for key, figure in FIGURES.items() if any(key in row.figures for row in rows)}
+    heads = ["", "job", *(figure.column for figure in shown.values()), "what differs", "outcome"]
     lines = [heads]
     for place, (row, words) in enumerate(zip(rows, changed, strict=True)):
-        cells = [form(row.figures[key]) if key in row.figures else "-" for _, key, form in shown]
+        cells = [figure.text(row.figures[key]) if key in row.figures else "-" for key, figure in shown.items()]
         name = f"{row.job} {row.name}".strip()
         lines.append(["*" if place in marked else "", name, *cells, " ".join(words), row.outcome])
     if not any(changed):
@@ -91,7 +70,7 @@ def table(rows: Sequence[Row]) -> str:
         if len(workloads) > 1:
             text.append(f"{workload or 'as configured'}:")
         text += [head, *(line for row, line in zip(rows, body, strict=True) if row.workload == workload), ""]
-    return "\n".join([*text, *_legend(rows, [name for name, *_ in shown])])
+    return "\n".join([*text, *_legend(rows, list(shown.values()))])
 
 
 def best(rows: Sequence[Row]) -> set[int]:
@@ -120,11 +99,11 @@ def _order(row: Row) -> tuple[str, bool, float]:
     return row.workload, row.stall_s is None, row.stall_s or 0.0
 
 
-def _legend(rows: Sequence[Row], columns: Sequence[str]) -> list[str]:
+def _legend(rows: Sequence[Row], shown: Sequence[Figure]) -> list[str]:
     measured = sum(bool(row.figures) for row in rows)
     lines = [f"{measured} of {len(rows)} {'row has' if len(rows) == 1 else 'rows have'} figures, sorted by stall"]
     if measured:
-        lines += textwrap.wrap("; ".join(f"{name}: {_MEANINGS[name]}" for name in columns), 120)
+        lines += textwrap.wrap("; ".join(f"{figure.column}: {figure.meaning}" for figure in shown), 120)
         kept = " of the same workload" if len({row.workload for row in rows}) > 1 else ""
         lines.append(f"*: Pareto, no row{kept} has both less stall and less durable time")
     return lines
@@ -146,11 +125,6 @@ def _write_csv(rows: Sequence[Row], folder: Path) -> Path:
         }
         for place, (row, words) in enumerate(zip(rows, changed, strict=True))
     ]
-    part = folder / (CSV + ".part")
-    with open(part, "w", encoding="utf-8", newline="") as file:
-        columns = ["job", "row", "workload", "differs", "status", "pareto", *FIGURES, "reason", "overrides"]
-        writer = csv.DictWriter(file, columns)
-        writer.writeheader()
-        writer.writerows(records)
-    os.replace(part, folder / CSV)
+    columns = ["job", "row", "workload", "differs", "status", "pareto", *FIGURES, "reason", "overrides"]
+    write_csv(folder / CSV, columns, records)
     return folder / CSV

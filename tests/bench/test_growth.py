@@ -106,7 +106,7 @@ def test_costs_are_kept_and_read_back(tmp_path: Path) -> None:
     text = render_growth(one)
     assert "500.00 ms  0.50" in text and "it broke" in text
     (tmp_path / "growth.json").write_text("[]")
-    with pytest.raises(CheckpointConfigError, match="no costs can be read"):
+    with pytest.raises(CheckpointConfigError, match="no growth can be read"):
         read_growth(str(tmp_path))
 
 

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import csv
-import json
-import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from ...config.errors import CheckpointConfigError
+from ..kept import read_run, write_run
 
-JSON, CSV = "growth.json", "growth.csv"
+#: The files are `growth.json` and `growth.csv`.
+_NAME = "growth"
 
 #: Axis -> cost -> what it is. Those that end in `bytes`, `messages` and `looks` are counted, the others are seconds.
 COSTS: Mapping[str, Mapping[str, str]] = {
@@ -126,19 +124,15 @@ def write_growth(courses: Sequence[Course], folder: Path, about: Mapping[str, An
         folder: where to.
         about: the machine and the settings.
     """
-    content = json.dumps({"about": dict(about), "courses": [asdict(course) for course in courses]}, indent=1)
-    _replace(folder / JSON, content + "\n")
-    part = folder / (CSV + ".part")
-    with open(part, "w", encoding="utf-8", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(["axis", "cost", "size", "median", "low", "high", "each", "ratio"])
-        for course in courses:
-            for cost in COSTS[course.axis]:
-                for point in points(course, cost):
-                    ratio = "" if point.ratio is None else point.ratio
-                    row = [point.size, point.median, point.low, point.high, point.each, ratio]
-                    writer.writerow([course.axis, cost, *row])
-    os.replace(part, folder / CSV)
+    content = {"about": dict(about), "courses": [asdict(course) for course in courses]}
+    columns = ("axis", "cost", *(each.name for each in fields(Point)))
+    records = (
+        {"axis": course.axis, "cost": cost, **asdict(point)}
+        for course in courses
+        for cost in COSTS[course.axis]
+        for point in points(course, cost)
+    )
+    write_run(folder, _NAME, content, columns, records)
 
 
 def read_growth(folder: str) -> tuple[list[Course], dict[str, Any]]:
@@ -147,22 +141,13 @@ def read_growth(folder: str) -> tuple[list[Course], dict[str, Any]]:
     Raises:
         CheckpointConfigError: there are none in the folder.
     """
-    path = Path(folder).expanduser() / JSON
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+
+    def of(content: Any) -> tuple[list[Course], dict[str, Any]]:
         courses = [
             Course(each["axis"], {int(size): runs for size, runs in each["runs"].items()})
             for each in content["courses"]
             if each["axis"] in COSTS
         ]
         return courses, content["about"]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointConfigError(
-            f"results={folder}: no costs can be read from {path} ({error}); give the folder of a ckpt-bench growth run."
-        ) from error
 
-
-def _replace(path: Path, text: str) -> None:
-    part = path.with_name(path.name + ".part")
-    part.write_text(text, encoding="utf-8")
-    os.replace(part, path)
+    return read_run(folder, _NAME, of, "ckpt-bench growth")
