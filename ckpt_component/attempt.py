@@ -17,7 +17,7 @@ from .callers.write_callers import WriteCaller
 from .coordination import Coordinator, ranks_failed
 from .errors import CheckpointError, CheckpointSaveError, CheckpointStorageFullError, CheckpointTimeoutError
 from .reports import SaveReport, Timeouts
-from .stagers.base import Snapshot
+from .stagers.snapshot import Snapshot
 from .storage import commit
 from .storage.commit import Attempt
 from .storage.fs import FsOps

@@ -29,7 +29,8 @@ from .errors import (
 from .failures import ErrorPolicy, FailureCount, is_stall
 from .reports import SaveFuture, Timeouts
 from .schedule import Agreement, Proposal, Schedule
-from .stagers.base import Snapshot, Stager, Survey
+from .stagers.base import Stager
+from .stagers.snapshot import Snapshot, Survey
 from .storage.commit import Attempt
 from .storage.fs import FsOps
 from .storage.owner import Ownership

@@ -1,9 +1,10 @@
 """Stagers: who takes the snapshot, into which memory, and when training may go on. One file a variant."""
 
-from .base import Snapshot, Stager
+from .base import Stager
 from .live import LiveStager
 from .pinned import PinnedStager
 from .shared_memory import SharedMemoryStager
+from .snapshot import Snapshot
 from .zero_overhead import ZeroOverheadStager
 
 __all__ = ["LiveStager", "PinnedStager", "SharedMemoryStager", "Snapshot", "Stager", "ZeroOverheadStager"]

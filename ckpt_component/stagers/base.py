@@ -1,99 +1,26 @@
-"""What a stager is, and what all that copy into an arena share."""
+"""What a stager is, and the plan that all of them make."""
 
 from __future__ import annotations
 
 import logging
-import math
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
 
-from ..config.errors import CheckpointConfigError
 from ..coordination import Coordinator
 from ..errors import CheckpointError
-from ..image.arena import Arena, ArenaPool
 from ..image.collector import collector_paused
-from ..image.layout import Layout, Structure, sources_of
+from ..image.layout import Structure
 from ..image.ownership import Selection, holdings, share_out
 from ..image.tree import FlatState, flatten
-from ..writers.base import FormatPlan, Sealed, Writer
-from ..writers.byte_io import MemorySource
-from ..writers.lanes import ByteSource
+from ..writers.base import FormatPlan, Writer
+from .snapshot import Snapshot, Survey
 
 logger = logging.getLogger(__name__)
-
-
-class Snapshot:
-    """A state dict at one moment, laid out for writing. Owned by the save; `release` must be called once it ended.
-
-    Attributes:
-        layout: what lies where.
-        sealed: the constant tables, and the encoded objects of this save.
-        source: the bytes of the image; complete once `staged` is done.
-        arena: the leased memory, or None where there is none.
-        started: when the save began (`time.perf_counter`).
-        staged: done when the image is complete; training may change every tensor by then, with a device buffer
-            sooner (`Stager.wait_staged`). Has the error when staging failed.
-    """
-
-    def __init__(
-        self,
-        layout: Layout,
-        sealed: Sealed,
-        source: ByteSource,
-        started: float,
-        arena: Arena | None = None,
-        give_back: Callable[[Arena], None] | None = None,
-    ) -> None:
-        self.layout = layout
-        self.sealed = sealed
-        self.source = source
-        self.arena = arena
-        self.staged: Future[None] = Future()
-        self.started = started
-        self.staged_at = started
-        self._give_back = give_back
-
-    def mark_staged(self, error: BaseException | None = None) -> None:
-        """Settle `staged`."""
-        self.staged_at = time.perf_counter()
-        if error is None:
-            self.staged.set_result(None)
-        else:
-            self.staged.set_exception(error)
-
-    def release(self) -> None:
-        """Return the arena to its pool, once nothing is copied into it any more; the second call does nothing."""
-        arena, self.arena = self.arena, None
-        give_back = self._give_back
-        if arena is not None and give_back is not None:
-            # A save may be given up while its copy still runs. The callback runs at once when it does not.
-            self.staged.add_done_callback(lambda _: give_back(arena))
-
-
-@dataclass
-class Survey:
-    """What a state dict is made of, before anything is copied.
-
-    Attributes:
-        flat: its tensors and objects.
-        structure: of them.
-        changed: the layout must be made anew; also set when it must be so for another rank's sake.
-        started: when `survey` was called (`time.perf_counter`).
-        wait_until: monotonic seconds, beyond which `take` must not wait for anybody (`max_stall_s`).
-    """
-
-    flat: FlatState
-    structure: Structure
-    changed: bool
-    started: float
-    wait_until: float = math.inf
 
 
 class Stager(ABC):
@@ -212,92 +139,3 @@ class Stager(ABC):
         deadline = min(time.monotonic() + self._timeout, survey.wait_until)
         mine = self._ranks.deal(f"plan/{self._plans}", holdings(survey.structure), share_out, deadline)
         return Selection(survey.structure, mine)
-
-
-class ArenaStager(Stager):
-    """A stager that copies into leased arenas.
-
-    Args:
-        arenas: how many saves may be in flight, each with its own copy of the state in host memory.
-
-    Raises:
-        CheckpointConfigError: `arenas` is less than 1.
-    """
-
-    def __init__(self, arenas: int = 1) -> None:
-        if arenas < 1:
-            raise CheckpointConfigError(f"checkpoint.stager.arenas must be at least 1, got {arenas}.")
-        self._arenas = arenas
-
-    def connect(self, writer: Writer, *, ranks: Coordinator, shared: bool, timeout: float) -> None:
-        """Learn the rest of the graph; see `Stager.connect`."""
-        super().connect(writer, ranks=ranks, shared=shared, timeout=timeout)
-        self._pool = ArenaPool(self._arenas, shared=shared)
-
-    @property
-    def busy(self) -> bool:
-        """Whether all arenas are being written."""
-        return self._pool.busy
-
-    def wait_free(self, deadline: float) -> bool:
-        """Wait for an arena; see `Stager.wait_free`."""
-        return self._pool.wait_free(deadline)
-
-    def take(self, survey: Survey) -> Snapshot:
-        """Copy everything into an arena; see `Stager.take`."""
-        with collector_paused(), torch.no_grad():
-            plan, flat = self._plan_for(survey)
-            sealed = plan.seal(flat.objects)
-            patience = min(self._timeout, max(survey.wait_until - time.monotonic(), 0))
-            arena = self._pool.lease(plan.layout.arena_bytes, patience)
-            source = MemorySource(arena.memory)
-            snapshot = Snapshot(plan.layout, sealed, source, survey.started, arena, self._pool.give_back)
-            try:
-                self._copy(snapshot, arena, flat, arena.slots(plan.layout), sources_of(plan.layout, flat.tensors))
-            except BaseException:
-                snapshot.release()
-                raise
-        return snapshot
-
-    @abstractmethod
-    def _copy(
-        self,
-        snapshot: Snapshot,
-        arena: Arena,
-        flat: FlatState,
-        slots: Sequence[torch.Tensor],
-        sources: Sequence[torch.Tensor],
-    ) -> None:
-        """Copy `sources` into `slots`, pairwise, and settle `snapshot.staged` now or later."""
-
-    def prewarm(self, state_dict: Mapping[Any, Any]) -> None:
-        """Plan, and fill every arena once, so that its pages exist before the first save."""
-        plan, flat = self._plan_for(self._surveyed_together(state_dict))
-        plan.seal(flat.objects)
-        arenas: list[Arena] = []
-        try:
-            for _ in range(self._arenas):
-                arenas.append(self._pool.lease(plan.layout.arena_bytes, self._timeout))
-            with torch.no_grad():
-                sources = sources_of(plan.layout, flat.tensors)
-                for arena in arenas:
-                    self._warm(arena, plan.layout, flat, arena.slots(plan.layout), sources)
-        finally:
-            for arena in arenas:
-                self._pool.give_back(arena)
-
-    def _warm(
-        self,
-        arena: Arena,
-        layout: Layout,
-        flat: FlatState,
-        slots: Sequence[torch.Tensor],
-        sources: Sequence[torch.Tensor],
-    ) -> None:
-        """Fill an arena that no save uses, as `_copy` will."""
-        for slot in slots:
-            slot.zero_()
-
-    def close(self) -> None:
-        """Free the arenas."""
-        self._pool.close()

@@ -11,10 +11,9 @@ from dataclasses import dataclass
 
 import torch
 
-from ..image.arena import Arena
-from ..image.layout import Layout
 from ..image.shards import local_part
 from ..image.tree import FlatState
+from .arena_stager import Filling
 from .device_buffer import DeviceBuffer, Lease, Placement, cuda_device
 
 #: Beside a device buffer, so much of host memory is copied at once: with PyTorch's optimizers the step counts lie
@@ -79,48 +78,33 @@ class Divisions:
         """Let go of the arenas' and the buffer's memory, and think all over again."""
         self._known.clear()
 
-    def of(
-        self,
-        layout: Layout,
-        arena: Arena,
-        flat: FlatState,
-        slots: Sequence[torch.Tensor],
-        sources: Sequence[torch.Tensor],
-        lease: Lease | None,
-    ) -> Division:
-        """How this state is divided for this arena; with a lease, the device buffer takes what it can."""
+    def of(self, filling: Filling, lease: Lease | None) -> Division:
+        """How a state is divided for an arena; with a lease, the device buffer takes what it can."""
+        flat = filling.flat
         pointers = list(map(torch.Tensor.data_ptr, flat.tensors))
-        key = arena.number, lease is not None
+        key = filling.arena.number, lease is not None
         known = self._known.get(key)
         if (
             known is not None
-            and known.slots is slots
+            and known.slots is filling.slots
             and (lease is None or known.placement is self._buffer.current)
             and self._still_fits(known, flat, pointers)
         ):
             known.pointers = pointers
             return known
         late = self._changed_by_optimizers_alone(flat, pointers)
-        made = self._known[key] = self._divide(layout, flat, slots, sources, pointers, late, lease)
+        made = self._known[key] = self._divide(filling, pointers, late, lease)
         return made
 
-    def _divide(
-        self,
-        layout: Layout,
-        flat: FlatState,
-        slots: Sequence[torch.Tensor],
-        sources: Sequence[torch.Tensor],
-        pointers: list[int],
-        late: list[bool],
-        lease: Lease | None,
-    ) -> Division:
+    def _divide(self, filling: Filling, pointers: list[int], late: list[bool], lease: Lease | None) -> Division:
+        layout, slots, sources = filling.layout, filling.slots, filling.sources
         tensor_of = layout.sources
         placement = None
         if lease is not None:
             # Of joined tensors one stands for all: whether each of them may be changed would be hard to tell.
             alone = (number for number in range(len(sources)) if number not in layout.windows)
             placement = lease.place(sources, sorted(alone, key=lambda number: late[tensor_of[number]]))
-        at_once = set[int]() if placement is None else self._few_on_host(layout, sources, late)
+        at_once = set[int]() if placement is None else self._few_on_host(filling, late)
         now, later = Part([], []), Part([], [])
         free = set[int]()  # tensors that are not copied later although they are late
         for number, tensor in enumerate(tensor_of):
@@ -140,8 +124,9 @@ class Divisions:
         device = next(filter(None, map(cuda_device, sources)), None)
         return Division(slots, pointers, late, now, later, placement, watched, device)
 
-    def _few_on_host(self, layout: Layout, sources: Sequence[torch.Tensor], late: list[bool]) -> set[int]:
+    def _few_on_host(self, filling: Filling, late: list[bool]) -> set[int]:
         """The items in host memory that could wait, where they are so few that it is quicker not to."""
+        layout, sources = filling.layout, filling.sources
         on_host = {
             number
             for number, tensor in enumerate(layout.sources)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import ClassVar
 
 from ..image.live import LiveSource
-from .base import Snapshot, Stager, Survey
+from .base import Stager
+from .snapshot import Snapshot, Survey
 
 
 class LiveStager(Stager):

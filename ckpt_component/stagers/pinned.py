@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
 
 from ..image.arena import Arena
-from ..image.layout import Layout
-from ..image.tree import FlatState
-from .base import Snapshot
+from .arena_stager import Filling
 from .shared_memory import SharedMemoryStager
 
 logger = logging.getLogger(__name__)
@@ -48,24 +45,6 @@ class PinnedStager(SharedMemoryStager):
         super().__init__(arenas)
         self._page_lock = PageLock("pinned")
 
-    def _copy(
-        self,
-        snapshot: Snapshot,
-        arena: Arena,
-        flat: FlatState,
-        slots: Sequence[torch.Tensor],
-        sources: Sequence[torch.Tensor],
-    ) -> None:
-        self._page_lock.apply(arena, self._copies.plan(arena.number, slots, sources).device)
-        super()._copy(snapshot, arena, flat, slots, sources)
-
-    def _warm(
-        self,
-        arena: Arena,
-        layout: Layout,
-        flat: FlatState,
-        slots: Sequence[torch.Tensor],
-        sources: Sequence[torch.Tensor],
-    ) -> None:
-        self._page_lock.apply(arena, self._copies.plan(arena.number, slots, sources).device)
-        super()._warm(arena, layout, flat, slots, sources)
+    def _warm(self, filling: Filling) -> None:
+        self._page_lock.apply(filling.arena, self._plan_of(filling).device)
+        super()._warm(filling)

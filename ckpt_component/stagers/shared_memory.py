@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import ClassVar
 
-import torch
-
-from ..image.arena import Arena
-from ..image.layout import Layout
-from ..image.tree import FlatState
-from .base import ArenaStager, Snapshot
-from .copying import ArenaCopies, copy_now
+from .arena_stager import ArenaStager, Filling
+from .copying import ArenaCopies, CopyPlan, copy_now
+from .snapshot import Snapshot
 
 
 class SharedMemoryStager(ArenaStager):
@@ -27,26 +22,15 @@ class SharedMemoryStager(ArenaStager):
         super().__init__(arenas)
         self._copies = ArenaCopies()
 
-    def _copy(
-        self,
-        snapshot: Snapshot,
-        arena: Arena,
-        flat: FlatState,
-        slots: Sequence[torch.Tensor],
-        sources: Sequence[torch.Tensor],
-    ) -> None:
-        copy_now(self._copies.plan(arena.number, slots, sources), sources)
+    def _copy(self, filling: Filling, snapshot: Snapshot) -> None:
+        self._warm(filling)
         snapshot.mark_staged()
 
-    def _warm(
-        self,
-        arena: Arena,
-        layout: Layout,
-        flat: FlatState,
-        slots: Sequence[torch.Tensor],
-        sources: Sequence[torch.Tensor],
-    ) -> None:
-        copy_now(self._copies.plan(arena.number, slots, sources), sources)
+    def _warm(self, filling: Filling) -> None:
+        copy_now(self._plan_of(filling), filling.sources)
+
+    def _plan_of(self, filling: Filling) -> CopyPlan:
+        return self._copies.plan(filling.arena.number, filling.slots, filling.sources)
 
     def close(self) -> None:
         """Free the arenas."""

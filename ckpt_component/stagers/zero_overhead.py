@@ -22,16 +22,14 @@ import torch
 
 from ..config.errors import CheckpointConfigError
 from ..errors import CheckpointTimeoutError
-from ..image.arena import Arena
-from ..image.layout import Layout
-from ..image.tree import FlatState
-from .base import ArenaStager, Snapshot
+from .arena_stager import ArenaStager, Filling
 from .copying import ArenaCopies, copy_now
 from .device_buffer import DeviceBuffer, Lease, Placement
 from .division import Division, Divisions
 from .fence import FencedCopy
 from .overlap import OverlapWatch
 from .pinned import PageLock
+from .snapshot import Snapshot
 
 
 class ZeroOverheadStager(ArenaStager):
@@ -113,43 +111,28 @@ class ZeroOverheadStager(ArenaStager):
         if optimizer is self._divisions.optimizers[0]:
             self._overlap.stepped(time.monotonic())
 
-    def _copy(
-        self,
-        snapshot: Snapshot,
-        arena: Arena,
-        flat: FlatState,
-        slots: Sequence[torch.Tensor],
-        sources: Sequence[torch.Tensor],
-    ) -> None:
+    def _copy(self, filling: Filling, snapshot: Snapshot) -> None:
         lease = self._buffer.lease()
         try:
-            division = self._divisions.of(snapshot.layout, arena, flat, slots, sources, lease)
-            self._page_lock.apply(arena, division.device)
+            division = self._divisions.of(filling, lease)
+            self._page_lock.apply(filling.arena, division.device)
             drain = None
             if lease is not None and division.placement is not None:
                 # First, so that what the fence waits for is copied after it, and not it after that.
-                division.placement.fill(sources)
-                drain = _Drain(division.placement, slots, lease)
+                division.placement.fill(filling.sources)
+                drain = _Drain(division.placement, filling.slots, lease)
             elif lease is not None:
                 lease.give_back()
-            self._copy_divided(snapshot, arena, flat, division, sources, drain)
+            self._copy_divided(filling, division, drain, snapshot)
         except BaseException:
             if lease is not None:
                 lease.give_back()
             raise
 
-    def _copy_divided(
-        self,
-        snapshot: Snapshot,
-        arena: Arena,
-        flat: FlatState,
-        division: Division,
-        sources: Sequence[torch.Tensor],
-        drain: _Drain | None,
-    ) -> None:
+    def _copy_divided(self, filling: Filling, division: Division, drain: _Drain | None, snapshot: Snapshot) -> None:
         """Copy what the device buffer has not taken, and see to it that the snapshot is completed."""
-        key = arena.number, drain is not None
-        now, later = division.now.of(sources), division.later.of(sources)
+        key = filling.arena.number, drain is not None
+        now, later = division.now.of(filling.sources), division.later.of(filling.sources)
         copy_now(self._now_copies.plan(key, division.now.slots, now), now)
         late = self._later_copies.plan(key, division.later.slots, later)
         # Overlap is judged by whole copies alone: part of one, beside a drain, is no measure of it.
@@ -164,11 +147,11 @@ class ZeroOverheadStager(ArenaStager):
         elif not later:
             self._complete(snapshot, drain, None)
         else:
-            copying = FencedCopy(flat, division.watched, late, later)
+            copying = FencedCopy(filling.flat, division.watched, late, later)
             with self._pending_lock:
                 self._pending.append(copying)
             if drain is None:
-                self._overlap.began(snapshot.layout.payload_bytes)
+                self._overlap.began(filling.layout.payload_bytes)
             self._thread.submit(self._finish, copying, snapshot, drain)
 
     def _finish(self, copying: FencedCopy, snapshot: Snapshot, drain: _Drain | None) -> None:
@@ -200,19 +183,12 @@ class ZeroOverheadStager(ArenaStager):
         drain.lease.give_back()
         snapshot.mark_staged(error)
 
-    def _warm(
-        self,
-        arena: Arena,
-        layout: Layout,
-        flat: FlatState,
-        slots: Sequence[torch.Tensor],
-        sources: Sequence[torch.Tensor],
-    ) -> None:
-        division = self._divisions.of(layout, arena, flat, slots, sources, None)
-        self._page_lock.apply(arena, division.device)
+    def _warm(self, filling: Filling) -> None:
+        division = self._divisions.of(filling, None)
+        self._page_lock.apply(filling.arena, division.device)
         for part, copies in ((division.now, self._now_copies), (division.later, self._later_copies)):
-            tensors = part.of(sources)
-            plan = copies.plan((arena.number, False), part.slots, tensors)
+            tensors = part.of(filling.sources)
+            plan = copies.plan((filling.arena.number, False), part.slots, tensors)
             copy_now(plan, tensors)
         # Now that its pages are there: what a copy costs that training waits for.
         started = time.monotonic()
@@ -221,10 +197,10 @@ class ZeroOverheadStager(ArenaStager):
         lease = self._buffer.lease()
         if lease is not None:
             try:
-                placement = self._divisions.of(layout, arena, flat, slots, sources, lease).placement
+                placement = self._divisions.of(filling, lease).placement
                 if placement is not None:
-                    placement.fill(sources)
-                    placement.drain(slots)
+                    placement.fill(filling.sources)
+                    placement.drain(filling.slots)
             finally:
                 lease.give_back()
 

@@ -1,0 +1,120 @@
+"""What the stagers share that copy into an arena: leasing one, and what goes into it."""
+
+from __future__ import annotations
+
+import time
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..config.errors import CheckpointConfigError
+from ..coordination import Coordinator
+from ..image.arena import Arena, ArenaPool
+from ..image.collector import collector_paused
+from ..image.layout import Layout, sources_of
+from ..image.tree import FlatState
+from ..writers.base import Writer
+from ..writers.byte_io import MemorySource
+from .base import Stager
+from .snapshot import Snapshot, Survey
+
+
+@dataclass(frozen=True)
+class Filling:
+    """An arena and what goes into it.
+
+    Attributes:
+        arena: leased.
+        layout: what lies where in it.
+        flat: the state.
+        slots: of the arena, a tensor for every item; the same list for the same layout.
+        sources: what is copied into each.
+    """
+
+    arena: Arena
+    layout: Layout
+    flat: FlatState
+    slots: Sequence[torch.Tensor]
+    sources: Sequence[torch.Tensor]
+
+    @classmethod
+    def of(cls, arena: Arena, layout: Layout, flat: FlatState) -> Filling:
+        """Of a state that has this layout; to be used under `no_grad`."""
+        return cls(arena, layout, flat, arena.slots(layout), sources_of(layout, flat.tensors))
+
+
+class ArenaStager(Stager):
+    """A stager that copies into leased arenas.
+
+    Args:
+        arenas: how many saves may be in flight, each with its own copy of the state in host memory.
+
+    Raises:
+        CheckpointConfigError: `arenas` is less than 1.
+    """
+
+    def __init__(self, arenas: int = 1) -> None:
+        if arenas < 1:
+            raise CheckpointConfigError(f"checkpoint.stager.arenas must be at least 1, got {arenas}.")
+        self._arenas = arenas
+
+    def connect(self, writer: Writer, *, ranks: Coordinator, shared: bool, timeout: float) -> None:
+        """Learn the rest of the graph; see `Stager.connect`."""
+        super().connect(writer, ranks=ranks, shared=shared, timeout=timeout)
+        self._pool = ArenaPool(self._arenas, shared=shared)
+
+    @property
+    def busy(self) -> bool:
+        """Whether all arenas are being written."""
+        return self._pool.busy
+
+    def wait_free(self, deadline: float) -> bool:
+        """Wait for an arena; see `Stager.wait_free`."""
+        return self._pool.wait_free(deadline)
+
+    def take(self, survey: Survey) -> Snapshot:
+        """Copy everything into an arena; see `Stager.take`."""
+        with collector_paused(), torch.no_grad():
+            plan, flat = self._plan_for(survey)
+            sealed = plan.seal(flat.objects)
+            patience = min(self._timeout, max(survey.wait_until - time.monotonic(), 0))
+            arena = self._pool.lease(plan.layout.arena_bytes, patience)
+            source = MemorySource(arena.memory)
+            snapshot = Snapshot(plan.layout, sealed, source, survey.started, arena, self._pool.give_back)
+            try:
+                self._copy(Filling.of(arena, plan.layout, flat), snapshot)
+            except BaseException:
+                snapshot.release()
+                raise
+        return snapshot
+
+    @abstractmethod
+    def _copy(self, filling: Filling, snapshot: Snapshot) -> None:
+        """Copy what goes into the arena, and settle `snapshot.staged` now or later."""
+
+    def prewarm(self, state_dict: Mapping[Any, Any]) -> None:
+        """Plan, and fill every arena once, so that its pages exist before the first save."""
+        plan, flat = self._plan_for(self._surveyed_together(state_dict))
+        plan.seal(flat.objects)
+        arenas: list[Arena] = []
+        try:
+            for _ in range(self._arenas):
+                arenas.append(self._pool.lease(plan.layout.arena_bytes, self._timeout))
+            with torch.no_grad():
+                for arena in arenas:
+                    self._warm(Filling.of(arena, plan.layout, flat))
+        finally:
+            for arena in arenas:
+                self._pool.give_back(arena)
+
+    def _warm(self, filling: Filling) -> None:
+        """Fill an arena that no save uses, as `_copy` will."""
+        for slot in filling.slots:
+            slot.zero_()
+
+    def close(self) -> None:
+        """Free the arenas."""
+        self._pool.close()
