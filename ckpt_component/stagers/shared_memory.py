@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 
 from ..image.arena import Arena
-from ..image.layout import Layout
+from ..image.layout import Layout, addresses_of
 from ..image.tree import FlatState
 from .base import ArenaStager, Snapshot
 from .copying import ArenaCopies, copy_now
@@ -35,7 +35,8 @@ class SharedMemoryStager(ArenaStager):
         slots: Sequence[torch.Tensor],
         sources: Sequence[torch.Tensor],
     ) -> None:
-        copy_now(self._copies.plan(arena.number, slots, sources), sources)
+        plan = self._copies.plan(arena.number, slots, sources)
+        copy_now(plan, sources, addresses_of(snapshot.layout, flat.pointers, sources))
         snapshot.mark_staged()
 
     def _warm(
