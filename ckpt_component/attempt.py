@@ -15,7 +15,9 @@ from typing import Any
 
 from .callers.write_callers import WriteCaller
 from .coordination import Coordinator, ranks_failed
+from .coordination.messages import pack, unpack
 from .errors import CheckpointError, CheckpointSaveError, CheckpointStorageFullError, CheckpointTimeoutError
+from .image.collector import give_back_freed
 from .reports import SaveReport, Timeouts
 from .stagers.snapshot import Snapshot
 from .storage import commit
@@ -76,9 +78,10 @@ class AttemptRunner:
         self._min_free_bytes = min_free_bytes
         #: The claim to the folder of checkpoints, where a manager made one.
         self.ownership: Ownership | None = None
-        #: The table whose catalog the leading rank has; and there, every rank's catalog and the index of all.
+        #: The table whose catalog the leading rank has; and there, every rank's catalog (packed; a single rank's is not
+        #: needed again) and the index of all.
         self._catalog_sent: int | None = None
-        self._catalogs: dict[int, Mapping[str, Any]] = {}
+        self._catalogs: dict[int, bytes] = {}
         self._sidecars: Mapping[str, bytes] = {}
         #: By device: how it is written to fastest, where a job has tried that.
         self._io: dict[int, str] = {}
@@ -166,9 +169,14 @@ class AttemptRunner:
         if errors:
             raise ranks_failed(errors, causes={rank: said[rank]["cause"] for rank in errors})
         fresh = {rank: each["catalog"] for rank, each in enumerate(said) if "catalog" in each}
-        if fresh:
-            self._catalogs.update(fresh)
-            self._sidecars = self._writer.index([self._catalogs[rank] for rank in range(len(said))])
+        if not fresh:
+            return
+        if len(said) > 1:
+            self._catalogs.update({rank: pack(catalog) for rank, catalog in fresh.items()})
+        self._sidecars = self._writer.index(
+            [fresh[rank] if rank in fresh else unpack(self._catalogs[rank]) for rank in range(len(said))]
+        )
+        give_back_freed()
 
     def _staged_job(self, scheduled: Scheduled, name: str) -> WriteJob:
         """This rank's write job, once its snapshot is complete."""

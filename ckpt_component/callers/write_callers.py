@@ -192,15 +192,16 @@ class _ProcessCaller(WriteCaller):
             self._arenas[job.arena.number] = job.arena
         if self._known is None or self._known[0] != table_number or self._known[1] is not job.sidecars:
             named = [(name, len(data)) for name, data in job.sidecars.items()]
+            plain, parts = table.to_parts()
             header = {
                 "kind": "table",
                 "id": table_number,
-                "table": table.to_plain(),
+                "table": plain,
                 "sidecars": named,
                 # It runs without site-packages, where the package of a checksum is.
                 "checksum_home": home_of(table.checksum),
             }
-            process.send(header, deadline, blobs=list(job.sidecars.values()))
+            process.send(header, deadline, blobs=[*parts, *job.sidecars.values()])
             self._known = (table_number, job.sidecars)
         extras = [
             {"file": extra.file, "offset": extra.offset, "size": extra.data.nbytes, "items": list(extra.items)}

@@ -7,7 +7,6 @@ for a run and not one per tensor. Page-locked, once, when CUDA tensors are copie
 from __future__ import annotations
 
 import ctypes
-import errno
 import itertools
 import logging
 import mmap
@@ -19,13 +18,12 @@ import psutil
 import torch
 
 from ..errors import CheckpointError, CheckpointTimeoutError
-from .items import element_bytes
 from .layout import PAGE, Layout, align
+from .pages import reserve, want_huge_pages
+from .slots import Slots
 
 logger = logging.getLogger(__name__)
 
-#: Of Linux 5.14; `mmap` has no name for it.
-_MADV_POPULATE_WRITE = 23
 #: Numbers tell arenas apart towards a writer process; no state is shared through them.
 _numbers = itertools.count(1)
 
@@ -59,11 +57,11 @@ class Arena:
                 self.fd = os.memfd_create("ckpt-arena", os.MFD_CLOEXEC)
                 os.ftruncate(self.fd, self.nbytes)
                 self._memory = mmap.mmap(self.fd, self.nbytes)
-                _want_huge_pages(self._memory)
-                _reserve(self._memory, self.fd, self.nbytes)
+                want_huge_pages(self._memory)
+                reserve(self._memory, self.fd, self.nbytes)
             else:
                 self._memory = mmap.mmap(-1, self.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-                _want_huge_pages(self._memory)
+                want_huge_pages(self._memory)
         except OSError as error:
             self.close()
             raise CheckpointError(
@@ -72,7 +70,7 @@ class Arena:
             ) from error
         self.slab = torch.frombuffer(self._memory, dtype=torch.uint8)
         self._layout: Layout | None = None
-        self._slots: list[torch.Tensor] = []
+        self._slots = Slots(self.slab, [], [])
 
     @property
     def memory(self) -> memoryview:
@@ -88,18 +86,14 @@ class Arena:
         """Whether the memory was given back."""
         return self._memory is None
 
-    def slots(self, layout: Layout) -> list[torch.Tensor]:
+    def slots(self, layout: Layout) -> Slots:
         """A destination tensor for every item of the layout; fixed bytes are put in when the layout changes."""
         if self._layout is not layout:
             block = self._block()
             for position, data in layout.fixed_parts():
                 block[position : position + len(data)] = data
-            self._slots = []
-            for item in layout.items:
-                entry = layout.stored[item.stored]
-                start = layout.payload_at(item)
-                place = self.slab[start : start + element_bytes(entry.dtype, entry.shape)]
-                self._slots.append(place.view(entry.dtype).view(entry.shape))
+            starts = [layout.files[item.file].base + item.payload for item in layout.items]
+            self._slots = Slots(self.slab, starts, [layout.stored[item.stored] for item in layout.items])
             self._layout = layout
         return self._slots
 
@@ -123,7 +117,7 @@ class Arena:
         if self._locked:
             torch.cuda.cudart().cudaHostUnregister(self.slab.data_ptr())
             self._locked = False
-        self._slots = []
+        self._slots.release()
         self._layout = None
         # The mapping goes with the last tensor or view that looks into it.
         self.slab = torch.empty(0, dtype=torch.uint8)
@@ -136,29 +130,6 @@ class Arena:
         if self._memory is None:
             raise CheckpointError("This checkpoint arena is closed; build a new checkpointer.")
         return self._memory
-
-
-def _want_huge_pages(block: mmap.mmap) -> None:
-    """2 MB at a time where the system gives them: fewer page faults, and copies that miss the TLB less often."""
-    try:
-        block.madvise(mmap.MADV_HUGEPAGE)
-    except OSError as error:
-        if error.errno != errno.EINVAL:  # a kernel without them
-            raise
-
-
-def _reserve(block: mmap.mmap, fd: int, nbytes: int) -> None:
-    """Take a memfd's pages now: one that is only sized kills the process by SIGBUS when memory runs out.
-
-    Through the mapping, which has the kernel use huge pages where they are wanted, and leaves no page fault to the
-    first save; by the descriptor where the kernel is older than 5.14.
-    """
-    try:
-        block.madvise(_MADV_POPULATE_WRITE)
-    except OSError as error:
-        if error.errno != errno.EINVAL:
-            raise
-        os.posix_fallocate(fd, 0, nbytes)
 
 
 class ArenaPool:

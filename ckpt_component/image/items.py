@@ -51,30 +51,44 @@ class ItemTemplates:
     """Prefix and suffix by (dtype, shape): what `torch.save` writes, byte for byte.
 
     It is asked twice for each form of archive, whatever the number of shapes: once for the pattern, and once to see
-    that the pattern holds. Where one does not, which this release of torch gives no reason for, it is asked every time.
+    that the pattern holds. Where one does not, which this release of torch gives no reason for, it is asked for every
+    shape.
     """
 
     def __init__(self) -> None:
-        self._known: dict[tuple[torch.dtype, torch.Size], tuple[bytes, bytes]] = {}
+        #: What `torch.save` was asked for. What a pattern gives is made anew, because of many small tensors it is more
+        #: than all else that is known of them.
+        self._asked: dict[tuple[torch.dtype, torch.Size], tuple[bytes, bytes]] = {}
         self._patterns: dict[tuple[object, ...], Pattern | None] = {}
         self._told = False
 
     def around(self, dtype: torch.dtype, shape: torch.Size) -> tuple[bytes, bytes]:
         """The bytes before and after the payload of a contiguous tensor."""
-        found = self._known.get((dtype, shape))
-        if found is None:
-            found = self._known[dtype, shape] = self._made(dtype, shape)
-        return found
-
-    def _made(self, dtype: torch.dtype, shape: torch.Size) -> tuple[bytes, bytes]:
         numbers = Numbers.of(dtype, shape)
-        if numbers is None:
-            return _make_template(dtype, shape)
-        form = numbers.form(dtype)
-        pattern = self._patterns.get(form)
-        if pattern is not None and pattern.proven:
+        pattern = None if numbers is None else self._patterns.get(numbers.form)
+        if numbers is not None and pattern is not None and pattern.proven:
             return pattern.fill_in(numbers)
-        made = _make_template(dtype, shape)
+        return self._from_torch(dtype, shape, numbers)
+
+    def lengths(self, dtype: torch.dtype, shape: torch.Size) -> tuple[int, int]:
+        """How many bytes those are."""
+        numbers = Numbers.of(dtype, shape)
+        pattern = None if numbers is None else self._patterns.get(numbers.form)
+        if pattern is not None and pattern.proven:
+            return pattern.lengths
+        prefix, suffix = self._from_torch(dtype, shape, numbers)
+        return len(prefix), len(suffix)
+
+    def _from_torch(self, dtype: torch.dtype, shape: torch.Size, numbers: Numbers | None) -> tuple[bytes, bytes]:
+        """What `torch.save` writes; a pattern is made of it, or held against it."""
+        found = self._asked.get((dtype, shape))
+        if found is not None:
+            return found
+        made = self._asked[dtype, shape] = _make_template(dtype, shape)
+        if numbers is None:
+            return made
+        form = numbers.form
+        pattern = self._patterns.get(form)
         if pattern is not None:
             pattern.proven = pattern.fill_in(numbers) == made
             if not pattern.proven:

@@ -87,6 +87,7 @@ class Selection:
             containers=flat.containers,
             stateful=flat.stateful,
             shards=[flat.shards[number] for number in self._tensors],
+            pointers=[flat.pointers[number] for number in self._tensors] if flat.pointers else (),
         )
 
 

@@ -8,12 +8,13 @@ knows that torch will go on doing so: whoever uses a pattern holds its first wor
 
 from __future__ import annotations
 
+import itertools
 import pickle
 import pickletools
 import struct
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import NamedTuple
 
 import torch
 
@@ -28,6 +29,10 @@ _CENTRAL = struct.Struct("<4s6H3L5H2L")
 _END64 = struct.Struct("<4sQ2H2L4Q")
 _LOCATOR = struct.Struct("<4sLQL")
 _END = struct.Struct("<4s4H2LH")
+#: The pickle's own.
+_BYTE, _TWO_BYTES, _FOUR_BYTES = (
+    partial(struct.Struct(layout).pack, code) for layout, code in (("<cB", b"K"), ("<cH", b"M"), ("<ci", b"J"))
+)
 _NUMBERS = frozenset({"BININT", "BININT1", "BININT2", "LONG1"})
 
 
@@ -35,17 +40,18 @@ class UnknownArchiveError(Exception):
     """An archive is laid out in a way that is not known here."""
 
 
-@dataclass(frozen=True)
-class Numbers:
+class Numbers(NamedTuple):
     """The numbers of a tensor that stand in its archive.
 
     Attributes:
         nbytes: of the payload.
         pickled: elements, bytes, offset, sizes and strides, each as the pickle has it.
+        form: equal for two tensors that one pattern serves.
     """
 
     nbytes: int
     pickled: tuple[bytes, ...]
+    form: tuple[object, ...]
 
     @classmethod
     def of(cls, dtype: torch.dtype, shape: Sequence[int]) -> Numbers | None:
@@ -57,11 +63,8 @@ class Numbers:
         nbytes = count * dtype.itemsize
         if not 0 < nbytes < _MOST_BYTES:
             return None
-        return cls(nbytes, tuple(map(_pickled, (count, nbytes, 0, *shape, *reversed(strides)))))
-
-    def form(self, dtype: torch.dtype) -> tuple[object, ...]:
-        """Equal for two tensors that one pattern serves."""
-        return dtype, self.nbytes % _ALIGNMENT, *map(len, self.pickled)
+        pickled = tuple(map(_pickled, (count, nbytes, 0, *shape, *reversed(strides))))
+        return cls(nbytes, pickled, (dtype, nbytes % _ALIGNMENT, *map(len, pickled)))
 
 
 class Pattern:
@@ -74,6 +77,7 @@ class Pattern:
 
     Attributes:
         proven: whether it gives what `torch.save` writes for another tensor than its own; None: nobody has looked.
+        lengths: of prefix and suffix, for every tensor of the form.
 
     Raises:
         UnknownArchiveError: a number is not where it should be.
@@ -81,54 +85,64 @@ class Pattern:
 
     def __init__(self, prefix: bytes, suffix: bytes, numbers: Numbers) -> None:
         self.proven: bool | None = None
-        self._prefix = prefix
+        self.lengths = (len(prefix), len(suffix))
         self._suffix = suffix
+        self._payload_end = len(prefix) + numbers.nbytes
         self._nbytes = numbers.nbytes
-        self._pickled = _places_in_pickle(prefix, numbers)
+        places = sorted(_places_in_pickle(prefix, numbers))
+        #: Which numbers stand in the prefix, in order, and what is before, between and behind them.
+        self._pickled = [number for _, number in places]
+        self._between_pickled = _cut(prefix, [(place, len(numbers.pickled[number])) for place, number in places])
         try:
-            #: Places in the suffix where the payload's size stands.
-            self._sizes: list[int] = []
-            #: (place in the suffix, bytes that it takes, what stands there): offsets of what follows the payload.
-            self._offsets: list[tuple[int, int, int]] = []
-            self._find_in_suffix()
+            found = sorted(self._find_in_suffix())
         except struct.error as error:
             raise UnknownArchiveError("the archive ends early") from error
+        #: How the numbers in the suffix are written, what they are (an offset, or None: the payload's size), and what
+        #: is before, between and behind them.
+        self._widths = [width for _, width, _ in found]
+        self._offsets = [offset for _, _, offset in found]
+        self._between_offsets = _cut(suffix, [(place, width) for place, width, _ in found])
 
     def fill_in(self, numbers: Numbers) -> tuple[bytes, bytes]:
         """Prefix and suffix of another tensor of the same form."""
-        prefix, suffix = bytearray(self._prefix), bytearray(self._suffix)
-        for place, number in self._pickled:
-            data = numbers.pickled[number]
-            prefix[place : place + len(data)] = data
-        size, longer = numbers.nbytes.to_bytes(4, "little"), numbers.nbytes - self._nbytes
-        for place in self._sizes:
-            suffix[place : place + 4] = size
-        for place, width, offset in self._offsets:
-            suffix[place : place + width] = (offset + longer).to_bytes(width, "little")
-        return bytes(prefix), bytes(suffix)
+        prefix, pickled = self._between_pickled.copy(), numbers.pickled
+        prefix[1::2] = [pickled[number] for number in self._pickled]
+        suffix, size, longer = self._between_offsets.copy(), numbers.nbytes, numbers.nbytes - self._nbytes
+        suffix[1::2] = [
+            (size if offset is None else offset + longer).to_bytes(width, "little")
+            for offset, width in zip(self._offsets, self._widths, strict=True)
+        ]
+        return b"".join(prefix), b"".join(suffix)
 
-    def _find_in_suffix(self) -> None:
-        suffix, payload_end = self._suffix, len(self._prefix) + self._nbytes
+    def _find_in_suffix(self) -> Iterator[tuple[int, int, int | None]]:
+        """(place, bytes that it takes, what stands there) of offsets of what follows the payload; None: its size."""
+        suffix, payload_end = self._suffix, self._payload_end
         _, _, *sizes = _unpack(_DESCRIPTOR, suffix, 0, b"PK\x07\x08")
         if sizes != [self._nbytes, self._nbytes]:
             raise UnknownArchiveError("the payload's size does not follow it")
-        self._sizes += [8, 12]
+        yield from ((8, 4, None), (12, 4, None))
         end = len(suffix) - _END.size
         central = _unpack(_END, suffix, end, b"PK\x05\x06")[6]
         locator = end - _LOCATOR.size
         end64 = _unpack(_LOCATOR, suffix, locator, b"PK\x06\x07")[2]
         if _unpack(_END64, suffix, end64 - payload_end, b"PK\x06\x06")[9] != central:
             raise UnknownArchiveError("it has two directories")
-        self._offsets += [(end + 16, 4, central), (locator + 8, 8, end64), (end64 - payload_end + 48, 8, central)]
+        yield from ((end + 16, 4, central), (locator + 8, 8, end64), (end64 - payload_end + 48, 8, central))
         position = central - payload_end
         while position < end64 - payload_end:
             fields = _unpack(_CENTRAL, suffix, position, b"PK\x01\x02")
             name_at = position + _CENTRAL.size
             if suffix[name_at : name_at + fields[10]].endswith(b"/data/0"):
-                self._sizes += [position + 20, position + 24]
+                yield from ((position + 20, 4, None), (position + 24, 4, None))
             elif fields[16] >= payload_end:
-                self._offsets.append((position + 42, 4, fields[16]))
+                yield position + 42, 4, fields[16]
             position = name_at + sum(fields[10:13])
+
+
+def _cut(data: bytes, places: Sequence[tuple[int, int]]) -> list[bytes]:
+    """What is before, between and behind (place, bytes), and at these what is there."""
+    ends = [0, *(edge for place, width in places for edge in (place, place + width)), len(data)]
+    return [data[start:end] for start, end in itertools.pairwise(ends)]
 
 
 def _places_in_pickle(prefix: bytes, numbers: Numbers) -> list[tuple[int, int]]:
@@ -163,7 +177,8 @@ def _unpack(layout: struct.Struct, data: bytes, position: int, signature: bytes)
     return 0, *rest
 
 
-@lru_cache(maxsize=4096)
 def _pickled(number: int) -> bytes:
     """As protocol 2 has it, which `torch.save` uses: without the protocol before and the stop behind it."""
+    if 0 <= number < 1 << 31:  # faster than by pickle, which agrees
+        return _BYTE(number) if number < 1 << 8 else _TWO_BYTES(number) if number < 1 << 16 else _FOUR_BYTES(number)
     return pickle.dumps(number, 2)[2:-1]

@@ -7,6 +7,7 @@ training script again, and torch with it (2 to 4 s and 270 MB, where this one ta
 from __future__ import annotations
 
 import contextlib
+import os
 import select
 import socket
 import subprocess
@@ -25,6 +26,8 @@ _CODE = (
     "import sys; sys.path.insert(0, sys.argv[1]); "
     "from ckpt_component.process.byte_worker import main; main(int(sys.argv[2]))"
 )
+#: For its C library: what one save has freed goes back to the system, whichever thread it was of.
+_MALLOC = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOLD_": "131072"}
 #: A dead worker is noticed by the closed socket at once, or by this poll when a forked process keeps the socket open.
 _POLL_SECONDS = 0.5
 _KILL_SECONDS = 5.0
@@ -51,6 +54,7 @@ class ByteProcess:
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
+                env={**os.environ, **_MALLOC},
             )
         except OSError as error:
             ours.close()

@@ -15,6 +15,7 @@ import socket
 import sys
 import time
 import traceback
+import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -43,7 +44,7 @@ class ByteWorker:
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
         self._arenas: dict[int, mmap.mmap] = {}
-        #: By number: the table, what a commit from here adds, and where the package of the table's checksum is.
+        #: By number: the table, what a commit from here adds (compressed), and where the package of its checksum is.
         self._tables: dict[int, tuple[WriteTable, dict[str, bytes], list[str] | None]] = {}
         self._undecided: _Undecided | None = None
 
@@ -63,9 +64,7 @@ class ByteWorker:
             if kind == "arena":
                 self._map_arena(header, fds[0])
             elif kind == "table":
-                sidecars = _split(blob, header["sidecars"])
-                table = WriteTable.from_plain(header["table"])
-                self._tables = {header["id"]: (table, sidecars, header["checksum_home"])}
+                self._take_table(header, blob)
             elif kind == "write":
                 self._write(header, blob)
             elif kind == "decided":
@@ -81,6 +80,16 @@ class ByteWorker:
             self._arenas[header["id"]] = mmap.mmap(fd, header["size"], prot=mmap.PROT_READ)
         finally:
             os.close(fd)
+
+    def _take_table(self, header: Mapping[str, Any], blob: memoryview) -> None:
+        self._tables = {}  # the last one is not needed any more, and would be in memory beside the new one
+        sizes, named = header["table"]["sizes"], header["sidecars"]
+        pieces = _pieces(blob, [*sizes, *(size for _, size in named)])
+        # Copied, because the whole frame would stay in memory with them.
+        table = WriteTable.from_parts(header["table"], [memoryview(bytes(p)) for p in pieces[: len(sizes)]])
+        # Used only when the trainer dies, and mostly repetitions.
+        sidecars = {name: zlib.compress(piece, 1) for (name, _), piece in zip(named, pieces[len(sizes) :], strict=True)}
+        self._tables = {header["id"]: (table, sidecars, header["checksum_home"])}
 
     def _write(self, job: Mapping[str, Any], blob: memoryview) -> None:
         """One save: a failure is answered and fails this save alone."""
@@ -123,7 +132,8 @@ class ByteWorker:
         save = self._undecided
         if save is not None and save.job["rank"] == 0:
             fs = _file_system(save.job)
-            finish(fs, save.job, asdict(save.result), save.sidecars, save.lock, save.until)
+            sidecars = {name: zlib.decompress(data) for name, data in save.sidecars.items()}
+            finish(fs, save.job, asdict(save.result), sidecars, save.lock, save.until)
 
     def _forget(self) -> None:
         if self._undecided is not None:
@@ -141,11 +151,6 @@ def _pieces(blob: memoryview, sizes: list[int]) -> list[memoryview]:
         pieces.append(blob[position : position + size])
         position += size
     return pieces
-
-
-def _split(blob: memoryview, named: list[tuple[str, int]]) -> dict[str, bytes]:
-    pieces = _pieces(blob, [size for _, size in named])
-    return {name: bytes(piece) for (name, _), piece in zip(named, pieces, strict=True)}
 
 
 def main(fd: int) -> None:

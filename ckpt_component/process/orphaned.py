@@ -24,7 +24,12 @@ _MAX_BYTES = 1 << 30
 
 
 def finish(
-    fs: FsOps, job: Mapping[str, Any], mine: Mapping[str, Any], sidecars: Mapping[str, bytes], lock: int, until: float
+    fs: FsOps,
+    job: Mapping[str, Any],
+    mine: Mapping[str, Any],
+    sidecars: Mapping[str, bytes],
+    lock: int,
+    until: float,
 ) -> None:
     """Commit, or take the unfinished checkpoint away. Returns when either is done; says which on stderr.
 

@@ -63,11 +63,17 @@ class CopyPlan:
         self._on_host = on_host if self._numbers else None  # None: all of them
         self._host = HostCopy(self._picked(slots), self._picked(sources))
 
-    def start(self, sources: Sequence[torch.Tensor]) -> tuple[Portions, list[torch.cuda.Event]]:
+    def start(
+        self, sources: Sequence[torch.Tensor], addresses: torch.Tensor | None = None
+    ) -> tuple[Portions, list[torch.cuda.Event]]:
         """Start the copies from CUDA devices, and lay out those from host memory.
 
         A side stream first waits for what the trainer's current stream has been given so far, so that the copies see
         finished values; `record_stream` keeps the sources' memory from being handed out again before they are done.
+
+        Args:
+            sources: what is copied.
+            addresses: where the memory of each source begins (int64), where that is known.
 
         Returns:
             The host's copies, yet to be done; and an event per device, after which the copies from it are done.
@@ -76,7 +82,9 @@ class CopyPlan:
             self._start_on(device, [self.slots[n] for n in numbers], [sources[n] for n in numbers])
             for device, numbers in self._numbers.items()
         ]
-        return self._host.begin(self._picked(sources)), events
+        if addresses is not None and self._on_host is not None:
+            addresses = addresses[self._on_host]
+        return self._host.begin(self._picked(sources), addresses), events
 
     def _picked(self, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         return tensors if self._on_host is None else [tensors[number] for number in self._on_host]
@@ -98,9 +106,9 @@ class CopyPlan:
         return event
 
 
-def copy_now(plan: CopyPlan, sources: Sequence[torch.Tensor]) -> None:
-    """Copy everything; done on return."""
-    portions, events = plan.start(sources)
+def copy_now(plan: CopyPlan, sources: Sequence[torch.Tensor], addresses: torch.Tensor | None = None) -> None:
+    """Copy everything; done on return. The arguments are those of `CopyPlan.start`."""
+    portions, events = plan.start(sources, addresses)
     portions.finish(torch.get_num_threads())
     for event in events:
         event.synchronize()

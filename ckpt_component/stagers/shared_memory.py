@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from ..image.layout import addresses_of
 from .arena_stager import ArenaStager, Filling
 from .copying import ArenaCopies, CopyPlan, copy_now
 from .snapshot import Snapshot
@@ -27,7 +28,8 @@ class SharedMemoryStager(ArenaStager):
         snapshot.mark_staged()
 
     def _warm(self, filling: Filling) -> None:
-        copy_now(self._plan_of(filling), filling.sources)
+        addresses = addresses_of(filling.layout, filling.flat.pointers, filling.sources)
+        copy_now(self._plan_of(filling), filling.sources, addresses)
 
     def _plan_of(self, filling: Filling) -> CopyPlan:
         return self._copies.plan(filling.arena.number, filling.slots, filling.sources)

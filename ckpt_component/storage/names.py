@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-import secrets
 import socket
 from dataclasses import dataclass
 
@@ -56,7 +55,7 @@ STEP = StepNames("step_", 8, "latest")
 
 def new_token() -> str:
     """The identity of one save attempt: this host, and a random part."""
-    return f"{_host_token()}-{secrets.token_hex(4)}"
+    return f"{_host_token()}-{os.urandom(4).hex()}"
 
 
 def token_of_try(token: str, number: int) -> str:

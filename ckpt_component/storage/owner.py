@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import secrets
 import socket
 import time
 from dataclasses import asdict, dataclass
@@ -59,7 +58,7 @@ class Ownership:
         self._fs = fs
         self._root = root
         self._taken = False
-        self.token = secrets.token_hex(8)
+        self.token = os.urandom(8).hex()
 
     def claim(self) -> None:
         """Take the root over at the first call; at later ones make sure that it is still ours. Rank 0 alone.

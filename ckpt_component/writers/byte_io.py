@@ -21,7 +21,7 @@ from ..storage.checksum import find_checksum
 from ..storage.fs import FsOps
 from ..storage.names import integrity_name
 from .io_mode import direct_is_faster, is_worth_trying
-from .lanes import ByteSource, Lane, LaneWriter, Opened, Throttle
+from .lanes import ByteSource, Lane, LaneWriter, Opened, Places, Throttle
 
 
 class MemorySource:
@@ -64,22 +64,34 @@ class WriteTable:
     files: Sequence[FileSpec]
     lanes: Sequence[Sequence[Lane]]
     item_count: int
-    description: str
+    description: bytes | memoryview
     checksum: str = "crc32"
 
-    def to_plain(self) -> dict[str, Any]:
-        """As plain lists and numbers, for JSON; not a copy."""
-        files, lanes = map(vars, self.files), ([vars(lane) for lane in group] for group in self.lanes)
-        return {**vars(self), "files": list(files), "lanes": list(lanes)}
+    def to_parts(self) -> tuple[dict[str, Any], list[bytes | memoryview]]:
+        """As plain values for JSON, and what is too much for that: as bytes, not copied."""
+        places = [lane.items.numbers.cast("B") for group in self.lanes for lane in group]
+        plain = {
+            "files": [vars(spec) for spec in self.files],
+            "lanes": [[[lane.file, lane.start, lane.end, lane.first] for lane in group] for group in self.lanes],
+            "item_count": self.item_count,
+            "checksum": self.checksum,
+            "sizes": [len(self.description), *(data.nbytes for data in places)],
+        }
+        return plain, [self.description, *places]
 
     @classmethod
-    def from_plain(cls, plain: Mapping[str, Any]) -> WriteTable:
-        """The inverse of `to_plain`."""
+    def from_parts(cls, plain: Mapping[str, Any], parts: Sequence[memoryview]) -> WriteTable:
+        """The inverse of `to_parts`; `parts` have the sizes that stand in `plain`, and are not copied."""
+        description, *places = parts
+        lists = iter([Places(data.cast("Q")) for data in places])
         return cls(
             [FileSpec(**spec) for spec in plain["files"]],
-            [[Lane(**lane) for lane in lanes] for lanes in plain["lanes"]],
+            [
+                [Lane(file, start, end, first, next(lists)) for file, start, end, first in lanes]
+                for lanes in plain["lanes"]
+            ],
             plain["item_count"],
-            plain["description"],
+            description,
             plain["checksum"],
         )
 
@@ -188,7 +200,7 @@ def run_write_job(
     integrity = b'{"version":1,"rank":%d,"files":%s,"layout":%s,"extras":%s,"checksum":"%s","sums":%s}\n' % (
         rank,
         json.dumps(written, separators=(",", ":")).encode(),
-        table.description.encode(),
+        table.description,
         json.dumps(places, separators=(",", ":")).encode(),
         table.checksum.encode(),
         json.dumps(sums, separators=(",", ":")).encode(),

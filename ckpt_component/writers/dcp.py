@@ -6,33 +6,22 @@ their own in one small file, each in a slot with some room, so that `.metadata` 
 
 from __future__ import annotations
 
-import io
-import pickle
 import re
 import struct
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
-
-import torch
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 
 from ..config.errors import CheckpointConfigError
 from ..config.schema import ChecksumName, IoMode
 from ..image import objects as object_codec
 from ..image.items import ItemTemplates
-from ..image.layout import ITEM_ALIGNMENT, PAGE, ImageFile, Item, Layout, Structure, align
+from ..image.layout import ITEM_ALIGNMENT, PAGE, ImageFile, Item, Items, Layout, Structure, align
 from ..image.tree import Path, key_of
 from .base import FormatPlan, Sealed, Writer, balanced, describe, make_table
 from .byte_io import Extra, WriteTable
-from .lanes import Lane
+from .dcp_metadata import metadata_of
+from .lanes import Lane, Places
 
 _END_OF_ARCHIVE = b"PK\x05\x06"
 _END_RECORD_BYTES = 22
@@ -88,15 +77,15 @@ class DcpWriter(Writer):
 
     def index(self, catalogs: Sequence[Mapping[str, Any]]) -> dict[str, bytes]:
         """`.metadata`, the only index that stock DCP reads."""
-        return {".metadata": _metadata(catalogs)}
+        return {".metadata": metadata_of(catalogs)}
 
     def _groups(self, structure: Structure) -> list[tuple[str, list[int]]]:
         """(prefix of the file name, numbers of stored tensors) for every file."""
         hint = self.separation_hint
-        keys = [key_of(structure.tensor_paths[stored.tensor]) for stored in structure.stored]
-        everything = range(len(keys))
+        everything = range(len(structure.stored))
         if hint is None:
             return self._split("", list(everything), self.workers, structure)
+        keys = [key_of(structure.tensor_paths[stored.tensor]) for stored in structure.stored]
         separate = [number for number in everything if keys[number].startswith(hint)]
         rest = [number for number in everything if not keys[number].startswith(hint)]
         if not separate or not rest:
@@ -130,23 +119,31 @@ class _DcpPlan(FormatPlan):
         items: list[Item] = []
         self._lanes: list[list[Lane]] = []
         base = 0
+        stored = structure.stored
         for number, (group, stored_numbers) in enumerate(groups):
             position, first = 0, len(items)
             for stored_number in stored_numbers:
-                stored = structure.stored[stored_number]
-                prefix, suffix = templates.around(stored.dtype, stored.shape)
+                entry = stored[stored_number]
+                before, after = templates.lengths(entry.dtype, entry.shape)
                 offset = align(position, ITEM_ALIGNMENT)
-                payload = offset + len(prefix)
-                items.append(Item(stored_number, number, offset, payload, prefix, suffix, stored.nbytes))
-                position = offset + items[-1].length
+                nbytes = entry.nbytes
+                length = before + nbytes + after
+                items.append(Item(stored_number, number, offset, offset + before, nbytes, length))
+                position = offset + length
             files.append(ImageFile(f"{group}__{rank}_{number}.distcp", base, position))
-            places = [(item.offset, item.length) for item in items[first:]]
+            places = Places.of((item.offset, item.length) for item in items[first:])
             self._lanes.append([Lane(number, 0, position, first, places)])
             base = align(base + position, PAGE)
         self._object_file = f"__{rank}_{len(groups)}.distcp"
-        self.layout = Layout(structure, tuple(structure.stored), tuple(files), tuple(items), base)
+        laid_out = Items(items)
+
+        def around(number: int) -> tuple[bytes, bytes]:
+            entry = stored[laid_out[number].stored]
+            return templates.around(entry.dtype, entry.shape)
+
+        self.layout = Layout(structure, tuple(stored), tuple(files), laid_out, base, around=around)
         self._slots: list[tuple[int, int]] = []
-        self._constant: tuple[WriteTable, int, dict[str, Any]] | None = None
+        self._constant: tuple[WriteTable, int, Callable[[], dict[str, Any]]] | None = None
 
     def seal(self, objects: Sequence[Any]) -> Sealed:
         """Encode the objects; table and catalog are made again only when one outgrew its slot."""
@@ -164,13 +161,13 @@ class _DcpPlan(FormatPlan):
                 for path, (offset, length) in zip(paths, self._slots, strict=True)
             ]
             table, number = make_table(self.layout, self._lanes, describe(self.layout, "dcp"), self._checksum)
-            self._constant = (table, number, self._catalog(placed))
-        table, number, catalog = self._constant
+            self._constant = (table, number, partial(self._catalog, placed))
+        table, number, make_catalog = self._constant
         blob = b"".join(
             _fill(archive, offset, length) for archive, (offset, length) in zip(archives, self._slots, strict=True)
         )
         extras = (Extra(self._object_file, 0, memoryview(blob), self._slots),) if archives else ()
-        return Sealed(table, number, extras, catalog)
+        return Sealed(table, number, extras, make_catalog)
 
     def _catalog(self, objects: Sequence[tuple[Path, str, int, int]]) -> dict[str, Any]:
         structure, layout = self.layout.structure, self.layout
@@ -188,59 +185,6 @@ class _DcpPlan(FormatPlan):
             "objects": [[list(path), name, offset, length] for path, name, offset, length in objects],
             "lists": [list(path) for path, kind in structure.containers if kind == "list"],
         }
-
-
-def _metadata(catalogs: Sequence[Mapping[str, Any]]) -> bytes:
-    chunks: dict[str, TensorStorageMetadata] = {}
-    entries: dict[str, Any] = {}
-    storage: dict[MetadataIndex, _StorageInfo] = {}
-    mapping: dict[str, tuple[Any, ...]] = {}
-    lists = {tuple(path) for catalog in catalogs for path in catalog["lists"]}
-    # One object for what is equal, which the pickle then writes once: half of the time and of the bytes.
-    properties, sizes_of = _Once(_properties), _Once(torch.Size)
-    for catalog in catalogs:
-        for path, dtype, whole, offsets, sizes, name, offset, length in catalog["tensors"]:
-            key, origin = key_of(path), sizes_of[tuple(offsets)]
-            known = chunks.get(key)
-            if known is None:
-                known = TensorStorageMetadata(properties[dtype], sizes_of[tuple(whole)], [])
-                entries[key] = chunks[key] = known
-                mapping[key] = _stock_path(tuple(path), lists)
-            index = MetadataIndex(key, origin, len(known.chunks))
-            if index in storage:
-                continue  # tied on one rank and not on another: both have stored it
-            known.chunks.append(ChunkStorageMetadata(origin, sizes_of[tuple(sizes)]))
-            storage[index] = _StorageInfo(name, offset, length)
-        for path, name, offset, length in catalog["objects"]:
-            key = key_of(path)
-            entries[key] = BytesStorageMetadata()
-            storage[MetadataIndex(key)] = _StorageInfo(name, offset, length)
-            mapping[key] = _stock_path(tuple(path), lists)
-    # No storage_meta: torch would put a pathlib path there, which other Python versions cannot unpickle.
-    stream = io.BytesIO()
-    pickle.Pickler(stream, protocol=4).dump(Metadata(entries, mapping, storage))
-    return stream.getvalue()
-
-
-class _Once(dict[Any, Any]):
-    """A value by its key, made when first asked for."""
-
-    def __init__(self, make: Callable[[Any], Any]) -> None:
-        super().__init__()
-        self._make = make
-
-    def __missing__(self, key: Any) -> Any:
-        value = self[key] = self._make(key)
-        return value
-
-
-def _properties(dtype: str) -> TensorProperties:
-    return TensorProperties(dtype=getattr(torch, dtype))
-
-
-def _stock_path(path: Path, lists: set[Path]) -> tuple[Any, ...]:
-    """A path as stock DCP notes it: dict keys are text, list positions are numbers."""
-    return tuple(part if path[:depth] in lists else str(part) for depth, part in enumerate(path))
 
 
 def _make_slots(archives: Sequence[bytes]) -> list[tuple[int, int]]:

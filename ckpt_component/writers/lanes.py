@@ -7,9 +7,11 @@ there, because both lie in the same image.
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
-from collections.abc import Sequence
+from array import array
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
@@ -29,18 +31,37 @@ class ByteSource(Protocol):
         ...
 
 
+class Places:
+    """Offsets and lengths of items in a file, ascending. Numbers side by side: pairs would take ten times the memory.
+
+    Args:
+        numbers: offset and length of each, one after the other; 64-bit.
+    """
+
+    def __init__(self, numbers: memoryview) -> None:
+        self.numbers = numbers
+
+    @classmethod
+    def of(cls, pairs: Iterable[tuple[int, int]]) -> Places:
+        """From (offset, length)."""
+        return cls(memoryview(array("Q", itertools.chain.from_iterable(pairs))))
+
+    def __len__(self) -> int:
+        return len(self.numbers) // 2
+
+
 @dataclass(frozen=True)
 class Lane:
     """What one parallel writer does: bytes [start, end) of a file, and the items that lie in there.
 
-    `items` are (offset, length) in the file, ascending; `first` is the number of the first one among all items.
+    `first` is the number of the first item among all items.
     """
 
     file: int
     start: int
     end: int
     first: int
-    items: Sequence[tuple[int, int]]
+    items: Places
 
 
 @dataclass(frozen=True)
@@ -162,7 +183,7 @@ class SumCursor:
     """Takes the bytes of a lane in order and notes one checksum per item; bytes between items are skipped."""
 
     def __init__(self, lane: Lane, checksum: Checksum, sums: list[int]) -> None:
-        self._items = lane.items
+        self._places = lane.items.numbers
         self._number = lane.first
         self._last = lane.first + len(lane.items)
         self._first = lane.first
@@ -181,10 +202,11 @@ class SumCursor:
         start = self._position
         stop = start + piece.nbytes
         self._position = stop
-        number, items, sums, first, of = self._number, self._items, self._sums, self._first, self._checksum.of
+        number, places, sums, first, of = self._number, self._places, self._sums, self._first, self._checksum.of
         while number < self._last:
-            offset, length = items[number - first]
-            end = offset + length
+            place = 2 * (number - first)
+            offset = places[place]
+            end = offset + places[place + 1]
             if offset >= start and end <= stop:
                 sums[number] = of(piece[offset - start : end - start])
             elif offset >= stop:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ..errors import CheckpointStageError
-from ..image.layout import ImageFile, Item, Layout, Structure
+from ..image.layout import ImageFile, Item, Items, Layout, Structure
 from ..image.tree import key_of
 from .base import FormatPlan, Sealed, Writer, describe, lanes_by_bytes, make_table, refuse_parts
 
@@ -68,10 +68,11 @@ class _SafetensorsPlan(FormatPlan):
         items = []
         for number in order:
             start = len(header) + offsets[number]
-            items.append(Item(number, 0, start, start, b"", b"", stored[number].nbytes))
+            nbytes = stored[number].nbytes
+            items.append(Item(number, 0, start, start, nbytes, nbytes))
         size = len(header) + sum(entry.nbytes for entry in stored)
         file = ImageFile(file_name(rank), 0, size)
-        self.layout = Layout(structure, tuple(stored), (file,), tuple(items), size, ((0, header),))
+        self.layout = Layout(structure, tuple(stored), (file,), Items(items), size, ((0, header),))
         description = describe(self.layout, "safetensors")
         self._sealed = Sealed(*make_table(self.layout, lanes_by_bytes(self.layout, workers), description, checksum))
 

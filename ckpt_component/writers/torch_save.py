@@ -18,7 +18,8 @@ import torch
 
 from ..image import objects as object_codec
 from ..image.arena import tensor_bytes
-from ..image.layout import ITEM_ALIGNMENT, ImageFile, Item, Layout, Stored, Structure, align
+from ..image.layout import ITEM_ALIGNMENT, ImageFile, Item, Items, Layout, Stored, Structure, align
+from ..image.structure import contiguous_stride
 from ..image.tree import Path, key_of, unflatten
 from .base import FormatPlan, Sealed, Writer, describe, lanes_by_bytes, make_table, refuse_parts
 from .byte_io import Extra
@@ -107,15 +108,20 @@ class _TorchSavePlan(FormatPlan):
         stored, places = _join_overlaps(structure)
         name = file_name(rank)
         items: list[Item] = []
+        headers = []
         directory = []
         position = 0
         for number, entry in enumerate(stored):
             header = local_header(f"data/{number}", entry.nbytes, position)
             payload = position + len(header)
-            items.append(Item(number, 0, position, payload, header, b"", entry.nbytes))
+            items.append(Item(number, 0, position, payload, entry.nbytes, len(header) + entry.nbytes))
+            headers.append(header)
             directory.append(central_header(f"data/{number}", entry.nbytes, position))
             position = align(payload + entry.nbytes, ITEM_ALIGNMENT)
-        self.layout = Layout(structure, tuple(stored), (ImageFile(name, 0, position),), tuple(items), position)
+        file = ImageFile(name, 0, position)
+        self.layout = Layout(
+            structure, tuple(stored), (file,), Items(items), position, around=lambda number: (headers[number], b"")
+        )
         self._directory = b"".join(directory)
         self._references = dict(zip(structure.tensor_paths, _references(stored, places), strict=True))
         description = describe(self.layout, "torch_save", keys=False)
@@ -181,15 +187,6 @@ def _storage_ref(dtype: torch.dtype, count: int, key: str) -> _StorageRef:
     if dtype in _STORAGES:
         return _StorageRef(_STORAGES[dtype], key, count)
     return _StorageRef(torch.UntypedStorage, key, count * dtype.itemsize)
-
-
-def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
-    """The strides of a contiguous tensor."""
-    strides, step = [], 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(strides))
 
 
 def _join_overlaps(structure: Structure) -> tuple[list[Stored], list[tuple[int, tuple[Any, ...] | None]]]:

@@ -28,6 +28,7 @@ EXCEPTIONS = {
     "storage/fs.py": "it is FsOps",
     "storage/operation_log.py": "the log in which the tests count operations; unset in production",
     "image/arena.py": "memory (memfd), no file",
+    "image/pages.py": "memory (memfd), no file",
     "writers/host_image.py": "memory (memfd), no file",
     "readers/blocks.py": "memory (memfd), no file",
     "storage/regular.py": "opens for reading",
