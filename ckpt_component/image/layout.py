@@ -53,10 +53,9 @@ class Items(Sequence[Item]):
     """
 
     def __init__(self, items: Iterable[Item]) -> None:
-        self._columns = tuple(array("q") for _ in Item._fields)
-        for item in items:
-            for column, number in zip(self._columns, item, strict=True):
-                column.append(number)
+        self._columns = [array("q", column) for column in zip(*items, strict=True)] or [
+            array("q") for _ in Item._fields
+        ]
 
     def __len__(self) -> int:
         return len(self._columns[0])
@@ -96,7 +95,7 @@ class Layout:
         items: the stored tensors, ordered by file and offset.
         arena_bytes: how large the arena must be.
         constants: (place in the arena, bytes) that belong to no item, such as a file's header.
-        around: prefix and suffix of an item by its number. Asked whenever an arena is filled: kept, they would take
+        around: prefix and suffix of an item. Asked whenever an arena is filled: kept, they would take
             more memory than all else that is known of small tensors. None: items are payloads alone.
     """
 
@@ -106,7 +105,7 @@ class Layout:
     items: Sequence[Item]
     arena_bytes: int
     constants: tuple[tuple[int, bytes], ...] = ()
-    around: Callable[[int], tuple[bytes, bytes]] | None = None
+    around: Callable[[Item], tuple[bytes, bytes]] | None = None
 
     @cached_property
     def payload_bytes(self) -> int:
@@ -133,9 +132,10 @@ class Layout:
         yield from self.constants
         if self.around is None:
             return
-        for number, item in enumerate(self.items):
-            prefix, suffix = self.around(number)
-            start = self.files[item.file].base + item.offset
+        bases = [file.base for file in self.files]
+        for item in self.items:
+            prefix, suffix = self.around(item)
+            start = bases[item.file] + item.offset
             yield start, prefix
             yield start + item.length - len(suffix), suffix
 

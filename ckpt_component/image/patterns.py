@@ -9,7 +9,6 @@ knows that torch will go on doing so: whoever uses a pattern holds its first wor
 from __future__ import annotations
 
 import itertools
-import pickle
 import pickletools
 import struct
 from collections.abc import Iterator, Sequence
@@ -29,7 +28,7 @@ _CENTRAL = struct.Struct("<4s6H3L5H2L")
 _END64 = struct.Struct("<4sQ2H2L4Q")
 _LOCATOR = struct.Struct("<4sLQL")
 _END = struct.Struct("<4s4H2LH")
-#: The pickle's own.
+#: A number in a pickle, by its size.
 _BYTE, _TWO_BYTES, _FOUR_BYTES = (
     partial(struct.Struct(layout).pack, code) for layout, code in (("<cB", b"K"), ("<cH", b"M"), ("<ci", b"J"))
 )
@@ -63,7 +62,14 @@ class Numbers(NamedTuple):
         nbytes = count * dtype.itemsize
         if not 0 < nbytes < _MOST_BYTES:
             return None
-        pickled = tuple(map(_pickled, (count, nbytes, 0, *shape, *reversed(strides))))
+        strides.reverse()
+        # As protocol 2 has them, which `torch.save` uses; none of them is as large as `nbytes` may be.
+        pickled = tuple(
+            [
+                _BYTE(number) if number < 1 << 8 else _TWO_BYTES(number) if number < 1 << 16 else _FOUR_BYTES(number)
+                for number in (count, nbytes, 0, *shape, *strides)
+            ]
+        )
         return cls(nbytes, pickled, (dtype, nbytes % _ALIGNMENT, *map(len, pickled)))
 
 
@@ -175,10 +181,3 @@ def _unpack(layout: struct.Struct, data: bytes, position: int, signature: bytes)
     if found != signature:
         raise UnknownArchiveError(f"no {signature!r} at {position}")
     return 0, *rest
-
-
-def _pickled(number: int) -> bytes:
-    """As protocol 2 has it, which `torch.save` uses: without the protocol before and the stop behind it."""
-    if 0 <= number < 1 << 31:  # faster than by pickle, which agrees
-        return _BYTE(number) if number < 1 << 8 else _TWO_BYTES(number) if number < 1 << 16 else _FOUR_BYTES(number)
-    return pickle.dumps(number, 2)[2:-1]

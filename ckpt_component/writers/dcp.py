@@ -135,13 +135,12 @@ class _DcpPlan(FormatPlan):
             self._lanes.append([Lane(number, 0, position, first, places)])
             base = align(base + position, PAGE)
         self._object_file = f"__{rank}_{len(groups)}.distcp"
-        laid_out = Items(items)
 
-        def around(number: int) -> tuple[bytes, bytes]:
-            entry = stored[laid_out[number].stored]
+        def around(item: Item) -> tuple[bytes, bytes]:
+            entry = stored[item.stored]
             return templates.around(entry.dtype, entry.shape)
 
-        self.layout = Layout(structure, tuple(stored), tuple(files), laid_out, base, around=around)
+        self.layout = Layout(structure, tuple(stored), tuple(files), Items(items), base, around=around)
         self._slots: list[tuple[int, int]] = []
         self._constant: tuple[WriteTable, int, Callable[[], dict[str, Any]]] | None = None
 

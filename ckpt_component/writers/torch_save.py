@@ -120,7 +120,7 @@ class _TorchSavePlan(FormatPlan):
             position = align(payload + entry.nbytes, ITEM_ALIGNMENT)
         file = ImageFile(name, 0, position)
         self.layout = Layout(
-            structure, tuple(stored), (file,), Items(items), position, around=lambda number: (headers[number], b"")
+            structure, tuple(stored), (file,), Items(items), position, around=lambda item: (headers[item.stored], b"")
         )
         self._directory = b"".join(directory)
         self._references = dict(zip(structure.tensor_paths, _references(stored, places), strict=True))

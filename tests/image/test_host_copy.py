@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
+import errno
+import logging
+from typing import Any
+
 import pytest
 import torch
 
-from ckpt_component.image.host_copy import copy_on_host
+from ckpt_component.image import gather
+from ckpt_component.image.host_copy import HostCopy, copy_on_host
 
 
 def mixed() -> list[torch.Tensor]:
@@ -23,6 +29,10 @@ def mixed() -> list[torch.Tensor]:
         torch.complex(large[:200], large[200:400]).conj(),
         torch.nn.Parameter(large[:30].clone()),
         torch.rand(100_000, generator=generator) > 0.5,
+        torch._neg_view(torch.randn(50, generator=generator)),
+        torch.complex(large[:3], large[3:6]).conj(),
+        torch.randn(60, 70, generator=generator).t(),
+        torch.randn(600, 700, generator=generator).t(),
     ]
 
 
@@ -39,3 +49,56 @@ def test_every_byte_arrives(threads: int) -> None:
 def test_a_failing_portion_is_raised() -> None:
     with pytest.raises(RuntimeError):
         copy_on_host([torch.zeros(2), torch.zeros(3)], [torch.ones(2), torch.ones(4)], threads=2)
+
+
+def assert_equal(slots: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    for slot, source in zip(slots, sources, strict=True):
+        assert torch.equal(slot, source.detach())
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["addresses given", "addresses looked up"])
+def test_tensors_that_moved_are_copied_from_where_they_are(known: bool) -> None:
+    sources = mixed()
+    slots = [torch.zeros(source.shape, dtype=source.dtype) for source in sources]
+    copy = HostCopy(slots, sources)
+    moved = [
+        torch.empty_like(source, memory_format=torch.preserve_format).copy_(source) + 1 for source in sources[3:703]
+    ]
+    later = [*sources[:3], *moved, *sources[703:]]
+    addresses = torch.tensor([source.data_ptr() for source in later]) if known else None
+    copy.begin(later, addresses).finish(2)
+    assert_equal(slots, later)
+
+
+def refused(*_: Any) -> int:
+    ctypes.set_errno(errno.EPERM)
+    return -1
+
+
+def half(pid: int, origins: int, pieces: int, targets: int, more: int, flags: int) -> int:
+    ctypes.memset(ctypes.c_uint64.from_address(targets).value, 255, 1)
+    return 1
+
+
+@pytest.mark.parametrize(("call", "why"), [(None, "C library"), (refused, "not permitted"), (half, "1 of")])
+def test_where_the_system_call_fails_torch_copies_and_it_is_said_once(
+    call: Any, why: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(gather, "_writev", call)
+    sources = [torch.full((1000,), number) for number in range(3000)]
+    slots = [torch.zeros_like(source) for source in sources]
+    with caplog.at_level(logging.WARNING):
+        copy_on_host(slots, sources, threads=1)
+    assert_equal(slots, sources)
+    assert len(caplog.records) == 1 and why in caplog.text
+
+
+def test_small_tensors_are_gathered_by_the_system(monkeypatch: pytest.MonkeyPatch) -> None:
+    def foreach(*_: Any) -> None:
+        raise AssertionError("torch was asked to copy")
+
+    monkeypatch.setattr(torch, "_foreach_copy_", foreach)
+    sources = [torch.full((number % 300,), float(number)) for number in range(3000)]
+    slots = [torch.zeros_like(source) for source in sources]
+    copy_on_host(slots, sources, threads=2)
+    assert_equal(slots, sources)

@@ -15,9 +15,10 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from ckpt_component.errors import CheckpointStageError
 from ckpt_component.image.arena import Arena, ArenaPool
 from ckpt_component.image.items import ItemTemplates
-from ckpt_component.image.layout import Structure
+from ckpt_component.image.layout import Item, Items, Structure
 from ckpt_component.image.objects import decode, dump, encode, load
 from ckpt_component.image.tree import FlatState, flatten, key_of, unflatten
+from ckpt_component.writers.dcp import DcpWriter
 
 DTYPES = [torch.float32, torch.bool, torch.bfloat16, torch.float8_e4m3fn, torch.complex64, torch.int64, torch.uint16]
 SHAPES = [(), (0,), (3,), (0, 5), (7, 1, 3), (1000,), (1024, 300)]
@@ -142,6 +143,109 @@ def test_row_29_a_changed_structure_is_always_noticed() -> None:
         {**state, "n": torch.tensor(1)},
     ):
         assert not structure.matches(flatten(changed))
+
+
+@pytest.mark.filterwarnings("ignore")  # torch says of CSR, nested and quantized tensors that they are new or old
+def test_a_change_of_one_among_many_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ckpt_component.image.structure._TOGETHER", 4)
+    state = {f"w{number}": torch.randn(3, 2) for number in range(11)}
+    state["c"] = torch.randn(4, dtype=torch.complex64)
+    state["t"] = torch.randn(4, 2).t()
+    structure, _ = structure_of(state)
+    flat = flatten({key: value.clone() for key, value in state.items()})
+    assert structure.matches(flat)
+    assert list(flat.pointers) == [tensor.data_ptr() for tensor in flat.tensors]
+    changes = [
+        torch.randn(2, 3),
+        torch.randn(2, 3).t(),
+        torch.nn.Parameter(state["w7"]),
+        torch._neg_view(state["w7"]),
+        state["w7"].to_sparse(),
+        state["w7"].to_sparse_csr(),
+        torch.nested.nested_tensor([state["w7"]]),
+        torch.quantize_per_tensor(state["w7"], 0.1, 0, torch.quint8),
+        state["w7"].to("meta"),
+        state["w6"],
+        torch.randint(9, (3, 2), dtype=torch.int32),
+    ]
+    for changed in changes:
+        assert not structure.matches(flatten({**state, "w7": changed})), changed
+    assert not structure.matches(flatten({**state, "c": state["c"].conj()}))
+    assert not structure.matches(flatten({**state, "t": torch.randn(2, 4)}))
+    assert structure.matches(flatten(state))
+
+
+def test_ties_gaps_and_views_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ckpt_component.image.structure._TOGETHER", 3)
+    base = torch.randn(6, dtype=torch.complex64)
+    empty = torch.empty(0)
+    state = {
+        "a": base,
+        "tied": base.view(6),
+        "conjugated": base.conj(),
+        "shaped": base.view(2, 3),
+        "gaps": base[::2],
+        "negated": base.conj().imag,
+        "e": empty,
+        "f": empty,
+    }
+    structure, _ = structure_of(state)
+    assert list(structure.stored_of) == [0, 0, 1, 2, 3, 4, 5, 6]
+    assert structure.relations == [(1, 0, 0)]
+    assert [structure.is_dense(number) for number in range(8)] == [True, True, False, True, False, False, False, False]
+    assert [structure.stride_of(number) for number in range(6)] == [(1,), (1,), (1,), (3, 1), (2,), (2,)]
+
+
+@pytest.mark.parametrize("container", [dict, OrderedDict], ids=repr)
+def test_wide_dicts_are_walked_as_others_are(container: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    values: Any = container((f"w{number}", torch.full((1,), number)) for number in range(40))
+    states = [
+        {"model": values, "n": 1},
+        values,
+        {"model": container([*values.items(), ("text", "x")])},
+        {"model": container([*values.items(), (7, torch.ones(1))])},
+        {
+            "model": container(
+                [*values.items(), ("p", torch.nn.Parameter(torch.ones(1))), ("b", torch.nn.Buffer(torch.ones(1)))]
+            )
+        },
+    ]
+    for state in states:
+        found = flatten(state)
+        with monkeypatch.context() as context:
+            context.setattr("ckpt_component.image.tree._WIDE", 1 << 30)
+            expected = flatten(state)
+        assert found.tensor_paths == expected.tensor_paths and found.object_paths == expected.object_paths
+        assert list(map(id, found.tensors)) == list(map(id, expected.tensors))
+        assert found.containers == expected.containers and found.shards == expected.shards
+
+
+def test_slots_are_views_of_the_arena_at_their_addresses() -> None:
+    state = {
+        "a": torch.randn(5),
+        "b": torch.randn(2, 3).to(torch.bfloat16),
+        "c": torch.tensor(1),
+        "e": torch.empty(0, 2),
+    }
+    structure, _ = structure_of(state)
+    layout = DcpWriter().plan(structure, 0).layout
+    arena = Arena(layout.arena_bytes, shared=False)
+    slots = arena.slots(layout)
+    assert slots is arena.slots(layout) and len(slots) == 4 and slots[1] is slots[1]
+    for number, (item, slot) in enumerate(zip(layout.items, slots, strict=True)):
+        entry = layout.stored[item.stored]
+        assert (slot.dtype, slot.shape, slot.is_contiguous()) == (entry.dtype, entry.shape, True)
+        assert slots.sizes[number] == slot.nbytes
+        if slot.nbytes:
+            assert slot.data_ptr() == slots.addresses[number] == arena.slab.data_ptr() + layout.payload_at(item)
+    arena.close()
+
+
+def test_items_are_a_sequence() -> None:
+    plain = [Item(number, 0, 64 * number, 64 * number + 8, 16, 32) for number in range(5)]
+    items = Items(plain)
+    assert list(items) == plain and items[3] == plain[3] and items[-1] == plain[-1] and len(items) == 5
+    assert list(items[1:3]) == plain[1:3] and list(Items([])) == [] and len(Items([])) == 0
 
 
 @pytest.mark.parametrize("advice", [None, 9999], ids=["populated", "on an old kernel"])

@@ -1,0 +1,81 @@
+"""What is written about the items: the index of stock DCP, pickled in batches, and the table for the writer process."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
+
+from ckpt_component.image.layout import Structure
+from ckpt_component.image.tree import flatten
+from ckpt_component.writers import dcp_metadata
+from ckpt_component.writers.byte_io import WriteTable
+from ckpt_component.writers.dcp import DcpWriter
+from ckpt_component.writers.dcp_metadata import metadata_of
+
+
+def catalog_of(rank: int, tensors: int, offset: int = 0) -> dict[str, Any]:
+    name = f"__{rank}_0.distcp"
+    rows = [
+        [["m", f"w{number}"], "float32", [8, number], [offset, 0], [4, number], name, 64 * number, 60]
+        for number in range(tensors)
+    ]
+    return {"tensors": rows, "objects": [[["o", rank], name, 9, 9]], "lists": [["o"]]}
+
+
+@pytest.mark.parametrize("plain", [False, True], ids=["in batches", "of another release"])
+def test_metadata_is_that_of_all_ranks(plain: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if plain:
+        monkeypatch.setattr(Metadata, "__getstate__", lambda self: (None, vars(self)), raising=False)
+    tied = {"tensors": [[["m", "w1"], "float32", [8, 1], [0, 0], [4, 1], "twice", 0, 60]], "objects": [], "lists": []}
+    data = metadata_of([catalog_of(0, 450), catalog_of(1, 450, offset=4), tied])
+    monkeypatch.undo()
+    found = pickle.loads(data)
+    if plain:
+        found.__dict__.update(found.__dict__.pop("__dict__", {}))
+    assert type(found) is Metadata and found.storage_meta is None
+    assert set(found.state_dict_metadata) == {*(f"m.w{number}" for number in range(450)), "o.0", "o.1"}
+    assert isinstance(found.state_dict_metadata["o.1"], BytesStorageMetadata)
+    for number in (0, 199, 200, 449):
+        entry = found.state_dict_metadata[f"m.w{number}"]
+        assert entry.size == torch.Size([8, number]) and entry.properties.dtype is torch.float32
+        assert [(chunk.offsets, chunk.sizes) for chunk in entry.chunks] == [
+            (torch.Size([offset, 0]), torch.Size([4, number])) for offset in (0, 4)
+        ]
+        for rank, offset in enumerate((0, 4)):
+            place = found.storage_data[MetadataIndex(f"m.w{number}", torch.Size([offset, 0]), rank)]
+            assert (place.relative_path, place.offset, place.length) == (f"__{rank}_0.distcp", 64 * number, 60)
+    assert len(found.storage_data) == 902
+    assert found.planner_data["m.w3"] == ("m", "w3") and found.planner_data["o.1"] == ("o", 1)
+
+
+def test_metadata_of_nothing() -> None:
+    found = pickle.loads(metadata_of([{"tensors": [], "objects": [], "lists": []}]))
+    assert (found.state_dict_metadata, found.planner_data, found.storage_data) == ({}, {}, {})
+
+
+def test_batches_need_nothing_of_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = pickle.loads(metadata_of([catalog_of(0, 450)]))
+    for batch in (1, 2, 449, 5000):
+        monkeypatch.setattr(dcp_metadata, "_BATCH", batch)
+        assert pickle.loads(metadata_of([catalog_of(0, 450)])) == expected
+
+
+def test_a_table_comes_to_the_writer_process_as_it_is() -> None:
+    state = {f"w{number}": torch.ones(number) for number in range(30)}
+    flat = flatten({**state, "n": 1})
+    table = DcpWriter(workers=3).plan(Structure(flat), 0).seal(flat.objects).table
+    plain, parts = table.to_parts()
+    plain = json.loads(json.dumps(plain))
+    assert plain["sizes"] == [len(part) for part in parts]
+    found = WriteTable.from_parts(plain, [memoryview(bytes(part)) for part in parts])
+    assert (found.files, found.item_count, found.checksum) == (table.files, table.item_count, table.checksum)
+    assert bytes(found.description) == table.description and json.loads(bytes(found.description))["format"] == "dcp"
+    for one, other in zip(found.lanes, table.lanes, strict=True):
+        for lane, known in zip(one, other, strict=True):
+            assert (lane.file, lane.start, lane.end, lane.first) == (known.file, known.start, known.end, known.first)
+            assert list(lane.items.numbers) == list(known.items.numbers) and len(lane.items) == len(known.items)
