@@ -56,16 +56,16 @@ class _Index:
 
     def __init__(self, catalogs: Sequence[Mapping[str, Any]]) -> None:
         self._lists = {tuple(path) for catalog in catalogs for path in catalog["lists"]}
-        #: By key: the rows of its parts. What is tied on one rank and not on another was stored by both; one is enough.
-        self._tensors: dict[str, list[Any]] = {}
+        #: By key: the rows of its parts, by their offsets. What is tied on one rank and not on another was stored by
+        #: both, and one is enough.
+        parts: dict[str, dict[tuple[int, ...], Any]] = {}
         self._objects: dict[str, Any] = {}
         for catalog in catalogs:
             for row in catalog["tensors"]:
-                rows = self._tensors.setdefault(key_of(row[0]), [])
-                if not any(known[3] == row[3] for known in rows):
-                    rows.append(row)
+                parts.setdefault(key_of(row[0]), {}).setdefault(tuple(row[3]), row)
             for row in catalog["objects"]:
                 self._objects[key_of(row[0])] = row
+        self._tensors: dict[str, list[Any]] = {key: list(rows.values()) for key, rows in parts.items()}
 
     def entries(self) -> Iterator[tuple[str, Any]]:
         properties, sizes = _Once(_properties), _Once(torch.Size)
