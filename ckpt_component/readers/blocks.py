@@ -6,6 +6,8 @@ import ctypes
 import errno
 import mmap
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
 
 import torch
@@ -75,16 +77,17 @@ class Blocks:
         self._nbytes = nbytes
         self._free: list[Block] = []
 
-    def take(self) -> Block:
-        """A block of which nobody else knows, to be given back."""
+    @contextmanager
+    def lent(self) -> Iterator[Block]:
+        """A block of which nobody else knows, for as long as the context is entered."""
         try:
-            return self._free.pop()
+            block = self._free.pop()
         except IndexError:
-            return Block(self._nbytes)
-
-    def give_back(self, block: Block) -> None:
-        """It is not used any more."""
-        self._free.append(block)
+            block = Block(self._nbytes)
+        try:
+            yield block
+        finally:
+            self._free.append(block)
 
     def __enter__(self) -> Blocks:
         return self

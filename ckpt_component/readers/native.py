@@ -158,9 +158,8 @@ class NativeSource(Source):
         with OpenFiles(self.where) as files, Blocks(BLOCK_BYTES) as blocks:
 
             def read_run(run: Run, wanted: Sequence[Request]) -> None:
-                block = blocks.take()
-                wrong = run.read(files, block)
-                blocks.give_back(block)
+                with blocks.lent() as block:
+                    wrong = run.read(files, block)
                 if wrong is not None:
                     raise damaged(self.where, run.name, f"'{wanted[run.landings.order[wrong]].key}'")
 

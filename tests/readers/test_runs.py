@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from ckpt_component import CheckpointUnreadableError
 from ckpt_component.readers import blocks
 from ckpt_component.readers.blocks import Block, Blocks
 from ckpt_component.readers.items import tensor_items
@@ -55,9 +56,8 @@ class Stored:
         wrong, count = [], 0
         with OpenFiles(str(self.folder)) as files, Blocks(BLOCK_BYTES) as free:
             for run in landings.runs():
-                block = free.take()
-                found = run.read(files, block)
-                free.give_back(block)
+                with free.lent() as block:
+                    found = run.read(files, block)
                 count += 1
                 if found is not None:
                     wrong.append(landings.order[found])
@@ -154,3 +154,15 @@ def test_a_copy_that_the_system_refuses_is_an_error(tmp_path: Path, monkeypatch:
             block.spread(nowhere)
     finally:
         block.close()
+
+
+def test_a_read_that_fails_leaves_no_descriptor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    files = Stored(tmp_path, [100] * 50, [0] * 50, files=1)
+    before = os.listdir("/proc/self/fd")
+    monkeypatch.setattr(os, "preadv", fail)
+    with pytest.raises(CheckpointUnreadableError, match="Input/output error"):
+        files.read(list(range(50)), None)
+    assert os.listdir("/proc/self/fd") == before
