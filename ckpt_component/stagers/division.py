@@ -49,7 +49,7 @@ class Division:
     """
 
     slots: Sequence[torch.Tensor]
-    pointers: list[int]
+    pointers: Sequence[int]
     late: list[bool]
     now: Part
     later: Part
@@ -81,7 +81,7 @@ class Divisions:
     def of(self, filling: Filling, lease: Lease | None) -> Division:
         """How a state is divided for an arena; with a lease, the device buffer takes what it can."""
         flat = filling.flat
-        pointers = list(map(torch.Tensor.data_ptr, flat.tensors))
+        pointers = flat.pointers
         key = filling.arena.number, lease is not None
         known = self._known.get(key)
         if (
@@ -96,7 +96,7 @@ class Divisions:
         made = self._known[key] = self._divide(filling, pointers, late, lease)
         return made
 
-    def _divide(self, filling: Filling, pointers: list[int], late: list[bool], lease: Lease | None) -> Division:
+    def _divide(self, filling: Filling, pointers: Sequence[int], late: list[bool], lease: Lease | None) -> Division:
         layout, slots, sources = filling.layout, filling.slots, filling.sources
         tensor_of = layout.sources
         placement = None
