@@ -183,11 +183,9 @@ class _ProcessCaller(WriteCaller):
     def _send(self, process: ByteProcess, job: WriteJob, number: int, deadline: float) -> None:
         table, table_number, sealed = job.sealed.table, job.sealed.table_number, job.sealed
         if job.arena is not None and job.arena.number not in self._arenas:
-            if job.arena.fd is None:
-                raise CheckpointSaveError("The snapshot lies in memory that the writer process cannot see.")
             retired = [known for known, arena in self._arenas.items() if arena.closed]
             header = {"kind": "arena", "id": job.arena.number, "size": job.arena.nbytes, "retired": retired}
-            process.send(header, deadline, fds=[job.arena.fd])
+            process.send(header, deadline, fds=[job.arena.shared_descriptor()])
             self._arenas = {known: arena for known, arena in self._arenas.items() if not arena.closed}
             self._arenas[job.arena.number] = job.arena
         if self._known is None or self._known[0] != table_number or self._known[1] is not job.sidecars:

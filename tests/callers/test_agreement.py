@@ -14,7 +14,9 @@ import pytest
 from waiting import eventually
 
 from ckpt_component.callers import agreement as room
-from ckpt_component.callers.agreement import Agreement, Verdict
+from ckpt_component.callers import life
+from ckpt_component.callers.agreement import Agreement
+from ckpt_component.callers.verdict import Verdict
 from ckpt_component.coordination import RankStore
 from ckpt_component.errors import CheckpointSaveError, CheckpointTimeoutError, RanksError
 
@@ -192,13 +194,13 @@ def stop_heart(agreement: Agreement) -> None:
     """As `kill -9` does, once there has been a beat."""
     rank = agreement._store.rank
     eventually(lambda: agreement._store.peek(f"beat/{rank}") is not None)
-    room._stop(agreement._hearts, os.getpid())
+    life._stop(agreement._life._hearts, os.getpid())
 
 
 @pytest.mark.parametrize("blocking", [True, False])
 @pytest.mark.parametrize("gone", [0, 1])
 def test_a_rank_whose_heart_stops_is_gone(gone: int, blocking: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room, "_HEARTBEAT_SECONDS", 0.4)
+    monkeypatch.setattr(life, "_HEARTBEAT_SECONDS", 0.4)
     stopped = threading.Event()
 
     def work(agreement: Agreement) -> Verdict | None:
@@ -279,7 +281,7 @@ def test_hearts_beat_until_they_rest() -> None:
     assert hearts() == before + 1
     agreement.rest()
     agreement.rest()
-    assert hearts() == before and store.values["test/beat/0"] == room._RESTING
+    assert hearts() == before and store.values["test/beat/0"] == life._RESTING
     agreement.ask("Call 1", done(), 60)
     assert hearts() == before + 1
     del agreement

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import worker_calls as calls
 from waiting import eventually, is_gone, pid_in
 
-from ckpt_component.callers import AsyncCallsQueue, AsyncRequest, TemporalAsyncCaller, agreement
+from ckpt_component.callers import AsyncCallsQueue, AsyncRequest, TemporalAsyncCaller, life
 from ckpt_component.errors import (
     CheckpointSaveError,
     CheckpointStageError,
@@ -318,7 +318,7 @@ def callers_and_sync(rank: int) -> None:
 
 def dead_rank(rank: int, world_size: int, folder: Path) -> None:
     """The rank that the test names is killed in the middle of a save; the others must not wait for it."""
-    agreement._HEARTBEAT_SECONDS = 2.0
+    life._HEARTBEAT_SECONDS = 2.0
     queue = AsyncCallsQueue(True, start_method=METHOD)
     queue.schedule_async_request(AsyncRequest(calls.start_and_wait, (str(folder / f"at.{rank}"), os.devnull)))
     assert queue.maybe_finalize_async_calls(blocking=True) == [0]
