@@ -126,6 +126,16 @@ class Arena:
             os.close(self.fd)
             self.fd = None
 
+    def shared_descriptor(self) -> int:
+        """A descriptor of the memory, for another process or owner; it stays the arena's.
+
+        Raises:
+            CheckpointError: the arena is closed, or its memory is this process's alone.
+        """
+        if self.fd is None:
+            raise CheckpointError("This checkpoint arena is closed, or was not made to be shared with other processes.")
+        return self.fd
+
     def _block(self) -> mmap.mmap:
         if self._memory is None:
             raise CheckpointError("This checkpoint arena is closed; build a new checkpointer.")

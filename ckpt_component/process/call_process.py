@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from ..errors import CheckpointSaveError, CheckpointTimeoutError, WorkerDiedError
 from .call_loop import GROUP_SIGNALS, enter
@@ -95,11 +95,14 @@ class CallProcess:
         ours, theirs = multiprocessing.Pipe(duplex=True)
         try:
             with _group_signals_held(start_method):
-                context = start_processes(
-                    enter,
-                    args=(theirs, ours if forked else None, work),
-                    join=False,
-                    start_method=start_method,
+                context = cast(
+                    ProcessContext,  # what join=False returns
+                    start_processes(
+                        enter,
+                        args=(theirs, ours if forked else None, work),
+                        join=False,
+                        start_method=start_method,
+                    ),
                 )
         except OSError as error:
             ours.close()
@@ -109,8 +112,7 @@ class CallProcess:
             raise
         finally:
             theirs.close()  # so that the end of the process is the end of the pipe
-        assert context is not None  # what join=False returns
-        self.context: ProcessContext = context
+        self.context = context
         self._connection = ours
         self._closing = threading.Lock()
         self._process = context.processes[0]

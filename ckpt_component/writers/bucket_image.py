@@ -88,9 +88,8 @@ class Block:
         """New memory. Raises CheckpointError where there is not enough."""
         arena = Arena(nbytes, shared=True)
         try:
-            assert arena.fd is not None  # as it is shared
             # They keep the memory; the last of them to go gives it back.
-            return cls(HostImage(SharedFile(os.dup(arena.fd)), arena.nbytes, arena.memory), arena.slab)
+            return cls(HostImage(SharedFile(os.dup(arena.shared_descriptor())), arena.nbytes, arena.memory), arena.slab)
         finally:
             arena.close()
 

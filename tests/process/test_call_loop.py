@@ -28,7 +28,7 @@ from ckpt_component.errors import (
     CheckpointTimeoutError,
     WorkerDiedError,
 )
-from ckpt_component.process import call_process, call_worker
+from ckpt_component.process import call_process, call_pump
 from ckpt_component.process.call_loop import serve_calls
 from ckpt_component.process.call_process import CallProcess, NeverTakenError
 from ckpt_component.process.call_worker import CallWorker
@@ -668,7 +668,7 @@ def test_a_thread_that_breaks_fails_what_waits(
     def broken(_pump: Any) -> None:
         raise RuntimeError("broken thread")
 
-    monkeypatch.setattr(call_worker._Pump, "_next", broken)
+    monkeypatch.setattr(call_pump.CallPump, "_next", broken)
     monkeypatch.setattr(threading, "excepthook", lambda _: None)
     with pytest.raises(CheckpointSaveError, match="thread of its worker ended"):
         submit(make_worker(), calls.facts).result(20)
