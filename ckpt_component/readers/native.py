@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import compress, repeat
-from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
 
 from ..errors import CheckpointCorruptError, CheckpointLoadError
 from ..image.arena import tensor_bytes
+from ..image.plain import are_plain, is_plain
 from ..image.shards import overlap
 from ..image.tree import Path, key_of, keys_of
 from ..storage.checksum import Checksum, ChecksumMissingError, find_checksum, install_text
 from .archives import load_object
 from .blocks import Blocks
 from .items import StoredItem
-from .ranges import OpenFiles, in_parallel
+from .ranges import OpenFiles, Piece
 from .runs import BLOCK_BYTES, SMALL_BYTES, Landings, Run
 from .shapes import check_cover
 from .source import Index, Request, Source, TensorEntry
@@ -51,13 +51,12 @@ def verify_file(folder: str, name: str, table: RankTable) -> None:
     checksum = checksum_of(folder, table)
     items = table.items_in(name)
     with OpenFiles(folder) as files:
-        files.descriptor(name)
 
         def check(item: StoredItem) -> None:
             if files.checksum(name, item.offset, item.length, checksum) != item.checksum:
                 raise damaged(folder, name, f"The item at bytes {item.offset} to {item.offset + item.length}")
 
-        in_parallel(items, [item.length for item in items], check)
+        files.read_all([Piece(name, item.offset, item.length, partial(check, item)) for item in items])
 
 
 def damaged(folder: str, name: str, what: str) -> CheckpointCorruptError:
@@ -163,19 +162,17 @@ class NativeSource(Source):
                 if wrong is not None:
                     raise damaged(self.where, run.name, f"'{wanted[run.landings.order[wrong]].key}'")
 
-            work: list[tuple[str, int, int, Callable[[], None]]] = []
+            pieces = []
             for rank, numbers, wanted in small:
                 targets = [request.destination for request in wanted]
                 for run in Landings(self._tables[rank].tensors, numbers, targets, self._checksums[rank]).runs():
-                    work.append((run.name, run.offset, run.length, partial(read_run, run, wanted)))
+                    pieces.append(Piece(run.name, run.offset, run.length, partial(read_run, run, wanted)))
             for request in large:
                 for chunk in self._pieces(request):
                     item = chunk.item
-                    work.append((item.file, item.offset, item.length, partial(self._read, request, chunk, files)))
-            work.sort(key=lambda piece: piece[:3])
-            for name in {piece[0] for piece in work}:
-                files.descriptor(name)
-            in_parallel(work, [piece[2] for piece in work], lambda piece: piece[3]())
+                    read = partial(self._read, request, chunk, files)
+                    pieces.append(Piece(item.file, item.offset, item.length, read))
+            files.read_all(pieces)
 
     def _divided(
         self, requests: Sequence[Request]
@@ -187,7 +184,7 @@ class NativeSource(Source):
         places = list(map(self._whole.get, keys))
         chosen: dict[int, list[tuple[int, Request]]] = {}
         large: list[Request] = []
-        for request, place, part, plain in zip(requests, places, offsets, _are_plain(targets), strict=True):
+        for request, place, part, plain in zip(requests, places, offsets, are_plain(targets), strict=True):
             if place is not None and part is None and plain:
                 chosen.setdefault(place[0], []).append((place[1], request))
             else:
@@ -258,22 +255,4 @@ class NativeSource(Source):
 
 def _is_direct(request: Request, chunk: Chunk) -> bool:
     """Whether a payload's bytes are the destination's, as they lie in memory."""
-    return _is_plain(request.destination) and request.box == (chunk.offsets, chunk.item.shape)
-
-
-def _is_plain(target: torch.Tensor) -> bool:
-    """Whether a tensor's elements lie one after the other in the host's memory, as they are."""
-    return target.is_cpu and target.is_contiguous() and not (target.is_conj() or target.is_neg())
-
-
-def _are_plain(targets: Sequence[torch.Tensor]) -> Sequence[bool]:
-    """`_is_plain` of each; where all are, that is found faster."""
-    tensor = torch.Tensor
-    if (
-        all(map(attrgetter("is_cpu"), targets))
-        and all(map(tensor.is_contiguous, targets))
-        and not any(map(tensor.is_conj, targets))
-        and not any(map(tensor.is_neg, targets))
-    ):
-        return [True] * len(targets)
-    return list(map(_is_plain, targets))
+    return is_plain(request.destination) and request.box == (chunk.offsets, chunk.item.shape)

@@ -5,18 +5,31 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from operator import attrgetter
+from typing import NamedTuple
 
 import torch
 
 from ..errors import CheckpointCorruptError
 from ..storage.checksum import Checksum
 from ..storage.regular import is_plain_name, open_regular, read_failure
+from .ahead import ReadAhead
 
 #: Read and summed at a time: a block that fits the processor's cache is fetched from memory once, not twice.
 _BLOCK = 1 << 20
 _MOST_THREADS = 4
-Work = TypeVar("Work")
+#: What a thread reads before it takes the next part of the files: all threads are near each other, and near what has
+#: been announced to the disk.
+_BATCH_BYTES = 32 << 20
+
+
+class Piece(NamedTuple):
+    """A range of a file, and what reads it."""
+
+    file: str
+    offset: int
+    length: int
+    read: Callable[[], None]
 
 
 class OpenFiles:
@@ -28,6 +41,7 @@ class OpenFiles:
     def __init__(self, folder: str) -> None:
         self._folder = folder
         self._descriptors: dict[str, int] = {}
+        self._ahead: ReadAhead | None = None
 
     def descriptor(self, name: str) -> int:
         """A descriptor for reading, owned by this object.
@@ -63,6 +77,8 @@ class OpenFiles:
                 count = os.preadv(fd, pending, offset)
                 if count == 0:
                     return False
+                if self._ahead is not None:
+                    self._ahead.advance(count)
                 offset += count
                 while pending and count >= pending[0].nbytes:
                     count -= pending.pop(0).nbytes
@@ -77,27 +93,21 @@ class OpenFiles:
     ) -> int | None:
         """Fill all buffers from `offset` of a file on, and take their checksum on the way.
 
-        The disk is told of the next block before one is read, so that it works while this one is summed.
-
         Returns:
             The checksum, 0 if none is taken; None when the file ends before.
 
         Raises:
             CheckpointUnreadableError: the read fails.
         """
-        fd, stream = self.descriptor(name), None if checksum is None else checksum.stream()
-        end = offset + sum(view.nbytes for view in buffers)
+        stream = None if checksum is None else checksum.stream()
         for view in buffers:
             for start in range(0, view.nbytes, _BLOCK):
                 block = view[start : start + _BLOCK]
-                behind = offset + block.nbytes
-                if behind < end:
-                    os.posix_fadvise(fd, behind, min(_BLOCK, end - behind), os.POSIX_FADV_WILLNEED)
                 if not self.fill(name, [block], offset):
                     return None
                 if stream is not None:
                     stream.update(block)
-                offset = behind
+                offset += block.nbytes
         return 0 if stream is None else stream.value()
 
     def checksum(self, name: str, offset: int, length: int, checksum: Checksum) -> int | None:
@@ -112,6 +122,23 @@ class OpenFiles:
             position += view.nbytes
         return stream.value()
 
+    def read_all(self, pieces: Sequence[Piece]) -> None:
+        """Read many pieces in the order of the files, in as many threads as help. No file is opened meanwhile.
+
+        Autograd is off meanwhile, so that leaves can be filled.
+
+        Raises:
+            Exception: the first one of `Piece.read`, after all threads have ended.
+            CheckpointCorruptError, CheckpointUnreadableError: a file cannot be opened; nothing is read.
+        """
+        ordered = sorted(pieces, key=attrgetter("file", "offset", "length"))
+        ranges = [(self.descriptor(piece.file), piece.offset, piece.length) for piece in ordered]
+        with ReadAhead(ranges) as self._ahead:
+            try:
+                _in_parallel(ordered)
+            finally:
+                self._ahead = None
+
     def __enter__(self) -> OpenFiles:
         return self
 
@@ -120,34 +147,26 @@ class OpenFiles:
             os.close(self._descriptors.popitem()[1])
 
 
-def in_parallel(work: Sequence[Work], sizes: Sequence[int], run: Callable[[Work], None]) -> None:
-    """Call `run` for all of `work`, in as many threads as help, each with consecutive pieces of about equal bytes.
-
-    Autograd is off meanwhile, so that leaves can be filled.
-
-    Raises:
-        Exception: the first one of `run`, after all threads have ended.
-    """
-
-    def run_batch(batch: Sequence[Work]) -> None:
+def _in_parallel(pieces: Sequence[Piece]) -> None:
+    def read_batch(batch: Sequence[Piece]) -> None:
         with torch.no_grad():  # holds for one thread alone
             for piece in batch:
-                run(piece)
+                piece.read()
 
-    threads = min(_MOST_THREADS, os.cpu_count() or 1, len(work))
+    threads = min(_MOST_THREADS, os.cpu_count() or 1, len(pieces))
     if threads <= 1:
-        run_batch(work)
+        read_batch(pieces)
         return
-    goal = sum(sizes) / (threads * 4) + 1
-    batches: list[list[Work]] = [[]]
+    goal = min(sum(piece.length for piece in pieces) / (threads * 4) + 1, _BATCH_BYTES)
+    batches: list[list[Piece]] = [[]]
     filled = 0.0
-    for piece, size in zip(work, sizes, strict=True):
+    for piece in pieces:
         if filled >= goal:
             batches.append([])
             filled = 0
         batches[-1].append(piece)
-        filled += size
+        filled += piece.length
 
     with ThreadPoolExecutor(threads, thread_name_prefix="ckpt-read") as pool:
-        for _ in pool.map(run_batch, batches):
+        for _ in pool.map(read_batch, batches):
             pass

@@ -7,6 +7,7 @@ import math
 import os
 import struct
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ import torch
 from ..errors import CheckpointCorruptError, CheckpointLoadError
 from ..image.arena import tensor_bytes
 from ..writers.safetensors_format import DTYPES
-from .ranges import OpenFiles, in_parallel
+from .ranges import OpenFiles, Piece
 from .shapes import is_shape
 from .source import Index, Request, Source, TensorEntry
 
@@ -58,8 +59,6 @@ class SafetensorsSource(Source):
     def read_tensors(self, requests: Sequence[Request]) -> None:
         """Read in parallel."""
         with OpenFiles(self._folder) as files:
-            files.descriptor(self._name)
-            ordered = sorted(requests, key=lambda request: self._places[request.key])
 
             def read(request: Request) -> None:
                 begin, _ = self._places[request.key]
@@ -69,7 +68,11 @@ class SafetensorsSource(Source):
                     raise CheckpointCorruptError(f"{self.where} ends before '{request.key}'.")
                 request.destination.copy_(request.part_of(landing))
 
-            in_parallel(ordered, [self._places[r.key][1] - self._places[r.key][0] for r in ordered], read)
+            pieces = []
+            for request in requests:
+                begin, end = self._places[request.key]
+                pieces.append(Piece(self._name, self._start + begin, end - begin, partial(read, request)))
+            files.read_all(pieces)
 
     def read_objects(self, keys: Sequence[str]) -> Mapping[str, Any]:
         """There are none in this format."""

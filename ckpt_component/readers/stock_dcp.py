@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from ..storage.regular import read_failure
 from .archives import load_archive, load_object
 from .foreign import list_paths
 from .metadata import Place, load_metadata
-from .ranges import OpenFiles, in_parallel
+from .ranges import OpenFiles, Piece
 from .source import Index, Request, Source, TensorEntry
 
 _MAX_METADATA = 1 << 30
@@ -48,15 +49,9 @@ class StockDcpSource(Source):
     def read_tensors(self, requests: Sequence[Request]) -> None:
         """Load the chunks of every tensor, and copy what each has of the parts that are asked for."""
         with OpenFiles(self.where) as files:
-            work = []
-            for request in requests:
-                for (_, sizes), place, common in self._chunks(request):
-                    files.descriptor(place.file)
-                    work.append((request, sizes, common, place))
-            work.sort(key=lambda piece: (piece[3].file, piece[3].offset))
 
-            def read(piece: tuple[Request, Any, Any, Place]) -> None:
-                request, sizes, (theirs, ours, _), place = piece
+            def read(request: Request, sizes: Sequence[int], place: Place, common: Any) -> None:
+                theirs, ours, _ = common
                 value = load_archive(self._bytes(files, place, request.key), self._name(request.key, place))
                 promised = self.index.tensors[request.key].dtype, torch.Size(sizes)
                 if not isinstance(value, torch.Tensor) or (value.dtype, value.shape) != promised:
@@ -65,7 +60,13 @@ class StockDcpSource(Source):
                     )
                 request.destination[ours].copy_(value[theirs])
 
-            in_parallel(work, [place.length for *_, place in work], read)
+            files.read_all(
+                [
+                    Piece(place.file, place.offset, place.length, partial(read, request, sizes, place, common))
+                    for request in requests
+                    for (_, sizes), place, common in self._chunks(request)
+                ]
+            )
 
     def read_objects(self, keys: Sequence[str]) -> Mapping[str, Any]:
         """Load the objects, each with `weights_only`."""

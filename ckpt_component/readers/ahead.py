@@ -1,0 +1,83 @@
+"""Tells the disk what will be read next, so that it works while bytes are summed and copied."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections.abc import Iterable
+from types import TracebackType
+
+#: Announced beyond what has been read; more would be pushed out again where memory is short.
+_LEAD_BYTES = 128 << 20
+#: The system answers an announcement once all of it is on its way.
+_STEP_BYTES = 4 << 20
+
+
+class ReadAhead:
+    """A thread that announces ranges of files, a bounded way ahead of those who read. A context manager.
+
+    A computer that begins again after a crash has nothing of its checkpoint in memory; without this its disk rests
+    whenever all threads sum what they have read.
+
+    Args:
+        ranges: descriptor, offset and length, in about the order in which they will be read. The descriptors stay open
+            while the context is entered.
+    """
+
+    def __init__(self, ranges: Iterable[tuple[int, int, int]]) -> None:
+        self._ranges = ranges
+        self._changed = threading.Condition()
+        self._read = self._announced = 0
+        self._resting = False
+        self._ended = False
+        self._thread = threading.Thread(target=self._announce, name="ckpt-read-ahead", daemon=True)
+
+    def advance(self, nbytes: int) -> None:
+        """So many more bytes were read."""
+        with self._changed:
+            self._read += nbytes
+            # Seldom: a thread that wakes up takes the GIL from those who read.
+            if self._resting and self._announced - self._read <= _LEAD_BYTES // 2:
+                self._resting = False
+                self._changed.notify()
+
+    def __enter__(self) -> ReadAhead:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with self._changed:
+            self._ended = True
+            self._changed.notify()
+        self._thread.join()  # it is in no call but an announcement, which waits for the disk as reads do
+
+    def _announce(self) -> None:
+        for descriptor, offset, length in self._ranges:
+            for start in range(0, length, _STEP_BYTES):
+                with self._changed:
+                    self._resting = self._announced - self._read >= _LEAD_BYTES
+                    while self._resting and not self._ended:
+                        self._changed.wait()
+                    if self._ended:
+                        return
+                step = min(_STEP_BYTES, length - start)
+                first = offset + start
+                try:
+                    if not (_is_cached(descriptor, first) and _is_cached(descriptor, first + step - 1)):
+                        os.posix_fadvise(descriptor, first, step, os.POSIX_FADV_WILLNEED)
+                except OSError:
+                    return  # advice is all it is: what is wrong with the file, its reader will tell
+                self._announced += step
+
+
+def _is_cached(descriptor: int, position: int) -> bool:
+    """Whether a byte is in memory. To announce what is there already takes as long as to copy a quarter of it."""
+    try:
+        return os.preadv(descriptor, [bytearray(1)], position, os.RWF_NOWAIT) == 1
+    except OSError as error:
+        if error.errno in (errno.EAGAIN, errno.EOPNOTSUPP):  # it is not, or this file system does not tell
+            return False
+        raise
