@@ -144,11 +144,6 @@ RULES = (
         "checkpoint.max_stall_s=null.",
     ),
     Rule(
-        lambda parts: parts.io == IoMode.direct.value and not parts.stager.takes_snapshot,
-        "checkpoint.writer.io=direct writes whole pages of a snapshot, and checkpoint/stager={stager} takes none. "
-        "Use checkpoint.writer.io=auto, or checkpoint/stager=pinned.",
-    ),
-    Rule(
         lambda parts: parts.io == IoMode.direct.value and parts.commit is Commit.manifest,
         "checkpoint.writer.io=direct opens every file twice, and checkpoint.commit=manifest is for object stores, "
         "in which a file is there only when it is closed. Use checkpoint.writer.io=auto, or checkpoint.commit=rename.",

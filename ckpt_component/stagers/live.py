@@ -18,7 +18,7 @@ class LiveStager(Stager):
     def take(self, survey: Survey) -> Snapshot:
         """Lay the state out; its tensors are read when the writer comes to them."""
         plan, flat = self._plan_for(survey)
-        source = LiveSource(plan.layout, flat.tensors)
+        source = LiveSource(plan.layout, flat)
         snapshot = Snapshot(plan.layout, plan.seal(flat.objects), source, survey.started)
         snapshot.mark_staged()
         return snapshot

@@ -20,23 +20,23 @@ from typing import Any
 from ..storage.checksum import find_checksum
 from ..storage.fs import FsOps
 from ..storage.names import integrity_name
-from .io_mode import direct_is_faster, is_worth_trying
+from .io_mode import BLOCK_BYTES, direct_is_faster, is_worth_trying
 from .lanes import ByteSource, Lane, LaneWriter, Opened, Places, Throttle
 
 
 class MemorySource:
-    """An image that lies in memory as one block."""
+    """An image that lies in memory as one block, which begins and ends at page boundaries."""
 
     def __init__(self, memory: memoryview) -> None:
         self._memory = memory
 
     @property
-    def memory(self) -> memoryview:
-        """All of it; it begins and ends at page boundaries."""
-        return self._memory
+    def nbytes(self) -> int:
+        """Of the image."""
+        return self._memory.nbytes
 
-    def buffers(self, start: int, end: int) -> list[memoryview]:
-        """The one slice."""
+    def buffers(self, start: int, end: int, *, whole: bool = False) -> list[memoryview]:
+        """The one slice, whole in any case."""
         return [self._memory[start:end]]
 
 
@@ -224,15 +224,14 @@ def _open_direct(fs: FsOps, path: str) -> int:
 
 def _io_mode(fs: FsOps, folder: str, source: ByteSource, wanted: str) -> str:
     """`direct` or `buffered`; or `auto` where there is too little to write for a trial, which is then buffered."""
-    if not isinstance(source, MemorySource):
-        return "buffered"  # live tensors lie anywhere in memory
     if wanted != "auto":
         return wanted
     if not fs.atomic_rename:
         return "buffered"  # an object store takes whole files at their close, and has no second way to open one
-    if not is_worth_trying(source.memory):
+    if not is_worth_trying(source.nbytes):
         return "auto"
-    return "direct" if direct_is_faster(fs, folder, source.memory) else "buffered"
+    (block,) = source.buffers(0, BLOCK_BYTES, whole=True)
+    return "direct" if direct_is_faster(fs, folder, block) else "buffered"
 
 
 @contextlib.contextmanager

@@ -9,19 +9,19 @@ import time
 from ..storage.fs import FsOps
 from ..storage.names import new_token
 
-#: Below this there is nothing to gain, and nothing to try it out with.
+#: Below this there is nothing to gain, and a trial would take longer than the save.
 SMALLEST = 32 << 20
 _TRIED_BYTES = 16 << 20
-_BLOCK = 4 << 20
+BLOCK_BYTES = 4 << 20
 
 
-def direct_is_faster(fs: FsOps, folder: str, sample: memoryview) -> bool:
-    """Write a part of `sample` into `folder` in both ways, until it is durable, and compare.
+def direct_is_faster(fs: FsOps, folder: str, block: memoryview) -> bool:
+    """Write `block` a few times into `folder` in both ways, until it is durable, and compare.
 
     Args:
         fs: where effects go.
         folder: on the disk in question; the trial file is deleted again.
-        sample: bytes that begin at a page boundary of memory, at least `SMALLEST`.
+        block: `BLOCK_BYTES` that begin at a page boundary of memory.
 
     Returns:
         False also where the file system has no direct I/O.
@@ -30,16 +30,16 @@ def direct_is_faster(fs: FsOps, folder: str, sample: memoryview) -> bool:
         OSError: buffered writing fails, so that everything else would.
     """
     path = os.path.join(folder, f".io-trial.{new_token()}")  # ranks try at the same time
-    buffered = _seconds(fs, path, sample, direct=False)
+    buffered = _seconds(fs, path, block, direct=False)
     try:
-        return _seconds(fs, path, sample, direct=True) < buffered
+        return _seconds(fs, path, block, direct=True) < buffered
     except OSError:
         # Not there, in one of many ways: EINVAL at open or at write, EOPNOTSUPP. The save itself is then buffered,
         # which its log tells.
         return False
 
 
-def _seconds(fs: FsOps, path: str, sample: memoryview, *, direct: bool) -> float:
+def _seconds(fs: FsOps, path: str, block: memoryview, *, direct: bool) -> float:
     started = time.perf_counter()
     with contextlib.ExitStack() as cleaning:
         fd = fs.create(path, _TRIED_BYTES)
@@ -49,13 +49,13 @@ def _seconds(fs: FsOps, path: str, sample: memoryview, *, direct: bool) -> float
         if direct:
             target = fs.open_direct(path)
             cleaning.callback(fs.close, target)
-        for position in range(0, _TRIED_BYTES, _BLOCK):
-            fs.write(target, [sample[position : position + _BLOCK]], position)
+        for position in range(0, _TRIED_BYTES, BLOCK_BYTES):
+            fs.write(target, [block], position)
         fs.sync(target)
         took = time.perf_counter() - started
     return took
 
 
-def is_worth_trying(memory: memoryview) -> bool:
+def is_worth_trying(nbytes: int) -> bool:
     """Whether an image is large enough for a trial, and for a gain."""
-    return memory.nbytes >= SMALLEST
+    return nbytes >= SMALLEST

@@ -26,8 +26,21 @@ PAGE = 4096
 class ByteSource(Protocol):
     """Where the bytes of an image come from: an arena, or the live tensors."""
 
-    def buffers(self, start: int, end: int) -> list[memoryview]:
-        """The bytes [start, end) of the image as one or more pieces, in order."""
+    @property
+    def nbytes(self) -> int:
+        """Of the image."""
+        ...
+
+    def buffers(self, start: int, end: int, *, whole: bool = False) -> list[memoryview]:
+        """The bytes [start, end) of the image as one or more pieces, in order.
+
+        They are there until the same thread has asked for the range after the next.
+
+        Args:
+            start: a page boundary, if `whole`.
+            end: may be behind the image's, in its last page.
+            whole: as one piece that begins at a page boundary of memory.
+        """
         ...
 
 
@@ -150,33 +163,39 @@ class LaneWriter:
 
     def _run_group(self, lanes: Sequence[Lane]) -> None:
         try:
-            with ThreadPoolExecutor(1, thread_name_prefix="ckpt-sum") as summing:
+            # One thread beside the one that writes, because disk, checksum (zlib: 2 GB/s) and the gathering of live
+            # tensors each take about as long as the other.
+            with ThreadPoolExecutor(1, thread_name_prefix="ckpt-sum") as beside:
                 for lane in lanes:
-                    self._write(lane, summing)
+                    self._write(lane, beside)
         except BaseException as error:
             self._failed.append(error)
 
-    def _write(self, lane: Lane, summing: ThreadPoolExecutor) -> None:
+    def _write(self, lane: Lane, beside: ThreadPoolExecutor) -> None:
         file = self._files[lane.file]
         cursor = SumCursor(lane, self._checksum, self._sums)
         start, stop = (align_down(lane.start), align_up(lane.end)) if file.direct else (lane.start, lane.end)
-        summed: Future[None] | None = None
-        for position in range(start, stop, self._block_bytes):
-            if self._failed:
+        ranges = [(at, min(at + self._block_bytes, stop)) for at in range(start, stop, self._block_bytes)]
+
+        def fetch(number: int) -> Future[list[memoryview]]:
+            first, last = ranges[number]
+            return beside.submit(self._source.buffers, file.base + first, file.base + last, whole=file.direct)
+
+        fetched = fetch(0) if ranges else None
+        summed: list[Future[None]] = []
+        for number, (position, end) in enumerate(ranges, 1):
+            if self._failed or fetched is None:
                 return
-            end = min(position + self._block_bytes, stop)
-            pieces = self._source.buffers(file.base + position, file.base + end)
-            if summed is not None:
-                summed.result()  # one block at a time: the sums of a lane are taken in order
-            # From the image and not from the file, so that it also covers the write; at the same time, because
-            # checksum and disk are each about as fast as the other (zlib: 2 GB/s a thread).
-            summed = summing.submit(cursor.feed, _within(pieces, position, lane.start, lane.end))
+            pieces = fetched.result()
+            # From the image and not from the file, so that it also covers the write. In order, behind the last block's.
+            summed.append(beside.submit(cursor.feed, _within(pieces, position, lane.start, lane.end)))
+            fetched = fetch(number) if number < len(ranges) else None
             self._throttle.wait(end - position)
             self._fs.write(file.fd, pieces, position)
             if not file.direct:
                 self._fs.start_writeback(file.fd, position, end - position)
-        if summed is not None:
-            summed.result()
+        for each in summed:
+            each.result()
 
 
 class SumCursor:

@@ -1,0 +1,88 @@
+"""The image of live tensors: the bytes of every range are those of an arena that was filled, whatever the blocks."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+
+from ckpt_component.coordination import LocalCoordinator
+from ckpt_component.image import gather
+from ckpt_component.image.live import LiveSource
+from ckpt_component.stagers.base import Stager
+from ckpt_component.stagers.live import LiveStager
+from ckpt_component.stagers.shared_memory import SharedMemoryStager
+from ckpt_component.writers.base import Writer
+from ckpt_component.writers.dcp import DcpWriter
+from ckpt_component.writers.lanes import PAGE
+from ckpt_component.writers.safetensors_format import SafetensorsWriter
+from ckpt_component.writers.torch_save import TorchSaveWriter
+
+STATE: Mapping[str, Any] = {
+    "many": {str(number): torch.full((number,), float(number)) for number in range(300)},
+    "large": torch.arange(300_000, dtype=torch.float64),
+    "turned": torch.arange(5_000, dtype=torch.int32).reshape(50, 100).t(),
+    "wide": torch.arange(400_000, dtype=torch.float32).reshape(400, 1000).t(),
+    "conjugated": torch.complex(torch.rand(100), torch.rand(100)).conj(),
+    "none": torch.empty(0),
+    "scalar": torch.tensor(3, dtype=torch.uint8),
+}
+
+
+def snapshot_of(stager: Stager, writer: Writer, state: Mapping[str, Any]) -> Any:
+    stager.connect(writer, ranks=LocalCoordinator(), shared=False, timeout=10)
+    return stager.take(stager.survey(state))
+
+
+@pytest.fixture(params=[DcpWriter, TorchSaveWriter, SafetensorsWriter])
+def both(request: pytest.FixtureRequest) -> Any:
+    """The image of live tensors, and the same image in memory."""
+    live = snapshot_of(LiveStager(), request.param(), STATE)
+    filled = snapshot_of(SharedMemoryStager(), request.param(), STATE)
+    assert isinstance(live.source, LiveSource) and live.source.nbytes == filled.layout.arena_bytes
+    yield live.source, bytes(b"".join(filled.source.buffers(0, filled.source.nbytes)))
+    filled.release()
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_any_range_is_what_an_arena_has(both: Any, whole: bool) -> None:
+    source, image = both
+    chance = random.Random(1)
+    for _ in range(200):
+        start = chance.randrange(0, len(image)) // PAGE * PAGE
+        end = min(start + chance.choice([1, 63, PAGE, 70_000, 1 << 20, len(image)]), len(image))
+        pieces = source.buffers(start, end, whole=whole)
+        assert b"".join(pieces) == image[start:end]
+        if whole:
+            (piece,) = pieces
+            assert ctypes.addressof(ctypes.c_char.from_buffer(piece)) % PAGE == 0
+
+
+def test_the_block_before_is_still_there(both: Any) -> None:
+    source, image = both
+    one = source.buffers(0, 50_000, whole=True)
+    two = source.buffers(50_000, 100_000, whole=True)
+    assert b"".join([*one, *two]) == image[:100_000]
+
+
+def test_a_range_inside_of_a_tensor_is_not_copied() -> None:
+    snapshot = snapshot_of(LiveStager(), DcpWriter(), {"large": torch.arange(1 << 20, dtype=torch.int64)})
+    (piece,) = snapshot.source.buffers(1 << 20, 2 << 20)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(piece))
+    assert any(0 <= address - at < 8 << 20 for at in snapshot.source._addresses)
+
+
+def test_where_the_system_call_is_refused(
+    both: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING)
+    monkeypatch.setattr(gather, "_writev", None)
+    source, image = both
+    for _ in range(2):
+        assert b"".join(source.buffers(0, len(image), whole=True)) == image
+    assert caplog.text.count("small tensors are copied one by one") == 1
