@@ -113,14 +113,18 @@ def _loads(case: Case | Missing, where: str, faster: float, cold: bool) -> Itera
                 f"load, {where}, {cache}: reading the bytes with their checksum over {row}",
                 0.8,
                 limit_of(case, f"read_{checksum}_{cache}"),
-                figure_of(case, row, f"load_{cache}") if row == _USUAL else _fast(case, f"load_{cache}"),
+                _of_row(case, row, f"load_{cache}"),
             )
-    yield at_least(
-        f"load, {where}, warm: dcp.load over ours",
-        faster,
-        best_of(case, _DCP, "load_warm"),
-        figure_of(case, _USUAL, "load_warm"),
-    )
+        yield at_least(
+            f"load, {where}, warm: dcp.load over {row}",
+            faster,
+            best_of(case, _DCP, "load_warm"),
+            _of_row(case, row, "load_warm"),
+        )
+
+
+def _of_row(case: Case | Missing, row: str, figure: str) -> Figure | Missing:
+    return _fast(case, figure) if row == _FAST else figure_of(case, row, figure)
 
 
 def _fast(case: Case | Missing, figure: str) -> Figure | Missing:
