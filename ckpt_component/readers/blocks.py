@@ -12,6 +12,7 @@ from types import TracebackType
 
 import torch
 
+from ..errors import CheckpointError
 from ..storage.fs import MAX_BUFFERS
 
 _preadv = ctypes.CDLL(None, use_errno=True).preadv
@@ -24,16 +25,25 @@ class Block:
 
     Args:
         nbytes: how much.
+
+    Raises:
+        CheckpointError: there is no memory or no descriptor for it.
     """
 
     def __init__(self, nbytes: int) -> None:
-        self._descriptor = os.memfd_create("ckpt-run", os.MFD_CLOEXEC)
         try:
-            os.truncate(self._descriptor, nbytes)
-            self._map = mmap.mmap(self._descriptor, nbytes)
-        except BaseException:
-            os.close(self._descriptor)
-            raise
+            self._descriptor = os.memfd_create("ckpt-run", os.MFD_CLOEXEC)
+            try:
+                os.truncate(self._descriptor, nbytes)
+                self._map = mmap.mmap(self._descriptor, nbytes)
+            except BaseException:
+                os.close(self._descriptor)
+                raise
+        except OSError as error:
+            raise CheckpointError(
+                f"{nbytes / 1e6:.1f} MB of memory to read a checkpoint through were not to be had ({error}); free host "
+                "memory or file descriptors (ulimit -n)."
+            ) from error
         self.view = memoryview(self._map)
 
     def spread(self, pieces: torch.Tensor) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ckpt_component import CheckpointUnreadableError
+from ckpt_component import CheckpointError, CheckpointUnreadableError
 from ckpt_component.readers import blocks
 from ckpt_component.readers.blocks import Block, Blocks
 from ckpt_component.readers.items import tensor_items
@@ -165,4 +165,22 @@ def test_a_read_that_fails_leaves_no_descriptor(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(os, "preadv", fail)
     with pytest.raises(CheckpointUnreadableError, match="Input/output error"):
         files.read(list(range(50)), None)
+    assert os.listdir("/proc/self/fd") == before
+
+
+def test_no_descriptor_for_a_block_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none_left(*_: object) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    before = os.listdir("/proc/self/fd")
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "memfd_create", none_left)
+        with pytest.raises(
+            CheckpointError, match=r"0\.5 MB of memory .* not to be had .*Too many open files.*ulimit -n"
+        ):
+            Block(500_000)
+        patched.undo()
+        patched.setattr(os, "truncate", none_left)
+        with pytest.raises(CheckpointError, match="not to be had"):
+            Block(500_000)
     assert os.listdir("/proc/self/fd") == before
