@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import struct
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -169,21 +170,22 @@ class _DcpPlan(FormatPlan):
         return Sealed(table, number, extras, make_catalog)
 
     def _catalog(self, objects: Sequence[tuple[Path, str, int, int]]) -> dict[str, Any]:
+        """What `metadata_of` takes. Rows refer to what the structure has already: there may be a hundred thousand."""
         structure, layout = self.layout.structure, self.layout
-        item_of = {item.stored: item for item in layout.items}
+        place_of = array("q", bytes(8 * len(layout.stored)))
+        for place, item in enumerate(layout.items):
+            place_of[item.stored] = place
+        names = {stored.dtype: str(stored.dtype).removeprefix("torch.") for stored in structure.stored}
+        starts = {len(stored.shape): (0,) * len(stored.shape) for stored in structure.stored}
         tensors = []
         for path, number, shard in zip(structure.tensor_paths, structure.stored_of, structure.shards, strict=True):
-            stored, item = structure.stored[number], item_of[number]
+            stored, item = structure.stored[number], layout.items[place_of[number]]
             whole = stored.shape if shard is None else shard.shape
-            offsets = [0] * len(whole) if shard is None else shard.offsets
-            dtype = str(stored.dtype).removeprefix("torch.")
-            place = [layout.files[item.file].name, item.offset, item.length]
-            tensors.append([list(path), dtype, list(whole), list(offsets), list(stored.shape), *place])
-        return {
-            "tensors": tensors,
-            "objects": [[list(path), name, offset, length] for path, name, offset, length in objects],
-            "lists": [list(path) for path, kind in structure.containers if kind == "list"],
-        }
+            offsets = starts[len(whole)] if shard is None else shard.offsets
+            file = layout.files[item.file].name
+            tensors.append((path, names[stored.dtype], whole, offsets, stored.shape, file, item.offset, item.length))
+        lists = [path for path, kind in structure.containers if kind == "list"]
+        return {"tensors": tensors, "objects": objects, "lists": lists}
 
 
 def _make_slots(archives: Sequence[bytes]) -> list[tuple[int, int]]:

@@ -56,16 +56,21 @@ class _Index:
 
     def __init__(self, catalogs: Sequence[Mapping[str, Any]]) -> None:
         self._lists = {tuple(path) for catalog in catalogs for path in catalog["lists"]}
-        #: By key: the rows of its parts, by their offsets. What is tied on one rank and not on another was stored by
-        #: both, and one is enough.
-        parts: dict[str, dict[tuple[int, ...], Any]] = {}
+        #: By key: the rows of its parts.
+        self._tensors: dict[str, list[Any]] = {}
         self._objects: dict[str, Any] = {}
         for catalog in catalogs:
             for row in catalog["tensors"]:
-                parts.setdefault(key_of(row[0]), {}).setdefault(tuple(row[3]), row)
+                self._tensors.setdefault(key_of(row[0]), []).append(row)
             for row in catalog["objects"]:
                 self._objects[key_of(row[0])] = row
-        self._tensors: dict[str, list[Any]] = {key: list(rows.values()) for key, rows in parts.items()}
+        for key, rows in self._tensors.items():
+            if len(rows) > 1:
+                # What is tied on one rank and not on another was stored by both, and one is enough.
+                parts: dict[tuple[int, ...], Any] = {}
+                for row in rows:
+                    parts.setdefault(tuple(row[3]), row)
+                self._tensors[key] = list(parts.values())
 
     def entries(self) -> Iterator[tuple[str, Any]]:
         properties, sizes = _Once(_properties), _Once(torch.Size)
