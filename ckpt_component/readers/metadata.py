@@ -43,6 +43,9 @@ _RECORDS = [
     (f"{_MEGATRON}.torch", "MCoreSavePlan"),
     (f"{_DCP}.filesystem", "_StorageInfo"),
     ("torch.serialization", "_get_layout"),
+    # With Python 3.11.0 to 3.11.3 a member of an enumeration is pickled as the attribute of a class. A record as all
+    # others: it keeps what it was asked for, and gets nothing from anywhere.
+    ("builtins", "getattr"),
     # DCP notes the checkpoint's own path as an object, of a class that not every Python has.
     *(
         (module, name)

@@ -21,6 +21,7 @@ import torch.distributed.checkpoint as dcp
 from forging import Malicious, edit_manifest, edit_metadata, edit_table, note_file
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
@@ -80,6 +81,16 @@ def evil_pickles(marker: Path) -> dict[str, bytes]:
         "a dotted name of a known class": b"\x80\x04" + stack_global(metadata, "Metadata.__init__.__globals__") + b".",
         "an attribute of torch": b"\x80\x04" + stack_global("torch", "load") + argument,
         "getattr": b"\x80\x04" + stack_global("builtins", "getattr") + b".",
+        "what getattr gives, called": b"\x80\x04"
+        + stack_global("builtins", "getattr")
+        + stack_global(metadata, "Metadata")
+        + b"\x8c\x09__class__\x86R"
+        + argument,
+        "getattr of what is no class of DCP": b"\x80\x04"
+        + stack_global("builtins", "getattr")
+        + stack_global("os", "mkdir")
+        + b"\x8c\x08__call__\x86R"
+        + argument,
         "INST": b"(" + b"\x8c" + bytes([len(str(marker))]) + str(marker).encode() + b"iposix\nmkdir\n.",
         "a persistent id": b"\x80\x02\x8c\x01aQ.",
         "an extension": b"\x80\x02\x82\x01.",
@@ -97,6 +108,15 @@ def test_row_09_metadata_calls_nothing(case: str, stock: Path, ours: SyncCheckpo
     with pytest.raises(CheckpointCorruptError, match=r"\.metadata is not a DCP metadata file that can be trusted"):
         ours.load(stock)
     assert not marker.exists()
+
+
+def test_members_of_enumerations_as_python_3_11_2_pickles_them(
+    stock: Path, ours: SyncCheckpointer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_MEM_FORMAT_ENCODING, "__reduce_ex__", lambda self, _: (getattr, (type(self), self._name_)))
+    edit_metadata(stock, lambda metadata: None)
+    assert b"getattr" in (stock / ".metadata").read_bytes()
+    assert torch.equal(ours.load(stock)["w"], torch.arange(6.0).view(2, 3))
 
 
 def test_row_09_a_pickle_cannot_change_the_classes_it_names() -> None:
