@@ -103,9 +103,9 @@ def test_auto_tries_once(
     with build_checkpointer("sync", ["checkpoint/stager=shared_memory"]) as checkpointer:
         for number in range(3):
             checkpointer.save(STATE, tmp_path / str(number))
-    assert tried == [False, True]
+    assert tried == ([False, True] * 2 if available else [False, True])
     assert caplog.text.count(f"checkpoint.writer.io=auto: {found}") == 1
-    assert len(opened) == (1 + 3 * 2 if available else 0)
+    assert len(opened) == (2 + 3 * 2 if available else 0)
     assert all(not list((tmp_path / str(number)).glob(".io-trial*")) for number in range(3))
 
 
