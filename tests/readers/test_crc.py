@@ -8,12 +8,15 @@ import random
 import pytest
 import torch
 
+from ckpt_component.readers import crc
 from ckpt_component.readers.crc import CrcOfRanges
 from ckpt_component.storage.checksum import PACKAGES, ChecksumMissingError, find_checksum
 
 
+@pytest.mark.parametrize("together", [7, 1 << 14])
 @pytest.mark.parametrize("name", ["crc32", "crc32c"])
-def test_pieces_make_up_ranges(name: str) -> None:
+def test_pieces_make_up_ranges(name: str, together: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(crc, "_TOGETHER", together)
     try:
         checksum = find_checksum(name)
     except ChecksumMissingError:
