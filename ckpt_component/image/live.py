@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from .arena import tensor_bytes
 from .gather import MOST_PIECES, Gather
-from .layout import PAGE, Item, Layout, addresses_of, align, sources_of
+from .layout import PAGE, Layout, addresses_of, align, sources_of
 from .plain import are_plain
 from .tree import FlatState
 
@@ -80,7 +80,7 @@ class LiveSource:
 
     def _within_payload(self, number: int, start: int, end: int) -> memoryview | None:
         """The range as it lies in a tensor, where it is all in one."""
-        item: Item = self._layout.items[number]
+        item = self._layout.items[number]
         at = self._layout.payload_at(item)
         if not self._plain[number] or start < at or end > at + item.nbytes:
             return None

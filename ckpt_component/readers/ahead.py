@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import threading
 from collections.abc import Iterable
 from types import TracebackType
+
+logger = logging.getLogger(__name__)
 
 #: Announced beyond what has been read; more would be pushed out again where memory is short.
 _LEAD_BYTES = 128 << 20
@@ -68,8 +71,10 @@ class ReadAhead:
                 try:
                     if not (_is_cached(descriptor, first) and _is_cached(descriptor, first + step - 1)):
                         os.posix_fadvise(descriptor, first, step, os.POSIX_FADV_WILLNEED)
-                except OSError:
-                    return  # advice is all it is: what is wrong with the file, its reader will tell
+                except OSError as error:
+                    # Advice is all it is: what is wrong with the file, its reader will tell.
+                    logger.info("reads are not announced to the disk, which refuses that (%s)", error)
+                    return
                 self._announced += step
 
 

@@ -131,6 +131,8 @@ class OpenFiles:
             Exception: the first one of `Piece.read`, after all threads have ended.
             CheckpointCorruptError, CheckpointUnreadableError: a file cannot be opened; nothing is read.
         """
+        if not pieces:
+            return
         ordered = sorted(pieces, key=attrgetter("file", "offset", "length"))
         ranges = [(self.descriptor(piece.file), piece.offset, piece.length) for piece in ordered]
         with ReadAhead(ranges) as self._ahead:

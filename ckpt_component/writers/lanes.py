@@ -182,20 +182,22 @@ class LaneWriter:
             return beside.submit(self._source.buffers, file.base + first, file.base + last, whole=file.direct)
 
         fetched = fetch(0) if ranges else None
-        summed: list[Future[None]] = []
+        summed: Future[None] | None = None
         for number, (position, end) in enumerate(ranges, 1):
             if self._failed or fetched is None:
                 return
             pieces = fetched.result()
+            if summed is not None:
+                summed.result()  # it came before this fetch; a failure ends the lane here
             # From the image and not from the file, so that it also covers the write. In order, behind the last block's.
-            summed.append(beside.submit(cursor.feed, _within(pieces, position, lane.start, lane.end)))
+            summed = beside.submit(cursor.feed, _within(pieces, position, lane.start, lane.end))
             fetched = fetch(number) if number < len(ranges) else None
             self._throttle.wait(end - position)
             self._fs.write(file.fd, pieces, position)
             if not file.direct:
                 self._fs.start_writeback(file.fd, position, end - position)
-        for each in summed:
-            each.result()
+        if summed is not None:
+            summed.result()
 
 
 class SumCursor:

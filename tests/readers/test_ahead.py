@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import itertools
+import logging
 import os
 import threading
 import time
@@ -90,7 +91,11 @@ def test_where_it_is_not_known_what_is_in_memory(code: int, monkeypatch: pytest.
     assert len(told) == 1
 
 
-def test_a_disk_that_takes_no_advice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_takes_no_advice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+
     def refused(*_: object) -> None:
         raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
 
@@ -100,4 +105,5 @@ def test_a_disk_that_takes_no_advice(tmp_path: Path, monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(ahead, "_is_cached", lambda descriptor, position: False)
         monkeypatch.setattr(os, "posix_fadvise", refused)
         found = checkpointer.load(tmp_path / "one")
+    assert caplog.text.count("reads are not announced to the disk, which refuses that ([Errno 22]") == 1
     assert all(torch.equal(found[key], value) for key, value in state.items())
