@@ -116,8 +116,8 @@ class AttemptRunner:
             if not ranks.leads:
                 staging = attempt.staging
                 wait_visible(lambda: self._fs.is_folder(staging), staging, self._timeouts.visible)
-            job = self._staged_job(scheduled, name)
-            mine.update(self._write(job))
+            job = self._job(scheduled)
+            mine.update(self._write(job, scheduled.snapshot))
             return mine
 
         try:
@@ -178,22 +178,14 @@ class AttemptRunner:
         )
         give_back_freed()
 
-    def _staged_job(self, scheduled: Scheduled, name: str) -> WriteJob:
-        """This rank's write job, once its snapshot is complete."""
+    def _job(self, scheduled: Scheduled) -> WriteJob:
+        """This rank's write job; its snapshot is complete, unless the writer can follow while it is being taken."""
         snapshot = scheduled.snapshot
         if snapshot is None:
             raise CheckpointSaveError(f"There is no snapshot for {scheduled.attempt.target}.")
-        try:
-            snapshot.staged.result(timeout=self._timeouts.stage)
-        except TimeoutError as error:
-            if not snapshot.staged.done():
-                raise CheckpointTimeoutError(
-                    f"The snapshot for {scheduled.attempt.target} was not complete after {self._timeouts.stage:g} s "
-                    "(timeouts.stage)."
-                ) from error
-            raise
-        size = amount(snapshot.layout.payload_bytes)
-        logger.info("%s staged: %s in %.3f s", name, size, snapshot.staged_at - snapshot.started)
+        follows = snapshot.progress is not None and self._caller.in_other_process and not snapshot.staged.done()
+        if not follows:
+            self._await_staged(snapshot, scheduled.attempt.target)
         return WriteJob(
             fs=self._fs,
             attempt=scheduled.attempt,
@@ -207,6 +199,24 @@ class AttemptRunner:
             about=self._about,
             patience=self._timeouts.heartbeat,
             visible=self._timeouts.visible,
+            progress=snapshot.progress if follows else None,
+            stage_seconds=self._timeouts.stage if follows else 0.0,
+        )
+
+    def _await_staged(self, snapshot: Snapshot, target: str) -> None:
+        """Return when the snapshot is complete; raise what made it worthless, or that it takes too long."""
+        try:
+            snapshot.staged.result(timeout=self._timeouts.stage)
+        except TimeoutError as error:
+            if not snapshot.staged.done():
+                raise self._late(target) from error
+            raise
+        size = amount(snapshot.layout.payload_bytes)
+        logger.info("%s staged: %s in %.3f s", os.path.basename(target), size, snapshot.staged_at - snapshot.started)
+
+    def _late(self, target: str) -> CheckpointTimeoutError:
+        return CheckpointTimeoutError(
+            f"The snapshot for {target} was not complete after {self._timeouts.stage:g} s (timeouts.stage)."
         )
 
     @property
@@ -217,10 +227,23 @@ class AttemptRunner:
         wanted = self._writer.options.io
         return self._io.get(_device_of(attempt), wanted) if wanted == "auto" else wanted
 
-    def _write(self, job: WriteJob) -> dict[str, Any]:
-        """This rank's vote: what it wrote."""
-        with self._as_save_error(job.attempt.target, job.sealed.file_bytes):
-            mine = dict(self._caller.run(job, time.monotonic() + self._timeouts.write))
+    def _write(self, job: WriteJob, snapshot: Snapshot | None) -> dict[str, Any]:
+        """This rank's vote: what it wrote. Where that fails because of the snapshot, the snapshot's error is raised."""
+        began = time.monotonic()
+        deadline = began + self._timeouts.write + job.stage_seconds
+        target = job.attempt.target
+        try:
+            with self._as_save_error(target, job.sealed.file_bytes):
+                mine = dict(self._caller.run(job, deadline))
+        except CheckpointError as error:
+            if job.progress is not None and snapshot is not None:
+                if snapshot.staged.done():
+                    self._await_staged(snapshot, target)
+                elif time.monotonic() - began >= job.stage_seconds:
+                    raise self._late(target) from error
+            raise
+        if job.progress is not None and snapshot is not None:
+            self._await_staged(snapshot, target)
         if job.options.io == "auto" and mine["io"] != "auto":
             self._io[_device_of(job.attempt)] = mine["io"]
             logger.info("checkpoint.writer.io=auto: %s, which a trial found to be faster there", mine["io"])

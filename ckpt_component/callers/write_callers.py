@@ -33,7 +33,8 @@ logger = logging.getLogger(__name__)
 class WriteCaller(ABC):
     """Decides which process runs a write job."""
 
-    #: Whether the writing happens in another process, so that the image must be visible to it.
+    #: Whether the writing happens in another process, so that the image must be visible to it. It may then begin while
+    #: the image is still being filled.
     in_other_process: ClassVar[bool]
 
     def connect(self, *, start_timeout: float, close_timeout: float) -> None:
@@ -128,6 +129,9 @@ class _ProcessCaller(WriteCaller):
             raise CheckpointTimeoutError(
                 f"Rank {job.rank}'s part of {job.attempt.target} was not written in time; {where}. {error}"
             ) from error
+        finally:
+            if job.progress is not None:
+                job.progress.leave()
         if answer["kind"] == "failed":
             raise CheckpointSaveError(
                 f"Writing {job.attempt.target} failed in the writer process (pid {process.pid}): {answer['error']}.",
@@ -224,8 +228,14 @@ class _ProcessCaller(WriteCaller):
             "patience": job.patience,
             "visible": job.visible,
             "seconds": max(deadline - time.monotonic(), 0.0),
+            "stage_seconds": job.stage_seconds,
         }
-        process.send(header, deadline, blobs=[extra.data for extra in sealed.extras])
+        pipes = [] if job.progress is None else [job.progress.follow()]
+        try:
+            process.send(header, deadline, blobs=[extra.data for extra in sealed.extras], fds=pipes)
+        finally:
+            for pipe in pipes:
+                os.close(pipe)
 
 
 def _open_files(pid: int, folder: str) -> str:

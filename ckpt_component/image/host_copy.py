@@ -14,12 +14,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 
 from .gather import MOST_PIECES, ROW_BYTES, Gather
 from .slots import Slots
+from .tracks import Marks, Reached, Tracks
 
 _PORTION_BYTES = 8 << 20
 #: From here on a tensor is worth portions of its own.
@@ -35,12 +37,15 @@ class HostCopy:
         slots: contiguous tensors in CPU memory, each of its source's shape and dtype.
         sources: CPU tensors of any strides. Later copies take others of the same shapes, dtypes, strides, and with
             the same of them conjugated and negated views.
+        tracks: begin and end, as addresses, of the ranges that are to advance together; ascending.
 
     Raises:
         RuntimeError: a source does not fit its slot.
     """
 
-    def __init__(self, slots: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    def __init__(
+        self, slots: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], tracks: Sequence[tuple[int, int]] = ()
+    ) -> None:
         self._slots = slots
         if isinstance(slots, Slots):
             targets, sizes = slots.addresses, slots.sizes
@@ -48,10 +53,9 @@ class HostCopy:
             targets = torch.tensor([slot.data_ptr() for slot in slots], dtype=torch.int64)
             sizes = torch.tensor([slot.nbytes for slot in slots], dtype=torch.int64)
         small: list[int] = []
-        #: number of the source -> (target, its portions as (start, bytes))
-        self._large: dict[int, tuple[int, list[tuple[int, int]]]] = {}
         odd: list[int] = []
         wide: list[int] = []
+        portions: list[_Portion] = []
         for number, (source, size) in enumerate(zip(sources, sizes.tolist(), strict=True)):
             if source.nbytes != size:
                 raise RuntimeError(f"A tensor of {source.nbytes} bytes does not fit its slot of {size}.")
@@ -62,43 +66,50 @@ class HostCopy:
             elif size < _LARGE_BYTES:
                 small.append(number)
             else:
-                starts = range(0, size, _PORTION_BYTES)
-                portions = [(start, min(_PORTION_BYTES, size - start)) for start in starts]
-                self._large[number] = (int(targets[number]), portions)
-        #: Numbers of those that only torch can copy, because their memory is not what is to be stored; in portions.
-        self._odd = [odd[first:last] for first, last, _ in _cut(sizes[odd].tolist())]
-        if wide:
-            self._odd.append(wide)  # together: torch copies each of them with all its threads
-        #: Rows of address and bytes of the small ones' slots, their numbers, and their portions.
+                target = int(targets[number])
+                for start in range(0, size, _PORTION_BYTES):
+                    nbytes = min(_PORTION_BYTES, size - start)
+                    work = partial(_copy_large, target + start, number, start, nbytes)
+                    portions.append(_Portion(target + start, target + start + nbytes, work))
+        #: Rows of address and bytes of the small ones' slots, and their numbers.
         self._pieces = torch.stack([targets[small], sizes[small]], 1)
         self._numbers = torch.tensor(small, dtype=torch.int64)
-        self._portions = _cut(self._pieces[:, 1].tolist())
+        for first, last, nbytes in _cut(self._pieces[:, 1].tolist()):
+            work = partial(self._copy_small, first, last, nbytes)
+            portions.append(_Portion(*_extent(targets, sizes, small[first:last]), work))
+        # Those that only torch can copy, because their memory is not what is to be stored; large ones together, because
+        # torch copies each of them with all its threads.
+        groups = [odd[first:last] for first, last, _ in _cut(sizes[odd].tolist())]
+        for numbers in [*groups, wide] if wide else groups:
+            work = partial(self._copy_odd, numbers)
+            portions.append(_Portion(*_extent(targets, sizes, numbers), work))
+        self._portions = portions
+        self._tracks = Tracks(tracks, [(portion.start, portion.end) for portion in portions])
         self._gather = Gather()
 
-    def begin(self, sources: Sequence[torch.Tensor], addresses: torch.Tensor | None = None) -> Portions:
+    def begin(
+        self,
+        sources: Sequence[torch.Tensor],
+        addresses: torch.Tensor | None = None,
+        reached: Reached | None = None,
+    ) -> Portions:
         """A copy that is yet to be done, by whoever calls `Portions.drain`.
 
         Args:
             sources: what is copied.
             addresses: where the memory of each source begins, int64, where that is known; else every portion looks.
+            reached: is told how far each of the tracks is complete, by whichever thread has come so far.
         """
-        work: deque[Callable[[], object]] = deque()
         origins = None
         if addresses is not None:
             origins = torch.stack([addresses[self._numbers], self._pieces[:, 1]], 1)
-        for portion in self._portions:
-            work.append(partial(self._copy_small, *portion, origins, sources))
-        for number, (target, portions) in self._large.items():
-            origin = sources[number].data_ptr()
-            for start, nbytes in portions:
-                # ctypes gives up the GIL, and the C library's copy does not read what it is about to overwrite.
-                work.append(partial(ctypes.memmove, target + start, origin + start, nbytes))
-        for numbers in self._odd:
-            work.append(partial(self._copy_by_torch, numbers, sources))
-        return Portions(work)
+        work: deque[tuple[int, Callable[[], object]]] = deque(
+            (number, partial(self._portions[number].copy, sources, origins)) for number in self._tracks.order
+        )
+        return Portions(work, None if reached is None else Marks(self._tracks, reached))
 
     def _copy_small(
-        self, first: int, last: int, nbytes: int, origins: torch.Tensor | None, sources: Sequence[torch.Tensor]
+        self, first: int, last: int, nbytes: int, sources: Sequence[torch.Tensor], origins: torch.Tensor | None
     ) -> None:
         if origins is None:
             found = [sources[number].data_ptr() for number in self._numbers[first:last].tolist()]
@@ -109,8 +120,31 @@ class HostCopy:
         if not self._gather(at, self._pieces.data_ptr() + first * ROW_BYTES, last - first, nbytes):
             self._copy_by_torch(self._numbers[first:last].tolist(), sources)
 
+    def _copy_odd(self, numbers: Sequence[int], sources: Sequence[torch.Tensor], _: object) -> None:
+        self._copy_by_torch(numbers, sources)
+
     def _copy_by_torch(self, numbers: Sequence[int], sources: Sequence[torch.Tensor]) -> None:
         torch._foreach_copy_([self._slots[number] for number in numbers], [sources[number] for number in numbers])
+
+
+@dataclass(frozen=True)
+class _Portion:
+    """What one thread copies at a time: between which addresses it ends up, and how it is copied."""
+
+    start: int
+    end: int
+    copy: Callable[[Sequence[torch.Tensor], torch.Tensor | None], object]
+
+
+def _copy_large(target: int, number: int, start: int, nbytes: int, sources: Sequence[torch.Tensor], _: object) -> None:
+    # ctypes gives up the GIL, and the C library's copy does not read what it is about to overwrite.
+    ctypes.memmove(target, sources[number].data_ptr() + start, nbytes)
+
+
+def _extent(targets: torch.Tensor, sizes: torch.Tensor, numbers: Sequence[int]) -> tuple[int, int]:
+    """Between which addresses the slots of these tensors lie."""
+    starts = targets[numbers]
+    return int(starts.min()), int((starts + sizes[numbers]).max())
 
 
 def _cut(sizes: Sequence[int]) -> list[tuple[int, int, int]]:
@@ -128,11 +162,13 @@ class Portions:
     """One copy, portion by portion. Any number of threads may work on it.
 
     Args:
-        work: what is to be done, in any order.
+        work: what is to be done, by number.
+        marks: is told of every portion that is done.
     """
 
-    def __init__(self, work: deque[Callable[[], object]]) -> None:
+    def __init__(self, work: deque[tuple[int, Callable[[], object]]], marks: Marks | None = None) -> None:
         self._work = work
+        self._marks = marks
         self._running = 0
         self._changed = threading.Condition()
         self._error: BaseException | None = None
@@ -148,18 +184,21 @@ class Portions:
                 with self._changed:
                     if not self._work or time.monotonic() >= until:
                         return
-                    portion = self._work.popleft()
+                    number, portion = self._work.popleft()
                     self._running += 1
+                failed: BaseException | None = None
                 try:
                     portion()
                 except BaseException as error:
-                    with self._changed:
+                    failed = error
+                with self._changed:
+                    self._running -= 1
+                    if failed is not None:
                         self._work.clear()
-                        self._error = error
-                finally:
-                    with self._changed:
-                        self._running -= 1
-                        self._changed.notify_all()
+                        self._error = failed
+                    elif self._marks is not None:
+                        self._marks.done(number)
+                    self._changed.notify_all()
 
     def stop(self) -> None:
         """Leave the rest undone: nobody needs the copy any more."""

@@ -1,15 +1,17 @@
 """The background writer process: it writes staged images to files and imports no torch.
 
-Protocol, frame by frame (see `channel`): `arena` brings a memfd; `table` brings a structure's layout; `write`
-asks for one save and is answered by `done` or `failed`; `decided` says that the trainer committed or gave up the
-last one. End of file means that the trainer is gone: a save that was fully written but not decided is then finished
-by rank 0's process (`orphaned`), so that trainers that die after staging do not take their checkpoint along.
+Protocol, frame by frame (see `channel`): `arena` brings a memfd; `table` brings a structure's layout; `write` asks for
+one save and is answered by `done` or `failed`; it may bring a pipe, which tells how far its image is filled
+(`writers/progress`). `decided` says that the trainer committed or gave up the last one. End of file means that the
+trainer is gone: a save that was fully written but not decided is then finished by rank 0's process (`orphaned`), so
+that trainers that die after staging do not take their checkpoint along.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
+import select
 import signal
 import socket
 import sys
@@ -23,8 +25,13 @@ from typing import Any
 from ..storage.file_system import file_system
 from ..storage.fs import FsOps
 from ..writers.byte_io import Extra, MemorySource, WriteOptions, WriteResult, WriteTable, run_write_job
-from .channel import receive_frame, send_frame
+from ..writers.lanes import ByteSource
+from ..writers.progress import FilledSource
+from .channel import Frame, receive_frame, send_frame
 from .orphaned import finish
+
+#: How often an idle process looks whether its trainer lives.
+_POLL_SECONDS = 1.0
 
 
 @dataclass
@@ -43,6 +50,9 @@ class ByteWorker:
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
+        self._parent = os.getppid()
+        self._poll = select.poll()
+        self._poll.register(sock, select.POLLIN)
         self._arenas: dict[int, mmap.mmap] = {}
         #: By number: the table, what a commit from here adds (compressed), and where the package of its checksum is.
         self._tables: dict[int, tuple[WriteTable, dict[str, bytes], list[str] | None]] = {}
@@ -52,10 +62,7 @@ class ByteWorker:
         """Handle frames until the trainer says goodbye or is gone."""
         send_frame(self._sock, {"kind": "ready", "pid": os.getpid()})
         while True:
-            try:
-                frame = receive_frame(self._sock)
-            except ConnectionResetError:
-                frame = None
+            frame = self._next_frame()
             if frame is None:
                 self._finish_for_dead_trainer()
                 return
@@ -66,11 +73,21 @@ class ByteWorker:
             elif kind == "table":
                 self._take_table(header, blob)
             elif kind == "write":
-                self._write(header, blob)
+                self._write(header, blob, *fds)
             elif kind == "decided":
                 self._forget()
             elif kind == "close":
                 return
+
+    def _next_frame(self) -> Frame | None:
+        """The next frame; None when the trainer is gone, also while a process that it forked holds the socket open."""
+        try:
+            while not self._poll.poll(_POLL_SECONDS * 1000):
+                if os.getppid() != self._parent:
+                    return None
+            return receive_frame(self._sock)
+        except ConnectionResetError:
+            return None
 
     def _map_arena(self, header: Mapping[str, Any], fd: int) -> None:
         for known in header["retired"]:
@@ -91,8 +108,8 @@ class ByteWorker:
         sidecars = {name: zlib.compress(piece, 1) for (name, _), piece in zip(named, pieces[len(sizes) :], strict=True)}
         self._tables = {header["id"]: (table, sidecars, header["checksum_home"])}
 
-    def _write(self, job: Mapping[str, Any], blob: memoryview) -> None:
-        """One save: a failure is answered and fails this save alone."""
+    def _write(self, job: Mapping[str, Any], blob: memoryview, pipe: int | None = None) -> None:
+        """One save: a failure is answered and fails this save alone. With a pipe, the image is still being filled."""
         self._forget()
         lock, until = None, time.monotonic() + job["seconds"]
         try:
@@ -105,9 +122,11 @@ class ByteWorker:
             ]
             memory = memoryview(self._arenas[job["arena"]]) if table.files else memoryview(b"")
             options = WriteOptions(**job["options"])
-            result = run_write_job(
-                fs, job["staging"], job["rank"], table, MemorySource(memory), extras, options, checksum_home
-            )
+            source: ByteSource = MemorySource(memory)
+            if pipe is not None:
+                in_time = time.monotonic() + job["stage_seconds"]
+                source = FilledSource(memory, table.tracks, pipe, in_time, self._parent)
+            result = run_write_job(fs, job["staging"], job["rank"], table, source, extras, options, checksum_home)
         except Exception as error:
             if lock is not None:
                 os.close(lock)
@@ -121,6 +140,9 @@ class ByteWorker:
         else:
             self._undecided = _Undecided(job, result, sidecars, lock, until)
             answer = {"kind": "done", "id": job["id"], "result": asdict(result)}
+        finally:
+            if pipe is not None:
+                os.close(pipe)
         try:
             send_frame(self._sock, answer)
         except OSError:

@@ -15,6 +15,9 @@ _HEAD = struct.Struct("<QQ")
 _MAX_FDS = 4
 _CHUNK = 1 << 20
 
+#: Header, bytes, and file descriptors, which are the receiver's.
+Frame = tuple[dict[str, Any], memoryview, list[int]]
+
 
 def send_frame(
     sock: socket.socket, header: dict[str, Any], blobs: Sequence[bytes | memoryview] = (), fds: Sequence[int] = ()
@@ -34,7 +37,7 @@ def send_frame(
         sock.sendall(blob)
 
 
-def receive_frame(sock: socket.socket) -> tuple[dict[str, Any], memoryview, list[int]] | None:
+def receive_frame(sock: socket.socket) -> Frame | None:
     """The next frame as (header, bytes, file descriptors), or None when the other side closed."""
     data, fds, _, _ = socket.recv_fds(sock, _HEAD.size, _MAX_FDS)
     if not data:

@@ -32,6 +32,7 @@ class Filling:
         flat: the state.
         slots: of the arena, a tensor for every item; the same list for the same layout.
         sources: what is copied into each.
+        tracks: begin and end in the arena of what each parallel writer writes, ascending.
     """
 
     arena: Arena
@@ -39,11 +40,17 @@ class Filling:
     flat: FlatState
     slots: Sequence[torch.Tensor]
     sources: Sequence[torch.Tensor]
+    tracks: Sequence[tuple[int, int]]
 
     @classmethod
-    def of(cls, arena: Arena, layout: Layout, flat: FlatState) -> Filling:
-        """Of a state that has this layout; to be used under `no_grad`."""
-        return cls(arena, layout, flat, arena.slots(layout), sources_of(layout, flat.tensors))
+    def of(cls, arena: Arena, layout: Layout, flat: FlatState, tracks: Sequence[tuple[int, int]]) -> Filling:
+        """Of a state that has this layout, and tracks in it; to be used under `no_grad`."""
+        return cls(arena, layout, flat, arena.slots(layout), sources_of(layout, flat.tensors), tracks)
+
+    @property
+    def base(self) -> int:
+        """The address that the arena begins at."""
+        return self.arena.slab.data_ptr()
 
 
 class ArenaStager(Stager):
@@ -85,8 +92,9 @@ class ArenaStager(Stager):
             source = MemorySource(arena.memory)
             snapshot = Snapshot(plan.layout, sealed, source, survey.started, arena, self._pool.give_back)
             try:
-                self._copy(Filling.of(arena, plan.layout, flat), snapshot)
-            except BaseException:
+                self._copy(Filling.of(arena, plan.layout, flat, sealed.table.tracks), snapshot)
+            except BaseException as error:
+                snapshot.mark_staged(error)
                 snapshot.release()
                 raise
         return snapshot
@@ -98,14 +106,14 @@ class ArenaStager(Stager):
     def prewarm(self, state_dict: Mapping[Any, Any]) -> None:
         """Plan, and fill every arena once, so that its pages exist before the first save."""
         plan, flat = self._plan_for(self._surveyed_together(state_dict))
-        plan.seal(flat.objects)
+        tracks = plan.seal(flat.objects).table.tracks
         arenas: list[Arena] = []
         try:
             for _ in range(self._arenas):
                 arenas.append(self._pool.lease(plan.layout.arena_bytes, self._timeout))
             with torch.no_grad():
                 for arena in arenas:
-                    self._warm(Filling.of(arena, plan.layout, flat))
+                    self._warm(Filling.of(arena, plan.layout, flat, tracks))
         finally:
             for arena in arenas:
                 self._pool.give_back(arena)

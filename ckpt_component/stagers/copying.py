@@ -8,6 +8,7 @@ from collections.abc import Hashable, Sequence
 import torch
 
 from ..image.host_copy import HostCopy, Portions
+from ..image.tracks import Reached
 
 
 class ArenaCopies:
@@ -17,17 +18,24 @@ class ArenaCopies:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._plans: dict[Hashable, CopyPlan] = {}
 
-    def plan(self, arena: Hashable, slots: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> CopyPlan:
+    def plan(
+        self,
+        arena: Hashable,
+        slots: Sequence[torch.Tensor],
+        sources: Sequence[torch.Tensor],
+        tracks: Sequence[tuple[int, int]] = (),
+    ) -> CopyPlan:
         """How to copy into these slots.
 
         Args:
             arena: its number, and what else tells plans for it apart.
             slots: the list that the arena gives for the structure; another list, another plan.
             sources: tensors of that structure.
+            tracks: the same for the same slots; see `HostCopy`.
         """
         known = self._plans.get(arena)
         if known is None or known.slots is not slots:
-            known = self._plans[arena] = CopyPlan(slots, sources, self._streams)
+            known = self._plans[arena] = CopyPlan(slots, sources, self._streams, tracks)
         return known
 
     def forget(self) -> None:
@@ -42,6 +50,7 @@ class CopyPlan:
         slots: as `ArenaCopies.plan`.
         sources: as there.
         streams: side streams by device; more are added where they are needed.
+        tracks: as there.
 
     Attributes:
         device: the first CUDA device among the sources, or None on a CPU job.
@@ -52,6 +61,7 @@ class CopyPlan:
         slots: Sequence[torch.Tensor],
         sources: Sequence[torch.Tensor],
         streams: dict[torch.device, torch.cuda.Stream],
+        tracks: Sequence[tuple[int, int]] = (),
     ) -> None:
         self.slots = slots
         self._streams = streams
@@ -61,10 +71,13 @@ class CopyPlan:
             (self._numbers[source.device] if source.is_cuda else on_host).append(number)
         self.device = next(iter(self._numbers), None)
         self._on_host = on_host if self._numbers else None  # None: all of them
-        self._host = HostCopy(self._picked(slots), self._picked(sources))
+        self._host = HostCopy(self._picked(slots), self._picked(sources), tracks)
 
     def start(
-        self, sources: Sequence[torch.Tensor], addresses: torch.Tensor | None = None
+        self,
+        sources: Sequence[torch.Tensor],
+        addresses: torch.Tensor | None = None,
+        reached: Reached | None = None,
     ) -> tuple[Portions, list[torch.cuda.Event]]:
         """Start the copies from CUDA devices, and lay out those from host memory.
 
@@ -74,6 +87,8 @@ class CopyPlan:
         Args:
             sources: what is copied.
             addresses: where the memory of each source begins (int64), where that is known.
+            reached: see `HostCopy.begin`. It is told nothing where devices have a part: their copies are over at once,
+                next to what a disk takes.
 
         Returns:
             The host's copies, yet to be done; and an event per device, after which the copies from it are done.
@@ -84,7 +99,7 @@ class CopyPlan:
         ]
         if addresses is not None and self._on_host is not None:
             addresses = addresses[self._on_host]
-        return self._host.begin(self._picked(sources), addresses), events
+        return self._host.begin(self._picked(sources), addresses, None if self._numbers else reached), events
 
     def _picked(self, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         return tensors if self._on_host is None else [tensors[number] for number in self._on_host]

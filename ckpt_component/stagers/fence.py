@@ -9,6 +9,7 @@ import torch
 
 from ..errors import CheckpointStallError, TornSnapshotError
 from ..image.host_copy import Portions
+from ..image.tracks import Reached
 from ..image.tree import FlatState, key_of
 from .copying import CopyPlan
 
@@ -21,6 +22,7 @@ class FencedCopy:
         watched: numbers of the tensors that must not change before it has ended.
         plan: how it is copied. CUDA copies are started here, so that they are ordered after the trainer's work so far.
         sources: what is copied.
+        reached: see `HostCopy.begin`.
 
     Attributes:
         done: every tensor may be changed, whatever became of the copy.
@@ -28,7 +30,12 @@ class FencedCopy:
     """
 
     def __init__(
-        self, flat: FlatState, watched: Sequence[int], plan: CopyPlan, sources: Sequence[torch.Tensor]
+        self,
+        flat: FlatState,
+        watched: Sequence[int],
+        plan: CopyPlan,
+        sources: Sequence[torch.Tensor],
+        reached: Reached | None,
     ) -> None:
         self.done: Future[None] = Future()
         self.given_up: CheckpointStallError | None = None
@@ -39,7 +46,7 @@ class FencedCopy:
         self._versions = [tensor._version for tensor in self._tensors]
         self._portions: Portions | None
         self._events: Sequence[torch.cuda.Event]
-        self._portions, self._events = plan.start(sources)
+        self._portions, self._events = plan.start(sources, reached=reached)
 
     def help(self, until: float) -> None:
         """Copy what is left with all threads, because training waits for it now; not beyond `until` (monotonic)."""

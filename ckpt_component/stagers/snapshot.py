@@ -13,6 +13,7 @@ from ..image.layout import Layout, Structure
 from ..image.tree import FlatState
 from ..writers.base import Sealed
 from ..writers.lanes import ByteSource
+from ..writers.progress import Progress
 
 
 class Snapshot:
@@ -22,6 +23,7 @@ class Snapshot:
         layout: what lies where.
         sealed: the constant tables, and the encoded objects of this save.
         source: the bytes of the image; complete once `staged` is done.
+        progress: how far they are complete until then, where a writer can begin meanwhile.
         arena: the leased memory, or None where there is none.
         started: when the save began (`time.perf_counter`).
         staged: done when the image is complete; training may change every tensor by then, with a device buffer
@@ -41,6 +43,7 @@ class Snapshot:
         self.sealed = sealed
         self.source = source
         self.arena = arena
+        self.progress: Progress | None = None
         self.staged: Future[None] = Future()
         self.started = started
         self.staged_at = started
@@ -53,6 +56,8 @@ class Snapshot:
             self.staged.set_result(None)
         else:
             self.staged.set_exception(error)
+        if self.progress is not None:
+            self.progress.end(whole=error is None)
 
     def release(self) -> None:
         """Return the arena to its pool, once nothing is copied into it any more; the second call does nothing."""

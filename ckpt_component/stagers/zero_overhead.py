@@ -5,7 +5,9 @@ change (buffers such as BatchNorm's) is copied before `take` returns. Version co
 tensor that changed all the same fails the save by name.
 
 In host memory one thread copies, a few megabytes at a time, so that the other cores are training's; whoever comes to
-the fence before it is done helps with as many threads as torch has. What a device buffer takes needs no fence.
+the fence before it is done helps with as many threads as torch has. What is copied is written at once: training does
+not wait for it, so nothing is lost when writing and copying share the memory's bandwidth. What a device buffer takes
+needs no fence.
 """
 
 from __future__ import annotations
@@ -22,6 +24,8 @@ import torch
 
 from ..config.errors import CheckpointConfigError
 from ..errors import CheckpointTimeoutError
+from ..image.tracks import Reached
+from ..writers.progress import Progress
 from .arena_stager import ArenaStager, Filling
 from .copying import ArenaCopies, copy_now
 from .device_buffer import DeviceBuffer, Lease, Placement
@@ -134,7 +138,7 @@ class ZeroOverheadStager(ArenaStager):
         key = filling.arena.number, drain is not None
         now, later = division.now.of(filling.sources), division.later.of(filling.sources)
         copy_now(self._now_copies.plan(key, division.now.slots, now), now)
-        late = self._later_copies.plan(key, division.later.slots, later)
+        late = self._later_copies.plan(key, division.later.slots, later, _addresses(filling))
         # Overlap is judged by whole copies alone: part of one, beside a drain, is no measure of it.
         if drain is not None:
             self._overlap.beside_other()
@@ -147,7 +151,10 @@ class ZeroOverheadStager(ArenaStager):
         elif not later:
             self._complete(snapshot, drain, None)
         else:
-            copying = FencedCopy(filling.flat, division.watched, late, later)
+            # Copies from a device are over at once, next to what a disk takes; those in host memory are not.
+            follows = drain is None and late.device is None
+            reached = _follow(filling, snapshot) if follows else None
+            copying = FencedCopy(filling.flat, division.watched, late, later, reached)
             with self._pending_lock:
                 self._pending.append(copying)
             if drain is None:
@@ -188,7 +195,8 @@ class ZeroOverheadStager(ArenaStager):
         self._page_lock.apply(filling.arena, division.device)
         for part, copies in ((division.now, self._now_copies), (division.later, self._later_copies)):
             tensors = part.of(filling.sources)
-            plan = copies.plan((filling.arena.number, False), part.slots, tensors)
+            tracks = _addresses(filling) if part is division.later else ()
+            plan = copies.plan((filling.arena.number, False), part.slots, tensors, tracks)
             copy_now(plan, tensors)
         # Now that its pages are there: what a copy costs that training waits for.
         started = time.monotonic()
@@ -227,6 +235,20 @@ class ZeroOverheadStager(ArenaStager):
             self._later_copies.forget()
             self._buffer.close()
             super().close()
+
+
+def _addresses(filling: Filling) -> list[tuple[int, int]]:
+    return [(filling.base + start, filling.base + end) for start, end in filling.tracks]
+
+
+def _follow(filling: Filling, snapshot: Snapshot) -> Reached:
+    """Let a writer begin with a snapshot while it is copied. Returns what is to be told how far it has come."""
+    progress = snapshot.progress = Progress(filling.tracks)
+
+    def reached(track: int, address: int) -> None:
+        progress.reached(track, address - filling.base)
+
+    return reached
 
 
 @dataclass(frozen=True)

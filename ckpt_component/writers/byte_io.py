@@ -39,6 +39,9 @@ class MemorySource:
         """The one slice, whole in any case."""
         return [self._memory[start:end]]
 
+    def wait_whole(self) -> None:
+        """It is."""
+
 
 @dataclass(frozen=True)
 class FileSpec:
@@ -66,6 +69,14 @@ class WriteTable:
     item_count: int
     description: bytes | memoryview
     checksum: str = "crc32"
+
+    @property
+    def tracks(self) -> list[tuple[int, int]]:
+        """Begin and end in the image of what each lane writes, ascending."""
+        bases = [spec.base for spec in self.files]
+        return sorted(
+            (bases[lane.file] + lane.start, bases[lane.file] + lane.end) for group in self.lanes for lane in group
+        )
 
     def to_parts(self) -> tuple[dict[str, Any], list[bytes | memoryview]]:
         """As plain values for JSON, and what is too much for that: as bytes, not copied."""
@@ -184,6 +195,7 @@ def run_write_job(
         files = [Opened((direct or descriptors)[spec.name], spec.base, bool(direct)) for spec in table.files]
         throttle = Throttle(options.max_bytes_per_second)
         LaneWriter(fs, source, files, checksum, sums, options.block_bytes, throttle).run(table.lanes)
+        source.wait_whole()
         for spec in table.files if direct else ():
             fs.truncate(descriptors[spec.name], sizes[spec.name])  # the last page is written as a whole
         for extra in extras:

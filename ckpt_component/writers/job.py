@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from .base import Sealed
     from .byte_io import WriteOptions
     from .lanes import ByteSource
+    from .progress import Progress
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,8 @@ class WriteJob:
         about: plain values for the manifest.
         patience: seconds without a sign of life of other ranks' writers before rank 0's gives up that commit.
         visible: seconds until rank 0's sees what they wrote.
+        progress: how far the image is complete, for a caller in another process; None where it is.
+        stage_seconds: how long it may take until it is.
     """
 
     fs: FsOps
@@ -48,3 +51,5 @@ class WriteJob:
     about: Mapping[str, Any]
     patience: float
     visible: float
+    progress: Progress | None = None
+    stage_seconds: float = 0.0

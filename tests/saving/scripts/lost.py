@@ -56,7 +56,7 @@ def killed_in_vote(rank: int, world_size: int, folder: Path) -> None:
     checkpointer = checkpointer_of(folder, heartbeat=1.0, close=5.0)
     save(checkpointer, folder / "run" / "one")
     if rank == 1:
-        runner_of(checkpointer)._write = lambda job: os.kill(os.getpid(), signal.SIGKILL)
+        runner_of(checkpointer)._write = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
     with pytest.raises(RanksError, match="no sign of life") as caught:
         save(checkpointer, folder / "run" / "two")
     assert set(caught.value.failures) == {1}
@@ -125,7 +125,7 @@ def stopped_rank(rank: int, world_size: int, folder: Path) -> None:
         if rank == 1:
             write = runner._write
 
-            def stop_then_write(job: Any) -> Any:
+            def stop_then_write(*args: Any) -> Any:
                 runner._write = write
                 pid = os.getpid()
                 before = time.monotonic()
@@ -134,7 +134,7 @@ def stopped_rank(rank: int, world_size: int, folder: Path) -> None:
                 while time.monotonic() - before < 2.0 and before < deadline:  # until the stop has come and gone
                     before = time.monotonic()
                     time.sleep(0.05)
-                return write(job)
+                return write(*args)
 
             runner._write = stop_then_write
         with pytest.raises(RanksError, match="no sign of life") as caught:
