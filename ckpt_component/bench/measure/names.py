@@ -43,6 +43,7 @@ ROWS: Mapping[str, Row] = {
     "async_pinned": _ours("async_persistent", "checkpoint/stager=pinned"),
     "async_temporal": _ours("async_temporal"),
     "async_zero_overhead": _ours("async_zero_overhead"),
+    "async_zero_overhead_fast": _ours("async_zero_overhead", "checkpoint.writer.checksum=auto"),
     "async_zero_overhead_buffer": _ours(
         "async_zero_overhead", f"checkpoint.stager.device_buffer_bytes={8 << 30}", device="cuda"
     ),
