@@ -69,19 +69,21 @@ class HostCopy:
                 target = int(targets[number])
                 for start in range(0, size, _PORTION_BYTES):
                     nbytes = min(_PORTION_BYTES, size - start)
-                    work = partial(_copy_large, target + start, number, start, nbytes)
+                    work = partial(
+                        HostCopy._copy_large, target=target + start, number=number, start=start, nbytes=nbytes
+                    )
                     portions.append(_Portion(target + start, target + start + nbytes, work))
         #: Rows of address and bytes of the small ones' slots, and their numbers.
         self._pieces = torch.stack([targets[small], sizes[small]], 1)
         self._numbers = torch.tensor(small, dtype=torch.int64)
         for first, last, nbytes in _cut(self._pieces[:, 1].tolist()):
-            work = partial(self._copy_small, first, last, nbytes)
+            work = partial(HostCopy._copy_small, first=first, last=last, nbytes=nbytes)
             portions.append(_Portion(*_extent(targets, sizes, small[first:last]), work))
         # Those that only torch can copy, because their memory is not what is to be stored; large ones together, because
         # torch copies each of them with all its threads.
         groups = [odd[first:last] for first, last, _ in _cut(sizes[odd].tolist())]
         for numbers in [*groups, wide] if wide else groups:
-            work = partial(self._copy_odd, numbers)
+            work = partial(HostCopy._copy_odd, numbers=numbers)
             portions.append(_Portion(*_extent(targets, sizes, numbers), work))
         self._portions = portions
         self._tracks = Tracks(tracks, [(portion.start, portion.end) for portion in portions])
@@ -104,12 +106,18 @@ class HostCopy:
         if addresses is not None:
             origins = torch.stack([addresses[self._numbers], self._pieces[:, 1]], 1)
         work: deque[tuple[int, Callable[[], object]]] = deque(
-            (number, partial(self._portions[number].copy, sources, origins)) for number in self._tracks.order
+            (number, partial(self._portions[number].copy, self, sources, origins)) for number in self._tracks.order
         )
         return Portions(work, None if reached is None else Marks(self._tracks, reached))
 
+    def _copy_large(
+        self, sources: Sequence[torch.Tensor], _: object, *, target: int, number: int, start: int, nbytes: int
+    ) -> None:
+        # ctypes gives up the GIL, and the C library's copy does not read what it is about to overwrite.
+        ctypes.memmove(target, sources[number].data_ptr() + start, nbytes)
+
     def _copy_small(
-        self, first: int, last: int, nbytes: int, sources: Sequence[torch.Tensor], origins: torch.Tensor | None
+        self, sources: Sequence[torch.Tensor], origins: torch.Tensor | None, *, first: int, last: int, nbytes: int
     ) -> None:
         if origins is None:
             found = [sources[number].data_ptr() for number in self._numbers[first:last].tolist()]
@@ -120,7 +128,7 @@ class HostCopy:
         if not self._gather(at, self._pieces.data_ptr() + first * ROW_BYTES, last - first, nbytes):
             self._copy_by_torch(self._numbers[first:last].tolist(), sources)
 
-    def _copy_odd(self, numbers: Sequence[int], sources: Sequence[torch.Tensor], _: object) -> None:
+    def _copy_odd(self, sources: Sequence[torch.Tensor], _: object, *, numbers: Sequence[int]) -> None:
         self._copy_by_torch(numbers, sources)
 
     def _copy_by_torch(self, numbers: Sequence[int], sources: Sequence[torch.Tensor]) -> None:
@@ -129,16 +137,14 @@ class HostCopy:
 
 @dataclass(frozen=True)
 class _Portion:
-    """What one thread copies at a time: between which addresses it ends up, and how it is copied."""
+    """What one thread copies at a time: between which addresses it ends up, and which method copies it.
+
+    A method of whatever `HostCopy`: bound to its own, it would keep an arena's memory until the collector comes.
+    """
 
     start: int
     end: int
-    copy: Callable[[Sequence[torch.Tensor], torch.Tensor | None], object]
-
-
-def _copy_large(target: int, number: int, start: int, nbytes: int, sources: Sequence[torch.Tensor], _: object) -> None:
-    # ctypes gives up the GIL, and the C library's copy does not read what it is about to overwrite.
-    ctypes.memmove(target, sources[number].data_ptr() + start, nbytes)
+    copy: Callable[[HostCopy, Sequence[torch.Tensor], torch.Tensor | None], object]
 
 
 def _extent(targets: torch.Tensor, sizes: torch.Tensor, numbers: Sequence[int]) -> tuple[int, int]:
