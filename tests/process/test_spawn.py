@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import multiprocessing.util
 import os
 import pickle
 import signal
@@ -32,7 +33,8 @@ METHODS = ("spawn", "forkserver", "fork")
 
 @pytest.fixture
 def temp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder for temporary files, for this test alone."""
+    """The folder for temporary files, for this test alone; a fork server's socket is elsewhere, where its path is short."""
+    multiprocessing.util.get_temp_dir()  # kept from now on
     folder = tmp_path / "temp"
     folder.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
