@@ -1,8 +1,8 @@
 """Files are written while their image is still being filled: up to where it is complete, told through a pipe.
 
 A write job has a pipe of its own, with a record whenever a track (the range of one parallel writer) has advanced, and
-one in the end that says that the image is whole. A pipe that ends without that one: it never will be, because the
-snapshot failed or the trainer is gone. Standard library alone, as both ends need it.
+one in the end that says that the image is whole, or never will be. Processes that the trainer forks hold the pipe open
+as well, so its end alone says little. Standard library alone, as both ends need it.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from collections.abc import Sequence
 
 _RECORD = struct.Struct("<QQ")
 #: In place of a track's number.
-_WHOLE = (1 << 64) - 1
+_WHOLE, _NEVER = (1 << 64) - 1, (1 << 64) - 2
 #: Of one pipe, so that they fit into the smallest one (a page): telling never waits.
 _MOST_RECORDS = 128
-#: How often whoever waits looks whether the trainer lives: processes that it forked may keep the pipe open.
+#: How often whoever waits looks whether the trainer lives.
 _POLL_SECONDS = 0.5
 
 
@@ -47,17 +47,13 @@ class Progress:
         """A track is complete up to this place of the image."""
         with self._lock:
             self._marks[track] = mark
-            if self._pipe is not None and mark - self._told[track] >= self._step:
-                self._tell(track, mark)
+            self._tell_track(track, mark)
 
     def end(self, whole: bool) -> None:
         """The image is whole; or it never will be."""
         with self._lock:
             self._whole = whole
-            if self._pipe is not None:
-                if whole:
-                    self._tell(_WHOLE, 0)
-                self._close()
+            self._tell_end(whole)
 
     def follow(self) -> int:
         """Tell of it through a new pipe, from what is complete now. Returns the end to read from: the caller's."""
@@ -65,18 +61,24 @@ class Progress:
             reader, self._pipe = os.pipe()
             self._told = [start for start, _ in self.tracks]
             for track, mark in enumerate(self._marks):
-                if mark - self._told[track] >= self._step:
-                    self._tell(track, mark)
-            if self._whole:
-                self._tell(_WHOLE, 0)
+                self._tell_track(track, mark)
             if self._whole is not None:
-                self._close()
+                self._tell_end(self._whole)
             return reader
 
     def leave(self) -> None:
         """Nobody follows any more."""
         with self._lock:
             self._close()
+
+    def _tell_track(self, track: int, mark: int) -> None:
+        if mark - self._told[track] >= self._step:
+            self._told[track] = mark
+            self._tell(track, mark)
+
+    def _tell_end(self, whole: bool) -> None:
+        self._tell(_WHOLE if whole else _NEVER, 0)
+        self._close()
 
     def _tell(self, track: int, mark: int) -> None:
         if self._pipe is None:
@@ -85,9 +87,6 @@ class Progress:
             os.write(self._pipe, _RECORD.pack(track, mark))
         except BrokenPipeError:
             self._close()  # who read it is gone, which whoever waits for its answer is told
-            return
-        if track != _WHOLE:
-            self._told[track] = mark
 
     def _close(self) -> None:
         pipe, self._pipe = self._pipe, None
@@ -172,6 +171,8 @@ class FilledSource:
             for track, mark in _RECORD.iter_unpack(data):
                 if track == _WHOLE:
                     self._whole = True
+                elif track == _NEVER:
+                    self._error = ImageIncompleteError("the snapshot failed")
                 else:
                     self._marks[track] = mark
             self._changed.notify_all()
@@ -192,7 +193,7 @@ class FilledSource:
                 data = os.read(self._pipe, _RECORD.size * _MOST_RECORDS)  # writes of a record are not torn
                 if data:
                     return data
-                raise ImageIncompleteError("the snapshot failed, or the trainer is gone")
+                raise ImageIncompleteError("the trainer is gone")
             if os.getppid() != self._parent:
                 raise ImageIncompleteError("the trainer is gone")
             if left <= 0:

@@ -84,6 +84,26 @@ def test_an_image_that_failed_is_known_to_all_who_wait(pair: Pair) -> None:
             source.wait_whole()
 
 
+def test_a_forked_process_that_holds_the_pipe_open_hides_no_failure(pair: Pair) -> None:
+    source = pair.follow()
+    assert pair.progress._pipe is not None
+    pair.pipes.append(os.dup(pair.progress._pipe))
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(source.wait_whole)
+        pair.progress.end(whole=False)
+        with pytest.raises(ImageIncompleteError, match="failed"):
+            waiting.result(5)
+
+
+def test_a_pipe_that_ends_is_a_trainer_that_is_gone(pair: Pair) -> None:
+    source = pair.follow()
+    pair.fill(0, SIZE // 2)
+    pair.progress.leave()
+    assert len(source.buffers(0, SIZE // 2)[0]) == SIZE // 2
+    with pytest.raises(ImageIncompleteError, match="trainer is gone"):
+        source.wait_whole()
+
+
 def test_what_was_filled_can_still_be_had_when_the_rest_has_failed(pair: Pair) -> None:
     source = pair.follow()
     pair.fill(0, 300_000)
