@@ -31,6 +31,7 @@ EXCEPTIONS = {
     "image/pages.py": "memory (memfd), no file",
     "writers/host_image.py": "memory (memfd), no file",
     "readers/blocks.py": "memory (memfd), no file",
+    "writers/progress.py": "a pipe, no file",
     "storage/regular.py": "opens for reading",
     "process/spawn.py": "tracebacks of a user's processes in a private temporary folder, as torch's spawn has it",
     "training/signals.py": "a line on stderr from a signal handler",
