@@ -23,6 +23,8 @@ from ckpt_component import (
     WorkerDiedError,
     build_checkpointer,
 )
+from ckpt_component.image.host_copy import Portions
+from ckpt_component.stagers.fence import FencedCopy
 
 
 def state_of(value: float) -> dict[str, Any]:
@@ -234,3 +236,21 @@ def test_a_trainer_killed_between_write_and_commit_keeps_its_checkpoint(tmp_path
         assert checkpointer.load(tmp_path / "checkpoints" / "one")["step"] == 5
     assert not [p for p in psutil.process_iter(["cwd"]) if p.info["cwd"] == str(tmp_path)]
     assert os.listdir(tmp_path / "checkpoints") == ["one"]
+
+
+@pytest.mark.parametrize("preset", ["async_persistent", "async_zero_overhead"])
+def test_a_copy_that_fails_before_save_returns_gives_its_memory_back(
+    preset: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(*_: Any) -> None:
+        raise RuntimeError("no such memory")
+
+    with build("checkpoint.stager.arenas=1", preset=preset) as checkpointer:
+        with monkeypatch.context() as patch:
+            patch.setattr(Portions, "finish", failing)
+            patch.setattr(FencedCopy, "__init__", failing)
+            with pytest.raises(RuntimeError, match="no such memory"):
+                checkpointer.save(state_of(1), tmp_path / "one")
+        assert not checkpointer.busy
+        checkpointer.save(state_of(2), tmp_path / "two")[1].result(30)
+    assert os.listdir(tmp_path) == ["two"]
