@@ -1,9 +1,8 @@
-"""One archive of `torch.save` as a pattern for all tensors that differ from its own in numbers alone.
+"""One pickle of `torch.save` as a pattern for all tensors that differ from its own in numbers alone.
 
-The dimensions in the pickle, the size of the payload and the offsets behind it are all that differs between the
-archives of two tensors of one dtype, when their numbers take as many bytes to write down and their payloads end at the
-same place of an aligned block. Filling them in takes a few microseconds, and `torch.save` two hundred. Nothing here
-knows that torch will go on doing so: whoever uses a pattern holds its first work against `torch.save`.
+The dimensions and the number of elements are all that differs between the pickles of two tensors of one dtype, when
+their numbers take as many bytes to write down. Filling them in takes a few microseconds, and `torch.save` two hundred.
+Nothing here knows that torch will go on doing so: whoever uses a pattern holds its first work against `torch.save`.
 """
 
 from __future__ import annotations
@@ -11,23 +10,15 @@ from __future__ import annotations
 import itertools
 import pickletools
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 
 import torch
 
-#: torch aligns records to this, so the padding of what follows the payload depends on where that ends.
-_ALIGNMENT = 64
-#: Larger ones have other zip fields; they are few.
+#: Larger ones are pickled in other ways; they are few.
 _MOST_BYTES = 1 << 31
 
-_LOCAL_HEADER_BYTES = 30
-_DESCRIPTOR = struct.Struct("<4s3L")
-_CENTRAL = struct.Struct("<4s6H3L5H2L")
-_END64 = struct.Struct("<4sQ2H2L4Q")
-_LOCATOR = struct.Struct("<4sLQL")
-_END = struct.Struct("<4s4H2LH")
 #: A number in a pickle, by its size.
 _BYTE, _TWO_BYTES, _FOUR_BYTES = (
     partial(struct.Struct(layout).pack, code) for layout, code in (("<cB", b"K"), ("<cH", b"M"), ("<ci", b"J"))
@@ -35,12 +26,12 @@ _BYTE, _TWO_BYTES, _FOUR_BYTES = (
 _NUMBERS = frozenset({"BININT", "BININT1", "BININT2", "LONG1"})
 
 
-class UnknownArchiveError(Exception):
-    """An archive is laid out in a way that is not known here."""
+class UnknownPickleError(Exception):
+    """A pickle is made in a way that is not known here."""
 
 
 class Numbers(NamedTuple):
-    """The numbers of a tensor that stand in its archive.
+    """The numbers of a tensor that stand in its pickle.
 
     Attributes:
         nbytes: of the payload.
@@ -70,79 +61,37 @@ class Numbers(NamedTuple):
                 for number in (count, nbytes, 0, *shape, *strides)
             ]
         )
-        return cls(nbytes, pickled, (dtype, nbytes % _ALIGNMENT, *map(len, pickled)))
+        return cls(nbytes, pickled, (dtype, *map(len, pickled)))
 
 
 class Pattern:
-    """An archive, and where the numbers stand in it.
+    """A pickle, and where the numbers stand in it.
 
     Args:
-        prefix: what is before the payload.
-        suffix: what is after it.
+        pickled: what `torch.save` pickled.
         numbers: of its tensor.
 
     Attributes:
-        proven: whether it gives what `torch.save` writes for another tensor than its own; None: nobody has looked.
-        lengths: of prefix and suffix, for every tensor of the form.
+        proven: whether it gives what `torch.save` pickles for another tensor than its own; None: nobody has looked.
+        length: of the pickle, for every tensor of the form.
 
     Raises:
-        UnknownArchiveError: a number is not where it should be.
+        UnknownPickleError: a number is not where it should be.
     """
 
-    def __init__(self, prefix: bytes, suffix: bytes, numbers: Numbers) -> None:
+    def __init__(self, pickled: bytes, numbers: Numbers) -> None:
         self.proven: bool | None = None
-        self.lengths = (len(prefix), len(suffix))
-        self._suffix = suffix
-        self._payload_end = len(prefix) + numbers.nbytes
-        self._nbytes = numbers.nbytes
-        places = sorted(_places_in_pickle(prefix, numbers))
-        #: Which numbers stand in the prefix, in order, and what is before, between and behind them.
-        self._pickled = [number for _, number in places]
-        self._between_pickled = _cut(prefix, [(place, len(numbers.pickled[number])) for place, number in places])
-        try:
-            found = sorted(self._find_in_suffix())
-        except struct.error as error:
-            raise UnknownArchiveError("the archive ends early") from error
-        #: How the numbers in the suffix are written, what they are (an offset, or None: the payload's size), and what
-        #: is before, between and behind them.
-        self._widths = [width for _, width, _ in found]
-        self._offsets = [offset for _, _, offset in found]
-        self._between_offsets = _cut(suffix, [(place, width) for place, width, _ in found])
+        self.length = len(pickled)
+        places = _places(pickled, numbers)
+        #: Which numbers stand in it, in order, and what is before, between and behind them.
+        self._numbers = [number for _, number in places]
+        self._between = _cut(pickled, [(place, len(numbers.pickled[number])) for place, number in places])
 
-    def fill_in(self, numbers: Numbers) -> tuple[bytes, bytes]:
-        """Prefix and suffix of another tensor of the same form."""
-        prefix, pickled = self._between_pickled.copy(), numbers.pickled
-        prefix[1::2] = [pickled[number] for number in self._pickled]
-        suffix, size, longer = self._between_offsets.copy(), numbers.nbytes, numbers.nbytes - self._nbytes
-        suffix[1::2] = [
-            (size if offset is None else offset + longer).to_bytes(width, "little")
-            for offset, width in zip(self._offsets, self._widths, strict=True)
-        ]
-        return b"".join(prefix), b"".join(suffix)
-
-    def _find_in_suffix(self) -> Iterator[tuple[int, int, int | None]]:
-        """(place, bytes that it takes, what stands there) of offsets of what follows the payload; None: its size."""
-        suffix, payload_end = self._suffix, self._payload_end
-        _, _, *sizes = _unpack(_DESCRIPTOR, suffix, 0, b"PK\x07\x08")
-        if sizes != [self._nbytes, self._nbytes]:
-            raise UnknownArchiveError("the payload's size does not follow it")
-        yield from ((8, 4, None), (12, 4, None))
-        end = len(suffix) - _END.size
-        central = _unpack(_END, suffix, end, b"PK\x05\x06")[6]
-        locator = end - _LOCATOR.size
-        end64 = _unpack(_LOCATOR, suffix, locator, b"PK\x06\x07")[2]
-        if _unpack(_END64, suffix, end64 - payload_end, b"PK\x06\x06")[9] != central:
-            raise UnknownArchiveError("it has two directories")
-        yield from ((end + 16, 4, central), (locator + 8, 8, end64), (end64 - payload_end + 48, 8, central))
-        position = central - payload_end
-        while position < end64 - payload_end:
-            fields = _unpack(_CENTRAL, suffix, position, b"PK\x01\x02")
-            name_at = position + _CENTRAL.size
-            if suffix[name_at : name_at + fields[10]].endswith(b"/data/0"):
-                yield from ((position + 20, 4, None), (position + 24, 4, None))
-            elif fields[16] >= payload_end:
-                yield position + 42, 4, fields[16]
-            position = name_at + sum(fields[10:13])
+    def fill_in(self, numbers: Numbers) -> bytes:
+        """The pickle of another tensor of the same form."""
+        parts, pickled = self._between.copy(), numbers.pickled
+        parts[1::2] = [pickled[number] for number in self._numbers]
+        return b"".join(parts)
 
 
 def _cut(data: bytes, places: Sequence[tuple[int, int]]) -> list[bytes]:
@@ -151,33 +100,18 @@ def _cut(data: bytes, places: Sequence[tuple[int, int]]) -> list[bytes]:
     return [data[start:end] for start, end in itertools.pairwise(ends)]
 
 
-def _places_in_pickle(prefix: bytes, numbers: Numbers) -> list[tuple[int, int]]:
-    """(place in the prefix, number of the pickled one)."""
-    name_length, extra_length = struct.unpack_from("<2H", prefix, _LOCAL_HEADER_BYTES - 4)
-    start = _LOCAL_HEADER_BYTES + name_length + extra_length
-    if not prefix[_LOCAL_HEADER_BYTES : _LOCAL_HEADER_BYTES + name_length].endswith(b"/data.pkl"):
-        raise UnknownArchiveError("the pickle is not the first record")
+def _places(pickled: bytes, numbers: Numbers) -> list[tuple[int, int]]:
+    """(place in the pickle, number of the pickled one), in order."""
     try:
-        operations = list(pickletools.genops(prefix[start:]))
+        operations = list(pickletools.genops(pickled))
     except ValueError as error:
-        raise UnknownArchiveError(f"the pickle cannot be read ({error})") from error
-    places = [
-        start + position for operation, _, position in operations if operation.name in _NUMBERS and position is not None
-    ]
+        raise UnknownPickleError(f"it cannot be read: {error}") from error
+    places = [position for operation, _, position in operations if operation.name in _NUMBERS and position is not None]
     elements, nbytes, *rest = range(len(numbers.pickled))
     for storage in (elements, nbytes):  # newer dtypes lie in a storage without a type, which counts in bytes
         wanted = [storage, *rest]
         if len(places) == len(wanted) and all(
-            prefix.startswith(numbers.pickled[number], place) for place, number in zip(places, wanted, strict=True)
+            pickled.startswith(numbers.pickled[number], place) for place, number in zip(places, wanted, strict=True)
         ):
             return list(zip(places, wanted, strict=True))
-    raise UnknownArchiveError("the pickle has other numbers than the tensor")
-
-
-def _unpack(layout: struct.Struct, data: bytes, position: int, signature: bytes) -> tuple[int, ...]:
-    if position < 0:
-        raise UnknownArchiveError("an offset leads out of the archive")
-    found, *rest = layout.unpack_from(data, position)
-    if found != signature:
-        raise UnknownArchiveError(f"no {signature!r} at {position}")
-    return 0, *rest
+    raise UnknownPickleError("it has other numbers than the tensor")

@@ -17,8 +17,9 @@ from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
 from ..image.arena import Arena
 from ..image.host_copy import copy_on_host
-from ..image.items import ItemTemplates, element_bytes
+from ..image.items import ItemTemplates
 from ..image.layout import ITEM_ALIGNMENT, PAGE, align
+from ..image.structure import element_bytes
 from .base import balanced
 from .bucket_io import FileImage, ImageBucket, Place
 from .host_image import HostImage, SharedFile

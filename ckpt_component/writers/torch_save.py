@@ -21,9 +21,9 @@ from ..image.arena import tensor_bytes
 from ..image.layout import ITEM_ALIGNMENT, ImageFile, Item, Items, Layout, Stored, Structure, align
 from ..image.structure import contiguous_stride
 from ..image.tree import Path, key_of, unflatten
+from ..image.zip_records import central_header, end_of_directory, local_header
 from .base import FormatPlan, Sealed, Writer, describe, lanes_by_bytes, make_table, refuse_parts
 from .byte_io import Extra
-from .zip_records import central_header, end_of_directory, local_header
 
 #: Storage classes by dtype, as `torch.save` names them; newer dtypes have none and go as untyped storages.
 _STORAGES = {

@@ -5,7 +5,9 @@ from __future__ import annotations
 import io
 import os
 import random
+import zipfile
 from collections import OrderedDict
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,20 +28,49 @@ SHAPES = [(), (0,), (3,), (0, 5), (7, 1, 3), (1000,), (1024, 300)]
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=repr)
 @pytest.mark.parametrize("shape", SHAPES, ids=repr)
-def test_prefix_payload_suffix_are_what_torch_save_writes(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+def test_prefix_payload_and_suffix_are_an_archive_with_the_pickle_of_torch_save(
+    dtype: torch.dtype, shape: tuple[int, ...]
+) -> None:
     raw = torch.randint(0, 2, (torch.Size(shape).numel() * dtype.itemsize,), dtype=torch.uint8)
     tensor = raw.view(dtype).view(shape) if raw.numel() else torch.empty(shape, dtype=dtype)
     before = torch.serialization.get_crc32_options()
-    prefix, suffix = ItemTemplates().around(dtype, tensor.shape)
+    templates = ItemTemplates()
+    prefix, suffix = templates.around(dtype, tensor.shape)
     assert torch.serialization.get_crc32_options() == before
-    stream = io.BytesIO()
-    torch.serialization.set_crc32_options(False)
-    try:
-        torch.save(tensor, stream)
-    finally:
-        torch.serialization.set_crc32_options(before)
-    assert prefix + bytes(raw.numpy()) + suffix == stream.getvalue()
-    assert len(prefix) % 64 == 0
+    assert (len(prefix), len(suffix)) == templates.lengths(dtype, tensor.shape)
+    assert len(prefix) % 64 == 0 and len(prefix) + len(suffix) < 1000
+    archive = prefix + bytes(raw.numpy()) + suffix
+    loaded = torch.load(io.BytesIO(archive), weights_only=True)
+    assert (loaded.dtype, loaded.shape) == (tensor.dtype, tensor.shape)
+    assert bytes(loaded.reshape(-1).view(torch.uint8).numpy()) == bytes(raw.numpy())
+    stock = io.BytesIO()
+    torch.save(tensor, stock)
+    assert records_of(io.BytesIO(archive)).items() <= records_of(stock).items()
+    assert records_of(io.BytesIO(archive)).keys() == {"data.pkl", "byteorder", "version", "data/0"}
+
+
+def records_of(stream: io.BytesIO) -> dict[str, bytes]:
+    """What torch's own reader finds in an archive."""
+    stream.seek(0)
+    reader = torch._C.PyTorchFileReader(stream)
+    return {name: reader.get_record(name) for name in reader.get_all_records()}
+
+
+@pytest.mark.parametrize("nbytes", [(1 << 31) - 1, 1 << 31, (1 << 32) - 2, (1 << 32) - 1, 5 << 30])
+def test_archives_around_gigabytes_have_their_sizes(nbytes: int, tmp_path: Path) -> None:
+    dtype, shape = torch.uint8, torch.Size((nbytes,))
+    templates = ItemTemplates()
+    prefix, suffix = templates.around(dtype, shape)
+    assert (len(prefix), len(suffix)) == templates.lengths(dtype, shape)
+    path = tmp_path / "sparse.pt"
+    with open(path, "wb") as file:
+        file.write(prefix)
+        file.seek(nbytes - 3, os.SEEK_CUR)
+        file.write(b"end" + suffix)
+    loaded = torch.load(path, weights_only=True, mmap=True)
+    assert loaded.shape == shape and bytes(loaded[-4:].numpy()) == b"\0end"
+    with zipfile.ZipFile(path) as archive:
+        assert archive.getinfo("archive/data/0").file_size == nbytes
 
 
 def assert_same(left: Any, right: Any) -> None:

@@ -1,21 +1,24 @@
-"""Templates that are derived from another shape's are, byte for byte, what `torch.save` writes; or it is asked."""
+"""Pickles that are derived from another shape's are, byte for byte, those of `torch.save`; or it is asked."""
 
 from __future__ import annotations
 
+import io
 import logging
 import random
+from typing import Any
 
 import pytest
 import torch
 
+from ckpt_component.errors import CheckpointStageError
 from ckpt_component.image import items
 from ckpt_component.image.items import ItemTemplates
-from ckpt_component.image.patterns import Numbers, Pattern, UnknownArchiveError
-
-Template = tuple[bytes, bytes]
+from ckpt_component.image.patterns import Numbers, Pattern, UnknownPickleError
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.complex64, torch.int64, torch.bool, torch.uint16]
-asked_of_torch = items._make_template
+#: The pickle stands behind one local header and its name.
+START = 30 + len("archive/data.pkl")
+asked_of_torch = items._pickled_by_torch
 
 
 @pytest.fixture
@@ -23,16 +26,16 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
     """The shapes that `torch.save` was asked for."""
     shapes: list[torch.Size] = []
 
-    def make(dtype: torch.dtype, shape: torch.Size) -> Template:
+    def make(dtype: torch.dtype, shape: torch.Size) -> bytes:
         shapes.append(shape)
         return asked_of_torch(dtype, shape)
 
-    monkeypatch.setattr(items, "_make_template", make)
+    monkeypatch.setattr(items, "_pickled_by_torch", make)
     return shapes
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=repr)
-def test_every_shape_has_the_bytes_of_torch_save_and_few_ask_for_them(
+def test_every_shape_has_the_pickle_of_torch_save_and_few_ask_for_it(
     dtype: torch.dtype, asked: list[torch.Size]
 ) -> None:
     rng = random.Random(str(dtype))
@@ -42,19 +45,18 @@ def test_every_shape_has_the_bytes_of_torch_save_and_few_ask_for_them(
     shapes += [tuple(rng.randint(1, 3) for _ in range(rng.randint(3, 6))) for _ in range(100)]
     templates = ItemTemplates()
     for shape in map(torch.Size, shapes):
-        assert templates.around(dtype, shape) == asked_of_torch(dtype, shape), shape
+        pickled = asked_of_torch(dtype, shape)
+        assert templates.around(dtype, shape)[0][START : START + len(pickled)] == pickled, shape
     asked.clear()
     for shape in map(torch.Size, shapes):
         templates.around(dtype, shape)
     assert not asked
     for count in range(1000, 2000):
         templates.around(dtype, torch.Size((count,)))
-    assert len(asked) <= 2 * 64, "twice for each place at which a payload can end"
+    assert len(asked) <= 2 * 2, "twice for each form: the bytes may be written with two bytes or with four"
 
 
 def test_a_derived_template_loads_with_torch(asked: list[torch.Size]) -> None:
-    import io
-
     templates = ItemTemplates()
     for rows in (64, 128, 192):
         value = torch.randn(rows, 70_000 // rows)
@@ -63,44 +65,54 @@ def test_a_derived_template_loads_with_torch(asked: list[torch.Size]) -> None:
         assert torch.equal(loaded, value)
 
 
-def test_an_archive_that_differs_in_more_than_numbers_is_asked_for_every_time(
+def test_a_pickle_that_differs_in_more_than_numbers_is_asked_for_every_time(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    made: list[Template] = []
+    made: list[bytes] = []
 
-    def differs(dtype: torch.dtype, shape: torch.Size) -> Template:
-        prefix, suffix = asked_of_torch(dtype, shape)
-        # As a torch would do that puts a date or a checksum into the archive.
-        made.append((prefix.replace(b"ZZ", b"%02d" % len(made), 1), suffix))
+    def differs(dtype: torch.dtype, shape: torch.Size) -> bytes:
+        # As a torch would do that puts a date or a checksum into the pickle.
+        made.append(asked_of_torch(dtype, shape).replace(b"cpu", b"cp%d" % len(made), 1))
         return made[-1]
 
-    monkeypatch.setattr(items, "_make_template", differs)
+    monkeypatch.setattr(items, "_pickled_by_torch", differs)
     templates = ItemTemplates()
     with caplog.at_level(logging.WARNING):
         found = [templates.around(torch.float32, torch.Size((16 * number,))) for number in range(20, 26)]
-    assert found == made and len(made) == 6
+    assert [prefix[START : START + len(made[0])] for prefix, _ in found] == made and len(made) == 6
     assert len(caplog.records) == 1 and "asks torch.save for every shape" in caplog.text
 
 
-def test_an_archive_of_another_kind_is_unknown(caplog: pytest.LogCaptureFixture) -> None:
-    numbers = Numbers.of(torch.float32, (400,))
-    assert numbers is not None
-    prefix, suffix = asked_of_torch(torch.float32, torch.Size((400,)))
-    Pattern(prefix, suffix, numbers)
-    other = Numbers.of(torch.float32, (401,))
-    assert other is not None
+def test_a_pickle_of_another_kind_is_unknown() -> None:
+    numbers, other = Numbers.of(torch.float32, (400,)), Numbers.of(torch.float32, (401,))
+    assert numbers is not None and other is not None
+    pickled = asked_of_torch(torch.float32, torch.Size((400,)))
+    Pattern(pickled, numbers)
     for wrong in (
-        (prefix.replace(b"data.pkl", b"data.pkk"), suffix, numbers),
-        (prefix.replace(b"M\x90\x01", b"M\x90\x02", 1), suffix, numbers),
-        (prefix.replace(b"\x80\x02", b"\xff\xff", 1), suffix, numbers),
-        (prefix, suffix[:-1], numbers),
-        (prefix, suffix[1:], numbers),
-        (prefix, suffix[:30], numbers),
-        (prefix + b"x", suffix, numbers),
-        (prefix, suffix, other),
+        (pickled.replace(b"M\x90\x01", b"M\x90\x02", 1), numbers),
+        (pickled.replace(b"\x80\x02", b"\xff\xff", 1), numbers),
+        (pickled[:-1], numbers),
+        (pickled[1:], numbers),
+        (pickled[:30], numbers),
+        (pickled, other),
     ):
-        with pytest.raises(UnknownArchiveError):
+        with pytest.raises(UnknownPickleError):
             Pattern(*wrong)
+
+
+@pytest.mark.parametrize("right, wrong", [(b"data.pkl", b"data.pkk"), (b"\x80\x02", b"\xff\xff")])
+def test_a_torch_save_that_does_not_begin_with_the_pickle_is_refused(
+    right: bytes, wrong: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def save(tensor: torch.Tensor, stream: Any) -> None:
+        archive = io.BytesIO()
+        real(tensor, archive)
+        stream.write(archive.getvalue().replace(right, wrong, 1))
+
+    real = torch.save
+    monkeypatch.setattr(torch, "save", save)
+    with pytest.raises(CheckpointStageError, match="torch.save"):
+        asked_of_torch(torch.float32, torch.Size((3,)))
 
 
 def test_empty_and_huge_tensors_have_no_pattern() -> None:

@@ -1,6 +1,6 @@
-"""The zip records of a `torch.save` file, written by hand so that every payload's place is known beforehand.
+"""The zip records of a `torch.save` archive, written by hand so that every payload's place is known beforehand.
 
-Stored (uncompressed) records as torch writes them: names below `archive/`, payloads on 64-byte boundaries, padding in
+Stored (uncompressed) records as torch writes them: names below `archive/`, tensors on 64-byte boundaries, padding in
 an extra field "FB", zip64 where 4 GiB are passed. Checksums are left 0: torch never verifies them (TORCH 4.3), and ours
 stand in the integrity file.
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import struct
 
-from ..image.layout import ITEM_ALIGNMENT
+from .layout import ITEM_ALIGNMENT
 
 _LOCAL = struct.Struct("<4s5H3L2H")
 _CENTRAL = struct.Struct("<4s6H3L5H2L")
@@ -22,13 +22,14 @@ _VERSION = 45  # zip64
 _DOS_DATE = 0x21  # 1 January 1980
 
 
-def local_header(name: str, size: int, offset: int) -> bytes:
-    """The header of a record at `offset` in the file; the payload follows it, aligned."""
+def local_header(name: str, size: int, offset: int, *, aligned: bool = True) -> bytes:
+    """The header of a record at `offset` in the file; the payload follows it, aligned as a tensor's must be."""
     encoded = _full_name(name)
     extra = b"" if size < _LIMIT else struct.pack("<2H2Q", 1, 16, size, size)
-    before = offset + _LOCAL.size + len(encoded) + len(extra) + 4
-    padding = -before % ITEM_ALIGNMENT
-    extra += b"FB" + struct.pack("<H", padding) + b"Z" * padding
+    if aligned:
+        before = offset + _LOCAL.size + len(encoded) + len(extra) + 4
+        padding = -before % ITEM_ALIGNMENT
+        extra += b"FB" + struct.pack("<H", padding) + b"Z" * padding
     short = min(size, _LIMIT)
     head = _LOCAL.pack(b"PK\x03\x04", _VERSION, 0, 0, 0, _DOS_DATE, 0, short, short, len(encoded), len(extra))
     return head + encoded + extra
