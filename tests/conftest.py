@@ -13,13 +13,15 @@ import pytest
 
 # Before torch is imported anywhere: the same number of threads on every machine, so that runs are alike.
 os.environ.setdefault("OMP_NUM_THREADS", "2")
+# torch's stores ask for the name of 127.0.0.1 at every connection, and where an answer got lost, again after 5 s.
+os.environ.setdefault("RES_OPTIONS", "timeout:1")
 
 # A shell that starts this in the background has it ignore Ctrl-C, and so would every process that is started here.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-#: Helpers of Python itself that live as long as the interpreter.
-_PYTHONS_OWN = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
+#: Helpers that live as long as the interpreter: Python's own, and the fork servers of the tests.
+_HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", "forker.py")
 _PATIENCE_S = 10
 
 
@@ -54,12 +56,12 @@ def nothing_is_left_in_dev_shm() -> Iterator[None]:
 
 
 def _children() -> list[psutil.Process]:
-    def is_pythons_own(child: psutil.Process) -> bool:
+    def is_helper(child: psutil.Process) -> bool:
         # What a fork server forked has its command line too, but is no direct child.
-        return child in direct and any(name in _command(child) for name in _PYTHONS_OWN)
+        return child in direct and any(name in _command(child) for name in _HELPERS)
 
     direct = psutil.Process().children()
-    return [child for child in psutil.Process().children(recursive=True) if not is_pythons_own(child)]
+    return [child for child in psutil.Process().children(recursive=True) if not is_helper(child)]
 
 
 def _command(process: psutil.Process) -> str:

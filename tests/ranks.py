@@ -1,85 +1,110 @@
 """Run a function on several ranks, each in a process of its own, with a deadline for all of them.
 
 The function stands at the top level of a module of its own (a script file), takes (rank, world size, folder), and finds
-`torch.distributed` initialized with gloo over a store on a free port. What it prints is returned.
+`torch.distributed` initialized with gloo over a store on a free port. What it prints is returned. Ranks are forked by a
+process that has torch loaded, which takes seconds.
 """
 
 from __future__ import annotations
 
+import atexit
+import functools
 import importlib.util
 import os
-import subprocess
 import sys
+import threading
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-#: Torch takes seconds to import, several times at once on two cores.
+from forker import Ended, Forker
+
 _SECONDS = 120.0
+_MODULES = (
+    "ranks",
+    "pytest",
+    "torch._dynamo",
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "ckpt_component.factory",
+    "ckpt_component.manager",
+    "ckpt_component.stagers.shared_memory",
+    "ckpt_component.writers.dcp",
+)
 
 
-@dataclass(frozen=True)
-class RankResult:
-    """How one rank ended: exit code (negative: by a signal), and what it printed, stderr included."""
-
-    code: int
-    output: str
-
-
-def start_ranks(script: Path, function: str, world_size: int, folder: Path, **env: str) -> list[subprocess.Popen[str]]:
-    """Start the ranks and return them; `finish_ranks` must follow."""
-    meeting = folder / f"meeting-{time.monotonic_ns()}"
-    return [
-        subprocess.Popen(
-            [sys.executable, "-W", "ignore", __file__, str(script), function, str(rank), str(world_size), str(folder)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env=os.environ | {"OMP_NUM_THREADS": "1", "CKPT_TEST_MEETING": str(meeting)} | env,
-        )
-        for rank in range(world_size)
-    ]
+@functools.cache
+def _forker() -> Forker:
+    server = Forker(_MODULES, adopts=False)
+    atexit.register(server.close)
+    return server
 
 
-def finish_ranks(ranks: list[subprocess.Popen[str]], timeout: float = _SECONDS) -> list[RankResult]:
+def start_ranks(
+    script: Path, function: str, world_size: int, folder: Path, *, whole: bool = False, **env: str
+) -> list[int]:
+    """Start the ranks and return their process ids; `finish_ranks` must follow.
+
+    They join their threads and run their exit handlers. What the interpreter does after that takes a second and a half
+    of each; with `whole` they do that too.
+    """
+    # As the test has it by now; the server has what was there when it began.
+    env = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "CKPT_TEST_MEETING": str(folder / f"meeting-{time.monotonic_ns()}"),
+    } | env
+    arguments = {"script": str(script), "function": function, "world_size": world_size, "folder": str(folder)}
+    fork, call = (_forker().fork_program, "run_rank") if whole else (_forker().fork, "run_rank_and_leave")
+    return [fork(f"ranks:{call}", env, rank=rank, **arguments) for rank in range(world_size)]
+
+
+def finish_ranks(ranks: Sequence[int], timeout: float = _SECONDS) -> list[Ended]:
     """Wait for all of them, kill what is left at the deadline, and return how each ended."""
     deadline = time.monotonic() + timeout
-    results = []
-    try:
-        for process in ranks:
-            try:
-                output, _ = process.communicate(timeout=max(deadline - time.monotonic(), 0.1))
-            except subprocess.TimeoutExpired:
-                process.kill()
-                output, _ = process.communicate(timeout=10)
-                output += f"\nkilled by the test after {timeout:g} s"
-            results.append(RankResult(process.returncode, output))
-    finally:
-        for process in ranks:
-            if process.poll() is None:
-                process.kill()
-                process.communicate(timeout=10)
-    return results
+    # One that hangs says where, is killed, and has no exit code.
+    return [_forker().wait(rank, max(deadline - time.monotonic(), 0.1)) for rank in ranks]
 
 
 def run_ranks(
-    script: Path, function: str, world_size: int, folder: Path, timeout: float = _SECONDS, **env: str
+    script: Path,
+    function: str,
+    world_size: int,
+    folder: Path,
+    timeout: float = _SECONDS,
+    *,
+    whole: bool = False,
+    **env: str,
 ) -> list[str]:
     """Run `function(rank, world_size, folder)` of `script` on all ranks; returns what each printed.
+
+    See `start_ranks` for `whole`.
 
     Raises:
         AssertionError: a rank did not end well; with the output of all.
     """
-    results = finish_ranks(start_ranks(script, function, world_size, folder, **env), timeout)
+    results = finish_ranks(start_ranks(script, function, world_size, folder, whole=whole, **env), timeout)
     told = "\n".join(f"--- rank {rank}: exit {r.code}\n{r.output}" for rank, r in enumerate(results))
     assert all(result.code == 0 for result in results), told
     return [result.output for result in results]
 
 
-def _main(script: str, function: str, rank: int, world_size: int, folder: str) -> None:
+def run_rank_and_leave(**arguments: Any) -> None:
+    """`run_rank`, and of the interpreter's end what others can see."""
+    try:
+        run_rank(**arguments)
+    finally:
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+
+
+def run_rank(script: str, function: str, rank: int, world_size: int, folder: str) -> None:
     """One rank: meet the others, run the function, part."""
     import torch.distributed as dist
 
+    # An interpreter does that when it starts, and this one started before it was said.
+    sys.path[:0] = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path not in ("", *sys.path)]
     meeting = Path(os.environ["CKPT_TEST_MEETING"])
     if rank == 0:
         store = dist.TCPStore("127.0.0.1", 0, world_size, is_master=True, wait_for_workers=False)
@@ -111,7 +136,3 @@ def _main(script: str, function: str, rank: int, world_size: int, folder: str) -
     while rank == 0 and store.add("ended", 0) < world_size and time.monotonic() < deadline:
         time.sleep(0.01)
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    _main(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), sys.argv[5])

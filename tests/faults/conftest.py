@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from faults.forker import Forker
+from forker import Forker
 
 
 @pytest.fixture(scope="session")
 def forker() -> Iterator[Forker]:
     """Forks children that have torch loaded; see `forker.py`."""
-    server = Forker()
+    server = Forker(["faults.workloads"], adopts=True)
     yield server
     server.close()

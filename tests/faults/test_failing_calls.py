@@ -6,9 +6,9 @@ import errno
 from pathlib import Path
 
 import pytest
-from faults.forker import Forker
 from faults.lives import KEEP
 from faults.workloads import newest_ack
+from forker import Forker
 
 from ckpt_component.storage.operation_log import read_log
 

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from faults.forker import Forker
 from faults.lives import KEEP
 from faults.workloads import newest_ack
+from forker import Forker
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
 

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from faults.forker import Forker
 from faults.lives import KEEP
 from faults.workloads import newest_ack
+from forker import Forker
 
 from ckpt_component.storage.names import MEGATRON
 from ckpt_component.storage.operation_log import read_log

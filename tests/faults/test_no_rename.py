@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from faults.forker import Forker
 from faults.invariants import MANIFEST_MODE, blank_state, differences, state_of
 from faults.object_store import ObjectStore
 from faults.test_kill_points import MANY, enumerate_kills
 from forging import edit_manifest
+from forker import Forker
 
 from ckpt_component import (
     CheckpointConfigError,

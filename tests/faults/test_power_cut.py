@@ -12,10 +12,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from faults.forker import Forker
 from faults.lives import KEEP
 from faults.mounts import LOG_FLUSH, NO_LOG_FLUSH
 from faults.workloads import newest_ack
+from forker import Forker
 
 from ckpt_component.storage.operation_log import read_log
 

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
-from faults.forker import Forker
+from forker import Forker
 
 PRESETS = ["sync", "async_temporal", "async_persistent", "async_zero_overhead"]
 

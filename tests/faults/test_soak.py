@@ -16,8 +16,8 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from faults.forker import Ended, Forker
 from faults.lives import KEEP
+from forker import Ended, Forker
 
 SEED = int(os.environ.get("CKPT_SOAK_SEED", "4"))
 SAVES = 4

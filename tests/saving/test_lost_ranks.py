@@ -58,7 +58,7 @@ def trainers_killed_in_mid_write(folder: Path, before: int) -> Iterator[list[psu
     ranks = start_ranks(SCRIPT, "all_killed_in_mid_write", 2, folder, SAVED_BEFORE=str(before))
     writers = []
     try:
-        codes = [rank.wait(60) for rank in ranks]
+        codes = [rank.code for rank in finish_ranks(ranks, 60)]
         writers = [psutil.Process(int((folder / f"writer-{rank}").read_text())) for rank in range(2)]
         assert codes == [-signal.SIGKILL] * 2
         yield writers
@@ -68,7 +68,6 @@ def trainers_killed_in_mid_write(folder: Path, before: int) -> Iterator[list[psu
         for writer in writers:
             with contextlib.suppress(psutil.NoSuchProcess):
                 writer.kill()
-        finish_ranks(ranks, 20)
 
 
 @pytest.mark.parametrize("before", [0, 1])

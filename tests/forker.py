@@ -1,8 +1,8 @@
 """A process that has torch and the package loaded and forks children on request: 15 ms each instead of 3 s.
 
-It is single-threaded, so that its forks are clean; it adopts the orphans of its children, so that no process can get
-lost; and where the system allows it has mounts of its own, which end with it. Run as a script it is the server; the
-tests use `Forker`.
+It is single-threaded, so that its forks are clean, and where the system allows it has mounts of its own, which end with
+it. For fault tests it also adopts the orphans of its children, so that no process can get lost. Run as a script it is
+the server; the tests use `Forker`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,24 +46,33 @@ class Ended:
 class Forker:
     """The tests' side of the server.
 
+    Args:
+        modules: what it loads, besides what these import.
+        adopts: whether it adopts orphans; these are reaped by `wait` and `drain` alone.
+
     Attributes:
         unmountable: why nothing can be mounted here; None: it can.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, modules: Sequence[str], *, adopts: bool) -> None:
         self.unmountable, prefix = _namespace()
+        options = {"modules": list(modules), "adopts": adopts, "private": bool(prefix)}
         self._server = subprocess.Popen(
-            [*prefix, sys.executable, "-W", "ignore", __file__, *(["private"] if prefix else [])],
+            [*prefix, sys.executable, "-W", "ignore", __file__, json.dumps(options)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[1])},
+            env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent)},
         )
         assert self._ask(do="hello") == "ready"
 
     def fork(self, call: str, env: dict[str, str] | None = None, **arguments: Any) -> int:
         """Have a child call `module:function` with the arguments (plain data); returns its process id."""
         return int(self._ask(do="fork", call=call, env=env or {}, arguments=arguments))
+
+    def fork_program(self, call: str, env: dict[str, str] | None = None, **arguments: Any) -> int:
+        """As `fork`, but the child ends as every Python program does, exit handlers included; it returns no value."""
+        return int(self._ask(do="fork_program", call=call, env=env or {}, arguments=arguments))
 
     def wait(self, pid: int, timeout: float = 60, fired: str | None = None) -> Ended:
         """Wait until a child ended, or (with `fired`, the log of that name) a failpoint stopped some process."""
@@ -128,6 +137,15 @@ def _namespace() -> tuple[str | None, Sequence[str]]:
 # --- the server -----------------------------------------------------------------------------------------------------
 
 
+class _Program(BaseException):
+    """In the child of `fork_program`: leads out of the server, so that nothing of it is left in there."""
+
+    def __init__(self, function: Callable[..., object], arguments: dict[str, Any]) -> None:
+        super().__init__()
+        self.function = function
+        self.arguments = arguments
+
+
 class _Server:
     def __init__(self) -> None:
         self._children: dict[int, tuple[int, int, int]] = {}  # pid -> pidfd, pipe with the result, memory with output
@@ -141,16 +159,10 @@ class _Server:
         prepare = getattr(sys.modules[function.__module__], "prepare", None)
         if prepare is not None:
             prepare(**arguments)
-        results, result = os.pipe()
-        output = os.memfd_create("output")
-        pid = os.fork()
+        pid, result = self._forked(env)
         if pid == 0:
             code = 1
             try:
-                os.dup2(output, 1)
-                os.dup2(output, 2)
-                os.environ.update(env)
-                faulthandler.register(signal.SIGUSR1, output, all_threads=True)
                 value = function(**arguments)
                 os.write(result, json.dumps(value).encode())
                 code = 0
@@ -161,8 +173,29 @@ class _Server:
                 sys.stderr.flush()
                 os._exit(code)
         os.close(result)
-        self._children[pid] = (os.pidfd_open(pid), results, output)
         return pid
+
+    def fork_program(self, call: str, env: dict[str, str], arguments: dict[str, Any]) -> int:
+        function = _function(call)
+        pid, result = self._forked(env)
+        os.close(result)
+        if pid == 0:
+            raise _Program(function, arguments)
+        return pid
+
+    def _forked(self, env: dict[str, str]) -> tuple[int, int]:
+        """As `os.fork`; and the end of the pipe that the child's value goes into."""
+        results, result = os.pipe()
+        output = os.memfd_create("output")
+        pid = os.fork()
+        if pid == 0:
+            os.dup2(output, 1)
+            os.dup2(output, 2)
+            os.environ.update(env)
+            faulthandler.register(signal.SIGUSR1, output, all_threads=True)
+        else:
+            self._children[pid] = (os.pidfd_open(pid), results, output)
+        return pid, result
 
     def wait(self, pid: int, timeout: float, fired: str | None) -> dict[str, Any]:
         _, results, output = self._children[pid]
@@ -267,13 +300,15 @@ def _know_the_loopback() -> None:
         bind(hosts.name, "/etc/hosts")
 
 
-def _serve() -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+def _serve(modules: Sequence[str], adopts: bool, private: bool) -> None:
+    if adopts:
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     channel = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     sys.path[:0] = [path for path in os.environ.pop("PYTHONPATH", "").split(os.pathsep) if path not in sys.path]
-    importlib.import_module("faults.workloads")
-    if sys.argv[1:] == ["private"]:
+    for module in modules:
+        importlib.import_module(module)
+    if private:
         _know_the_loopback()
     server = _Server()
     for line in sys.stdin:
@@ -287,4 +322,10 @@ def _serve() -> None:
 
 
 if __name__ == "__main__":
-    _serve()
+    try:
+        _serve(**json.loads(sys.argv[1]))
+    except _Program as program:
+        forked = program
+    else:
+        sys.exit()
+    forked.function(**forked.arguments)
