@@ -19,6 +19,7 @@ FIGURES = (
     "staged",
     "complete",
     "durable",
+    "background",
     "lost",
     "step_ratio",
     "next_steps",
@@ -28,6 +29,10 @@ FIGURES = (
     "files",
     "load_warm",
     "load_cold",
+    "raw_copy",
+    "raw_write",
+    "raw_read_warm",
+    "raw_read_cold",
     "torn",
 )
 

@@ -82,6 +82,12 @@ def figure_of(case: Case | Missing, row: str, figure: str) -> Figure | Missing:
     return f"{row} {reason}"
 
 
+def raw_of(case: Case | Missing, row: str, figure: str) -> Figure | Missing:
+    """What the hardware did in turn with a row: one of its figures that begin with `raw_`."""
+    found = figure_of(case, row, figure)
+    return Figure(f"{figure} beside {row}", found.value) if isinstance(found, Figure) else found
+
+
 def limit_of(case: Case | Missing, *names: str) -> Figure | Missing:
     """The quickest of some limits."""
     if isinstance(case, Missing):

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from ckpt_component.bench.measure.beside import RawSaves, measure_loads
 from ckpt_component.bench.measure.files import drop_cache, files_of, fill_cache, sync_tree
 from ckpt_component.bench.measure.limits import checksums, measure_limits
 from ckpt_component.bench.measure.loop import Loop
@@ -101,6 +102,42 @@ def test_the_loop_counts_the_time_that_a_save_takes_from_it(tmp_path: Path) -> N
     lost = Loop(state, threads=1, step_s=0.001).disturbed_by(saver, str(tmp_path / "one"), tail_s=0).lost_s
     # The work that the save did is lost; the steps beside it are not. Half, because other processes are at work too.
     assert lost > saver.spent / 2
+
+
+def test_the_hardware_takes_turns_with_a_row_of_ours(tmp_path: Path) -> None:
+    state = make_state("tiny")
+    found = measure_row("sync", state, str(tmp_path), QUICK)
+    assert all(found[name] > 0 for name in ("raw_copy", "raw_write", "raw_read_warm", "raw_read_cold"))
+    assert found["torn"] == 0 and list(tmp_path.iterdir()) == []
+    # Others' rows are compared with ours, not with the hardware.
+    assert not [name for name in measure_row("torch_save", state, str(tmp_path), QUICK) if name.startswith("raw_")]
+
+
+def test_raw_writes_are_the_fastest_of_some_ways(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    took = {(2, False): iter([1.0, 1.2, 1.4]), (2, True): iter([0.9, 3.0, 0.8]), (4, True): iter([None, None, None])}
+
+    def write(source: object, nbytes: int, folder: str, threads: int, *, direct: bool) -> float | None:
+        return next(took[threads, direct])
+
+    monkeypatch.setattr("ckpt_component.bench.measure.beside.write", write)
+    with RawSaves(5000, str(tmp_path)) as raw:
+        for _ in range(3):
+            raw.turn()
+    assert raw.figures()["raw_write"] == 0.9
+
+
+def test_loads_take_turns_with_reads_of_the_same_files(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    for number in range(3):
+        (tmp_path / "folder" / str(number)).write_bytes(bytes(5000 * number))
+    seconds = iter([5.0, 7.0, 6.0, 2.0, 1.0, 3.0])
+    found = measure_loads(
+        lambda: next(seconds), str(tmp_path / "folder"), turns=lambda: range(3), cold=True, raw="crc32"
+    )
+    assert (found["load_cold"], found["load_warm"]) == (6.0, 2.0)
+    assert all(found[name] > 0 for name in ("raw_read_cold", "raw_read_warm"))  # type: ignore[operator]
+    found = measure_loads(lambda: 4.0, str(tmp_path / "folder"), turns=lambda: range(1), cold=False, raw=None)
+    assert found == {"load_cold": None, "load_warm": 4.0}
 
 
 def test_memory_of_the_process_and_its_peak() -> None:

@@ -43,6 +43,12 @@ def timed(call: Callable[[], object], on_device: bool = False) -> float:
     return time.perf_counter() - started
 
 
+def median(values: Sequence[float | None]) -> float | None:
+    """The lower one of two; None where nothing is known."""
+    known = sorted(value for value in values if value is not None)
+    return known[(len(known) - 1) // 2] if known else None
+
+
 def copy(source: mmap.mmap, target: mmap.mmap) -> float:
     """Seconds to copy one block to another, with all of torch's threads."""
     one, other = (torch.frombuffer(block, dtype=torch.uint8) for block in (source, target))

@@ -5,15 +5,20 @@ from __future__ import annotations
 import math
 import os
 import time
+from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
-from .files import drop_cache, files_of, fill_cache, remove, sync_tree
-from .loop import Loop
+from .beside import RawSaves, measure_loads
+from .files import files_of, remove, sync_tree
+from .loop import Disturbance, Loop
 from .memory import device_peak, pss, sampled_peak
-from .names import ROWS
+from .names import ROWS, Row
+from .raw import median
 from .saver import Saver
 from .states import State, nbytes_of, settle
 
@@ -32,7 +37,7 @@ class Settings:
 
 
 def measure_row(name: str, state: State, folder: str, settings: Settings) -> dict[str, Any]:
-    """Run a row: the first save, steady ones, one beside the loop, loads, and one under a look at the memory.
+    """Run a row: the first save, steady ones, some beside the loop, loads, and one under a look at the memory.
 
     Args:
         name: of the row.
@@ -42,9 +47,11 @@ def measure_row(name: str, state: State, folder: str, settings: Settings) -> dic
 
     Returns:
         Times in seconds, medians where there are several: `first_stall`, `stall` (what the call takes), `staged`
-        (until the tensors may be changed), `complete` (until the row says so), `durable` (synced too), `lost`,
-        `load_warm`, `load_cold` (None where there is no cache to drop). Besides: `step_ratio`, `next_steps`, `memory`
-        (bytes; the host's), `device_memory` (None without CUDA),
+        (until the tensors may be changed), `complete` (until the row says so), `durable` (synced too),
+        `background` (from the return of the call until then), `lost`,
+        `load_warm`, `load_cold` (None where there is no cache to drop). Of ours also the hardware's in turn with them:
+        `raw_copy`, `raw_write`, `raw_read_warm`, `raw_read_cold`. Besides: `step_ratio`, `next_steps`, `memory` (bytes;
+        the host's), `device_memory` (None without CUDA),
         `bytes`, `files`, `torn` (tensors that are not as they were when saved), and the row's own facts.
     """
     row = ROWS[name]
@@ -55,39 +62,64 @@ def measure_row(name: str, state: State, folder: str, settings: Settings) -> dic
         start_memory = pss(os.getpid())
         first = timed_save(saver, os.path.join(folder, "first"), row.fsyncs)
         remove(os.path.join(folder, "first"))
-        steady: list[tuple[float, float, float, float]] = []
-        began = time.perf_counter()
-        while len(steady) < settings.saves and (not steady or time.perf_counter() - began < settings.enough_seconds):
-            path = os.path.join(folder, f"steady-{len(steady)}")
-            loop.update()
-            steady.append(timed_save(saver, path, row.fsyncs))
-            remove(path)
+        steady = _steady(saver, loop, folder, row, settings)
         # Before anything is loaded: what a load frees, malloc may keep.
         path = os.path.join(folder, "memory")
         with sampled_peak() as peak, device_peak(settings.device) as on_device:
             timed_save(saver, path, fsyncs=True)
         remove(path)
-        path = os.path.join(folder, "beside")
-        disturbance = loop.disturbed_by(saver, path, settings.tail_seconds)
+        path, disturbed = _beside_the_loop(saver, loop, folder, settings)
+        facts = saver.facts(path)
         found: dict[str, Any] = {
             "first_stall": first[0],
-            **dict(zip(("stall", "staged", "complete", "durable"), _medians(steady), strict=True)),
-            "lost": disturbance.lost_s,
-            "step_ratio": disturbance.step_ratio,
-            "next_steps": disturbance.next_steps,
+            **steady,
+            **disturbed,
             "device_memory": on_device.nbytes if settings.device == "cuda" else None,
             "memory": max(0, peak.nbytes - start_memory),
             "bytes": sum(os.path.getsize(name) for name in files_of(path)),
             "files": sum(1 for _ in files_of(path)),
             "state_bytes": nbytes_of(state),
             "tensors": len(state),
-            **saver.facts(path),
-            **_loads(saver, path, settings.cold),
+            **facts,
+            **_loads(saver, path, settings, facts.get("checksum")),
         }
         remove(path)
         return found
     finally:
         saver.close()
+
+
+def _steady(saver: Saver, loop: Loop, folder: str, row: Row, settings: Settings) -> dict[str, float | None]:
+    """Save and remove again, in turn with the hardware alone; the folder is as it was after."""
+    times: list[tuple[float, float, float, float]] = []
+    raw = RawSaves(nbytes_of(saver.state), folder) if row.family == "ours" else None
+    with raw or nullcontext():
+        for number in _turns(settings):
+            path = os.path.join(folder, f"steady-{number}")
+            loop.update()
+            times.append(timed_save(saver, path, row.fsyncs))
+            remove(path)
+            if raw is not None:
+                raw.turn()
+    stall, staged, complete, durable = map(median, zip(*times, strict=True))
+    background = median([save[3] - save[0] for save in times])
+    found = {"stall": stall, "staged": staged, "complete": complete, "durable": durable, "background": background}
+    return found | ({} if raw is None else raw.figures())
+
+
+def _beside_the_loop(saver: Saver, loop: Loop, folder: str, settings: Settings) -> tuple[str, dict[str, float | None]]:
+    """Save while the loop goes on; the last save is left, and its path returned."""
+    path, found = "", list[Disturbance]()
+    for number in _turns(settings):
+        if path:
+            remove(path)
+        path = os.path.join(folder, f"beside-{number}")
+        found.append(loop.disturbed_by(saver, path, settings.tail_seconds))
+    return path, {
+        "lost": median([one.lost_s for one in found]),
+        "step_ratio": median([one.step_ratio for one in found]),
+        "next_steps": median([one.next_steps for one in found]),
+    }
 
 
 def make_saver(name: str, state: State) -> Saver:
@@ -141,26 +173,28 @@ def timed_save(saver: Saver, path: str, fsyncs: bool) -> tuple[float, float, flo
     return stall, staged, complete, complete
 
 
-def _loads(saver: Saver, path: str, cold: bool) -> dict[str, Any]:
+def _turns(settings: Settings) -> Iterator[int]:
+    """Numbers of saves, as many as are wanted; at least one, and no further one after `enough_seconds`."""
+    began = time.perf_counter()
+    for number in range(settings.saves):
+        if number and time.perf_counter() - began >= settings.enough_seconds:
+            return
+        yield number
+
+
+def _loads(saver: Saver, path: str, settings: Settings, checksum: Any) -> dict[str, Any]:
     # Touched, so that a load does not pay for the pages of its target.
     target = {key: torch.empty_like(value).fill_(math.nan) for key, value in saver.state.items()}
-    found: dict[str, Any] = {"load_cold": None}
-    if cold:
-        drop_cache(path)
-        found["load_cold"] = _timed_load(saver, path, target)
-    fill_cache(path)
-    found["load_warm"] = _timed_load(saver, path, target)
+
+    def load() -> float:
+        started = time.perf_counter()
+        saver.load(path, target)
+        settle(target)
+        return time.perf_counter() - started
+
+    found: dict[str, Any] = dict(
+        measure_loads(load, path, turns=partial(_turns, settings), cold=settings.cold, raw=checksum)
+    )
     # One update came after the save: a snapshot that is whole is behind by 1 everywhere.
     found["torn"] = sum(not torch.equal(target[key] + 1, value) for key, value in saver.state.items())
     return found
-
-
-def _timed_load(saver: Saver, path: str, target: State) -> float:
-    started = time.perf_counter()
-    saver.load(path, target)
-    settle(target)
-    return time.perf_counter() - started
-
-
-def _medians(saves: list[tuple[float, float, float, float]]) -> list[float]:
-    return [sorted(column)[(len(column) - 1) // 2] for column in zip(*saves, strict=True)]
