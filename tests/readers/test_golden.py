@@ -56,11 +56,15 @@ def zeros(value: Any) -> Any:
     return torch.zeros_like(value) if isinstance(value, torch.Tensor) else None
 
 
-def test_there_are_some_of_two_torch_versions_and_of_before_checksums_had_names() -> None:
-    assert {path.parent.name for path in MADE} == {"before-checksum-names", "torch-2.7", "torch-2.13"}
-    assert len(MADE) == 3 + 2 * len(KINDS)
+def test_there_are_some_of_two_torch_versions_and_of_before_and_after_what_changed() -> None:
+    folders = {"before-checksum-names", "torch-2.7", "torch-2.13", "short-archives"}
+    assert {path.parent.name for path in MADE} == folders
+    assert len(MADE) == 3 + 2 * len(KINDS) + 1
     table = json.loads((GOLDEN / "before-checksum-names" / "dcp" / "integrity-0.json").read_bytes())
     assert "crc32" in table and "sums" not in table
+    # Items were whatever torch.save wrote, and have only what loading needs since.
+    sizes = [(GOLDEN / folder / "dcp" / "__0_0.distcp").stat().st_size for folder in ("torch-2.13", "short-archives")]
+    assert sizes[0] > 2 * sizes[1]
 
 
 @pytest.mark.parametrize("path", MADE, ids=lambda path: f"{path.parent.name}-{path.name}")

@@ -2,7 +2,8 @@
 
     cd tests/readers/golden && python make.py torch-2.13
 
-The folder must be new: a golden checkpoint is never made again. `test_golden.py` has the values.
+The folder must be new: a golden checkpoint is never made again. `test_golden.py` has the values. Of a release that changes
+one kind alone (`before-checksum-names`, `short-archives`) only that is kept.
 """
 
 from __future__ import annotations
