@@ -107,13 +107,13 @@ def test_the_loop_counts_the_time_that_a_save_takes_from_it(tmp_path: Path) -> N
 def test_the_hardware_takes_turns_with_a_row_of_ours(tmp_path: Path) -> None:
     state = make_state("tiny")
     found = measure_row("sync", state, str(tmp_path), QUICK)
-    assert all(found[name] > 0 for name in ("raw_copy", "raw_write", "raw_read_warm", "raw_read_cold"))
+    assert all(found[name] > 0 for name in ("raw_copy", "raw_write_2", "raw_read_warm", "raw_read_cold"))
     assert found["torn"] == 0 and list(tmp_path.iterdir()) == []
     # Others' rows are compared with ours, not with the hardware.
     assert not [name for name in measure_row("torch_save", state, str(tmp_path), QUICK) if name.startswith("raw_")]
 
 
-def test_raw_writes_are_the_fastest_of_some_ways(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_raw_writes_are_medians_of_each_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     took = {(2, False): iter([1.0, 1.2, 1.4]), (2, True): iter([0.9, 3.0, 0.8]), (4, True): iter([None, None, None])}
 
     def write(source: object, nbytes: int, folder: str, threads: int, *, direct: bool) -> float | None:
@@ -123,7 +123,8 @@ def test_raw_writes_are_the_fastest_of_some_ways(tmp_path: Path, monkeypatch: py
     with RawSaves(5000, str(tmp_path)) as raw:
         for _ in range(3):
             raw.turn()
-    assert raw.figures()["raw_write"] == 0.9
+    found = raw.figures()
+    assert (found["raw_write_2"], found["raw_direct_2"], found["raw_direct_4"]) == (1.2, 0.9, None)
 
 
 def test_loads_take_turns_with_reads_of_the_same_files(tmp_path: Path) -> None:

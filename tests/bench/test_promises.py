@@ -35,7 +35,8 @@ OURS: dict[str, Any] = {
     "arenas": 1,
     "checksum": "crc32",
     "raw_copy": 0.1,
-    "raw_write": 0.8,
+    "raw_write_2": 0.9,
+    "raw_direct_2": 0.8,
     "raw_read_warm": 0.18,
     "raw_read_cold": 0.9,
 }
@@ -96,7 +97,7 @@ def test_ratios_are_those_of_the_best_that_may_be_compared() -> None:
     # A peer that loses less and whose snapshot is torn does not count.
     assert lost.measured == pytest.approx(0.2 / 0.9) and lost.holds
     raw = verdict([case()], "large on disk: the best raw write over ours, crc32")
-    assert raw.measured == pytest.approx(0.8 / 1.05) and "raw_write beside async_persistent over" in raw.note
+    assert raw.measured == pytest.approx(0.8 / 1.05) and "raw_direct_2 beside async_persistent over" in raw.note
     # The faster of the two dcp.save, and never a peer that leaves the syncing to us.
     fsyncs = verdict([case(safetensors=PEER | {"durable": 0.1})], "large on disk: the fastest peer that fsyncs")
     assert fsyncs.measured == pytest.approx(1.4 / 1.05) and not ROWS["safetensors"].fsyncs

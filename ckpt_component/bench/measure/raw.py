@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -44,9 +45,9 @@ def timed(call: Callable[[], object], on_device: bool = False) -> float:
 
 
 def median(values: Sequence[float | None]) -> float | None:
-    """The lower one of two; None where nothing is known."""
-    known = sorted(value for value in values if value is not None)
-    return known[(len(known) - 1) // 2] if known else None
+    """Of what is known; None where nothing is."""
+    known = [value for value in values if value is not None]
+    return statistics.median(known) if known else None
 
 
 def copy(source: mmap.mmap, target: mmap.mmap) -> float:

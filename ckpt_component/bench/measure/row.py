@@ -47,12 +47,11 @@ def measure_row(name: str, state: State, folder: str, settings: Settings) -> dic
 
     Returns:
         Times in seconds, medians where there are several: `first_stall`, `stall` (what the call takes), `staged`
-        (until the tensors may be changed), `complete` (until the row says so), `durable` (synced too),
-        `background` (from the return of the call until then), `lost`,
-        `load_warm`, `load_cold` (None where there is no cache to drop). Of ours also the hardware's in turn with them:
-        `raw_copy`, `raw_write`, `raw_read_warm`, `raw_read_cold`. Besides: `step_ratio`, `next_steps`, `memory` (bytes;
-        the host's), `device_memory` (None without CUDA),
-        `bytes`, `files`, `torn` (tensors that are not as they were when saved), and the row's own facts.
+        (until the tensors may be changed), `complete` (until the row says so), `durable` (synced too), `background`
+        (from the return of the call until then), `lost`, `load_warm`, `load_cold` (None where there is no cache to
+        drop). Of ours also the hardware's in turn with them: what `beside` gives, from `raw_copy` to `raw_read_cold`.
+        Besides: `step_ratio`, `next_steps`, `memory` (bytes; the host's), `device_memory` (None without CUDA), `bytes`,
+        `files`, `torn` (tensors that are not as they were when saved), and the row's own facts.
     """
     row = ROWS[name]
     loop = Loop(state, settings.loop_threads, settings.step_seconds)
