@@ -89,15 +89,12 @@ def raw_of(case: Case | Missing, row: str, *names: str) -> Figure | Missing:
     return min(known, key=_value) if known else found[0][1]
 
 
-def limit_of(case: Case | Missing, *names: str) -> Figure | Missing:
-    """The quickest of some limits."""
+def limit_of(case: Case | Missing, name: str) -> Figure | Missing:
+    """What the hardware did as a row of its own."""
     if isinstance(case, Missing):
         return case
-    limits = limits_of(case)
-    found = [Figure(name, limits[name].median) for name in names if name in limits]
-    if not found:
-        return why_not(case, LIMITS) or f"no limit {' or '.join(names)} was measured"
-    return min(found, key=_value)
+    found = limits_of(case).get(name)
+    return Figure(name, found.median) if found else why_not(case, LIMITS) or f"no limit {name} was measured"
 
 
 def best_of(case: Case | Missing, rows: Iterable[str], figure: str, whole: bool = False) -> Figure | Missing:

@@ -19,7 +19,7 @@ from typing import IO, Any, cast
 import torch
 
 from ..errors import CheckpointStageError
-from .patterns import Numbers, Pattern, UnknownPickleError
+from .patterns import MOST_BYTES, Numbers, Pattern, UnknownPickleError
 from .structure import element_bytes
 from .zip_records import central_header, end_of_directory, local_header
 
@@ -30,8 +30,6 @@ _SIZES = struct.Struct("<2L")
 _OFFSET = struct.Struct("<L")
 #: Where the sizes stand in a local header and in an entry of the directory, and the directory's place at the end.
 _IN_LOCAL, _IN_CENTRAL, _FROM_END = 18, 20, 6
-#: Larger payloads have their sizes in other fields; they are few.
-_MOST_BYTES = 1 << 31
 
 #: `torch.serialization.set_crc32_options` is a switch of the whole process; one pickle at a time may turn it.
 _SWITCH = threading.Lock()
@@ -137,7 +135,7 @@ class _Frame:
         pickled: bytes of the pickle.
 
     Attributes:
-        lengths: of prefix and suffix, of payloads up to `_MOST_BYTES`.
+        lengths: of prefix and suffix, of payloads up to `MOST_BYTES`.
     """
 
     def __init__(self, pickled: int) -> None:
@@ -152,7 +150,7 @@ class _Frame:
 
     def around(self, pickled: bytes, nbytes: int) -> tuple[bytes, bytes]:
         """Prefix and suffix of a payload."""
-        if nbytes >= _MOST_BYTES:
+        if nbytes >= MOST_BYTES:
             start, between, end = _records(self._pickled, nbytes)
             return b"".join((start, pickled, between)), end
         sizes, (one, two), (three, four, five) = _SIZES.pack(nbytes, nbytes), self._between, self._end

@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 import torch
 
-#: Larger ones are pickled in other ways; they are few.
-_MOST_BYTES = 1 << 31
+#: Of payloads. Larger ones have their numbers in other fields, of the pickle and of the archive; they are few.
+MOST_BYTES = 1 << 31
 
 #: A number in a pickle, by its size.
 _BYTE, _TWO_BYTES, _FOUR_BYTES = (
@@ -51,7 +51,7 @@ class Numbers(NamedTuple):
             strides.append(count)
             count *= size
         nbytes = count * dtype.itemsize
-        if not 0 < nbytes < _MOST_BYTES:
+        if not 0 < nbytes < MOST_BYTES:
             return None
         strides.reverse()
         # As protocol 2 has them, which `torch.save` uses; none of them is as large as `nbytes` may be.

@@ -73,13 +73,13 @@ def measure_loads(
     """
     paths = list(files_of(path))
     found: dict[str, float | None] = {}
-    target = None if raw is None else block_of(sum(map(os.path.getsize, paths)))
+    target = block_of(sum(map(os.path.getsize, paths)) if raw is not None else 1)
     for cache, prepare in (("cold", drop_cache), ("warm", fill_cache)):
         loads, reads = [], []
         for _ in turns() if cold or cache == "warm" else ():
             prepare(path)
             loads.append(load())
-            if raw is not None and target is not None:
+            if raw is not None:
                 prepare(path)
                 reads.append(read_files(paths, target, checksums()[raw]))
         found[f"load_{cache}"] = median(loads)

@@ -72,11 +72,13 @@ def measure_limits(state: State, folder: str, rounds: int, cold: bool) -> dict[s
             seconds[name].append(call())
         # Two files of half the bytes.
         paths = raw_paths(folder, _FILES)
-        write_files(source, nbytes, paths)
-        for name, took in (*([] if on_device else _forked(tensors)), *_reads(paths, target, cold).items()):
-            seconds.setdefault(name, []).append(took)
-        for path in paths:
-            os.unlink(path)
+        try:
+            write_files(source, nbytes, paths)
+            for name, took in (*([] if on_device else _forked(tensors)), *_reads(paths, target, cold).items()):
+                seconds.setdefault(name, []).append(took)
+        finally:
+            for path in filter(os.path.exists, paths):
+                os.unlink(path)
     return {name: median(found[1:]) for name, found in seconds.items()} | {"state_bytes": nbytes}
 
 
