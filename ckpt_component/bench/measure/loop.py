@@ -69,7 +69,8 @@ class Loop:
         The update comes after the first step, as an optimizer's would, once the saver says that the tensors are free.
         """
         before = self._undisturbed()
-        update_s = sorted(self.update() for _ in range(3))[1]
+        with self._loop_threads():  # as the one below
+            update_s = sorted(self.update() for _ in range(3))[1]
         started = time.perf_counter()
         saver.save(path)
         done, done_at, steps, meanwhile = False, started, 0, list[float]()
