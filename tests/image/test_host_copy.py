@@ -51,6 +51,37 @@ def test_a_failing_portion_is_raised() -> None:
         copy_on_host([torch.zeros(2), torch.zeros(3)], [torch.ones(2), torch.ones(4)], threads=2)
 
 
+def test_nobody_is_told_of_a_copy_that_training_waits_for() -> None:
+    sources = [torch.full((3 << 20,), float(number)) for number in range(4)]  # each of two portions
+    slots = [torch.zeros(3 << 20) for _ in sources]
+    told: list[int] = []
+    begin, end = slots[0].data_ptr(), slots[0].data_ptr() + slots[0].nbytes
+    copy = HostCopy(slots, sources, [(begin, end)]).begin(sources, reached=lambda track, address: told.append(address))
+    copy.help(1, until=0)  # out of time before it began
+    seen: list[list[int]] = []
+    number, portion = copy._work[-1]
+    copy._work[-1] = (number, lambda: (portion(), seen.append(list(told))))
+    copy.help(1)
+    assert seen == [[]] and told[-1] == end
+    copy.finish(1)
+    assert_equal(slots, sources)
+
+
+def test_a_large_tensor_is_cut_as_little_as_leaves_work_for_all() -> None:
+    large, small = torch.rand(20 << 20), torch.rand(100)  # 80 MB
+    slots = [torch.zeros_like(large), torch.zeros_like(small)]
+    threads = torch.get_num_threads()
+    try:
+        for count, portions in ((1, 2), (2, 4), (64, 10)):
+            torch.set_num_threads(count)
+            copy = HostCopy(slots, [large, small])
+            assert len(copy._portions) in (portions + 1, portions + 2)  # what is left over of a cut
+            copy.begin([large, small]).finish(2)
+            assert_equal(slots, [large, small])
+    finally:
+        torch.set_num_threads(threads)
+
+
 def assert_equal(slots: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
     for slot, source in zip(slots, sources, strict=True):
         assert torch.equal(slot, source.detach())
