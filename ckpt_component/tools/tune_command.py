@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -56,6 +57,7 @@ def run(parsed: argparse.Namespace) -> None:
     Raises:
         CheckpointConfigError: an argument that cannot be used; the text says what to type instead.
     """
+    from ..tuning.memory import memory_advice
     from ..tuning.recipe import recipe_path, write_recipe
     from ..tuning.tune import Wish, tune
 
@@ -74,10 +76,15 @@ def run(parsed: argparse.Namespace) -> None:
     _refuse_overrides(wish.preset, wish.fixed)
     print(f"{size / 1e9:.2f} GB of state ({wish.state}) in {wish.folder}, {wish.preset}, about {wish.seconds:g} s")
     answers = tune(wish, lambda text: print(text, flush=True))
+    memory = memory_advice(os.environ)
+    if memory is not None:
+        print(f"\n{memory}")
     settings = dict(override.split("=", 1) for override in wish.fixed)
     settings |= {answer.key: answer.value for answer in answers}
     about = f"for any app on this machine: {size / 1e9:.2f} GB of state ({wish.state}), measured by ckpt tune"
     notes = [about, *(f"{answer.key}={answer.value}: {answer.reason}" for answer in answers)]
+    if memory is not None:
+        notes.append(memory)
     if settings.get("checkpoint/writer") == "torch_save":
         notes.append("files of torch_save load on the same number of ranks alone")
     if settings.get("checkpoint/stager") == "zero_overhead":
