@@ -21,6 +21,7 @@ from functools import partial
 
 import torch
 
+from .columns import column_of, picked
 from .gather import MOST_PIECES, ROW_BYTES, Gather
 from .slots import Slots
 from .tracks import Marks, Reached, Tracks
@@ -54,8 +55,8 @@ class HostCopy:
         if isinstance(slots, Slots):
             targets, sizes = slots.addresses, slots.sizes
         else:
-            targets = torch.tensor([slot.data_ptr() for slot in slots], dtype=torch.int64)
-            sizes = torch.tensor([slot.nbytes for slot in slots], dtype=torch.int64)
+            targets = column_of(slot.data_ptr() for slot in slots)
+            sizes = column_of(slot.nbytes for slot in slots)
         most = min(_MOST_BYTES, int(sizes.sum()) // (2 * torch.get_num_threads()))
         small: list[int] = []
         odd: list[int] = []
@@ -80,8 +81,8 @@ class HostCopy:
                     )
                     portions.append(_Portion(target + start, target + start + nbytes, work))
         #: Rows of address and bytes of the small ones' slots, and their numbers.
-        self._pieces = torch.stack([targets[small], sizes[small]], 1)
-        self._numbers = torch.tensor(small, dtype=torch.int64)
+        self._numbers = column_of(small)
+        self._pieces = torch.stack([picked(targets, self._numbers), picked(sizes, self._numbers)], 1)
         for first, last, nbytes in _cut(self._pieces[:, 1].tolist()):
             work = partial(HostCopy._copy_small, first=first, last=last, nbytes=nbytes)
             portions.append(_Portion(*_extent(targets, sizes, small[first:last]), work))
@@ -110,7 +111,7 @@ class HostCopy:
         """
         origins = None
         if addresses is not None:
-            origins = torch.stack([addresses[self._numbers], self._pieces[:, 1]], 1)
+            origins = torch.stack([picked(addresses, self._numbers), self._pieces[:, 1]], 1)
         work: deque[tuple[int, Callable[[], object]]] = deque(
             (number, partial(self._portions[number].copy, self, sources, origins)) for number in self._tracks.order
         )
@@ -127,7 +128,7 @@ class HostCopy:
     ) -> None:
         if origins is None:
             found = [sources[number].data_ptr() for number in self._numbers[first:last].tolist()]
-            origins = torch.stack([torch.tensor(found, dtype=torch.int64), self._pieces[first:last, 1]], 1)
+            origins = torch.stack([column_of(found), self._pieces[first:last, 1]], 1)
             at = origins.data_ptr()
         else:
             at = origins.data_ptr() + first * ROW_BYTES

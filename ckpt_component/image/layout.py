@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, overload
 
 import torch
 
+from .columns import column_of
 from .structure import Stored as Stored  # as much a part of a layout as items and files
 from .structure import Structure as Structure
 
@@ -165,7 +166,7 @@ def addresses_of(layout: Layout, pointers: Sequence[int], sources: Sequence[torc
         pointers: of `FlatState`.
         sources: of `sources_of`.
     """
-    found = torch.tensor(layout.pick(pointers), dtype=torch.int64)
+    found = column_of(layout.pick(pointers))
     for position in layout.windows:
         found[position] = sources[position].data_ptr()
     return found

@@ -8,6 +8,7 @@ from typing import overload
 
 import torch
 
+from .columns import column_of
 from .structure import Stored, contiguous_stride
 
 
@@ -31,8 +32,8 @@ class Slots(Sequence[torch.Tensor]):
         self._entries = entries
         self._slabs: dict[torch.dtype, torch.Tensor] = {torch.uint8: slab}
         self._made: list[torch.Tensor | None] = [None] * len(entries)
-        self.addresses = torch.tensor(self._starts, dtype=torch.int64) + slab.data_ptr()
-        self.sizes = torch.tensor([entry.nbytes for entry in entries], dtype=torch.int64)
+        self.addresses = column_of(self._starts) + slab.data_ptr()
+        self.sizes = column_of(entry.nbytes for entry in entries)
 
     def __len__(self) -> int:
         return len(self._made)

@@ -12,6 +12,8 @@ from operator import xor
 
 import torch
 
+from ..image.columns import picked, repeated
+
 _ONE = 1 << 31
 #: Powers are the product of two from tables, one of so many small ones.
 _SMALL = 1 << 11
@@ -40,7 +42,7 @@ class CrcOfRanges:
             last: the piece behind its last.
         """
         ends = lengths.cumsum(0)
-        total = ends[last - 1].repeat_interleave(last - first)
+        total = repeated(picked(ends, last - 1), last - first)
         behind = total - ends
         shifted: list[int] = []
         for some, bytes_behind in zip(crcs.split(_TOGETHER), behind.split(_TOGETHER), strict=True):
@@ -52,13 +54,13 @@ class CrcOfRanges:
         different, which = lengths.unique(return_inverse=True)
         # The register begins with all bits set, and is inverted at the end.
         ones = torch.full_like(different, 0xFFFFFFFF)
-        return (self._product(ones, self._powers(different)) ^ ones)[which]
+        return picked(self._product(ones, self._powers(different)) ^ ones, which)
 
     def _powers(self, lengths: torch.Tensor) -> torch.Tensor:
         """x^(8n)."""
         most = int(lengths.max()) // _SMALL
         small, large = _table(self._polynomial, 1, _SMALL), _table(self._polynomial, _SMALL, _rounded(most + 1))
-        return self._product(small[lengths % _SMALL], large[lengths // _SMALL])
+        return self._product(picked(small, lengths % _SMALL), picked(large, lengths // _SMALL))
 
     def _product(self, one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
         return _multiply(one, other, self._polynomial)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -11,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..image.columns import column_of, picked
 from .shapes import DTYPES, MOST_DIMENSIONS, MOST_ELEMENTS, is_shape
 
 
@@ -101,7 +101,7 @@ def tensor_items(
     needed = elements * itemsize
     refuse(file < 0, "it has an item in the file number {}", file)  # an index that is negative counts from the end
     refuse(file >= len(names), "it has an item in the file number {}", file)
-    size = column([sizes[name] for name in names])[file]
+    size = picked(column([sizes[name] for name in names]), file)
     refuse((offset < 0) | (length < 0), "it has an item at {} of {} bytes", offset, length)
     # The sums below cannot overflow, because a file has fewer than 2^63 bytes.
     refuse(
@@ -141,7 +141,7 @@ def column(values: Sequence[Any]) -> torch.Tensor:
         OverflowError: one has more bits.
     """
     check_ints(values)
-    return torch.frombuffer(array("q", values), dtype=torch.int64)
+    return column_of(values)
 
 
 def check_ints(values: Sequence[Any]) -> None:

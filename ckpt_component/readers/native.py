@@ -12,6 +12,7 @@ import torch
 
 from ..errors import CheckpointCorruptError, CheckpointLoadError
 from ..image.arena import tensor_bytes
+from ..image.columns import column_of, picked, where
 from ..image.plain import are_plain, is_plain
 from ..image.shards import overlap
 from ..image.tree import Path, key_of, keys_of
@@ -192,11 +193,11 @@ class NativeSource(Source):
         small = []
         for rank, pairs in chosen.items():
             chosen_numbers, wanted = zip(*pairs, strict=True)
-            numbers = torch.tensor(chosen_numbers)
-            fits = self._tables[rank].tensors.length[numbers] <= SMALL_BYTES
+            numbers = column_of(chosen_numbers)
+            fits = picked(self._tables[rank].tensors.length, numbers) <= SMALL_BYTES
             large += compress(wanted, (~fits).tolist())
             if fits.any():
-                small.append((rank, numbers[fits], list(compress(wanted, fits.tolist()))))
+                small.append((rank, picked(numbers, where(fits)), list(compress(wanted, fits.tolist()))))
         return small, large
 
     def _pieces(self, request: Request) -> list[Chunk]:

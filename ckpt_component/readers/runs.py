@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ..image.columns import column_of, picked, repeated, where
 from ..storage.checksum import Checksum
 from .blocks import Block
 from .crc import CrcOfRanges
@@ -46,18 +47,18 @@ class Landings:
     def __init__(
         self, items: TensorItems, numbers: torch.Tensor, targets: Sequence[torch.Tensor], checksum: Checksum | None
     ) -> None:
-        order = torch.argsort(items.offset[numbers], stable=True)
-        order = order[torch.argsort(items.file[numbers][order], stable=True)]
-        chosen = numbers[order]
+        order = torch.argsort(picked(items.offset, numbers), stable=True)
+        order = picked(order, torch.argsort(picked(items.file, picked(numbers, order)), stable=True))
+        chosen = picked(numbers, order)
         self.checksum = checksum
         #: Of each landing, its place in `targets`.
         self.order: list[int] = order.tolist()
         self.targets = [targets[place] for place in self.order]
         self._names = items.names
-        self._file, self._offset = items.file[chosen], items.offset[chosen]
-        self._end = self._offset + items.length[chosen]
+        self._file, self._offset = picked(items.file, chosen), picked(items.offset, chosen)
+        self._end = self._offset + picked(items.length, chosen)
         self.checksums = [items.checksums[number] for number in chosen.tolist()]
-        self._payload, self._nbytes = items.payload[chosen], items.nbytes[chosen]
+        self._payload, self._nbytes = picked(items.payload, chosen), picked(items.nbytes, chosen)
 
     def runs(self) -> Iterator[Run]:
         """All landings, in runs of neighbours."""
@@ -66,25 +67,26 @@ class Landings:
         # What is tied overlaps, and is read again.
         cut = (gap < 0) | (gap > _GAP_BYTES) | (file[1:] != file[:-1])
         cut |= offset[1:] // _RUN_BYTES != offset[:-1] // _RUN_BYTES
-        first = torch.cat([torch.zeros(1, dtype=torch.int64), cut.nonzero().flatten() + 1])
+        first = torch.cat([torch.zeros(1, dtype=torch.int64), where(cut) + 1])
         last = torch.cat([first[1:], torch.tensor([len(offset)])])
-        start = offset[first].repeat_interleave(last - first)
+        starting = picked(offset, first)
+        start = repeated(starting, last - first)
         # The system call fills pieces of memory one after the other: what is between two payloads lands nowhere.
         behind = self._payload + self._nbytes
         before = torch.cat([torch.zeros(1, dtype=torch.int64), behind[:-1]])
-        before[first] = offset[first]
+        before.index_copy_(0, first, starting)
         nowhere = bytearray(BLOCK_BYTES)
         pieces = torch.empty(len(offset), 4, dtype=torch.int64)
         pieces[:, 0] = ctypes.addressof(ctypes.c_char.from_buffer(nowhere))
         pieces[:, 1] = self._payload - before
-        pieces[:, 2] = torch.tensor(list(map(torch.Tensor.data_ptr, self.targets)), dtype=torch.int64)
+        pieces[:, 2] = column_of(map(torch.Tensor.data_ptr, self.targets))
         pieces[:, 3] = self._nbytes
         memory = (pieces, nowhere)
         between = torch.cat([gap, torch.zeros(1, dtype=torch.int64)])
-        between[last - 1] = 0
+        between.index_fill_(0, last - 1, 0)
         wholes = self._checksums_of_runs(between, first, last)
         starts, ends = (offset - start).tolist(), (end - start).tolist()
-        columns = (file[first], offset[first], end[last - 1] - offset[first], first, last)
+        columns = (picked(file, first), starting, picked(end, last - 1) - starting, first, last)
         rows = zip(*(each.tolist() for each in columns), wholes, strict=True)
         for number, place, length, low, high, whole in rows:
             bounds = list(zip(starts[low:high], ends[low:high], strict=True))
@@ -98,7 +100,7 @@ class Landings:
         if polynomial is None or min(self.checksums) < 0 or max(self.checksums) >= 1 << 32:
             return [None] * len(first)
         ranges = CrcOfRanges(polynomial)
-        items = torch.tensor(self.checksums)
+        items = column_of(self.checksums)
         crcs = torch.stack([items, ranges.of_zeros(between)], dim=1).flatten()
         lengths = torch.stack([self._end - self._offset, between], dim=1).flatten()
         return ranges.combined(crcs, lengths, 2 * first, 2 * last)

@@ -1,0 +1,43 @@
+"""Columns of numbers, one for each of many tensors, handled by one thread.
+
+Some of torch's operations, such as an index by numbers, wake all of its threads for a few thousand numbers: 8 ms on two
+cores where a copy of 20,000 numbers takes 0.2 ms. A save or a load has a dozen such columns.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable
+
+import torch
+
+
+def column_of(values: Iterable[int]) -> torch.Tensor:
+    """Integers below 2^63 as a column, int64; a third of the time that `torch.tensor` takes.
+
+    Raises:
+        OverflowError: one has more bits.
+        TypeError: one is no integer.
+    """
+    numbers = array("q", values)
+    return torch.frombuffer(numbers, dtype=torch.int64) if numbers else torch.empty(0, dtype=torch.int64)
+
+
+def picked(column: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+    """`column[numbers]`, for numbers that are not negative."""
+    return column.index_select(0, numbers)
+
+
+def where(flags: torch.Tensor) -> torch.Tensor:
+    """The numbers of the places at which a column of bools is true, ascending."""
+    return flags.nonzero().flatten()
+
+
+def repeated(column: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """`column.repeat_interleave(counts)`, where every count is at least 1."""
+    if not len(column):
+        return column
+    ends = counts.cumsum(0)
+    steps = torch.zeros(int(ends[-1]), dtype=torch.int64)
+    steps.index_fill_(0, ends[:-1], 1)
+    return picked(column, steps.cumsum(0))
