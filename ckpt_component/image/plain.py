@@ -7,20 +7,25 @@ from operator import attrgetter
 
 import torch
 
+from .parts import parts
+
 
 def is_plain(tensor: torch.Tensor) -> bool:
     """Whether a tensor's elements lie one after the other in the host's memory, as they are."""
     return tensor.is_cpu and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
 
 
-def are_plain(tensors: Sequence[torch.Tensor]) -> Sequence[bool]:
+def are_plain(tensors: Sequence[torch.Tensor]) -> list[bool]:
     """`is_plain` of each; where all are, that is found faster."""
-    kind = torch.Tensor
-    if (
-        all(map(attrgetter("is_cpu"), tensors))
-        and all(map(kind.is_contiguous, tensors))
-        and not any(map(kind.is_conj, tensors))
-        and not any(map(kind.is_neg, tensors))
-    ):
-        return [True] * len(tensors)
-    return list(map(is_plain, tensors))
+    kind, found = torch.Tensor, list[bool]()
+    for _, part in parts(tensors):
+        if (
+            all(map(attrgetter("is_cpu"), part))
+            and all(map(kind.is_contiguous, part))
+            and not any(map(kind.is_conj, part))
+            and not any(map(kind.is_neg, part))
+        ):
+            found += [True] * len(part)
+        else:
+            found += map(is_plain, part)
+    return found

@@ -13,11 +13,9 @@ from typing import Any, NamedTuple
 import torch
 
 from .objects import check_tensor
+from .parts import TOGETHER, parts
 from .tree import FlatState, check_unique, key_of
 
-#: So many tensors are looked at from all sides before the next ones: what there is of them fits the processor's cache
-#: and its table of pages. Side by side, over all 20,000 tensors, it takes three times as long.
-_TOGETHER = 512
 _COMPLEX = frozenset({torch.complex32, torch.complex64, torch.complex128})
 
 
@@ -55,7 +53,7 @@ class Structure:
 
     def __init__(self, flat: FlatState) -> None:
         tensors = flat.tensors
-        for start, part in _parts(tensors):
+        for start, part in parts(tensors):
             if not _nothing_to_check(part):
                 for number, tensor in enumerate(part, start):
                     check_tensor(tensor, key_of(flat.tensor_paths[number]))
@@ -66,7 +64,7 @@ class Structure:
         #: For each tensor which part of a whole it is, or None.
         self.shards = flat.shards
         shapes: dict[torch.Size, torch.Size] = {}  # equal ones are kept once
-        self._forms = [_Form.of(part).with_shapes_from(shapes) for _, part in _parts(tensors)]
+        self._forms = [_Form.of(part).with_shapes_from(shapes) for _, part in parts(tensors)]
         #: By number, of those that are not contiguous.
         self._strides = {number: tensors[number].stride() for number in self._where("contiguous", False)}
         #: Those whose memory does not hold their values.
@@ -128,7 +126,7 @@ class Structure:
         """Where the memory of the tensors begins; None where they are others than they were."""
         pointers = array("Q")
         try:
-            for known, (_, part) in zip(self._forms, _parts(tensors), strict=True):
+            for known, (_, part) in zip(self._forms, parts(tensors), strict=True):
                 if _Form.of(part) != known:
                     return None
                 pointers.extend(map(torch.Tensor.data_ptr, part))
@@ -168,7 +166,7 @@ class Structure:
         return (shape for form in self._forms for shape in form.shapes)
 
     def _shape_of(self, tensor: int) -> torch.Size:
-        return self._forms[tensor // _TOGETHER].shapes[tensor % _TOGETHER]
+        return self._forms[tensor // TOGETHER].shapes[tensor % TOGETHER]
 
     def _where(self, column: str, value: bool) -> list[int]:
         """Numbers of the tensors that have this value there."""
@@ -221,11 +219,6 @@ def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
         strides.append(step)
         step *= max(size, 1)
     return tuple(reversed(strides))
-
-
-def _parts(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[int, Sequence[torch.Tensor]]]:
-    """Tensors to be looked at together, with the number of the first."""
-    return ((start, tensors[start : start + _TOGETHER]) for start in range(0, len(tensors), _TOGETHER))
 
 
 def _nothing_to_check(tensors: Sequence[torch.Tensor]) -> bool:

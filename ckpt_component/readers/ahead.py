@@ -6,7 +6,7 @@ import errno
 import logging
 import os
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from types import TracebackType
 
 logger = logging.getLogger(__name__)
@@ -15,6 +15,10 @@ logger = logging.getLogger(__name__)
 _LEAD_BYTES = 128 << 20
 #: The system answers an announcement once all of it is on its way.
 _STEP_BYTES = 4 << 20
+#: What is in memory is looked at in steps that grow up to this, because looking takes the GIL from those who read.
+_MOST_BYTES = 32 << 20
+#: Ranges of a file are joined over such a gap, the padding between items. Nobody reads it, so it must be little.
+_GAP_BYTES = 64
 
 
 class ReadAhead:
@@ -58,24 +62,45 @@ class ReadAhead:
         self._thread.join()  # it is in no call but an announcement, which waits for the disk as reads do
 
     def _announce(self) -> None:
-        for descriptor, offset, length in self._ranges:
-            for start in range(0, length, _STEP_BYTES):
+        step = _STEP_BYTES
+        for descriptor, position, end in _joined(self._ranges):
+            while position < end:
                 with self._changed:
                     self._resting = self._announced - self._read >= _LEAD_BYTES
                     while self._resting and not self._ended:
                         self._changed.wait()
                     if self._ended:
                         return
-                step = min(_STEP_BYTES, length - start)
-                first = offset + start
+                nbytes = min(step, end - position)
                 try:
-                    if not (_is_cached(descriptor, first) and _is_cached(descriptor, first + step - 1)):
-                        os.posix_fadvise(descriptor, first, step, os.POSIX_FADV_WILLNEED)
+                    if _is_cached(descriptor, position) and _is_cached(descriptor, position + nbytes - 1):
+                        step = min(2 * step, _MOST_BYTES)
+                    elif nbytes > _STEP_BYTES:
+                        step = _STEP_BYTES  # some of it may be there: looked at again
+                        continue
+                    else:
+                        os.posix_fadvise(descriptor, position, nbytes, os.POSIX_FADV_WILLNEED)
+                        step = _STEP_BYTES
                 except OSError as error:
                     # Advice is all it is: what is wrong with the file, its reader will tell.
                     logger.info("reads are not announced to the disk, which refuses that (%s)", error)
                     return
-                self._announced += step
+                position += nbytes
+                self._announced += nbytes
+
+
+def _joined(ranges: Iterable[tuple[int, int, int]]) -> Iterator[tuple[int, int, int]]:
+    """Descriptor, begin and end of ranges, neighbours as one; what is between them is announced with them."""
+    open_one: tuple[int, int, int] | None = None
+    for descriptor, offset, length in ranges:
+        if open_one is not None and open_one[0] == descriptor and 0 <= offset - open_one[2] <= _GAP_BYTES:
+            open_one = descriptor, open_one[1], offset + length
+            continue
+        if open_one is not None:
+            yield open_one
+        open_one = descriptor, offset, offset + length
+    if open_one is not None:
+        yield open_one
 
 
 def _is_cached(descriptor: int, position: int) -> bool:

@@ -183,21 +183,29 @@ class NativeSource(Source):
             return [], []
         keys, targets, offsets = zip(*requests, strict=True)
         places = list(map(self._whole.get, keys))
-        chosen: dict[int, list[tuple[int, Request]]] = {}
+        plain = are_plain(targets)
+        chosen: dict[int, tuple[list[int], list[Request]]] = {}
         large: list[Request] = []
-        for request, place, part, plain in zip(requests, places, offsets, are_plain(targets), strict=True):
-            if place is not None and part is None and plain:
-                chosen.setdefault(place[0], []).append((place[1], request))
-            else:
-                large.append(request)
+        if len(self._tables) == 1 and None not in places and all(plain) and set(offsets) == {None}:
+            # By far the most common case, in a quarter of the time.
+            chosen[0] = ([place[1] for place in places if place is not None], list(requests))
+        else:
+            for request, place, part, is_one in zip(requests, places, offsets, plain, strict=True):
+                if place is not None and part is None and is_one:
+                    found, wanted = chosen.setdefault(place[0], ([], []))
+                    found.append(place[1])
+                    wanted.append(request)
+                else:
+                    large.append(request)
         small = []
-        for rank, pairs in chosen.items():
-            chosen_numbers, wanted = zip(*pairs, strict=True)
-            numbers = column_of(chosen_numbers)
+        for rank, (found, wanted) in chosen.items():
+            numbers = column_of(found)
             fits = picked(self._tables[rank].tensors.length, numbers) <= SMALL_BYTES
-            large += compress(wanted, (~fits).tolist())
-            if fits.any():
-                small.append((rank, picked(numbers, where(fits)), list(compress(wanted, fits.tolist()))))
+            if not fits.all():
+                large += compress(wanted, (~fits).tolist())
+                numbers, wanted = picked(numbers, where(fits)), list(compress(wanted, fits.tolist()))
+            if wanted:
+                small.append((rank, numbers, wanted))
         return small, large
 
     def _pieces(self, request: Request) -> list[Chunk]:

@@ -85,11 +85,10 @@ class Landings:
         between = torch.cat([gap, torch.zeros(1, dtype=torch.int64)])
         between.index_fill_(0, last - 1, 0)
         wholes = self._checksums_of_runs(between, first, last)
-        starts, ends = (offset - start).tolist(), (end - start).tolist()
+        bounds = (offset - start).tolist(), (end - start).tolist()
         columns = (picked(file, first), starting, picked(end, last - 1) - starting, first, last)
         rows = zip(*(each.tolist() for each in columns), wholes, strict=True)
         for number, place, length, low, high, whole in rows:
-            bounds = list(zip(starts[low:high], ends[low:high], strict=True))
             yield Run(self, self._names[number], place, length, low, high, bounds, whole, memory)
 
     def _checksums_of_runs(
@@ -115,7 +114,7 @@ class Run:
         name: the file.
         offset, length: the range of it.
         first, last: the landings are those from `first` to before `last`.
-        bounds: where each item begins and ends in the range.
+        bounds: where each item of all runs begins in its run's range, and where it ends there.
         whole: the checksum of the range, if that is known and only zeros are between the items.
     """
 
@@ -125,7 +124,7 @@ class Run:
     length: int
     first: int
     last: int
-    bounds: list[tuple[int, int]]
+    bounds: tuple[list[int], list[int]]
     whole: int | None
     _memory: tuple[torch.Tensor, bytearray]
 
@@ -143,8 +142,9 @@ class Run:
                 return self.last - 1
             checksum = self.landings.checksum
             if checksum is not None and (self.whole is None or checksum.of(view) != self.whole):
-                taken, expected = checksum.of, self.landings.checksums[self.first : self.last]
-                for place, ((start, end), wanted) in enumerate(zip(self.bounds, expected, strict=True)):
+                taken, mine = checksum.of, slice(self.first, self.last)
+                columns = (*self.bounds, self.landings.checksums)
+                for place, (start, end, wanted) in enumerate(zip(*(column[mine] for column in columns), strict=True)):
                     if taken(view[start:end]) != wanted:
                         return self.first + place
         pieces, _ = self._memory

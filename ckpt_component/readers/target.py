@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cached_property
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import Any
 
 import torch
 
 from ..errors import CheckpointLoadError
+from ..image.parts import parts
 from ..image.per_rank import PerRank, rank_of
 from ..image.shards import Shard, local_part
 from ..image.tree import Path, StateDict, Stateful, flatten, key_of, keys_of, unflatten
 from .source import Request, Source
+
+_SHAPE, _DTYPE = attrgetter("shape"), attrgetter("dtype")
 
 
 class Target:
@@ -62,8 +65,8 @@ class Target:
             self._take_rest(path, stateful)
         self.new_tensors = list(dict.fromkeys(self.new_tensors))
         self.objects = list(dict.fromkeys(self.objects))
-        used = {*(request.key for request in self.requests), *self.new_tensors, *self.objects}
-        unused = {*source.index.tensors, *source.index.objects} - used
+        used = {*map(itemgetter(0), self.requests), *self.new_tensors, *self.objects}
+        unused = (source.index.tensors.keys() | source.index.objects.keys()) - used
         # Every rank finds the others' own values there.
         self.unexpected = sorted(key for key in unused if all(rank_of(part) is None for part in self._place_of(key)))
 
@@ -77,12 +80,16 @@ class Target:
         flat = self._flat
         keys = keys_of(flat.tensor_paths)
         entries = list(map(self._source.index.tensors.get, keys))
-        if not any(flat.shards) and all(
-            [getattr(entry, name, None) for entry in entries] == list(map(attrgetter(name), flat.tensors))
-            for name in ("shape", "dtype")
-        ):
-            self.requests = list(map(Request, keys, flat.tensors))
-            return
+        if None not in entries and not any(flat.shards):
+            requests: list[Request] = []
+            for start, part in parts(flat.tensors):
+                mine = slice(start, start + len(part))
+                if any(list(map(of, entries[mine])) != list(map(of, part)) for of in (_SHAPE, _DTYPE)):
+                    break
+                requests += map(Request, keys[mine], part)
+            else:
+                self.requests = requests
+                return
         for path, tensor, shard in zip(flat.tensor_paths, flat.tensors, flat.shards, strict=True):
             self._match_tensor(path, tensor, shard)
 

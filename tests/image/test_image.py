@@ -155,6 +155,12 @@ def structure_of(state: dict[str, Any]) -> tuple[Structure, FlatState]:
     return Structure(flat), flat
 
 
+def together(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    """Let so many tensors be looked at before the next ones."""
+    monkeypatch.setattr("ckpt_component.image.parts.TOGETHER", count)
+    monkeypatch.setattr("ckpt_component.image.structure.TOGETHER", count)
+
+
 def test_row_29_a_changed_structure_is_always_noticed() -> None:
     weight = torch.randn(4, 6)
     state: dict[str, Any] = {"w": weight, "tied": weight, "b": torch.zeros(3), "n": 1}
@@ -178,7 +184,7 @@ def test_row_29_a_changed_structure_is_always_noticed() -> None:
 
 @pytest.mark.filterwarnings("ignore")  # torch says of CSR, nested and quantized tensors that they are new or old
 def test_a_change_of_one_among_many_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ckpt_component.image.structure._TOGETHER", 4)
+    together(monkeypatch, 4)
     state = {f"w{number}": torch.randn(3, 2) for number in range(11)}
     state["c"] = torch.randn(4, dtype=torch.complex64)
     state["t"] = torch.randn(4, 2).t()
@@ -207,7 +213,7 @@ def test_a_change_of_one_among_many_is_noticed(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_ties_gaps_and_views_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ckpt_component.image.structure._TOGETHER", 3)
+    together(monkeypatch, 3)
     base = torch.randn(6, dtype=torch.complex64)
     empty = torch.empty(0)
     state = {

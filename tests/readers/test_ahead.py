@@ -62,6 +62,31 @@ def test_a_bounded_way_ahead_and_then_all(announced: list[tuple[int, int, int]])
         assert all(before[0] + before[1] == after[0] for before, after in itertools.pairwise(mine))
 
 
+def test_neighbours_are_announced_as_one(announced: list[tuple[int, int, int]]) -> None:
+    half = STEP // 2
+    ranges = [(0, 10, half), (0, 10 + half + 60, half - 60), (0, 3 * STEP, 5), (1, 3 * STEP + 5, 7)]
+    with ReadAhead(ranges) as reading:
+        until(lambda: not reading._thread.is_alive())
+    assert announced == [(0, 10, STEP), (0, 3 * STEP, 5), (1, 3 * STEP + 5, 7)]
+
+
+def test_what_is_half_in_memory_is_announced_from_there_on(
+    announced: list[tuple[int, int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked: list[int] = []
+
+    def is_cached(descriptor: int, position: int) -> bool:
+        looked.append(position)
+        return position < 30 * STEP
+
+    monkeypatch.setattr(ahead, "_is_cached", is_cached)
+    with ReadAhead([(0, 0, 34 * STEP)]) as reading:
+        reading.advance(34 * STEP)
+        until(lambda: not reading._thread.is_alive())
+    assert announced == [(0, number * STEP, STEP) for number in range(30, 34)]
+    assert len(looked) < 30  # of what is there, seldom
+
+
 def test_the_end_does_not_wait_for_the_rest(announced: list[tuple[int, int, int]]) -> None:
     with ReadAhead([(0, 0, 3 * LEAD)]) as reading:
         until(lambda: reading._resting)
