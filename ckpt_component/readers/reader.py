@@ -70,18 +70,29 @@ class Reader:
         Raises:
             CheckpointNotFoundError, CheckpointCorruptError, CheckpointLoadError: see `Checkpointer.load`.
         """
-        verify = self._verify is Verify.on_read or (resuming and self._verify is Verify.on_resume)
-        place = _placer(map_location)
         with collector_paused(), torch.no_grad():
-            source = self._open(path, mapped=state_dict is not None, verify=verify)
-            if state_dict is None:
-                values = read_values(source, source.index.tensors, source.index.objects, place)
-                return _nested(source, values), []
-            target = Target(state_dict, source, self._rank, self._world_size, allow_dtype_cast=allow_dtype_cast)
-            self._tell_unexpected(path, target.unexpected, allowed=allow_unexpected, resuming=resuming)
-            source.read_tensors(target.requests)
-            fresh = read_values(source, target.new_tensors, target.objects, place)
-            return state_dict, target.finish(fresh)
+            # What reading took is freed before the collector runs again: it would look at all of it.
+            return self._read(path, state_dict, _placer(map_location), allow_dtype_cast, allow_unexpected, resuming)
+
+    def _read(
+        self,
+        path: str,
+        state_dict: StateDict | None,
+        place: Callable[[torch.Tensor], torch.Tensor],
+        allow_dtype_cast: bool,
+        allow_unexpected: bool,
+        resuming: bool,
+    ) -> tuple[StateDict, list[str]]:
+        verify = self._verify is Verify.on_read or (resuming and self._verify is Verify.on_resume)
+        source = self._open(path, mapped=state_dict is not None, verify=verify)
+        if state_dict is None:
+            values = read_values(source, source.index.tensors, source.index.objects, place)
+            return _nested(source, values), []
+        target = Target(state_dict, source, self._rank, self._world_size, allow_dtype_cast=allow_dtype_cast)
+        self._tell_unexpected(path, target.unexpected, allowed=allow_unexpected, resuming=resuming)
+        source.read_tensors(target.requests)
+        fresh = read_values(source, target.new_tensors, target.objects, place)
+        return state_dict, target.finish(fresh)
 
     @staticmethod
     def _tell_unexpected(path: str, keys: list[str], *, allowed: bool, resuming: bool) -> None:
