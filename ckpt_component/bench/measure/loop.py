@@ -14,7 +14,7 @@ from .states import State, settle
 
 _WIDTH = 512
 #: As many steps of the undisturbed loop as this make a figure.
-_QUIET_STEPS = 25
+_QUIET_STEPS = 50
 #: And as many after the call of save make the dip.
 _NEXT_STEPS = 10
 
