@@ -187,7 +187,7 @@ class NativeSource(Source):
         chosen: dict[int, tuple[list[int], list[Request]]] = {}
         large: list[Request] = []
         if len(self._tables) == 1 and None not in places and all(plain) and set(offsets) == {None}:
-            # By far the most common case, in a quarter of the time.
+            # By far the most common case, without a loop over them.
             chosen[0] = ([place[1] for place in places if place is not None], list(requests))
         else:
             for request, place, part, is_one in zip(requests, places, offsets, plain, strict=True):

@@ -1,7 +1,7 @@
 """Whether copies in memory would be faster with a setting of the C library that no recipe can make.
 
 glibc writes past the caches from a size on that it takes from the last cache. Where many processors share a large one,
-as many virtual machines say they do, that size is above that of most weights (99 MB on the machine of PEERS.md), and
+as many virtual machines say they do, that size is above that of most weights (99 MB on one with 260 MB of it), and
 whoever copies them reads their targets' memory for nothing. The size is fixed when a process starts, by the variable
 GLIBC_TUNABLES (https://sourceware.org/glibc/manual/latest/html_node/Hardware-Capability-Tunables.html).
 """
