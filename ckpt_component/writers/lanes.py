@@ -11,7 +11,7 @@ import itertools
 import threading
 import time
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
@@ -21,6 +21,8 @@ from ..storage.fs import FsOps
 
 #: What direct I/O is aligned to: addresses, offsets and lengths.
 PAGE = 4096
+#: So much is still in the core's own cache (2 MB) when its checksum is taken right after it was copied.
+_CACHED_BYTES = 512 << 10
 
 
 class ByteSource(Protocol):
@@ -89,11 +91,13 @@ class Opened:
         fd: its descriptor.
         base: where it starts in the image.
         direct: whether the descriptor bypasses the page cache.
+        in_memory: whether a write is a copy, and nothing else.
     """
 
     fd: int
     base: int
     direct: bool
+    in_memory: bool = False
 
 
 class Throttle:
@@ -191,6 +195,11 @@ class LaneWriter:
             if self._failed or fetched is None:
                 return
             pieces = fetched.result()
+            if file.in_memory:
+                fetched = fetch(number) if number < len(ranges) else None
+                self._throttle.wait(end - position)
+                self._write_and_sum(file.fd, pieces, position, lane, cursor)
+                continue
             if summed is not None:
                 summed.result()  # it came before this fetch; a failure ends the lane here
             # From the image and not from the file, so that it also covers the write. In order, behind the last block's.
@@ -202,6 +211,15 @@ class LaneWriter:
                 self._fs.start_writeback(file.fd, position, end - position)
         if summed is not None:
             summed.result()
+
+    def _write_and_sum(
+        self, fd: int, pieces: Sequence[memoryview], position: int, lane: Lane, cursor: SumCursor
+    ) -> None:
+        """Into memory: no device is waited for, and a thread beside would only take the core (1.2 times as long)."""
+        for portion in _portions(pieces, _CACHED_BYTES):
+            self._fs.write(fd, portion, position)
+            cursor.feed(_within(portion, position, lane.start, lane.end))
+            position += sum(piece.nbytes for piece in portion)
 
 
 class SumCursor:
@@ -257,7 +275,22 @@ def align_up(position: int) -> int:
     return -(-position // PAGE) * PAGE
 
 
-def _within(pieces: list[memoryview], position: int, start: int, end: int) -> list[memoryview]:
+def _portions(pieces: Sequence[memoryview], nbytes: int) -> Iterator[list[memoryview]]:
+    """The pieces in portions of so many bytes, and the rest."""
+    portion: list[memoryview] = []
+    free = nbytes
+    for piece in pieces:
+        while piece.nbytes >= free:
+            yield [*portion, piece[:free]]
+            portion, piece, free = [], piece[free:], nbytes
+        if piece.nbytes:
+            portion.append(piece)
+            free -= piece.nbytes
+    if portion:
+        yield portion
+
+
+def _within(pieces: Sequence[memoryview], position: int, start: int, end: int) -> list[memoryview]:
     """What of the pieces, the first of which is at `position`, lies in [start, end)."""
     found = []
     for piece in pieces:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import errno
 import logging
 import mmap
+import os
+import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -16,7 +19,7 @@ import torch
 
 from ckpt_component import CheckpointConfigError, CheckpointSaveError, build_checkpointer
 from ckpt_component.storage.fs import FsOps
-from ckpt_component.writers import io_mode
+from ckpt_component.writers import byte_io, io_mode, lanes
 from ckpt_component.writers.lanes import Throttle
 
 STATE = {
@@ -61,6 +64,64 @@ def test_direct_files_are_the_buffered_ones(writer: str, preset: str, stager: st
     assert all(data == buffered[name] for name, data in direct.items())
 
 
+@pytest.fixture
+def in_memory() -> Iterator[Path]:
+    """A folder on a tmpfs."""
+    if not (os.path.isdir("/dev/shm") and io_mode.lies_in_memory("/dev/shm")):
+        pytest.skip("/dev/shm is no tmpfs here")
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        yield Path(folder)
+
+
+@pytest.mark.parametrize(("preset", "stager"), [("sync", "none"), ("sync", "pinned"), ("async_persistent", "pinned")])
+@pytest.mark.parametrize("writer", ["dcp", "torch_save", "safetensors"])
+def test_files_in_memory_are_those_on_the_disk(
+    writer: str, preset: str, stager: str, tmp_path: Path, in_memory: Path
+) -> None:
+    settings = [f"checkpoint/writer={writer}", f"checkpoint/stager={stager}"]
+    # Portions begin and end anywhere in items and blocks.
+    settings += ["checkpoint.writer.workers=3", "checkpoint.writer.block_bytes=700001"]
+    with build_checkpointer(preset, settings) as checkpointer:
+        for path in (tmp_path / "buffered", in_memory / "saved"):
+            futures = checkpointer.save(STATE, path)
+            if futures is not None:
+                futures[1].result(60)
+        loaded = checkpointer.load(in_memory / "saved")
+    assert torch.equal(loaded["large"], STATE["large"])
+    memory, disk = data_files(in_memory / "saved"), data_files(tmp_path / "buffered")
+    assert memory.keys() == disk.keys() and len(memory) >= 2
+    assert all(data == disk[name] for name, data in memory.items())
+
+
+def test_in_memory_nothing_is_tried(in_memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(io_mode, "SMALLEST", 1 << 20)
+    monkeypatch.setattr(FsOps, "open_direct", without_direct_io)
+    monkeypatch.setattr(io_mode, "_seconds", lambda *_, **__: pytest.fail("tried"))
+    save(in_memory / "one", "sync", "io=auto")
+    assert (in_memory / "one" / "manifest.json").exists()
+
+
+def test_what_lies_in_memory_is_known(in_memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert io_mode.lies_in_memory(str(in_memory))
+    assert not io_mode.lies_in_memory("/proc")
+
+    def without_proc(*_: Any, **__: Any) -> None:
+        raise FileNotFoundError("/proc/self/mountinfo")
+
+    monkeypatch.setattr("builtins.open", without_proc)
+    assert not io_mode.lies_in_memory(str(in_memory))
+
+
+def test_portions_are_the_pieces() -> None:
+    data = memoryview(bytes(range(100)))
+    pieces = [data[:3], data[3:3], data[3:40], data[40:41], data[41:]]
+    portions = list(lanes._portions(pieces, 16))
+    assert [sum(map(len, portion)) for portion in portions] == [16] * 6 + [4]
+    assert b"".join(piece for portion in portions for piece in portion) == data
+    assert list(lanes._portions([], 16)) == []
+    assert list(lanes._portions([data[:16]], 16)) == [[data[:16]]]
+
+
 def without_direct_io(fs: FsOps, path: str) -> int:
     raise OSError(errno.EINVAL, "Invalid argument", path)
 
@@ -92,6 +153,7 @@ def test_auto_tries_once(
     monkeypatch.setattr(io_mode, "SMALLEST", 1 << 20)
     monkeypatch.setattr(io_mode, "_TRIED_BYTES", 1 << 20)
     monkeypatch.setattr(io_mode, "_seconds", made_up)
+    monkeypatch.setattr(byte_io, "lies_in_memory", lambda folder: False)  # wherever pytest's folders are
     opened = []
     open_direct = FsOps.open_direct
 
