@@ -75,9 +75,17 @@ def in_memory() -> Iterator[Path]:
 
 @pytest.mark.parametrize(("preset", "stager"), [("sync", "none"), ("sync", "pinned"), ("async_persistent", "pinned")])
 @pytest.mark.parametrize("writer", ["dcp", "torch_save", "safetensors"])
+@pytest.mark.parametrize("processors", [1, 64])
 def test_files_in_memory_are_those_on_the_disk(
-    writer: str, preset: str, stager: str, tmp_path: Path, in_memory: Path
+    processors: int,
+    writer: str,
+    preset: str,
+    stager: str,
+    tmp_path: Path,
+    in_memory: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(processors)))  # the writer process asks itself
     settings = [f"checkpoint/writer={writer}", f"checkpoint/stager={stager}"]
     # Portions begin and end anywhere in items and blocks.
     settings += ["checkpoint.writer.workers=3", "checkpoint.writer.block_bytes=700001"]
