@@ -66,11 +66,14 @@ def lies_in_memory(folder: str) -> bool:
     device = os.stat(folder).st_dev
     number = f"{os.major(device)}:{os.minor(device)}"
     try:
-        with open("/proc/self/mountinfo", encoding="utf-8", errors="replace") as mounts:
-            found = [line.partition(" - ")[2].split()[0] for line in mounts if line.split()[2] == number]
-    except FileNotFoundError:
-        return False  # no /proc
-    return bool(found) and found[0] in ("tmpfs", "ramfs")
+        with open("/proc/self/mountinfo", encoding="utf-8", errors="replace") as lines:
+            for line in lines:
+                mount, _, kind = line.partition(" - ")
+                if mount.split()[2:3] == [number]:
+                    return kind.startswith(("tmpfs ", "ramfs "))
+    except OSError:
+        return False  # no /proc, or not for this process
+    return False
 
 
 def is_worth_trying(nbytes: int) -> bool:
