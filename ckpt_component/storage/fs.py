@@ -264,6 +264,20 @@ class FsOps:
         # Part of most disks is kept back for root.
         return found.f_frsize * (found.f_bfree if os.geteuid() == 0 else found.f_bavail)
 
+    def in_memory(self, path: str) -> bool:
+        """Whether a folder's file system keeps its files in memory alone; False where that cannot be known."""
+        device = os.stat(path).st_dev
+        number = f"{os.major(device)}:{os.minor(device)}"
+        try:
+            with open("/proc/self/mountinfo", encoding="utf-8", errors="replace") as lines:
+                for line in lines:
+                    mount, _, kind = line.partition(" - ")
+                    if mount.split()[2:3] == [number]:
+                        return kind.startswith(("tmpfs ", "ramfs "))
+        except OSError:
+            return False  # no /proc, or not for this process
+        return False
+
     def read(self, path: str, limit: int) -> bytes:
         """The whole content of a regular file of at most `limit` bytes; links, FIFOs and the like are refused."""
         fd = open_regular(path)

@@ -20,7 +20,7 @@ from typing import Any
 from ..storage.checksum import find_checksum
 from ..storage.fs import FsOps
 from ..storage.names import integrity_name
-from .io_mode import BLOCK_BYTES, direct_is_faster, is_worth_trying, lies_in_memory
+from .io_mode import BLOCK_BYTES, direct_is_faster, is_worth_trying
 from .lanes import ByteSource, Lane, LaneWriter, Opened, Places, Throttle
 
 
@@ -177,7 +177,7 @@ def run_write_job(
     """
     started = time.perf_counter()
     checksum = find_checksum(table.checksum, checksum_home)
-    in_memory = lies_in_memory(folder)
+    in_memory = fs.in_memory(folder)
     io = "buffered" if in_memory and options.io == "auto" else _io_mode(fs, folder, source, options.io)
     tails = {extra.file: extra.offset + extra.data.nbytes for extra in extras}
     descriptors: dict[str, int] = {}
@@ -192,9 +192,10 @@ def run_write_job(
         if io == "direct":
             for spec in table.files:
                 direct[spec.name] = _open_direct(fs, os.path.join(folder, spec.name))
-        files = [Opened((direct or descriptors)[spec.name], spec.base, bool(direct), in_memory) for spec in table.files]
+        files = [Opened((direct or descriptors)[spec.name], spec.base, bool(direct)) for spec in table.files]
         throttle = Throttle(options.max_bytes_per_second)
-        LaneWriter(fs, source, files, checksum, sums, options.block_bytes, throttle).run(table.lanes)
+        lanes = LaneWriter(fs, source, files, checksum, sums, options.block_bytes, throttle, in_memory=in_memory)
+        lanes.run(table.lanes)
         source.wait_whole()
         for spec in table.files if direct else ():
             fs.truncate(descriptors[spec.name], sizes[spec.name])  # the last page is written as a whole

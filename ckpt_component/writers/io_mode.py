@@ -1,4 +1,4 @@
-"""How bytes become durable soonest in a folder: direct or buffered, tried out once per disk; or nothing but a copy."""
+"""Direct or buffered: which of the two makes bytes durable sooner in a folder. Tried out once per disk."""
 
 from __future__ import annotations
 
@@ -59,21 +59,6 @@ def _seconds(fs: FsOps, path: str, block: memoryview, *, direct: bool) -> float:
         fs.sync(target)
         took = time.perf_counter() - started
     return took
-
-
-def lies_in_memory(folder: str) -> bool:
-    """Whether a folder is of a file system that keeps its files in memory alone. False where that cannot be known."""
-    device = os.stat(folder).st_dev
-    number = f"{os.major(device)}:{os.minor(device)}"
-    try:
-        with open("/proc/self/mountinfo", encoding="utf-8", errors="replace") as lines:
-            for line in lines:
-                mount, _, kind = line.partition(" - ")
-                if mount.split()[2:3] == [number]:
-                    return kind.startswith(("tmpfs ", "ramfs "))
-    except OSError:
-        return False  # no /proc, or not for this process
-    return False
 
 
 def is_worth_trying(nbytes: int) -> bool:

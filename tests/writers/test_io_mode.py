@@ -19,7 +19,7 @@ import torch
 
 from ckpt_component import CheckpointConfigError, CheckpointSaveError, build_checkpointer
 from ckpt_component.storage.fs import FsOps
-from ckpt_component.writers import byte_io, io_mode, lanes
+from ckpt_component.writers import io_mode, lanes
 from ckpt_component.writers.lanes import Throttle
 
 STATE = {
@@ -67,7 +67,7 @@ def test_direct_files_are_the_buffered_ones(writer: str, preset: str, stager: st
 @pytest.fixture
 def in_memory() -> Iterator[Path]:
     """A folder on a tmpfs."""
-    if not (os.path.isdir("/dev/shm") and io_mode.lies_in_memory("/dev/shm")):
+    if not (os.path.isdir("/dev/shm") and FsOps().in_memory("/dev/shm")):
         pytest.skip("/dev/shm is no tmpfs here")
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         yield Path(folder)
@@ -110,14 +110,33 @@ def test_in_memory_nothing_is_tried(in_memory: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_what_lies_in_memory_is_known(in_memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert io_mode.lies_in_memory(str(in_memory))
-    assert not io_mode.lies_in_memory("/proc")
+    assert FsOps().in_memory(str(in_memory))
+    assert not FsOps().in_memory("/proc")
 
     def without_proc(*_: Any, **__: Any) -> None:
         raise FileNotFoundError("/proc/self/mountinfo")
 
     monkeypatch.setattr("builtins.open", without_proc)
-    assert not io_mode.lies_in_memory(str(in_memory))
+    assert not FsOps().in_memory(str(in_memory))
+
+
+def test_a_file_that_cannot_be_made_leaves_no_other_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    create, made = FsOps.create, []
+
+    def second_fails(fs: FsOps, path: str, size: int = 0) -> int:
+        if path.endswith("_1.distcp"):
+            raise OSError(errno.EIO, "Input/output error", path)
+        made.append(path)
+        return create(fs, path, size)
+
+    monkeypatch.setattr(FsOps, "create", second_fails)
+    with build_checkpointer("sync") as checkpointer:
+        before = len(os.listdir("/proc/self/fd"))
+        with pytest.raises(CheckpointSaveError, match="Input/output error"):
+            checkpointer.save(STATE, tmp_path / "one")
+        assert any(path.endswith("_0.distcp") for path in made)
+        assert len(os.listdir("/proc/self/fd")) == before
+    assert not list(tmp_path.iterdir())
 
 
 def test_portions_are_the_pieces() -> None:
@@ -161,7 +180,7 @@ def test_auto_tries_once(
     monkeypatch.setattr(io_mode, "SMALLEST", 1 << 20)
     monkeypatch.setattr(io_mode, "_TRIED_BYTES", 1 << 20)
     monkeypatch.setattr(io_mode, "_seconds", made_up)
-    monkeypatch.setattr(byte_io, "lies_in_memory", lambda folder: False)  # wherever pytest's folders are
+    monkeypatch.setattr(FsOps, "in_memory", lambda fs, path: False)  # wherever pytest's folders are
     opened = []
     open_direct = FsOps.open_direct
 
