@@ -183,20 +183,15 @@ class NativeSource(Source):
             return [], []
         keys, targets, offsets = zip(*requests, strict=True)
         places = list(map(self._whole.get, keys))
-        plain = are_plain(targets)
         chosen: dict[int, tuple[list[int], list[Request]]] = {}
         large: list[Request] = []
-        if len(self._tables) == 1 and None not in places and all(plain) and set(offsets) == {None}:
-            # By far the most common case, without a loop over them.
-            chosen[0] = ([place[1] for place in places if place is not None], list(requests))
-        else:
-            for request, place, part, is_one in zip(requests, places, offsets, plain, strict=True):
-                if place is not None and part is None and is_one:
-                    found, wanted = chosen.setdefault(place[0], ([], []))
-                    found.append(place[1])
-                    wanted.append(request)
-                else:
-                    large.append(request)
+        for request, place, part, is_one in zip(requests, places, offsets, are_plain(targets), strict=True):
+            if place is not None and part is None and is_one:
+                found, wanted = chosen.setdefault(place[0], ([], []))
+                found.append(place[1])
+                wanted.append(request)
+            else:
+                large.append(request)
         small = []
         for rank, (found, wanted) in chosen.items():
             numbers = column_of(found)
