@@ -181,10 +181,15 @@ def _build_graph(settings: Checkpoint) -> Checkpointer:
     stager.max_stall = timeouts.max_stall
     caller.connect(start_timeout=timeouts.worker_start, close_timeout=timeouts.close)
     saver = Saver(stager, caller, writer, ranks, fs, timeouts, _policy(settings))
-    reader = Reader(ranks.rank, ranks.world_size, settings.verify)
+    reader = Reader(ranks.rank, ranks.world_size, settings.verify, shared=_shares_computer(ranks.world_size))
     if caller.in_other_process:
         return AsyncCheckpointer(stager, saver, reader)
     return SyncCheckpointer(BlockingWriter(saver), reader)
+
+
+def _shares_computer(world_size: int) -> bool:
+    """Whether other ranks may be on this computer: torchrun tells how many there are, other launchers may not."""
+    return world_size > 1 and os.environ.get("LOCAL_WORLD_SIZE") != "1"
 
 
 def _file_system(settings: Checkpoint) -> FsOps:

@@ -82,14 +82,16 @@ class NativeSource(Source):
         folder: the checkpoint.
         tables: of `read_tables`.
         verify: compare the checksum of everything that is read.
+        shared: as for `OpenFiles`.
 
     Raises:
         CheckpointCorruptError: the tables contradict each other, or tensors have holes or overlapping parts.
         CheckpointLoadError: a checksum that cannot be computed here.
     """
 
-    def __init__(self, folder: str, tables: Sequence[RankTable], *, verify: bool) -> None:
+    def __init__(self, folder: str, tables: Sequence[RankTable], *, verify: bool, shared: bool = True) -> None:
         self._tables = tables
+        self._shared = shared
         self._checksums = [checksum_of(folder, table) if verify else None for table in tables]
         #: Of tensors that consist of one item, by far the most: the table's number, and the item's.
         self._whole: dict[str, tuple[int, int]] = {}
@@ -155,7 +157,7 @@ class NativeSource(Source):
     def read_tensors(self, requests: Sequence[Request]) -> None:
         """A large item by one vectored read, whose payload goes straight into the tensor; small ones many at a time."""
         small, large = self._divided(requests)
-        with OpenFiles(self.where) as files, Blocks(BLOCK_BYTES) as blocks:
+        with OpenFiles(self.where, shared=self._shared) as files, Blocks(BLOCK_BYTES) as blocks:
 
             def read_run(run: Run, wanted: Sequence[Request]) -> None:
                 with blocks.lent() as block:
@@ -229,7 +231,7 @@ class NativeSource(Source):
                 chunk = self._objects[key]
                 item = chunk.item
                 data = memoryview(bytearray(item.length))
-                whole = files.fill(item.file, [data], item.offset)
+                whole = files.fill(item.file, data, item.offset)
                 if not whole or (chunk.checksum is not None and chunk.checksum.of(data) != item.checksum):
                     raise damaged(self.where, item.file, f"'{key}'")
                 found[key] = load_object(data, f"'{key}' in {os.path.join(self.where, item.file)}")

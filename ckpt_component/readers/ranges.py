@@ -14,6 +14,7 @@ from ..errors import CheckpointCorruptError
 from ..storage.checksum import Checksum
 from ..storage.regular import is_plain_name, open_regular, read_failure
 from .ahead import ReadAhead
+from .past_cache import PastCache, is_worthwhile
 
 #: Read and summed at a time: a block that fits the processor's cache is fetched from memory once, not twice.
 _BLOCK = 1 << 20
@@ -36,12 +37,19 @@ class OpenFiles:
     """The files of one checkpoint folder, opened when first needed. A context manager.
 
     Only plain names and regular files: nothing outside the folder is read, no link is followed, no FIFO waited for.
+
+    Args:
+        folder: of the checkpoint.
+        shared: whether others on this computer read the same bytes at the same time. The page cache then has them for
+            all; else they are read past it.
     """
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self, folder: str, *, shared: bool = True) -> None:
         self._folder = folder
+        self._shared = shared
         self._descriptors: dict[str, int] = {}
         self._ahead: ReadAhead | None = None
+        self._past_cache: PastCache | None = None
 
     def descriptor(self, name: str) -> int:
         """A descriptor for reading, owned by this object.
@@ -64,26 +72,24 @@ class OpenFiles:
             self._descriptors[name] = found
         return found
 
-    def fill(self, name: str, buffers: Sequence[memoryview], offset: int) -> bool:
-        """Fill all buffers from `offset` of a file on; False when the file ends before.
+    def fill(self, name: str, buffer: memoryview, offset: int) -> bool:
+        """Fill a buffer from `offset` of a file on; False when the file ends before.
 
         Raises:
             CheckpointUnreadableError: the read fails.
         """
         fd = self.descriptor(name)
-        pending = [view for view in buffers if view.nbytes]
         try:
-            while pending:
-                count = os.preadv(fd, pending, offset)
+            while buffer.nbytes:
+                count = None if self._past_cache is None else self._past_cache.read(fd, buffer, offset)
+                if count is None:
+                    count = os.preadv(fd, [buffer], offset)
                 if count == 0:
                     return False
                 if self._ahead is not None:
                     self._ahead.advance(count)
                 offset += count
-                while pending and count >= pending[0].nbytes:
-                    count -= pending.pop(0).nbytes
-                if count:
-                    pending[0] = pending[0][count:]
+                buffer = buffer[count:]
         except OSError as error:
             raise read_failure(os.path.join(self._folder, name), error) from error
         return True
@@ -103,7 +109,7 @@ class OpenFiles:
         for view in buffers:
             for start in range(0, view.nbytes, _BLOCK):
                 block = view[start : start + _BLOCK]
-                if not self.fill(name, [block], offset):
+                if not self.fill(name, block, offset):
                     return None
                 if stream is not None:
                     stream.update(block)
@@ -116,7 +122,7 @@ class OpenFiles:
         stream, position = checksum.stream(), 0
         while position < length:
             view = buffer[: min(length - position, _BLOCK)]
-            if not self.fill(name, [view], offset + position):
+            if not self.fill(name, view, offset + position):
                 return None
             stream.update(view)
             position += view.nbytes
@@ -135,9 +141,17 @@ class OpenFiles:
             return
         ordered = sorted(pieces, key=attrgetter("file", "offset", "length"))
         ranges = [(self.descriptor(piece.file), piece.offset, piece.length) for piece in ordered]
+        processors = os.cpu_count() or 1
+        if not self._shared and is_worthwhile(self._folder, ranges):
+            with PastCache(self._folder, self._descriptors.values()) as self._past_cache:
+                try:
+                    _in_parallel(ordered, processors + 1)  # one of them waits for the disk
+                finally:
+                    self._past_cache = None
+            return
         with ReadAhead(ranges) as self._ahead:
             try:
-                _in_parallel(ordered)
+                _in_parallel(ordered, processors)
             finally:
                 self._ahead = None
 
@@ -149,13 +163,13 @@ class OpenFiles:
             os.close(self._descriptors.popitem()[1])
 
 
-def _in_parallel(pieces: Sequence[Piece]) -> None:
+def _in_parallel(pieces: Sequence[Piece], threads: int) -> None:
     def read_batch(batch: Sequence[Piece]) -> None:
         with torch.no_grad():  # holds for one thread alone
             for piece in batch:
                 piece.read()
 
-    threads = min(_MOST_THREADS, os.cpu_count() or 1, len(pieces))
+    threads = min(threads, _MOST_THREADS, len(pieces))
     if threads <= 1:
         read_batch(pieces)
         return

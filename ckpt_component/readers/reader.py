@@ -36,13 +36,17 @@ class Reader:
         rank: who reads; what is this rank's own is looked for under it.
         world_size: how many ranks there are.
         verify: when the checksums of what is read are compared. Sizes and structure always are.
+        shared: whether other ranks on this computer may read the same bytes; see `OpenFiles`.
     """
 
-    def __init__(self, rank: int = 0, world_size: int = 1, verify: Verify = Verify.on_read) -> None:
+    def __init__(
+        self, rank: int = 0, world_size: int = 1, verify: Verify = Verify.on_read, *, shared: bool = True
+    ) -> None:
         self._fs = file_system(durable=True)
         self._rank = rank
         self._world_size = world_size
         self._verify = verify
+        self._shared = shared
 
     def read(
         self,
@@ -110,7 +114,9 @@ class Reader:
         if not os.path.isdir(path):
             if not os.path.lexists(path):
                 raise CheckpointNotFoundError(f"There is no checkpoint at {path}.")
-            return SafetensorsSource(path) if path.endswith(".safetensors") else TorchFileSource(path, mapped=mapped)
+            if path.endswith(".safetensors"):
+                return SafetensorsSource(path, shared=self._shared)
+            return TorchFileSource(path, mapped=mapped)
         manifest = read_manifest(self._fs, path)
         if manifest is not None:
             return self._open_ours(data_folder(path, manifest), manifest, mapped=mapped, verify=verify)
@@ -122,7 +128,7 @@ class Reader:
         if ".metadata" in names:
             from .stock_dcp import StockDcpSource  # importing DCP takes a second, and few loads need it
 
-            return StockDcpSource(self._fs, path)
+            return StockDcpSource(self._fs, path, shared=self._shared)
         files = [name for name in names if name.endswith((".pt", ".pth", ".bin", ".safetensors"))]
         if len(files) == 1:
             return self._open(os.path.join(path, files[0]), mapped=mapped, verify=verify)
@@ -135,13 +141,13 @@ class Reader:
         check_files(self._fs, path, manifest)
         form = manifest.get("format")
         if form == "dcp":
-            return NativeSource(path, read_tables(self._fs, path, manifest), verify=verify)
+            return NativeSource(path, read_tables(self._fs, path, manifest), verify=verify, shared=self._shared)
         if form not in ("safetensors", "torch_save"):
             raise CheckpointLoadError(f"{path} has the format {form!r:.200}, which no reader here knows.")
         rank = self._own_rank(path, manifest)
         (table,) = read_tables(self._fs, path, manifest, [rank])
         if form == "safetensors":
-            return NativeSource(path, [table], verify=verify)
+            return NativeSource(path, [table], verify=verify, shared=self._shared)
         name = f"checkpoint_{rank}.pt"
         if name not in {entry["name"] for entry in manifest["files"]}:
             raise CheckpointCorruptError(f"{path} has no file of rank {rank}, {name}.")

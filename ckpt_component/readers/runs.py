@@ -138,7 +138,7 @@ class Run:
             CheckpointUnreadableError: the read fails.
         """
         with block.view[: self.length] as view:
-            if not files.fill(self.name, [view], self.offset):
+            if not files.fill(self.name, view, self.offset):
                 return self.last - 1
             checksum = self.landings.checksum
             if checksum is not None and (self.whole is None or checksum.of(view) != self.whole):

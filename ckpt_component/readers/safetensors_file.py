@@ -28,6 +28,7 @@ class SafetensorsSource(Source):
 
     Args:
         path: the file.
+        shared: as for `OpenFiles`.
 
     Raises:
         CheckpointCorruptError: it is no regular file, or its header cannot be: offsets that overlap or leave gaps, that
@@ -36,7 +37,8 @@ class SafetensorsSource(Source):
         CheckpointLoadError: a dtype that is not supported.
     """
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, *, shared: bool = True) -> None:
+        self._shared = shared
         self._folder, self._name = os.path.split(os.path.abspath(path))
         with OpenFiles(self._folder) as files:
             size = os.fstat(files.descriptor(self._name)).st_size
@@ -58,13 +60,13 @@ class SafetensorsSource(Source):
 
     def read_tensors(self, requests: Sequence[Request]) -> None:
         """Read in parallel."""
-        with OpenFiles(self._folder) as files:
+        with OpenFiles(self._folder, shared=self._shared) as files:
 
             def read(request: Request) -> None:
                 begin, _ = self._places[request.key]
                 entry = self.index.tensors[request.key]
                 landing = torch.empty(entry.shape, dtype=entry.dtype)
-                if not files.fill(self._name, [tensor_bytes(landing)], self._start + begin):
+                if not files.fill(self._name, tensor_bytes(landing), self._start + begin):
                     raise CheckpointCorruptError(f"{self.where} ends before '{request.key}'.")
                 request.destination.copy_(request.part_of(landing))
 
@@ -81,13 +83,13 @@ class SafetensorsSource(Source):
 
 def _read_header(path: str, files: OpenFiles, name: str, size: int) -> tuple[dict[str, Any], int]:
     length = memoryview(bytearray(8))
-    if not files.fill(name, [length], 0):
+    if not files.fill(name, length, 0):
         raise CheckpointCorruptError(f"{path} is too short for a safetensors file.")
     (count,) = struct.unpack("<Q", length)
     if count > min(_MAX_HEADER, size - 8):
         raise CheckpointCorruptError(f"{path} claims a header of {count} bytes and has {size} in all.")
     text = memoryview(bytearray(count))
-    files.fill(name, [text], 8)
+    files.fill(name, text, 8)
     try:
         header = json.loads(bytes(text), object_pairs_hook=_unique)
         if not isinstance(header, dict):

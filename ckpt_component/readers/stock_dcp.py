@@ -25,12 +25,18 @@ _MAX_METADATA = 1 << 30
 class StockDcpSource(Source):
     """A checkpoint of `torch.distributed.checkpoint`, from any world size; chunks are put together.
 
+    Args:
+        fs: reads what is small.
+        folder: of the checkpoint.
+        shared: as for `OpenFiles`.
+
     Raises:
         CheckpointCorruptError: `.metadata` is damaged, or says what cannot be.
         CheckpointUnreadableError: it cannot be read.
     """
 
-    def __init__(self, fs: FsOps, folder: str) -> None:
+    def __init__(self, fs: FsOps, folder: str, *, shared: bool = True) -> None:
+        self._shared = shared
         path = os.path.join(folder, ".metadata")
         try:
             data = fs.read(path, _MAX_METADATA)
@@ -48,7 +54,7 @@ class StockDcpSource(Source):
 
     def read_tensors(self, requests: Sequence[Request]) -> None:
         """Load the chunks of every tensor, and copy what each has of the parts that are asked for."""
-        with OpenFiles(self.where) as files:
+        with OpenFiles(self.where, shared=self._shared) as files:
 
             def read(request: Request, sizes: Sequence[int], place: Place, common: Any) -> None:
                 theirs, ours, _ = common
@@ -85,7 +91,7 @@ class StockDcpSource(Source):
 
     def _bytes(self, files: OpenFiles, place: Place, key: str) -> bytearray:
         data = bytearray(place.length)
-        if not files.fill(place.file, [memoryview(data)], place.offset):
+        if not files.fill(place.file, memoryview(data), place.offset):
             raise CheckpointCorruptError(f"{self._name(key, place)} is not whole: the file ends before.")
         return data
 

@@ -13,6 +13,7 @@ import os
 import stat
 from collections.abc import Sequence
 
+from .mounts import kind_of
 from .regular import open_regular
 
 #: Linux takes at most this many buffers in one vectored write (IOV_MAX).
@@ -266,17 +267,7 @@ class FsOps:
 
     def in_memory(self, path: str) -> bool:
         """Whether a folder's file system keeps its files in memory alone; False where that cannot be known."""
-        device = os.stat(path).st_dev
-        number = f"{os.major(device)}:{os.minor(device)}"
-        try:
-            with open("/proc/self/mountinfo", encoding="utf-8", errors="replace") as lines:
-                for line in lines:
-                    mount, _, kind = line.partition(" - ")
-                    if mount.split()[2:3] == [number]:
-                        return kind.startswith(("tmpfs ", "ramfs "))
-        except OSError:
-            return False  # no /proc, or not for this process
-        return False
+        return kind_of(path) in ("tmpfs", "ramfs")
 
     def read(self, path: str, limit: int) -> bytes:
         """The whole content of a regular file of at most `limit` bytes; links, FIFOs and the like are refused."""

@@ -39,6 +39,21 @@ def open_regular(path: str) -> int:
     return fd
 
 
+def open_past_cache(fd: int) -> int:
+    """Open a file once more, for reads of whole pages past the page cache.
+
+    Args:
+        fd: of the file: the same one is opened, whatever has its name by now.
+
+    Returns:
+        A descriptor, owned by the caller.
+
+    Raises:
+        OSError: the file system has no such reads, or there is no /proc to open it through.
+    """
+    return os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
+
+
 class NotRegularError(OSError):
     """Something that is no regular file stands where a file of a checkpoint should."""
 
