@@ -46,17 +46,18 @@ class Block:
             ) from error
         self.view = memoryview(self._map)
 
-    def spread(self, pieces: torch.Tensor) -> None:
-        """Copy the bytes from the beginning on to pieces of memory.
+    def spread(self, pieces: torch.Tensor, position: int = 0) -> None:
+        """Copy the bytes from `position` on to pieces of memory.
 
         Args:
             pieces: rows of address and length, int64.
+            position: in the block.
 
         Raises:
             OSError: the system refuses.
         """
         rows = pieces.shape[0]
-        position, start = 0, 0
+        start = 0
         while start < rows:
             count = min(rows - start, MAX_BUFFERS)
             wanted = int(pieces[start : start + count, 1].sum())

@@ -11,7 +11,7 @@ import ctypes
 import logging
 import mmap
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
 
@@ -21,22 +21,18 @@ from ..storage.regular import open_past_cache
 logger = logging.getLogger(__name__)
 
 #: Offsets and lengths are multiples of what a disk takes as a unit.
-_PAGE = mmap.PAGESIZE
+PAGE = mmap.PAGESIZE
 #: Read at a time. What is much larger has left the processor's cache before it is copied and summed.
 _BLOCK_BYTES = 2 << 20
 #: Below this the rest of the first and the last page, which is read for nothing, would be too much.
 _LEAST_BYTES = 64 << 10
 #: Of file systems on a disk of this computer. Those on a network want to read further ahead than a few blocks.
 _ON_DISK = frozenset({"ext2", "ext3", "ext4", "xfs", "f2fs"})
-#: Places that are looked at to tell whether files are in memory.
-_SAMPLES = 256
 
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64)
-_libc.mmap.restype = ctypes.c_void_p
-_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
-_libc.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p)
-_FAILED = ctypes.c_void_p(-1).value
+
+def is_on_disk(folder: str) -> bool:
+    """Whether a folder is on a disk of this computer, as far as its file system's name tells."""
+    return kind_of(folder) in _ON_DISK
 
 
 class PastCache:
@@ -71,20 +67,43 @@ class PastCache:
             they are few, or because this one fails here.
         """
         length = min(buffer.nbytes, _BLOCK_BYTES)
-        if self._gave_up or length < _LEAST_BYTES:
+        if length < _LEAST_BYTES:
             return None
-        shift = offset % _PAGE
-        with self._lent() as block:
-            try:
-                with memoryview(block)[: -(-(shift + length) // _PAGE) * _PAGE] as view:
-                    count = min(os.preadv(self._direct[fd], [view], offset - shift) - shift, length)
-            except OSError as error:
-                self._give_up(error)
-                return None
-            if count > 0:
+        with self._lent() as block, memoryview(block) as view:
+            count = self._read_pages(fd, view, offset, length)
+            if count:
                 # Others run meanwhile, as they would not with a slice.
-                ctypes.memmove(_address(buffer), _address(block) + shift, count)
-        return max(count, 0)
+                ctypes.memmove(_address(buffer), _address(block) + offset % PAGE, count)
+        return count
+
+    def read_into(self, fd: int, block: memoryview, offset: int, length: int) -> int | None:
+        """Read a range of a file where its first page ends up at the beginning of memory, which saves a copy.
+
+        Args:
+            fd: of the file.
+            block: begins at a page, and has room for the range and two pages.
+            offset: in the file.
+            length: of the range.
+
+        Returns:
+            Where in the block the range begins; None: it is to be read in the ordinary way, because it is short, the
+            file ends before it does, or this one fails here.
+        """
+        if length < _LEAST_BYTES or self._read_pages(fd, block, offset, length) != length:
+            return None
+        return offset % PAGE
+
+    def _read_pages(self, fd: int, block: memoryview, offset: int, length: int) -> int | None:
+        """Read all pages of a range; returns how many bytes of it were there, None where that fails."""
+        if self._gave_up:
+            return None
+        shift = offset % PAGE
+        try:
+            with block[: -(-(shift + length) // PAGE) * PAGE] as view:
+                return max(min(os.preadv(self._direct[fd], [view], offset - shift) - shift, length), 0)
+        except OSError as error:
+            self._give_up(error)
+            return None
 
     @contextmanager
     def _lent(self) -> Iterator[mmap.mmap]:
@@ -92,7 +111,7 @@ class PastCache:
         try:
             block = self._blocks.pop()
         except IndexError:
-            block = mmap.mmap(-1, _BLOCK_BYTES + _PAGE)
+            block = mmap.mmap(-1, _BLOCK_BYTES + 2 * PAGE)
         try:
             yield block
         finally:
@@ -118,55 +137,3 @@ class PastCache:
 
 def _address(buffer: mmap.mmap | memoryview) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(buffer))
-
-
-def is_worthwhile(folder: str, ranges: Sequence[tuple[int, int, int]]) -> bool:
-    """Whether ranges of files lie on a disk of this computer, and for the most part not in its memory.
-
-    Args:
-        folder: where the files are.
-        ranges: descriptor, offset and length.
-    """
-    total = sum(length for _, _, length in ranges)
-    if total < _LEAST_BYTES:
-        return False
-    try:
-        if kind_of(folder) not in _ON_DISK:
-            return False
-        answers = [found for fd, offsets in _samples(ranges, total).items() for found in _are_cached(fd, offsets)]
-    except OSError as error:
-        logger.info("%s is read through the page cache, of which nothing can be known (%s)", folder, error)
-        return False
-    return 2 * sum(answers) < len(answers)
-
-
-def _samples(ranges: Sequence[tuple[int, int, int]], total: int) -> dict[int, list[int]]:
-    """Offsets by descriptor, evenly over all ranges, which have `total` bytes."""
-    found: dict[int, list[int]] = {}
-    step = total / _SAMPLES
-    ahead = 0.0
-    for fd, offset, length in ranges:
-        while ahead < length:
-            found.setdefault(fd, []).append(offset + int(ahead))
-            ahead += step
-        ahead -= length
-    return found
-
-
-def _are_cached(fd: int, offsets: Sequence[int]) -> Iterator[bool]:
-    """Of bytes of a file, whether they are in memory. The system answers yes for files that are somebody else's."""
-    size = max(offsets) + 1
-    # Nothing is read through this mapping, so a disk that fails cannot end the process by a signal.
-    address = _libc.mmap(None, size, mmap.PROT_READ, mmap.MAP_SHARED, fd, 0)
-    if address == _FAILED:
-        code = ctypes.get_errno()
-        raise OSError(code, os.strerror(code))
-    try:
-        answer = ctypes.create_string_buffer(1)
-        for offset in offsets:
-            if _libc.mincore(address + offset // _PAGE * _PAGE, 1, answer) != 0:
-                code = ctypes.get_errno()
-                raise OSError(code, os.strerror(code))
-            yield answer.raw[0] & 1 == 1
-    finally:
-        _libc.munmap(address, size)

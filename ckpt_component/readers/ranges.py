@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -14,11 +15,16 @@ from ..errors import CheckpointCorruptError
 from ..storage.checksum import Checksum
 from ..storage.regular import is_plain_name, open_regular, read_failure
 from .ahead import ReadAhead
-from .past_cache import PastCache, is_worthwhile
+from .past_cache import PastCache, is_on_disk
+from .residency import share_in_memory
+
+logger = logging.getLogger(__name__)
 
 #: Read and summed at a time: a block that fits the processor's cache is fetched from memory once, not twice.
 _BLOCK = 1 << 20
 _MOST_THREADS = 4
+#: Past the page cache, where nothing is read but what a thread asks for.
+_MOST_DIRECT = 8
 #: What a thread reads before it takes the next part of the files: all threads are near each other, and near what has
 #: been announced to the disk.
 _BATCH_BYTES = 32 << 20
@@ -94,6 +100,28 @@ class OpenFiles:
             raise read_failure(os.path.join(self._folder, name), error) from error
         return True
 
+    def fill_block(self, name: str, block: memoryview, offset: int, length: int) -> int | None:
+        """Fill a block of memory with a range of a file, wherever it fits best.
+
+        Args:
+            name: of the file.
+            block: begins at a page, and has room for the range and two pages.
+            offset: in the file.
+            length: of the range.
+
+        Returns:
+            Where in the block the range begins; None when the file ends before.
+
+        Raises:
+            CheckpointUnreadableError: the read fails.
+        """
+        if self._past_cache is not None:
+            start = self._past_cache.read_into(self.descriptor(name), block, offset, length)
+            if start is not None:
+                return start
+        with block[:length] as view:
+            return 0 if self.fill(name, view, offset) else None
+
     def fill_summed(
         self, name: str, buffers: Sequence[memoryview], offset: int, checksum: Checksum | None
     ) -> int | None:
@@ -142,18 +170,28 @@ class OpenFiles:
         ordered = sorted(pieces, key=attrgetter("file", "offset", "length"))
         ranges = [(self.descriptor(piece.file), piece.offset, piece.length) for piece in ordered]
         processors = os.cpu_count() or 1
-        if not self._shared and is_worthwhile(self._folder, ranges):
+        share = self._share_in_memory(ranges)
+        if share == 1:
+            _in_parallel(ordered, min(processors, _MOST_THREADS))
+        elif not self._shared and share is not None and share < 0.5 and is_on_disk(self._folder):
             with PastCache(self._folder, self._descriptors.values()) as self._past_cache:
                 try:
-                    _in_parallel(ordered, processors + 1)  # one of them waits for the disk
+                    _in_parallel(ordered, min(2 * processors, _MOST_DIRECT))  # half of them wait for the disk
                 finally:
                     self._past_cache = None
-            return
-        with ReadAhead(ranges) as self._ahead:
-            try:
-                _in_parallel(ordered, processors)
-            finally:
-                self._ahead = None
+        else:
+            with ReadAhead(ranges) as self._ahead:
+                try:
+                    _in_parallel(ordered, min(processors, _MOST_THREADS))
+                finally:
+                    self._ahead = None
+
+    def _share_in_memory(self, ranges: Sequence[tuple[int, int, int]]) -> float | None:
+        try:
+            return share_in_memory(ranges)
+        except OSError as error:
+            logger.info("how much of %s is in memory cannot be known (%s)", self._folder, error)
+            return None
 
     def __enter__(self) -> OpenFiles:
         return self
@@ -169,7 +207,7 @@ def _in_parallel(pieces: Sequence[Piece], threads: int) -> None:
             for piece in batch:
                 piece.read()
 
-    threads = min(threads, _MOST_THREADS, len(pieces))
+    threads = min(threads, len(pieces))
     if threads <= 1:
         read_batch(pieces)
         return

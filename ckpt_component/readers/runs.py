@@ -22,6 +22,7 @@ from ..storage.checksum import Checksum
 from .blocks import Block
 from .crc import CrcOfRanges
 from .items import TensorItems
+from .past_cache import PAGE
 from .ranges import OpenFiles
 
 #: Larger items are read straight into their tensors.
@@ -31,7 +32,9 @@ _RUN_BYTES = 1 << 20
 #: Bytes that nobody asked for, such as other items, are rather read along than jumped over up to this gap.
 _GAP_BYTES = 32 << 10
 #: A run ends with the item that is behind a multiple of _RUN_BYTES.
-BLOCK_BYTES = _RUN_BYTES + SMALL_BYTES
+_MOST_BYTES = _RUN_BYTES + SMALL_BYTES
+#: With the rest of the first and of the last page, for reads of whole pages.
+BLOCK_BYTES = _MOST_BYTES + 2 * PAGE
 
 
 class Landings:
@@ -75,7 +78,7 @@ class Landings:
         behind = self._payload + self._nbytes
         before = torch.cat([torch.zeros(1, dtype=torch.int64), behind[:-1]])
         before.index_copy_(0, first, starting)
-        nowhere = bytearray(BLOCK_BYTES)
+        nowhere = bytearray(_MOST_BYTES)
         pieces = torch.empty(len(offset), 4, dtype=torch.int64)
         pieces[:, 0] = ctypes.addressof(ctypes.c_char.from_buffer(nowhere))
         pieces[:, 1] = self._payload - before
@@ -137,9 +140,10 @@ class Run:
         Raises:
             CheckpointUnreadableError: the read fails.
         """
-        with block.view[: self.length] as view:
-            if not files.fill(self.name, view, self.offset):
-                return self.last - 1
+        begin = files.fill_block(self.name, block.view, self.offset, self.length)
+        if begin is None:
+            return self.last - 1
+        with block.view[begin : begin + self.length] as view:
             checksum = self.landings.checksum
             if checksum is not None and (self.whole is None or checksum.of(view) != self.whole):
                 taken, mine = checksum.of, slice(self.first, self.last)
@@ -148,7 +152,7 @@ class Run:
                     if taken(view[start:end]) != wanted:
                         return self.first + place
         pieces, _ = self._memory
-        block.spread(pieces[self.first : self.last].view(-1, 2))
+        block.spread(pieces[self.first : self.last].view(-1, 2), begin)
         # The memory was written behind autograd's back, and others may watch the version.
         torch.autograd.graph.increment_version(self.landings.targets[self.first : self.last])
         return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import logging
+import mmap
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -16,9 +17,10 @@ import torch
 from safetensors.torch import save_file
 
 from ckpt_component import CheckpointCorruptError, build_checkpointer, factory
-from ckpt_component.readers import past_cache, ranges
-from ckpt_component.readers.past_cache import PastCache, is_worthwhile
+from ckpt_component.readers import past_cache, ranges, residency
+from ckpt_component.readers.past_cache import PastCache
 from ckpt_component.readers.ranges import OpenFiles
+from ckpt_component.readers.residency import share_in_memory
 from ckpt_component.storage.mounts import kind_of
 
 STATE: dict[str, Any] = {
@@ -61,7 +63,7 @@ def cached_share(path: Path) -> float:
     """How much of a file is in memory."""
     with open(path, "rb") as file:
         pages = range(0, path.stat().st_size, 4096)
-        return sum(past_cache._are_cached(file.fileno(), pages)) / len(pages)
+        return sum(residency._are_cached(file.fileno(), pages)) / len(pages)
 
 
 def direct_opens(monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -183,6 +185,25 @@ def test_any_range(disk: Path, offset: int, length: int) -> None:
     assert not any(buffer[read:])  # nothing is written behind what was asked for
 
 
+@pytest.mark.parametrize("offset", [0, 1, 511, 4095, 4096, 70_001])
+@pytest.mark.parametrize("length", [LEAST, LEAST + 1, 4096 * 100 - 1])
+def test_any_range_into_a_block(disk: Path, offset: int, length: int) -> None:
+    data = torch.randint(0, 256, (500_000,), dtype=torch.uint8).numpy().tobytes()
+    (disk / "file").write_bytes(data)
+    fd = os.open(disk / "file", os.O_RDONLY)
+    try:
+        block = memoryview(mmap.mmap(-1, length + 2 * 4096))
+        with PastCache(str(disk), [fd]) as reads:
+            begin = reads.read_into(fd, block, offset, length)
+            assert begin is not None
+            assert block[begin : begin + length] == data[offset : offset + length]
+            assert reads.read_into(fd, block, len(data) - length + 1, length) is None  # the file ends before
+            assert reads.read_into(fd, block, len(data) + 9000, length) is None
+            assert reads.read_into(fd, block, offset, LEAST - 1) is None
+    finally:
+        os.close(fd)
+
+
 @pytest.mark.parametrize("size", [0, 1, 4096, 100_000, 100_352])
 def test_the_end_of_a_file(disk: Path, size: int) -> None:
     (disk / "file").write_bytes(bytes(range(1, 252)) * (size // 251) + b"x" * (size % 251))
@@ -258,10 +279,10 @@ def test_a_cache_that_cannot_be_looked_at(
     def failing(fd: int, offsets: Sequence[int]) -> Iterator[bool]:
         raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
 
-    monkeypatch.setattr(past_cache, "_are_cached", failing)
+    monkeypatch.setattr(residency, "_are_cached", failing)
     with build_checkpointer("sync") as checkpointer, caplog.at_level(logging.INFO):
         check_loaded(checkpointer.load(path))
-    assert not opens and sum("nothing can be known" in record.message for record in caplog.records) == 1
+    assert not opens and sum("cannot be known" in record.message for record in caplog.records) == 1
 
 
 def test_no_descriptor_is_left(disk: Path) -> None:
@@ -276,28 +297,56 @@ def test_no_descriptor_is_left(disk: Path) -> None:
         assert len(os.listdir("/proc/self/fd")) == len(before)
 
 
-def test_most_of_what_is_asked_for_decides(disk: Path) -> None:
+def test_how_much_is_in_memory(disk: Path) -> None:
     size = 4 << 20
     (disk / "file").write_bytes(b"x" * size)
     forget(disk)
     fd = os.open(disk / "file", os.O_RDONLY)
     try:
-        assert is_worthwhile(str(disk), [(fd, 0, size)])
-        assert not is_worthwhile(str(disk), [(fd, 0, LEAST - 1)])  # not worth a look
+        assert share_in_memory([(fd, 0, size)]) == 0
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)  # nothing is read ahead
         os.pread(fd, size // 4, 0)
-        assert is_worthwhile(str(disk), [(fd, 0, size)])
-        assert not is_worthwhile(str(disk), [(fd, 100, size // 4 - 100)])
-        os.pread(fd, size // 2, size // 4)
-        assert not is_worthwhile(str(disk), [(fd, 0, size)])
-        assert is_worthwhile(str(disk), [(fd, size - size // 4, size // 8), (fd, size - size // 8, size // 8)])
+        assert share_in_memory([(fd, 0, size)]) == 0.25
+        assert share_in_memory([(fd, 100, size // 4 - 100)]) == 1
+        os.pread(fd, size // 4, size // 4)
+        assert share_in_memory([(fd, 0, 10), (fd, 0, size), (fd, 5, 0)]) == pytest.approx(0.5, abs=0.01)
+        assert share_in_memory([(fd, size - size // 4, size // 8), (fd, size - size // 8, size // 8)]) == 0
+        assert share_in_memory([(fd, 2 * size, 100)]) == 0  # behind the end
+        assert share_in_memory([(fd, 0, 0)]) is None
     finally:
         os.close(fd)
 
 
-def test_nothing_of_it_on_a_tmpfs() -> None:
+def test_files_of_others_are_not_told(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (disk / "file").write_bytes(b"x" * 100_000)
+    fd = os.open(disk / "file", os.O_RDONLY)
+    try:
+        assert share_in_memory([(fd, 0, 100_000)]) == 1
+        monkeypatch.setattr(os, "geteuid", lambda: os.fstat(fd).st_uid + 1)
+        assert share_in_memory([(fd, 0, 100_000)]) == 1  # it may be written
+        monkeypatch.setattr(os, "access", lambda *_, **__: False)
+        assert share_in_memory([(fd, 0, 100_000)]) is None
+    finally:
+        os.close(fd)
+
+
+def test_half_of_it_in_memory(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = saved(disk)
+    forget(path)
+    opens = direct_opens(monkeypatch)
+    for share, past in ((0.51, False), (0.49, True)):
+        monkeypatch.setattr(ranges, "share_in_memory", lambda _, share=share: share)
+        with build_checkpointer("sync") as checkpointer:
+            check_loaded(checkpointer.load(path))
+        assert bool(opens) is past
+        forget(path)
+
+
+def test_nothing_of_it_on_a_tmpfs(monkeypatch: pytest.MonkeyPatch) -> None:
     if kind_of("/dev/shm") != "tmpfs":
         pytest.skip("/dev/shm is no tmpfs here")
-    with tempfile.NamedTemporaryFile(dir="/dev/shm") as file:
-        file.truncate(1 << 20)  # none of it is in memory
-        assert not is_worthwhile("/dev/shm", [(file.fileno(), 0, 1 << 20)])
+    opens = direct_opens(monkeypatch)
+    monkeypatch.setattr(ranges, "share_in_memory", lambda _: 0.0)
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder, build_checkpointer("sync") as checkpointer:
+        check_loaded(checkpointer.load(saved(Path(folder))))
+    assert not opens
