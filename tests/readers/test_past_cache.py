@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import itertools
 import logging
 import mmap
 import os
@@ -315,6 +316,15 @@ def test_how_much_is_in_memory(disk: Path) -> None:
         assert share_in_memory([(fd, 0, 0)]) is None
     finally:
         os.close(fd)
+
+
+def test_samples_are_spread_over_all_ranges() -> None:
+    small = [(number % 3, 1000 * number, 700) for number in range(10_000)]
+    found = residency._samples(small)
+    numbers = sorted(offset // 1000 for offsets in found.values() for offset in offsets)
+    assert len(numbers) == pytest.approx(residency._SAMPLES, abs=1)
+    assert all(later - number in (39, 40) for number, later in itertools.pairwise(numbers))
+    assert all(offset // 1000 % 3 == fd and offset % 1000 < 700 for fd, offsets in found.items() for offset in offsets)
 
 
 def test_files_of_others_are_not_told(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
