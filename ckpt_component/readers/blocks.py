@@ -100,11 +100,15 @@ class Blocks:
         finally:
             self._free.append(block)
 
+    def close(self) -> None:
+        """Give back the memory of all; none may be taken any more."""
+        while self._free:
+            self._free.pop().close()
+
     def __enter__(self) -> Blocks:
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        while self._free:
-            self._free.pop().close()
+        self.close()

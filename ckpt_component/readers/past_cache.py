@@ -11,12 +11,12 @@ import ctypes
 import logging
 import mmap
 import os
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from types import TracebackType
 
 from ..storage.mounts import kind_of
 from ..storage.regular import open_past_cache
+from .blocks import Blocks
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ class PastCache:
         self._folder = folder
         self._direct: dict[int, int] = {}
         self._gave_up = False
-        self._blocks: list[mmap.mmap] = []
+        self._blocks = Blocks(_BLOCK_BYTES + 2 * PAGE)
         try:
             for fd in descriptors:
                 self._direct[fd] = open_past_cache(fd)
@@ -69,11 +69,11 @@ class PastCache:
         length = min(buffer.nbytes, _BLOCK_BYTES)
         if length < _LEAST_BYTES:
             return None
-        with self._lent() as block, memoryview(block) as view:
-            count = self._read_pages(fd, view, offset, length)
+        with self._blocks.lent() as block:
+            count = self._read_pages(fd, block.view, offset, length)
             if count:
                 # Others run meanwhile, as they would not with a slice.
-                ctypes.memmove(_address(buffer), _address(block) + offset % PAGE, count)
+                ctypes.memmove(_address(buffer), _address(block.view) + offset % PAGE, count)
         return count
 
     def read_into(self, fd: int, block: memoryview, offset: int, length: int) -> int | None:
@@ -105,18 +105,6 @@ class PastCache:
             self._give_up(error)
             return None
 
-    @contextmanager
-    def _lent(self) -> Iterator[mmap.mmap]:
-        """Memory that begins at a page, of which nobody else knows for as long as the context is entered."""
-        try:
-            block = self._blocks.pop()
-        except IndexError:
-            block = mmap.mmap(-1, _BLOCK_BYTES + 2 * PAGE)
-        try:
-            yield block
-        finally:
-            self._blocks.append(block)
-
     def _give_up(self, error: OSError) -> None:
         """Leave it to ordinary reads. What is wrong with the disk itself, they will tell."""
         if not self._gave_up:
@@ -131,9 +119,8 @@ class PastCache:
     ) -> None:
         while self._direct:
             os.close(self._direct.popitem()[1])
-        while self._blocks:
-            self._blocks.pop().close()
+        self._blocks.close()
 
 
-def _address(buffer: mmap.mmap | memoryview) -> int:
+def _address(buffer: memoryview) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(buffer))

@@ -170,10 +170,11 @@ class OpenFiles:
         ordered = sorted(pieces, key=attrgetter("file", "offset", "length"))
         ranges = [(self.descriptor(piece.file), piece.offset, piece.length) for piece in ordered]
         processors = os.cpu_count() or 1
-        share = self._share_in_memory(ranges)
-        if share == 1:
-            _in_parallel(ordered, min(processors, _MOST_THREADS))
-        elif not self._shared and share is not None and share < 0.5 and is_on_disk(self._folder):
+        few = min(processors, _MOST_THREADS)
+        in_memory, past_cache = self._look(ranges)
+        if in_memory:
+            _in_parallel(ordered, few)
+        elif past_cache:
             with PastCache(self._folder, self._descriptors.values()) as self._past_cache:
                 try:
                     _in_parallel(ordered, min(2 * processors, _MOST_DIRECT))  # half of them wait for the disk
@@ -182,16 +183,20 @@ class OpenFiles:
         else:
             with ReadAhead(ranges) as self._ahead:
                 try:
-                    _in_parallel(ordered, min(processors, _MOST_THREADS))
+                    _in_parallel(ordered, few)
                 finally:
                     self._ahead = None
 
-    def _share_in_memory(self, ranges: Sequence[tuple[int, int, int]]) -> float | None:
+    def _look(self, ranges: Sequence[tuple[int, int, int]]) -> tuple[bool, bool]:
+        """Whether all of it is in memory, and whether it is better read past the page cache."""
         try:
-            return share_in_memory(ranges)
+            share = share_in_memory(ranges)
+            if share is None:
+                return False, False
+            return share == 1, not self._shared and share < 0.5 and is_on_disk(self._folder)
         except OSError as error:
             logger.info("how much of %s is in memory cannot be known (%s)", self._folder, error)
-            return None
+            return False, False
 
     def __enter__(self) -> OpenFiles:
         return self

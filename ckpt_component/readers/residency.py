@@ -62,14 +62,17 @@ def _are_cached(fd: int, offsets: Sequence[int]) -> Iterator[bool]:
     # Nothing is read through this mapping, so a disk that fails cannot end the process by a signal.
     address = _libc.mmap(None, size, mmap.PROT_READ, mmap.MAP_SHARED, fd, 0)
     if address == _FAILED:
-        code = ctypes.get_errno()
-        raise OSError(code, os.strerror(code))
+        raise _failure()
     try:
         answer = ctypes.create_string_buffer(1)
         for offset in offsets:
             if _libc.mincore(address + offset // _PAGE * _PAGE, 1, answer) != 0:
-                code = ctypes.get_errno()
-                raise OSError(code, os.strerror(code))
+                raise _failure()
             yield answer.raw[0] & 1 == 1
     finally:
         _libc.munmap(address, size)
+
+
+def _failure() -> OSError:
+    code = ctypes.get_errno()
+    return OSError(code, os.strerror(code))

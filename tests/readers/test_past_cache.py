@@ -286,6 +286,21 @@ def test_a_cache_that_cannot_be_looked_at(
     assert not opens and sum("cannot be known" in record.message for record in caplog.records) == 1
 
 
+def test_a_folder_of_which_nothing_is_known(
+    disk: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = saved(disk)
+    forget(path)
+
+    def failing(folder: str) -> bool:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    monkeypatch.setattr(ranges, "is_on_disk", failing)
+    with build_checkpointer("sync") as checkpointer, caplog.at_level(logging.INFO):
+        check_loaded(checkpointer.load(path))
+    assert sum("cannot be known" in record.message for record in caplog.records) == 1
+
+
 def test_no_descriptor_is_left(disk: Path) -> None:
     path = saved(disk)
     with build_checkpointer("sync") as checkpointer:
