@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from .arena import tensor_bytes
 from .gather import MOST_PIECES, Gather
 from .layout import PAGE, Layout, addresses_of, align, sources_of
+from .pages import want_huge_pages
 from .plain import are_plain
 from .tree import FlatState
 
@@ -103,6 +104,7 @@ class LiveSource:
         spare = blocks.pop(0) if len(blocks) == 2 else None
         if spare is None or len(spare) < end - start:
             spare = mmap.mmap(-1, align(end - start, PAGE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            want_huge_pages(spare)
         blocks.append(spare)
         return _Block(start, end, spare)
 

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import logging
 import mmap
 import os
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
+from .huge import HUGE_PAGE, MADV_POPULATE_WRITE, advise, collapse
 from .layout import align
 
-#: Of Linux 5.14; `mmap` has no name for it.
-_MADV_POPULATE_WRITE = 23
-_HUGE_PAGE = 2 << 20
+logger = logging.getLogger(__name__)
+
 #: More would wait for the kernel's locks.
 _MOST_THREADS = 8
-
-_madvise = ctypes.CDLL(None, use_errno=True).madvise
-_madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 def want_huge_pages(block: mmap.mmap) -> None:
@@ -34,23 +32,23 @@ def want_huge_pages(block: mmap.mmap) -> None:
 def reserve(block: mmap.mmap, fd: int, nbytes: int) -> None:
     """Take a memfd's pages now: one that is only sized kills the process by SIGBUS when memory runs out.
 
-    Through the mapping, which has the kernel use huge pages where they are wanted, and leaves no page fault to the
-    first save; by the descriptor where the kernel is older than 5.14. To clear the pages takes most of the time, so
-    that several threads share it.
+    Through the mapping, which leaves no page fault to the first save; by the descriptor where the kernel is older than
+    5.14. To clear the pages takes most of the time, so that several threads share it.
     """
     address = ctypes.addressof(ctypes.c_char.from_buffer(block))
     threads = min(torch.get_num_threads(), _MOST_THREADS)
-    share = align(-(-nbytes // threads), _HUGE_PAGE)
+    share = align(-(-nbytes // threads), HUGE_PAGE)
 
-    def populate(start: int) -> int:
+    def take(start: int) -> tuple[int, int]:
         length = min(share, nbytes - start)
-        while _madvise(address + start, length, _MADV_POPULATE_WRITE) != 0:
-            if ctypes.get_errno() != errno.EINTR:
-                return ctypes.get_errno()
-        return 0
+        return collapse(fd, start, length), advise(address + start, length, MADV_POPULATE_WRITE)
 
     with ThreadPoolExecutor(threads, thread_name_prefix="ckpt-pages") as pool:
-        failures = {code for code in pool.map(populate, range(0, nbytes, share)) if code}
+        taken = list(pool.map(take, range(0, nbytes, share)))
+    small = {code for code, _ in taken if code}
+    if small:
+        logger.info("the checkpoint arena is not all in huge pages: %s", os.strerror(small.pop()))
+    failures = {code for _, code in taken if code}
     if failures == {errno.EINVAL}:
         os.posix_fallocate(fd, 0, nbytes)
     elif failures:

@@ -13,6 +13,8 @@ from types import TracebackType
 import torch
 
 from ..errors import CheckpointError
+from ..image.huge import HUGE_PAGE, collapse
+from ..image.layout import align
 from ..storage.fs import MAX_BUFFERS
 
 _preadv = ctypes.CDLL(None, use_errno=True).preadv
@@ -34,8 +36,10 @@ class Block:
         try:
             self._descriptor = os.memfd_create("ckpt-run", os.MFD_CLOEXEC)
             try:
-                os.truncate(self._descriptor, nbytes)
-                self._map = mmap.mmap(self._descriptor, nbytes)
+                size = align(nbytes, HUGE_PAGE)
+                os.truncate(self._descriptor, size)
+                collapse(self._descriptor, 0, size)
+                self._map = mmap.mmap(self._descriptor, size)
             except BaseException:
                 os.close(self._descriptor)
                 raise

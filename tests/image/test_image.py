@@ -291,7 +291,8 @@ def test_a_shared_arena_has_all_its_pages_from_the_beginning(
 ) -> None:
     """One that is only sized would kill whoever writes to it when memory runs out."""
     if advice is not None:
-        monkeypatch.setattr("ckpt_component.image.pages._MADV_POPULATE_WRITE", advice)
+        for module in ("huge", "pages"):
+            monkeypatch.setattr(f"ckpt_component.image.{module}.MADV_POPULATE_WRITE", advice)
     arena = Arena(5 << 20, shared=True)
     try:
         assert arena.fd is not None and os.fstat(arena.fd).st_blocks * 512 >= arena.nbytes == 5 << 20

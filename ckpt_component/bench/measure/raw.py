@@ -12,6 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
+from ...image.pages import want_huge_pages
+
 Checksum = Callable[[memoryview], int]
 
 _BLOCK = 8 << 20
@@ -22,8 +24,9 @@ _READERS = 2
 
 
 def block_of(nbytes: int) -> mmap.mmap:
-    """Memory that starts at a page, as direct I/O needs it, and is there already."""
+    """Memory that starts at a page, as direct I/O needs it, in huge pages, which disks take best, and there already."""
     block = mmap.mmap(-1, rounded(nbytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    want_huge_pages(block)
     torch.frombuffer(block, dtype=torch.uint8).fill_(1)
     return block
 
