@@ -20,6 +20,7 @@ import torch
 from ..errors import CheckpointError, CheckpointTimeoutError
 from .layout import PAGE, Layout, align
 from .pages import reserve, want_huge_pages
+from .shared_memory import map_shared
 from .slots import Slots
 
 logger = logging.getLogger(__name__)
@@ -43,7 +44,7 @@ class Arena:
         self.number = next(_numbers)
         self.nbytes = align(max(nbytes, 1), PAGE)
         self.fd: int | None = None
-        self._memory: mmap.mmap | None = None
+        self._memory: memoryview | None = None
         self._locked = False
         # Asked beforehand: reserving more than there is does not fail, it has the kernel kill processes.
         available = psutil.virtual_memory().available
@@ -56,12 +57,12 @@ class Arena:
             if shared:
                 self.fd = os.memfd_create("ckpt-arena", os.MFD_CLOEXEC)
                 os.ftruncate(self.fd, self.nbytes)
-                self._memory = mmap.mmap(self.fd, self.nbytes)
-                want_huge_pages(self._memory)
-                reserve(self._memory, self.fd, self.nbytes)
+                self._memory = map_shared(self.fd, self.nbytes)
+                reserve(self._memory, self.fd)
             else:
-                self._memory = mmap.mmap(-1, self.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-                want_huge_pages(self._memory)
+                block = mmap.mmap(-1, self.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+                want_huge_pages(block)
+                self._memory = memoryview(block)
         except OSError as error:
             self.close()
             raise CheckpointError(
@@ -79,7 +80,7 @@ class Arena:
         Raises:
             CheckpointError: the arena is closed.
         """
-        return memoryview(self._block())
+        return self._block()
 
     @property
     def closed(self) -> bool:
@@ -136,7 +137,7 @@ class Arena:
             raise CheckpointError("This checkpoint arena is closed, or was not made to be shared with other processes.")
         return self.fd
 
-    def _block(self) -> mmap.mmap:
+    def _block(self) -> memoryview:
         if self._memory is None:
             raise CheckpointError("This checkpoint arena is closed; build a new checkpointer.")
         return self._memory

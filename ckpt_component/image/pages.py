@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import logging
 import mmap
@@ -11,8 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from .huge import HUGE_PAGE, MADV_POPULATE_WRITE, advise, collapse
 from .layout import align
+from .shared_memory import HUGE_PAGE, MADV_POPULATE_WRITE, address_of, advise, make_huge
 
 logger = logging.getLogger(__name__)
 
@@ -29,19 +28,19 @@ def want_huge_pages(block: mmap.mmap) -> None:
             raise
 
 
-def reserve(block: mmap.mmap, fd: int, nbytes: int) -> None:
+def reserve(memory: memoryview, fd: int) -> None:
     """Take a memfd's pages now: one that is only sized kills the process by SIGBUS when memory runs out.
 
     Through the mapping, which leaves no page fault to the first save; by the descriptor where the kernel is older than
     5.14. To clear the pages takes most of the time, so that several threads share it.
     """
-    address = ctypes.addressof(ctypes.c_char.from_buffer(block))
+    address, nbytes = address_of(memory), memory.nbytes
     threads = min(torch.get_num_threads(), _MOST_THREADS)
     share = align(-(-nbytes // threads), HUGE_PAGE)
 
     def take(start: int) -> tuple[int, int]:
-        length = min(share, nbytes - start)
-        return collapse(fd, start, length), advise(address + start, length, MADV_POPULATE_WRITE)
+        part = address + start, min(share, nbytes - start)
+        return make_huge(*part), advise(*part, MADV_POPULATE_WRITE)
 
     with ThreadPoolExecutor(threads, thread_name_prefix="ckpt-pages") as pool:
         taken = list(pool.map(take, range(0, nbytes, share)))

@@ -9,7 +9,6 @@ that trainers that die after staging do not take their checkpoint along.
 
 from __future__ import annotations
 
-import mmap
 import os
 import select
 import signal
@@ -22,6 +21,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from ..image.shared_memory import map_shared
 from ..storage.file_system import file_system
 from ..storage.fs import FsOps
 from ..writers.byte_io import Extra, MemorySource, WriteOptions, WriteResult, WriteTable, run_write_job
@@ -53,7 +53,7 @@ class ByteWorker:
         self._parent = os.getppid()
         self._poll = select.poll()
         self._poll.register(sock, select.POLLIN)
-        self._arenas: dict[int, mmap.mmap] = {}
+        self._arenas: dict[int, memoryview] = {}
         #: By number: the table, what a commit from here adds (compressed), and where the package of its checksum is.
         self._tables: dict[int, tuple[WriteTable, dict[str, bytes], list[str] | None]] = {}
         self._undecided: _Undecided | None = None
@@ -91,10 +91,9 @@ class ByteWorker:
 
     def _map_arena(self, header: Mapping[str, Any], fd: int) -> None:
         for known in header["retired"]:
-            if known in self._arenas:
-                self._arenas.pop(known).close()
+            self._arenas.pop(known, None)
         try:
-            self._arenas[header["id"]] = mmap.mmap(fd, header["size"], prot=mmap.PROT_READ)
+            self._arenas[header["id"]] = map_shared(fd, header["size"], writable=False)
         finally:
             os.close(fd)
 
@@ -120,7 +119,7 @@ class ByteWorker:
                 Extra(spec["file"], spec["offset"], data, spec["items"])
                 for spec, data in zip(job["extras"], _pieces(blob, [e["size"] for e in job["extras"]]), strict=True)
             ]
-            memory = memoryview(self._arenas[job["arena"]]) if table.files else memoryview(b"")
+            memory = self._arenas[job["arena"]] if table.files else memoryview(b"")
             options = WriteOptions(**job["options"])
             source: ByteSource = MemorySource(memory)
             if pipe is not None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import mmap
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,8 +12,8 @@ from types import TracebackType
 import torch
 
 from ..errors import CheckpointError
-from ..image.huge import HUGE_PAGE, collapse
 from ..image.layout import align
+from ..image.shared_memory import HUGE_PAGE, address_of, make_huge, map_shared
 from ..storage.fs import MAX_BUFFERS
 
 _preadv = ctypes.CDLL(None, use_errno=True).preadv
@@ -38,8 +37,7 @@ class Block:
             try:
                 size = align(nbytes, HUGE_PAGE)
                 os.truncate(self._descriptor, size)
-                collapse(self._descriptor, 0, size)
-                self._map = mmap.mmap(self._descriptor, size)
+                self.view = map_shared(self._descriptor, size)
             except BaseException:
                 os.close(self._descriptor)
                 raise
@@ -48,7 +46,7 @@ class Block:
                 f"{nbytes / 1e6:.1f} MB of memory to read a checkpoint through were not to be had ({error}); free host "
                 "memory or file descriptors (ulimit -n)."
             ) from error
-        self.view = memoryview(self._map)
+        make_huge(address_of(self.view), size)  # where there are none, reads take longer
 
     def spread(self, pieces: torch.Tensor, position: int = 0) -> None:
         """Copy the bytes from `position` on to pieces of memory.
@@ -77,7 +75,6 @@ class Block:
     def close(self) -> None:
         """Give the memory back."""
         self.view.release()
-        self._map.close()
         os.close(self._descriptor)
 
 

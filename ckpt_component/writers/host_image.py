@@ -7,7 +7,6 @@ library alone.
 
 from __future__ import annotations
 
-import mmap
 import os
 import pickle
 import queue
@@ -16,6 +15,7 @@ import weakref
 from typing import Any
 
 from ..errors import CheckpointSaveError
+from ..image.shared_memory import map_shared
 
 _LENGTH = struct.Struct("<Q")
 
@@ -62,7 +62,7 @@ class HostImage:
     def __init__(self, file: SharedFile, nbytes: int, memory: memoryview | None = None) -> None:
         self._file = file
         self._nbytes = nbytes
-        self.memory = memoryview(mmap.mmap(file.fd, nbytes)) if memory is None else memory
+        self.memory = map_shared(file.fd, nbytes) if memory is None else memory
 
     def __reduce__(self) -> tuple[Any, ...]:
         return HostImage, (self._file, self._nbytes)
