@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +16,8 @@ from ..errors import CheckpointError
 from ..image.layout import align
 from ..image.shared_memory import HUGE_PAGE, address_of, make_huge, map_shared
 from ..storage.fs import MAX_BUFFERS
+
+logger = logging.getLogger(__name__)
 
 _preadv = ctypes.CDLL(None, use_errno=True).preadv
 _preadv.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_int64)
@@ -46,7 +49,9 @@ class Block:
                 f"{nbytes / 1e6:.1f} MB of memory to read a checkpoint through were not to be had ({error}); free host "
                 "memory or file descriptors (ulimit -n)."
             ) from error
-        make_huge(address_of(self.view), size)  # where there are none, reads take longer
+        failed = make_huge(address_of(self.view), size)
+        if failed:
+            logger.debug("a block to read through is not in huge pages: %s", os.strerror(failed))
 
     def spread(self, pieces: torch.Tensor, position: int = 0) -> None:
         """Copy the bytes from `position` on to pieces of memory.
