@@ -15,6 +15,7 @@ import torch
 from ckpt_component.image import pages, shared_memory
 from ckpt_component.image.arena import Arena
 from ckpt_component.image.shared_memory import HUGE_PAGE, address_of, make_huge, map_shared
+from ckpt_component.readers import blocks
 from ckpt_component.readers.blocks import Block
 
 SIZE = 3 * HUGE_PAGE + 5 * mmap.PAGESIZE
@@ -168,3 +169,18 @@ def test_without_huge_pages_an_arena_has_small_ones_and_says_so(
         assert os.strerror(code) in said
     finally:
         arena.close()
+
+
+def test_without_huge_pages_a_block_has_small_ones_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(shared_memory, "advise", lambda *_: errno.EINVAL)
+    caplog.set_level(logging.DEBUG, logger=blocks.__name__)
+    block = Block(HUGE_PAGE + 1)
+    block.view[HUGE_PAGE] = 7
+    target = torch.zeros(8, dtype=torch.uint8)
+    block.spread(torch.tensor([[target.data_ptr(), 8]]), HUGE_PAGE)
+    assert target.tolist() == [7] + 7 * [0]
+    (said,) = caplog.messages
+    assert "Invalid argument" in said
+    block.close()
