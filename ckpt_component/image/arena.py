@@ -18,9 +18,9 @@ import psutil
 import torch
 
 from ..errors import CheckpointError, CheckpointTimeoutError
+from .huge_pages import map_shared
 from .layout import PAGE, Layout, align
 from .pages import reserve, want_huge_pages
-from .shared_memory import map_shared
 from .slots import Slots
 
 logger = logging.getLogger(__name__)

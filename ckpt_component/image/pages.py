@@ -10,8 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
+from .huge_pages import HUGE_PAGE, MADV_POPULATE_WRITE, address_of, advise, make_huge
 from .layout import align
-from .shared_memory import HUGE_PAGE, MADV_POPULATE_WRITE, address_of, advise, make_huge
 
 logger = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ..image.shared_memory import map_shared
+from ..image.huge_pages import map_shared
 from ..storage.file_system import file_system
 from ..storage.fs import FsOps
 from ..writers.byte_io import Extra, MemorySource, WriteOptions, WriteResult, WriteTable, run_write_job

@@ -13,8 +13,8 @@ from types import TracebackType
 import torch
 
 from ..errors import CheckpointError
+from ..image.huge_pages import HUGE_PAGE, address_of, make_huge, map_shared
 from ..image.layout import align
-from ..image.shared_memory import HUGE_PAGE, address_of, make_huge, map_shared
 from ..storage.fs import MAX_BUFFERS
 
 logger = logging.getLogger(__name__)

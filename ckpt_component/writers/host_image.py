@@ -15,7 +15,7 @@ import weakref
 from typing import Any
 
 from ..errors import CheckpointSaveError
-from ..image.shared_memory import map_shared
+from ..image.huge_pages import map_shared
 
 _LENGTH = struct.Struct("<Q")
 

@@ -1,4 +1,4 @@
-"""Memory that processes share, in huge pages."""
+"""Memory that processes share, mapped in huge pages."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from ckpt_component.image import pages, shared_memory
+from ckpt_component.image import huge_pages, pages
 from ckpt_component.image.arena import Arena
-from ckpt_component.image.shared_memory import HUGE_PAGE, address_of, make_huge, map_shared
+from ckpt_component.image.huge_pages import HUGE_PAGE, address_of, make_huge, map_shared
 from ckpt_component.readers import blocks
 from ckpt_component.readers.blocks import Block
 
@@ -32,7 +32,7 @@ def fd() -> Iterator[int]:
 
 
 @pytest.fixture
-def huge_pages() -> None:
+def huge_pages_given() -> None:
     """Skip where the system makes none."""
     fd = os.memfd_create("test")
     os.ftruncate(fd, SIZE)
@@ -65,7 +65,7 @@ def huge_bytes(memory: memoryview) -> int:
     return sum(int(line.split()[1]) << 10 for line in mapped(memory) if line.startswith("ShmemPmdMapped:"))
 
 
-@pytest.mark.usefixtures("huge_pages")
+@pytest.mark.usefixtures("huge_pages_given")
 def test_what_fills_huge_pages_is_made_of_them_and_keeps_its_bytes(fd: int) -> None:
     memory = map_shared(fd, SIZE)
     assert make_huge(address_of(memory), SIZE) == 0
@@ -73,7 +73,7 @@ def test_what_fills_huge_pages_is_made_of_them_and_keeps_its_bytes(fd: int) -> N
     assert bytes(memory) == os.pread(fd, SIZE + 1, 0) == DATA
 
 
-@pytest.mark.usefixtures("huge_pages")
+@pytest.mark.usefixtures("huge_pages_given")
 def test_a_part_that_has_no_bytes_yet() -> None:
     fd = os.memfd_create("test")
     os.ftruncate(fd, SIZE)
@@ -128,7 +128,7 @@ def test_what_cannot_be_mapped_is_told_and_leaves_nothing() -> None:
     assert len(Path("/proc/self/maps").read_text().splitlines()) <= before + 2  # the interpreter's own
 
 
-@pytest.mark.usefixtures("huge_pages")
+@pytest.mark.usefixtures("huge_pages_given")
 def test_an_arena_for_another_process_is_in_huge_pages() -> None:
     arena = Arena(SIZE, shared=True)
     try:
@@ -140,14 +140,14 @@ def test_an_arena_for_another_process_is_in_huge_pages() -> None:
         arena.close()
 
 
-@pytest.mark.usefixtures("huge_pages")
+@pytest.mark.usefixtures("huge_pages_given")
 def test_a_block_to_read_through_is_in_huge_pages() -> None:
     block = Block(HUGE_PAGE + 1)
     assert huge_bytes(block.view) == 2 * HUGE_PAGE
     block.close()
 
 
-@pytest.mark.parametrize("refused", [shared_memory.MADV_POPULATE_WRITE, shared_memory._MADV_COLLAPSE])
+@pytest.mark.parametrize("refused", [huge_pages.MADV_POPULATE_WRITE, huge_pages._MADV_COLLAPSE])
 @pytest.mark.parametrize("code", [errno.EINVAL, errno.ENOMEM])
 def test_without_huge_pages_an_arena_has_small_ones_and_says_so(
     refused: int, code: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -158,7 +158,7 @@ def test_without_huge_pages_an_arena_has_small_ones_and_says_so(
         asked.append(advice)
         return code if advice == refused else 0
 
-    monkeypatch.setattr(shared_memory, "advise", advise)
+    monkeypatch.setattr(huge_pages, "advise", advise)
     caplog.set_level(logging.INFO, logger=pages.__name__)
     arena = Arena(SIZE, shared=True)
     try:
@@ -174,7 +174,7 @@ def test_without_huge_pages_an_arena_has_small_ones_and_says_so(
 def test_without_huge_pages_a_block_has_small_ones_and_says_so(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(shared_memory, "advise", lambda *_: errno.EINVAL)
+    monkeypatch.setattr(huge_pages, "advise", lambda *_: errno.EINVAL)
     caplog.set_level(logging.DEBUG, logger=blocks.__name__)
     block = Block(HUGE_PAGE + 1)
     block.view[HUGE_PAGE] = 7
