@@ -80,7 +80,9 @@ class Arena:
         Raises:
             CheckpointError: the arena is closed.
         """
-        return self._block()
+        if self._memory is None:
+            raise CheckpointError("This checkpoint arena is closed; build a new checkpointer.")
+        return self._memory
 
     @property
     def closed(self) -> bool:
@@ -90,7 +92,7 @@ class Arena:
     def slots(self, layout: Layout) -> Slots:
         """A destination tensor for every item of the layout; fixed bytes are put in when the layout changes."""
         if self._layout is not layout:
-            block = self._block()
+            block = self.memory
             for position, data in layout.fixed_parts():
                 block[position : position + len(data)] = data
             starts = [layout.files[item.file].base + item.payload for item in layout.items]
@@ -136,11 +138,6 @@ class Arena:
         if self.fd is None:
             raise CheckpointError("This checkpoint arena is closed, or was not made to be shared with other processes.")
         return self.fd
-
-    def _block(self) -> memoryview:
-        if self._memory is None:
-            raise CheckpointError("This checkpoint arena is closed; build a new checkpointer.")
-        return self._memory
 
 
 class ArenaPool:

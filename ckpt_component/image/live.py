@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from .arena import tensor_bytes
 from .gather import MOST_PIECES, Gather
+from .huge_pages import address_of
 from .layout import PAGE, Layout, addresses_of, align, sources_of
 from .pages import want_huge_pages
 from .plain import are_plain
@@ -129,7 +130,7 @@ class _Block:
     def __post_init__(self) -> None:
         self.filled = self.start
         self.view = memoryview(self.memory)[: self.end - self.start]
-        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
+        self._address = address_of(memoryview(self.memory))
 
     def put(self, position: int, data: bytes | memoryview) -> None:
         """Put bytes at a place of the image."""

@@ -11,13 +11,13 @@ tensors with two threads).
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from ..image.columns import column_of, picked, repeated, where
+from ..image.huge_pages import address_of
 from ..storage.checksum import Checksum
 from .blocks import Block
 from .crc import CrcOfRanges
@@ -80,7 +80,7 @@ class Landings:
         before.index_copy_(0, first, starting)
         nowhere = bytearray(_MOST_BYTES)
         pieces = torch.empty(len(offset), 4, dtype=torch.int64)
-        pieces[:, 0] = ctypes.addressof(ctypes.c_char.from_buffer(nowhere))
+        pieces[:, 0] = address_of(memoryview(nowhere))
         pieces[:, 1] = self._payload - before
         pieces[:, 2] = column_of(map(torch.Tensor.data_ptr, self.targets))
         pieces[:, 3] = self._nbytes
