@@ -69,7 +69,7 @@ class IoMode(Enum):
 class ChecksumName(Enum):
     """The checksum that every item is stored with."""
 
-    crc32 = "crc32"  # zlib's, always there
+    crc32 = "crc32"  # always there: by zlib, and ten times faster by the package isal
     crc32c = "crc32c"  # needs the package crc32c or google-crc32c
     xxh3_64 = "xxh3_64"  # needs the package xxhash
     auto = "auto"  # the fastest that is installed

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from .arena import tensor_bytes
 from .gather import MOST_PIECES, Gather
 from .huge_pages import address_of
-from .layout import PAGE, Layout, addresses_of, align, sources_of
+from .layout import PAGE, Layout, align, sources_of
 from .pages import want_huge_pages
-from .plain import are_plain
+from .plain import plain_addresses
 from .tree import FlatState
 
 #: From here on a piece is worth a call of its own.
@@ -29,7 +29,7 @@ class LiveSource:
 
     Args:
         layout: of the image.
-        flat: the state; surveyed.
+        flat: the state.
 
     Attributes:
         nbytes: of the image.
@@ -40,8 +40,7 @@ class LiveSource:
         self._layout = layout
         self._bases = [file.base for file in layout.files]
         self._sources = sources_of(layout, flat.tensors)
-        self._plain = are_plain(self._sources)
-        self._addresses = array("Q", addresses_of(layout, flat.pointers, self._sources).tolist())
+        self._addresses = plain_addresses(self._sources)
         self._starts = array("q", [self._bases[item.file] + item.offset for item in layout.items])
         self._gather = Gather()
         self._of_thread = threading.local()
@@ -77,17 +76,18 @@ class LiveSource:
             prefix, suffix = around(item)
             block.put(at, prefix)
             block.put(at + item.length - len(suffix), suffix)
-        if self._plain[number]:
-            block.take(payload, self._addresses[number], item.nbytes)
-        else:
+        address = self._addresses[number]
+        if address is None:
             block.put(payload, self._copied(number))
+        else:
+            block.take(payload, address, item.nbytes)
         block.filled = at + item.length
 
     def _within_payload(self, number: int, start: int, end: int) -> memoryview | None:
         """The range as it lies in a tensor, where it is all in one."""
         item = self._layout.items[number]
         at = self._layout.payload_at(item)
-        if not self._plain[number] or start < at or end > at + item.nbytes:
+        if self._addresses[number] is None or start < at or end > at + item.nbytes:
             return None
         return tensor_bytes(self._sources[number])[start - at : end - at]
 

@@ -15,9 +15,9 @@ def is_plain(tensor: torch.Tensor) -> bool:
     return tensor.is_cpu and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
 
 
-def are_plain(tensors: Sequence[torch.Tensor]) -> list[bool]:
-    """`is_plain` of each; where all are, that is found faster."""
-    kind, found = torch.Tensor, list[bool]()
+def plain_addresses(tensors: Sequence[torch.Tensor]) -> list[int | None]:
+    """Where the memory of each tensor begins; None for one that is not plain. Where all are, that is found faster."""
+    kind, found = torch.Tensor, list[int | None]()
     for _, part in parts(tensors):
         if (
             all(map(attrgetter("is_cpu"), part))
@@ -25,7 +25,7 @@ def are_plain(tensors: Sequence[torch.Tensor]) -> list[bool]:
             and not any(map(kind.is_conj, part))
             and not any(map(kind.is_neg, part))
         ):
-            found += [True] * len(part)
+            found += map(kind.data_ptr, part)
         else:
-            found += map(is_plain, part)
+            found += (tensor.data_ptr() if is_plain(tensor) else None for tensor in part)
     return found

@@ -58,7 +58,7 @@ class TorchFileSource(Source):
         self._mapped = mapped
         index = Index(containers=flat.containers)
         for place, tensor in zip(flat.tensor_paths, flat.tensors, strict=True):
-            index.tensors[key_of(place)] = TensorEntry(place, tensor.dtype, tensor.shape, key_of(place))
+            index.tensors[key_of(place)] = TensorEntry(place, tensor.dtype, tuple(tensor.shape), key_of(place))
         index.objects = {key_of(place): place for place in flat.object_paths}
         super().__init__(path, index)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import compress, repeat
@@ -12,8 +13,8 @@ import torch
 
 from ..errors import CheckpointCorruptError, CheckpointLoadError
 from ..image.arena import tensor_bytes
-from ..image.columns import column_of, picked, where
-from ..image.plain import are_plain, is_plain
+from ..image.columns import column_of, picked, rows_of, where
+from ..image.plain import is_plain, plain_addresses
 from ..image.shards import overlap
 from ..image.tree import Path, key_of, keys_of
 from ..storage.checksum import Checksum, ChecksumMissingError, find_checksum, install_text
@@ -75,6 +76,15 @@ class Chunk(NamedTuple):
     checksum: Checksum | None
 
 
+class _Small(NamedTuple):
+    """Requests for whole small tensors of one rank: the numbers of their items, and where each one's memory begins."""
+
+    rank: int
+    numbers: torch.Tensor
+    addresses: torch.Tensor
+    wanted: Sequence[Request]
+
+
 class NativeSource(Source):
     """A checkpoint with integrity tables that say where every payload is.
 
@@ -120,7 +130,7 @@ class NativeSource(Source):
         dtypes = list(map(items.dtypes.__getitem__, numbers))
         shapes = list(map(items.shapes.__getitem__, numbers))
         places = list(zip(repeat(rank), numbers, strict=False))
-        entries = map(TensorEntry, paths, dtypes, map(torch.Size, shapes), places)
+        entries = rows_of(TensorEntry, paths, dtypes, shapes, places)
         if parts is None and len(set(keys)) == len(keys) and index.tensors.keys().isdisjoint(keys):
             index.tensors.update(zip(keys, entries, strict=True))
             whole.update(zip(keys, places, strict=True))
@@ -141,11 +151,10 @@ class NativeSource(Source):
         # The same part twice: it was tied on one rank and not on another.
         self._chunks.setdefault(key, {}).setdefault(offsets, chunk._replace(offsets=offsets))
         same_as = place if part is None else key
-        known = index.tensors.setdefault(key, entry._replace(shape=torch.Size(whole), same_as=same_as))
-        if (known.dtype, tuple(known.shape)) != (entry.dtype, tuple(whole)):
+        known = index.tensors.setdefault(key, entry._replace(shape=whole, same_as=same_as))
+        if (known.dtype, known.shape) != (entry.dtype, whole):
             raise CheckpointCorruptError(
-                f"'{key}' in {folder} is {known.dtype} {tuple(known.shape)} on one rank and {entry.dtype} "
-                f"{tuple(whole)} on another."
+                f"'{key}' in {folder} is {known.dtype} {known.shape} on one rank and {entry.dtype} {whole} on another."
             )
 
     def _whole_chunk(self, place: tuple[int, int]) -> Chunk:
@@ -166,9 +175,10 @@ class NativeSource(Source):
                     raise damaged(self.where, run.name, f"'{wanted[run.landings.order[wrong]].key}'")
 
             pieces = []
-            for rank, numbers, wanted in small:
+            for rank, numbers, addresses, wanted in small:
                 targets = [request.destination for request in wanted]
-                for run in Landings(self._tables[rank].tensors, numbers, targets, self._checksums[rank]).runs():
+                items, checksum = self._tables[rank].tensors, self._checksums[rank]
+                for run in Landings(items, numbers, targets, addresses, checksum).runs():
                     pieces.append(Piece(run.name, run.offset, run.length, partial(read_run, run, wanted)))
             for request in large:
                 for chunk in self._pieces(request):
@@ -177,32 +187,32 @@ class NativeSource(Source):
                     pieces.append(Piece(item.file, item.offset, item.length, read))
             files.read_all(pieces)
 
-    def _divided(
-        self, requests: Sequence[Request]
-    ) -> tuple[list[tuple[int, torch.Tensor, list[Request]]], list[Request]]:
-        """What can be read in runs, by rank with the items' numbers; and the rest."""
+    def _divided(self, requests: Sequence[Request]) -> tuple[list[_Small], list[Request]]:
+        """What can be read in runs, by rank; and the rest."""
         if not requests:
             return [], []
         keys, targets, offsets = zip(*requests, strict=True)
-        places = list(map(self._whole.get, keys))
-        chosen: dict[int, tuple[list[int], list[Request]]] = {}
+        places = map(self._whole.get, keys)
+        chosen: dict[int, list[tuple[int, int, Request]]] = defaultdict(list)
         large: list[Request] = []
-        for request, place, part, is_one in zip(requests, places, offsets, are_plain(targets), strict=True):
-            if place is not None and part is None and is_one:
-                found, wanted = chosen.setdefault(place[0], ([], []))
-                found.append(place[1])
-                wanted.append(request)
-            else:
+        for request, place, part, address in zip(requests, places, offsets, plain_addresses(targets), strict=True):
+            if place is None or part is not None or address is None:
                 large.append(request)
+            else:
+                rank, number = place
+                chosen[rank].append((number, address, request))
         small = []
-        for rank, (found, wanted) in chosen.items():
-            numbers = column_of(found)
+        for rank, rows in chosen.items():
+            found, starts, wanted = zip(*rows, strict=True)
+            numbers, addresses = column_of(found), column_of(starts)
             fits = picked(self._tables[rank].tensors.length, numbers) <= SMALL_BYTES
             if not fits.all():
                 large += compress(wanted, (~fits).tolist())
-                numbers, wanted = picked(numbers, where(fits)), list(compress(wanted, fits.tolist()))
+                kept = where(fits)
+                numbers, addresses = picked(numbers, kept), picked(addresses, kept)
+                wanted = tuple(compress(wanted, fits.tolist()))
             if wanted:
-                small.append((rank, numbers, wanted))
+                small.append(_Small(rank, numbers, addresses, wanted))
         return small, large
 
     def _pieces(self, request: Request) -> list[Chunk]:

@@ -43,12 +43,18 @@ class Landings:
     Args:
         items: of the rank.
         numbers: which of them; at most `SMALL_BYTES` long.
-        targets: one for each: contiguous, in CPU memory, with the payload's size. They are kept alive.
+        targets: one for each: plain, with the payload's size. They are kept alive.
+        addresses: where the memory of each begins.
         checksum: of the items; None: they are not verified.
     """
 
     def __init__(
-        self, items: TensorItems, numbers: torch.Tensor, targets: Sequence[torch.Tensor], checksum: Checksum | None
+        self,
+        items: TensorItems,
+        numbers: torch.Tensor,
+        targets: Sequence[torch.Tensor],
+        addresses: torch.Tensor,
+        checksum: Checksum | None,
     ) -> None:
         order = torch.argsort(picked(items.offset, numbers), stable=True)
         order = picked(order, torch.argsort(picked(items.file, picked(numbers, order)), stable=True))
@@ -57,6 +63,7 @@ class Landings:
         #: Of each landing, its place in `targets`.
         self.order: list[int] = order.tolist()
         self.targets = [targets[place] for place in self.order]
+        self._addresses = picked(addresses, order)
         self._names = items.names
         self._file, self._offset = picked(items.file, chosen), picked(items.offset, chosen)
         self._end = self._offset + picked(items.length, chosen)
@@ -82,30 +89,22 @@ class Landings:
         pieces = torch.empty(len(offset), 4, dtype=torch.int64)
         pieces[:, 0] = address_of(memoryview(nowhere))
         pieces[:, 1] = self._payload - before
-        pieces[:, 2] = column_of(map(torch.Tensor.data_ptr, self.targets))
+        pieces[:, 2] = self._addresses
         pieces[:, 3] = self._nbytes
         memory = (pieces, nowhere)
-        between = torch.cat([gap, torch.zeros(1, dtype=torch.int64)])
-        between.index_fill_(0, last - 1, 0)
-        wholes = self._checksums_of_runs(between, first, last)
+        wholes = self._checksums_of_runs(first, last)
         bounds = (offset - start).tolist(), (end - start).tolist()
         columns = (picked(file, first), starting, picked(end, last - 1) - starting, first, last)
         rows = zip(*(each.tolist() for each in columns), wholes, strict=True)
         for number, place, length, low, high, whole in rows:
             yield Run(self, self._names[number], place, length, low, high, bounds, whole, memory)
 
-    def _checksums_of_runs(
-        self, between: torch.Tensor, first: torch.Tensor, last: torch.Tensor
-    ) -> Sequence[int | None]:
+    def _checksums_of_runs(self, first: torch.Tensor, last: torch.Tensor) -> Sequence[int | None]:
         """What each run should have, with zeros between its items, as our writers leave them; None: not known."""
         polynomial = None if self.checksum is None else self.checksum.polynomial
         if polynomial is None or min(self.checksums) < 0 or max(self.checksums) >= 1 << 32:
             return [None] * len(first)
-        ranges = CrcOfRanges(polynomial)
-        items = column_of(self.checksums)
-        crcs = torch.stack([items, ranges.of_zeros(between)], dim=1).flatten()
-        lengths = torch.stack([self._end - self._offset, between], dim=1).flatten()
-        return ranges.combined(crcs, lengths, 2 * first, 2 * last)
+        return CrcOfRanges(polynomial).combined(column_of(self.checksums), self._offset, self._end, first, last)
 
 
 @dataclass(frozen=True)

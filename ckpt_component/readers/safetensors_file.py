@@ -48,7 +48,7 @@ class SafetensorsSource(Source):
         index = Index()
         for key, entry in header.items():
             dtype, shape, self._places[key] = _tensor(path, key, entry)
-            index.tensors[key] = TensorEntry((key,), dtype, torch.Size(shape), key)
+            index.tensors[key] = TensorEntry((key,), dtype, tuple(shape), key)
         _check_contiguous(path, self._places, size - self._start)
         # Names of tied tensors stand in the metadata, as the library's save_model notes them.
         for alias, kept in (metadata if isinstance(metadata, dict) else {}).items():

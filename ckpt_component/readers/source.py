@@ -18,7 +18,7 @@ class TensorEntry(NamedTuple):
 
     path: Path
     dtype: torch.dtype
-    shape: torch.Size
+    shape: tuple[int, ...]
     same_as: Any
 
 

@@ -47,7 +47,7 @@ class StockDcpSource(Source):
         paths, containers = list_paths(self._metadata.paths)
         index = Index(containers=containers)
         for key, tensor in self._metadata.tensors.items():
-            index.tensors[key] = TensorEntry(paths.get(key, (key,)), tensor.dtype, torch.Size(tensor.shape), key)
+            index.tensors[key] = TensorEntry(paths.get(key, (key,)), tensor.dtype, tuple(tensor.shape), key)
         for key in self._metadata.objects:
             index.objects[key] = paths.get(key, (key,))
         super().__init__(folder, index)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cached_property
+from itertools import repeat
 from operator import attrgetter, itemgetter
 from typing import Any
 
 import torch
 
 from ..errors import CheckpointLoadError
+from ..image.columns import rows_of
 from ..image.parts import parts
 from ..image.per_rank import PerRank, rank_of
 from ..image.shards import Shard, local_part
@@ -66,7 +68,10 @@ class Target:
         self.new_tensors = list(dict.fromkeys(self.new_tensors))
         self.objects = list(dict.fromkeys(self.objects))
         used = {*map(itemgetter(0), self.requests), *self.new_tensors, *self.objects}
-        unused = (source.index.tensors.keys() | source.index.objects.keys()) - used
+        index = source.index
+        # Keys of the checkpoint alone are used, so their number tells whether some are left.
+        complete = len(used) == len(index.tensors) + len(index.objects)
+        unused = set() if complete else (index.tensors.keys() | index.objects.keys()) - used
         # Every rank finds the others' own values there.
         self.unexpected = sorted(key for key in unused if all(rank_of(part) is None for part in self._place_of(key)))
 
@@ -86,7 +91,7 @@ class Target:
                 mine = slice(start, start + len(part))
                 if any(list(map(of, entries[mine])) != list(map(of, part)) for of in (_SHAPE, _DTYPE)):
                     break
-                requests += map(Request, keys[mine], part)
+                requests += rows_of(Request, keys[mine], part, repeat(None))
             else:
                 self.requests = requests
                 return
@@ -104,7 +109,7 @@ class Target:
         shape = tensor.shape if shard is None else shard.shape
         if entry.shape != shape:
             raise CheckpointLoadError(
-                f"'{key}' has shape {tuple(shape)} in the target and {tuple(entry.shape)} in the checkpoint "
+                f"'{key}' has shape {tuple(shape)} in the target and {entry.shape} in the checkpoint "
                 f"{self._source.where}."
             )
         if entry.dtype != tensor.dtype and not self._allow_dtype_cast:

@@ -1,4 +1,4 @@
-"""The checksums that items are stored with: `crc32` of zlib everywhere, faster ones where a package is installed.
+"""The checksums that items are stored with: `crc32` everywhere, by zlib or ten times faster by a package; and others.
 
 The name of the algorithm stands beside the sums in every integrity file. The writer process runs without
 site-packages, so it is told where the trainer found the package, and imports it from there.
@@ -7,18 +7,12 @@ site-packages, so it is told where the trainer found the package, and imports it
 from __future__ import annotations
 
 import sys
-import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
-#: Algorithm -> the packages that have it, the best first. Fastest algorithm first, as `auto` takes them.
-PACKAGES: dict[str, tuple[str, ...]] = {
-    "xxh3_64": ("xxhash",),
-    "crc32c": ("crc32c", "google_crc32c"),
-    "crc32": (),
-}
 #: google_crc32c takes bytes alone, so that large buffers are copied in pieces of this size.
 _COPIED = 256 << 10
 
@@ -41,12 +35,14 @@ class Checksum:
 
     Attributes:
         name: as integrity files have it.
+        package: what computes it.
         of: the checksum of one buffer.
         stream: begins one that is taken piece by piece.
         polynomial: of a CRC, without its highest power and with the lowest first; None: it is no CRC.
     """
 
     name: str
+    package: str
     of: Callable[[memoryview], int]
     stream: Callable[[], Stream]
     polynomial: int | None = None
@@ -57,53 +53,46 @@ class ChecksumMissingError(ImportError):
 
 
 def find_checksum(name: str, home: Sequence[str] | None = None) -> Checksum:
-    """The algorithm of this name.
+    """The algorithm of this name, by the fastest package that is there.
 
     Args:
-        name: a key of `PACKAGES`.
+        name: one of `ALGORITHMS`.
         home: as of `home_of` in another process; None: look where this process imports from.
 
     Raises:
         ChecksumMissingError: its package is not installed.
         ValueError: there is no such algorithm.
     """
-    if name == "crc32":
-        return _running(name, zlib.crc32, 0xEDB88320)
-    package, module = _load(name) if home is None else (home[0], _import_from(*home))
-    if package == "xxhash":
-        return _hashing(name, module.xxh3_64_intdigest, module.xxh3_64)
-    if package == "crc32c":
-        return _running(name, module.crc32c, 0x82F63B78)
-    return _running(name, lambda piece, value=0: _in_copies(module.extend, piece, value), 0x82F63B78)
+    if home is None:
+        provider, module = _load(_providers(name))
+    else:
+        provider = next(each for each in _providers(name) if each.package == home[0])
+        module = _import_from(provider, home[1])
+    return provider.make(provider, module)
 
 
-def fastest() -> str:
-    """The name of the fastest algorithm that can be used here."""
-    for name in PACKAGES:
-        try:
-            find_checksum(name)
-        except ChecksumMissingError:
-            continue
-        return name
-    return "crc32"
+def fastest() -> Checksum:
+    """The fastest that can be used here."""
+    provider, module = _load(PROVIDERS)
+    return provider.make(provider, module)
 
 
 def home_of(name: str) -> list[str] | None:
-    """The package of an algorithm and the folder that it was found in; None where none is needed.
+    """The package of an algorithm and the folder that it was found in; None where every Python has it.
 
     Raises:
         ChecksumMissingError: it is not installed.
     """
-    if not PACKAGES[name]:
+    provider, _ = _load(_providers(name))
+    if provider.package == "zlib":
         return None
-    package, module = _load(name)
-    (own, *_) = list(module.__path__)
-    return [package, own.rpartition("/")[0]]
+    (own, *_) = list(sys.modules[provider.package].__path__)
+    return [provider.package, own.rpartition("/")[0]]
 
 
 def install_text(name: str) -> str:
     """What to type so that an algorithm can be used."""
-    return f"pip install {PACKAGES[name][0]}"
+    return f"pip install {_providers(name)[0].package}"
 
 
 class _RunningStream:
@@ -128,50 +117,88 @@ class _HashStream:
         self.value = state.intdigest
 
 
-def _running(name: str, update: Callable[..., int], polynomial: int) -> Checksum:
-    return Checksum(name, update, lambda: _RunningStream(update), polynomial)
+def _crc32(provider: Provider, module: Any) -> Checksum:
+    return _running(provider, module.crc32, 0xEDB88320)
 
 
-def _hashing(name: str, of: Callable[[memoryview], int], begin: Callable[[], Any]) -> Checksum:
-    return Checksum(name, of, lambda: _HashStream(begin()))
+def _crc32c(provider: Provider, module: Any) -> Checksum:
+    return _running(provider, module.crc32c, 0x82F63B78)
 
 
-def _in_copies(update: Callable[[int, bytes], int], piece: memoryview, value: int) -> int:
-    flat = piece.cast("B")
-    for start in range(0, flat.nbytes, _COPIED):
-        value = update(value, bytes(flat[start : start + _COPIED]))
-    return value
+def _crc32c_in_copies(provider: Provider, module: Any) -> Checksum:
+    def update(piece: memoryview, value: int = 0) -> int:
+        flat = piece.cast("B")
+        for start in range(0, flat.nbytes, _COPIED):
+            value = module.extend(value, bytes(flat[start : start + _COPIED]))
+        return value
+
+    return _running(provider, update, 0x82F63B78)
 
 
-def _load(name: str) -> tuple[str, ModuleType]:
-    """The first package of an algorithm that can be imported here."""
-    from importlib import import_module
+def _running(provider: Provider, update: Callable[..., int], polynomial: int) -> Checksum:
+    return Checksum(provider.name, provider.package, update, lambda: _RunningStream(update), polynomial)
 
-    if name not in PACKAGES:
-        raise ValueError(f"{name!r} is no checksum algorithm; there are {', '.join(PACKAGES)}.")
-    for package in PACKAGES[name]:
-        try:
-            module = import_module(package)
-        except ImportError:
-            continue
-        # Without its C part, google_crc32c is a thousand times slower than zlib.
-        if getattr(module, "implementation", "c") != "python":
-            return package, module
+
+def _xxh3(provider: Provider, module: Any) -> Checksum:
+    return Checksum(provider.name, provider.package, module.xxh3_64_intdigest, lambda: _HashStream(module.xxh3_64()))
+
+
+class Provider(NamedTuple):
+    """A package that has an algorithm, in one of its modules."""
+
+    name: str  # of the algorithm
+    package: str  # as pip knows it
+    module: str
+    make: Callable[[Provider, Any], Checksum]
+
+
+#: The fastest first, as `auto` takes them: crc32 takes no time beside a read or a write with isal, and can be put
+#: together from those of parts.
+PROVIDERS = (
+    Provider("crc32", "isal", "isal.isal_zlib", _crc32),
+    Provider("xxh3_64", "xxhash", "xxhash", _xxh3),
+    Provider("crc32c", "crc32c", "crc32c", _crc32c),
+    Provider("crc32c", "google_crc32c", "google_crc32c", _crc32c_in_copies),
+    Provider("crc32", "zlib", "zlib", _crc32),
+)
+ALGORITHMS = tuple(dict.fromkeys(provider.name for provider in PROVIDERS))
+
+
+def _providers(name: str) -> Sequence[Provider]:
+    found = [provider for provider in PROVIDERS if provider.name == name]
+    if not found:
+        raise ValueError(f"{name!r} is no checksum algorithm; there are {', '.join(ALGORITHMS)}.")
+    return found
+
+
+def _load(providers: Sequence[Provider]) -> tuple[Provider, ModuleType]:
+    """The first of these whose module can be imported here."""
+    for provider in providers:
+        module = _imported(provider)
+        if module is not None:
+            return provider, module
+    name = providers[0].name
     raise ChecksumMissingError(f"The checksum {name} needs a package that is not installed: {install_text(name)}.")
 
 
-def _import_from(package: str, folder: str) -> ModuleType:
-    """Import one package from a folder that is not on the path; it is last there while the import goes on."""
-    from importlib import import_module
+def _imported(provider: Provider) -> ModuleType | None:
+    """A provider's module; None where it is not installed, or is so slow that it is of no use."""
+    try:
+        module = import_module(provider.module)
+    except ImportError:
+        return None
+    # Without its C part, google_crc32c is a thousand times slower than zlib.
+    return None if getattr(module, "implementation", "c") == "python" else module
 
-    if package in sys.modules:
-        return sys.modules[package]
+
+def _import_from(provider: Provider, folder: str) -> ModuleType:
+    """Import one package from a folder that is not on the path; it is last there while the import goes on."""
     sys.path.append(folder)
     try:
-        return import_module(package)
+        return import_module(provider.module)
     except ImportError as error:
         raise ChecksumMissingError(
-            f"The package {package} cannot be imported from {folder}, where the trainer found it: {error}."
+            f"The package {provider.package} cannot be imported from {folder}, where the trainer found it: {error}."
         ) from error
     finally:
         sys.path.remove(folder)

@@ -128,9 +128,10 @@ class Writer(ABC):
 def _installed(checksum: ChecksumName) -> str:
     """The algorithm that a setting means here."""
     if checksum is ChecksumName.auto:
-        name = fastest()
-        logger.info("checkpoint.writer.checksum=auto: %s, the fastest that is installed", name)
-        return name
+        found = fastest()
+        text = "checkpoint.writer.checksum=auto: %s by %s, the fastest that is installed"
+        logger.info(text, found.name, found.package)
+        return found.name
     try:
         return find_checksum(checksum.value).name
     except ChecksumMissingError as error:

@@ -17,12 +17,13 @@ import pytest
 import ckpt_component
 from ckpt_component.bench.app import arguments
 from ckpt_component.bench.figures import FIGURES
+from ckpt_component.storage.checksum import fastest
 
 Bench = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
 def test_a_run_shows_a_table_and_leaves_its_figures_and_nothing_else(bench: Bench, tmp_path: Path) -> None:
-    done = bench("check", "rows=async_persistent,torchsnapshot_take")
+    done = bench("check", "rows=async_persistent,async_persistent_fast,torchsnapshot_take")
     # No promise can fail: the state that they are about is not in this run, and this one is too small.
     assert done.returncode == 0 and "FAIL " not in done.stdout, done.stdout + done.stderr
     assert "tiny on disk, repeat 1 of 1: async_persistent" in done.stderr
@@ -43,9 +44,18 @@ def test_a_run_shows_a_table_and_leaves_its_figures_and_nothing_else(bench: Benc
     [case] = json.loads((folder / "figures.json").read_text())["cases"]
     [run] = case["rows"]["async_persistent"]
     assert set(FIGURES) <= set(run) and run["torn"] == 0 and run["bytes"] > run["state_bytes"]
+    # What is installed beside the core is used in the rows that say so, and in no other.
+    [fast] = case["rows"]["async_persistent_fast"]
+    assert (run["checksum"], run["checksum_by"]) == ("crc32", "zlib")
+    assert (fast["checksum"], fast["checksum_by"]) == (fastest().name, fastest().package)
     with open(folder / "figures.csv", newline="") as file:
         records = list(csv.DictReader(file))
-    assert {record["row"] for record in records} == {"limits", "async_persistent", "torchsnapshot_take"}
+    assert {record["row"] for record in records} == {
+        "limits",
+        "async_persistent",
+        "async_persistent_fast",
+        "torchsnapshot_take",
+    }
     [durable] = [r for r in records if (r["row"], r["figure"]) == ("async_persistent", "durable")]
     assert float(durable["median"]) == run["durable"] and durable["repeats"] == "1"
     assert {path.name for path in (tmp_path / "run").iterdir()} == {"out"}

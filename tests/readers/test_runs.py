@@ -52,7 +52,8 @@ class Stored:
         """The tensors of these items, the places of those that are damaged, and how many runs they were read in."""
         items = tensor_items(self.rows, self.sums, self.names, self.sizes)
         targets = [torch.zeros_like(self.payloads[number]) for number in numbers]
-        landings = Landings(items, torch.tensor(numbers), targets, checksum)
+        addresses = torch.tensor([target.data_ptr() for target in targets])
+        landings = Landings(items, torch.tensor(numbers), targets, addresses, checksum)
         wrong, count = [], 0
         with OpenFiles(str(self.folder)) as files, Blocks(BLOCK_BYTES) as free:
             for run in landings.runs():

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ...storage.checksum import PACKAGES, ChecksumMissingError, find_checksum
+from ...storage.checksum import ALGORITHMS, ChecksumMissingError, find_checksum
 from .files import drop_cache, fill_cache
 from .raw import Checksum, block_of, copy, median, raw_paths, read_files, timed, write, write_files
 from .states import State, nbytes_of
@@ -20,9 +20,9 @@ _FILES = 2
 
 
 def checksums() -> dict[str, Checksum]:
-    """The checksums at hand by name: zlib's always, faster ones where they are installed."""
+    """The checksums at hand by name: `crc32` always, others where they are installed."""
     found: dict[str, Checksum] = {}
-    for name in PACKAGES:
+    for name in ALGORITHMS:
         try:
             found[name] = find_checksum(name).of
         except ChecksumMissingError:

@@ -10,6 +10,7 @@ from glob import escape as glob_escape
 from glob import glob
 from typing import Any
 
+from ...storage.checksum import find_checksum
 from .saver import Saver
 from .states import State
 
@@ -59,10 +60,11 @@ class Ours(Saver):
         self._checkpointer.load(path, target, strict=True)
 
     def facts(self, path: str) -> dict[str, object]:
-        """The stager's arenas, and the checksum that the items have: what `auto` came to."""
+        """The stager's arenas, the checksum that the items have (what `auto` came to), and what computes it."""
         (integrity,) = glob(os.path.join(glob_escape(path), "integrity-*.json"))
         with open(integrity, encoding="utf-8") as file:
-            return {"arenas": self._arenas, "checksum": str(json.load(file)["checksum"])}
+            name = str(json.load(file)["checksum"])
+        return {"arenas": self._arenas, "checksum": name, "checksum_by": find_checksum(name).package}
 
     def close(self) -> None:
         """See `Saver`."""

@@ -137,11 +137,12 @@ def _beside_the_loop(saver: Saver, loop: Loop, folder: str, settings: Settings) 
 
 def make_saver(name: str, state: State) -> Saver:
     """The saver of a row; imports what it needs, which may not be there."""
-    if ROWS[name].family == "ours":
+    row = ROWS[name]
+    if row.family == "ours":
         from .ours import Ours
 
-        return Ours(state, ROWS[name].preset, ROWS[name].overrides)
-    if ROWS[name].family == "torch":
+        return Ours(state, row.preset, row.overrides)
+    if row.family == "torch":
         from . import torch_rows
 
         if name.startswith("dcp_save"):
