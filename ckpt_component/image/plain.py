@@ -10,13 +10,15 @@ import torch
 from .parts import parts
 
 
-def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's elements lie one after the other in the host's memory, as they are."""
-    return tensor.is_cpu and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
+def plain_address(tensor: torch.Tensor) -> int | None:
+    """Where a tensor's memory begins, if its elements lie there one after the other, as they are, on the host."""
+    if tensor.is_cpu and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg()):
+        return tensor.data_ptr()
+    return None
 
 
 def plain_addresses(tensors: Sequence[torch.Tensor]) -> list[int | None]:
-    """Where the memory of each tensor begins; None for one that is not plain. Where all are, that is found faster."""
+    """`plain_address` of each; where none is None, that is found faster."""
     kind, found = torch.Tensor, list[int | None]()
     for _, part in parts(tensors):
         if (
@@ -27,5 +29,5 @@ def plain_addresses(tensors: Sequence[torch.Tensor]) -> list[int | None]:
         ):
             found += map(kind.data_ptr, part)
         else:
-            found += (tensor.data_ptr() if is_plain(tensor) else None for tensor in part)
+            found += map(plain_address, part)
     return found

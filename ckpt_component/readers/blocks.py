@@ -10,12 +10,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
 
-import torch
-
 from ..errors import CheckpointError
 from ..image.huge_pages import HUGE_PAGE, address_of, make_huge, map_shared
 from ..image.layout import align
-from ..storage.fs import MAX_BUFFERS
 
 logger = logging.getLogger(__name__)
 
@@ -53,29 +50,22 @@ class Block:
         if failed:
             logger.debug("a block to read through is not in huge pages: %s", os.strerror(failed))
 
-    def spread(self, pieces: torch.Tensor, position: int = 0) -> None:
-        """Copy the bytes from `position` on to pieces of memory.
+    def spread(self, table: int, pieces: int, nbytes: int, position: int) -> None:
+        """Copy the bytes from `position` on to pieces of memory, in one system call.
 
         Args:
-            pieces: rows of address and length, int64.
+            table: where rows of address and length lie, each of 64 bits.
+            pieces: how many those are; at most `MAX_BUFFERS`.
+            nbytes: of all pieces.
             position: in the block.
 
         Raises:
             OSError: the system refuses.
         """
-        rows = pieces.shape[0]
-        start = 0
-        while start < rows:
-            count = min(rows - start, MAX_BUFFERS)
-            wanted = int(pieces[start : start + count, 1].sum())
-            copied = _preadv(self._descriptor, pieces[start].data_ptr(), count, position)
-            if copied != wanted:
-                code = ctypes.get_errno() if copied < 0 else errno.EIO
-                if code == errno.EINTR:
-                    continue
-                raise OSError(code, f"{os.strerror(code)}: {copied} of {wanted} bytes were copied to tensors")
-            position += wanted
-            start += count
+        while (copied := _preadv(self._descriptor, table, pieces, position)) != nbytes:
+            code = ctypes.get_errno() if copied < 0 else errno.EIO
+            if code != errno.EINTR:
+                raise OSError(code, f"{os.strerror(code)}: {copied} of {nbytes} bytes were copied to tensors")
 
     def close(self) -> None:
         """Give the memory back."""

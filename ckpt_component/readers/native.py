@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import compress, repeat
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +15,6 @@ import torch
 from ..errors import CheckpointCorruptError, CheckpointLoadError
 from ..image.arena import tensor_bytes
 from ..image.columns import column_of, picked, rows_of, where
-from ..image.plain import is_plain, plain_addresses
 from ..image.shards import overlap
 from ..image.tree import Path, key_of, keys_of
 from ..storage.checksum import Checksum, ChecksumMissingError, find_checksum, install_text
@@ -191,16 +191,15 @@ class NativeSource(Source):
         """What can be read in runs, by rank; and the rest."""
         if not requests:
             return [], []
-        keys, targets, offsets = zip(*requests, strict=True)
-        places = map(self._whole.get, keys)
+        places = map(self._whole.get, map(itemgetter(0), requests))
         chosen: dict[int, list[tuple[int, int, Request]]] = defaultdict(list)
         large: list[Request] = []
-        for request, place, part, address in zip(requests, places, offsets, plain_addresses(targets), strict=True):
-            if place is None or part is not None or address is None:
+        for request, place in zip(requests, places, strict=True):
+            if place is None or request.offsets is not None or request.address is None:
                 large.append(request)
             else:
                 rank, number = place
-                chosen[rank].append((number, address, request))
+                chosen[rank].append((number, request.address, request))
         small = []
         for rank, rows in chosen.items():
             found, starts, wanted = zip(*rows, strict=True)
@@ -271,4 +270,4 @@ class NativeSource(Source):
 
 def _is_direct(request: Request, chunk: Chunk) -> bool:
     """Whether a payload's bytes are the destination's, as they lie in memory."""
-    return is_plain(request.destination) and request.box == (chunk.offsets, chunk.item.shape)
+    return request.address is not None and request.box == (chunk.offsets, chunk.item.shape)

@@ -188,7 +188,7 @@ def read_values(
             found[key] = ready
         elif entry.same_as not in landed:
             landed[entry.same_as] = torch.empty(entry.shape, dtype=entry.dtype)
-            requests.append(Request(key, landed[entry.same_as]))
+            requests.append(Request.into(key, landed[entry.same_as]))
     source.read_tensors(requests)
     moved: dict[int, torch.Tensor] = {}
     for key in tensors:

@@ -19,6 +19,7 @@ import torch
 from ..image.columns import column_of, picked, repeated, where
 from ..image.huge_pages import address_of
 from ..storage.checksum import Checksum
+from ..storage.fs import MAX_BUFFERS
 from .blocks import Block
 from .crc import CrcOfRanges
 from .items import TensorItems
@@ -31,6 +32,9 @@ SMALL_BYTES = 256 << 10
 _RUN_BYTES = 1 << 20
 #: Bytes that nobody asked for, such as other items, are rather read along than jumped over up to this gap.
 _GAP_BYTES = 32 << 10
+#: One system call fills them all, and what is before each of them.
+_MOST_LANDINGS = MAX_BUFFERS // 2
+_LANDING_BYTES = 32  # of two pieces: address and length of each
 #: A run ends with the item that is behind a multiple of _RUN_BYTES.
 _MOST_BYTES = _RUN_BYTES + SMALL_BYTES
 #: With the rest of the first and of the last page, for reads of whole pages.
@@ -77,6 +81,7 @@ class Landings:
         # What is tied overlaps, and is read again.
         cut = (gap < 0) | (gap > _GAP_BYTES) | (file[1:] != file[:-1])
         cut |= offset[1:] // _RUN_BYTES != offset[:-1] // _RUN_BYTES
+        cut[_MOST_LANDINGS - 1 :: _MOST_LANDINGS] = True
         first = torch.cat([torch.zeros(1, dtype=torch.int64), where(cut) + 1])
         last = torch.cat([first[1:], torch.tensor([len(offset)])])
         starting = picked(offset, first)
@@ -91,13 +96,14 @@ class Landings:
         pieces[:, 1] = self._payload - before
         pieces[:, 2] = self._addresses
         pieces[:, 3] = self._nbytes
-        memory = (pieces, nowhere)
+        table = Table(pieces, nowhere)
         wholes = self._checksums_of_runs(first, last)
         bounds = (offset - start).tolist(), (end - start).tolist()
-        columns = (picked(file, first), starting, picked(end, last - 1) - starting, first, last)
+        lengths, filled = picked(end, last - 1) - starting, picked(behind, last - 1) - starting
+        columns = (picked(file, first), starting, lengths, filled, first, last)
         rows = zip(*(each.tolist() for each in columns), wholes, strict=True)
-        for number, place, length, low, high, whole in rows:
-            yield Run(self, self._names[number], place, length, low, high, bounds, whole, memory)
+        for number, place, length, fill, low, high, whole in rows:
+            yield Run(self, self._names[number], place, length, fill, low, high, bounds, whole, table)
 
     def _checksums_of_runs(self, first: torch.Tensor, last: torch.Tensor) -> Sequence[int | None]:
         """What each run should have, with zeros between its items, as our writers leave them; None: not known."""
@@ -105,6 +111,19 @@ class Landings:
         if polynomial is None or min(self.checksums) < 0 or max(self.checksums) >= 1 << 32:
             return [None] * len(first)
         return CrcOfRanges(polynomial).combined(column_of(self.checksums), self._offset, self._end, first, last)
+
+
+class Table:
+    """For each landing, where the bytes before its payload go (nowhere) and how many they are, and the same of those.
+
+    Args:
+        pieces: a row for each landing: address, length, address, length.
+        nowhere: what the first addresses mean.
+    """
+
+    def __init__(self, pieces: torch.Tensor, nowhere: bytearray) -> None:
+        self.address = pieces.data_ptr()
+        self._memory = pieces, nowhere  # system calls write there, so it must stay
 
 
 @dataclass(frozen=True)
@@ -115,20 +134,23 @@ class Run:
         landings: whose.
         name: the file.
         offset, length: the range of it.
+        filled: bytes of it up to the end of the last payload.
         first, last: the landings are those from `first` to before `last`.
         bounds: where each item of all runs begins in its run's range, and where it ends there.
         whole: the checksum of the range, if that is known and only zeros are between the items.
+        table: where the bytes of all runs go.
     """
 
     landings: Landings
     name: str
     offset: int
     length: int
+    filled: int
     first: int
     last: int
     bounds: tuple[list[int], list[int]]
     whole: int | None
-    _memory: tuple[torch.Tensor, bytearray]
+    table: Table
 
     def read(self, files: OpenFiles, block: Block) -> int | None:
         """Fill the tensors.
@@ -150,8 +172,8 @@ class Run:
                 for place, (start, end, wanted) in enumerate(zip(*(column[mine] for column in columns), strict=True)):
                     if taken(view[start:end]) != wanted:
                         return self.first + place
-        pieces, _ = self._memory
-        block.spread(pieces[self.first : self.last].view(-1, 2), begin)
+        rows = self.table.address + self.first * _LANDING_BYTES
+        block.spread(rows, 2 * (self.last - self.first), self.filled, begin)
         # The memory was written behind autograd's back, and others may watch the version.
         torch.autograd.graph.increment_version(self.landings.targets[self.first : self.last])
         return None

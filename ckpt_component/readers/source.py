@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..image.plain import plain_address
 from ..image.shards import Box
 from ..image.tree import Path
 
@@ -28,11 +29,18 @@ class Request(NamedTuple):
     Attributes:
         destination: any device, any strides.
         offsets: where the part begins in the whole, one per dimension; None: the whole is read.
+        address: the destination's `plain_address`.
     """
 
     key: str
     destination: torch.Tensor
-    offsets: tuple[int, ...] | None = None
+    offsets: tuple[int, ...] | None
+    address: int | None
+
+    @classmethod
+    def into(cls, key: str, destination: torch.Tensor, offsets: tuple[int, ...] | None = None) -> Request:
+        """Read into this tensor."""
+        return cls(key, destination, offsets, plain_address(destination))
 
     @property
     def box(self) -> Box:

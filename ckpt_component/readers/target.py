@@ -14,6 +14,7 @@ from ..errors import CheckpointLoadError
 from ..image.columns import rows_of
 from ..image.parts import parts
 from ..image.per_rank import PerRank, rank_of
+from ..image.plain import plain_addresses
 from ..image.shards import Shard, local_part
 from ..image.tree import Path, StateDict, Stateful, flatten, key_of, keys_of, unflatten
 from .source import Request, Source
@@ -91,7 +92,7 @@ class Target:
                 mine = slice(start, start + len(part))
                 if any(list(map(of, entries[mine])) != list(map(of, part)) for of in (_SHAPE, _DTYPE)):
                     break
-                requests += rows_of(Request, keys[mine], part, repeat(None))
+                requests += rows_of(Request, keys[mine], part, repeat(None), plain_addresses(part))
             else:
                 self.requests = requests
                 return
@@ -117,7 +118,7 @@ class Target:
                 f"'{key}' is {tensor.dtype} in the target and {entry.dtype} in the checkpoint {self._source.where}; "
                 "pass allow_dtype_cast=True to convert it."
             )
-        request = Request(key, tensor, None if shard is None else shard.offsets)
+        request = Request.into(key, tensor, None if shard is None else shard.offsets)
         if entry.dtype == tensor.dtype:
             self.requests.append(request)
         else:
@@ -167,7 +168,7 @@ class Target:
             return False
         made = torch.zeros_like(parameter, dtype=entry.dtype, requires_grad=False)
         offsets = None if shard is None else shard.offsets
-        self.requests.append(Request(key, local_part(made, key)[0], offsets))
+        self.requests.append(Request.into(key, local_part(made, key)[0], offsets))
         self._made[entry.path] = made
         return True
 

@@ -6,6 +6,7 @@ import errno
 import logging
 import mmap
 import os
+from array import array
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -183,7 +184,8 @@ def test_without_huge_pages_a_block_has_small_ones_and_says_so(
     block = Block(HUGE_PAGE + 1)
     block.view[HUGE_PAGE] = 7
     target = torch.zeros(8, dtype=torch.uint8)
-    block.spread(torch.tensor([[target.data_ptr(), 8]]), HUGE_PAGE)
+    table = array("q", (target.data_ptr(), 8))
+    block.spread(table.buffer_info()[0], 1, 8, HUGE_PAGE)
     assert target.tolist() == [7] + 7 * [0]
     (said,) = caplog.messages
     assert "Invalid argument" in said

@@ -147,12 +147,13 @@ def test_a_file_that_ends_before_a_run_names_its_last_item(tmp_path: Path) -> No
 def test_a_copy_that_the_system_refuses_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     block = Block(1000)
     try:
-        nowhere = torch.tensor(array("q", (8, 100)).tolist()).view(1, 2)  # an address that is not the process's
+        table = array("q", (8, 100))  # an address that is not the process's
+        nowhere = table.buffer_info()[0], 1, 100, 0
         with pytest.raises(OSError, match="Bad address: -1 of 100 bytes"):
-            block.spread(nowhere)
+            block.spread(*nowhere)
         monkeypatch.setattr(blocks, "_preadv", lambda *_: 3)
         with pytest.raises(OSError, match="3 of 100 bytes"):
-            block.spread(nowhere)
+            block.spread(*nowhere)
     finally:
         block.close()
 
