@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from ..errors import CheckpointStageError
+from .plain import is_its_bytes
 
 #: The key that marks an encoded numpy value. A dict of the user's with this key is refused.
 TAG = "__ckpt_component_numpy__"
@@ -118,12 +119,7 @@ def check_tensor(tensor: torch.Tensor, key: str) -> None:
         problem = (f"is sparse ({tensor.layout})", "save .to_dense(), or its indices and values")
     elif tensor.is_quantized:
         problem = ("is quantized", "save .int_repr() with its scale and zero point")
-    elif type(tensor) not in (torch.Tensor, torch.nn.Parameter) and not _is_plain_subclass(tensor):
+    elif not is_its_bytes(tensor):
         problem = (f"is a {type(tensor).__name__}", "save the plain tensors it is made of")
     if problem is not None:
         raise CheckpointStageError(f"'{key}' {problem[0]}, which cannot be checkpointed; {problem[1]}.")
-
-
-def _is_plain_subclass(tensor: torch.Tensor) -> bool:
-    # A subclass that adds no behaviour of its own to operators (such as nn.Buffer) is just its bytes.
-    return type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__

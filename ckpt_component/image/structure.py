@@ -14,6 +14,7 @@ import torch
 
 from .objects import check_tensor
 from .parts import TOGETHER, parts
+from .plain import ORDINARY
 from .tree import FlatState, check_unique, key_of
 
 _COMPLEX = frozenset({torch.complex32, torch.complex64, torch.complex128})
@@ -225,7 +226,7 @@ def _nothing_to_check(tensors: Sequence[torch.Tensor]) -> bool:
     """Whether `check_tensor` has nothing to say about any of them: ordinary tensors in host memory."""
     strided = torch.strided
     return (
-        {torch.Tensor, torch.nn.Parameter}.issuperset(map(type, tensors))
+        ORDINARY.issuperset(map(type, tensors))
         and all([tensor.is_cpu for tensor in tensors])
         and not any([tensor.is_nested for tensor in tensors])
         and not any([tensor.layout is not strided for tensor in tensors])

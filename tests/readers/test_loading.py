@@ -157,3 +157,33 @@ def test_missing_and_cut_files_are_named(tmp_path: Path) -> None:
         (tmp_path / "one" / "__0_1.distcp").unlink()
         with pytest.raises(CheckpointCorruptError, match=r"__0_1\.distcp is missing"):
             ours.load(tmp_path / "one")
+
+
+class Standing(torch.Tensor):
+    """A tensor without memory of its own, as those of 8-bit floats are: it stands for another one."""
+
+    behind: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, behind: torch.Tensor) -> Standing:
+        made: Standing = torch.Tensor._make_wrapper_subclass(cls, behind.shape, dtype=behind.dtype)  # type: ignore[attr-defined]
+        made.behind = behind
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*(each.behind if isinstance(each, cls) else each for each in args), **(kwargs or {}))
+        return args[0] if func is torch.ops.aten.copy_.default else found
+
+
+@pytest.mark.parametrize("verify", ["on_read", "off"])
+def test_a_tensor_without_memory_of_its_own_is_filled_by_a_copy(verify: str, tmp_path: Path) -> None:
+    """Its address is 0: bytes that were read there ended the process."""
+    source = {"small": torch.arange(6.0), "large": torch.arange(200_000.0), "plain": torch.arange(3.0)}
+    with build_checkpointer("sync", [f"checkpoint.verify={verify}"]) as ours:
+        ours.save(source, tmp_path / "one")
+        behind = {key: torch.zeros_like(value) for key, value in source.items()}
+        ours.load(
+            tmp_path / "one", {key: Standing(value) if key != "plain" else value for key, value in behind.items()}
+        )
+    assert all(torch.equal(behind[key], value) for key, value in source.items())
