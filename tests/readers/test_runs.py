@@ -21,6 +21,7 @@ from ckpt_component.readers.items import tensor_items
 from ckpt_component.readers.ranges import OpenFiles
 from ckpt_component.readers.runs import BLOCK_BYTES, SMALL_BYTES, Landings
 from ckpt_component.storage.checksum import Checksum, find_checksum
+from ckpt_component.storage.fs import MAX_BUFFERS
 
 #: What lies around a payload, as an archive's header and its end do.
 BEFORE, AFTER = 11, 5
@@ -95,6 +96,13 @@ def test_every_payload_lands_in_its_tensor(most: int | None, tmp_path: Path, mon
     assert all(torch.equal(target, files.payloads[number]) for target, number in zip(targets, numbers, strict=True))
     assert count < len(numbers) / 10  # most are neighbours
     assert (calls > 0) == (most is not None)
+
+
+def test_tiny_neighbours_are_no_more_than_one_call_takes(tmp_path: Path) -> None:
+    files = Stored(tmp_path, [8] * 2000, [0] * 2000, files=1)
+    targets, wrong, count = files.read(list(range(2000)), find_checksum("crc32"))
+    assert wrong == [] and 2 * 2000 / MAX_BUFFERS <= count < 10
+    assert all(torch.equal(target, payload) for target, payload in zip(targets, files.payloads, strict=True))
 
 
 def test_bytes_between_items_are_nobodys(tmp_path: Path) -> None:
