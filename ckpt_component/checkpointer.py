@@ -66,6 +66,7 @@ class Checkpointer(ABC):
         Raises:
             CheckpointStageError: a value that cannot be checkpointed, by key.
             CheckpointExistsError: the path is taken.
+            CheckpointWorldError: the ranks are others than those that this was built for.
             CheckpointBusyError: with `may_wait=False`, when an earlier save is in the way; with several ranks on all.
             CheckpointError: what went wrong in an earlier save and was not yet told.
         """
@@ -95,11 +96,13 @@ class Checkpointer(ABC):
 
         Raises:
             CheckpointNotFoundError: there is no checkpoint at the path.
+            CheckpointWorldError: the ranks are others than those that this was built for.
             MissingKeysError: with `strict`.
             CheckpointLoadError: a value of another shape, dtype or kind than the target's.
             UnexpectedKeysError: with `allow_unexpected=False`.
             CheckpointCorruptError: the bytes on disk are not those that were written.
         """
+        self.ranks.world.check()
         logger.debug("loading %s", path)
         loaded, missing = self._reader.read(
             os.fspath(path), state_dict=state_dict, map_location=default_map_location, **kwargs

@@ -23,6 +23,7 @@ __all__ = [
     "CheckpointStorageFullError",
     "CheckpointTimeoutError",
     "CheckpointUnreadableError",
+    "CheckpointWorldError",
     "MissingKeysError",
     "RanksError",
     "TornSnapshotError",
@@ -105,6 +106,10 @@ class CheckpointExistsError(CheckpointError, FileExistsError):
 
 class CheckpointLoadError(CheckpointError, RuntimeError):
     """A checkpoint does not fit what was asked for: shape, dtype, or kind of a value."""
+
+
+class CheckpointWorldError(CheckpointError, RuntimeError):
+    """The ranks are not those for which the manager or checkpointer was built; the text says when to build it."""
 
 
 class MissingKeysError(CheckpointLoadError):

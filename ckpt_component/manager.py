@@ -122,11 +122,14 @@ class CheckpointManager:
 
         Raises:
             CheckpointNotFoundError: `resume` asks for what is not there.
+            CheckpointWorldError: the ranks are others than those that the manager was built for.
             CheckpointCorruptError: no checkpoint that may be used is whole.
             CheckpointLoadError: the checkpoint is another model's.
         """
         if self._checkpointer is None:
             return None
+        self._ranks.world.check()
+        self._ranks.world.warn_if_alone()
         search = Resumption(
             self._checkpointer, self._ranks, self._fs, self._root, self._names, self._resume, self._timeouts
         )
@@ -146,6 +149,7 @@ class CheckpointManager:
                 reference to it, for the save at the end.
 
         Raises:
+            CheckpointWorldError: the ranks are others than those that the manager was built for.
             CheckpointError: also what went wrong in an earlier save and was not yet told; with several ranks at the
                 next save, on all of them.
         """
@@ -154,6 +158,7 @@ class CheckpointManager:
             self._collect()
         if self._checkpointer is None:
             return False
+        self._ranks.world.check()
         try:
             due = self._is_due(step)
         except CheckpointTimeoutError as error:

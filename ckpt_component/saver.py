@@ -116,10 +116,13 @@ class Saver:
         Raises:
             EarlierSaveFailed: a rank has an untold failure; nothing was begun.
             CheckpointBusyError: a rank would have to wait; nothing was begun.
+            CheckpointWorldError: the ranks are others than those that this was built for.
             CheckpointError: it could not begin; with several ranks on all of them.
         """
         if self._closed:
             raise CheckpointError("This checkpointer is closed; build a new one to save again.")
+        self.ranks.world.check()
+        self.ranks.world.warn_if_alone()
         started = time.perf_counter()
         self._in_flight = [future for future in self._in_flight if not future.done()]
         try:

@@ -11,19 +11,23 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ..errors import RanksError
+from .world import World
 
 #: How many ranks a message names one by one.
 _NAMED = 8
 
 
 class Coordinator(ABC):
-    """What a checkpointer needs from all ranks together. `rank` is this one's, `world_size` how many there are.
+    """What a checkpointer needs from all ranks together.
+
+    `rank` is this one's, `world_size` how many there are, and `world` notices when they are others.
 
     Every rank calls the same methods with the same tags in the same order; values are plain JSON. A tag is used once.
     """
 
     rank: int
     world_size: int
+    world: World
 
     @property
     def leads(self) -> bool:
@@ -114,6 +118,9 @@ class LocalCoordinator(Coordinator):
 
     rank = 0
     world_size = 1
+
+    def __init__(self) -> None:
+        self.world = World()
 
     def pool(self, tag: str, value: Any, decide: Callable[[list[Any]], Any], deadline: float) -> Any:
         """What `decide` makes of the one value."""

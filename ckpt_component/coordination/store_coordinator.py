@@ -21,6 +21,7 @@ from .coordinator import Coordinator, named, ranks_failed
 from .heartbeat import Heartbeat, Watch
 from .messages import as_error, as_plain, pack, unpack
 from .rank_store import RankStore
+from .world import World
 
 #: After the first rank failed, others that fail in the same moment get this long to be named too.
 _COMPANY_SECONDS = 0.2
@@ -42,6 +43,7 @@ class StoreCoordinator(Coordinator):
     def __init__(self, store: RankStore, heartbeat_timeout: float = 30.0, stall_timeout: float = 300.0) -> None:
         self.rank = store.rank
         self.world_size = store.world_size
+        self.world = World()
         self._first = store
         self._connections = threading.local()
         self._connections.store = store  # of the thread that makes this, which is the one that saves

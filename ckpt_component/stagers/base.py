@@ -103,6 +103,7 @@ class Stager(ABC):
 
     def _surveyed_together(self, state_dict: Mapping[Any, Any]) -> Survey:
         """A survey outside of a save, after which all ranks know whether they have to plan."""
+        self._ranks.world.check()
         survey = self.survey(state_dict)
         self._plans += 1
         deadline = time.monotonic() + self._timeout

@@ -37,8 +37,10 @@ class CheckpointMetadataCache:
         self._saves = 0
 
     def coordinator(self, ranks: list[int]) -> Coordinator | None:
-        """The one kept for these ranks."""
-        return self._ranks[1] if self._ranks is not None and self._ranks[0] == ranks else None
+        """The one kept for these ranks of the present process group."""
+        if self._ranks is None or self._ranks[0] != ranks or self._ranks[1].world.fault() is not None:
+            return None
+        return self._ranks[1]
 
     def keep_coordinator(self, ranks: list[int], coordinator: Coordinator) -> None:
         """Use this one from now on."""
