@@ -17,14 +17,14 @@ Holdings = dict[str, list[Any]]
 
 
 def holdings(structure: Structure) -> Holdings:
-    """What this rank has; two ranks' entries are equal when their keys and their parts of the whole are."""
+    """What this rank has; two ranks' entries are equal when their keys, dtypes, shapes and parts of the whole are."""
     names: list[list[str]] = [[] for _ in structure.stored]
     for path, number in zip(structure.tensor_paths, structure.stored_of, strict=True):
         names[number].append(key_of(path))
     tensors = []
     for keys, stored in zip(names, structure.stored, strict=True):
         shard = structure.shards[stored.tensor]
-        place = None if shard is None else (shard.offsets, tuple(stored.shape))
+        place = (str(stored.dtype), tuple(stored.shape), None if shard is None else (shard.offsets, tuple(shard.shape)))
         tensors.append([_identity(keys, place), stored.nbytes])
     return {"tensors": tensors, "objects": [_identity([key_of(path)], None) for path in structure.object_paths]}
 
@@ -87,6 +87,7 @@ class Selection:
             containers=flat.containers,
             stateful=flat.stateful,
             shards=[flat.shards[number] for number in self._tensors],
+            elsewhere=flat.elsewhere,
             pointers=[flat.pointers[number] for number in self._tensors] if flat.pointers else (),
         )
 

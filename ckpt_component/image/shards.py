@@ -1,4 +1,4 @@
-"""Which part of a tensor this rank holds: a box of the whole, as DTensor and FSDP2 cut it."""
+"""Which parts of a tensor this rank holds: boxes of the whole, as DTensor and ShardedTensor (FSDP2, FSDP1) cut it."""
 
 from __future__ import annotations
 
@@ -25,14 +25,31 @@ class Shard:
     offsets: tuple[int, ...]
 
 
+def local_parts(tensor: torch.Tensor, key: str) -> list[tuple[torch.Tensor, Shard | None]]:
+    """As `local_part`, for tensors of which a rank may hold several parts, or none."""
+    kinds = sys.modules.get("torch.distributed._shard.sharded_tensor")
+    if kinds is not None and isinstance(tensor, kinds.ShardedTensor):
+        whole = torch.Size(tensor.metadata().size)
+        # An empty part must not stand where another one begins.
+        shards = [shard for shard in tensor.local_shards() if shard.tensor.numel() or not whole.numel()]
+        return [
+            (
+                shard.tensor,
+                None if shard.tensor.shape == whole else Shard(whole, tuple(map(int, shard.metadata.shard_offsets))),
+            )
+            for shard in shards
+        ]
+    mesh = mesh_of(tensor)
+    return [] if mesh is not None and mesh.get_coordinate() is None else [local_part(tensor, key)]
+
+
 def local_part(tensor: torch.Tensor, key: str) -> tuple[torch.Tensor, Shard | None]:
     """The memory that this rank holds of a tensor, and which part of the whole that is (None: it is the whole).
 
     Raises:
         CheckpointStageError: a DTensor with partial sums, which is no value yet.
     """
-    module = sys.modules.get("torch.distributed.tensor")  # whoever made a DTensor has imported it
-    if module is None or not isinstance(tensor, module.DTensor):
+    if mesh_of(tensor) is None:
         return tensor, None
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -51,6 +68,22 @@ def local_part(tensor: torch.Tensor, key: str) -> tuple[torch.Tensor, Shard | No
     if tuple(local.shape) == tuple(placed.shape):
         return local, None
     return local, Shard(torch.Size(placed.shape), tuple(int(offset) for offset in offsets))
+
+
+def mesh_of(tensor: torch.Tensor) -> Any:
+    """The mesh of ranks that a DTensor is placed on; None for other tensors."""
+    module = sys.modules.get("torch.distributed.tensor")  # whoever made a DTensor has imported it
+    return tensor.device_mesh if module is not None and isinstance(tensor, module.DTensor) else None
+
+
+def check_mesh(mesh: Any, key: str, world_size: int) -> None:
+    """Refuse a DTensor of which a rank holds a part that does not save with this one."""
+    ranks = mesh.mesh.flatten().tolist()
+    if max(ranks) >= world_size:
+        raise CheckpointStageError(
+            f"'{key}' is a DTensor with a part on rank {max(ranks)}, and this manager or checkpointer was built for "
+            f"{world_size} rank(s); build it after init_process_group()."
+        )
 
 
 Box = tuple[Sequence[int], Sequence[int]]

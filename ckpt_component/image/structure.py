@@ -62,6 +62,8 @@ class Structure:
         self.tensor_paths = flat.tensor_paths
         self.object_paths = flat.object_paths
         self.containers = flat.containers
+        #: Places of tensors of which other ranks hold all.
+        self.elsewhere = list(flat.elsewhere)
         #: For each tensor which part of a whole it is, or None.
         self.shards = flat.shards
         shapes: dict[torch.Size, torch.Size] = {}  # equal ones are kept once
@@ -109,6 +111,7 @@ class Structure:
             or flat.object_paths != self.object_paths
             or flat.containers != self.containers
             or flat.shards != self.shards
+            or list(flat.elsewhere) != self.elsewhere
         ):
             return False
         pointers = self._pointers_if_same(flat.tensors)

@@ -17,7 +17,7 @@ import torch
 
 from ..errors import CheckpointStageError
 from .per_rank import PerRank, rank_name
-from .shards import Shard, local_part
+from .shards import Shard, check_mesh, local_parts, mesh_of
 
 #: The way to a value: dict keys (str, int, float, bool or None) and list positions.
 Path = tuple[Any, ...]
@@ -49,14 +49,16 @@ class FlatState:
     """A state dict, flattened.
 
     Attributes:
-        tensors: the tensors, in the order of the walk; not copied. Of a DTensor, what this rank holds.
+        tensors: the tensors, in the order of the walk; not copied. Of a DTensor or ShardedTensor, what this rank holds:
+            several parts of one have the same path.
         tensor_paths: where each one stood.
         objects: everything else.
         object_paths: where each one stood.
         containers: (path, kind) of what a plain dict would not give back: `list`, `odict`, `empty`.
         stateful: (path, object) of the values that were asked for their state.
         shards: for every tensor which part of a whole it is; None: it is the whole.
-        placed: by number, the DTensors whose local part stands in `tensors`.
+        placed: by number, the DTensors and ShardedTensors whose local parts stand in `tensors`.
+        elsewhere: those of which this rank holds nothing, by place; they do not stand in `tensors`.
         pointers: where the memory of each tensor begins; there once a `Structure` has looked at the state.
     """
 
@@ -68,6 +70,7 @@ class FlatState:
     stateful: list[tuple[Path, Stateful]] = field(default_factory=list)
     shards: list[Shard | None] = field(default_factory=list)
     placed: dict[int, torch.Tensor] = field(default_factory=dict)
+    elsewhere: dict[Path, torch.Tensor] = field(default_factory=dict)
     pointers: Sequence[int] = ()
 
 
@@ -89,16 +92,18 @@ def is_stateful(value: object) -> TypeGuard[Stateful]:
     return callable(getattr(value, "state_dict", None)) and not isinstance(value, type)
 
 
-def flatten(state_dict: Mapping[Any, Any], rank: Owner = 0) -> FlatState:
+def flatten(state_dict: Mapping[Any, Any], rank: Owner = 0, world_size: int | None = None) -> FlatState:
     """Walk a state dict; objects with `state_dict()` are asked for their state wherever they stand.
 
     Args:
         state_dict: what to save, or to load into.
         rank: whose it is; the name under which `PerRank` values stand. Or a function that says it of each of them, None
             to leave it out.
+        world_size: how many ranks save together; None: nothing is saved.
 
     Raises:
-        CheckpointStageError: the state is no dict, or a dict key is neither str, int, float, bool nor None.
+        CheckpointStageError: the state is no dict, a dict key is neither str, int, float, bool nor None, or ranks that
+            do not save hold parts of a tensor.
     """
     if is_stateful(state_dict):
         raise CheckpointStageError(
@@ -110,12 +115,31 @@ def flatten(state_dict: Mapping[Any, Any], rank: Owner = 0) -> FlatState:
     _walk_dict((), state_dict, flat, rank)
     flat.shards = [None] * len(flat.tensors)
     if not _WHOLE.issuperset(map(type, flat.tensors)):
-        for number, tensor in enumerate(flat.tensors):
-            if type(tensor) not in _WHOLE:
-                local, flat.shards[number] = local_part(tensor, key_of(flat.tensor_paths[number]))
-                if local is not tensor:
-                    flat.tensors[number], flat.placed[number] = local, tensor
+        _take_parts(flat, world_size)
     return flat
+
+
+def _take_parts(flat: FlatState, world_size: int | None) -> None:
+    """Put the parts that this rank holds in the place of tensors that are spread over ranks."""
+    places = list(zip(flat.tensor_paths, flat.tensors, strict=True))
+    flat.tensor_paths, flat.tensors, flat.shards = [], [], []
+    known = None  # to look at a mesh takes longer than at a tensor, and there are few
+    for path, tensor in places:
+        held: list[tuple[torch.Tensor, Shard | None]] = [(tensor, None)]
+        if type(tensor) not in _WHOLE:
+            key, mesh = key_of(path), mesh_of(tensor)
+            if world_size is not None and mesh is not None and mesh is not known:
+                check_mesh(mesh, key, world_size)
+                known = mesh
+            held = local_parts(tensor, key)
+        if not held:
+            flat.elsewhere[path] = tensor
+        for local, shard in held:
+            if local is not tensor:
+                flat.placed[len(flat.tensors)] = tensor
+            flat.tensor_paths.append(path)
+            flat.tensors.append(local)
+            flat.shards.append(shard)
 
 
 def _walk_dict(path: Path, mapping: Mapping[Any, Any], flat: FlatState, rank: Owner) -> None:
@@ -178,18 +202,20 @@ def _is_opened(values: list[Any]) -> bool:
 
 
 def check_unique(paths: Iterable[Path]) -> None:
-    """Refuse two places whose flat keys are the same text, such as `{"a.b": 1}` and `{"a": {"b": 1}}`."""
+    """Refuse two places whose flat keys are the same text, such as `{"a.b": 1}` and `{"a": {"b": 1}}`.
+
+    A place that comes several times is one: of a tensor of which this rank holds several parts.
+    """
     paths = list(paths)
     keys = keys_of(paths)
     if len(set(keys)) == len(keys):
         return
     seen: dict[str, Path] = {}
     for path, key in zip(paths, keys, strict=True):
-        if key in seen:
+        if seen.setdefault(key, path) != path:
             raise CheckpointStageError(
                 f"Two values get the same key '{key}': {list(seen[key])!r} and {list(path)!r}; rename one of them."
             )
-        seen[key] = path
 
 
 def unflatten(values: Mapping[Path, Any], containers: Iterable[tuple[Path, str]]) -> StateDict:

@@ -58,7 +58,10 @@ class Target:
         self.requests: list[Request] = []
         self.new_tensors: list[str] = []
         self.objects: list[str] = []
+        #: Keys of tensors of which other ranks load all.
+        self._elsewhere = set(keys_of([*self._flat.elsewhere]))
         self._match_tensors()
+        self._missing += self._elsewhere - source.index.tensors.keys()
         for path in self._flat.object_paths:
             self._match_value(path)
         for path, kind in self._flat.containers:
@@ -68,8 +71,9 @@ class Target:
             self._take_rest(path, stateful)
         self.new_tensors = list(dict.fromkeys(self.new_tensors))
         self.objects = list(dict.fromkeys(self.objects))
-        used = {*map(itemgetter(0), self.requests), *self.new_tensors, *self.objects}
         index = source.index
+        used = {*map(itemgetter(0), self.requests), *self.new_tensors, *self.objects}
+        used |= self._elsewhere & index.tensors.keys()
         # Keys of the checkpoint alone are used, so their number tells whether some are left.
         complete = len(used) == len(index.tensors) + len(index.objects)
         unused = set() if complete else (index.tensors.keys() | index.objects.keys()) - used
@@ -149,7 +153,7 @@ class Target:
 
     def _take_rest(self, path: Path, stateful: Stateful) -> None:
         """What the checkpoint has for an object beyond what its state has now, such as an optimizer's state."""
-        known = {request.key for request in [*self.requests, *self._converted]}
+        known = {request.key for request in [*self.requests, *self._converted]} | self._elsewhere
         known.update(key for keys in self._replaced.values() for key in keys)
         for key in self._below.get(key_of(path), []):
             if key not in known and not self._take_as_part(path, stateful, key):
@@ -197,7 +201,7 @@ class Target:
                 _set(self._state_dict, path, value)
         for path, stateful in self._stateful:
             self._give_back(path, stateful, values)
-        return sorted(self._missing)
+        return sorted(set(self._missing))
 
     def _assemble(self, path: Path, keys: list[str], fresh: Mapping[str, Any]) -> Any:
         if keys == [key_of(path)]:
@@ -216,7 +220,8 @@ class Target:
         for number, (known, value) in enumerate(zip(self._flat.tensor_paths, self._flat.tensors, strict=True)):
             if known[:depth] == path:
                 state[known[depth:]] = self._flat.placed.get(number, value)
-        for known, value in zip(self._flat.object_paths, self._flat.objects, strict=True):
+        others = zip(self._flat.object_paths, self._flat.objects, strict=True)
+        for known, value in [*others, *self._flat.elsewhere.items()]:
             if known[:depth] == path:
                 state[known[depth:]] = value
         for known, value in values.items():

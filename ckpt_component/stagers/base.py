@@ -62,7 +62,7 @@ class Stager(ABC):
         """
         started = time.perf_counter()
         with collector_paused(), torch.no_grad():
-            flat = flatten(state_dict, self._ranks.rank)
+            flat = flatten(state_dict, self._ranks.rank, self._ranks.world_size)
             known = self._structure
             if known is not None and known.matches(flat):
                 return Survey(flat, known, False, started)

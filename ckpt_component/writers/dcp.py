@@ -77,7 +77,11 @@ class DcpWriter(Writer):
         return _DcpPlan(structure, rank, self._groups(structure), self._templates, self.checksum)
 
     def index(self, catalogs: Sequence[Mapping[str, Any]]) -> dict[str, bytes]:
-        """`.metadata`, the only index that stock DCP reads."""
+        """`.metadata`, the only index that stock DCP reads.
+
+        Raises:
+            CheckpointStageError: what the ranks have stored does not make up a tensor, by key.
+        """
         return {".metadata": metadata_of(catalogs)}
 
     def _groups(self, structure: Structure) -> list[tuple[str, list[int]]]:
@@ -185,7 +189,7 @@ class _DcpPlan(FormatPlan):
             file = layout.files[item.file].name
             tensors.append((path, names[stored.dtype], whole, offsets, stored.shape, file, item.offset, item.length))
         lists = [path for path, kind in structure.containers if kind == "list"]
-        return {"tensors": tensors, "objects": objects, "lists": lists}
+        return {"tensors": tensors, "objects": objects, "lists": lists, "elsewhere": structure.elsewhere}
 
 
 def _make_slots(archives: Sequence[bytes]) -> list[tuple[int, int]]:

@@ -23,7 +23,9 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from ..errors import CheckpointStageError
 from ..image.collector import collector_paused
+from ..image.cover import cover_fault
 from ..image.tree import Path, key_of
 
 #: The oldest protocol in which a batch needs nothing of the ones before: it says the numbers of what it refers to.
@@ -42,7 +44,11 @@ def metadata_of(catalogs: Sequence[Mapping[str, Any]]) -> bytes:
 
     Args:
         catalogs: of every rank: `tensors` as (path, dtype, shape of the whole, offsets, shape of the part, file,
-            offset, length), `objects` as (path, file, offset, length), and the paths of `lists`.
+            offset, length), `objects` as (path, file, offset, length), the paths of `lists`, and those of tensors of
+            which other ranks hold all, `elsewhere`.
+
+    Raises:
+        CheckpointStageError: the parts that all ranks have stored do not make up a tensor, by key.
     """
     # No storage_meta: torch would put a pathlib path there, which other Python versions cannot unpickle.
     with collector_paused():
@@ -64,6 +70,7 @@ class _Index:
                 self._tensors.setdefault(key_of(row[0]), []).append(row)
             for row in catalog["objects"]:
                 self._objects[key_of(row[0])] = row
+        self._refuse_different()
         for key, rows in self._tensors.items():
             if len(rows) > 1:
                 # What is tied on one rank and not on another was stored by both, and one is enough.
@@ -71,6 +78,39 @@ class _Index:
                 for row in rows:
                     parts.setdefault(tuple(row[3]), row)
                 self._tensors[key] = list(parts.values())
+        self._refuse_incomplete(key_of(path) for catalog in catalogs for path in catalog["elsewhere"])
+
+    def _refuse_different(self) -> None:
+        """What has one key must be one tensor or one object on all ranks that stored something of it."""
+        for key, rows in self._tensors.items():
+            found = {f"{row[1]} {tuple(row[2])}" for row in rows} if len(rows) > 1 else ()
+            if len(found) > 1:
+                one, other = sorted(found)[:2]
+                raise CheckpointStageError(
+                    f"'{key}' is {one} on one rank and {other} on another; wrap what is each rank's own in PerRank()."
+                )
+        for key in self._tensors.keys() & self._objects.keys():
+            raise CheckpointStageError(
+                f"'{key}' is a tensor on one rank and a Python object on another; wrap what is each rank's own in "
+                "PerRank()."
+            )
+
+    def _refuse_incomplete(self, elsewhere: Iterable[str]) -> None:
+        """The same look as a load's, so that nothing is committed that cannot be loaded."""
+        for key in elsewhere:
+            if key not in self._tensors:
+                raise CheckpointStageError(f"'{key}' is spread over ranks, and no rank that saves holds a part of it.")
+        known: set[Any] = set()  # many tensors are cut alike
+        for key, rows in self._tensors.items():
+            _, _, whole, offsets, shape, *_ = rows[0]
+            if len(rows) == 1 and shape == whole and not any(offsets):
+                continue
+            boxes = [(tuple(row[3]), tuple(row[4])) for row in rows]
+            if (form := (tuple(whole), *boxes)) not in known:
+                fault = cover_fault(f"'{key}'", whole, boxes)
+                if fault is not None:
+                    raise CheckpointStageError(f"{fault} All ranks that hold a part of it must save it together.")
+                known.add(form)
 
     def entries(self) -> Iterator[tuple[str, Any]]:
         properties, sizes = _Once(_properties), _Once(torch.Size)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
 
+from ckpt_component import CheckpointStageError
 from ckpt_component.image.layout import Structure
 from ckpt_component.image.tree import flatten
 from ckpt_component.writers import dcp_metadata
@@ -24,14 +25,15 @@ def catalog_of(rank: int, tensors: int, offset: int = 0) -> dict[str, Any]:
         [["m", f"w{number}"], "float32", [8, number], [offset, 0], [4, number], name, 64 * number, 60]
         for number in range(tensors)
     ]
-    return {"tensors": rows, "objects": [[["o", rank], name, 9, 9]], "lists": [["o"]]}
+    return {"tensors": rows, "objects": [[["o", rank], name, 9, 9]], "lists": [["o"]], "elsewhere": []}
 
 
 @pytest.mark.parametrize("plain", [False, True], ids=["in batches", "of another release"])
 def test_metadata_is_that_of_all_ranks(plain: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if plain:
         monkeypatch.setattr(Metadata, "__getstate__", lambda self: (None, vars(self)), raising=False)
-    tied = {"tensors": [[["m", "w1"], "float32", [8, 1], [0, 0], [4, 1], "twice", 0, 60]], "objects": [], "lists": []}
+    row = [["m", "w1"], "float32", [8, 1], [0, 0], [4, 1], "twice", 0, 60]
+    tied = {"tensors": [row], "objects": [], "lists": [], "elsewhere": [["m", "w2"]]}
     data = metadata_of([catalog_of(0, 450), catalog_of(1, 450, offset=4), tied])
     monkeypatch.undo()
     found = pickle.loads(data)
@@ -54,15 +56,39 @@ def test_metadata_is_that_of_all_ranks(plain: bool, monkeypatch: pytest.MonkeyPa
 
 
 def test_metadata_of_nothing() -> None:
-    found = pickle.loads(metadata_of([{"tensors": [], "objects": [], "lists": []}]))
+    found = pickle.loads(metadata_of([{"tensors": [], "objects": [], "lists": [], "elsewhere": []}]))
     assert (found.state_dict_metadata, found.planner_data, found.storage_data) == ({}, {}, {})
 
 
+def row_of(key: str, dtype: str, whole: list[int], offsets: list[int], part: list[int]) -> list[Any]:
+    return [[key], dtype, whole, offsets, part, "__0_0.distcp", 0, 60]
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "text"),
+    [
+        (row_of("w", "int8", [8], [0], [4]), row_of("v", "int8", [1], [0], [1]), "'w' has a hole.* 4 elements.* 8"),
+        (row_of("w", "int8", [8], [0], [4]), row_of("w", "int8", [8], [3], [5]), r"'w': .*\(0,\) and at \(3,\) overlap"),
+        (row_of("w", "int8", [8], [1], [8]), row_of("v", "int8", [1], [0], [1]), "'w': .* lies outside"),
+        (row_of("w", "int8", [8], [0], [8]), row_of("w", "int8", [9], [0], [9]), r"'w' is int8 \(8,\) .* int8 \(9,\)"),
+        (row_of("w", "int8", [8], [0], [8]), row_of("w", "int4", [8], [0], [8]), r"'w' is int4 \(8,\) .* int8 \(8,\)"),
+        (row_of("w", "int8", [8], [0], [8]), row_of("o", "int8", [8], [0], [8]), "'o' is a tensor .* Python object"),
+        (row_of("w", "int8", [8], [0], [8]), row_of("v", "int8", [8], [0], [8]), "'x' is spread .* no rank"),
+    ],
+)
+def test_no_index_is_made_of_tensors_that_are_not_whole(first: list[Any], second: list[Any], text: str) -> None:
+    one = {"tensors": [first], "objects": [[["o"], "__0_1.distcp", 0, 9]], "lists": [], "elsewhere": []}
+    other = {"tensors": [second], "objects": [], "lists": [], "elsewhere": [["x"]] if "'x'" in text else []}
+    with pytest.raises(CheckpointStageError, match=text):
+        DcpWriter().index([one, other])
+
+
 def test_batches_need_nothing_of_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = pickle.loads(metadata_of([catalog_of(0, 450)]))
+    catalogs = [catalog_of(0, 450), catalog_of(1, 450, offset=4)]
+    expected = pickle.loads(metadata_of(catalogs))
     for batch in (1, 2, 449, 5000):
         monkeypatch.setattr(dcp_metadata, "_BATCH", batch)
-        assert pickle.loads(metadata_of([catalog_of(0, 450)])) == expected
+        assert pickle.loads(metadata_of(catalogs)) == expected
 
 
 def test_a_table_comes_to_the_writer_process_as_it_is() -> None:

@@ -1,0 +1,57 @@
+"""Managers built for other ranks than there are, and tensors of which the ranks do not hold all: nothing is committed."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import run_ranks
+
+from ckpt_component import build_checkpointer, build_manager
+
+SCRIPT = Path(__file__).parent / "scripts" / "world.py"
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        "manager_before_the_group",
+        "one_rank_before_the_group",
+        "group_made_again",
+        "group_gone_before_close",
+        "alone_with_parts",
+        "other_shapes",
+    ],
+)
+def test_ranks_that_are_not_those_of_the_manager(function: str, tmp_path: Path) -> None:
+    run_ranks(SCRIPT, function, 3, tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_tensors_of_some_of_the_ranks_are_whole_or_refused(tmp_path: Path) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    run_ranks(SCRIPT, "mesh_of_a_subgroup", 3, tmp_path)
+    whole = torch.arange(7 * 5, dtype=torch.float32).reshape(7, 5)
+    with build_checkpointer("sync") as checkpointer:
+        found = checkpointer.load(tmp_path / "good")
+    assert torch.equal(found["rows"], whole) and torch.equal(found["model"]["weight"], whole)
+    assert torch.equal(found["same"], whole) and found["scalar"] == 2.5
+    stock = {"rows": torch.zeros(7, 5), "scalar": torch.tensor(0.0)}
+    dcp.load(stock, checkpoint_id=tmp_path / "good")
+    assert torch.equal(stock["rows"], whole) and stock["scalar"] == 2.5
+
+
+def test_a_launched_rank_without_a_group_hears_once_that_it_is_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    state = {"w": torch.ones(2)}
+    with caplog.at_level(logging.WARNING, "ckpt_component"), build_manager("sync", dir=tmp_path) as manager:
+        manager.restore(state)
+        assert manager.save(1, state) and manager.save(2, state)
+    (line,) = [record.getMessage() for record in caplog.records if "WORLD_SIZE" in record.getMessage()]
+    assert "WORLD_SIZE is 2" in line and "RANK=1" in line and "init_process_group() before build_manager()" in line
