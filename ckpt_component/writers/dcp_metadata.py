@@ -83,9 +83,9 @@ class _Index:
     def _refuse_different(self) -> None:
         """What has one key must be one tensor or one object on all ranks that stored something of it."""
         for key, rows in self._tensors.items():
-            found = {f"{row[1]} {tuple(row[2])}" for row in rows} if len(rows) > 1 else ()
-            if len(found) > 1:
-                one, other = sorted(found)[:2]
+            first = rows[0]
+            if len(rows) > 1 and any(row[1] != first[1] or row[2] != first[2] for row in rows):
+                one, other, *_ = sorted({f"{row[1]} {tuple(row[2])}" for row in rows})
                 raise CheckpointStageError(
                     f"'{key}' is {one} on one rank and {other} on another; wrap what is each rank's own in PerRank()."
                 )

@@ -164,6 +164,6 @@ def test_errors_of_one_rank_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("function", ["in_the_background", "one_after_the_other"])
+@pytest.mark.parametrize("function", ["in_the_background", "one_after_the_other", "other_ranks"])
 def test_two_ranks(function: str, tmp_path: Path) -> None:
     run_ranks(SCRIPT, function, 2, tmp_path)

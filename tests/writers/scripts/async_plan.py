@@ -152,6 +152,19 @@ def cached(rank: int, world: int, folder: Path) -> None:
     cache.close()
 
 
+def other_ranks(rank: int, world: int, folder: Path) -> None:
+    """A cache outlives the process group: in the next one the ranks have changed places."""
+    cache = CheckpointMetadataCache()
+    save(folder / "before", sharded(0.0), cache)
+    store = dist.distributed_c10d._get_default_store()
+    dist.barrier()
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=dist.PrefixStore("again", store), rank=world - 1 - rank, world_size=world)
+    save(folder / "after", sharded(1.0), cache)
+    check(folder / "after", 1.0)
+    cache.close()
+
+
 def errors(rank: int, world: int, folder: Path) -> None:
     """Whatever fails on one rank is raised on all, soon, and the next save works."""
     cache = CheckpointMetadataCache()
