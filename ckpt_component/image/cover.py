@@ -34,9 +34,7 @@ def cover_fault(what: str, whole: Sequence[int], boxes: Sequence[Box]) -> str | 
         return f"{what}: the chunks at {tuple(one[0])} and at {tuple(other[0])} overlap."
     elements = math.prod(whole)
     if total != elements:
-        return (
-            f"{what} has a hole: its chunks hold {total} elements, and the shape {tuple(whole)} needs {elements}."
-        )
+        return f"{what} has a hole: its chunks hold {total} elements, and the shape {tuple(whole)} needs {elements}."
     return None
 
 

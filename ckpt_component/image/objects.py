@@ -15,6 +15,7 @@ import torch
 
 from ..errors import CheckpointStageError
 from .plain import is_its_bytes
+from .shards import is_spread
 
 #: The key that marks an encoded numpy value. A dict of the user's with this key is refused.
 TAG = "__ckpt_component_numpy__"
@@ -111,7 +112,9 @@ def load(data: bytes | bytearray | memoryview) -> Any:
 def check_tensor(tensor: torch.Tensor, key: str) -> None:
     """Refuse, by key, the tensors whose bytes alone do not give them back."""
     problem = None
-    if tensor.device.type == "meta":
+    if is_spread(tensor):
+        problem = (f"holds a {type(tensor).__name__} in a tuple or another object", "put it into a dict or a list")
+    elif tensor.device.type == "meta":
         problem = ("is on the meta device and has no data", "materialize it first")
     elif tensor.is_nested:
         problem = ("is a nested tensor", "save its .unbind() as a list")

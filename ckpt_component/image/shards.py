@@ -27,11 +27,11 @@ class Shard:
 
 def local_parts(tensor: torch.Tensor, key: str) -> list[tuple[torch.Tensor, Shard | None]]:
     """As `local_part`, for tensors of which a rank may hold several parts, or none."""
-    kinds = sys.modules.get("torch.distributed._shard.sharded_tensor")
-    if kinds is not None and isinstance(tensor, kinds.ShardedTensor):
-        whole = torch.Size(tensor.metadata().size)
+    if _is_sharded(tensor):
+        sharded: Any = tensor
+        whole = torch.Size(sharded.metadata().size)
         # An empty part must not stand where another one begins.
-        shards = [shard for shard in tensor.local_shards() if shard.tensor.numel() or not whole.numel()]
+        shards = [shard for shard in sharded.local_shards() if shard.tensor.numel() or not whole.numel()]
         return [
             (
                 shard.tensor,
@@ -74,6 +74,17 @@ def mesh_of(tensor: torch.Tensor) -> Any:
     """The mesh of ranks that a DTensor is placed on; None for other tensors."""
     module = sys.modules.get("torch.distributed.tensor")  # whoever made a DTensor has imported it
     return tensor.device_mesh if module is not None and isinstance(tensor, module.DTensor) else None
+
+
+def is_spread(tensor: torch.Tensor) -> bool:
+    """Whether its parts are on several ranks: a DTensor or a ShardedTensor."""
+    return _is_sharded(tensor) or mesh_of(tensor) is not None
+
+
+def _is_sharded(tensor: torch.Tensor) -> bool:
+    """Whether it is a ShardedTensor, of which most of torch refuses even to ask for a shape."""
+    module = sys.modules.get("torch.distributed._shard.sharded_tensor")
+    return module is not None and isinstance(tensor, module.ShardedTensor)
 
 
 def check_mesh(mesh: Any, key: str, world_size: int) -> None:

@@ -149,6 +149,11 @@ def refuse_parts(structure: Structure, writer: str) -> None:
                 f"'{key_of(path)}' is a part of a tensor of shape {tuple(shard.shape)}, and checkpoint/writer={writer} "
                 "keeps whole tensors only; use checkpoint/writer=dcp."
             )
+    for path in structure.elsewhere:
+        raise CheckpointStageError(
+            f"'{key_of(path)}' is a tensor of other ranks, and checkpoint/writer={writer} keeps whole tensors of each "
+            "rank only; use checkpoint/writer=dcp."
+        )
 
 
 def make_table(

@@ -30,5 +30,9 @@ def test_shards_come_back_also_by_stock_dcp_and_on_other_ranks(tmp_path: Path) -
     assert torch.equal(stock["rows"], whole) and stock["list"][0].tolist() == [0, 1]
 
 
+def test_where_its_parts_cannot_be_kept_it_is_refused_by_key(tmp_path: Path) -> None:
+    run_ranks(SCRIPT, "refused", 3, tmp_path)
+
+
 def test_a_module_under_fsdp1_comes_back(tmp_path: Path) -> None:
     run_ranks(SCRIPT, "fsdp", 2, tmp_path)

@@ -68,7 +68,11 @@ def row_of(key: str, dtype: str, whole: list[int], offsets: list[int], part: lis
     ("first", "second", "text"),
     [
         (row_of("w", "int8", [8], [0], [4]), row_of("v", "int8", [1], [0], [1]), "'w' has a hole.* 4 elements.* 8"),
-        (row_of("w", "int8", [8], [0], [4]), row_of("w", "int8", [8], [3], [5]), r"'w': .*\(0,\) and at \(3,\) overlap"),
+        (
+            row_of("w", "int8", [8], [0], [4]),
+            row_of("w", "int8", [8], [3], [5]),
+            r"'w': .*\(0,\) and at \(3,\) overlap",
+        ),
         (row_of("w", "int8", [8], [1], [8]), row_of("v", "int8", [1], [0], [1]), "'w': .* lies outside"),
         (row_of("w", "int8", [8], [0], [8]), row_of("w", "int8", [9], [0], [9]), r"'w' is int8 \(8,\) .* int8 \(9,\)"),
         (row_of("w", "int8", [8], [0], [8]), row_of("w", "int4", [8], [0], [8]), r"'w' is int4 \(8,\) .* int8 \(8,\)"),

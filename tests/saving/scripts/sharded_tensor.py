@@ -6,13 +6,14 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor, init_from_local_shards
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardedStateDictConfig, StateDictType
 
-from ckpt_component import build_checkpointer
+from ckpt_component import RanksError, build_checkpointer
 
 WHOLE = torch.arange(9 * 4, dtype=torch.float32).reshape(9, 4)
 FEW = torch.arange(2, dtype=torch.int64)
@@ -88,6 +89,22 @@ def both_ways(rank: int, world_size: int, folder: Path) -> None:
     target = wiped(rank, world_size)
     dcp.load(target, checkpoint_id=folder / "ours-1")
     check(target, rank, world_size)
+
+
+def refused(rank: int, world_size: int, folder: Path) -> None:
+    """Where its parts cannot be told: by key."""
+    warnings.simplefilter("error", FutureWarning)
+    texts = [
+        ("dcp", {"a": (1, cut(WHOLE, rank, world_size))}, "'a' holds a ShardedTensor in a tuple.* dict or a list"),
+        ("torch_save", {"a": cut(WHOLE, rank, world_size)}, r"'a' is a part .*\(9, 4\).*writer=dcp"),
+        ("safetensors", {"a": cut(FEW, rank, world_size)}, "'a' is a tensor of other ranks.*writer=dcp"),
+    ]
+    for writer, state, text in texts:
+        overrides = [f"checkpoint/writer={writer}"]
+        with build_checkpointer("sync", overrides) as checkpointer, pytest.raises(RanksError, match=text):
+            checkpointer.save(state, folder / writer)
+    dist.barrier()
+    assert not any((folder / writer).exists() for writer, *_ in texts)
 
 
 def resharded(rank: int, world_size: int, folder: Path) -> None:
