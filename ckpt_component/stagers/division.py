@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..image.shards import local_part
+from ..image.shards import local_parts
 from ..image.tree import FlatState
 from .arena_stager import Filling
 from .device_buffer import DeviceBuffer, Lease, Placement, cuda_device
@@ -178,4 +178,5 @@ def _module_buffers(flat: FlatState) -> Iterable[torch.Tensor]:
 
 
 def _pointers(tensors: Iterable[torch.Tensor]) -> Iterable[int]:
-    return (local_part(tensor, "a tensor of the optimizer")[0].data_ptr() for tensor in tensors)
+    held = (local_parts(tensor, "a tensor of the optimizer") for tensor in tensors)
+    return (local.data_ptr() for parts in held for local, _ in parts)

@@ -29,6 +29,10 @@ def test_ranks_that_are_not_those_of_the_manager(function: str, tmp_path: Path) 
     run_ranks(SCRIPT, function, 3, tmp_path)
 
 
+def test_one_rank_stays_one_with_a_group(tmp_path: Path) -> None:
+    run_ranks(SCRIPT, "group_of_one", 1, tmp_path)
+
+
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_tensors_of_some_of_the_ranks_are_whole_or_refused(tmp_path: Path) -> None:
     import torch.distributed.checkpoint as dcp

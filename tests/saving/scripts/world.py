@@ -107,6 +107,16 @@ def group_made_again(rank: int, world_size: int, folder: Path) -> None:
     assert torch.equal(state["rows"].full_tensor(), WHOLE)
 
 
+def group_of_one(rank: int, world_size: int, folder: Path) -> None:
+    """One rank before and after is no other world, whatever was built and destroyed."""
+    store = leave()
+    manager = build_manager("async_persistent", dir=folder / "run")
+    join(store, rank, world_size)
+    assert manager.restore({"plain": torch.ones(2)}) is None and manager.save(1, {"plain": torch.ones(2)})
+    manager.close()
+    assert committed(folder) == ["run/iter_0000001"]
+
+
 def group_gone_before_close(rank: int, world_size: int, folder: Path) -> None:
     """Saves that were started before are committed, as is the one at the end."""
     state = {"rows": rows(), "large": torch.ones(1 << 20)}
