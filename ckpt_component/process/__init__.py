@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         ProcessException,
         ProcessExitedException,
         ProcessRaisedException,
+        SpawnContext,
         StartMethodError,
         start_processes,
     )
@@ -46,6 +47,7 @@ __all__ = [
     "RankInfo",
     "RemoteTraceback",
     "RequestType",
+    "SpawnContext",
     "StartMethodError",
     "WorkerRequest",
     "WorkerResponse",
@@ -67,6 +69,7 @@ _HOMES = {
     "RankInfo": "checkpoint_process",
     "RemoteTraceback": "remote_error",
     "RequestType": "checkpoint_process",
+    "SpawnContext": "spawn",
     "StartMethodError": "spawn",
     "WorkerRequest": "checkpoint_process",
     "WorkerResponse": "checkpoint_process",

@@ -21,6 +21,7 @@ import traceback
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ __all__ = [
     "ProcessException",
     "ProcessExitedException",
     "ProcessRaisedException",
+    "SpawnContext",
     "StartMethodError",
     "spawn",
     "start_processes",
@@ -42,6 +44,8 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 START_METHODS = ("spawn", "forkserver", "fork")
+#: Set to 1, it has processes of a fork server started at the same time; the name is that of torch.
+ENV_VAR_PARALLEL_START = "TORCH_MP_PARALLEL_START"
 
 #: A process that ended is noticed by its sentinel at once, or by this poll when a grandchild holds the sentinel open.
 _POLL_SECONDS = 0.5
@@ -177,7 +181,7 @@ class ProcessContext:
         if grace_period is not None:
             self._join_all(grace_period)
         for process in self._alive():
-            logger.warning("ending process %s by SIGTERM, because another one failed", process.pid)
+            logger.warning("Terminating process %s via signal SIGTERM", process.pid)
             process.terminate()
         self._join_all(_TERMINATE_SECONDS if grace_period is None else grace_period)
         for process in self._alive():
@@ -213,17 +217,26 @@ class ProcessContext:
         return ProcessExitedException(f"process {index} terminated with exit code {code}", index, pid, code or 0)
 
 
+class SpawnContext(ProcessContext):
+    """The old name of `ProcessContext`."""
+
+    def __init__(self, processes: Sequence[BaseProcess], error_files: Sequence[str]) -> None:
+        warnings.warn("SpawnContext is an old name; use ProcessContext.", stacklevel=2)
+        super().__init__(processes, error_files)
+
+
 def start_processes(
     fn: Callable[..., Any],
     args: tuple[Any, ...] = (),
     nprocs: int = 1,
     join: bool = True,
     daemon: bool = False,
-    start_method: str = "spawn",
+    start_method: str | None = "spawn",
 ) -> ProcessContext | None:
     """Run `fn(i, *args)` in `nprocs` processes, i from 0.
 
-    A child whose parent is gone (`kill -9` too) is interrupted as by Ctrl-C, and a second later it exits.
+    With `forkserver` and TORCH_MP_PARALLEL_START=1 in the environment they are started at the same time. A child whose
+    parent is gone (`kill -9` too) is interrupted as by Ctrl-C, and a second later it exits.
 
     Args:
         fn: with spawn and forkserver a function at the top level of a module.
@@ -231,7 +244,7 @@ def start_processes(
         nprocs: how many.
         join: wait until all have ended, as long as that takes; otherwise return at once.
         daemon: end the children when this process exits; they may then have no children of their own.
-        start_method: `spawn`, `forkserver` or `fork`.
+        start_method: `spawn`, `forkserver` or `fork`; None: the default of `multiprocessing` on this system.
 
     Returns:
         None with `join`, the started processes otherwise.
@@ -241,6 +254,8 @@ def start_processes(
         StartMethodError: there is no such start method, or this process may start none.
         OSError: the system refused another process; those already started are ended.
     """
+    if start_method is None:
+        start_method = multiprocessing.get_context().get_start_method()
     if start_method not in START_METHODS:
         raise StartMethodError(f"There is no start method {start_method!r}; take one of {', '.join(START_METHODS)}.")
     if multiprocessing.current_process().daemon:
@@ -248,18 +263,22 @@ def start_processes(
     mp = multiprocessing.get_context(start_method)
     folder = os.path.join(tempfile.gettempdir(), f"ckpt-errors-{secrets.token_hex(8)}")
     error_files = [os.path.join(folder, f"{index}.txt") for index in range(nprocs)]
-    processes: list[BaseProcess] = []
+    processes: list[BaseProcess] = [
+        mp.Process(target=_run, args=(fn, index, args, error_file), daemon=daemon)  # type: ignore[attr-defined]
+        for index, error_file in enumerate(error_files)
+    ]
     try:
-        for index, error_file in enumerate(error_files):
-            process = mp.Process(  # type: ignore[attr-defined]
-                target=_run, args=(fn, index, args, error_file), daemon=daemon
-            )
-            process.start()
-            processes.append(process)
+        if start_method == "forkserver" and os.environ.get(ENV_VAR_PARALLEL_START, "0") == "1":
+            logger.info("starting %d processes in parallel", nprocs)
+            _start_in_parallel(processes)
+        else:
+            for process in processes:
+                process.start()
     except BaseException:
         for process in processes:
-            process.kill()
-            process.join(_KILL_SECONDS)
+            if process.pid is not None:
+                process.kill()
+                process.join(_KILL_SECONDS)
         _remove_folders({folder}, os.getpid())
         raise
     context = ProcessContext(processes, error_files)
@@ -286,6 +305,14 @@ def spawn(
             stacklevel=2,
         )
     return start_processes(fn, args, nprocs, join, daemon, start_method="spawn")
+
+
+def _start_in_parallel(processes: Sequence[BaseProcess]) -> None:
+    with ThreadPoolExecutor(max(len(processes), 1), thread_name_prefix="ckpt-start") as pool:
+        starts = [pool.submit(process.start) for process in processes]
+        wait(starts)  # the rest is started before the first error is raised, so that nothing is started after it
+    for start in starts:
+        start.result(0)
 
 
 def _run(fn: Callable[..., Any], index: int, args: tuple[Any, ...], error_file: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import multiprocessing.context
 import multiprocessing.util
 import os
 import pickle
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
@@ -21,6 +23,7 @@ from ckpt_component.process.spawn import (
     ProcessContext,
     ProcessExitedException,
     ProcessRaisedException,
+    SpawnContext,
     StartMethodError,
     spawn,
     start_processes,
@@ -60,6 +63,59 @@ def test_every_process_gets_its_index(start_method: str, tmp_path: Path, temp: P
     assert [index for index, _ in told] == ["0", "1"]
     assert len({pid for _, pid in told} | {str(os.getpid())}) == 3
     assert not list(temp.glob("ckpt*"))
+
+
+def test_no_start_method_is_the_default_of_the_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(multiprocessing.context._default_context, "_actual_context", None)  # type: ignore[attr-defined]
+    multiprocessing.set_start_method("fork")
+    # Only a forked process runs what cannot be pickled.
+    start_processes(lambda index: calls.append_index(index, str(tmp_path / "out")), start_method=None)
+    assert (tmp_path / "out.0").exists()
+
+
+@pytest.mark.parametrize("parallel", ["1", "0"])
+def test_a_fork_server_starts_processes_in_parallel_where_asked(
+    parallel: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCH_MP_PARALLEL_START", parallel)
+    starting = threading.Barrier(3)
+    start = BaseProcess.start
+    threads: set[str] = set()
+
+    def watched(process: BaseProcess) -> None:
+        threads.add(threading.current_thread().name)
+        if parallel == "1":
+            starting.wait(20)  # passed only if all three are started at the same time
+        start(process)
+
+    monkeypatch.setattr(BaseProcess, "start", watched)
+    context = started(calls.append_index, (str(tmp_path / "out"),), 3, "forkserver")
+    assert join(context)
+    assert (len(threads) == 3) == (parallel == "1")
+    for index, pid in enumerate(context.pids()):
+        assert (tmp_path / f"out.{index}").read_text() == f"{index} of {pid}"
+
+
+def test_a_parallel_start_that_fails_leaves_no_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, temp: Path
+) -> None:
+    monkeypatch.setenv("TORCH_MP_PARALLEL_START", "1")
+    start = BaseProcess.start
+
+    def refuse_one(process: BaseProcess) -> None:
+        if process._args[1] == 1:  # type: ignore[attr-defined]
+            raise OSError(11, "Resource temporarily unavailable")
+        start(process)
+
+    monkeypatch.setattr(BaseProcess, "start", refuse_one)
+    with pytest.raises(OSError, match="Resource temporarily"):
+        start_processes(calls.hang_against_signals_at, (str(tmp_path / "at"),), 3, start_method="forkserver")
+    assert not multiprocessing.active_children() and not list(temp.iterdir())
+
+
+def test_the_old_name_of_the_context_still_works() -> None:
+    with pytest.warns(UserWarning, match="use ProcessContext"):
+        assert SpawnContext([], []).join() is True
 
 
 def test_join_tells_whether_all_have_ended(tmp_path: Path) -> None:
@@ -112,12 +168,15 @@ def test_errors_can_be_pickled() -> None:
     assert (str(raised), raised.msg, raised.error_index, raised.error_pid) == ("why", "why", 2, 43)
 
 
-def test_a_failure_ends_the_others_even_when_they_ignore_signals(tmp_path: Path) -> None:
+def test_a_failure_ends_the_others_even_when_they_ignore_signals(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     context = started(calls.fail_when_started_at, (str(tmp_path / "hangs"),), 2)
     with pytest.raises(ProcessRaisedException, match="Process 0"):
         while not context.join(timeout=20, grace_period=0.1):
             pass
     assert [process.exitcode for process in context.processes] == [1, -signal.SIGKILL]
+    assert f"Terminating process {context.pids()[1]} via signal SIGTERM" in caplog.messages
     assert context.join() is True  # nothing left, and no second error about the one that was killed
 
 
