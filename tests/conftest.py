@@ -20,8 +20,8 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-#: Helpers that live as long as the interpreter: Python's own, and the fork servers of the tests.
-_HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", "forker.py")
+#: Helpers that live as long as the interpreter: Python's own, torch's, and the fork servers of the tests.
+_HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", "torch_shm_manager", "forker.py")
 _PATIENCE_S = 10
 
 

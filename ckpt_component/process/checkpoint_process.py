@@ -160,7 +160,8 @@ class CheckpointProcess:
 
         Args:
             state_dict: what to write, copied by value before this returns, or a future of it, copied by value when
-                it is there. CUDA tensors should be staged to the host first.
+                it is there. CUDA tensors should be staged to the host first. A tensor in shared memory
+                (`share_memory_()`) is not copied: the writer has the same memory, and sees later changes.
             path: given to the writer.
             kwargs: given to the writer.
 
@@ -172,17 +173,22 @@ class CheckpointProcess:
             CheckpointStageError: something cannot be pickled; the text names it.
             CheckpointSaveError: this object is closed.
         """
+        shared: list[Any] = []  # lives as long as the request
 
         def message(state: dict[str, Any]) -> bytes:
             payload = {"state_dict": state, "path": path, "kwargs": kwargs}
-            return _message(WorkerRequest(RequestType.WRITE_CHECKPOINT, payload))
+            return _message(WorkerRequest(RequestType.WRITE_CHECKPOINT, payload), shared)
+
+        def finish(response: WorkerResponse) -> None:
+            shared.clear()
+            _check(response, f"Writing {path}")
 
         ready = _mapped(state_dict, message) if isinstance(state_dict, Future) else message(state_dict)
         return self._worker.submit(
             ready,
             timeout=self._config.subprocess_write_timeout_secs,
             what=f"writing {path}",
-            finish=lambda response: _check(response, f"Writing {path}"),
+            finish=finish,
         )
 
     def close(self) -> None:
@@ -252,8 +258,9 @@ def _serve_writer(
     serve(connection, make_session)
 
 
-def _message(request: WorkerRequest) -> bytes:
-    return snapshot(request, "A request to the checkpoint process", parts=request.payload, fix=FIX_FOR_SPAWN)
+def _message(request: WorkerRequest, shared: list[Any] | None = None) -> bytes:
+    what = "A request to the checkpoint process"
+    return snapshot(request, what, parts=request.payload, fix=FIX_FOR_SPAWN, shared=shared)
 
 
 def _check(response: WorkerResponse, what: str = "Pinging") -> None:

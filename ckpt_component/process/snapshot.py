@@ -1,11 +1,13 @@
 """A Python value as bytes, taken now: what the caller changes afterwards changes nothing in the bytes.
 
-Plain `pickle`, and not the pickler of `multiprocessing`: that one moves the storage of a CPU tensor to shared memory
-and sends a descriptor, so that the receiver sees later changes, and needs a descriptor per tensor.
+Plain `pickle`, and not the pickler of `multiprocessing`: that one moves the storage of every CPU tensor to shared
+memory and sends a descriptor, so that the receiver sees later changes, and needs a descriptor per tensor. Only where
+the caller asks for it, tensors that lie in shared memory already go as that memory.
 """
 
 from __future__ import annotations
 
+import io
 import pickle
 import types
 from collections.abc import Iterator, Mapping
@@ -13,11 +15,12 @@ from functools import partial
 from typing import Any
 
 from ..errors import CheckpointStageError
+from .shared_storage import SharingPickler
 
 _MAX_DEPTH = 16
 
 
-def snapshot(value: Any, what: str, *, parts: Mapping[str, Any], fix: str) -> bytes:
+def snapshot(value: Any, what: str, *, parts: Mapping[str, Any], fix: str, shared: list[Any] | None = None) -> bytes:
     """Pickle a value.
 
     Args:
@@ -25,12 +28,18 @@ def snapshot(value: Any, what: str, *, parts: Mapping[str, Any], fix: str) -> by
         what: names the whole in the error text.
         parts: the members of `value` by the names that the user knows them by.
         fix: what to do about a value that cannot be pickled, as a clause.
+        shared: tensors in shared memory go by reference, and this gets what must live until they have been used. None:
+            they go by value too.
 
     Raises:
         CheckpointStageError: something cannot be pickled; the text names it.
     """
     try:
-        return pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
+        if shared is None:
+            return pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
+        stream = io.BytesIO()
+        SharingPickler(stream, shared).dump(value)
+        return stream.getvalue()
     except (MemoryError, OSError):
         raise
     except Exception as error:  # __reduce__ of a foreign class may raise anything

@@ -33,10 +33,20 @@ class SharedFile:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Numbers of descriptors are used again, numbers of memfds are not.
-        return _open_of, (os.getpid(), self.fd, os.fstat(self.fd).st_ino)
+        return open_of, (os.getpid(), self.fd, os.fstat(self.fd).st_ino)
 
 
-def _open_of(pid: int, fd: int, number: int) -> SharedFile:
+def open_of(pid: int, fd: int, number: int) -> SharedFile:
+    """Open a file in memory by its place in a process that holds it.
+
+    Args:
+        pid: of that process.
+        fd: its descriptor there.
+        number: of the file's inode.
+
+    Raises:
+        CheckpointSaveError: the process is gone, or has closed the file.
+    """
     try:
         found = SharedFile(os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC))
     except OSError as error:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import os
 import pickle
 import signal
@@ -11,6 +13,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import worker_calls as calls
 from waiting import eventually, is_gone, pid_in
@@ -141,6 +144,79 @@ def test_tensors_go_by_value(make: Make, out: Path) -> None:
     loaded = torch.load(out, weights_only=True)
     assert torch.equal(loaded["weights"], torch.arange(1000.0))
     assert torch.equal(loaded["view"], torch.arange(10.0, 20.0))
+
+
+@pytest.fixture(params=["file_descriptor", "file_system"])
+def strategy(request: pytest.FixtureRequest) -> Iterator[str]:
+    import torch.multiprocessing as mp
+
+    before = mp.get_sharing_strategy()
+    mp.set_sharing_strategy(request.param)
+    yield request.param
+    mp.set_sharing_strategy(before)
+
+
+def shared_memory_of(pid: int) -> list[str]:
+    """What a process has of the memory that torch has shared from this one: mappings and descriptors."""
+    process = psutil.Process(pid)
+    found = [entry.path for entry in process.memory_maps()]
+    for number in os.listdir(f"/proc/{pid}/fd"):
+        with contextlib.suppress(FileNotFoundError):  # that of the listing itself
+            found.append(os.readlink(f"/proc/{pid}/fd/{number}"))
+    return [path for path in found if f"/torch_{os.getpid()}_" in path]
+
+
+@pytest.mark.slow
+def test_a_tensor_in_shared_memory_reaches_the_writer_as_that_memory(
+    make: Make, strategy: str, tmp_path: Path, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    from ckpt_component.process.call_process import CallProcess
+
+    sent: list[int] = []
+    call = CallProcess.call
+
+    def counted(self: CallProcess, number: int, payload: bytes, *args: Any) -> Any:
+        sent.append(len(payload))
+        return call(self, number, payload, *args)
+
+    monkeypatch.setattr(CallProcess, "call", counted)
+    weights = torch.nn.Parameter(torch.ones(1 << 20)).share_memory_()
+    state: dict[str, Any] = {"weights": weights, "view": weights.detach()[10:20]}
+    started, go = tmp_path / "at", tmp_path / "go"
+    process = make(writer=calls.SharedWriter)
+    written = process.write(state, str(out), started=str(started), go=str(go))
+    pid = pid_in(started)
+    with torch.no_grad():
+        weights[0] = 7.0  # the writer sees it
+    go.touch()
+    written.result(60)
+    assert out.read_text() == "1 1 True True\n7\n"
+    assert weights[11].item() == -1.0  # and this the trainer
+    assert max(sent) < 10_000
+    eventually(lambda: not shared_memory_of(pid))  # the writer keeps nothing
+    process.close()
+    del weights, state
+    assert shared_memory_of(os.getpid()) == []
+
+
+@pytest.mark.slow
+def test_a_writer_that_dies_leaves_shared_memory_to_its_owner(make: Make, out: Path) -> None:
+    import torch
+
+    staged: Future[dict[str, Any]] = Future()
+    process = make(writer=calls.SharedWriter)
+    bad = process.write(staged, str(out), die=True)
+    weights = torch.ones(100).share_memory_()
+    staged.set_result({"weights": weights, "view": weights[10:20]})
+    with pytest.raises(WorkerDiedError, match="SIGKILL"):
+        bad.result(60)
+    assert weights[11].item() == -1.0
+    process.close()
+    del staged, bad, weights
+    gc.collect()
+    assert shared_memory_of(os.getpid()) == []
 
 
 def test_a_writer_may_return_a_future(make: Make, out: Path) -> None:

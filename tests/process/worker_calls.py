@@ -237,3 +237,22 @@ def save_tensors(state: Any, path: str) -> None:
     import torch
 
     torch.save(state, path)
+
+
+class SharedWriter:
+    """Looks at tensors in shared memory and writes into one of them; what it saw is its text."""
+
+    def __init__(self, rank_info: Any) -> None:
+        pass
+
+    def write(self, state_dict: dict[str, Any], path: str, **kwargs: Any) -> None:
+        weights, view = state_dict["weights"], state_dict["view"]
+        one_storage = weights.untyped_storage().data_ptr() == view.untyped_storage().data_ptr()
+        append(path, f"{weights[0].item():g} {view[0].item():g} {one_storage} {weights.requires_grad}\n")
+        if "go" in kwargs:
+            append(kwargs["started"], f"{os.getpid()}\n")
+            wait_for(kwargs["go"])
+            append(path, f"{weights[0].item():g}\n")
+        view[1] = -1.0
+        if kwargs.get("die"):
+            kill_me(signal.SIGKILL)
