@@ -4,6 +4,9 @@ Every question is about one call, whose number is the same on all ranks. Every r
 rank 0 decides when all have, or when the first one failed; every rank learns the decision; the last one to do so
 removes the question's keys. What a look without waiting may tell has to be the same on all ranks, so rank 0 says
 with each look what the next look will tell, and how far these announcements go.
+
+Which agreements of the ranks belong together is settled when they are first used together: until then a rank has said
+nothing, and one that only ever looks alone never does.
 """
 
 from __future__ import annotations
@@ -14,11 +17,12 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from ..coordination.rank_store import RankStore
 from ..errors import CheckpointError, CheckpointSaveError, CheckpointTimeoutError, RanksError
-from .ballots import Ballots
+from .ballots import Ballots, Place
 from .life import Life
 from .verdict import Verdict
 
@@ -55,13 +59,16 @@ class Agreement:
     """What one caller or queue agrees on with those of the other ranks. Used by one thread.
 
     Args:
-        store: a connection of its own.
+        store: a connection of its own, with the keys that all callers of the job share.
+        join: called when ranks first use it together; returns its place, for all ranks to compare.
     """
 
-    def __init__(self, store: RankStore) -> None:
+    def __init__(self, store: RankStore, join: Callable[[], Place] = lambda: (0, 0, 0)) -> None:
         self._store = store
         self._life = Life(store)
-        self._ballots = Ballots(store, self._life.lost)
+        self._join = join
+        #: Only this rank has looked at questions until now.
+        self.alone = False
         self._count = 0
         self._sums = 0
         self._open: deque[Question] = deque()
@@ -71,6 +78,26 @@ class Agreement:
     def world_size(self) -> int:
         """How many ranks take part."""
         return self._store.world_size
+
+    @property
+    def joined(self) -> bool:
+        """Whether it was used together with other ranks."""
+        return "_ballots" in vars(self)
+
+    @property
+    def waits(self) -> bool:
+        """Whether there are questions about which nobody was asked, not even this rank."""
+        return bool(self._open) and not self.joined and not self.alone
+
+    def look_alone(self) -> None:
+        """This rank looks at a question by itself."""
+        self.alone = not self.joined
+
+    @cached_property
+    def _ballots(self) -> Ballots:
+        """From the first use on all ranks together, whose order says what belongs together."""
+        self.alone = False
+        return Ballots(self._store.own(), self._life.lost, self._join())
 
     def rest(self) -> None:
         """Give no more signs of life, until the next question. Call this on all ranks when nothing is open."""
@@ -120,11 +147,15 @@ class Agreement:
     def withdraw(self, question: Question, failure: CheckpointSaveError | None) -> None:
         """Close a question without its verdict. Never raises.
 
+        Others are told nothing where they were never asked: this rank looks alone, or nobody did and all went well.
+
         Args:
             question: open.
             failure: what other ranks are told in case they still ask. None: how the call went here, if that is known.
         """
         try:
+            if self.alone or (failure is None and not self.joined):
+                return
             if failure is not None:
                 self._say(question, failure)
                 if self._leads and question.number not in self._decided:

@@ -23,10 +23,11 @@ _RESTING = b"[0, 0]"
 class Life:
     """This rank's signs of life, while others may wait for it, and a look at theirs.
 
-    Rank 0 watches all others, and they watch it. A heart that nobody stopped stops when this is collected.
+    Rank 0 watches all others, and they watch it. A heart that nobody stopped stops when this is collected. The callers
+    of a rank have one key for their signs: it is the process that lives, whichever of them says so.
 
     Args:
-        store: of the job.
+        store: that all callers of the job share.
     """
 
     def __init__(self, store: RankStore) -> None:
@@ -34,7 +35,9 @@ class Life:
         self._beats = store.clone()
         self._hearts: list[Heartbeat] = []
         self._watch: Watch | None = None
+        # At the exit of the interpreter no more than that: the process is gone then, which others have to notice.
         weakref.finalize(self, _stop, self._hearts, os.getpid())
+        weakref.finalize(self, _rest, self._hearts, self._beats, os.getpid()).atexit = False  # else before the above
 
     def begin(self) -> None:
         """Give signs from now on."""
@@ -47,15 +50,8 @@ class Life:
 
     def rest(self) -> None:
         """Give no more signs, and say so, until `begin`."""
-        if not self._hearts:
-            return
         self._watch = None
-        _stop(self._hearts, os.getpid())
-        try:
-            # Not removed: a store that is asked for a key that vanishes at this moment waits for it.
-            self._store.set(f"beat/{self._store.rank}", _RESTING)
-        except CheckpointError as error:
-            logger.debug("%s", error)
+        _rest(self._hearts, self._beats, os.getpid())
 
     def lost(self, missing: Callable[[], list[int]]) -> dict[int, str]:
         """Which of the missing ranks are gone, and what is to say about them. One that has yet to begin is late."""
@@ -72,3 +68,14 @@ def _stop(hearts: list[Heartbeat], owner: int) -> None:
     while hearts:
         with contextlib.suppress(RuntimeError):  # collected in the heart's own thread, which cannot join itself
             hearts.pop().__exit__(None, None, None)
+
+
+def _rest(hearts: list[Heartbeat], beats: RankStore, owner: int) -> None:
+    if os.getpid() != owner or not hearts:
+        return
+    _stop(hearts, owner)
+    try:
+        # Not removed: a store that is asked for a key that vanishes at this moment waits for it.
+        beats.set(f"beat/{beats.rank}", _RESTING)
+    except CheckpointError as error:
+        logger.debug("%s", error)

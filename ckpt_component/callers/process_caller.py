@@ -99,6 +99,8 @@ class ProcessCaller(AsyncCaller):
         if not self._calls:
             return True
         call = self._calls[0]
+        if no_dist and call.agreement is not None:
+            call.agreement.look_alone()
         if no_dist or call.agreement is None or call.question is None:
             return self._is_done_here(call, blocking)
         try:

@@ -39,6 +39,9 @@ class AsyncCallsQueue:
     `torch.distributed`: no collective, nothing on a device. A rank whose process is gone fails the requests of the
     others within about half a minute; one that lives but does not call, when the deadline of the request is over.
 
+    The queues of the ranks belong together in the order in which they are first asked on all ranks. So a rank may have
+    a queue of its own, which it asks with `no_dist=True` alone, and closes when nothing is left in it.
+
     When the interpreter exits, a queue that was not closed finalizes what is left, if there is one rank; with several,
     that is for their scripts to do together.
 

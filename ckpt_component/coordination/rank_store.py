@@ -42,6 +42,12 @@ class RankStore:
 
         All ranks must call this in the same order for the same purpose: the n-th call of each rank belongs together.
         """
+        store = cls.shared(purpose)
+        return None if store is None else store.own()
+
+    @classmethod
+    def shared(cls, purpose: str) -> RankStore | None:
+        """As `of_job`, with keys that all such connections for this purpose share; in any order."""
         dist = distributed()
         if dist is None or dist.get_world_size() == 1:
             return None
@@ -49,9 +55,12 @@ class RankStore:
         store = _another_connection(dist, dist.distributed_c10d._get_default_store())
         # An agent's store outlives a restart of its workers, so keys carry the generation too.
         generation = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        base = f"ckpt/{generation}/{world_size}/{purpose}"
-        number = store.add(f"{base}/made-by-{rank}", 1)
-        return cls(store, rank, world_size, f"{base}/{number}/")
+        return cls(store, rank, world_size, f"ckpt/{generation}/{world_size}/{purpose}/")
+
+    def own(self) -> RankStore:
+        """The same connection with other keys; the n-th call of each rank belongs together."""
+        number = self.add(f"made-by-{self.rank}", 1)
+        return RankStore(self._store, self.rank, self.world_size, f"{self._prefix}{number}/")
 
     def clone(self) -> RankStore:
         """The same keys by another connection, for another thread."""

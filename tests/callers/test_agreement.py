@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import threading
 import time
@@ -87,7 +86,8 @@ def done(error: BaseException | None = None) -> Future[None]:
 
 
 def keys_of(store: Store) -> set[str]:
-    return {key for key in store.values if "/beat/" not in key and not key.endswith("announced")}
+    left = (key for key in store.values if "/beat/" not in key and "/made-by-" not in key)
+    return {key for key in left if not key.endswith("announced")}
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -194,7 +194,7 @@ def stop_heart(agreement: Agreement) -> None:
     """As `kill -9` does, once there has been a beat."""
     rank = agreement._store.rank
     eventually(lambda: agreement._store.peek(f"beat/{rank}") is not None)
-    life._stop(agreement._life._hearts, os.getpid())
+    agreement._life._hearts.pop().__exit__(None, None, None)
 
 
 @pytest.mark.parametrize("blocking", [True, False])
@@ -283,6 +283,31 @@ def test_hearts_beat_until_they_rest() -> None:
     agreement.rest()
     assert hearts() == before and store.values["test/beat/0"] == life._RESTING
     agreement.ask("Call 1", done(), 60)
+    eventually(lambda: store.values["test/beat/0"] != life._RESTING)
     assert hearts() == before + 1
     del agreement
-    assert hearts() == before
+    assert hearts() == before and store.values["test/beat/0"] == life._RESTING
+
+
+def test_a_rank_that_looks_alone_does_not_shift_the_others() -> None:
+    def work(agreement: Agreement) -> Verdict | None:
+        shared = Agreement(agreement._store)
+        if agreement._store.rank == 0:
+            own = agreement.ask("Call 0", done(), 60)
+            agreement.look_alone()
+            agreement.withdraw(own, None)
+            agreement.withdraw(agreement.ask("Call 1", done(), 60), CheckpointSaveError("given up"))
+        return shared.look(shared.ask("Call 0", done(), 5), blocking=True)
+
+    assert on_ranks(2, work, Store()) == [Verdict({}), Verdict({})]
+
+
+def test_what_is_given_up_before_the_first_look_fails_on_the_others() -> None:
+    def work(agreement: Agreement) -> Verdict | None:
+        question = agreement.ask("Call 0", Future(), 20)
+        if agreement._store.rank == 1:
+            agreement.withdraw(question, CheckpointSaveError("given up"))
+            return None
+        return agreement.look(question, blocking=True)
+
+    assert on_ranks(2, work, Store()) == [Verdict({1: "given up"}), None]

@@ -316,6 +316,66 @@ def callers_and_sync(rank: int) -> None:
         assert len(done) == (2 if fail_early or rank == 0 else 3)
 
 
+def own_queue(rank: int, world_size: int, folder: Path) -> None:
+    """A queue of rank 0 alone, before, between and beside those of all ranks; and another process group."""
+    own = AsyncCallsQueue(True, start_method=METHOD)
+    finalized: list[str] = []
+    gate = folder / "own-gate"
+    if rank == 0:
+        own.schedule_async_request(AsyncRequest(calls.facts))
+        assert own.maybe_finalize_async_calls(blocking=True, no_dist=True) == [0]
+        own.schedule_async_request(AsyncRequest(calls.wait_for, (str(gate),), [lambda: finalized.append("own")]))
+        assert own.maybe_finalize_async_calls(no_dist=True) == []
+    for _ in range(2):
+        queue = AsyncCallsQueue(True, start_method=METHOD, write_timeout=10)
+        queue.schedule_async_request(AsyncRequest(calls.fail if rank == 1 else calls.facts))
+        try:
+            queue.maybe_finalize_async_calls(blocking=True)
+        except RanksError as error:
+            assert set(error.failures) == {1}, error
+        queue.schedule_async_request(AsyncRequest(calls.facts))
+        assert queue.maybe_finalize_async_calls(blocking=True) == [1]
+        AsyncRequest(calls.facts).execute_sync()
+        queue.close()
+    store = dist.distributed_c10d._get_default_store()
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=dist.PrefixStore("again", store), rank=rank, world_size=world_size)
+    queue.schedule_async_request(AsyncRequest(calls.facts))
+    assert queue.maybe_finalize_async_calls(blocking=True) == [2]
+    queue.close()
+    gate.touch()
+    own.maybe_finalize_async_calls(blocking=True, no_dist=True)
+    own.close()
+    assert finalized == (["own"] if rank == 0 else [])
+
+
+def another_order(rank: int, world_size: int, folder: Path) -> None:
+    """Two queues, which each rank asks in its own order: nothing is finalized that is not done everywhere."""
+    first, second = (AsyncCallsQueue(True, start_method=METHOD, write_timeout=20) for _ in range(2))
+    finalized: list[str] = []
+    for queue in (first, second):
+        queue.schedule_async_request(AsyncRequest(calls.facts, (), [lambda: finalized.append("wrong")]))
+    for queue in (first, second) if rank == 0 else (second, first):
+        try:
+            told = queue.maybe_finalize_async_calls(blocking=True)
+        except RanksError as error:
+            assert set(error.failures) == {1} and "in the same order" in str(error), error
+        else:
+            raise AssertionError(told)
+    assert finalized == []
+    # Also where each is asked at once, as far as that can be known: at the second of them.
+    later = [AsyncCallsQueue(True, start_method=METHOD, write_timeout=20) for _ in range(2)]
+    for queue in later if rank == 0 else reversed(later):
+        queue.schedule_async_request(AsyncRequest(calls.facts))
+        try:
+            finalized.append(str(queue.maybe_finalize_async_calls(blocking=True)))
+        except RanksError as error:
+            finalized.append(str("in the same order" in str(error)))
+    assert finalized == ["[0]", "True"], finalized
+    for queue in (first, second, *later):
+        queue.close(abort=True)
+
+
 def dead_rank(rank: int, world_size: int, folder: Path) -> None:
     """The rank that the test names is killed in the middle of a save; the others must not wait for it."""
     life._HEARTBEAT_SECONDS = 2.0
