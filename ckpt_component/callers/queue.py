@@ -10,6 +10,7 @@ from functools import partial
 from multiprocessing.util import Finalize
 from typing import Any, NamedTuple
 
+from ..coordination.torch_errors import as_checkpoint_exception
 from ..errors import CheckpointError, CheckpointSaveError
 from .agreement import Agreement
 from .async_caller import AsyncCaller
@@ -41,6 +42,8 @@ class AsyncCallsQueue:
 
     The queues of the ranks belong together in the order in which they are first asked on all ranks. So a rank may have
     a queue of its own, which it asks with `no_dist=True` alone, and closes when nothing is left in it.
+
+    Errors are also torch's `CheckpointException`, with its `failures` by rank.
 
     When the interpreter exits, a queue that was not closed finalizes what is left, if there is one rank; with several,
     that is for their scripts to do together.
@@ -83,6 +86,7 @@ class AsyncCallsQueue:
         at_exit = Finalize(None, _close_at_exit, (weakref.ref(self),), exitpriority=_EXIT_PRIORITY)
         weakref.finalize(self, _say_what_is_lost, at_exit, self.async_calls, os.getpid()).atexit = False
 
+    @as_checkpoint_exception()
     def schedule_async_request(self, async_request: AsyncRequest) -> int:
         """Start a request in the background. Call this on all ranks.
 
@@ -109,6 +113,7 @@ class AsyncCallsQueue:
         self.async_calls.append(_ActiveAsyncRequest(idx, caller, kept))
         return idx
 
+    @as_checkpoint_exception()
     def maybe_finalize_async_calls(self, blocking: bool = False, no_dist: bool = False) -> list[int]:
         """Finalize the requests that are done, oldest first, up to the first that is not. Call this on all ranks.
 
@@ -139,6 +144,7 @@ class AsyncCallsQueue:
         """How many requests were scheduled and not yet finalized."""
         return len(self.async_calls)
 
+    @as_checkpoint_exception()
     def close(self, abort: bool = False) -> None:
         """Finalize all requests and end all processes. Call this on all ranks.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
+from ..coordination.torch_errors import as_checkpoint_exception
 from ..errors import CheckpointStageError
 from .ranks import Ranks
 
@@ -94,6 +95,7 @@ class AsyncRequest(_Fields):
         """A copy to which no finalize function can be added, and which shares no container with this one."""
         return AsyncRequest(**{**self._asdict(), "is_frozen": True})
 
+    @as_checkpoint_exception()
     def execute_sync(self) -> None:
         """Do here and now what a caller does in the background: preload, call, wait for all ranks, finalize.
 

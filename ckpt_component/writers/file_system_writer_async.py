@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import logging
 import os
 import pickle
 import queue
 import re
 import traceback
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -38,6 +39,15 @@ from . import bucket_io
 from .bucket_image import Custody, ImageMemory, WriteBucket, make_image, split_items
 from .host_image import ResultsSlot
 
+logger = logging.getLogger(__name__)
+
+#: What there is in place of NVRx's options.
+_INSTEAD = {
+    "is_multiproc_io": "each file has a writing thread, which does not hold the GIL",
+    "use_cached_data_structure": "plans and memory are kept by save_state_dict_async_plan(metadata_cache=...)",
+    "use_cpu_shm_for_gpu_tensors": "all tensors are copied to shared host memory in any case",
+}
+
 #: An error as DCP gathers it from ranks: itself, and its traceback.
 WrappedException = tuple[BaseException, traceback.StackSummary]
 
@@ -54,7 +64,7 @@ class FileSystemWriterAsync(FileSystemWriter):
         separation_hint: keys that start with this text go to files of their own, whose names start with it too; needs
             `thread_count` of at least 2.
         use_msc: of the reference; refused, for there is no object storage here.
-        is_multiproc_io: how NVRx moves data; nothing here depends on it. So with the next two.
+        is_multiproc_io: how NVRx moves data; it does nothing here, and the log says so once. So with the next two.
         use_cached_data_structure: as above.
         use_cpu_shm_for_gpu_tensors: as above.
         fs_ops: where effects go; None: the file system, durably if `sync_files`.
@@ -96,6 +106,13 @@ class FileSystemWriterAsync(FileSystemWriter):
                     f"separation_hint={separation_hint!r} becomes part of file names; use letters, digits, '_', '-' "
                     "and '.', not at the start."
                 )
+        for name, asked in (
+            ("is_multiproc_io", is_multiproc_io),
+            ("use_cached_data_structure", use_cached_data_structure),
+            ("use_cpu_shm_for_gpu_tensors", use_cpu_shm_for_gpu_tensors),
+        ):
+            if asked:
+                log_once(f"FileSystemWriterAsync({name}=True) does nothing: {_INSTEAD[name]}.")
         self.separation_hint = separation_hint
         self.can_run_decentralized_global_plan = True
         #: What `prepare_write_data` found to write, as (path, name, (bytes items, tensor items)).
@@ -150,8 +167,8 @@ class FileSystemWriterAsync(FileSystemWriter):
         if not self.write_buckets:
             return None, None, ()
         return (
-            partial(self.write_preloaded_data_multiproc, [], ops=self._ops),
-            partial(self.preload_tensors, self.write_buckets, True, self._custody),
+            functools.partial(self.write_preloaded_data_multiproc, [], ops=self._ops),
+            functools.partial(self.preload_tensors, self.write_buckets, True, self._custody),
             [_rank(), self.write_buckets, self.results_queue],
         )
 
@@ -240,6 +257,12 @@ class FileSystemWriterAsync(FileSystemWriter):
     def storage_meta(self) -> StorageMeta | None:
         """As torch's, with the path as text: other Python versions cannot unpickle a pathlib path."""
         return StorageMeta(checkpoint_id=str(self.path), save_id=self.save_id)
+
+
+@functools.cache
+def log_once(text: str) -> None:
+    """Warn; there is a writer for each save, which would say the same each time."""
+    logger.warning(text)
 
 
 def _resolved(planner: SavePlanner, item: WriteItem) -> torch.Tensor:

@@ -1,7 +1,8 @@
 """Plan and finalize around an asynchronous save with `FileSystemWriterAsync`: NVRx's pair of functions (MEGATRON 1.7).
 
 What ranks say to each other goes over the job's store: a few bytes each, and an error of any rank, the coordinator's
-too, is raised on all of them. Plans and results are gathered by a collective, and only when they are new.
+too, is raised on all of them. Errors are also torch's `CheckpointException`. Plans and results are gathered by a
+collective, and only when they are new.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ from torch.distributed.checkpoint.utils import _DistWrapper
 from ..config.errors import CheckpointConfigError
 from ..coordination import Coordinator, LocalCoordinator, RankStore, StoreCoordinator
 from ..coordination.rank_store import distributed
+from ..coordination.torch_errors import as_checkpoint_exception
 from ..errors import CheckpointError, RanksError
-from .file_system_writer_async import FileSystemWriterAsync
+from .file_system_writer_async import FileSystemWriterAsync, log_once
 from .plan_cache import CheckpointMetadataCache, digest_of, fingerprint_of
 
 
@@ -103,6 +105,7 @@ class SaveRanks(_DistWrapper):
         return time.monotonic() + self._timeout
 
 
+@as_checkpoint_exception()
 def save_state_dict_async_plan(
     state_dict: STATE_DICT_TYPE,
     storage_writer: FileSystemWriterAsync,
@@ -125,7 +128,8 @@ def save_state_dict_async_plan(
         process_group: of the ranks; None: all of them.
         coordinator_rank: 0; another one is refused.
         planner: None: torch's DefaultSavePlanner.
-        enable_cache: of NVRx, which keeps plans in a global. Here they are kept in `metadata_cache`, and nowhere else.
+        enable_cache: of NVRx, which keeps plans in a global. Here they are kept in `metadata_cache`, and nowhere else;
+            without one, the log says so once.
         metadata_cache: keeps plans between saves. None: each save is planned afresh.
         timeout: seconds that ranks wait for each other at each step.
 
@@ -140,6 +144,8 @@ def save_state_dict_async_plan(
     if coordinator_rank != 0:
         raise CheckpointConfigError(f"coordinator_rank={coordinator_rank}: rank 0 of the group coordinates here.")
     cache = metadata_cache
+    if enable_cache and cache is None:
+        log_once("enable_cache=True keeps no plans by itself here: pass metadata_cache=CheckpointMetadataCache() too.")
     if cache is not None and storage_writer.image_memory is None:
         storage_writer.image_memory = cache.memory
     ranks = SaveRanks(process_group, cache, timeout)
@@ -192,6 +198,7 @@ def save_state_dict_async_plan(
     return storage_writer, metadata, ranks
 
 
+@as_checkpoint_exception()
 def save_state_dict_async_finalize(
     storage_writer: FileSystemWriterAsync, global_metadata: Metadata | None, dist_wrapper: _DistWrapper
 ) -> None:

@@ -148,6 +148,20 @@ def test_torchs_base_exception_becomes_one_that_except_exception_catches(make: M
         queue.maybe_finalize_async_calls(blocking=True)
 
 
+def test_errors_are_torchs_checkpoint_exception_too(make: Make) -> None:
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    queue = make()
+    for closes in (False, True):
+        queue.schedule_async_request(AsyncRequest(calls.disk_full))
+        with pytest.raises(CheckpointException) as caught:
+            queue.close() if closes else queue.maybe_finalize_async_calls(blocking=True)
+        error = caught.value
+        assert isinstance(error, CheckpointSaveError) and error.errno == 28
+        assert error.failures[0][0] is error and error.failures[0][1][-1].name  # type: ignore[attr-defined]
+        assert str(error).startswith(f"Request {int(closes)} failed in the ")
+
+
 def test_a_process_that_is_killed_at_work(make: Make, log: Log, tmp_path: Path) -> None:
     queue = make()
     queue.schedule_async_request(AsyncRequest(calls.start_and_hang, (str(tmp_path / "at"),), [log.note("no")]))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import pickle
+import traceback
 import warnings
 from pathlib import Path
 from typing import Any
@@ -12,12 +14,13 @@ import torch
 import torch.distributed.checkpoint as dcp
 from gated_fs import FullFs
 from ranks import run_ranks
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from ckpt_component.config.errors import CheckpointConfigError
-from ckpt_component.errors import CheckpointSaveError, CheckpointStageError, RanksError
+from ckpt_component.errors import CheckpointError, CheckpointSaveError, CheckpointStageError, RanksError
 from ckpt_component.writers.bucket_image import Block
-from ckpt_component.writers.file_system_writer_async import FileSystemWriterAsync
+from ckpt_component.writers.file_system_writer_async import FileSystemWriterAsync, log_once
 from ckpt_component.writers.plan_cache import CheckpointMetadataCache, fingerprint_of
 from ckpt_component.writers.state_dict_saver import save_state_dict_async_finalize, save_state_dict_async_plan
 
@@ -148,6 +151,36 @@ def test_saves_of_a_series_use_the_same_memory_in_turn(tmp_path: Path, monkeypat
     assert not isinstance(pending.retrieve_write_results(), tuple)
     stored = (tmp_path / "pending" / "__0_0.distcp").read_bytes()
     assert torch.load(io.BytesIO(stored), weights_only=True).count_nonzero() == 0
+
+
+def test_errors_are_torchs_checkpoint_exception_too(tmp_path: Path) -> None:
+    for values, options, kind in (
+        ({"m": torch.empty(1, device="meta")}, {}, CheckpointStageError),
+        ({"m": torch.ones(1)}, {"fs_ops": FullFs("distcp")}, CheckpointSaveError),
+        ({"m": torch.ones(1)}, {"fs_ops": FullFs(".metadata")}, RanksError),
+    ):
+        with pytest.raises(CheckpointException) as caught:
+            save(tmp_path / "a", values, **options)
+        assert isinstance(caught.value, kind)
+        [(rank, (error, frames))] = caught.value.failures.items()
+        assert rank == 0 and isinstance(error, CheckpointError) and isinstance(frames, traceback.StackSummary)
+        assert str(error) in str(caught.value) and "CheckpointException" not in str(caught.value)
+        assert type(pickle.loads(pickle.dumps(caught.value))) is kind
+
+
+def test_options_that_do_nothing_say_so_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    log_once.cache_clear()
+    asked = {"is_multiproc_io": True, "use_cached_data_structure": True, "use_cpu_shm_for_gpu_tensors": True}
+    for _ in range(2):
+        writer = FileSystemWriterAsync(tmp_path, **asked)
+        save_state_dict_async_plan({"a": 1}, writer, enable_cache=True)
+    assert len(caplog.messages) == 4 and all(any(name in text for text in caplog.messages) for name in asked)
+    assert "metadata_cache=CheckpointMetadataCache()" in caplog.messages[-1]
+    caplog.clear()
+    log_once.cache_clear()
+    cache = CheckpointMetadataCache()
+    save_state_dict_async_plan({}, FileSystemWriterAsync(tmp_path), enable_cache=True, metadata_cache=cache)
+    assert caplog.messages == []
 
 
 def test_errors_of_one_rank_alone(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import rank_worker
 import torch.distributed as dist
 import worker_calls as calls
+from torch.distributed.checkpoint.api import CheckpointException
 from waiting import eventually, is_gone, pid_in
 
 from ckpt_component.callers import AsyncCallsQueue, AsyncRequest, TemporalAsyncCaller, life
@@ -78,7 +79,9 @@ class Bench:
             polls += 1
             try:
                 told = self.queue.maybe_finalize_async_calls(blocking=blocking)
-            except RanksError as error:
+            except CheckpointException as error:
+                assert isinstance(error, RanksError)
+                assert all(str(cause) in str(error) and frames == [] for cause, frames in error.failures.values())
                 self.texts.append(f"{'' if blocking else f'in poll {polls} '}{error} {error.errno} {error.failures}")
                 return error
             assert told == [] and not blocking, told
