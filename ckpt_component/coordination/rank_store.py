@@ -52,7 +52,7 @@ class RankStore:
         if dist is None or dist.get_world_size() == 1:
             return None
         rank, world_size = int(dist.get_rank()), int(dist.get_world_size())
-        store = _another_connection(dist, dist.distributed_c10d._get_default_store())
+        store = another_connection(dist, dist.distributed_c10d._get_default_store())
         # An agent's store outlives a restart of its workers, so keys carry the generation too.
         generation = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         return cls(store, rank, world_size, f"ckpt/{generation}/{world_size}/{purpose}/")
@@ -64,7 +64,7 @@ class RankStore:
 
     def clone(self) -> RankStore:
         """The same keys by another connection, for another thread."""
-        store = self._told(lambda: _another_connection(sys.modules["torch.distributed"], self._store))
+        store = self._told(lambda: another_connection(sys.modules["torch.distributed"], self._store))
         return RankStore(store, self.rank, self.world_size, self._prefix)
 
     def set(self, key: str, value: bytes) -> None:
@@ -149,8 +149,16 @@ class RankStore:
             ) from error
 
 
-def _another_connection(dist: ModuleType, store: Any) -> Any:
-    """The same store by a connection of its own; torch 2.7 has no `clone` for that."""
+def another_connection(dist: ModuleType, store: Any) -> Any:
+    """A new connection to the same store; torch 2.7 has no `clone` for that.
+
+    Args:
+        dist: `torch.distributed`.
+        store: one of its stores, in use elsewhere.
+
+    Raises:
+        RanksError: the store is of a kind to which this torch makes no second connection.
+    """
     if hasattr(store, "clone"):
         return store.clone()
     while isinstance(store, dist.PrefixStore):

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.utils import _DistWrapper
 
 from ..config.errors import CheckpointConfigError
 from ..coordination import Coordinator, LocalCoordinator, RankStore, StoreCoordinator
-from ..coordination.rank_store import distributed
+from ..coordination.rank_store import another_connection, distributed
 from ..coordination.torch_errors import as_checkpoint_exception
 from ..errors import CheckpointError, RanksError
 from .file_system_writer_async import FileSystemWriterAsync, log_once
@@ -289,7 +289,7 @@ def _connect(process_group: Any, ranks: list[int]) -> Coordinator:
         return StoreCoordinator(store)
     # Groups that have the same ranks share the counter; they take turns in the same order on all of them.
     rank = int(dist.get_rank(process_group))
-    own = dist.distributed_c10d._get_default_store().clone()
+    own = another_connection(dist, dist.distributed_c10d._get_default_store())
     base = f"ckpt/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/dcp-save/{'-'.join(map(str, ranks))}"
     number = own.add(f"{base}/made-by-{rank}", 1)
     return StoreCoordinator(RankStore(own, rank, len(ranks), f"{base}/{number}/"))
