@@ -13,9 +13,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from .blocking_writer import BlockingWriter
+from .built import note
 from .callers.write_callers import WriteCaller
 from .checkpointer import AsyncCheckpointer, Checkpointer, SyncCheckpointer
 from .config.errors import CheckpointConfigError
+from .config.hydra_job import root_of_job
 from .config.parts import build_part, part_class
 from .config.resolve import resolve_config
 from .config.schema import Checkpoint, Commit, Durability, IoMode, Naming
@@ -66,11 +68,12 @@ def build_manager(
     Args:
         config: as for `build_checkpointer`.
         overrides: as for `build_checkpointer`.
-        dir: the folder of the checkpoints; instead of `checkpoint.dir`.
+        dir: the folder of the checkpoints; instead of `checkpoint.dir`. In a job of a Hydra multirun a relative one,
+            from either, lies in the job's output folder.
 
     Raises:
-        CheckpointConfigError: the config is wrong, or its parts do not fit together; nothing was built then. Or a rank
-            cannot write to the folder; then on all ranks.
+        CheckpointConfigError: the config is wrong, or its parts do not fit together, or another job of the multirun
+            saves in the folder; nothing was built then. Or a rank cannot write to the folder; then on all ranks.
     """
     settings = resolve_config(config, overrides)
     root = os.fspath(dir) if dir is not None else settings.dir
@@ -78,6 +81,7 @@ def build_manager(
         raise CheckpointConfigError(f"checkpoint.dir={root} is a URL; checkpoints go to local or mounted folders only.")
     resume = ResumePolicy.parse(settings.resume)
     save = SavePolicy(settings.save.every_steps, settings.save.every_seconds, settings.save.at_end)
+    root = root_of_job(root, saves=settings.enabled and save.ever)
     fs = _file_system(settings)
     timeouts = _timeouts(settings)
     checkpointer = _build_graph(settings) if settings.enabled else None
@@ -87,7 +91,7 @@ def build_manager(
         except BaseException:
             checkpointer.close()
             raise
-    return CheckpointManager(
+    manager = CheckpointManager(
         checkpointer=checkpointer,
         root=root,
         names=MEGATRON if settings.naming is Naming.megatron else STEP,
@@ -99,6 +103,8 @@ def build_manager(
         timeouts=timeouts,
         warn=_policy(settings).warn,
     )
+    note(manager)
+    return manager
 
 
 @dataclass(frozen=True)

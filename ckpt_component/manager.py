@@ -47,6 +47,7 @@ class CheckpointManager:
 
     Attributes:
         reports: one `SaveReport` per ended or skipped save, in order.
+        idle: set by `close`: the step that was restored when none came after it, so that nothing was trained.
     """
 
     def __init__(
@@ -74,10 +75,12 @@ class CheckpointManager:
         self._last_save = time.monotonic()
         self._seen: tuple[int, Mapping[Any, Any]] | None = None
         self._saved_step: int | None = None
+        self._restored: int | None = None
         self._closed = False
         self._ranks: Coordinator = LocalCoordinator() if checkpointer is None else checkpointer.ranks
         self._questions = 0
         self.reports: list[SaveReport] = []
+        self.idle: int | None = None
         self._pending = PendingSaves(self.reports)
         if checkpointer is not None:
             checkpointer.after_each_commit(Retention(fs, self._root, names, keep).after_commit)
@@ -136,7 +139,7 @@ class CheckpointManager:
         self._questions += 1
         step = search.load(state, strict, f"resume/{self._questions}")
         if step is not None:
-            self._saved_step = step
+            self._saved_step = self._restored = step
             self._last_save = time.monotonic()
         return step
 
@@ -253,6 +256,7 @@ class CheckpointManager:
         if self._closed:
             return
         self._closed = True
+        self._warn_if_idle()
         self._seen = None
         if self._checkpointer is None:
             return
@@ -268,6 +272,7 @@ class CheckpointManager:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None:
+            self._restored = None  # the loop may have ended before its first step
             try:
                 self.close()
             except CheckpointError as failure:
@@ -279,6 +284,16 @@ class CheckpointManager:
                 self._save_last(*self._seen)
         finally:
             self.close()
+
+    def _warn_if_idle(self) -> None:
+        if self._restored is None or not self._save_policy.ever:
+            return  # what only evaluates has no steps
+        if self._seen is None or self._seen[0] == self._restored:
+            self.idle = self._restored
+            if self._ranks.leads:
+                logger.warning(
+                    "restored step %d from %s and saw no further step: nothing was trained", self.idle, self._root
+                )
 
     def _save_last(self, step: int, state: Mapping[Any, Any]) -> None:
         """Save the last step: `overlap` must not skip it, nor an earlier save's error keep it from being tried."""

@@ -16,12 +16,13 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.errors import CompactHydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
 
-from .config import config_dir, override_hints
+from .config import config_dir, override_hints, resolve_config
 from .config.errors import CheckpointConfigError
 from .errors import CheckpointError
 from .sweeps.callback import reported
-from .sweeps.result import RUNNING, write_job_result
+from .sweeps.result import write_job_result
 from .training.ranks import ALONE, Ranks, meet, part, quiet_console
 from .training.schema import register
 
@@ -33,7 +34,7 @@ class TrainingFailed(CompactHydraException, CheckpointError):
 
 
 def run_job(config: DictConfig, ranks: Ranks = ALONE) -> float:
-    """Train as the config says, and write `result.json` into the output folder; of several ranks, rank 0 does.
+    """Train as the config says. Of several ranks, rank 0 writes the figures into `result.json` in the output folder.
 
     Returns:
         How long training waited for a save, on average, in seconds: what a sweeper minimises. NaN when a job
@@ -50,11 +51,10 @@ def run_job(config: DictConfig, ranks: Ranks = ALONE) -> float:
 
     quiet_console(ranks)
     swept = HydraConfig.get().mode == RunMode.MULTIRUN
-    _result(ranks, RUNNING)
     try:
         job = Job(config, _launch_dir(), ranks)
         try:
-            summary: Summary = run(job, config.checkpoint, _checkpoint_dir(config, swept))
+            summary: Summary = run(job, config.checkpoint, None if swept else _checkpoint_dir(config))
         except CheckpointConfigError as refusal:
             if not swept:
                 raise
@@ -62,8 +62,10 @@ def run_job(config: DictConfig, ranks: Ranks = ALONE) -> float:
             logger.warning("skipped: %s", refusal)
             _result(ranks, "skipped", reason=str(refusal))
             return math.nan
+    except OmegaConfBaseException as error:
+        key = getattr(error, "full_key", None)
+        raise CheckpointConfigError(f"{key or 'config'}: {next(iter(str(error).splitlines()), error)}") from error
     except Exception as error:
-        _result(ranks, "failed", reason=str(error) or type(error).__name__)
         if isinstance(error, CheckpointError) and not isinstance(error, CompactHydraException):
             where = "" if ranks.world_size == 1 else f"rank {ranks.rank}: "
             raise TrainingFailed(f"{where}{type(error).__name__}: {error}") from error
@@ -75,7 +77,8 @@ def run_job(config: DictConfig, ranks: Ranks = ALONE) -> float:
         _result(ranks, "stopped", reason=summary.stopped_by.name, figures=summary.figures())
         part(ranks)
         sys.exit(128 + summary.stopped_by)
-    _result(ranks, "completed", figures=summary.figures())
+    idle = f"restored step {summary.start} and trained nothing" if summary.step == summary.start else None
+    _result(ranks, "completed", figures=summary.figures(), reason=idle)
     return summary.stall_per_save_s
 
 
@@ -100,10 +103,9 @@ def main() -> None:
     part(ranks)
 
 
-def _checkpoint_dir(config: DictConfig, swept: bool) -> str:
-    # The same command in the same folder goes on where it stopped; jobs of a sweep must not see each other.
-    base = HydraConfig.get().runtime.output_dir if swept else _launch_dir()
-    return os.path.join(base, config.checkpoint.dir)
+def _checkpoint_dir(config: DictConfig) -> str:
+    # The same command in the same folder goes on where it stopped. Jobs of a sweep are kept apart by `build_manager`.
+    return os.path.join(_launch_dir(), resolve_config(config.checkpoint).dir)
 
 
 def _launch_dir() -> str:

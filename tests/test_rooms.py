@@ -29,6 +29,7 @@ ORDER = (
     {"checkpointer", "saver", "schedule", "attempt", "reports", "resumption", "manager", "policies"}
     | {
         "blocking_writer",
+        "built",
         "failures",
         "foreign_parts",
         "paths",

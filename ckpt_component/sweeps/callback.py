@@ -1,4 +1,6 @@
-"""The report at the end of a multirun, as a Hydra callback: `hydra/callbacks=checkpoint_report`.
+"""What a run's saves came to, as a Hydra callback: `hydra/callbacks=checkpoint_report`.
+
+In the process of a job it writes `result.json`, unless the app writes a better one; a multirun it reports at its end.
 
 Hydra 1.3 does not call `on_multirun_end` when a job failed, and any Hydra turns what it raises into a warning. So
 `ckpt-train` and `ckpt-bench` run inside `reported()`, which gets the folder from the callback and reports in any case;
@@ -10,23 +12,70 @@ from __future__ import annotations
 import os
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from hydra.core.utils import JobReturn, JobStatus
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
 
+from .. import built
 from ..config.errors import CheckpointConfigError
+from .figures import figures_of
+from .result import RESULT, RUNNING, read_result, write_job_result
+
+if TYPE_CHECKING:
+    from ..manager import CheckpointManager
 
 #: The sweeps that began inside of the innermost `reported()`; None outside of one.
 _BEGUN: ContextVar[list[Path] | None] = ContextVar("sweeps_begun", default=None)
 
 
 class SweepReport(Callback):
-    """Reports a sweep when it ends. Of several ranks, rank 0 does."""
+    """Writes the result of a job, and reports a run or a sweep when it ends. Of several ranks, rank 0 does."""
+
+    _records = False
+
+    def on_job_start(self, config: DictConfig, **_: Any) -> None:
+        """Called by Hydra in the process of a job, before it begins."""
+        if not _leads():
+            return
+        folder = str(config.hydra.runtime.output_dir)
+        try:
+            read_result(folder)
+        except ValueError as error:
+            warnings.warn(f"{folder}/{RESULT} is left as it is ({error}), so this job has no figures", stacklevel=1)
+            return
+        self._records = True
+        built.collect()
+        write_job_result(RUNNING)
+
+    def on_job_end(self, config: DictConfig, job_return: JobReturn, **_: Any) -> None:
+        """Called by Hydra in the process of a job when it returned or raised an exception."""
+        if not self._records:
+            return
+        self._records, managers = False, built.collected()
+        so_far = read_result(str(config.hydra.runtime.output_dir))
+        if so_far is None or so_far["status"] != RUNNING:
+            return  # the app has told the end itself
+        if job_return.status == JobStatus.FAILED:
+            error = job_return._return_value  # the property would raise it
+            write_job_result("failed", reason=str(error) or type(error).__name__, figures=_figures(managers))
+            return
+        idle = [manager.idle for manager in managers if manager.idle is not None]
+        reason = f"restored step {idle[0]} and trained nothing" if idle else None
+        write_job_result("completed", reason=reason, figures=_figures(managers))
+
+    def on_run_end(self, config: DictConfig, **_: Any) -> None:
+        """Called by Hydra after a single run."""
+        if _BEGUN.get() is None and _leads():
+            from .jobs import read_jobs
+            from .report import table
+
+            print(f"\n{table(read_jobs(Path(os.path.relpath(config.hydra.runtime.output_dir))))}")
 
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
         """Called by Hydra before the first job."""
@@ -53,6 +102,10 @@ def reported() -> Iterator[None]:
         _BEGUN.reset(token)
         for folder in begun:
             _report(folder)
+
+
+def _figures(managers: Sequence[CheckpointManager]) -> dict[str, Any]:
+    return figures_of([report for manager in managers for report in manager.reports])
 
 
 def _report(folder: Path) -> None:

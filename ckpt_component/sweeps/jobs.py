@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from omegaconf import OmegaConf
 
 from ..config.errors import CheckpointConfigError
 from .figures import FIGURES
-from .result import RESULT, RUNNING
+from .result import RESULT, RUNNING, read_result
 
 #: Written by Hydra into the folder of a job, and into that of a sweep.
 _HYDRA, _SWEEP = ".hydra", "multirun.yaml"
@@ -87,8 +86,12 @@ def read_jobs(folder: Path) -> list[Row]:
 
 
 def _found(folder: Path) -> Iterator[tuple[str, Path]]:
-    """The jobs below a folder, and the sweeps, into which it does not look when they are not the folder itself."""
-    for parent, folders, names in os.walk(folder):
+    """The jobs below a folder, and the sweeps, into which it does not look when they are not the folder itself.
+
+    A folder that cannot be looked into may be a job's.
+    """
+    closed = list[OSError]()
+    for parent, folders, names in os.walk(folder, onerror=closed.append):
         path = Path(parent)
         if RESULT in names or _HYDRA in folders:
             folders.clear()  # its checkpoints may be many files
@@ -96,36 +99,45 @@ def _found(folder: Path) -> Iterator[tuple[str, Path]]:
         elif _SWEEP in names and path != folder:
             folders.clear()
             yield _SWEEP, path
+    for error in closed:
+        yield _HYDRA, Path(error.filename)
 
 
-def _rows(job: Path, folder: Path) -> Iterator[Row]:
+def _rows(job: Path, folder: Path) -> list[Row]:
+    """The rows of a job; of one that cannot be read, a row with the reason."""
     name = job.name if job == folder else str(job.relative_to(folder))
+    overrides: tuple[str, ...] = ()
     try:
-        content = json.loads((job / RESULT).read_text(encoding="utf-8"))
-        overrides, status, reason = tuple(content["overrides"]), content["status"], content["reason"]
-        figures, measured = content["figures"], content.get("rows", [])
-    except FileNotFoundError:
-        yield Row(name, overrides=_overrides_of(job), status=RUNNING)
-        return
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        text = f"its {RESULT} cannot be read ({type(error).__name__}: {error})"
-        yield Row(name, overrides=_overrides_of(job), status="failed", reason=text)
-        return
+        content = read_result(str(job))
+        if content is not None:
+            return _rows_of(name, content)
+        overrides = _overrides_of(job)
+        reason = f"it left no {RESULT}; it runs without hydra/callbacks=checkpoint_report, or ended before it began"
+    except Exception as error:  # whatever is wrong with one job, the others have their rows
+        what = RESULT if (job / RESULT).is_file() else "folder"
+        reason = f"its {what} cannot be read ({type(error).__name__}: {' '.join(str(error).split())})"
+    return [Row(name, overrides=overrides, status="unknown", reason=reason)]
+
+
+def _rows_of(name: str, content: Mapping[str, Any]) -> list[Row]:
+    overrides, status, reason = tuple(content["overrides"]), content["status"], content["reason"]
+    measured = content.get("rows", [])
     if not measured:
         workload = " ".join(word for word in overrides if not _is_about_saving(word))
-        yield Row(name, "", overrides, workload, status, reason, _figures(figures))
-    for row in measured:
-        # Why one has no figures is more to the point than how the job ended.
-        failed = row.get("reason")
-        yield Row(
+        return [Row(name, "", overrides, workload, status, reason, _figures(content["figures"]))]
+    # Why a row has no figures is more to the point than how the job ended.
+    return [
+        Row(
             name,
             row["name"],
             overrides,
             row["workload"],
-            "failed" if failed else status,
-            failed or reason,
+            "failed" if row.get("reason") else status,
+            row.get("reason") or reason,
             _figures(row["figures"]),
         )
+        for row in measured
+    ]
 
 
 def _figures(found: Mapping[str, Any]) -> dict[str, float]:
@@ -135,7 +147,8 @@ def _figures(found: Mapping[str, Any]) -> dict[str, float]:
 def _overrides_of(job: Path) -> tuple[str, ...]:
     """As Hydra noted them, where the job could not."""
     for path in sorted((job / _HYDRA).rglob("overrides.yaml")):
-        return tuple(map(str, OmegaConf.load(path)))
+        # Unresolved: they may refer to what was not there, or is there no more.
+        return tuple(map(str, cast(list[Any], OmegaConf.to_container(OmegaConf.load(path), resolve=False))))
     return ()
 
 

@@ -6,9 +6,10 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from hydra.core.hydra_config import HydraConfig
+from omegaconf import OmegaConf
 
 from .replaced import replaced
 
@@ -17,6 +18,9 @@ RESULT = "result.json"
 
 #: What a job that has begun says until it is over; after that, one that was killed.
 RUNNING = "running"
+
+#: What every such file has.
+_KEYS = {"status", "reason", "overrides", "figures"}
 
 
 def write_result(
@@ -59,6 +63,26 @@ def write_result(
     return path
 
 
+def read_result(folder: str) -> dict[str, Any] | None:
+    """The content of the file, or None where there is none.
+
+    Args:
+        folder: the run's output folder.
+
+    Raises:
+        ValueError: the file is another program's, or damaged.
+        OSError: it cannot be read.
+    """
+    path = Path(folder) / RESULT
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    if not isinstance(content, dict) or not content.keys() >= _KEYS:
+        raise ValueError("it was not written by ckpt_component")
+    return content
+
+
 def write_job_result(
     status: str,
     *,
@@ -75,10 +99,12 @@ def write_job_result(
         rows: of a job that measures several things.
     """
     settings = HydraConfig.get()
+    # Unresolved: what was typed may refer to what is not there, and that is why the job failed.
+    overrides = OmegaConf.to_container(settings.overrides.task, resolve=False)
     write_result(
         settings.runtime.output_dir,
         status,
-        overrides=list(settings.overrides.task),
+        overrides=[str(override) for override in cast(list[Any], overrides)],
         choices={group: str(option) for group, option in settings.runtime.choices.items()},
         figures=figures,
         reason=reason,

@@ -21,13 +21,13 @@ from .signals import AgreedStop, StopSignals
 logger = logging.getLogger(__name__)
 
 
-def run(job: Job, checkpoint: Any, checkpoint_dir: str) -> Summary:
+def run(job: Job, checkpoint: Any, checkpoint_dir: str | None) -> Summary:
     """Train to `train.steps`, or until a signal asks to stop; resume first where there is a checkpoint.
 
     Args:
         job: what trains.
         checkpoint: the node `checkpoint` of the config.
-        checkpoint_dir: the folder of the checkpoints.
+        checkpoint_dir: the folder of the checkpoints; None: as the config says.
 
     Returns:
         The run in figures. All its saves have ended.
@@ -108,7 +108,7 @@ def _say_where_it_begins(job: Job, manager: CheckpointManager, start: int) -> No
     elif manager.enabled:
         logger.info("no checkpoint to resume from, training starts at step 1")
     if start >= job.settings.steps:
-        logger.info("step %d is reached already; a higher train.steps goes on", job.settings.steps)
+        logger.info("already at step %d, nothing to train; raise train.steps to continue", start)
     elif job.settings.steps > job.settings.decay_steps:
         logger.info(
             "the learning rate stays at its lowest after step %d (train.decay_steps)",

@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from ..sweeps.figures import figures_of
 from ..sweeps.text import aligned, duration
 
 if TYPE_CHECKING:
@@ -74,16 +74,9 @@ class Summary:
         saves = self.saves
         writing = sum(report.write_s for report in saves)
         written = sum(report.bytes for report in saves)
-        fence = self.fence_s / len(saves) if saves else 0.0
-        stalls = [report.stall_s + fence for report in saves]
-        durable = median(report.committed_s for report in saves) if saves else None
         steps = self.step - self.start
         return {
-            "first_stall_s": stalls[0] if stalls else None,
-            "stall_s": median(stalls[1:]) if stalls[1:] else None,
-            "staged_s": median(report.staged_s for report in saves) if saves else None,
-            "durable_s": durable,
-            "gbps": written / len(saves) / 1e9 / durable if durable else None,
+            **figures_of(self.reports, self.fence_s),
             "step_s": (self.seconds - self.waited_s) / steps if steps > 0 else None,
             "start": self.start,
             "step": self.step,

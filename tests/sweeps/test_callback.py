@@ -2,13 +2,68 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
+import hydra
 import pytest
 from omegaconf import OmegaConf
 
+import ckpt_component
 from ckpt_component.sweeps.callback import SweepReport, reported
+from ckpt_component.sweeps.jobs import read_jobs
 from ckpt_component.sweeps.result import write_result
+
+#: An app that somebody else wrote; it fails where it is told to.
+APP = """
+import hydra, torch
+from ckpt_component import build_manager
+
+@hydra.main(config_path=None, config_name="config"{version})
+def main(cfg):
+    if cfg.fail:
+        raise ValueError("no such luck")
+    if cfg.own:
+        open(hydra.core.hydra_config.HydraConfig.get().runtime.output_dir + "/result.json", "w").write("0.5")
+    state = {{"weight": torch.zeros(2)}}
+    with build_manager(cfg.checkpoint) as manager:
+        for step in range((manager.restore(state) or 0) + 1, 4):
+            manager.maybe_save(step, state)
+
+main()
+"""
+CONFIG = """
+defaults: [checkpoint: sync, override hydra/callbacks: checkpoint_report, _self_]
+fail: false
+own: false
+lr: 1.0
+checkpoint: {save: {every_steps: 1}}
+hydra: {run: {dir: out}, sweep: {dir: sweep}}
+"""
+
+
+@pytest.fixture(scope="module")
+def app(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("app")
+    version = ', version_base="1.3"' if hydra.__version__ < "1.4" else ""
+    (folder / "app.py").write_text(APP.format(version=version).replace("config_path=None", "config_path='.'"))
+    (folder / "config.yaml").write_text(CONFIG)
+    return folder
+
+
+def run(app: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "app.py", *words],
+        cwd=app,
+        env={**os.environ, "PYTHONPATH": str(Path(ckpt_component.__file__).parents[1])},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -68,3 +123,26 @@ def test_a_sweep_without_a_job_says_so_and_lets_the_first_error_through(
         SweepReport().on_multirun_start(config(tmp_path))  # type: ignore[arg-type]
         raise ValueError("the first")
     assert "no report: " in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_sweep_of_another_app_has_figures_and_failures(app: Path) -> None:
+    done = run(app, "-m", "fail=false,true", "lr=1,2")
+    rows = {row.overrides: row for row in read_jobs(app / "sweep")}
+    assert len(rows) == 4 and done.returncode == 1
+    for words, row in rows.items():
+        if "fail=True" in words:
+            assert row.outcome == "failed: no such luck" and not row.figures
+        else:
+            assert row.outcome == "completed" and {"first_stall_s", "stall_s", "durable_s", "gbps"} <= set(row.figures)
+
+
+@pytest.mark.slow
+def test_a_run_of_another_app_is_reported_too(app: Path) -> None:
+    assert "1 of 1 row has figures" in run(app).stdout
+    # Again: what it resumes from leaves nothing to train.
+    again = run(app, "hydra.run.dir=again")
+    assert "completed: restored step 3 and trained nothing" in again.stdout, again.stderr
+    # A file of the app's own stays as it is.
+    kept = run(app, "own=true", "hydra.run.dir=own")
+    assert kept.returncode == 0 and json.loads((app / "own" / "result.json").read_text()) == 0.5, kept.stderr

@@ -87,7 +87,7 @@ def test_rows_are_sorted_by_stall_and_failed_ones_come_last(sweep: Path, job: Jo
 def test_a_half_done_sweep_has_rows_for_what_did_not_end(sweep: Path, job: Job) -> None:
     job("0", "completed", "a=1", figures={"stall_s": 0.5, "durable_s": 1.0})
     job("1", "running", "a=2")
-    # Killed before it could say anything: Hydra's own notes are there, in a folder of the rank.
+    # It wrote nothing: Hydra's own notes are there, in a folder of the rank.
     (sweep / "2" / ".hydra" / "rank0").mkdir(parents=True)
     (sweep / "2" / ".hydra" / "rank0" / "overrides.yaml").write_text("- a=3\n")
     (job("3", "completed", "a=4") / "result.json").write_text("{")
@@ -95,12 +95,53 @@ def test_a_half_done_sweep_has_rows_for_what_did_not_end(sweep: Path, job: Job) 
     assert [(row.job, row.status, row.overrides) for row in rows] == [
         ("0", "completed", ("a=1",)),
         ("1", "running", ("a=2",)),
-        ("2", "running", ("a=3",)),
-        ("3", "failed", ()),
+        ("2", "unknown", ("a=3",)),
+        ("3", "unknown", ()),
     ]
     text = "\n".join(reported(sweep))
-    assert text.count("not finished (it runs, or was killed)") == 2
+    assert text.count("not finished (it runs, or was killed)") == 1 and text.count("it left no result.json") == 1
     assert "its result.json cannot be read (JSONDecodeError" in text
+
+
+@pytest.mark.parametrize(
+    ("path", "text", "told"),
+    [
+        (".hydra/overrides.yaml", "- checkpoint.dir=${oc.env:NOT_SET}/ck\n", "it left no result.json"),
+        (".hydra/overrides.yaml", "- [\n", "its folder cannot be read (ParserError: "),
+        ("result.json", '{"loss": 0.5}', "its result.json cannot be read (ValueError: it was not written by"),
+        ("result.json", '{"status": "completed", "reason": null, "overrides": 1, "figures": {}}', "TypeError"),
+        ("result.json", "\udcff", "UnicodeDecodeError"),
+    ],
+)
+def test_a_job_that_cannot_be_read_is_a_row_with_the_reason(
+    sweep: Path, job: Job, path: str, text: str, told: str
+) -> None:
+    job("0", "completed", figures={"stall_s": 0.5})
+    broken = sweep / "1" / path
+    broken.parent.mkdir(parents=True)
+    broken.write_bytes(text.encode(errors="surrogateescape"))
+    lines = reported(sweep)
+    assert any("500 ms" in line for line in lines) and any("unknown: " in line and told in line for line in lines)
+
+
+def test_what_was_typed_for_a_job_is_shown_as_it_was_typed(sweep: Path, job: Job) -> None:
+    (sweep / "0" / ".hydra").mkdir(parents=True)
+    (sweep / "0" / ".hydra" / "overrides.yaml").write_text("- checkpoint.dir=${oc.env:NOT_SET}/ck\n")
+    assert read_jobs(sweep)[0].overrides == ("checkpoint.dir=${oc.env:NOT_SET}/ck",)
+
+
+def test_a_folder_that_cannot_be_looked_into_is_a_row(sweep: Path, job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    job("0", "completed", figures={"stall_s": 0.5})
+    (sweep / "1").mkdir()
+    scandir = os.scandir
+
+    def refuse(path: Any) -> Any:
+        if str(path) == str(sweep / "1"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    assert [(row.job, row.status) for row in read_jobs(sweep)] == [("0", "completed"), ("1", "unknown")]
 
 
 def test_a_job_may_have_several_rows_and_workloads_are_kept_apart(sweep: Path, job: Job) -> None:

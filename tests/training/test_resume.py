@@ -100,7 +100,7 @@ def test_a_run_that_is_done_trains_no_further(
     again, summary = trained(compose_job("train.steps=3"), tmp_path)
     assert (summary.start, summary.step, summary.reports) == (3, 3, [])
     assert_same_state(again, done)
-    assert "step 3 is reached already; a higher train.steps goes on" in caplog.messages
+    assert "already at step 3, nothing to train; raise train.steps to continue" in caplog.messages
 
 
 def test_off_saves_nothing(compose_job: Composed, tmp_path: Path) -> None:

@@ -1,0 +1,132 @@
+"""Where the checkpoints of a job go that Hydra runs, and what a job is told of another one in the same folder."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from omegaconf import OmegaConf
+
+from ckpt_component import CheckpointConfigError, build_manager
+from ckpt_component.config import hydra_job
+
+RESTORE_ONLY = ["checkpoint.save.every_steps=null", "checkpoint.save.at_end=false"]
+
+
+@pytest.fixture
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Path]]:
+    """Stand in a job of Hydra's; gives the job's output folder."""
+    monkeypatch.setattr(hydra_job, "_USED", {})
+    monkeypatch.chdir(tmp_path)
+    before = HydraConfig.instance().cfg
+
+    def begin(number: int, mode: RunMode = RunMode.MULTIRUN, **runtime: Any) -> Path:
+        folder = tmp_path / "multirun" / str(number)
+        settings = {"mode": mode, "runtime": {"output_dir": str(folder), **runtime}}
+        HydraConfig.instance().cfg = OmegaConf.create({"hydra": settings})
+        return folder
+
+    yield begin
+    HydraConfig.instance().cfg = before
+
+
+def trained(*overrides: str, dir: str | Path | None = None) -> list[int]:
+    """Run a loop to step 3; gives the steps that it trained."""
+    state = {"weight": torch.zeros(2)}
+    with build_manager("sync", ["checkpoint.save.every_steps=1", *overrides], dir=dir) as manager:
+        steps = list(range((manager.restore(state) or 0) + 1, 4))
+        for step in steps:
+            manager.maybe_save(step, state)
+    return steps
+
+
+@pytest.mark.parametrize("where", [{}, {"dir": "mine"}], ids=["preset", "argument"])
+def test_jobs_of_a_multirun_do_not_resume_from_each_other(
+    job: Callable[..., Path], where: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    for number in range(2):
+        folder = job(number) / where.get("dir", "checkpoints")
+        assert trained(**where) == [1, 2, 3] and (folder / "iter_0000003").is_dir()
+        assert f"checkpoints of this job go to {folder}" in caplog.text
+    job(0)
+    assert trained(**where) == []  # the same job again goes on
+
+
+def test_elsewhere_a_relative_folder_starts_from_the_current_one(job: Callable[..., Path], tmp_path: Path) -> None:
+    job(0, mode=RunMode.RUN)
+    trained()
+    assert (tmp_path / "checkpoints" / "iter_0000003").is_dir()
+    job(0, output_dir="???")  # composed, and not run by Hydra
+    assert trained() == []
+
+
+def test_two_jobs_of_a_multirun_that_save_in_one_folder_are_refused(job: Callable[..., Path], tmp_path: Path) -> None:
+    first, same = job(0), tmp_path / "same"
+    trained(dir=same)
+    assert trained(dir=same) == []
+    job(1)
+    with pytest.raises(CheckpointConfigError) as caught:
+        trained(f"checkpoint.dir={same}")
+    assert f"also the folder of another job of this multirun ({first})" in str(caught.value)
+    assert "'checkpoint.dir=/data/${hydra:job.num}'" in str(caught.value)
+    with build_manager("sync", RESTORE_ONLY, dir=same) as manager:  # jobs may well start from one checkpoint
+        assert manager.restore({"weight": torch.zeros(2)}) == 3
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({}, True),
+        ({"host": "another"}, False),
+        ({"pid": os.getpid()}, False),
+        ({"since": 1.0}, False),  # before the process began, so its number was another's then
+        ({"pid": 2**22 + 1}, False),
+    ],
+    ids=["living", "other host", "itself", "number used again", "dead"],
+)
+def test_a_living_run_in_the_same_folder_is_told_when_the_manager_is_built(
+    tmp_path: Path, changed: dict[str, Any], told: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    owner = {"generation": 1, "token": "0" * 16, "host": socket.gethostname(), "pid": os.getppid(), **changed}
+    (tmp_path / ".ckpt-owner.json").write_text(json.dumps({"since": time.time(), **owner}))
+    build_manager("sync", dir=tmp_path).close()
+    assert (f"another run saves in {tmp_path}: process {os.getppid()} on" in caplog.text) is told
+
+
+@pytest.mark.parametrize(
+    ("overrides", "steps", "told"), [([], [], True), ([], [3], True), ([], [4], False), (RESTORE_ONLY, [], False)]
+)
+def test_a_resume_that_leaves_nothing_to_train_is_told_at_the_end(
+    tmp_path: Path, overrides: list[str], steps: list[int], told: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    trained(dir=tmp_path)
+    with build_manager("sync", overrides, dir=tmp_path) as manager:
+        state = {"weight": torch.zeros(2)}
+        manager.restore(state)
+        for step in steps:
+            manager.maybe_save(step, state)
+    assert manager.idle == (3 if told else None)
+    assert (
+        caplog.messages.count(f"restored step 3 from {tmp_path} and saw no further step: nothing was trained") == told
+    )
+
+
+def test_a_loop_that_failed_before_its_first_step_is_not_told_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trained(dir=tmp_path)
+    with pytest.raises(ZeroDivisionError), build_manager("sync", dir=tmp_path) as manager:
+        manager.restore({"weight": torch.zeros(2)})
+        raise ZeroDivisionError
+    assert "nothing was trained" not in caplog.text
