@@ -7,6 +7,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
+from .. import __version__
 from ..errors import CheckpointError
 from . import report_command, tune_command
 
@@ -37,6 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line in parts; `run` is the command's function, which takes them."""
     parser = argparse.ArgumentParser(prog="ckpt", description="What one does beside a run of training.")
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for command in _COMMANDS:
         command.add(commands)

@@ -17,6 +17,10 @@ from ..config.errors import CheckpointConfigError
 _IN_MEMORY = 3.3
 #: Files of one checkpoint, and one that is being removed.
 _ON_DISK = 2.1
+#: The most of the time that copies in memory are measured for.
+_MEMORY_SHARE = 0.1
+#: Formats with a file of its own for every rank.
+_SAME_RANKS = ("torch_save", "safetensors")
 _UNITS = {"": 1.0, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
 
 
@@ -25,19 +29,19 @@ def add(commands: Any) -> None:
     parser = commands.add_parser(
         "tune",
         help="measure which settings suit this machine, a folder and a size of state, and write them as a recipe",
-        description="Measure formats, parallel writers, block sizes, direct I/O and stagers in FOLDER, one after the "
-        "other with interleaved repeats, say why what is chosen, and write a recipe. Whatever is written into FOLDER "
-        "is removed.",
+        description="Measure parallel writers, block sizes, direct I/O, stagers and (with --writers) formats in FOLDER, "
+        "one after the other with interleaved repeats, say why what is chosen, and write a recipe. What it writes into "
+        "FOLDER is removed.",
     )
     parser.add_argument("folder", type=Path, help="where checkpoints will be")
     parser.add_argument("--state", default="large", help="kind of state: large, many_small, moe, bf16_mixed, tiny")
     parser.add_argument("--size", metavar="BYTES", help="its size, such as 4GB; otherwise as the kind has it")
-    parser.add_argument("--seconds", type=float, default=180.0, help="about how long it may take (180)")
-    parser.add_argument("--repeats", type=int, default=3, help="rounds per setting; 2 when time is short (3)")
+    parser.add_argument("--seconds", type=float, default=180.0, help="how long it may take (180)")
+    parser.add_argument("--repeats", type=int, default=3, help="rounds per setting, at least 2 (3)")
     parser.add_argument(
         "--preset", default="async_persistent", choices=["async_persistent", "async_temporal"], help="what is tuned"
     )
-    parser.add_argument("--writers", default="dcp,torch_save", help="formats to choose from (default dcp,torch_save)")
+    parser.add_argument("--writers", metavar="A,B", help="formats to choose from; otherwise that of the preset stays")
     parser.add_argument("--name", default="tuned", help="of the recipe (default tuned)")
     parser.add_argument("--conf", type=Path, default=Path("tuned"), help="folder of configs that gets recipe/NAME.yaml")
     parser.add_argument("--replace", action="store_true", help="write over a recipe of that name")
@@ -62,21 +66,24 @@ def run(parsed: argparse.Namespace) -> None:
     from ..tuning.tune import Wish, tune
 
     path = recipe_path(parsed.conf, parsed.name, parsed.replace)
+    writers = [] if parsed.writers is None else _writers(parsed.writers)
     wish = Wish(
         folder=_folder(parsed.folder),
         state=parsed.state,
         nbytes=None if parsed.size is None else _bytes(parsed.size),
         seconds=_above(0.0, "--seconds", parsed.seconds),
-        repeats=int(_above(0, "--repeats", parsed.repeats)),
+        repeats=int(_above(1, "--repeats", parsed.repeats)),
         preset=parsed.preset,
-        writers=_writers(parsed.writers),
-        fixed=parsed.override,
+        writers=writers,
+        fixed=[*parsed.override, *(f"checkpoint/writer={writer}" for writer in writers if len(writers) == 1)],
     )
     size = _refuse_too_large(wish.state, wish.nbytes, wish.folder)
     _refuse_overrides(wish.preset, wish.fixed)
-    print(f"{size / 1e9:.2f} GB of state ({wish.state}) in {wish.folder}, {wish.preset}, about {wish.seconds:g} s")
+    print(
+        f"{size / 1e9:.2f} GB of state ({wish.state}) in {wish.folder}, {wish.preset}, {wish.seconds:g} s", flush=True
+    )
+    memory = memory_advice(os.environ, _MEMORY_SHARE * wish.seconds)
     answers = tune(wish, lambda text: print(text, flush=True))
-    memory = memory_advice(os.environ)
     if memory is not None:
         print(f"\n{memory}")
     settings = dict(override.split("=", 1) for override in wish.fixed)
@@ -85,8 +92,11 @@ def run(parsed: argparse.Namespace) -> None:
     notes = [about, *(f"{answer.key}={answer.value}: {answer.reason}" for answer in answers)]
     if memory is not None:
         notes.append(memory)
-    if settings.get("checkpoint/writer") == "torch_save":
-        notes.append("files of torch_save load on the same number of ranks alone")
+    if settings.get("checkpoint/writer", "dcp") in _SAME_RANKS:
+        notes.append(
+            f"files of {settings['checkpoint/writer']} load on the same number of ranks alone, those of dcp on any"
+        )
+        print(f"\n{notes[-1]}")
     if settings.get("checkpoint/stager") == "zero_overhead":
         notes.append("zero_overhead has two snapshots in memory, and needs guard(optimizer)")
     write_recipe(path, wish.preset, settings, notes, parsed.replace)

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
-#: So many rounds there are however long they take: of one alone nobody could say what is noise.
-_ROUNDS = 2
+#: Fewer rounds are none: of one alone nobody could say what is noise.
+ROUNDS = 2
 #: Steady saves of a measurement; their median counts.
 _SAVES = 2
 #: A step of the loop that stands for training, and how long the loop goes on after a save, in seconds.
@@ -23,12 +23,15 @@ _STEP_S, _TAIL_S = 0.02, 0.5
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Measure, and append a line of JSON per measurement to the file `results`.
+    """Measure, and append a line of JSON per measurement to the file `results`, with how long it took.
+
+    The line with `ready_s` says how long the process took to get ready. Where two rounds do not fit into the time, the
+    last line has the seconds that are missing for them.
 
     Args:
         arguments: one JSON text with `state`, `nbytes`, `folder` (empty), `results`, `preset`, `candidates` (overrides
-            of each), `rounds`, `deadline` (of the monotonic clock: after two rounds, none begins that would end
-            later), and `lost` (whether to measure it).
+            of each), `rounds`, `lost` (whether to measure it), and of the monotonic clock `started` (when the process
+            was), `deadline` (after two rounds, none goes beyond it), and `last` (the same for these two).
 
     Returns:
         The exit code.
@@ -41,26 +44,36 @@ def main(arguments: Sequence[str]) -> int:
 
     state = make_state(task["state"], task["nbytes"])
     loop = Loop(state, 1, _STEP_S)
-    failed: set[int] = set()
-    longest = 0.0
+    candidates, failed, took = task["candidates"], set[int](), list[float]()
     with open(task["results"], "a", encoding="utf-8") as results:
-        for number in range(-1, task["rounds"]):
-            started = time.monotonic()
-            if number >= _ROUNDS and started + longest > task["deadline"]:
-                break
-            for candidate in _turns(task["candidates"], number):
-                if candidate in failed:
-                    continue
+
+        def tell(line: dict[str, Any]) -> None:
+            print(json.dumps(line), file=results, flush=True)
+
+        for number in range(-1, max(task["rounds"], ROUNDS)):
+            turns = [candidate for candidate in _turns(candidates, number) if candidate not in failed]
+            for place, candidate in enumerate(turns):
+                needed = number < ROUNDS
+                ahead = len(turns) * (ROUNDS - number if needed else 1) - place
+                missing = time.monotonic() + ahead * median(took or [0.0]) - task["last" if needed else "deadline"]
+                if number >= 0 and missing > 0:
+                    if needed:
+                        tell({"missing_s": missing})
+                    return 0
+                started = time.monotonic()
                 found: dict[str, Any] = {"candidate": candidate, "state_bytes": nbytes_of(state)}
-                overrides = task["candidates"][candidate]
                 try:
-                    found |= _measure(state, loop, task["preset"], overrides, task["folder"], task["lost"])
+                    found |= _measure(state, loop, task["preset"], candidates[candidate], task["folder"], task["lost"])
                 except Exception as error:  # the other candidates are measured all the same
                     failed.add(candidate)
                     found["error"] = f"{type(error).__name__}: {error}".splitlines()[0]
+                found["took_s"] = time.monotonic() - started
+                if number >= 0:
+                    took.append(found["took_s"])
                 if number >= 0 or "error" in found:
-                    print(json.dumps(found), file=results, flush=True)
-            longest = max(longest, time.monotonic() - started)
+                    tell(found)
+            if number < 0:
+                tell({"ready_s": time.monotonic() - task["started"]})
     return 0
 
 

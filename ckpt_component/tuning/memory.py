@@ -11,16 +11,19 @@ from __future__ import annotations
 import platform
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
 from statistics import median
 
-from .questions import MARGIN
+from .questions import spread
 
 VARIABLE = "GLIBC_TUNABLES"
 _NAME = "glibc.cpu.x86_non_temporal_threshold"
 #: Larger than what the second cache holds, smaller than the portions that stagers copy.
 SETTING = f"{_NAME}=0x400000"
 _ROUNDS = 3
+#: A variable of the environment has to bring more than noise: it must be set wherever training starts.
+_WORTH = 0.2
 _PATIENCE_S = 60.0
 #: The bytes of one portion of a stager, of different memory each time; the best of five says what the memory can do.
 _COPY = """
@@ -40,11 +43,12 @@ print(piece * count / min(took))
 """
 
 
-def memory_advice(environment: Mapping[str, str]) -> str | None:
-    """Measure copies with and without the setting, in fresh processes in turn; takes some seconds.
+def memory_advice(environment: Mapping[str, str], seconds: float = _PATIENCE_S) -> str | None:
+    """Measure copies with and without the setting, in fresh processes in turn.
 
     Args:
         environment: of this process.
+        seconds: how long it may take; some seconds are enough.
 
     Returns:
         What to type before training and why, in a line; or why there is nothing to type. None where the C library has
@@ -57,7 +61,11 @@ def memory_advice(environment: Mapping[str, str]) -> str | None:
         return f"copies in memory: {VARIABLE} says already from what size on they go past the caches"
     setting = f"{usual}:{SETTING}" if usual else SETTING
     without, with_it = list[float](), list[float]()
-    for _ in range(_ROUNDS):
+    began = time.monotonic()
+    for number in range(_ROUNDS):
+        # Each round takes about as long as the first.
+        if number and (time.monotonic() - began) / number * _ROUNDS > seconds:
+            return "copies in memory were not measured, because the time is too short"
         for found, value in ((without, usual), (with_it, setting)):
             speed = _copied(dict(environment) | {VARIABLE: value})
             if isinstance(speed, str):
@@ -69,7 +77,7 @@ def memory_advice(environment: Mapping[str, str]) -> str | None:
 def _advice(without: list[float], with_it: list[float], setting: str) -> str:
     before, after = median(without), median(with_it)
     figures = f"{after / 1e9:.1f} GB/s with {setting}, {before / 1e9:.1f} without"
-    if after <= (1 + MARGIN) * before or after <= max(without):
+    if after - before <= max(_WORTH * before, spread(without), spread(with_it)):
         return f"copies in memory: {figures}, so there is nothing to set"
     return (
         f"copies in memory: {figures}; a recipe cannot set it, type `export {VARIABLE}={setting}` before training: "

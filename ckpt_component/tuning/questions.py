@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-#: A setting that is not the present one is chosen only when it is better by more than this share.
+#: A setting that is not the present one is chosen only when it is better by more than this share, and than noise.
 MARGIN = 0.05
 
 
@@ -47,12 +47,13 @@ def questions(cores: int, writers: Sequence[str]) -> list[Question]:
 
     Args:
         cores: of this machine.
-        writers: the formats to choose from.
+        writers: the formats to choose from; with fewer than two there is nothing to ask.
     """
     # 2 is the default, and stays unless another is better.
     workers = [count for count in (2, 1, 4, 8) if count <= max(2, cores)]
+    formats = [Question("checkpoint/writer", writers, "durable", "the format")] if len(writers) > 1 else []
     return [
-        Question("checkpoint/writer", writers, "durable", "the format"),
+        *formats,
         Question("checkpoint.writer.workers", [str(count) for count in workers], "durable", "parallel writers"),
         Question("checkpoint.writer.block_bytes", ["8388608", "1048576", "33554432"], "durable", "bytes a write call"),
         Question("checkpoint.writer.io", ["auto", "buffered", "direct"], "durable", "with or past the page cache"),
@@ -63,28 +64,40 @@ def questions(cores: int, writers: Sequence[str]) -> list[Question]:
 def choose(question: Question, figures: Mapping[str, Sequence[float]]) -> Answer | None:
     """The value to go on with; None when none could be measured.
 
+    The first value stays unless another is better by more than `MARGIN` and by more than the rounds of either value
+    differ among themselves.
+
     Args:
         question: what was asked.
-        figures: value -> the figure of each repeat, in seconds; none of those that failed.
+        figures: value -> the figure of each round, in seconds; none of those that failed.
     """
     measured = {value: figures[value] for value in question.values if figures.get(value)}
     if not measured:
         return None
-    first, medians = question.values[0], {value: median(repeats) for value, repeats in measured.items()}
+    first = question.values[0]
+    # Time lost is a difference of two times, and below nothing only by noise.
+    medians = {value: max(0.0, median(rounds)) for value, rounds in measured.items()}
     best = min(medians, key=lambda value: medians[value])
-    told = f"{question.figure} {medians[best]:.3f} s"
+    found = f"{question.figure} {medians[best]:.3f} s"
     if first not in measured:
-        return Answer(question.key, best, f"{told}, and {first} does not work here")
-    before = f"{medians[first]:.3f} s with {first}"
+        return Answer(question.key, best, f"{found}, and {first} does not work here")
     if best == first:
         others = ", ".join(f"{medians[value]:.3f} s with {value}" for value in medians if value != first)
-        return Answer(question.key, best, f"{told} is the least" + (f" ({others})" if others else ""))
+        return Answer(question.key, best, f"{found}, and no other is better" + (f" ({others})" if others else ""))
+    against = f"{found} against {medians[first]:.3f} s with {first}"
     gain = medians[first] - medians[best]
-    if gain <= MARGIN * abs(medians[first]) or medians[best] >= min(measured[first]):
-        lowest = min(measured[first])
+    noise = max(spread(measured[first]), spread(measured[best]), -min(*measured[first], *measured[best]))
+    if len(measured[first]) < 2 or len(measured[best]) < 2:
+        return Answer(question.key, first, f"{best} has {against}, and one round tells nothing of noise")
+    if gain <= noise:
         return Answer(
-            question.key,
-            first,
-            f"{best} has {told} against {before} (lowest {lowest:.3f}), which is no more than noise",
+            question.key, first, f"{best} has {against}, which is within noise: rounds differ by {noise:.3f} s"
         )
-    return Answer(question.key, best, f"{told} against {before}")
+    if gain <= MARGIN * medians[first]:
+        return Answer(question.key, first, f"{best} has {against}, which is less than {MARGIN:.0%} better")
+    return Answer(question.key, best, f"{against}, and rounds differ by no more than {noise:.3f} s")
+
+
+def spread(rounds: Sequence[float]) -> float:
+    """How far the rounds of one value lie apart."""
+    return max(rounds) - min(rounds)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import sys
@@ -17,6 +18,7 @@ from ..bench.child import run_process
 from ..bench.place import place
 from ..config.errors import CheckpointConfigError
 from ..sweeps.text import aligned
+from .measure import ROUNDS
 from .questions import Answer, Question, choose, questions
 
 #: Not -m: the package is found where it is, installed or not.
@@ -24,8 +26,8 @@ _BOOT = (
     "import sys; sys.path.append(sys.argv.pop(1)); "
     "from ckpt_component.tuning.measure import main; sys.exit(main(sys.argv[1:]))"
 )
-#: A process that hangs is ended so long after its share of the time is over: its first rounds always run.
-_GRACE_S = 900.0
+#: Shares of the time that the first two rounds of a question may take beyond it, and after which its process is ended.
+_LATE, _KILLED = 0.1, 0.15
 
 
 @dataclass(frozen=True)
@@ -36,11 +38,12 @@ class Wish:
         folder: where checkpoints will be; all that is written there is removed.
         state: the kind of state, one of `bench.schema.STATES`.
         nbytes: its size; None: as the kind has it.
-        seconds: about how long all may take.
-        repeats: rounds for each question, fewer when the time is short.
+        seconds: how long all may take.
+        repeats: rounds for each question, at least two; fewer when the time is short.
         preset: what is tuned.
-        writers: the formats to choose from.
+        writers: the formats to choose from; fewer than two: the format stays.
         fixed: overrides that stay as they are.
+        started: when the time began, of the monotonic clock.
     """
 
     folder: Path
@@ -51,6 +54,12 @@ class Wish:
     preset: str
     writers: Sequence[str]
     fixed: Sequence[str] = ()
+    started: float = field(default_factory=time.monotonic)
+
+    @property
+    def deadline(self) -> float:
+        """When the time is over."""
+        return self.started + self.seconds
 
 
 @dataclass
@@ -64,45 +73,79 @@ class _Measured:
         return [run[figure] for run in self.runs]
 
 
+@dataclass
+class _Pace:
+    """How long questions take, as seen so far."""
+
+    ready_s: float = 0.0
+    took_s: list[float] = field(default_factory=list)
+
+    def needed(self, question: Question) -> float:
+        """Seconds that a question takes at the least; 0 before the first one."""
+        return self.ready_s + ROUNDS * len(question.values) * median(self.took_s) if self.took_s else 0.0
+
+
 def tune(wish: Wish, say: Callable[[str], None]) -> list[Answer]:
-    """Ask all questions; prints a table for each, and why it chooses what.
+    """Ask all questions that there is time for; prints a table for each, and why it chooses what.
 
     Args:
         wish: what to tune for.
         say: gets the text.
 
     Returns:
-        The answers, in the order of the questions; none for a setting that `wish.fixed` has.
+        The answers, in the order of the questions; none for a setting that `wish.fixed` has, nor for one that there was
+        no time for.
 
     Raises:
-        CheckpointConfigError: no folder can be made in the target, or a question has no value that works.
+        CheckpointConfigError: no folder can be made in the target, a question has no value that works, or the time is
+            too short for any.
     """
     fixed = {override.partition("=")[0].lstrip("+") for override in wish.fixed}
     asked = [question for question in questions(_cores(), wish.writers) if question.key not in fixed]
-    deadline = time.monotonic() + wish.seconds
     answers: list[Answer] = []
+    left_out: dict[str, float] = {}  # to how many seconds it would have taken
+    pace = _Pace()
     with place(wish.folder, "the folder ") as base:
         for number, question in enumerate(asked):
-            share = max(0.0, deadline - time.monotonic()) / (len(asked) - number)
+            left = wish.deadline - time.monotonic()
+            lacking = pace.needed(question) - left
+            if lacking > _LATE * wish.seconds:
+                left_out[question.key] = lacking if not left_out else pace.needed(question)
+                continue
             say(f"\n{question.key}: {question.why}, by {question.figure}")
-            measured = _ask(wish, question, answers, base, share)
+            measured, missing = _ask(wish, question, answers, base, left / (len(asked) - number), pace)
+            if missing is not None:
+                say("not measured: two rounds do not fit into the time")
+                left_out[question.key] = missing
+                continue
             say(_table(question, measured))
-            found = {value: entry.values(question.figure) for value, entry in measured.items()}
-            answer = choose(question, found)
+            answer = choose(question, {value: entry.values(question.figure) for value, entry in measured.items()})
             if answer is None:
                 reasons = [entry.error for entry in measured.values() if entry.error]
                 reason = reasons[0] if reasons else "nothing was measured"
                 raise CheckpointConfigError(f"No value of {question.key} works in {wish.folder}: {reason}")
             say(f"-> {answer.key}={answer.value}: {answer.reason}")
             answers.append(answer)
+    if left_out:
+        more = "a larger --seconds"
+        if pace.took_s:
+            enough = 1.1 * (time.monotonic() - wish.started + sum(left_out.values()))
+            more = f"about --seconds={10 * math.ceil(enough / 10)}"
+        text = f"--seconds={wish.seconds:g} is too short for {', '.join(left_out)}"
+        if not answers:
+            raise CheckpointConfigError(f"{text}; type {more}, or a smaller --size.")
+        say(f"\n{text}, which stay{'s' * (len(left_out) == 1)} as the preset has it; {more} is enough for all")
     return answers
 
 
-def _ask(wish: Wish, question: Question, answers: Sequence[Answer], base: str, seconds: float) -> dict[str, _Measured]:
-    """Every value in turn, in a process of their own."""
+def _ask(
+    wish: Wish, question: Question, answers: Sequence[Answer], base: str, share: float, pace: _Pace
+) -> tuple[dict[str, _Measured], float | None]:
+    """Every value in turn, in a process of their own. Also gives the seconds that two rounds lack, if they do."""
     chosen = [*wish.fixed, *(f"{answer.key}={answer.value}" for answer in answers)]
     folder, results, log = (os.path.join(base, name) for name in ("data", "results", "log"))
     os.mkdir(folder)
+    started = time.monotonic()  # the same clock in all processes
     task = {
         "state": wish.state,
         "nbytes": wish.nbytes,
@@ -111,23 +154,34 @@ def _ask(wish: Wish, question: Question, answers: Sequence[Answer], base: str, s
         "preset": wish.preset,
         "candidates": [[*chosen, f"{question.key}={value}"] for value in question.values],
         "rounds": wish.repeats,
-        "deadline": time.monotonic() + seconds,  # the same clock in all processes
+        "started": started,
+        "deadline": min(started + share, wish.deadline),
+        "last": wish.deadline + _LATE * wish.seconds,
         "lost": question.figure == "lost",
     }
     root = str(Path(__file__).resolve().parents[2])
+    patience = max(0.0, wish.deadline - started) + _KILLED * wish.seconds
     with open(log, "wb") as output:
-        code = run_process([sys.executable, "-c", _BOOT, root, json.dumps(task)], output, seconds + _GRACE_S)
+        code = run_process([sys.executable, "-c", _BOOT, root, json.dumps(task)], output, patience)
     measured = {value: _Measured() for value in question.values}
+    missing: float | None = None
     for line in _lines(results):
         run = json.loads(line)
+        pace.ready_s = run.get("ready_s", pace.ready_s)
+        missing = run.get("missing_s")
+        if "candidate" not in run:
+            continue
         entry = measured[question.values[run["candidate"]]]
         if "error" in run:
             entry.error = run["error"]
         else:
             entry.runs.append(run)
-    if code != 0:
+            pace.took_s.append(run["took_s"])
+    if code is None and any(len(entry.runs) < ROUNDS and entry.error is None for entry in measured.values()):
+        missing = pace.needed(question)
+    elif code not in (0, None):
         said = _lines(log)
-        reason = "it hung and was killed" if code is None else f"code {code}: {said[-1] if said else 'no message'}"
+        reason = f"code {code}: {said[-1] if said else 'no message'}"
         for entry in measured.values():
             if not entry.runs and entry.error is None:
                 entry.error = f"the measuring process ended before ({reason})"
@@ -135,7 +189,7 @@ def _ask(wish: Wish, question: Question, answers: Sequence[Answer], base: str, s
         if os.path.exists(path):
             os.unlink(path)
     shutil.rmtree(folder)  # a process that was killed has left something
-    return measured
+    return measured, missing
 
 
 def _table(question: Question, measured: dict[str, _Measured]) -> str:

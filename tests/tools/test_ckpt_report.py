@@ -11,6 +11,7 @@ import pytest
 
 import ckpt_component
 from ckpt_component.sweeps.result import write_result
+from ckpt_component.tools.app import parse
 
 
 def ckpt(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
@@ -31,6 +32,12 @@ def test_it_reports_a_sweep(tmp_path: Path) -> None:
     done = ckpt("report", "sweep", "--out", "elsewhere", cwd=tmp_path)
     assert done.returncode == 0 and "500 ms" in done.stdout, done.stdout + done.stderr
     assert (tmp_path / "elsewhere" / "sweep.csv").exists()
+
+
+def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        parse(["--version"])
+    assert not left.value.code and capsys.readouterr().out == f"ckpt {ckpt_component.__version__}\n"
 
 
 @pytest.mark.parametrize(

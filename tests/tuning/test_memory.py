@@ -30,11 +30,20 @@ def test_a_setting_that_helps_is_named_with_what_is_set_already(speeds: dict[boo
     assert "10.0 GB/s" in said and "6.0 without" in said
 
 
-@pytest.mark.parametrize("with_it", [[6.2e9, 6.1e9, 6.0e9], [6.9e9, 6.8e9, 6.8e9]], ids=["equal", "noise"])
+@pytest.mark.parametrize(
+    "with_it",
+    [[6.2e9, 6.1e9, 6.0e9], [6.9e9, 6.8e9, 6.8e9], [9e9, 5e9, 9e9]],
+    ids=["equal", "little", "noise"],
+)
 def test_one_that_does_not_is_not(speeds: dict[bool, list[float]], with_it: list[float]) -> None:
     speeds.update({False: [6e9, 7e9, 5e9], True: with_it})
     said = memory_advice({})
     assert said is not None and said.endswith("so there is nothing to set") and "export" not in said
+
+
+def test_little_time_is_not_exceeded(speeds: dict[bool, list[float]]) -> None:
+    speeds.update({False: [6e9], True: [10e9]})
+    assert memory_advice({}, seconds=0.0) == "copies in memory were not measured, because the time is too short"
 
 
 def test_nothing_is_measured_where_it_is_set_or_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
