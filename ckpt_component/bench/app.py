@@ -159,6 +159,10 @@ def _measure(
         logs=folder,
         say=_say,
     )
+    count = len(request.targets) * len(request.states) * (len(request.rows) + 1) * bench.repeats
+    _say(
+        f"{count} measurements at most, in a process each; from the second on, lines tell how long a table still takes"
+    )
     for target in request.targets:
         parent, key = _parent(bench, target, here)
         with place(parent, f"{key}=") as base:

@@ -93,12 +93,15 @@ class Runner:
             case.rows[row] = [{ABSENT: absent[row]}] if row in absent else []
             if row in absent:
                 self._say(f"{case.state} on {case.target}: {row} is not measured: {absent[row]}")
+        began, done = time.monotonic(), 0
+        rows_there = [row for row in case.rows if row not in absent]
         for repeat in range(self._repeats):
-            for row in case.rows:
-                if row in absent:
-                    continue
+            for row in rows_there:
                 name = f"{case.state} on {case.target}, repeat {repeat + 1} of {self._repeats}: {row}"
-                self._say(name)
+                ahead = self._repeats * len(rows_there) - done
+                left = f", about {_minutes((time.monotonic() - began) / done * ahead)}" if done else ""
+                self._say(f"{name} ({ahead} to go{left})")
+                done += 1
                 started = time.monotonic()
                 run = self._measure_once(row, case, base, repeat)
                 case.rows[row].append(run)
@@ -130,6 +133,10 @@ class Runner:
         if ERROR not in run:
             log.unlink()
         return run
+
+
+def _minutes(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
 
 
 def read_result(path: str, code: int | None, log: Path, timeout: float) -> Run:

@@ -29,9 +29,9 @@ def add(commands: Any) -> None:
     parser = commands.add_parser(
         "tune",
         help="measure which settings suit this machine, a folder and a size of state, and write them as a recipe",
-        description="Measure parallel writers, block sizes, direct I/O, stagers and (with --writers) formats in FOLDER, "
-        "one after the other with interleaved repeats, say why what is chosen, and write a recipe. What it writes into "
-        "FOLDER is removed.",
+        description="Measure parallel writers, block sizes, direct I/O, stagers, and with --writers formats in "
+        "FOLDER, one after the other with interleaved repeats, say why what is chosen, and write a recipe. What it "
+        "writes into FOLDER is removed.",
     )
     parser.add_argument("folder", type=Path, help="where checkpoints will be")
     parser.add_argument("--state", default="large", help="kind of state: large, many_small, moe, bf16_mixed, tiny")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -74,7 +75,9 @@ def test_rows_take_turns_and_absent_peers_are_told(target: Path) -> None:
     assert rows["async_pinned"] == [{"durable": 2.0}] * 2 and rows["limits"] == [{"memcpy": 1.0}] * 2
     [absent] = rows["safetensors"]
     assert "there is no environment" in absent["absent"]
-    assert [line.partition(": ")[2] for line in said[1:]] == ["limits", "async_pinned"] * 2
+    assert [line.partition(": ")[2].partition(" ")[0] for line in said[1:]] == ["limits", "async_pinned"] * 2
+    # How long the rest takes is told from the second on.
+    assert said[1].endswith("limits (4 to go)") and re.search(r" \(1 to go, about \d+ s\)$", said[4]), said
     assert "safetensors is not measured" in said[0]
     assert list((target.parent / "logs").iterdir()) == []
 
