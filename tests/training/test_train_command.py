@@ -113,6 +113,8 @@ def test_parts_that_do_not_fit_end_a_single_run_in_words(train: Trained, run_dir
 @pytest.mark.parametrize(
     ("override", "told"),
     [
+        ("checkpoint.dir=${oc.env:NOT_SET}/ck", "checkpoint.dir: KeyError raised while resolving interpolation"),
+        ("train.lr=${oc.env:NOT_SET}", "Environment variable 'NOT_SET' not found"),
         ("checkpoint=async_persistant", "Did you mean checkpoint=async_persistent?"),
         ("checkpoint.writer.worker=2", "Did you mean checkpoint.writer.workers=2?"),
         ("train.step=3", "Did you mean train.steps=3?"),
