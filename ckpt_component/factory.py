@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -81,19 +82,24 @@ def build_manager(
         raise CheckpointConfigError(f"checkpoint.dir={root} is a URL; checkpoints go to local or mounted folders only.")
     resume = ResumePolicy.parse(settings.resume)
     save = SavePolicy(settings.save.every_steps, settings.save.every_seconds, settings.save.at_end)
-    root = root_of_job(root, saves=settings.enabled and save.ever)
+    place = root_of_job(root, saves=settings.enabled and save.ever)
     fs = _file_system(settings)
     timeouts = _timeouts(settings)
     checkpointer = _build_graph(settings) if settings.enabled else None
-    if checkpointer is not None and save.ever:
+    if checkpointer is not None:
         try:
-            check_root(fs, os.path.abspath(root), checkpointer.ranks, timeouts)
+            if place != root:
+                # Each rank's Hydra names the output folder by its own clock.
+                deadline = time.monotonic() + timeouts.stage
+                place = checkpointer.ranks.lead("root/job", lambda: place, deadline)
+            if save.ever:
+                check_root(fs, os.path.abspath(place), checkpointer.ranks, timeouts)
         except BaseException:
             checkpointer.close()
             raise
     manager = CheckpointManager(
         checkpointer=checkpointer,
-        root=root,
+        root=place,
         names=MEGATRON if settings.naming is Naming.megatron else STEP,
         fs=fs,
         save=save,

@@ -16,6 +16,7 @@ import torch
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import OmegaConf
+from ranks import run_ranks
 
 from ckpt_component import CheckpointConfigError, build_manager
 from ckpt_component.config import hydra_job
@@ -130,3 +131,10 @@ def test_a_loop_that_failed_before_its_first_step_is_not_told_so(
         manager.restore({"weight": torch.zeros(2)})
         raise ZeroDivisionError
     assert "nothing was trained" not in caplog.text
+
+
+def test_ranks_of_a_job_save_where_rank_0_says(tmp_path: Path) -> None:
+    script = Path(__file__).parent / "scripts" / "hydra_ranks.py"
+    path = tmp_path / "12-00-00" / "checkpoints" / "iter_0000001"
+    assert [output.strip() for output in run_ranks(script, "save_in_own_output", 2, tmp_path)] == [str(path)] * 2
+    assert (path / "manifest.json").is_file()

@@ -1,0 +1,21 @@
+"""Ranks of one job of a multirun, whose Hydra named the output folder by each rank's own clock."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from omegaconf import OmegaConf
+
+from ckpt_component import build_manager
+
+
+def save_in_own_output(rank: int, world_size: int, folder: Path) -> None:
+    output = folder / f"12-00-0{rank}"
+    settings = {"mode": RunMode.MULTIRUN, "runtime": {"output_dir": str(output)}}
+    HydraConfig.instance().cfg = OmegaConf.create({"hydra": settings})
+    with build_manager("sync") as manager:
+        manager.save(1, {"weight": torch.zeros(2)})
+        print(manager.path_of(1))
