@@ -234,5 +234,7 @@ def one_rank_before_the_group(rank: int, world_size: int, folder: Path) -> None:
         manager.close()
     else:
         with pytest.raises(CheckpointError, match="1"):
-            build_manager("sync", ["checkpoint.timeouts.stage=1", "checkpoint.timeouts.visible=0.5"], dir=folder / "run")
+            build_manager(
+                "sync", ["checkpoint.timeouts.stage=1", "checkpoint.timeouts.visible=0.5"], dir=folder / "run"
+            )
     assert committed(folder) == []
