@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from .checkpointer import Checkpointer
-from .coordination import Coordinator, LocalCoordinator
+from .coordination import Coordinator, LocalCoordinator, Meetings, StepQuestions
 from .errors import CheckpointBusyError, CheckpointError, CheckpointTimeoutError
 from .pending import PendingSaves
 from .policies import KeepPolicy, ResumePolicy, SavePolicy
@@ -78,7 +78,8 @@ class CheckpointManager:
         self._restored: int | None = None
         self._closed = False
         self._ranks: Coordinator = LocalCoordinator() if checkpointer is None else checkpointer.ranks
-        self._questions = 0
+        self._due = StepQuestions(self._ranks, "maybe_save")
+        self._restores = Meetings(self._ranks, "restore")
         self.reports: list[SaveReport] = []
         self.idle: int | None = None
         self._pending = PendingSaves(self.reports)
@@ -136,9 +137,10 @@ class CheckpointManager:
         search = Resumption(
             self._checkpointer, self._ranks, self._fs, self._root, self._names, self._resume, self._timeouts
         )
-        self._questions += 1
-        step = search.load(state, strict, f"resume/{self._questions}")
+        step = search.load(state, strict, self._restores)
         if step is not None:
+            self._ranks.resumed(step)
+            self._due.restart(self._restores.tag)
             self._saved_step = self._restored = step
             self._last_save = time.monotonic()
         return step
@@ -157,6 +159,7 @@ class CheckpointManager:
                 next save, on all of them.
         """
         self._seen = (step, state)
+        self._ranks.at_step(step)
         if self._ranks.world_size == 1:
             self._collect()
         if self._checkpointer is None:
@@ -175,10 +178,8 @@ class CheckpointManager:
         if self._ranks.world_size == 1 or policy.every_seconds is None:
             return policy.due(step, time.monotonic() - self._last_save)
         # The ranks' clocks differ, so rank 0's is asked.
-        self._questions += 1
-        deadline = time.monotonic() + self._timeouts.waiting
-        tag, since = f"manager/{self._questions}", self._last_save
-        return bool(self._ranks.lead(tag, lambda: policy.due(step, time.monotonic() - since), deadline))
+        deadline, since = time.monotonic() + self._timeouts.waiting, self._last_save
+        return bool(self._due.ask(step, lambda: policy.due(step, time.monotonic() - since), deadline))
 
     def save(self, step: int, state: Mapping[Any, Any]) -> bool:
         """Save now. Returns whether a save was started.
@@ -192,6 +193,7 @@ class CheckpointManager:
             CheckpointError: what went wrong, also in an earlier save.
         """
         self._seen = (step, state)
+        self._ranks.at_step(step)
         if self._checkpointer is None or step == self._saved_step:
             return False
         if self._closed:

@@ -8,7 +8,7 @@ import time
 from typing import Any
 
 from .checkpointer import Checkpointer
-from .coordination import Coordinator
+from .coordination import Coordinator, Meetings
 from .errors import CheckpointCorruptError, CheckpointError, CheckpointLoadError, CheckpointUnreadableError
 from .policies import ResumePolicy
 from .reports import Timeouts
@@ -56,7 +56,7 @@ class Resumption:
         self._policy = policy
         self._timeouts = timeouts
 
-    def load(self, state: dict[str, Any], strict: bool, tag: str) -> int | None:
+    def load(self, state: dict[str, Any], strict: bool, meetings: Meetings) -> int | None:
         """Load the best step that is whole; see `CheckpointManager.restore`. Returns it, or None.
 
         What was found to be damaged is quarantined once an older checkpoint has been loaded in its place, or where
@@ -65,10 +65,11 @@ class Resumption:
         Args:
             state: filled in place.
             strict: refuse a checkpoint that lacks keys of the state.
-            tag: of the ranks' questions; used once.
+            meetings: where all ranks meet that restore.
         """
         deadline = time.monotonic() + self._timeouts.stage + self._timeouts.close
-        candidates, committed, suspects = self._ranks.lead(f"{tag}/look", self._look, deadline)
+        candidates, committed, suspects = meetings.ask(None, lambda _: self._look(), deadline)
+        tag = meetings.tag
         for number, step in enumerate(candidates):
             try:
                 self._load_together(step, state, strict, f"{tag}/{number}")

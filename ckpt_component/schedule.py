@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from .coordination import Coordinator
+from .coordination import Coordinator, Meetings
 from .errors import CheckpointSaveError, CheckpointStallError, RanksError
 from .storage.commit import refuse_existing
 from .storage.names import new_token
@@ -74,16 +74,18 @@ class Schedule:
         ranks: who has to agree.
         bounded: training must not wait beyond the deadline, not even for storage that hangs.
         by_rename: how saves are committed, and so what stands in the way of one (`refuse_existing`).
-
-    Attributes:
-        number: of the last save that was proposed, from 1; alike on all ranks.
     """
 
     def __init__(self, ranks: Coordinator, *, bounded: bool, by_rename: bool) -> None:
         self._ranks = ranks
         self._bounded = bounded
         self._by_rename = by_rename
-        self.number = 0
+        self._meetings = Meetings(ranks, "save")
+
+    @property
+    def number(self) -> int:
+        """Of the last save that was proposed, from 1; alike on all ranks."""
+        return self._meetings.number
 
     def agree(self, mine: Proposal, deadline: float) -> Agreement:
         """Agree on the next save.
@@ -94,20 +96,17 @@ class Schedule:
 
         Raises:
             CheckpointExistsError: the path is taken.
-            RanksError: a rank cannot take part; with one rank its own error instead.
+            RanksError: a rank cannot take part, or has gone on without this save; with one rank its own error instead.
             CheckpointStallError: a rank waited in vain for what it needs.
             CheckpointTimeoutError: a rank did not come.
         """
-        self.number += 1
         if mine.error is not None and self._ranks.world_size == 1:
+            self._meetings.number += 1
             raise mine.error
         look_until = deadline if self._bounded else None
         try:
-            agreed = self._ranks.pool(
-                f"save/{self.number}",
-                mine.as_message(),
-                lambda said: _decide(said, self._refuse_taken, look_until),
-                deadline,
+            agreed = self._meetings.ask(
+                mine.as_message(), lambda said: _decide(said, self._refuse_taken, look_until), deadline, mine.path
             )
         except RanksError as failure:
             raise failure from mine.error
@@ -130,7 +129,11 @@ def _decide(
         raise RanksError(f"Nothing was saved, because {len(errors)} of {len(said)} ranks failed. {named}", None, errors)
     paths = sorted({each["path"] for each in said})
     if len(paths) > 1:
-        raise CheckpointSaveError(f"The ranks must save to one path, and they named {paths[0]} and {paths[1]}.")
+        where = [next(rank for rank, each in enumerate(said) if each["path"] == path) for path in paths[:2]]
+        raise CheckpointSaveError(
+            f"The ranks must save to one path, and rank {where[0]} named {paths[0]}, rank {where[1]} {paths[1]}. save "
+            "must be called on every rank for the same step."
+        )
     answer: dict[str, Any] = {"token": "", "replan": False, "untold": None, "busy": False}
     untold = {int(number): text for each in said for number, text in each["untold"].items()}
     if untold:

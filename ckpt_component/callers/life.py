@@ -44,7 +44,7 @@ class Life:
         if not self._hearts:
             others = range(1, self._store.world_size) if self._store.rank == 0 else [0]
             self._watch = Watch(self._store, others, _HEARTBEAT_SECONDS, None)
-            heart = Heartbeat(self._beats, lambda: 0, _HEARTBEAT_SECONDS)
+            heart = Heartbeat(self._beats, lambda: [0], _HEARTBEAT_SECONDS)
             self._hearts.append(heart)
             heart.__enter__()
 
@@ -54,7 +54,13 @@ class Life:
         _rest(self._hearts, self._beats, os.getpid())
 
     def lost(self, missing: Callable[[], list[int]]) -> dict[int, str]:
-        """Which of the missing ranks are gone, and what is to say about them. One that has yet to begin is late."""
+        """Which of the missing ranks are gone, and what is to say about them. One that has yet to begin is late.
+
+        Raises:
+            RanksError: this rank itself could give no sign of life, so that others take it for lost.
+        """
+        for heart in self._hearts:
+            heart.check()
 
         def lived() -> list[int]:
             return [number for number in missing() if self._store.peek(f"beat/{number}") not in (None, _RESTING)]

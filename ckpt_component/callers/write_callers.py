@@ -111,7 +111,8 @@ class _ProcessCaller(WriteCaller):
     @property
     def pid(self) -> int | None:
         """The writer process's id, or None when none runs."""
-        return self._process.pid if self._process is not None and self._process.alive else None
+        process = self._process  # the saving thread may let go of it meanwhile
+        return process.pid if process is not None and process.alive else None
 
     def run(self, job: WriteJob, deadline: float) -> Mapping[str, Any]:
         """Send the job to the process, which is started when there is none, and wait for its answer."""
@@ -146,13 +147,14 @@ class _ProcessCaller(WriteCaller):
 
     def decided(self, job: WriteJob) -> None:
         """Let the process forget the job, which it would otherwise commit when the trainer died."""
-        if self._process is not None and self._process.alive:
+        process = self._process
+        if process is not None and process.alive:
             try:
-                self._process.send({"kind": "decided"}, time.monotonic() + self._close_timeout)
+                process.send({"kind": "decided"}, time.monotonic() + self._close_timeout)
             except (WorkerDiedError, CheckpointTimeoutError) as error:
                 # The save itself is over; the next one starts a new process.
                 logger.warning("%s", error)
-                self._process.kill()
+                process.kill()
                 self._process = None
 
     def close(self) -> None:
@@ -162,15 +164,16 @@ class _ProcessCaller(WriteCaller):
             process.close(self._close_timeout)
 
     def _running(self) -> ByteProcess:
-        if self._process is not None:
-            if self._process.alive:
-                return self._process
-            logger.warning("the checkpoint writer process (pid %d) had ended; starting a new one", self._process.pid)
-            self._process.close(self._close_timeout)
+        process = self._process
+        if process is not None:
+            if process.alive:
+                return process
+            logger.warning("the checkpoint writer process (pid %d) had ended; starting a new one", process.pid)
+            process.close(self._close_timeout)
         self._arenas, self._known = {}, None
-        self._process = ByteProcess(self._start_timeout)
-        self._lower_priority(self._process.pid)
-        return self._process
+        self._process = process = ByteProcess(self._start_timeout)
+        self._lower_priority(process.pid)
+        return process
 
     def _lower_priority(self, pid: int) -> None:
         """Training keeps its cores and its disk; done from here because the process itself has no psutil."""

@@ -1,7 +1,17 @@
 """How ranks agree on one decision per save."""
 
+from .calls import Call, Meetings, StepQuestions
 from .coordinator import Coordinator, LocalCoordinator, ranks_failed
 from .rank_store import RankStore
 from .store_coordinator import StoreCoordinator
 
-__all__ = ["Coordinator", "LocalCoordinator", "RankStore", "StoreCoordinator", "ranks_failed"]
+__all__ = [
+    "Call",
+    "Coordinator",
+    "LocalCoordinator",
+    "Meetings",
+    "RankStore",
+    "StepQuestions",
+    "StoreCoordinator",
+    "ranks_failed",
+]

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ..errors import RanksError
+from .calls import Call
 from .world import World
 
 #: How many ranks a message names one by one.
@@ -34,8 +35,16 @@ class Coordinator(ABC):
         """Whether this rank decides, looks at the file system, and commits."""
         return self.rank == 0
 
+    def at_step(self, step: int) -> None:
+        """This rank is at a training step: for the others, should they wait for it. Costs nothing."""
+
+    def resumed(self, step: int) -> None:
+        """All ranks go on from an earlier step."""
+
     @abstractmethod
-    def pool(self, tag: str, value: Any, decide: Callable[[list[Any]], Any], deadline: float) -> Any:
+    def pool(
+        self, tag: str, value: Any, decide: Callable[[list[Any]], Any], deadline: float, call: Call | None = None
+    ) -> Any:
         """Say something and learn what the leading rank makes of what all said.
 
         Args:
@@ -43,6 +52,7 @@ class Coordinator(ABC):
             value: this rank's.
             decide: called on the leading rank with all values, by rank.
             deadline: monotonic seconds.
+            call: what begins with this question, so that a rank which called alone learns it soon (`Meetings`).
 
         Returns:
             What `decide` returned, on all ranks.
@@ -50,6 +60,8 @@ class Coordinator(ABC):
         Raises:
             CheckpointError: what `decide` raised, on all ranks.
             CheckpointTimeoutError: a rank did not say anything in time, or the leading one did not decide.
+            RanksError: a rank is gone; or it has gone on without the call.
+            AnotherCall: the question was withdrawn by a rank that asked it for another call.
         """
 
     @abstractmethod
@@ -65,13 +77,14 @@ class Coordinator(ABC):
             deadline: monotonic seconds.
         """
 
-    def lead(self, tag: str, action: Callable[[], Any], deadline: float) -> Any:
+    def lead(self, tag: str, action: Callable[[], Any], deadline: float, call: Call | None = None) -> Any:
         """Have the leading rank do something; all learn what it returned or raised.
 
         Args:
             tag: of this question.
             action: called on the leading rank alone.
             deadline: monotonic seconds.
+            call: what begins with this question; see `pool`.
         """
         return action()
 
@@ -122,7 +135,9 @@ class LocalCoordinator(Coordinator):
     def __init__(self) -> None:
         self.world = World()
 
-    def pool(self, tag: str, value: Any, decide: Callable[[list[Any]], Any], deadline: float) -> Any:
+    def pool(
+        self, tag: str, value: Any, decide: Callable[[list[Any]], Any], deadline: float, call: Call | None = None
+    ) -> Any:
         """What `decide` makes of the one value."""
         return decide([value])
 

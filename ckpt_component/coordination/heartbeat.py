@@ -2,35 +2,48 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from types import TracebackType
+from typing import Any
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, RanksError
+from .calls import Place
 from .rank_store import RankStore
 
 logger = logging.getLogger(__name__)
 
 _BEAT_SECONDS = 2.0
+#: Between tries when the others take the rank for lost already.
+_LATE_PAUSE = 30.0
+#: How long the last sign waits for one that is under way.
+_END_SECONDS = 1.0
 
 
 class Heartbeat:
-    """While it is entered, a thread puts this rank's count and bytes written into the store, every two seconds.
+    """While it is entered, a thread puts a sign of life of this rank into the store, every two seconds.
+
+    A sign that cannot be given is tried again, over a new connection. `check` raises the cause once that has failed for
+    so long that the other ranks take this one for lost.
 
     Args:
         store: a connection for the thread alone.
-        progress: bytes written so far.
+        sign: what the others are to know: the bytes written so far, and after that what else its readers expect.
         timeout: of those who watch; a short one makes it beat faster.
     """
 
-    def __init__(self, store: RankStore, progress: Callable[[], int], timeout: float) -> None:
+    def __init__(self, store: RankStore, sign: Callable[[], list[Any]], timeout: float) -> None:
         self._store = store
-        self._progress = progress
+        self._sign = sign
+        self._timeout = timeout
         self._pause = min(_BEAT_SECONDS, timeout / 4)
         self._over = threading.Event()
+        self._given_at = time.monotonic()
+        self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._beat, name="ckpt-heartbeat", daemon=True)
 
     def __enter__(self) -> Heartbeat:
@@ -47,18 +60,57 @@ class Heartbeat:
         """Beat no more; does not wait."""
         self._over.set()
 
+    def end(self) -> None:
+        """Beat a last time, so that the others know what the sign says now, and no more."""
+        self.stop()
+        self._thread.join(_END_SECONDS)
+        if self._thread.is_alive() or self._failure is not None:
+            return
+        try:
+            self._give_sign()
+        except CheckpointError as error:
+            logger.debug("no last sign of life of rank %d: %s", self._store.rank, error)
+
+    def _give_sign(self) -> None:
+        self._store.set(f"beat/{self._store.rank}", json.dumps([time.time(), *self._sign()]).encode())
+
+    def check(self) -> None:
+        """Raise when this rank could give no sign of life for as long as the others wait for one.
+
+        Raises:
+            RanksError: with the cause.
+        """
+        failure, silent = self._failure, time.monotonic() - self._given_at
+        if failure is not None and (silent >= self._timeout or not self._thread.is_alive()):
+            raise RanksError(
+                f"Rank {self._store.rank} has given no sign of life for {silent:.0f} s, so the other ranks take it for "
+                f"lost (timeouts.heartbeat): {type(failure).__name__}: {failure}"
+            ) from failure
+
     def _beat(self) -> None:
-        count = 0
-        while True:
-            try:
-                self._store.set(f"beat/{self._store.rank}", json.dumps([time.time(), self._progress()]).encode())
-            except CheckpointError as error:
-                # Whoever waits for this rank is told by the store itself, and so is this rank.
-                logger.debug("no more heartbeats of rank %d: %s", self._store.rank, error)
-                return
-            count += 1
-            if self._over.wait(self._pause):
-                return
+        pause = self._pause
+        try:
+            while True:
+                try:
+                    if self._failure is not None:
+                        self._store = self._store.clone()  # a connection that broke stays broken
+                    self._give_sign()
+                except Exception as error:
+                    if self._failure is None:
+                        rank = self._store.rank
+                        logger.warning("rank %d can give no sign of life, and tries again: %s", rank, error)
+                    self._failure = error
+                    if time.monotonic() - self._given_at >= self._timeout:
+                        pause = max(_LATE_PAUSE, self._pause)
+                else:
+                    if self._failure is not None:
+                        logger.info("rank %d gives signs of life again", self._store.rank)
+                    self._failure, self._given_at, pause = None, time.monotonic(), self._pause
+                if self._over.wait(pause):
+                    return
+        except BaseException as error:
+            self._failure = error
+            raise
 
 
 class Watch:
@@ -105,3 +157,25 @@ class Watch:
             elif self._stall_timeout is not None and now - self._bytes[rank][1] >= self._stall_timeout:
                 found[rank] = f"lives, but wrote nothing for {self._stall_timeout:g} s (timeouts.stall)"
         return found
+
+
+class Work:
+    """What a rank is doing just now, for its heartbeat."""
+
+    def __init__(self) -> None:
+        self._progress: Callable[[], int] | None = None
+        self.place = Place()
+
+    def sign(self) -> list[Any]:
+        """Bytes written so far by what is under way (-1 when nothing is), and the rank's place."""
+        progress = self._progress
+        return [-1 if progress is None else progress(), *self.place.as_plain()]
+
+    @contextlib.contextmanager
+    def under_way(self, progress: Callable[[], int]) -> Iterator[None]:
+        """While it is entered, `progress` tells the bytes."""
+        self._progress = progress
+        try:
+            yield
+        finally:
+            self._progress = None

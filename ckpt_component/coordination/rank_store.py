@@ -132,7 +132,7 @@ class RankStore:
         while not ready():
             left = deadline - time.monotonic()
             if left <= 0:
-                raise CheckpointTimeoutError(f"Waited in vain for {what()}.")
+                raise CheckpointTimeoutError(f"Timed out waiting for {what()}.")
             time.sleep(min(pause, left))
             pause = min(pause * 1.5, max(_LONGEST_POLL, pause))
 

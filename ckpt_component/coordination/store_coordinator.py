@@ -8,17 +8,17 @@ every rank has read the answer. Protocol: RELIABILITY 6.
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from typing import Any
 
-from ..errors import CheckpointTimeoutError, RanksError
+from ..errors import CheckpointError, CheckpointTimeoutError, RanksError
+from .calls import AnotherCall, Call, Lookout, Place
 from .coordinator import Coordinator, named, ranks_failed
-from .heartbeat import Heartbeat, Watch
+from .heartbeat import Heartbeat, Watch, Work
 from .messages import as_error, as_plain, pack, unpack
 from .rank_store import RankStore
 from .world import World
@@ -51,15 +51,25 @@ class StoreCoordinator(Coordinator):
         self._stall_timeout = stall_timeout
         self._answered: deque[str] = deque()
         self._tidying = threading.Lock()
-        self._work = _Work()
-        self._heart = Heartbeat(store.clone(), self._work.progress, heartbeat_timeout)
+        self._work = Work()
+        self._heart = Heartbeat(store.clone(), self._work.sign, heartbeat_timeout)
         self._heart.__enter__()
         # The thread of the heart knows nothing of this object, and ends with it.
         self._stop_heart = weakref.finalize(self, self._heart.stop)
 
-    def pool(self, tag: str, value: Any, decide: Callable[[list[Any]], Any], deadline: float) -> Any:
+    def at_step(self, step: int) -> None:
+        """See `Coordinator.at_step`."""
+        self._work.place = self._work.place.at(step)
+
+    def resumed(self, step: int) -> None:
+        """See `Coordinator.resumed`."""
+        self._work.place = Place(self._work.place.turn + 1, step)
+
+    def pool(
+        self, tag: str, value: Any, decide: Callable[[list[Any]], Any], deadline: float, call: Call | None = None
+    ) -> Any:
         """See `Coordinator.pool`."""
-        return self._ask(tag, value, decide, deadline, self._answer)
+        return self._ask(tag, value, decide, deadline, self._answer, call)
 
     def deal(self, tag: str, value: Any, decide: Callable[[list[Any]], list[Any]], deadline: float) -> Any:
         """See `Coordinator.deal`."""
@@ -86,49 +96,61 @@ class StoreCoordinator(Coordinator):
         decide: Callable[[list[Any]], Any],
         deadline: float,
         answer: Callable[[RankStore, str, Callable[[], Any]], Any],
+        call: Call | None = None,
     ) -> Any:
         """Say something; the leading rank then waits for all and answers, the others wait for the answer."""
         store = self._store()
+        if call is not None:
+            self._heart.check()
+            call = Call(call.name, call.about or f"{self._work.place.turn}/{self._work.place.step}")
         self._say(store, tag, value)
-        if self.leads:
-            watch = self._watch(store, None)
-
-            def all_said() -> bool:
-                if store.add(f"{tag}/count", 0) >= self.world_size:
-                    return True
-                lost = watch.lost(lambda: self._missing(store, tag))
-                if lost:
-                    raise ranks_failed(lost, causes=_causes_of_loss(lost, watch))
-                return False
-
-            def collect() -> Any:
-                store.wait_until(
-                    all_said,
-                    deadline,
-                    lambda: f"{self._silent(store, tag)} to take part in '{tag}'",
-                )
-                if store.add(f"{tag}/closed", 1) > 1:
-                    raise CheckpointTimeoutError(f"A rank gave up waiting for rank 0 to take part in '{tag}'.")
-                return decide(self._said(store, tag, range(self.world_size)))
-
-            return answer(store, tag, collect)
+        lookout = None if call is None else self._lookout(store, tag, call)
+        failure, data = None, None
         try:
-            data = self._await_answer(store, tag, deadline)
-        except CheckpointTimeoutError:
-            # Who closes the question first decides: rank 0 will find it closed, or has begun to answer it. So no rank
-            # goes on without the others.
-            if store.add(f"{tag}/closed", 1) == 1:
-                store.add(f"{tag}/left", 1)
-                raise
-            data = self._await_answer(store, tag, time.monotonic() + _ANSWER_SECONDS)
-        return self._read_answer(store, tag, data)
+            if self.leads:
+                self._await_all(store, tag, deadline, lookout)
+            else:
+                data = self._await_answer(store, tag, deadline, lookout)
+        except (CheckpointTimeoutError, RanksError) as error:
+            failure = error if lookout is None else lookout.explain(error)
+        if data is None:
+            # Who closes the question first decides: to answer it, or to give it up. So no rank goes on without the
+            # others.
+            first = store.add(f"{tag}/closed", 1) == 1
+            if first and failure is None:
+                return answer(store, tag, lambda: decide(self._said(store, tag, range(self.world_size))))
+            if self.leads and call is None and failure is None:
+                failure = CheckpointTimeoutError(f"A rank gave up waiting for rank 0 to take part in '{tag}'.")
+            if failure is not None and (first or (call is None and (self.leads or isinstance(failure, RanksError)))):
+                self._give_up(store, tag, failure, call)
+                raise failure
+            try:
+                data = self._await_answer(store, tag, time.monotonic() + _ANSWER_SECONDS)
+            except CheckpointTimeoutError as error:
+                raise failure or error from None
+        return self._read_answer(store, tag, data, call)
 
-    def lead(self, tag: str, action: Callable[[], Any], deadline: float) -> Any:
+    def _give_up(self, store: RankStore, tag: str, failure: CheckpointError, call: Call | None) -> None:
+        """Close a question with an error; that of a call is for those alone who asked it for the same call."""
+        if call is not None:
+            store.set(f"{tag}/answer", pack({"error": as_plain(failure), "about": call.about}))
+            store.add(f"{tag}/count", self.world_size)  # the leading rank, when it comes, waits for nobody
+        elif self.leads:
+            store.set(f"{tag}/answer", pack({"error": as_plain(failure)}))
+        self._leave(store, tag)
+
+    def lead(self, tag: str, action: Callable[[], Any], deadline: float, call: Call | None = None) -> Any:
         """See `Coordinator.lead`."""
         store = self._store()
         if self.leads:
             return self._answer(store, tag, action)
-        return self._learn(store, tag, deadline)
+        if call is None:
+            return self._learn(store, tag, deadline)
+        lookout = Lookout(store, call, self._work.place, lambda: [0], lambda: [0])
+        try:
+            return self._read_answer(store, tag, self._await_answer(store, tag, deadline, lookout))
+        except CheckpointTimeoutError as error:
+            raise lookout.explain(error) from None
 
     def vote(self, tag: str, work: Callable[[], Any], progress: Callable[[], int], deadline: float) -> list[Any]:
         """See `Coordinator.vote`."""
@@ -187,7 +209,9 @@ class StoreCoordinator(Coordinator):
 
     def close(self) -> None:
         """Give no more signs of life; the keys of the last questions stay, for ranks that have yet to read them."""
-        self._stop_heart()
+        if self._stop_heart.detach() is not None:
+            self._work.place = Place(closed=True)
+            self._heart.end()
         self._connections = threading.local()
 
     def _watch(self, store: RankStore, stall_timeout: float | None) -> Watch:
@@ -209,6 +233,30 @@ class StoreCoordinator(Coordinator):
     def _said(self, store: RankStore, tag: str, ranks: Any) -> list[Any]:
         return [unpack(data) for data in store.read([f"{tag}/said/{rank}" for rank in ranks])]
 
+    def _lookout(self, store: RankStore, tag: str, call: Call) -> Lookout:
+        """After this rank has spoken. The leading rank looks after all others, and they after the leading one."""
+
+        def silent() -> list[int]:
+            return self._missing(store, tag) if self.leads else [] if store.has(f"{tag}/said/0") else [0]
+
+        return Lookout(store, call, self._work.place, lambda: self._missing(store, tag), silent)
+
+    def _await_all(self, store: RankStore, tag: str, deadline: float, lookout: Lookout | None) -> None:
+        """On the leading rank: return when every rank has spoken."""
+        watch = self._watch(store, None)
+
+        def all_said() -> bool:
+            if store.add(f"{tag}/count", 0) >= self.world_size:
+                return True
+            lost = watch.lost(lambda: self._missing(store, tag))
+            if lost:
+                raise ranks_failed(lost, causes=_causes_of_loss(lost, watch))
+            if lookout is not None:
+                lookout.look()
+            return False
+
+        store.wait_until(all_said, deadline, lambda: f"{self._silent(store, tag)} to take part in '{tag}'")
+
     def _answer(self, store: RankStore, tag: str, action: Callable[[], Any]) -> Any:
         try:
             result = action()
@@ -223,7 +271,7 @@ class StoreCoordinator(Coordinator):
     def _learn(self, store: RankStore, tag: str, deadline: float) -> Any:
         return self._read_answer(store, tag, self._await_answer(store, tag, deadline))
 
-    def _await_answer(self, store: RankStore, tag: str, deadline: float) -> bytes:
+    def _await_answer(self, store: RankStore, tag: str, deadline: float, lookout: Lookout | None = None) -> bytes:
         found: list[bytes] = []
         watch = self._watch(store, None)
 
@@ -235,17 +283,32 @@ class StoreCoordinator(Coordinator):
             lost = watch.lost(lambda: [0])
             if lost:
                 raise ranks_failed(lost, causes=_causes_of_loss(lost, watch))
+            if lookout is not None:
+                try:
+                    lookout.look()
+                except RanksError:
+                    if not store.has(f"{tag}/answer"):  # it has gone on because it has answered
+                        raise
             return False
 
         store.wait_until(answered, deadline, lambda: f"rank 0 to decide '{tag}'")
         return found[0]
 
-    def _read_answer(self, store: RankStore, tag: str, data: bytes) -> Any:
-        store.add(f"{tag}/left", 1)
+    def _read_answer(self, store: RankStore, tag: str, data: bytes, call: Call | None = None) -> Any:
+        self._leave(store, tag)
         answer = unpack(data)
-        if "error" in answer:
-            raise as_error(answer["error"])
-        return answer["result"]
+        if "error" not in answer:
+            return answer["result"]
+        if call is not None and answer.get("about", call.about) != call.about:
+            raise AnotherCall
+        raise as_error(answer["error"])
+
+    def _leave(self, store: RankStore, tag: str) -> None:
+        """This rank needs the answer no more."""
+        if self.leads:
+            self._tidy(store, tag)
+        else:
+            store.add(f"{tag}/left", 1)
 
     def _take_part(self, tag: str) -> Any:
         """This rank's part of the answer, which nobody else reads."""
@@ -274,26 +337,6 @@ class StoreCoordinator(Coordinator):
 
     def _silent(self, store: RankStore, tag: str) -> str:
         return named(self._missing(store, tag))
-
-
-class _Work:
-    """What a rank is writing just now, for its heartbeat."""
-
-    def __init__(self) -> None:
-        self._progress: Callable[[], int] | None = None
-
-    def progress(self) -> int:
-        """Bytes written so far by what is under way; -1 when nothing is."""
-        progress = self._progress
-        return -1 if progress is None else progress()
-
-    @contextlib.contextmanager
-    def under_way(self, progress: Callable[[], int]) -> Iterator[None]:
-        self._progress = progress
-        try:
-            yield
-        finally:
-            self._progress = None
 
 
 def _causes_of_loss(lost: dict[int, str], watch: Watch) -> dict[int, str]:

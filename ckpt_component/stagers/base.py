@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from ..coordination import Coordinator
+from ..coordination import Coordinator, Meetings
 from ..errors import CheckpointError
 from ..image.collector import collector_paused
 from ..image.layout import Structure
@@ -52,6 +52,7 @@ class Stager(ABC):
         self._plan: FormatPlan | None = None
         self._selection: Selection | None = None
         self._plans = 0
+        self._prewarms = Meetings(ranks, "prewarm")
         self._lock = threading.Lock()
 
     def survey(self, state_dict: Mapping[Any, Any]) -> Survey:
@@ -105,9 +106,7 @@ class Stager(ABC):
         """A survey outside of a save, after which all ranks know whether they have to plan."""
         self._ranks.world.check()
         survey = self.survey(state_dict)
-        self._plans += 1
-        deadline = time.monotonic() + self._timeout
-        survey.changed = self._ranks.pool(f"survey/{self._plans}", survey.changed, any, deadline)
+        survey.changed = self._prewarms.ask(survey.changed, any, time.monotonic() + self._timeout)
         return survey
 
     def _plan_for(self, survey: Survey) -> tuple[FormatPlan, FlatState]:
