@@ -18,8 +18,9 @@ from .coordination import Coordinator, ranks_failed
 from .coordination.messages import pack, unpack
 from .errors import CheckpointError, CheckpointSaveError, CheckpointStorageFullError, CheckpointTimeoutError
 from .image.collector import give_back_freed
+from .image.replicas import differing
 from .reports import SaveReport, Timeouts
-from .stagers.snapshot import Snapshot
+from .stagers.snapshot import Comparison, Snapshot
 from .storage import commit
 from .storage.commit import Attempt
 from .storage.fs import FsOps
@@ -30,6 +31,9 @@ from .writers.base import Writer
 from .writers.job import WriteJob
 
 logger = logging.getLogger(__name__)
+
+#: How many keys a warning names.
+_NAMED_KEYS = 10
 
 
 @dataclass(frozen=True)
@@ -83,6 +87,8 @@ class AttemptRunner:
         self._catalog_sent: int | None = None
         self._catalogs: dict[int, bytes] = {}
         self._sidecars: Mapping[str, bytes] = {}
+        #: Keys of values that differ by rank, of which somebody has read.
+        self._warned: set[str] = set()
         #: By device: how it is written to fastest, where a job has tried that.
         self._io: dict[int, str] = {}
 
@@ -100,7 +106,7 @@ class AttemptRunner:
         job: WriteJob | None = None
         mine: dict[str, Any] = {}
 
-        def begin(said: list[dict[str, Any]]) -> None:
+        def begin(said: list[dict[str, Any]]) -> list[list[int]]:
             self._learn_catalogs(said)
             needed = sum(each["bytes"] for each in said)
             with self._as_save_error(attempt.target, needed):
@@ -110,6 +116,7 @@ class AttemptRunner:
                     ownership.claim()
                 commit.begin(self._fs, attempt)
                 locks.append(self._fs.lock_shared(attempt.staging))
+            return differing([each.get("digests", {}) for each in said])
 
         def write() -> dict[str, Any]:
             nonlocal job
@@ -121,9 +128,10 @@ class AttemptRunner:
             return mine
 
         try:
-            ranks.pool(f"{token}/begin", self._said(scheduled), begin, deadline)
+            different = ranks.pool(f"{token}/begin", self._said(scheduled), begin, deadline)
             if scheduled.snapshot is not None:
                 self._catalog_sent = scheduled.snapshot.sealed.table_number
+                self._warn_of_lost(scheduled.snapshot.comparison, different)
             votes = ranks.vote(f"{token}/written", write, self._caller.progress, deadline)
             written_s = time.perf_counter() - scheduled.started
             files = ranks.lead(f"{token}/commit", lambda: self._publish(attempt, votes), deadline)
@@ -161,7 +169,27 @@ class AttemptRunner:
             return {"error": f"{type(error).__name__}: {error}", "cause": type(error).__name__}
         sealed = scheduled.snapshot.sealed
         said: dict[str, Any] = {"bytes": sealed.file_bytes}
+        if scheduled.snapshot.comparison is not None:
+            said["digests"] = scheduled.snapshot.comparison.message
         return said if sealed.table_number == self._catalog_sent else {**said, "catalog": sealed.catalog}
+
+    def _warn_of_lost(self, comparison: Comparison | None, different: Sequence[Sequence[int]]) -> None:
+        """Name what differs by rank although the ranks share it; the first rank that has a value, and once."""
+        mine = {group for group, rank in different if rank == self._ranks.rank}
+        if comparison is None or not mine:
+            return
+        keys = [key for key in comparison.replicas.keys(mine) if key not in self._warned]
+        self._warned.update(keys)
+        if keys:
+            more = f" and {len(keys) - _NAMED_KEYS} more" if len(keys) > _NAMED_KEYS else ""
+            logger.warning(
+                "%d %s by rank, and only what one rank has is saved: %s%s. Wrap what every rank needs back as its own "
+                "(PerRank(value), from ckpt_component import PerRank), or make it equal on all ranks before the save.",
+                len(keys),
+                "value differs" if len(keys) == 1 else "values differ",
+                ", ".join(map(repr, keys[:_NAMED_KEYS])),
+                more,
+            )
 
     def _learn_catalogs(self, said: Sequence[Mapping[str, Any]]) -> None:
         """On the leading rank, before the write: its writer process may have to commit when the trainers are gone."""

@@ -215,7 +215,9 @@ class Saver:
             if survey is None:
                 raise CheckpointSaveError("The ranks agreed on a save that this one cannot take part in.") from error
             survey.changed = replan
-            return self.stager.take(survey), None
+            snapshot = self.stager.take(survey)
+            snapshot.comparison = self.stager.compare(survey, self._schedule.number)
+            return snapshot, None
         except Exception as failure:
             if self.ranks.world_size == 1:
                 raise

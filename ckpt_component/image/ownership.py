@@ -6,13 +6,15 @@ This is Megatron's fully parallel save. It is worked out once per structure, on 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from .layout import Structure
+from .replicas import runs_of
 from .tree import FlatState, key_of
 
-#: What a rank has, as plain values: tensors as [identity, bytes], objects as identities.
+#: What a rank has, as plain values: tensors as [identity, bytes], objects as identities. And of the answer: numbers of
+#: what it is to store; `alike`, runs of the objects and tensors that other ranks have too (`Replicas`); `groups`.
 Holdings = dict[str, list[Any]]
 
 
@@ -30,7 +32,7 @@ def holdings(structure: Structure) -> Holdings:
 
 
 def share_out(ranks: Sequence[Holdings]) -> list[Holdings]:
-    """For every rank, the numbers of its tensors and objects that it is to store.
+    """For every rank, the numbers of its tensors and objects that it is to store, and of those that others have too.
 
     Tensors that one rank alone has are that rank's; of the others the largest goes first, to the rank with the least
     so far. An object goes to the first rank that has it.
@@ -53,15 +55,30 @@ def share_out(ranks: Sequence[Holdings]) -> list[Holdings]:
         rank, number = min(places, key=lambda place: (loads[place[0]], place[0]))
         loads[rank] += nbytes
         stored[rank]["tensors"].append(number)
-    taken: set[str] = set()
+    of_objects: dict[str, list[tuple[int, int]]] = {}
     for rank, held in enumerate(ranks):
         for number, identity in enumerate(held["objects"]):
-            if identity not in taken:
-                taken.add(identity)
+            if identity not in of_objects:
                 stored[rank]["objects"].append(number)
+            of_objects.setdefault(identity, []).append((rank, number))
     for mine in stored:
         mine["tensors"].sort()
+    objects, count = _alike(of_objects.values(), len(ranks), 0)
+    tensors, total = _alike(holders.values(), len(ranks), count)
+    for rank, mine in enumerate(stored):
+        mine.update(alike=[objects[rank], tensors[rank]], groups=[count, total - count])
     return stored
+
+
+def _alike(holders: Iterable[list[tuple[int, int]]], world_size: int, group: int) -> tuple[list[list[list[int]]], int]:
+    """For every rank the runs of what it shares with others, groups numbered from `group`; and the next group."""
+    pairs: list[list[tuple[int, int]]] = [[] for _ in range(world_size)]
+    for places in holders:
+        if len(places) > 1:
+            for rank, number in places:
+                pairs[rank].append((number, group))
+            group += 1
+    return [runs_of(sorted(mine)) for mine in pairs], group
 
 
 class Selection:

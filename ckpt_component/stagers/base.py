@@ -16,9 +16,10 @@ from ..errors import CheckpointError
 from ..image.collector import collector_paused
 from ..image.layout import Structure
 from ..image.ownership import Selection, holdings, share_out
+from ..image.replicas import Replicas
 from ..image.tree import FlatState, flatten
 from ..writers.base import FormatPlan, Writer
-from .snapshot import Snapshot, Survey
+from .snapshot import Comparison, Snapshot, Survey
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +52,7 @@ class Stager(ABC):
         self._structure: Structure | None = None
         self._plan: FormatPlan | None = None
         self._selection: Selection | None = None
+        self._replicas: Replicas | None = None
         self._plans = 0
         self._prewarms = Meetings(ranks, "prewarm")
         self._lock = threading.Lock()
@@ -79,6 +81,28 @@ class Stager(ABC):
             CheckpointStageError: a value that cannot be checkpointed, by key.
             CheckpointTimeoutError: no memory became free in time.
         """
+
+    def compare(self, survey: Survey, number: int) -> Comparison | None:
+        """What other ranks hold too of the state that `take` was called with, in digests. None: nobody looks this time.
+
+        All look when the plan is new, and at the saves 2, 4, 8 and so on: what is equal at first may part later.
+
+        Args:
+            survey: of the save.
+            number: of the save, alike on all ranks.
+        """
+        if self._replicas is None or not (survey.changed or number & (number - 1) == 0):
+            return None
+        started = time.perf_counter()
+        try:
+            with torch.no_grad():
+                message = self._replicas.message(survey.flat, number.bit_length())
+        except Exception as error:
+            # The save is none the worse for it.
+            logger.warning("whether values differ by rank cannot be looked at: %s: %s", type(error).__name__, error)
+            return None
+        logger.debug("digests of what the ranks share in %.3f s", time.perf_counter() - started)
+        return Comparison(self._replicas, message)
 
     @property
     def busy(self) -> bool:
@@ -138,4 +162,6 @@ class Stager(ABC):
         self._plans += 1
         deadline = min(time.monotonic() + self._timeout, survey.wait_until)
         mine = self._ranks.deal(f"plan/{self._plans}", holdings(survey.structure), share_out, deadline)
+        objects, tensors = mine["alike"]
+        self._replicas = Replicas(survey.structure, objects, tensors, mine["groups"], self._ranks.world_size)
         return Selection(survey.structure, mine)

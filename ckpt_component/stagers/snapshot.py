@@ -7,13 +7,28 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import Any
 
 from ..image.arena import Arena
 from ..image.layout import Layout, Structure
+from ..image.replicas import Replicas
 from ..image.tree import FlatState
 from ..writers.base import Sealed
 from ..writers.lanes import ByteSource
 from ..writers.progress import Progress
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What the ranks hold alike, to be compared when they begin to write.
+
+    Attributes:
+        replicas: knows their keys.
+        message: digests, for rank 0.
+    """
+
+    replicas: Replicas
+    message: dict[str, Any]
 
 
 class Snapshot:
@@ -24,6 +39,7 @@ class Snapshot:
         sealed: the constant tables, and the encoded objects of this save.
         source: the bytes of the image; complete once `staged` is done.
         progress: how far they are complete until then, where a writer can begin meanwhile.
+        comparison: what to compare with other ranks, in the saves in which they look at that.
         arena: the leased memory, or None where there is none.
         started: when the save began (`time.perf_counter`).
         staged: done when the image is complete; training may change every tensor by then, with a device buffer
@@ -44,6 +60,7 @@ class Snapshot:
         self.source = source
         self.arena = arena
         self.progress: Progress | None = None
+        self.comparison: Comparison | None = None
         self.staged: Future[None] = Future()
         self.started = started
         self.staged_at = started
