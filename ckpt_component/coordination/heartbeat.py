@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from types import TracebackType
 from typing import Any
 
-from ..errors import CheckpointError, RanksError
+from ..errors import CheckpointError, CheckpointTimeoutError, RanksError
 from .calls import Place
 from .rank_store import RankStore
 
@@ -157,6 +157,10 @@ class Watch:
             elif self._stall_timeout is not None and now - self._bytes[rank][1] >= self._stall_timeout:
                 found[rank] = f"lives, but wrote nothing for {self._stall_timeout:g} s (timeouts.stall)"
         return found
+
+    def causes(self, lost: Iterable[int]) -> dict[int, str]:
+        """For `RanksError`: a rank that is gone will not take part in another try, one that hangs may."""
+        return {rank: (RanksError if rank in self.gone else CheckpointTimeoutError).__name__ for rank in lost}
 
 
 class Work:

@@ -12,7 +12,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any
 
 from ..errors import CheckpointError, CheckpointTimeoutError, RanksError
@@ -21,10 +21,9 @@ from .coordinator import Coordinator, named, ranks_failed
 from .heartbeat import Heartbeat, Watch, Work
 from .messages import as_error, as_plain, pack, unpack
 from .rank_store import RankStore
+from .votes import count_votes, missing, said
 from .world import World
 
-#: After the first rank failed, others that fail in the same moment get this long to be named too.
-_COMPANY_SECONDS = 0.2
 #: So many questions are kept for ranks that have not read the answer.
 _KEPT = 64
 #: A rank whose time is up waits so much longer for a decision that the leading one has begun to make.
@@ -118,7 +117,7 @@ class StoreCoordinator(Coordinator):
             # others.
             first = store.add(f"{tag}/closed", 1) == 1
             if first and failure is None:
-                return answer(store, tag, lambda: decide(self._said(store, tag, range(self.world_size))))
+                return answer(store, tag, lambda: decide(said(store, tag, range(self.world_size))))
             if self.leads and call is None and failure is None:
                 failure = CheckpointTimeoutError(f"A rank gave up waiting for rank 0 to take part in '{tag}'.")
             if failure is not None and (first or (call is None and (self.leads or isinstance(failure, RanksError)))):
@@ -167,45 +166,13 @@ class StoreCoordinator(Coordinator):
         try:
             if self.leads:
                 votes: list[Any] = []
-                self._answer(store, tag, lambda: votes.extend(self._count(store, tag, deadline)))
+                watch = self._watch(store, self._stall_timeout)
+                self._answer(store, tag, lambda: votes.extend(count_votes(store, tag, watch, deadline)))
                 return votes
             self._learn(store, tag, deadline)
             return []
         except RanksError as error:
             raise error from failure
-
-    def _count(self, store: RankStore, tag: str, deadline: float) -> list[Any]:
-        """Wait for all votes, the first failure, or the loss of a rank; the leading rank's part of `vote`."""
-        watch = self._watch(store, self._stall_timeout)
-        lost: dict[int, str] = {}
-
-        def decided() -> bool:
-            if store.add(f"{tag}/count", 0) >= self.world_size or store.add(f"{tag}/failed", 0):
-                return True
-            lost.update(watch.lost(lambda: self._missing(store, tag)))
-            return bool(lost)
-
-        try:
-            store.wait_until(decided, deadline, lambda: f"{self._silent(store, tag)} to write (timeouts.write)")
-        except CheckpointTimeoutError as error:
-            late = self._missing(store, tag)
-            raise ranks_failed(
-                {rank: "did not finish before timeouts.write was over" for rank in late},
-                causes=dict.fromkeys(late, CheckpointTimeoutError.__name__),
-            ) from error
-        if store.add(f"{tag}/failed", 0):
-            time.sleep(_COMPANY_SECONDS)
-        silent: Collection[int] = ()
-        if store.add(f"{tag}/count", 0) < self.world_size:
-            silent = set(self._missing(store, tag))
-        present = [rank for rank in range(self.world_size) if rank not in silent]
-        votes = self._said(store, tag, present)
-        failures = {rank: vote["error"] for rank, vote in zip(present, votes, strict=True) if "error" in vote}
-        if failures or lost:
-            errno = next((plain["errno"] for plain in failures.values() if plain["errno"] is not None), None)
-            causes = {rank: str(plain["kind"]) for rank, plain in failures.items()} | _causes_of_loss(lost, watch)
-            raise ranks_failed({rank: plain["text"] for rank, plain in failures.items()} | lost, errno, causes)
-        return [vote["work"] for vote in votes]
 
     def close(self) -> None:
         """Give no more signs of life; the keys of the last questions stay, for ranks that have yet to read them."""
@@ -230,16 +197,13 @@ class StoreCoordinator(Coordinator):
         store.set(f"{tag}/said/{self.rank}", pack(value))
         store.add(f"{tag}/count", 1)
 
-    def _said(self, store: RankStore, tag: str, ranks: Any) -> list[Any]:
-        return [unpack(data) for data in store.read([f"{tag}/said/{rank}" for rank in ranks])]
-
     def _lookout(self, store: RankStore, tag: str, call: Call) -> Lookout:
         """After this rank has spoken. The leading rank looks after all others, and they after the leading one."""
 
         def silent() -> list[int]:
-            return self._missing(store, tag) if self.leads else [] if store.has(f"{tag}/said/0") else [0]
+            return missing(store, tag) if self.leads else [] if store.has(f"{tag}/said/0") else [0]
 
-        return Lookout(store, call, self._work.place, lambda: self._missing(store, tag), silent)
+        return Lookout(store, call, self._work.place, lambda: missing(store, tag), silent)
 
     def _await_all(self, store: RankStore, tag: str, deadline: float, lookout: Lookout | None) -> None:
         """On the leading rank: return when every rank has spoken."""
@@ -248,14 +212,14 @@ class StoreCoordinator(Coordinator):
         def all_said() -> bool:
             if store.add(f"{tag}/count", 0) >= self.world_size:
                 return True
-            lost = watch.lost(lambda: self._missing(store, tag))
+            lost = watch.lost(lambda: missing(store, tag))
             if lost:
-                raise ranks_failed(lost, causes=_causes_of_loss(lost, watch))
+                raise ranks_failed(lost, causes=watch.causes(lost))
             if lookout is not None:
                 lookout.look()
             return False
 
-        store.wait_until(all_said, deadline, lambda: f"{self._silent(store, tag)} to take part in '{tag}'")
+        store.wait_until(all_said, deadline, lambda: f"{named(missing(store, tag)).lower()} to take part in '{tag}'")
 
     def _answer(self, store: RankStore, tag: str, action: Callable[[], Any]) -> Any:
         try:
@@ -282,7 +246,7 @@ class StoreCoordinator(Coordinator):
                 return True
             lost = watch.lost(lambda: [0])
             if lost:
-                raise ranks_failed(lost, causes=_causes_of_loss(lost, watch))
+                raise ranks_failed(lost, causes=watch.causes(lost))
             if lookout is not None:
                 try:
                     lookout.look()
@@ -331,14 +295,3 @@ class StoreCoordinator(Coordinator):
                     [*keys, *(f"{question}/{name}" for name in ("count", "failed", "closed", "answer", "left"))]
                 )
             self._answered.append(tag)
-
-    def _missing(self, store: RankStore, tag: str) -> list[int]:
-        return [rank for rank in range(self.world_size) if not store.has(f"{tag}/said/{rank}")]
-
-    def _silent(self, store: RankStore, tag: str) -> str:
-        return named(self._missing(store, tag))
-
-
-def _causes_of_loss(lost: dict[int, str], watch: Watch) -> dict[int, str]:
-    """A rank that is gone will not take part in another try, one that hangs may."""
-    return {rank: (RanksError if rank in watch.gone else CheckpointTimeoutError).__name__ for rank in lost}
