@@ -14,6 +14,8 @@ WhenResized = Literal["keep", "first", "error"]
 class PerRank:
     """A value of a state dict that differs from rank to rank. All else is taken to be equal where keys are equal.
 
+    A save that finds a difference warns of it by key: only one rank's value is saved then.
+
     Args:
         value: a plain value, a tensor, nested containers, or an object with `state_dict()` and `load_state_dict()`. A
             load fills it in place, or replaces it where it is a plain value.
