@@ -233,7 +233,7 @@ def one_rank_before_the_group(rank: int, world_size: int, folder: Path) -> None:
             manager.save(1, state)
         manager.close()
     else:
-        with pytest.raises(CheckpointError, match="1"):
+        with pytest.raises(CheckpointError, match="Timed out waiting"):
             build_manager(
                 "sync", ["checkpoint.timeouts.stage=1", "checkpoint.timeouts.visible=0.5"], dir=folder / "run"
             )
