@@ -24,6 +24,7 @@ from .stagers.snapshot import Comparison, Snapshot
 from .storage import commit
 from .storage.commit import Attempt
 from .storage.fs import FsOps
+from .storage.liveness import AttemptLock
 from .storage.owner import Ownership
 from .storage.space import FULL, amount, full_text, refuse_without_room
 from .storage.visibility import wait_visible
@@ -102,7 +103,7 @@ class AttemptRunner:
         name, token = os.path.basename(attempt.target), attempt.token
         ownership = self.ownership
         deadline = time.monotonic() + self._timeouts.stage + self._timeouts.write
-        locks: list[int] = []
+        locks: list[AttemptLock] = []
         job: WriteJob | None = None
         mine: dict[str, Any] = {}
 
@@ -110,12 +111,12 @@ class AttemptRunner:
             self._learn_catalogs(said)
             needed = sum(each["bytes"] for each in said)
             with self._as_save_error(attempt.target, needed):
+                if ownership is not None:
+                    ownership.claim()  # which makes room, where an earlier run left something
                 if self._min_free_bytes is not None:
                     refuse_without_room(self._fs, attempt.target, needed, self._min_free_bytes)
-                if ownership is not None:
-                    ownership.claim()
                 commit.begin(self._fs, attempt)
-                locks.append(self._fs.lock_shared(attempt.staging))
+                locks.append(commit.lock(self._fs, attempt))
             return differing([each.get("digests", {}) for each in said])
 
         def write() -> dict[str, Any]:
@@ -146,8 +147,8 @@ class AttemptRunner:
                 commit.abandon(self._fs, attempt)
             raise
         finally:
-            for descriptor in locks:
-                os.close(descriptor)
+            for lock in locks:
+                lock.close()
         committed_s = time.perf_counter() - scheduled.started
         logger.info("%s committed after %.2f s", name, committed_s)
         sealed = scheduled.snapshot.sealed
@@ -291,10 +292,15 @@ class AttemptRunner:
 
     @contextlib.contextmanager
     def _as_save_error(self, path: str, needed: int) -> Iterator[None]:
-        """Errors of the file system become the family's; that there is no room is told in numbers."""
+        """Errors of the file system become the family's; that there is no room is told in numbers.
+
+        A run that lost the root is told that: the new owner may have deleted the files under its hands.
+        """
         try:
             yield
         except (CheckpointSaveError, OSError) as error:
+            if self._ranks.leads and self.ownership is not None:
+                self.ownership.check_after(error)
             known = isinstance(error, CheckpointSaveError)
             if error.errno in FULL and not isinstance(error, CheckpointStorageFullError):
                 text = str(error) if known else f"{path} could not be saved: {error}."

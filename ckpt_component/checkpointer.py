@@ -193,6 +193,8 @@ class SyncCheckpointer(Checkpointer):
     def save(self, state_dict: Mapping[Any, Any], path: PathLike, *, may_wait: bool = True, **kwargs: Any) -> None:
         """Save, and return when the checkpoint is committed; see `Checkpointer.save`."""
         ours = isinstance(self._writer, BlockingWriter)  # whose ranks look together whether the path is free
+        if ours:
+            _refuse_keywords(self, kwargs)
         target = absolute_path(path) if ours else new_path(path)
         result = self._writer.write(state_dict, target, **kwargs)
         if isinstance(result, SaveReport):
@@ -244,6 +246,7 @@ class AsyncCheckpointer(Checkpointer):
                 raise CheckpointBusyError(f"{path} came while an earlier save was still running")
             staged, write_future = self._save_with_foreign_parts(state_dict, new_path(path), **kwargs)
         else:
+            _refuse_keywords(self, kwargs)
             try:
                 staged, write_future = saver.save(
                     state_dict, absolute_path(path), self._untold.by_number(), may_wait=may_wait
@@ -305,3 +308,12 @@ class AsyncCheckpointer(Checkpointer):
             report = Future.result(future, timeout=0)
             if isinstance(report, SaveReport):
                 self._last_report = report
+
+
+def _refuse_keywords(checkpointer: Checkpointer, unknown: Mapping[str, Any]) -> None:
+    """Parts of somebody else's are given keywords that only they know; ours know none."""
+    if unknown:
+        raise TypeError(
+            f"{type(checkpointer).__name__}.save() got an unexpected keyword argument {next(iter(unknown))!r}; "
+            "it takes state_dict, path and may_wait."
+        )

@@ -58,7 +58,7 @@ def build_checkpointer(config: Any, overrides: Sequence[str] = ()) -> Checkpoint
         raise CheckpointConfigError(
             "checkpoint.enabled=false builds no checkpointer; use build_manager(), whose manager then does nothing."
         )
-    return _build_graph(settings)
+    return _build_graph(settings, _file_system(settings))
 
 
 def build_manager(
@@ -85,7 +85,7 @@ def build_manager(
     place = root_of_job(root, saves=settings.enabled and save.ever)
     fs = _file_system(settings)
     timeouts = _timeouts(settings)
-    checkpointer = _build_graph(settings) if settings.enabled else None
+    checkpointer = _build_graph(settings, fs) if settings.enabled else None
     if checkpointer is not None:
         try:
             if place != root:
@@ -171,7 +171,7 @@ def check_parts(parts: Parts) -> None:
             raise CheckpointConfigError(rule.text.format(**names, max_stall_s=parts.max_stall_s))
 
 
-def _build_graph(settings: Checkpoint) -> Checkpointer:
+def _build_graph(settings: Checkpoint, fs: FsOps) -> Checkpointer:
     check_parts(
         Parts(
             part_class("stager", settings.stager, Stager),
@@ -187,7 +187,6 @@ def _build_graph(settings: Checkpoint) -> Checkpointer:
     writer = _build(Writer, "writer", settings.writer)
     timeouts = _timeouts(settings)
     ranks = _ranks(timeouts)
-    fs = _file_system(settings)
     # An arena must be visible to the process that writes it; that is the caller's to say, not the stager's.
     stager.connect(writer, ranks=ranks, shared=caller.in_other_process, timeout=timeouts.stage)
     stager.max_stall = timeouts.max_stall

@@ -85,7 +85,7 @@ class CheckpointManager:
         self._pending = PendingSaves(self.reports)
         if checkpointer is not None:
             checkpointer.after_each_commit(Retention(fs, self._root, names, keep).after_commit)
-            checkpointer.own(Ownership(fs, self._root))
+            checkpointer.own(Ownership(fs, self._root, names))
 
     @property
     def enabled(self) -> bool:

@@ -33,6 +33,7 @@ from .stagers.base import Stager
 from .stagers.snapshot import Snapshot, Survey
 from .storage.commit import Attempt
 from .storage.fs import FsOps
+from .storage.names import owned_token
 from .storage.owner import Ownership
 from .tries import Tries
 from .writers.base import Writer
@@ -137,8 +138,10 @@ class Saver:
         staged: Future[None] = Future() if snapshot is None else snapshot.staged
         if snapshot is None:
             staged.set_exception(error)
-        owner = "" if self._runner.ownership is None else self._runner.ownership.token
-        attempt = Attempt(path, agreed.token, owner, self._fs.atomic_rename)
+        owner, token = "", agreed.token
+        if self._runner.ownership is not None:
+            owner, token = self._runner.ownership.token, owned_token(token)
+        attempt = Attempt(path, token, owner, self._fs.atomic_rename)
         scheduled = Scheduled(attempt, snapshot, error, started)
         self._in_flight.append(future)
         self._thread.submit(self._finish, scheduled, time.perf_counter() - started, future)

@@ -138,6 +138,13 @@ class _ProcessCaller(WriteCaller):
                 f"Writing {job.attempt.target} failed in the writer process (pid {process.pid}): {answer['error']}.",
                 answer["errno"],
             ) from RemoteTraceback(answer["traceback"])
+        if answer["kind"] != "done" or answer["id"] != number:
+            process.kill()
+            self._process = None
+            raise CheckpointSaveError(
+                f"Writing {job.attempt.target} failed: the writer process (pid {process.pid}) answered request {number}"
+                f" with a frame {answer['kind']!r} for request {answer.get('id')}."
+            )
         return dict(answer["result"])
 
     def progress(self) -> int:

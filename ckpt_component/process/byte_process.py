@@ -62,7 +62,9 @@ class ByteProcess:
         finally:
             theirs.close()
         try:
-            self.receive(time.monotonic() + start_timeout, "timeouts.worker_start")
+            first = self.receive(time.monotonic() + start_timeout, "timeouts.worker_start")
+            if first["kind"] != "ready":
+                raise CheckpointSaveError(f"The writer process began with a frame {first['kind']!r}, and not 'ready'.")
         except BaseException:
             self.kill()
             raise

@@ -22,13 +22,15 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ..image.huge_pages import map_shared
+from ..storage import commit
 from ..storage.file_system import file_system
 from ..storage.fs import FsOps
+from ..storage.liveness import AttemptLock
 from ..writers.byte_io import Extra, MemorySource, WriteOptions, WriteResult, WriteTable, run_write_job
 from ..writers.lanes import ByteSource
 from ..writers.progress import FilledSource
 from .channel import Frame, receive_frame, send_frame
-from .orphaned import finish
+from .orphaned import attempt_of, finish
 
 #: How often an idle process looks whether its trainer lives.
 _POLL_SECONDS = 1.0
@@ -41,7 +43,7 @@ class _Undecided:
     job: Mapping[str, Any]
     result: WriteResult
     sidecars: dict[str, bytes]
-    lock: int
+    lock: AttemptLock
     until: float
 
 
@@ -61,6 +63,12 @@ class ByteWorker:
     def serve(self) -> None:
         """Handle frames until the trainer says goodbye or is gone."""
         send_frame(self._sock, {"kind": "ready", "pid": os.getpid()})
+        try:
+            self._handle_frames()
+        finally:
+            self._forget()
+
+    def _handle_frames(self) -> None:
         while True:
             frame = self._next_frame()
             if frame is None:
@@ -78,6 +86,15 @@ class ByteWorker:
                 self._forget()
             elif kind == "close":
                 return
+            else:
+                self._refuse(kind)
+                return
+
+    def _refuse(self, kind: object) -> None:
+        """The trainer speaks of something else, so its other frames may not mean what they seem to: answer, and end."""
+        error = f"the trainer sent a frame of the unknown kind {kind!r}; are the two of different releases?"
+        print(f"ckpt writer: {error}", file=sys.stderr)
+        send_frame(self._sock, {"kind": "failed", "id": None, "error": error, "errno": None, "traceback": error})
 
     def _next_frame(self) -> Frame | None:
         """The next frame; None when the trainer is gone, also while a process that it forked holds the socket open."""
@@ -110,11 +127,12 @@ class ByteWorker:
     def _write(self, job: Mapping[str, Any], blob: memoryview, pipe: int | None = None) -> None:
         """One save: a failure is answered and fails this save alone. With a pipe, the image is still being filled."""
         self._forget()
-        lock, until = None, time.monotonic() + job["seconds"]
+        lock: AttemptLock | None = None
+        until = time.monotonic() + job["seconds"]
         try:
             fs = _file_system(job)
             table, sidecars, checksum_home = self._tables[job["table"]]
-            lock = fs.lock_shared(job["staging"])
+            lock = commit.lock(fs, attempt_of(job))
             extras = [
                 Extra(spec["file"], spec["offset"], data, spec["items"])
                 for spec, data in zip(job["extras"], _pieces(blob, [e["size"] for e in job["extras"]]), strict=True)
@@ -128,7 +146,7 @@ class ByteWorker:
             result = run_write_job(fs, job["staging"], job["rank"], table, source, extras, options, checksum_home)
         except Exception as error:
             if lock is not None:
-                os.close(lock)
+                lock.close()
             answer = {
                 "kind": "failed",
                 "id": job["id"],
@@ -158,7 +176,7 @@ class ByteWorker:
 
     def _forget(self) -> None:
         if self._undecided is not None:
-            os.close(self._undecided.lock)
+            self._undecided.lock.close()
             self._undecided = None
 
 

@@ -17,6 +17,7 @@ from typing import Any
 from ..errors import CheckpointError
 from ..storage.commit import Attempt, abandon, is_over, publish
 from ..storage.fs import FsOps
+from ..storage.liveness import AttemptLock
 from ..storage.names import integrity_name
 
 _POLL_SECONDS = 0.1
@@ -28,7 +29,7 @@ def finish(
     job: Mapping[str, Any],
     mine: Mapping[str, Any],
     sidecars: Mapping[str, bytes],
-    lock: int,
+    lock: AttemptLock,
     until: float,
 ) -> None:
     """Commit, or take the unfinished checkpoint away. Returns when either is done; says which on stderr.
@@ -41,7 +42,7 @@ def finish(
         lock: this process's lock on the staging folder.
         until: the save's deadline, monotonic seconds.
     """
-    attempt = Attempt(job["target"], job["token"], job["owner"], fs.atomic_rename)
+    attempt = attempt_of(job)
     try:
         if is_over(fs, attempt):
             return
@@ -58,24 +59,29 @@ def finish(
     _say(f"committed {attempt.target}")
 
 
+def attempt_of(job: Mapping[str, Any]) -> Attempt:
+    """The attempt of a write request."""
+    return Attempt(job["target"], job["token"], job["owner"], job["atomic_rename"])
+
+
 def _votes(
-    fs: FsOps, staging: str, mine: Mapping[str, Any], world_size: int, lock: int, patience: float, until: float
+    fs: FsOps, staging: str, mine: Mapping[str, Any], world_size: int, lock: AttemptLock, patience: float, until: float
 ) -> list[Mapping[str, Any]] | None:
     """What every rank wrote; None when a rank's writer is gone without a vote.
 
-    A writer lives while it holds its lock on the folder. Where locks do not reach other hosts, a change in the folder
-    is the sign of life.
+    A writer lives while it holds its lock on the folder, or touches its file. Where locks do not reach other hosts, a
+    change in the folder is the sign of life.
     """
     found: dict[int, Mapping[str, Any]] = {mine["rank"]: mine}
-    heard, changed = time.monotonic(), 0.0
+    heard, changed = time.monotonic(), (0.0, 0.0)
     while True:
         for rank in range(world_size):
             if rank not in found and (vote := _vote(fs, staging, rank)) is not None:
                 found[rank] = vote
         if len(found) == world_size:
             return [found[rank] for rank in range(world_size)]
-        now, newest = time.monotonic(), fs.modified(staging)
-        if newest != changed or fs.locked_by_others(lock):
+        now, newest = time.monotonic(), (fs.modified(staging), lock.touched_by_others())
+        if newest != changed or lock.held_by_others():
             heard, changed = now, newest
         if now - heard > patience or now > until:
             return None

@@ -23,6 +23,7 @@ from typing import Any
 from ..errors import CheckpointError, CheckpointExistsError, CheckpointSaveError, CheckpointTimeoutError
 from .debris import discard, remove_if_empty
 from .fs import FsOps
+from .liveness import AttemptLock
 from .manifest import VERSION, encode_manifest
 from .names import MANIFEST, QUARANTINED, is_token, staging_path
 from .owner import check_owner
@@ -91,6 +92,11 @@ def begin(fs: FsOps, attempt: Attempt) -> None:
     fs.sync_folder(parent)
     if not attempt.by_rename:
         fs.sync_folder(os.path.dirname(parent))  # another attempt may have made the folder, and not synced it yet
+
+
+def lock(fs: FsOps, attempt: Attempt) -> AttemptLock:
+    """Show, until it is closed, that this process works on an attempt that has begun."""
+    return AttemptLock(fs, os.path.dirname(attempt.target), attempt.token, attempt.staging)
 
 
 def publish(

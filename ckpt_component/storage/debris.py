@@ -9,19 +9,25 @@ from __future__ import annotations
 import errno
 import logging
 import os
-import time
+from collections.abc import Collection, Iterator
 
 from ..errors import CheckpointError
 from .fs import FsOps
+from .liveness import LifeSigns
 from .manifest import data_folder, read_manifest
 from .names import (
+    ALIVE_PREFIX,
     MANIFEST,
     QUARANTINED,
+    STAGING_PREFIX,
+    TRASH_PREFIX,
     TRIAL_PREFIX,
     StepNames,
     is_debris_of_this_host,
+    is_owned_token,
     is_token,
     is_token_of_this_host,
+    token_of_staging,
     trash_path,
 )
 
@@ -64,29 +70,47 @@ def remove_if_empty(fs: FsOps, folder: str) -> None:
             raise
 
 
-def sweep(fs: FsOps, root: str, steps: StepNames) -> list[str]:
-    """Delete what dead processes of this host left in `root`: unfinished and half-deleted checkpoints.
+def sweep(fs: FsOps, root: str, steps: StepNames, fenced: Collection[str] = ()) -> list[str]:
+    """Delete what dead processes left in `root`: unfinished and half-deleted checkpoints.
 
-    A folder whose owner lives (trainer, or a writer process that is still finishing) is locked and stays, and so does
-    everything that has another host's mark or another prefix. Returns the names that were deleted.
+    What belongs to a living process (trainer, or a writer process that is still finishing) stays, see `liveness`; and
+    so does everything that has another host's mark or another prefix. Returns the names that were deleted.
+
+    Args:
+        fs: where effects go.
+        root: folder of the checkpoints.
+        steps: how steps are named there.
+        fenced: names of `leftovers` that nobody can commit any more, whichever host they are of.
     """
+    signs = LifeSigns(fs, root)
     gone = []
-    for name in fs.names(root):
+    for name in signs.names:
         path = os.path.join(root, name)
         if steps.step(name) is not None:
-            gone += [f"{name}/{attempt}" for attempt in _sweep_step(fs, path)]
+            gone += _sweep_step(fs, signs, path, fenced)
             continue
-        is_trial = name.startswith(TRIAL_PREFIX) and fs.size(path) is not None
-        if not is_debris_of_this_host(name) or not (_is_folder(path) or is_trial):
+        here = is_debris_of_this_host(name)
+        if not here and name not in fenced:
             continue
         try:
-            # A very young folder may not have been locked by its owner yet, and a trial file is about to go.
-            if (not is_trial and fs.is_locked(path)) or _is_young(path):
-                continue
-            if is_trial:
+            if _is_folder(path):
+                # A very young folder may not have been locked by its owner yet.
+                if _is_young(signs, path) or signs.is_alive(path, token_of_staging(name), here=here):
+                    continue
+                _remove_folder(fs, path)
+            elif fs.size(path) is not None:
+                # A trial file is about to go, and that of a living process is touched.
+                if not (
+                    signs.is_older(path, _YOUNG_SECONDS)
+                    if here and name.startswith(TRIAL_PREFIX)
+                    else signs.is_quiet(path)
+                ):
+                    continue
                 fs.unlink(path)
             else:
-                fs.remove_tree(path)
+                continue
+        except FileNotFoundError:
+            continue  # it was committed or deleted meanwhile
         except OSError as error:
             _warn_left(path, error)
             continue
@@ -95,21 +119,48 @@ def sweep(fs: FsOps, root: str, steps: StepNames) -> list[str]:
 
 
 def living_attempts(fs: FsOps, root: str, steps: StepNames) -> list[str]:
-    """Folders in `root` of attempts that a living process of this host still works on."""
+    """Attempts in `root` that a living process of this host still works on."""
+    signs = LifeSigns(fs, root)
     living = []
-    for name in fs.names(root):
-        path = os.path.join(root, name)
-        if steps.step(name) is not None:
-            living += [
-                f"{name}/{attempt}"
-                for attempt in attempts_in(fs, path)
-                if is_token_of_this_host(attempt)
-                and fs.is_locked(os.path.join(path, attempt))
-                and not _is_kept(fs, path, attempt)
-            ]
-        elif is_debris_of_this_host(name) and _is_folder(path) and fs.is_locked(path):
+    for name, path, token in _attempts(fs, root, steps, signs.names):
+        try:
+            if not is_token_of_this_host(token) or not signs.is_alive(path, token):
+                continue
+        except FileNotFoundError:
+            continue  # it was committed or deleted meanwhile
+        except OSError as error:
+            logger.warning("whether a process works on %s cannot be seen (%s); it is not waited for", path, error)
+            continue
+        if "/" not in name or not _is_kept(fs, os.path.dirname(path), token):
             living.append(name)
     return living
+
+
+def leftovers(fs: FsOps, root: str, steps: StepNames) -> set[str]:
+    """Names of what runs left in `root` that owned it, which is for the next owner to delete: of any host."""
+    names = fs.names(root)
+    found = {name for name, _, token in _attempts(fs, root, steps, names) if is_owned_token(token)}
+    return found | {name for name in names if name.startswith((TRASH_PREFIX, TRIAL_PREFIX, ALIVE_PREFIX))}
+
+
+def _attempts(fs: FsOps, root: str, steps: StepNames, names: list[str]) -> Iterator[tuple[str, str, str]]:
+    """Name below `root`, path and token of every attempt's folder; some are those of checkpoints (`_is_kept`)."""
+    for name in names:
+        path = os.path.join(root, name)
+        if steps.step(name) is not None:
+            for token in attempts_in(fs, path):
+                yield f"{name}/{token}", os.path.join(path, token), token
+        elif name.startswith(STAGING_PREFIX) and _is_folder(path):
+            yield name, path, token_of_staging(name)
+
+
+def _remove_folder(fs: FsOps, path: str) -> None:
+    """Delete a folder of `sweep`: where there are renames, whoever wakes up late finds all of it there, or nothing."""
+    if fs.atomic_rename and not os.path.basename(path).startswith(TRASH_PREFIX):
+        trash = trash_path(path)
+        fs.rename_new(path, trash)
+        path = trash
+    fs.remove_tree(path)
 
 
 def _discard_by_rename(fs: FsOps, path: str) -> None:
@@ -132,21 +183,25 @@ def _discard_in_place(fs: FsOps, path: str) -> None:
         remove_if_empty(fs, path)  # beside it there may be what is quarantined, or an attempt that came too late
 
 
-def _sweep_step(fs: FsOps, folder: str) -> list[str]:
-    """The same for the attempts inside one step's folder; returns their names."""
-    gone = []
+def _sweep_step(fs: FsOps, signs: LifeSigns, folder: str, fenced: Collection[str]) -> list[str]:
+    """The same for the attempts inside one step's folder; returns their names below the root."""
+    gone, step = [], os.path.basename(folder)
     try:
-        for name in attempts_in(fs, folder):
-            path = os.path.join(folder, name)
-            # In this order: once it is not locked, nobody commits it any more.
-            if not is_token_of_this_host(name) or fs.is_locked(path) or _is_young(path) or _is_kept(fs, folder, name):
+        for token in attempts_in(fs, folder):
+            path, here = os.path.join(folder, token), is_token_of_this_host(token)
+            if not here and f"{step}/{token}" not in fenced:
+                continue
+            # In this order: once it is not alive, nobody commits it any more.
+            if _is_young(signs, path) or signs.is_alive(path, token, here=here) or _is_kept(fs, folder, token):
                 continue
             fs.remove_tree(path)
-            gone.append(name)
+            gone.append(f"{step}/{token}")
         # Without renames an empty folder is what is left of an attempt that began or ended there.
-        begun = not fs.atomic_rename and _is_folder(folder) and not _is_young(folder)
-        if (gone or begun) and not fs.names(folder):
+        begun = not fs.atomic_rename and _is_folder(folder) and not fs.names(folder) and not _is_young(signs, folder)
+        if begun or (gone and not fs.names(folder)):
             remove_if_empty(fs, folder)
+    except FileNotFoundError:
+        pass  # it was committed or deleted meanwhile
     except OSError as error:
         _warn_left(folder, error)
     return gone
@@ -167,8 +222,8 @@ def _is_folder(path: str) -> bool:
     return os.path.isdir(path) and not os.path.islink(path)
 
 
-def _is_young(path: str) -> bool:
-    return time.time() - os.lstat(path).st_mtime < _YOUNG_SECONDS
+def _is_young(signs: LifeSigns, folder: str) -> bool:
+    return not signs.is_older(folder, _YOUNG_SECONDS)
 
 
 def _warn_left(path: str, error: OSError) -> None:

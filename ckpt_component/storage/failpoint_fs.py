@@ -41,7 +41,7 @@ class FailpointFs(FsOps):
     def __init__(
         self, failpoints: Sequence[Failpoint], log: str, *, durable: bool, atomic_rename: bool, process: str
     ) -> None:
-        super().__init__(durable=durable, atomic_rename=atomic_rename)
+        super().__init__(durable=durable, atomic_rename=atomic_rename, warns=process == "trainer")
         self._failpoints = failpoints
         self._log = log
         self._process = process
@@ -147,25 +147,15 @@ class FailpointFs(FsOps):
         self._reach("read", path)
         return super().read(path, limit)
 
-    def lock_shared(self, path: str) -> int:
-        """See `FsOps`."""
-        self._reach("lock_shared", path)
-        return super().lock_shared(path)
-
     def modified(self, path: str) -> float:
         """See `FsOps`."""
         self._reach("modified", path)
         return super().modified(path)
 
-    def locked_by_others(self, fd: int) -> bool:
+    def flock(self, fd: int, how: int) -> None:
         """See `FsOps`."""
-        self._reach("locked_by_others", _path_of(fd))
-        return super().locked_by_others(fd)
-
-    def is_locked(self, path: str) -> bool:
-        """See `FsOps`."""
-        self._reach("is_locked", path)
-        return super().is_locked(path)
+        self._reach("flock", _path_of(fd))
+        super().flock(fd, how)
 
     def _reach(self, operation: str, path: str) -> bool:
         """An operation is about to happen. Returns whether it is to be done at all."""

@@ -40,7 +40,7 @@ EFFECTS = (
     "remove_folder",
 )
 #: Those that only look: they can fail by name, and are not part of the count.
-LOOKS = ("names", "size", "modified", "read", "lock_shared", "locked_by_others", "is_locked")
+LOOKS = ("names", "size", "modified", "read", "flock")
 _ACTIONS = ("kill", "stop", "skip", "torn", "short")
 
 

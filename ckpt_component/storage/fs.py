@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
+import logging
 import os
 import stat
+import time
 from collections.abc import Sequence
 
+from .locks import FolderLocks
 from .mounts import kind_of
 from .regular import open_regular
+
+logger = logging.getLogger(__name__)
 
 #: Linux takes at most this many buffers in one vectored write (IOV_MAX).
 MAX_BUFFERS = 1024
@@ -26,7 +30,7 @@ _RENAME_NOREPLACE = 1
 _AT_FDCWD = -100
 
 
-class FsOps:
+class FsOps(FolderLocks):
     """The file-system calls that a save is made of.
 
     Args:
@@ -34,11 +38,15 @@ class FsOps:
             them do nothing (safe against the death of processes alone, several times faster on small saves).
         atomic_rename: whether a folder can be renamed in one step. `False`, for object stores that are mounted: nothing
             is renamed, checkpoints are committed by `put_new`, and files are overwritten where they stand.
+        warns: see `FolderLocks`.
     """
 
-    def __init__(self, *, durable: bool = True, atomic_rename: bool = True) -> None:
+    def __init__(self, *, durable: bool = True, atomic_rename: bool = True, warns: bool = True) -> None:
+        super().__init__(warns=warns)
         self.durable = durable
         self.atomic_rename = atomic_rename
+        #: By folder: what the clock of its file system is ahead of `time.monotonic()`.
+        self._clocks: dict[str, float] = {}
 
     def make_folders(self, path: str) -> None:
         """Create a folder and the missing ones above it, each made durable in its parent."""
@@ -248,14 +256,38 @@ class FsOps:
             return None
         return found.st_size if stat.S_ISREG(found.st_mode) else None
 
-    def try_folder(self, path: str, name: str) -> None:
-        """Make a small file in a folder and delete it; an error is what a save would meet there."""
+    def try_folder(self, path: str, name: str) -> float:
+        """Make a small file in a folder and delete it; an error is what a save would meet there.
+
+        Returns when it was made by the clock of the file system, seconds since 1970.
+        """
         trial = os.path.join(path, name)
         try:
-            self.close(self.create(trial))
+            fd = self.create(trial)
+            made = os.fstat(fd).st_mtime
+            self.close(fd)
         finally:
             if self.size(trial) is not None:
                 self.unlink(trial)
+        return made
+
+    def now(self, folder: str, name: str) -> float:
+        """The time of day in a folder, which on a server may differ from this host's: seconds since 1970.
+
+        Args:
+            folder: on the file system in question.
+            name: of a small file which is made there and deleted, at the first call for this folder.
+        """
+        if folder not in self._clocks:
+            try:
+                made = self.try_folder(folder, name)
+            except OSError as error:
+                logger.info(
+                    "the clock of %s is taken to be that of this host, as no file can be made: %s", folder, error
+                )
+                return time.time()
+            self._clocks[folder] = made - time.monotonic()
+        return self._clocks[folder] + time.monotonic()
 
     def free_bytes(self, path: str) -> int | None:
         """How many bytes this process may still write below a folder; None where the file system does not say."""
@@ -278,52 +310,20 @@ class FsOps:
             raise OSError(errno.EFBIG, f"more than the {limit} bytes that this file may have", path)
         return data
 
-    def lock_shared(self, path: str) -> int:
-        """Open a folder and hold a shared lock on it, which tells others that its owner lives.
-
-        Returns a descriptor; closing it, or the death of the process, gives the lock back.
-        """
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP):
-                os.close(fd)
-                raise
-        return fd
-
-    def locked_by_others(self, fd: int) -> bool:
-        """Whether another living process holds `lock_shared` on the folder of `fd`, which stays locked by this one."""
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        except OSError as error:
-            if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP):
-                raise
-            return True  # cannot be known here
-        finally:
-            # A conversion that fails gives the shared lock up as well (flock(2)).
-            with contextlib.suppress(BlockingIOError):
-                fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        return False
+    def touch(self, path: str) -> None:
+        """Set the time of a file to now, by the clock of the file system."""
+        os.utime(path)
 
     def modified(self, path: str) -> float:
-        """When something in a folder was last changed, seconds since 1970."""
-        with os.scandir(path) as entries:
-            times = [entry.stat(follow_symlinks=False).st_mtime for entry in entries]
-        return max([os.stat(path).st_mtime, *times])
-
-    def is_locked(self, path: str) -> bool:
-        """Whether a living process holds `lock_shared` on the folder."""
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        finally:
-            os.close(fd)
-        return False
+        """When a file, or something in a folder, was last changed, seconds since 1970."""
+        found = os.lstat(path)
+        times = [found.st_mtime]
+        if stat.S_ISDIR(found.st_mode):
+            with os.scandir(path) as entries:
+                for entry in entries:
+                    with contextlib.suppress(FileNotFoundError):  # deleted just now
+                        times.append(entry.stat(follow_symlinks=False).st_mtime)
+        return max(times)
 
 
 def _rename_noreplace(source: str, target: str) -> bool:

@@ -17,11 +17,13 @@ OWNER = ".ckpt-owner.json"
 STAGING_PREFIX = ".ckpt-tmp."
 TRASH_PREFIX = ".ckpt-trash."
 TRIAL_PREFIX = ".ckpt-trial."
+ALIVE_PREFIX = ".ckpt-alive."
 QUARANTINE_PREFIX = ".ckpt-quarantine."
 #: In the folder of an attempt, or of a checkpoint, that stays where it is and is used no more: what its manifest was.
 QUARANTINED = "quarantined.json"
 
-_TOKEN = re.compile(r"[0-9a-f]{8}-[0-9a-f]{8}(-\d+)?")
+_OWNED = "-o"
+_TOKEN = re.compile(rf"[0-9a-f]{{8}}-[0-9a-f]{{8}}({_OWNED})?(-\d+)?")
 
 
 def integrity_name(rank: int) -> str:
@@ -58,6 +60,17 @@ def new_token() -> str:
     return f"{_host_token()}-{os.urandom(4).hex()}"
 
 
+def owned_token(token: str) -> str:
+    """The token of an attempt that is committed only while its run owns the root."""
+    return token + _OWNED
+
+
+def is_owned_token(token: str) -> bool:
+    """Whether this is a token of `owned_token`, or of one of its tries."""
+    match = _TOKEN.fullmatch(token)
+    return match is not None and match[1] is not None
+
+
 def token_of_try(token: str, number: int) -> str:
     """The token of a save's n-th try, from 1; all ranks derive the same one from what they agreed on at first."""
     return token if number == 1 else f"{token}-{number}"
@@ -78,6 +91,21 @@ def staging_path(target: str, token: str) -> str:
     return os.path.join(os.path.dirname(target), f"{STAGING_PREFIX}{os.path.basename(target)}.{token}")
 
 
+def token_of_staging(name: str) -> str:
+    """The token in the name of a staging folder."""
+    return name.rpartition(".")[2]
+
+
+def alive_prefix(token: str) -> str:
+    """How the names of the files begin by which the processes of an attempt show that they live."""
+    return f"{ALIVE_PREFIX}{token}."
+
+
+def alive_path(root: str, token: str) -> str:
+    """A new name under which this process can show that it works on an attempt."""
+    return os.path.join(root, alive_prefix(token) + new_token())
+
+
 def trash_path(path: str) -> str:
     """A new name beside `path` under which it waits for deletion."""
     name = os.path.basename(path).removeprefix(STAGING_PREFIX)
@@ -90,8 +118,8 @@ def quarantine_path(path: str) -> str:
 
 
 def is_debris_of_this_host(name: str) -> bool:
-    """Whether a name is that of an unfinished or retired folder, or of a trial file, of a process of this host."""
-    if not name.startswith((STAGING_PREFIX, TRASH_PREFIX, TRIAL_PREFIX)):
+    """Whether a name is that of an unfinished or retired folder, or of a file beside it, of a process of this host."""
+    if not name.startswith((STAGING_PREFIX, TRASH_PREFIX, TRIAL_PREFIX, ALIVE_PREFIX)):
         return False
     return name.rpartition(".")[2].startswith(_host_token() + "-")
 

@@ -15,8 +15,9 @@ import time
 from dataclasses import asdict, dataclass
 
 from ..errors import CheckpointFencedError
+from .debris import leftovers, sweep
 from .fs import FsOps
-from .names import OWNER
+from .names import MEGATRON, OWNER, StepNames
 
 logger = logging.getLogger(__name__)
 
@@ -52,16 +53,23 @@ class Ownership:
     Args:
         fs: where effects go.
         root: folder of the run's checkpoints.
+        steps: how steps are named there.
     """
 
-    def __init__(self, fs: FsOps, root: str) -> None:
+    def __init__(self, fs: FsOps, root: str, steps: StepNames = MEGATRON) -> None:
         self._fs = fs
         self._root = root
+        self._steps = steps
         self._taken = False
+        #: What earlier owners left, and can commit no more; gone through until nothing of it is there.
+        self._fenced: set[str] = set()
         self.token = os.urandom(8).hex()
 
     def claim(self) -> None:
         """Take the root over at the first call; at later ones make sure that it is still ours. Rank 0 alone.
+
+        Then what earlier owners left is deleted, of whichever host, unless it may be alive: what stood there before
+        this run's name did can be committed by nobody any more.
 
         Raises:
             CheckpointFencedError: another run took it meanwhile.
@@ -70,7 +78,10 @@ class Ownership:
         before = read_owner(self._fs, self._root)
         if self._taken and before is not None:
             _refuse_other(before, self._root, self.token)
+            self._clean_up()
             return
+        if not self._taken:
+            self._fenced = leftovers(self._fs, self._root, self._steps)
         generation = 1 if before is None else before.generation + 1
         mine = Owner(generation, self.token, socket.gethostname(), os.getpid(), time.time())
         self._fs.make_folders(self._root)
@@ -78,6 +89,28 @@ class Ownership:
         self._taken = True
         if before is not None:
             logger.info("this run takes over %s from %s, which can commit nothing there any more", self._root, before)
+        self._clean_up()
+
+    def check_after(self, error: Exception) -> None:
+        """After a failure: raise CheckpointFencedError from it where another run took the root over. Rank 0 alone."""
+        if not self._taken or isinstance(error, CheckpointFencedError):
+            return
+        try:
+            owner = read_owner(self._fs, self._root)
+        except OSError:
+            return  # the failure itself counts
+        if owner is not None and owner.token != self.token:
+            raise _fenced(owner, self._root) from error
+
+    def _clean_up(self) -> None:
+        if not self._fenced:
+            return
+        try:
+            for name in sweep(self._fs, self._root, self._steps, self._fenced):
+                logger.info("deleted %s, which an earlier run left", os.path.join(self._root, name))
+            self._fenced &= leftovers(self._fs, self._root, self._steps)
+        except OSError as error:
+            logger.warning("%s could not be searched for what earlier runs left: %s", self._root, error)
 
 
 def check_owner(fs: FsOps, root: str, token: str) -> None:
@@ -104,7 +137,11 @@ def read_owner(fs: FsOps, root: str) -> Owner | None:
 
 def _refuse_other(owner: Owner, root: str, token: str) -> None:
     if owner.token != token:
-        raise CheckpointFencedError(
-            f"Another run took over {root} ({owner}), so this one commits nothing there any more; end one of the two, "
-            "or give each a checkpoint.dir of its own."
-        )
+        raise _fenced(owner, root)
+
+
+def _fenced(owner: Owner, root: str) -> CheckpointFencedError:
+    return CheckpointFencedError(
+        f"Another run took over {root} ({owner}), so this one commits nothing there any more; end one of the two, "
+        "or give each a checkpoint.dir of its own."
+    )

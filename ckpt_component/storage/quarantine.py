@@ -7,6 +7,7 @@ import os
 from ..errors import CheckpointError
 from .debris import attempts_in, is_quarantined
 from .fs import FsOps
+from .liveness import LifeSigns
 from .manifest import MAX_BYTES, data_folder, read_manifest
 from .names import MANIFEST, QUARANTINED, quarantine_path
 
@@ -55,5 +56,8 @@ def _data_of(fs: FsOps, folder: str) -> list[str]:
     except CheckpointError:
         pass  # that it is damaged is why we are here
     attempts = [os.path.join(folder, name) for name in attempts_in(fs, folder)]
-    dead = [path for path in attempts if not fs.is_locked(path) and not is_quarantined(fs, path)]
+    signs = LifeSigns(fs, os.path.dirname(folder))
+    dead = [
+        path for path in attempts if not signs.is_alive(path, os.path.basename(path)) and not is_quarantined(fs, path)
+    ]
     return dead or [folder]

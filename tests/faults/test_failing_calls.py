@@ -68,7 +68,7 @@ def test_row_16_operations_of_one_of_two_ranks_fail(
     assert failures > 2 and not fired
 
 
-@pytest.mark.parametrize("operation", ["names", "size", "read", "lock_shared"])
+@pytest.mark.parametrize("operation", ["names", "size", "read", "flock"])
 @pytest.mark.parametrize("preset", ["sync", "async_persistent"])
 def test_row_16_looking_fails(preset: str, operation: str, forker: Forker, tmp_path: Path) -> None:
     found = forker.run(
