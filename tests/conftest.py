@@ -1,14 +1,19 @@
-"""What every test is held to: it leaves no process behind, and nothing in /dev/shm."""
+"""What every test is held to: it leaves no process behind, and nothing in /dev/shm.
+
+Both are asked of the descendants of the test alone. What other programs on the machine do is no concern of it.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
 import signal
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
 import pytest
 
 # Before torch is imported anywhere: the same number of threads on every machine, so that runs are alike.
@@ -22,7 +27,38 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 #: Helpers that live as long as the interpreter: Python's own, torch's, and the fork servers of the tests.
 _HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", "torch_shm_manager", "forker.py")
-_PATIENCE_S = 10
+_PATIENCE_S = 10.0
+_PAUSE_S = 0.02
+_TICKS = os.sysconf("SC_CLK_TCK")
+_SHM = Path("/dev/shm")
+_CLONE_NEWNS = 0x00020000
+_MS_PRIVATE = 1 << 18
+_MS_REC = 1 << 14
+
+
+def _mount_private_shm() -> str | None:
+    """Give this process (of pytest, or of one xdist worker) and all that it starts a /dev/shm of their own.
+
+    Returns why that cannot be done here; None: it is done. The mount ends with the last of these processes.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    steps = (
+        lambda: libc.unshare(_CLONE_NEWNS),
+        lambda: libc.mount(b"none", b"/", None, _MS_REC | _MS_PRIVATE, None),
+        lambda: libc.mount(b"tmpfs", os.fsencode(_SHM), b"tmpfs", 0, b"mode=1777"),
+    )
+    for step in steps:
+        if step() != 0:
+            return os.strerror(ctypes.get_errno())
+    return None
+
+
+#: Why nobody looks for names that are left in /dev/shm; None: it is looked.
+_NOT_PRIVATE = _mount_private_shm() if _SHM.is_dir() else "there is none"
+
+
+def pytest_report_header() -> str | None:
+    return None if _NOT_PRIVATE is None else f"no private /dev/shm ({_NOT_PRIVATE}): what is left there is not noticed"
 
 
 @pytest.fixture(autouse=True)
@@ -31,59 +67,72 @@ def no_process_is_left() -> Iterator[None]:
     before = set(_children())
     yield
     left = [child for child in _children() if child not in before]
-    _, alive = psutil.wait_procs(left, timeout=_PATIENCE_S if left else 0)
-    told = [f"{child.pid}: {_command(child)}" for child in alive]
-    for child in alive:
-        child.kill()
-    psutil.wait_procs(alive, timeout=_PATIENCE_S)
-    assert not told, f"processes left after {_PATIENCE_S} s: {told}"
+    deadline = time.monotonic() + _PATIENCE_S
+    while (left := [child for child in left if child.runs]) and time.monotonic() < deadline:
+        time.sleep(_PAUSE_S)
+    text = [f"{child.pid}: {_command(child.pid)}" for child in left]
+    for child in left:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child.pid, signal.SIGKILL)
+    assert not text, f"processes left after {_PATIENCE_S:g} s: {text}"
 
 
 @pytest.fixture(autouse=True)
 def nothing_is_left_in_dev_shm() -> Iterator[None]:
-    """Fail the test that leaves a name in /dev/shm. Names that other processes have open are theirs, and so are those
-    that go away by themselves: another worker's tests run meanwhile.
-    """
-    before = _shared_names()
+    """Fail the test that leaves a name in the private /dev/shm; what goes away by itself is waited for."""
+    if _NOT_PRIVATE is not None:
+        yield
+        return
+    before = set(os.listdir(_SHM))
     yield
     deadline = time.monotonic() + _PATIENCE_S
-    while left := _shared_names() - before:
-        left -= _names_of_others()
-        if not left or time.monotonic() >= deadline:
-            break
-        time.sleep(0.2)
-    assert not left, f"left in /dev/shm after {_PATIENCE_S} s: {sorted(left)}"
+    while (left := set(os.listdir(_SHM)) - before) and time.monotonic() < deadline:
+        time.sleep(_PAUSE_S)
+    assert not left, f"left in /dev/shm after {_PATIENCE_S:g} s: {sorted(left)}"
 
 
-def _children() -> list[psutil.Process]:
-    def is_helper(child: psutil.Process) -> bool:
-        # What a fork server forked has its command line too, but is no direct child.
-        return child in direct and any(name in _command(child) for name in _HELPERS)
+@dataclass(frozen=True)
+class _Child:
+    """A descendant of this process; `start` in ticks since the boot, which tells it from a later one of its number."""
 
-    direct = psutil.Process().children()
-    return [child for child in psutil.Process().children(recursive=True) if not is_helper(child)]
+    pid: int
+    start: int
+
+    @property
+    def runs(self) -> bool:
+        """Whether it runs still; one that ended and was not waited for does not."""
+        return self in _look(self.pid)
 
 
-def _command(process: psutil.Process) -> str:
+def _children() -> list[_Child]:
+    """The descendants of this process, without the helpers."""
+    # What a fork server forked has its command line too, but is no direct child.
+    helpers = {pid for pid in _started_by(os.getpid()) if any(name in _command(pid) for name in _HELPERS)}
+    found = _started_by(os.getpid())
+    for pid in found:  # grows meanwhile
+        found += _started_by(pid)
+    return [child for pid in found if pid not in helpers for child in _look(pid)]
+
+
+def _started_by(pid: int) -> list[int]:
+    found: list[int] = []
+    with contextlib.suppress(OSError):  # it, or one of its threads, ended in between
+        for task in os.listdir(f"/proc/{pid}/task"):
+            found += map(int, Path(f"/proc/{pid}/task/{task}/children").read_text().split())
+    return found
+
+
+def _look(pid: int) -> list[_Child]:
+    """The process of this number as it is now; none when there is none or it has ended."""
     try:
-        return " ".join(process.cmdline())
-    except psutil.Error:  # it ended in between
+        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []
+    return [] if state in "ZX" else [_Child(pid, int(fields[18]))]
+
+
+def _command(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+    except OSError:  # it ended in between
         return ""
-
-
-def _shared_names() -> set[str]:
-    folder = Path("/dev/shm")
-    return {entry.name for entry in folder.iterdir()} if folder.is_dir() else set()
-
-
-def _names_of_others() -> set[str]:
-    names = set()
-    for process in psutil.process_iter():
-        if process.pid == os.getpid():
-            continue
-        try:
-            paths = [entry.path for entry in process.memory_maps()] + [entry.path for entry in process.open_files()]
-        except (psutil.Error, OSError):  # it ended in between, or belongs to somebody else
-            continue
-        names |= {path.removeprefix("/dev/shm/") for path in paths if path.startswith("/dev/shm/")}
-    return names

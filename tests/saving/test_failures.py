@@ -231,10 +231,9 @@ def test_a_script_that_forgets_close_still_ends_with_its_last_save(caller: str, 
 def test_a_trainer_killed_between_write_and_commit_keeps_its_checkpoint(tmp_path: Path) -> None:
     done = run_script(tmp_path, "persistent", "kill")
     assert done.returncode == -signal.SIGKILL
-    # capture_output ended, so the writer process, which shares the pipe, has ended too
+    # capture_output ended, so the writer process, which shares the pipe, has ended too.
     with build_checkpointer("sync") as checkpointer:
         assert checkpointer.load(tmp_path / "checkpoints" / "one")["step"] == 5
-    assert not [p for p in psutil.process_iter(["cwd"]) if p.info["cwd"] == str(tmp_path)]
     assert os.listdir(tmp_path / "checkpoints") == ["one"]
 
 

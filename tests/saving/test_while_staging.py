@@ -212,12 +212,13 @@ KILLED = """
         while len(copy._work) > 4:
             copy._work.pop()
         drain(copy, *until)
-        if sys.argv[2] == "forked" and os.fork() == 0:  # has the pipe open, as a data loader's process would
+        forked = os.fork() if sys.argv[2] == "forked" else None
+        if forked == 0:  # has the pipe open, as a data loader's process would
             time.sleep(20)
             os._exit(0)
         while ours._checkpoint_process.caller.progress() < 16 << 20:
             time.sleep(0.01)
-        print(ours._checkpoint_process.caller.pid, flush=True)
+        print(ours._checkpoint_process.caller.pid, *[forked] * (forked is not None), flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
 
     with build_checkpointer("async_zero_overhead", ["checkpoint.writer.block_bytes=1048576"]) as ours:
@@ -237,14 +238,13 @@ def test_row_05_a_trainer_killed_in_mid_copy_leaves_nothing_visible_and_no_write
     began = time.monotonic()
     ended = subprocess.Popen([sys.executable, script, run, how], stdout=subprocess.PIPE, text=True)
     assert ended.stdout is not None
-    writer = int(ended.stdout.readline())
+    writer, *forked = map(int, ended.stdout.readline().split())
     assert ended.wait(60) == -signal.SIGKILL
     eventually(lambda: not psutil.pid_exists(writer) or psutil.Process(writer).status() == psutil.STATUS_ZOMBIE)
     assert time.monotonic() - began < 60
     assert not (run / "one").exists()
-    for child in psutil.process_iter(["cmdline"]):
-        if str(script) in (child.info["cmdline"] or []):
-            child.kill()
+    for pid in forked:
+        os.kill(pid, signal.SIGKILL)
     ended.stdout.close()
     with build() as ours:
         ours.save(STATE, run / "one")[1].result(30)
