@@ -64,9 +64,10 @@ def pytest_report_header() -> str | None:
 @pytest.fixture(autouse=True)
 def no_process_is_left() -> Iterator[None]:
     """Fail the test that ends while a process that it started still runs; end that process too."""
-    before = set(_children())
+    before, began = set(_children()), int(time.clock_gettime(time.CLOCK_BOOTTIME) * _TICKS)
     yield
-    left = [child for child in _children() if child not in before]
+    # The kernel's list may miss a child while another one ends, so an older one may be seen only now.
+    left = [child for child in _children() if child not in before and child.start >= began]
     deadline = time.monotonic() + _PATIENCE_S
     while (left := [child for child in left if child.runs]) and time.monotonic() < deadline:
         time.sleep(_PAUSE_S)

@@ -133,14 +133,16 @@ class _ProcessCaller(WriteCaller):
         finally:
             if job.progress is not None:
                 job.progress.leave()
+        asked_for = answer["kind"] in ("done", "failed") and answer["id"] == number
+        if not asked_for:
+            process.kill()
+            self._process = None
         if answer["kind"] == "failed":
             raise CheckpointSaveError(
                 f"Writing {job.attempt.target} failed in the writer process (pid {process.pid}): {answer['error']}.",
                 answer["errno"],
             ) from RemoteTraceback(answer["traceback"])
-        if answer["kind"] != "done" or answer["id"] != number:
-            process.kill()
-            self._process = None
+        if not asked_for:
             raise CheckpointSaveError(
                 f"Writing {job.attempt.target} failed: the writer process (pid {process.pid}) answered request {number}"
                 f" with a frame {answer['kind']!r} for request {answer.get('id')}."

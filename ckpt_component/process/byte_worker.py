@@ -91,10 +91,13 @@ class ByteWorker:
                 return
 
     def _refuse(self, kind: object) -> None:
-        """The trainer speaks of something else, so its other frames may not mean what they seem to: answer, and end."""
-        error = f"the trainer sent a frame of the unknown kind {kind!r}; are the two of different releases?"
+        """The trainer's other frames may not mean what they seem to either: answer, and do nothing more until the end."""
+        error = f"the trainer sent a frame of the unknown kind {kind!r}; they may be of different releases"
         print(f"ckpt writer: {error}", file=sys.stderr)
         send_frame(self._sock, {"kind": "failed", "id": None, "error": error, "errno": None, "traceback": error})
+        while (frame := self._next_frame()) is not None and frame[0]["kind"] != "close":
+            for fd in frame[2]:
+                os.close(fd)
 
     def _next_frame(self) -> Frame | None:
         """The next frame; None when the trainer is gone, also while a process that it forked holds the socket open."""

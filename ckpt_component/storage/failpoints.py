@@ -109,7 +109,7 @@ def _parse(text: str) -> Failpoint:
     action = values.get("action", "")
     valid = action in _ACTIONS and not argument
     if action == "raise":
-        valid = argument in errno.errorcode.values()
+        valid = isinstance(getattr(errno, argument, None), int)  # some have two names, and `errorcode` one
     elif action == "sleep":
         valid = argument.replace(".", "", 1).isdigit()
     if not valid:

@@ -16,7 +16,15 @@ import torch
 
 from ckpt_component import CheckpointError, build_manager
 from ckpt_component.storage.fs import FsOps
-from ckpt_component.storage.names import MEGATRON, OWNER, STAGING_PREFIX, TRASH_PREFIX, TRIAL_PREFIX, is_token
+from ckpt_component.storage.names import (
+    ALIVE_PREFIX,
+    MEGATRON,
+    OWNER,
+    STAGING_PREFIX,
+    TRASH_PREFIX,
+    TRIAL_PREFIX,
+    is_token,
+)
 from ckpt_component.storage.scan import committed_steps
 
 #: What is always in a root beside its checkpoints.
@@ -56,11 +64,13 @@ def differences(found: Any, expected: Any, key: str = "") -> list[str]:
 
 
 def age(root: str) -> None:
-    """Make what is in a root look some minutes old, as it is when a job comes back: very young folders are not swept."""
+    """Make what is in a root look some minutes old, as it is when a job comes back: very young folders are not swept.
+
+    Where there are no locks, what changed a moment ago is not either.
+    """
     for folder, folders, files in os.walk(root):
         for name in [*folders, *files]:
-            if name.startswith(".") or is_token(name) or MEGATRON.step(name) is not None:
-                os.utime(os.path.join(folder, name), (1, 1))
+            os.utime(os.path.join(folder, name), (1, 1))
 
 
 def is_unfinished(folder: str) -> bool:
@@ -94,7 +104,7 @@ def violations_at(
             wrong.append(f"I3: {name} is there and not committed: {os.listdir(os.path.join(root, name))}")
         elif (
             step is None
-            and not name.startswith((STAGING_PREFIX, TRASH_PREFIX, TRIAL_PREFIX))
+            and not name.startswith((STAGING_PREFIX, TRASH_PREFIX, TRIAL_PREFIX, ALIVE_PREFIX))
             and name not in FIXED | _DRAFTS
         ):
             wrong.append(f"I3: {name} is nothing of ours")

@@ -12,6 +12,8 @@ from faults.lives import KEEP
 from faults.workloads import newest_ack
 from forker import Forker
 
+from ckpt_component.storage.failpoints import EFFECTS
+from ckpt_component.storage.file_system import LOG, SPEC
 from ckpt_component.storage.names import MEGATRON
 from ckpt_component.storage.operation_log import read_log
 
@@ -20,7 +22,13 @@ MANY = 300
 
 
 def enumerate_kills(
-    forker: Forker, folder: Path, preset: str, victim: str, overrides: Sequence[str] = (), stride: int = 1
+    forker: Forker,
+    folder: Path,
+    preset: str,
+    victim: str,
+    overrides: Sequence[str] = (),
+    stride: int = 1,
+    always: str = "",
 ) -> tuple[int, list[str]]:
     """Kill at operation 1, 2, 3 ... of a save, and check after each.
 
@@ -32,12 +40,14 @@ def enumerate_kills(
             first stands still there; `all`.
         overrides: of the run.
         stride: 3 for every third operation.
+        always: a failpoint that is set from start to end, also while what a crash left is looked at.
 
     Returns:
         How many kills there were, and what was wrong after them.
     """
     root, acks, wrong = str(folder / "root"), str(folder / "acks"), []
     kills = 0
+    env = {SPEC: always, LOG: str(folder / "looks")} if always else {}
     for number in range(1, MANY, stride):
         log = str(folder / f"ops{number}")
         action = "kill" if victim == "self" else "stop"
@@ -46,7 +56,8 @@ def enumerate_kills(
             root=root,
             preset=preset,
             acks=acks,
-            failpoint=f"any:nth={number}:action={action}",
+            env=env,
+            failpoint=f"any:nth={number}:action={action}{';' * bool(always)}{always}",
             log=log,
             overrides=list(overrides),
         )
@@ -55,7 +66,7 @@ def enumerate_kills(
             kill_at(ended.stopped, pid, victim)
             ended = forker.wait(pid)
         left = forker.drain()
-        fired = read_log(f"{log}.fired")
+        fired = [each for each in read_log(f"{log}.fired") if each.operation in EFFECTS]
         told = f"{victim} at {number} ({fired[0] if fired else 'end'})"
         found = (ended.value or {}).get("violations", [])
         wrong += [f"before {told}: {text}" for text in found]
@@ -70,7 +81,7 @@ def enumerate_kills(
         if wrong or not fired:
             break
         kills += 1
-    wrong += [] if wrong else forker.run("faults.workloads:check", root=root, acks=acks, overrides=list(overrides))
+    wrong += [] if wrong else forker.run("faults.workloads:check", env, root=root, acks=acks, overrides=list(overrides))
     return kills, wrong
 
 

@@ -8,11 +8,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
+import torch
 
-from ckpt_component.errors import WorkerDiedError
+from ckpt_component import CheckpointSaveError, WorkerDiedError, build_checkpointer
 from ckpt_component.process.byte_process import ByteProcess
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -62,6 +64,41 @@ def test_ctrl_c_and_sigterm_to_the_group_do_not_end_it() -> None:
     finally:
         process.close(5)
     assert not process.alive
+
+
+def test_a_frame_of_an_unknown_kind_fails_the_save_that_is_under_way_and_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with build_checkpointer("async_persistent") as checkpointer:
+        caller = checkpointer._checkpoint_process.caller  # type: ignore[attr-defined]
+        process = caller._process
+        send = process.send
+
+        def send_more(header: dict[str, Any], *arguments: Any, **options: Any) -> None:
+            if header["kind"] == "write":
+                send({"kind": "wirte"}, time.monotonic() + 5)
+            send(header, *arguments, **options)
+
+        monkeypatch.setattr(process, "send", send_more)
+        state = {"weight": torch.ones(3)}
+        with pytest.raises(CheckpointSaveError, match="frame of the unknown kind 'wirte'"):
+            checkpointer.save(state, tmp_path / "one")[1].result(30)  # type: ignore[index]
+        checkpointer.save(state, tmp_path / "two")[1].result(30)  # type: ignore[index]
+    assert os.listdir(tmp_path) == ["two"]
+
+
+@pytest.mark.parametrize("answer", [{"kind": "doen", "id": 0}, {"kind": "done", "id": 7, "result": {}}])
+def test_an_answer_that_was_not_asked_for_fails_the_save(
+    answer: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with build_checkpointer("async_persistent") as checkpointer:
+        caller = checkpointer._checkpoint_process.caller  # type: ignore[attr-defined]
+        monkeypatch.setattr(caller._process, "receive", lambda deadline, key: answer)
+        state = {"weight": torch.ones(3)}
+        with pytest.raises(CheckpointSaveError, match=f"answered request 0 with a frame '{answer['kind']}'"):
+            checkpointer.save(state, tmp_path / "one")[1].result(30)  # type: ignore[index]
+        checkpointer.save(state, tmp_path / "two")[1].result(30)  # type: ignore[index]
+    assert os.listdir(tmp_path) == ["two"]
 
 
 def test_close_twice_and_after_death() -> None:

@@ -14,6 +14,8 @@ import pytest
 from ranks import finish_ranks, run_ranks, start_ranks
 
 from ckpt_component import CheckpointLoadError, build_checkpointer, build_manager
+from ckpt_component.storage.file_system import LOG, SPEC
+from ckpt_component.storage.names import ALIVE_PREFIX
 
 SCRIPT = Path(__file__).parent / "scripts" / "lost.py"
 
@@ -53,9 +55,12 @@ def test_row_18_a_leader_killed_in_the_decision(tmp_path: Path) -> None:
 
 
 @contextlib.contextmanager
-def trainers_killed_in_mid_write(folder: Path, before: int) -> Iterator[list[psutil.Process]]:
+def trainers_killed_in_mid_write(folder: Path, before: int, locks: bool = True) -> Iterator[list[psutil.Process]]:
     """The stopped writer processes of two ranks whose trainers are dead."""
-    ranks = start_ranks(SCRIPT, "all_killed_in_mid_write", 2, folder, SAVED_BEFORE=str(before))
+    env = {"SAVED_BEFORE": str(before)}
+    if not locks:
+        env |= {SPEC: "flock:action=raise:ENOLCK", LOG: str(folder / "ops")}
+    ranks = start_ranks(SCRIPT, "all_killed_in_mid_write", 2, folder, **env)
     writers = []
     try:
         codes = [rank.code for rank in finish_ranks(ranks, 60)]
@@ -70,15 +75,20 @@ def trainers_killed_in_mid_write(folder: Path, before: int) -> Iterator[list[psu
                 writer.kill()
 
 
-@pytest.mark.parametrize("before", [0, 1])
-def test_row_13_writers_of_dead_trainers_commit_together(before: int, tmp_path: Path) -> None:
+def checkpoints_in(root: Path) -> list[str]:
+    """Without locks the file stays by which a killed trainer showed that it lived, until the next start."""
+    return sorted(path.name for path in root.iterdir() if not path.name.startswith(ALIVE_PREFIX))
+
+
+@pytest.mark.parametrize(("before", "locks"), [(0, True), (1, True), (1, False)])
+def test_row_13_writers_of_dead_trainers_commit_together(before: int, locks: bool, tmp_path: Path) -> None:
     root = tmp_path / "run"
-    with trainers_killed_in_mid_write(tmp_path, before) as writers:
+    with trainers_killed_in_mid_write(tmp_path, before, locks) as writers:
         writers[0].resume()
         wait_for(lambda: bool(list(root.glob(".ckpt-tmp.two.*/integrity-0.json"))))
         assert writers[0].is_running() and not (root / "two").exists()
         writers[1].resume()
-    assert sorted(path.name for path in root.iterdir()) == ["one", "two"][1 - before :]
+    assert checkpoints_in(root) == ["one", "two"][1 - before :]
     with build_checkpointer("sync") as checkpointer:
         loaded = checkpointer.load(root / "two")
     assert loaded["weight"].eq(3).all() and loaded["other"].eq(1).all()
@@ -86,11 +96,12 @@ def test_row_13_writers_of_dead_trainers_commit_together(before: int, tmp_path: 
     assert manifest["committed_by"] == "writer" and manifest["world_size"] == 2
 
 
-def test_row_13_a_writer_that_is_gone_too_leaves_nothing(tmp_path: Path) -> None:
-    with trainers_killed_in_mid_write(tmp_path, 1) as writers:
+@pytest.mark.parametrize("locks", [True, False])
+def test_row_13_a_writer_that_is_gone_too_leaves_nothing(locks: bool, tmp_path: Path) -> None:
+    with trainers_killed_in_mid_write(tmp_path, 1, locks) as writers:
         writers[1].kill()
         writers[0].resume()
-    assert [path.name for path in (tmp_path / "run").iterdir()] == ["one"]
+    assert checkpoints_in(tmp_path / "run") == ["one"]
 
 
 @pytest.mark.parametrize("function", ["stopped_rank", "stopped_worker"])
