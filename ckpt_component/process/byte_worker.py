@@ -91,7 +91,7 @@ class ByteWorker:
                 return
 
     def _refuse(self, kind: object) -> None:
-        """The trainer's other frames may not mean what they seem to either: answer, and do nothing more until the end."""
+        """The trainer's other frames may not mean what they seem to either: answer, and do nothing more."""
         error = f"the trainer sent a frame of the unknown kind {kind!r}; they may be of different releases"
         print(f"ckpt writer: {error}", file=sys.stderr)
         send_frame(self._sock, {"kind": "failed", "id": None, "error": error, "errno": None, "traceback": error})

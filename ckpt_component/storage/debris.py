@@ -93,22 +93,12 @@ def sweep(fs: FsOps, root: str, steps: StepNames, fenced: Collection[str] = ()) 
         if not here and name not in fenced:
             continue
         try:
-            if _is_folder(path):
-                # A very young folder may not have been locked by its owner yet.
-                if _is_young(signs, path) or signs.is_alive(path, token_of_staging(name), here=here):
-                    continue
-                _remove_folder(fs, path)
-            elif fs.size(path) is not None:
-                # A trial file is about to go, and that of a living process is touched.
-                if not (
-                    signs.is_older(path, _YOUNG_SECONDS)
-                    if here and name.startswith(TRIAL_PREFIX)
-                    else signs.is_quiet(path)
-                ):
-                    continue
-                fs.unlink(path)
-            else:
+            if not _is_dead(fs, signs, name, here):
                 continue
+            if _is_folder(path):
+                _remove_folder(fs, path)
+            else:
+                fs.unlink(path)
         except FileNotFoundError:
             continue  # it was committed or deleted meanwhile
         except OSError as error:
@@ -139,7 +129,11 @@ def living_attempts(fs: FsOps, root: str, steps: StepNames) -> list[str]:
 def leftovers(fs: FsOps, root: str, steps: StepNames) -> set[str]:
     """Names of what runs left in `root` that owned it, which is for the next owner to delete: of any host."""
     names = fs.names(root)
-    found = {name for name, _, token in _attempts(fs, root, steps, names) if is_owned_token(token)}
+    found = {
+        name
+        for name, path, token in _attempts(fs, root, steps, names)
+        if is_owned_token(token) and ("/" not in name or not _is_kept(fs, os.path.dirname(path), token))
+    }
     return found | {name for name in names if name.startswith((TRASH_PREFIX, TRIAL_PREFIX, ALIVE_PREFIX))}
 
 
@@ -152,6 +146,19 @@ def _attempts(fs: FsOps, root: str, steps: StepNames, names: list[str]) -> Itera
                 yield f"{name}/{token}", os.path.join(path, token), token
         elif name.startswith(STAGING_PREFIX) and _is_folder(path):
             yield name, path, token_of_staging(name)
+
+
+def _is_dead(fs: FsOps, signs: LifeSigns, name: str, here: bool) -> bool:
+    """Whether nobody needs a folder or a small file of ours in the root any more."""
+    path = os.path.join(signs.root, name)
+    if _is_folder(path):
+        # A very young folder may not have been locked by its owner yet.
+        return not signs.is_alive(path, token_of_staging(name), here=here) and not _is_young(signs, path)
+    if fs.size(path) is None:
+        return False
+    if here and name.startswith(TRIAL_PREFIX):
+        return not _is_young(signs, path)  # its owner is about to delete it
+    return signs.is_quiet(path)
 
 
 def _remove_folder(fs: FsOps, path: str) -> None:
@@ -192,7 +199,7 @@ def _sweep_step(fs: FsOps, signs: LifeSigns, folder: str, fenced: Collection[str
             if not here and f"{step}/{token}" not in fenced:
                 continue
             # In this order: once it is not alive, nobody commits it any more.
-            if _is_young(signs, path) or signs.is_alive(path, token, here=here) or _is_kept(fs, folder, token):
+            if signs.is_alive(path, token, here=here) or _is_kept(fs, folder, token) or _is_young(signs, path):
                 continue
             fs.remove_tree(path)
             gone.append(f"{step}/{token}")
@@ -222,8 +229,8 @@ def _is_folder(path: str) -> bool:
     return os.path.isdir(path) and not os.path.islink(path)
 
 
-def _is_young(signs: LifeSigns, folder: str) -> bool:
-    return not signs.is_older(folder, _YOUNG_SECONDS)
+def _is_young(signs: LifeSigns, path: str) -> bool:
+    return not signs.is_older(path, _YOUNG_SECONDS)
 
 
 def _warn_left(path: str, error: OSError) -> None:

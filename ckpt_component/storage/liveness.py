@@ -107,12 +107,13 @@ class LifeSigns:
     """One look at a folder of checkpoints, and at who is alive in it.
 
     Attributes:
-        names: what is in the folder.
+        root: the folder.
+        names: what is in it.
     """
 
     def __init__(self, fs: FsOps, root: str) -> None:
         self._fs = fs
-        self._root = root
+        self.root = root
         self.names = fs.names(root)
 
     def is_alive(self, path: str, token: str, *, here: bool = True) -> bool:
@@ -126,7 +127,7 @@ class LifeSigns:
         locked = self._fs.is_locked(path)
         if locked:
             return True
-        marks = [os.path.join(self._root, name) for name in self.names if name.startswith(alive_prefix(token))]
+        marks = [os.path.join(self.root, name) for name in self.names if name.startswith(alive_prefix(token))]
         if locked is None or not here:
             marks.append(path)
         return any(not self.is_quiet(mark) for mark in marks)
@@ -141,7 +142,7 @@ class LifeSigns:
 
     @cached_property
     def _now(self) -> float:
-        return self._fs.now(self._root, f"{TRIAL_PREFIX}{new_token()}")
+        return self._fs.now(self.root, f"{TRIAL_PREFIX}{new_token()}")
 
 
 def _modified(fs: FsOps, path: str) -> float:
