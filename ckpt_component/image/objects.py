@@ -12,8 +12,10 @@ from collections import OrderedDict
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from ..errors import CheckpointStageError
+from .instead import instead_of
 from .plain import is_its_bytes
 from .shards import is_spread
 
@@ -21,6 +23,13 @@ from .shards import is_spread
 TAG = "__ckpt_component_numpy__"
 
 _ATOMS = (type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device)
+#: Elements of less than a byte: `torch.save` knows no storage of them.
+PACKED_DTYPES = frozenset(
+    value
+    for bits in range(1, 8)
+    for name in (f"int{bits}", f"uint{bits}")
+    if isinstance(value := getattr(torch, name, None), torch.dtype)
+)
 _ALLOWED = (
     "dict, list, tuple, set, numbers, str, bytes, None, tensors, numpy arrays and numbers, torch.Size, dtype and device"
 )
@@ -36,7 +45,10 @@ def encode(value: Any, key: str) -> Any:
     Raises:
         CheckpointStageError: something in the value is of a type that loading would refuse.
     """
-    return _encode(value, key, ())
+    try:
+        return _encode(value, key, ())
+    except RecursionError:
+        raise CheckpointStageError(f"'{key}' is nested too deeply to be checkpointed; flatten it.") from None
 
 
 def _encode(value: Any, key: str, parents: tuple[int, ...]) -> Any:
@@ -58,20 +70,22 @@ def _encode(value: Any, key: str, parents: tuple[int, ...]) -> Any:
         check_tensor(value, key)
         return value.detach().cpu().clone(memory_format=torch.contiguous_format)
     numpy = sys.modules.get("numpy")  # a numpy value can only exist where numpy was imported
-    if numpy is not None and isinstance(value, (numpy.ndarray, numpy.generic)):
+    if numpy is not None and (kind in (numpy.ndarray, numpy.memmap) or isinstance(value, numpy.generic)):
         return _encode_numpy(numpy, value, key)
     raise CheckpointStageError(
-        f"'{key}' holds a {kind.__module__}.{kind.__qualname__}, which safe loading would refuse. "
-        f"Checkpoints take {_ALLOWED}; convert it, or keep it out of the state dict."
+        f"'{key}' holds a {kind.__module__}.{kind.__qualname__}, which safe loading would refuse; "
+        f"{instead_of(value)}. Checkpoints take {_ALLOWED}."
     )
 
 
 def _encode_numpy(numpy: Any, value: Any, key: str) -> dict[str, Any]:
     array = numpy.ascontiguousarray(value)
     if array.dtype.kind not in "biufc":
-        raise CheckpointStageError(f"'{key}' holds a numpy value of dtype {array.dtype}; only numbers can be kept.")
+        raise CheckpointStageError(
+            f"'{key}' holds a numpy value of dtype {array.dtype}; only numbers can be kept, so save its .tolist()."
+        )
     native = array.astype(array.dtype.newbyteorder("="), copy=True)
-    data = torch.frombuffer(bytearray(native.tobytes()), dtype=torch.uint8) if native.size else torch.empty(0)
+    data = torch.frombuffer(native, dtype=torch.uint8) if native.size else torch.empty(0)
     kind = "array" if isinstance(value, numpy.ndarray) else "scalar"
     shape = list(numpy.shape(value))
     return {TAG: kind, "dtype": native.dtype.str, "shape": shape, "data": data}
@@ -92,7 +106,12 @@ def decode(value: Any) -> Any:
 def _decode_numpy(value: dict[str, Any]) -> Any:
     import numpy
 
-    raw = bytes(value["data"].to(torch.uint8).tolist())
+    data = value["data"].to(torch.uint8)
+    if not data.is_contiguous():  # in a hostile file it may repeat a byte for ever
+        raise ValueError("its bytes are not stored one after the other")
+    raw = bytearray(data.numel())
+    if raw:
+        torch.frombuffer(raw, dtype=torch.uint8).copy_(data.view(-1))
     array = numpy.frombuffer(raw, dtype=value["dtype"]).reshape(value["shape"]).copy()
     return array if value[TAG] == "array" else array[()]
 
@@ -114,6 +133,8 @@ def check_tensor(tensor: torch.Tensor, key: str) -> None:
     problem = None
     if is_spread(tensor):
         problem = (f"holds a {type(tensor).__name__} in a tuple or another object", "put it into a dict or a list")
+    elif is_lazy(tensor):
+        problem = ("is not initialized yet", "run the module on one batch first")
     elif tensor.device.type == "meta":
         problem = ("is on the meta device and has no data", "materialize it first")
     elif tensor.is_nested:
@@ -122,6 +143,8 @@ def check_tensor(tensor: torch.Tensor, key: str) -> None:
         problem = (f"is sparse ({tensor.layout})", "save .to_dense(), or its indices and values")
     elif tensor.is_quantized:
         problem = ("is quantized", "save .int_repr() with its scale and zero point")
+    elif tensor.dtype in PACKED_DTYPES:
+        problem = (f"is {tensor.dtype}", "save its .view(torch.uint8)")
     elif not is_its_bytes(tensor):
         problem = (f"is a {type(tensor).__name__}", "save the plain tensors it is made of")
     if problem is not None:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .objects import check_tensor
+from .objects import PACKED_DTYPES, check_tensor
 from .parts import TOGETHER, parts
 from .plain import ORDINARY
 from .tree import FlatState, check_unique, key_of
@@ -234,4 +234,5 @@ def _nothing_to_check(tensors: Sequence[torch.Tensor]) -> bool:
         and not any([tensor.is_nested for tensor in tensors])
         and not any([tensor.layout is not strided for tensor in tensors])
         and not any([tensor.is_quantized for tensor in tensors])
+        and PACKED_DTYPES.isdisjoint([tensor.dtype for tensor in tensors])
     )

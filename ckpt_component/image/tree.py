@@ -7,6 +7,7 @@ rules give. What stock forgets is kept beside: int keys, empty dicts, `OrderedDi
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +17,8 @@ from typing import Any, Protocol, TypeGuard
 import torch
 
 from ..errors import CheckpointStageError
+from .instead import is_config
+from .objects import TAG
 from .per_rank import PerRank, rank_name
 from .shards import Shard, check_mesh, local_parts, mesh_of
 
@@ -27,7 +30,8 @@ Owner = int | Callable[[Path, PerRank], int | None]
 
 #: Never a part of something: by far most of the tensors are one of these.
 _WHOLE = frozenset({torch.Tensor, torch.nn.Parameter})
-_PLAIN_KEYS = (str, int, float, type(None))  # bool is an int
+#: Of dict keys. What derives from them, such as an enum's or numpy's, loads as something else or not at all.
+_PLAIN_KEYS = frozenset({str, int, float, bool, type(None)})
 #: From so many values on a dict is looked at by columns: 0.1 us a value instead of 0.3.
 _WIDE = 16
 
@@ -102,17 +106,20 @@ def flatten(state_dict: Mapping[Any, Any], rank: Owner = 0, world_size: int | No
         world_size: how many ranks save together; None: nothing is saved.
 
     Raises:
-        CheckpointStageError: the state is no dict, a dict key is neither str, int, float, bool nor None, or ranks that
-            do not save hold parts of a tensor.
+        CheckpointStageError: the state is no dict or contains itself, a dict key is neither str, int, float, bool nor
+            None, an object could not be given its state back, or ranks that do not save hold parts of a tensor.
     """
     if is_stateful(state_dict):
         raise CheckpointStageError(
             f"A state dict was expected and a {type(state_dict).__name__} came; give it a name: {{'model': ...}}."
         )
-    if not isinstance(state_dict, Mapping):
+    if not isinstance(state_dict, Mapping) or is_config(state_dict):
         raise CheckpointStageError(f"A state dict was expected and a {type(state_dict).__name__} came.")
     flat = FlatState()
-    _walk_dict((), state_dict, flat, rank)
+    try:
+        _walk_dict((), state_dict, flat, rank)
+    except RecursionError:
+        raise _endless(state_dict) from None
     flat.shards = [None] * len(flat.tensors)
     if not _WHOLE.issuperset(map(type, flat.tensors)):
         _take_parts(flat, world_size)
@@ -158,7 +165,7 @@ def _walk_dict(path: Path, mapping: Mapping[Any, Any], flat: FlatState, rank: Ow
         paths += zip(*map(repeat, path), mapping, strict=False)
         return
     for name, value in mapping.items():
-        if type(name) is not str and not isinstance(name, _PLAIN_KEYS):
+        if type(name) not in _PLAIN_KEYS:
             raise CheckpointStageError(
                 f"A key of {key_of(path) or 'the state dict'} is the {type(name).__name__} {name!r}; "
                 "use str or int keys."
@@ -178,27 +185,78 @@ def _walk(path: Path, value: Any, flat: FlatState, rank: Owner) -> None:
         owner = rank if isinstance(rank, int) else rank(path, value)
         if owner is not None:
             _walk((*path, rank_name(owner)), value.value, flat, rank)
-    elif isinstance(value, Mapping):
+    elif _is_dict(value):
         _walk_dict(path, value, flat, rank)
     elif isinstance(value, list) and _is_opened(value):
         flat.containers.append((path, "list"))
         for position, element in enumerate(value):
             _walk((*path, position), element, flat, rank)
     elif is_stateful(value):
+        state = value.state_dict()
+        if not _can_be_given_back(value, state):
+            _check_inside(path, value, state, flat)
         flat.stateful.append((path, value))
-        _walk(path, value.state_dict(), flat, rank)
+        _walk(path, state, flat, rank)
     else:
         flat.objects.append(value)
         flat.object_paths.append(path)
 
 
+def _is_dict(value: Any) -> TypeGuard[Mapping[Any, Any]]:
+    """Whether a value is taken apart by key; an encoded numpy value and a config are one thing each."""
+    if type(value) is dict:
+        return TAG not in value
+    return isinstance(value, Mapping) and TAG not in value and not is_config(value)
+
+
 def _is_opened(values: list[Any]) -> bool:
     return any(
-        isinstance(value, (torch.Tensor, Mapping, PerRank))
+        isinstance(value, (torch.Tensor, PerRank))
+        or _is_dict(value)
         or (isinstance(value, list) and _is_opened(value))
         or is_stateful(value)
         for value in values
     )
+
+
+def _can_be_given_back(value: Stateful, state: object) -> bool:
+    return isinstance(state, Mapping) and callable(getattr(value, "load_state_dict", None))
+
+
+def _check_inside(path: Path, value: Stateful, state: object, flat: FlatState) -> None:
+    """Refuse an object that a load could not give its state back, unless the object around it does that."""
+    if any(path[: len(around)] == around for around, _ in flat.stateful):
+        return
+    key, kind = key_of(path), type(value).__name__
+    if isinstance(state, Mapping):
+        raise CheckpointStageError(
+            f"'{key}' is a {kind}, which has state_dict() and no load_state_dict(), so no load could give it back; "
+            "define load_state_dict, or save what its state_dict() returns."
+        )
+    raise CheckpointStageError(
+        f"'{key}' is a {kind}, whose state_dict() returned a {type(state).__name__}; a dict is expected."
+    )
+
+
+def _endless(state_dict: Mapping[Any, Any]) -> CheckpointStageError:
+    """The error for a state that is too deep to be walked through: where it contains itself, if it does."""
+    waiting: list[tuple[Path, Any, tuple[Any, ...]]] = [((), state_dict, ())]
+    while waiting:
+        path, value, around = waiting.pop()
+        if any(value is container for container in around):
+            return CheckpointStageError(f"'{key_of(path)}' contains itself, which cannot be checkpointed.")
+        if len(path) > sys.getrecursionlimit():
+            break
+        around = (*around, value)
+        if isinstance(value, PerRank):
+            waiting.append((path, value.value, around))
+        elif isinstance(value, Mapping):
+            waiting += [((*path, name), element, around) for name, element in value.items()]
+        elif isinstance(value, list):
+            waiting += [((*path, position), element, around) for position, element in enumerate(value)]
+        elif is_stateful(value):
+            waiting.append((path, value.state_dict(), around))
+    return CheckpointStageError("The state dict is nested too deeply to be checkpointed; flatten it.")
 
 
 def check_unique(paths: Iterable[Path]) -> None:

@@ -16,7 +16,7 @@ from typing import IO, Any
 
 import torch
 
-from ..errors import CheckpointCorruptError
+from ..errors import CheckpointCorruptError, CheckpointLoadError
 from ..image import objects as object_codec
 from .inert_pickle import Record, load_inert, record_class
 
@@ -148,8 +148,18 @@ def load_object(data: bytearray | memoryview, where: str) -> Any:
 
 
 def decode(value: Any, where: str) -> Any:
-    """The object that was encoded as `value`; tagged values are as hostile as the file may be."""
+    """The object that was encoded as `value`; tagged values are as hostile as the file may be.
+
+    Raises:
+        CheckpointCorruptError: a tagged value makes no sense.
+        CheckpointLoadError: it is a numpy value, and there is no numpy here.
+    """
     try:
         return object_codec.decode(value)
+    except ImportError as error:
+        raise CheckpointLoadError(
+            f"{where} holds a numpy value, and numpy cannot be imported here ({error}); install it, or load into a "
+            "target without this key."
+        ) from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointCorruptError(f"{where} holds a numpy value that makes no sense: {error}.") from error
