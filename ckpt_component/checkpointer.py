@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from .blocking_writer import BlockingWriter
 from .coordination import Coordinator, LocalCoordinator
-from .errors import CheckpointBusyError, CheckpointError, MissingKeysError
+from .errors import CheckpointBusyError, CheckpointError, MissingKeysError, first_keys
 from .foreign_parts import CheckpointReader, CheckpointWriter, staged_future
 from .paths import PathLike, absolute_path, new_path
 from .reports import SaveFuture, SaveReport
@@ -87,7 +87,7 @@ class Checkpointer(ABC):
             state_dict: the target. Its tensors are copied into, its plain values replaced, its objects with
                 `load_state_dict()` given their state; keys that are not in it are not loaded. None: load everything.
             default_map_location: a device, or a function as `torch.load` takes it, for tensors without a target.
-            strict: raise when the target has keys that the checkpoint lacks.
+            strict: raise when the target has keys that the checkpoint lacks; False: one warning says which.
             **kwargs: passed to the reader; ours takes `allow_dtype_cast=True`, and `allow_unexpected=False` to refuse
                 a checkpoint that has keys which the target lacks.
 
@@ -98,7 +98,7 @@ class Checkpointer(ABC):
             CheckpointNotFoundError: there is no checkpoint at the path.
             CheckpointWorldError: the ranks are others than those that this was built for.
             MissingKeysError: with `strict`.
-            CheckpointLoadError: a value of another shape, dtype or kind than the target's.
+            CheckpointLoadError: a value of another shape, dtype or kind than the target's, such as a dict for a list.
             UnexpectedKeysError: with `allow_unexpected=False`.
             CheckpointCorruptError: the bytes on disk are not those that were written.
         """
@@ -107,17 +107,22 @@ class Checkpointer(ABC):
         loaded, missing = self._reader.read(
             os.fspath(path), state_dict=state_dict, map_location=default_map_location, **kwargs
         )
-        if strict and missing:
-            raise MissingKeysError(f"Checkpoint at {path} is missing keys: {missing}.", missing)
+        if missing:
+            text = f"Checkpoint at {path} is missing {len(missing)} key(s) of the target: {first_keys(missing)}"
+            if strict:
+                raise MissingKeysError(f"{text}; strict=False leaves these values as they are.", missing)
+            logger.warning("%s; these values are left as they are", text)
         return loaded
 
-    def load_to_resume(self, path: PathLike, state_dict: dict[str, Any], *, strict: bool = False) -> dict[str, Any]:
+    def load_to_resume(
+        self, path: PathLike, state_dict: dict[str, Any], *, strict: bool = False, **kwargs: Any
+    ) -> dict[str, Any]:
         """Load what a run begins with: as `load`, and also verified where `verify` is `on_resume`."""
         from .readers import Reader  # imports torch
 
         # A reader of somebody else's has no such key.
         more = {"resuming": True} if isinstance(self._reader, Reader) else {}
-        return self.load(path, state_dict, strict=strict, **more)
+        return self.load(path, state_dict, strict=strict, **kwargs, **more)
 
     def guard(self, optimizer: torch.optim.Optimizer) -> None:
         """Let `optimizer.step()` wait for a snapshot that is still being copied. Needed by `zero_overhead` alone."""

@@ -112,8 +112,13 @@ class CheckpointWorldError(CheckpointError, RuntimeError):
     """The ranks are not those for which the manager or checkpointer was built; the text says when to build it."""
 
 
+def first_keys(keys: list[str], most: int = 20) -> str:
+    """Keys for a text: a model has thousands."""
+    return ", ".join(keys[:most]) + (f" and {len(keys) - most} more" if len(keys) > most else "")
+
+
 class MissingKeysError(CheckpointLoadError):
-    """`strict=True` and the checkpoint lacks keys that the target has; `keys` lists them."""
+    """`strict=True` and the checkpoint lacks keys that the target has; `keys` lists all of them."""
 
     def __init__(self, message: str, keys: list[str]) -> None:
         super().__init__(message)
@@ -121,7 +126,7 @@ class MissingKeysError(CheckpointLoadError):
 
 
 class UnexpectedKeysError(CheckpointLoadError):
-    """`allow_unexpected=False` and the checkpoint has keys that the target lacks; `keys` lists them."""
+    """`allow_unexpected=False` and the checkpoint has keys that the target lacks; `keys` lists all of them."""
 
     def __init__(self, message: str, keys: list[str]) -> None:
         super().__init__(message)

@@ -110,7 +110,7 @@ class CheckpointManager:
         if self._checkpointer is not None:
             self._checkpointer.wait_staged(timeout)
 
-    def restore(self, state: dict[str, Any], *, strict: bool = True) -> int | None:
+    def restore(self, state: dict[str, Any], *, strict: bool = True, allow_dtype_cast: bool = False) -> int | None:
         """Load the checkpoint that `resume` says into `state`, in place.
 
         First waits for a checkpoint that the writer process of a dead run is still finishing, and deletes what dead
@@ -119,7 +119,8 @@ class CheckpointManager:
 
         Args:
             state: as for `save`; its objects get their state back.
-            strict: raise when the state has keys that the checkpoint lacks.
+            strict: raise when the state has keys that the checkpoint lacks; False: one warning says which.
+            allow_dtype_cast: let the state's tensors take values of another dtype.
 
         Returns:
             The step that was loaded, or None when the run starts from scratch.
@@ -137,7 +138,7 @@ class CheckpointManager:
         search = Resumption(
             self._checkpointer, self._ranks, self._fs, self._root, self._names, self._resume, self._timeouts
         )
-        step = search.load(state, strict, self._restores)
+        step = search.load(state, strict, allow_dtype_cast, self._restores)
         if step is not None:
             self._ranks.resumed(step)
             self._due.restart(self._restores.tag)

@@ -56,7 +56,7 @@ class Resumption:
         self._policy = policy
         self._timeouts = timeouts
 
-    def load(self, state: dict[str, Any], strict: bool, meetings: Meetings) -> int | None:
+    def load(self, state: dict[str, Any], strict: bool, allow_dtype_cast: bool, meetings: Meetings) -> int | None:
         """Load the best step that is whole; see `CheckpointManager.restore`. Returns it, or None.
 
         What was found to be damaged is quarantined once an older checkpoint has been loaded in its place, or where
@@ -65,14 +65,16 @@ class Resumption:
         Args:
             state: filled in place.
             strict: refuse a checkpoint that lacks keys of the state.
+            allow_dtype_cast: let the state's tensors take values of another dtype.
             meetings: where all ranks meet that restore.
         """
         deadline = time.monotonic() + self._timeouts.stage + self._timeouts.close
+        more = {"allow_dtype_cast": True} if allow_dtype_cast else {}  # a reader of one's own may not know it
         candidates, committed, suspects = meetings.ask(None, lambda _: self._look(), deadline)
         tag = meetings.tag
         for number, step in enumerate(candidates):
             try:
-                self._load_together(step, state, strict, f"{tag}/{number}")
+                self._load_together(step, state, f"{tag}/{number}", strict=strict, **more)
             except CheckpointCorruptError as error:
                 if number + 1 == len(candidates):
                     raise
@@ -155,14 +157,17 @@ class Resumption:
                 logger.warning("%s in %s did not name step %d, and does now", self._names.pointer, self._root, left[-1])
         return moved
 
-    def _load_together(self, step: int, state: dict[str, Any], strict: bool, tag: str) -> None:
-        """Load a step on all ranks; what fails on one fails on all, and corrupt bytes are worse than anything else."""
+    def _load_together(self, step: int, state: dict[str, Any], tag: str, **options: bool) -> None:
+        """Load a step on all ranks; what fails on one fails on all, and corrupt bytes are worse than anything else.
+
+        `options` are those of `Checkpointer.load`.
+        """
         failure: Exception | None = None
         try:
             path = os.path.join(self._root, self._names.folder(step))
             if not self._ranks.leads:
                 wait_visible(lambda: self._fs.is_folder(path), path, self._timeouts.visible)
-            self._checkpointer.load_to_resume(path, state, strict=strict)
+            self._checkpointer.load_to_resume(path, state, **options)
         except Exception as error:
             failure = error
         if self._ranks.world_size == 1:

@@ -182,10 +182,15 @@ def _walk(path: Path, value: Any, flat: FlatState, rank: Owner) -> None:
         flat.tensors.append(value)
         flat.tensor_paths.append(path)
     elif isinstance(value, PerRank):
+        if _is_inside_object(path, flat):
+            raise CheckpointStageError(
+                f"'{key_of(path)}' is a PerRank in an object's state_dict(), and load_state_dict would not get it back "
+                "as it was; wrap the object instead: PerRank(object)."
+            )
         owner = rank if isinstance(rank, int) else rank(path, value)
         if owner is not None:
             _walk((*path, rank_name(owner)), value.value, flat, rank)
-    elif _is_dict(value):
+    elif is_dict(value):
         _walk_dict(path, value, flat, rank)
     elif isinstance(value, list) and _is_opened(value):
         flat.containers.append((path, "list"))
@@ -202,7 +207,7 @@ def _walk(path: Path, value: Any, flat: FlatState, rank: Owner) -> None:
         flat.object_paths.append(path)
 
 
-def _is_dict(value: Any) -> TypeGuard[Mapping[Any, Any]]:
+def is_dict(value: Any) -> TypeGuard[Mapping[Any, Any]]:
     """Whether a value is taken apart by key; an encoded numpy value and a config are one thing each."""
     if type(value) is dict:
         return TAG not in value
@@ -212,7 +217,7 @@ def _is_dict(value: Any) -> TypeGuard[Mapping[Any, Any]]:
 def _is_opened(values: list[Any]) -> bool:
     return any(
         isinstance(value, (torch.Tensor, PerRank))
-        or _is_dict(value)
+        or is_dict(value)
         or (isinstance(value, list) and _is_opened(value))
         or is_stateful(value)
         for value in values
@@ -223,9 +228,14 @@ def _can_be_given_back(value: Stateful, state: object) -> bool:
     return isinstance(state, Mapping) and callable(getattr(value, "load_state_dict", None))
 
 
+def _is_inside_object(path: Path, flat: FlatState) -> bool:
+    """Whether a path that is just being walked is in the state of an object."""
+    return any(path[: len(around)] == around for around, _ in flat.stateful)
+
+
 def _check_inside(path: Path, value: Stateful, state: object, flat: FlatState) -> None:
     """Refuse an object that a load could not give its state back, unless the object around it does that."""
-    if any(path[: len(around)] == around for around, _ in flat.stateful):
+    if _is_inside_object(path, flat):
         return
     key, kind = key_of(path), type(value).__name__
     if isinstance(state, Mapping):

@@ -17,7 +17,7 @@ from ..errors import CheckpointCorruptError, CheckpointLoadError, CheckpointStag
 from ..image.tree import Path, flatten, key_of
 from ..storage.regular import open_regular, read_failure
 from .archives import check_archive, decode
-from .source import Index, Request, Source, TensorEntry
+from .source import Index, Request, Source, TensorEntry, copy_into
 
 #: A tensor may be larger than its file where it repeats what is stored (`expand`), up to this many bytes.
 _MOST_REPEATED = 64 << 20
@@ -65,7 +65,7 @@ class TorchFileSource(Source):
     def read_tensors(self, requests: Sequence[Request]) -> None:
         """Copy from the loaded or mapped tensors."""
         for request in requests:
-            request.destination.copy_(request.part_of(self._tensors[request.key]))
+            copy_into(request.destination, request.part_of(self._tensors[request.key]), request.key)
 
     def read_objects(self, keys: Sequence[str]) -> Mapping[str, Any]:
         """Decode what stood beside the tensors."""

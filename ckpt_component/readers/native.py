@@ -24,7 +24,7 @@ from .items import StoredItem
 from .ranges import OpenFiles, Piece
 from .runs import BLOCK_BYTES, SMALL_BYTES, Landings, Run
 from .shapes import check_cover
-from .source import Index, Request, Source, TensorEntry
+from .source import Index, Request, Source, TensorEntry, copy_into
 from .tables import Part, RankTable
 
 
@@ -261,11 +261,11 @@ class NativeSource(Source):
         if direct:
             torch.autograd.graph.increment_version(target)
         elif exact:
-            target.copy_(landing)
+            copy_into(target, landing, request.key)
         else:
             common = overlap((chunk.offsets, item.shape), request.box)
             if common is not None:
-                target[common[1]].copy_(landing[common[0]])
+                copy_into(target[common[1]], landing[common[0]], request.key)
 
 
 def _is_direct(request: Request, chunk: Chunk) -> bool:

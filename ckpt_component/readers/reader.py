@@ -10,7 +10,13 @@ from typing import Any
 import torch
 
 from ..config.schema import Verify
-from ..errors import CheckpointCorruptError, CheckpointLoadError, CheckpointNotFoundError, UnexpectedKeysError
+from ..errors import (
+    CheckpointCorruptError,
+    CheckpointLoadError,
+    CheckpointNotFoundError,
+    UnexpectedKeysError,
+    first_keys,
+)
 from ..image.collector import collector_paused
 from ..image.tree import Path, StateDict, unflatten
 from ..storage.file_system import file_system
@@ -24,9 +30,6 @@ from .tables import read_tables
 from .target import Target
 
 logger = logging.getLogger(__name__)
-
-#: Keys in a log line.
-_MOST_NAMED = 10
 
 
 class Reader:
@@ -93,21 +96,23 @@ class Reader:
             values = read_values(source, source.index.tensors, source.index.objects, place)
             return _nested(source, values), []
         target = Target(state_dict, source, self._rank, self._world_size, allow_dtype_cast=allow_dtype_cast)
-        self._tell_unexpected(path, target.unexpected, allowed=allow_unexpected, resuming=resuming)
-        source.read_tensors(target.requests)
+        loud = resuming or target.shortens_lists
+        self._tell_unexpected(path, target.unexpected, allowed=allow_unexpected, loud=loud)
         fresh = read_values(source, target.new_tensors, target.objects, place)
+        target.check(fresh)
+        source.read_tensors(target.requests)
         return state_dict, target.finish(fresh)
 
     @staticmethod
-    def _tell_unexpected(path: str, keys: list[str], *, allowed: bool, resuming: bool) -> None:
+    def _tell_unexpected(path: str, keys: list[str], *, allowed: bool, loud: bool) -> None:
         if not keys:
             return
-        named = ", ".join(keys[:_MOST_NAMED]) + (f" and {len(keys) - _MOST_NAMED} more" if keys[_MOST_NAMED:] else "")
-        text = f"{path} has keys that the target does not have: {named}"
+        text = f"{path} has keys that the target does not have: {first_keys(keys)}"
         if not allowed:
             raise UnexpectedKeysError(f"{text}; pass allow_unexpected=True to leave them.", keys)
-        # To load a part is what a plain load is for; a run that begins again should find all that it saved.
-        logger.log(logging.WARNING if resuming else logging.INFO, "%s; they are not loaded", text)
+        # To load a part is what a plain load is for. A run that begins again should find all that it saved, and a list
+        # is one thing.
+        logger.log(logging.WARNING if loud else logging.INFO, "%s; they are not loaded", text)
 
     def _open(self, path: str, *, mapped: bool, verify: bool) -> Source:
         """Find out what is at `path`. The folder itself may be a link, which the caller named; nothing in it may."""

@@ -17,7 +17,7 @@ from ..image.arena import tensor_bytes
 from ..writers.safetensors_format import DTYPES
 from .ranges import OpenFiles, Piece
 from .shapes import is_shape
-from .source import Index, Request, Source, TensorEntry
+from .source import Index, Request, Source, TensorEntry, copy_into
 
 _MAX_HEADER = 100 << 20
 _KNOWN = {text: dtype for dtype, text in DTYPES.items()}
@@ -68,7 +68,7 @@ class SafetensorsSource(Source):
                 landing = torch.empty(entry.shape, dtype=entry.dtype)
                 if not files.fill(self._name, tensor_bytes(landing), self._start + begin):
                     raise CheckpointCorruptError(f"{self.where} ends before '{request.key}'.")
-                request.destination.copy_(request.part_of(landing))
+                copy_into(request.destination, request.part_of(landing), request.key)
 
             pieces = []
             for request in requests:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..errors import CheckpointLoadError
 from ..image.plain import plain_address
 from ..image.shards import Box
 from ..image.tree import Path
@@ -53,6 +54,18 @@ class Request(NamedTuple):
         for dimension, (start, count) in enumerate(zip(offsets, sizes, strict=True)):
             whole = whole.narrow(dimension, start, count)
         return whole
+
+
+def copy_into(destination: torch.Tensor, value: torch.Tensor, key: str) -> None:
+    """Copy a value into (a part of) the target's tensor.
+
+    Raises:
+        CheckpointLoadError: torch cannot do it, as into a tensor that was made under `inference_mode`.
+    """
+    try:
+        destination.copy_(value)
+    except RuntimeError as error:
+        raise CheckpointLoadError(f"'{key}' in the target cannot be filled: {error}") from error
 
 
 @dataclass

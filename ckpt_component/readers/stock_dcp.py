@@ -17,7 +17,7 @@ from .archives import load_archive, load_object
 from .foreign import list_paths
 from .metadata import Place, load_metadata
 from .ranges import OpenFiles, Piece
-from .source import Index, Request, Source, TensorEntry
+from .source import Index, Request, Source, TensorEntry, copy_into
 
 _MAX_METADATA = 1 << 30
 
@@ -64,7 +64,7 @@ class StockDcpSource(Source):
                     raise CheckpointCorruptError(
                         f"{self._name(request.key, place)} is not the chunk that was promised."
                     )
-                request.destination[ours].copy_(value[theirs])
+                copy_into(request.destination[ours], value[theirs], request.key)
 
             files.read_all(
                 [

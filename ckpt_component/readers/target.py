@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cached_property
 from itertools import repeat
-from operator import attrgetter, itemgetter
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -14,12 +13,11 @@ from ..errors import CheckpointLoadError
 from ..image.columns import rows_of
 from ..image.parts import parts
 from ..image.per_rank import PerRank, rank_of
-from ..image.plain import plain_addresses
 from ..image.shards import Shard, local_part
 from ..image.tree import Path, StateDict, Stateful, flatten, key_of, keys_of, unflatten
-from .source import Request, Source
-
-_SHAPE, _DTYPE = attrgetter("shape"), attrgetter("dtype")
+from .fillable import addresses_if_alike, check_fillable
+from .forms import Forms, owner_of
+from .source import Request, Source, copy_into
 
 
 class Target:
@@ -31,6 +29,7 @@ class Target:
 
     Attributes:
         unexpected: keys of the checkpoint that the target has no place for.
+        shortens_lists: some of them are elements of lists that the target has, and that are longer in the checkpoint.
         requests: tensors to fill in place.
         new_tensors: keys of tensors to load into new memory.
         objects: keys of objects to load.
@@ -45,13 +44,22 @@ class Target:
         self._state_dict = state_dict
         self._source = source
         self._allow_dtype_cast = allow_dtype_cast
-        self._flat = flatten(state_dict, lambda path, own: _owner_of(path, own, source, rank, world_size))
+        owners: dict[Path, int | None] = {}
+
+        def owner(path: Path, own: PerRank) -> int | None:
+            owners[path] = owner_of(path, own, source, rank, world_size)
+            return owners[path]
+
+        self._flat = flatten(state_dict, owner)
         self._stateful: list[tuple[Path, Stateful]] = _outermost(self._flat.stateful)
+        self._forms = Forms(state_dict, self._flat, source, [path for path, _ in self._stateful], owners)
         self._missing: list[str] = []
         #: For every place of a plain value: the keys that make up its new value.
         self._replaced: dict[Path, list[str]] = {}
-        #: For every place of a plain value inside an object of the checkpoint: that object and the way into it.
-        self._inside: dict[Path, tuple[str, Path]] = {}
+        #: For every place inside an object of the checkpoint: where that object stands.
+        self._inside: dict[Path, Path] = {}
+        #: The same for places whose form alone is to be compared.
+        self._compared: dict[Path, Path] = {}
         self._converted: list[Request] = []
         #: Sharded tensors that the target did not have yet.
         self._made: dict[Path, torch.Tensor] = {}
@@ -60,14 +68,16 @@ class Target:
         self.objects: list[str] = []
         #: Keys of tensors of which other ranks load all.
         self._elsewhere = set(keys_of([*self._flat.elsewhere]))
+        self._forms.check_containers()
         self._match_tensors()
         self._missing += self._elsewhere - source.index.tensors.keys()
         for path in self._flat.object_paths:
             self._match_value(path)
         for path, kind in self._flat.containers:
-            if kind == "empty" and self._owner(path) is None:
+            if kind == "empty" and self._forms.owner(path) is None:
                 self._match_value(path, may_miss=True)
         for path, stateful in self._stateful:
+            self._compare_with_object(path)
             self._take_rest(path, stateful)
         self.new_tensors = list(dict.fromkeys(self.new_tensors))
         self.objects = list(dict.fromkeys(self.objects))
@@ -79,11 +89,8 @@ class Target:
         unused = set() if complete else (index.tensors.keys() | index.objects.keys()) - used
         # Every rank finds the others' own values there.
         self.unexpected = sorted(key for key in unused if all(rank_of(part) is None for part in self._place_of(key)))
-
-    @cached_property
-    def _below(self) -> dict[str, list[str]]:
-        """For every inner node of the checkpoint, the keys below it."""
-        return _keys_by_prefix(self._source)
+        lists = [path for path, kind in self._flat.containers if kind == "list" and self._forms.owner(path) is None]
+        self.shortens_lists = any(self._place_of(key)[: len(path)] == path for path in lists for key in self.unexpected)
 
     def _match_tensors(self) -> None:
         """All tensors, of which there may be a hundred thousand: at once where all of them fit as they are."""
@@ -94,9 +101,10 @@ class Target:
             requests: list[Request] = []
             for start, part in parts(flat.tensors):
                 mine = slice(start, start + len(part))
-                if any(list(map(of, entries[mine])) != list(map(of, part)) for of in (_SHAPE, _DTYPE)):
+                addresses = addresses_if_alike(entries[mine], part)
+                if addresses is None:
                     break
-                requests += rows_of(Request, keys[mine], part, repeat(None), plain_addresses(part))
+                requests += rows_of(Request, keys[mine], part, repeat(None), addresses)
             else:
                 self.requests = requests
                 return
@@ -105,11 +113,15 @@ class Target:
 
     def _match_tensor(self, path: Path, tensor: torch.Tensor, shard: Shard | None) -> None:
         key = key_of(path)
+        check_fillable(tensor, key)
         entry = self._source.index.tensors.get(key)
         if entry is None:
             if key in self._source.index.objects:
                 raise CheckpointLoadError(f"'{key}' is a tensor in the target and a Python object in the checkpoint.")
-            self._missing.append(key)
+            if self._forms.owner(path) is None:
+                self._look_elsewhere(path)
+            else:
+                self._missing.append(key)
             return
         shape = tensor.shape if shard is None else shard.shape
         if entry.shape != shape:
@@ -132,19 +144,34 @@ class Target:
 
     def _match_value(self, path: Path, *, may_miss: bool = False) -> None:
         key, index = key_of(path), self._source.index
+        if self._forms.owner(path) is None:
+            self._forms.check(path)
+            if key in index.objects:
+                self._compared[path] = path
         if key in index.objects or key in index.tensors:
             self._use(path, [key])
-        elif key in self._below:
-            self._use(path, self._below[key])
+        elif key in self._forms.below or key in self._forms.empty:
+            self._use(path, self._forms.below.get(key, []))
         else:
-            for depth in range(len(path) - 1, 0, -1):
-                above = key_of(path[:depth])
-                if above in index.objects:
-                    self.objects.append(above)
-                    self._inside[path] = (above, path[depth:])
-                    return
-            if not may_miss:
-                self._missing.append(key)
+            self._look_elsewhere(path, may_miss=may_miss)
+
+    def _look_elsewhere(self, path: Path, *, may_miss: bool = False) -> None:
+        """What to do about a place of the target that the checkpoint has no key for."""
+        if self._forms.owner(path) is None:
+            self._forms.check(path)
+        above = self._forms.object_above(path)
+        if above is not None:
+            self.objects.append(key_of(above))
+            self._inside[path] = above
+        elif not may_miss:
+            self._missing.append(key_of(path))
+
+    def _compare_with_object(self, path: Path) -> None:
+        """Let what the checkpoint has at an object's place, or around it, be compared, where that is one value."""
+        above = path if key_of(path) in self._source.index.objects else self._forms.object_above(path)
+        if above is not None:
+            self.objects.append(key_of(above))
+            self._compared[path] = above
 
     def _use(self, path: Path, keys: list[str]) -> None:
         self._replaced[path] = keys
@@ -155,7 +182,7 @@ class Target:
         """What the checkpoint has for an object beyond what its state has now, such as an optimizer's state."""
         known = {request.key for request in [*self.requests, *self._converted]} | self._elsewhere
         known.update(key for keys in self._replaced.values() for key in keys)
-        for key in self._below.get(key_of(path), []):
+        for key in self._forms.below.get(key_of(path), []):
             if key not in known and not self._take_as_part(path, stateful, key):
                 self._use(self._place_of(key), [key])
 
@@ -180,24 +207,32 @@ class Target:
         entry = self._source.index.tensors.get(key)
         return self._source.index.objects[key] if entry is None else entry.path
 
-    def _owner(self, path: Path) -> Path | None:
-        """The place of the object whose state a path is in."""
-        return next((place for place, _ in self._stateful if path[: len(place)] == place), None)
+    def check(self, fresh: Mapping[str, Any]) -> None:
+        """Refuse objects of the checkpoint of another form than the target's, before anything is changed.
+
+        Args:
+            fresh: what was read of `new_tensors` and `objects`.
+
+        Raises:
+            CheckpointLoadError: with the key.
+        """
+        for path, above in {**self._compared, **self._inside}.items():
+            self._forms.descend(path, above, fresh[key_of(above)])
 
     def finish(self, fresh: Mapping[str, Any]) -> list[str]:
         """Put the new values in, and give the objects their state; returns the keys that the checkpoint lacks."""
         values: dict[Path, Any] = dict(self._made)
         values.update((path, self._assemble(path, keys, fresh)) for path, keys in self._replaced.items())
         for request in self._converted:
-            request.destination.copy_(request.part_of(fresh[request.key]))
-        for path, (key, way) in self._inside.items():
-            found, value = _descend(fresh[key], way)
+            copy_into(request.destination, request.part_of(fresh[request.key]), request.key)
+        for path, above in self._inside.items():
+            found, value = self._forms.descend(path, above, fresh[key_of(above)])
             if found:
                 values[path] = value
             else:
                 self._missing.append(key_of(path))
         for path, value in values.items():
-            if self._owner(path) is None:
+            if self._forms.owner(path) is None:
                 _set(self._state_dict, path, value)
         for path, stateful in self._stateful:
             self._give_back(path, stateful, values)
@@ -266,25 +301,6 @@ def _outermost(found: list[tuple[Path, Stateful]]) -> list[tuple[Path, Stateful]
     return [(path, value) for path, value in found if not any(path[:depth] in places for depth in range(1, len(path)))]
 
 
-def _keys_by_prefix(source: Source) -> dict[str, list[str]]:
-    below: dict[str, list[str]] = {}
-    for key in [*source.index.tensors, *source.index.objects]:
-        position = key.find(".")
-        while position >= 0:
-            below.setdefault(key[:position], []).append(key)
-            position = key.find(".", position + 1)
-    return below
-
-
-def _descend(value: Any, way: Path) -> tuple[bool, Any]:
-    for part in way:
-        try:
-            value = value[part]
-        except (KeyError, IndexError, TypeError):
-            return False, None
-    return True, value
-
-
 def _set(root: Any, path: Path, value: Any) -> None:
     for part in path[:-1]:
         root = root.value if isinstance(root, PerRank) else root[part]
@@ -292,21 +308,3 @@ def _set(root: Any, path: Path, value: Any) -> None:
         root.value = value
     else:
         root[path[-1]] = value
-
-
-def _owner_of(path: Path, own: PerRank, source: Source, rank: int, world_size: int) -> int | None:
-    """Whose value a rank takes: its own, that of rank 0, or none, when the checkpoint is of another number of ranks."""
-    depth = len(path)
-    saved = {
-        found
-        for place in [*(entry.path for entry in source.index.tensors.values()), *source.index.objects.values()]
-        if place[:depth] == path and len(place) > depth and (found := rank_of(place[depth])) is not None
-    }
-    if not saved or (len(saved) == world_size and rank in saved):
-        return rank
-    if own.when_resized == "error":
-        raise CheckpointLoadError(
-            f"'{key_of(path)}' is every rank's own; {source.where} has it of {len(saved)} ranks, and there are "
-            f"{world_size} now. PerRank(..., when_resized='keep') leaves it as it is, 'first' takes that of rank 0."
-        )
-    return None if own.when_resized == "keep" else min(saved)
