@@ -46,7 +46,7 @@ class Forms:
         containers = source.index.containers
         self._lists = {key_of(path) for path, kind in containers if kind == "list"}
         #: Keys of empty dicts of the checkpoint.
-        self.empty = {key_of(path) for path, kind in containers if kind == "empty"}
+        self.empty = {key_of(path) for path, kind in containers if kind == "empty" and path}
 
     @cached_property
     def below(self) -> dict[str, list[str]]:

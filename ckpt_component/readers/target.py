@@ -74,7 +74,7 @@ class Target:
         for path in self._flat.object_paths:
             self._match_value(path)
         for path, kind in self._flat.containers:
-            if kind == "empty" and self._forms.owner(path) is None:
+            if kind == "empty" and path and self._forms.owner(path) is None:
                 self._match_value(path, may_miss=True)
         for path, stateful in self._stateful:
             self._compare_with_object(path)
@@ -89,8 +89,9 @@ class Target:
         unused = set() if complete else (index.tensors.keys() | index.objects.keys()) - used
         # Every rank finds the others' own values there.
         self.unexpected = sorted(key for key in unused if all(rank_of(part) is None for part in self._place_of(key)))
-        lists = [path for path, kind in self._flat.containers if kind == "list" and self._forms.owner(path) is None]
-        self.shortens_lists = any(self._place_of(key)[: len(path)] == path for path in lists for key in self.unexpected)
+        lists = {path for path, kind in self._flat.containers if kind == "list"}
+        places = map(self._place_of, self.unexpected if lists else ())
+        self.shortens_lists = any(place[:depth] in lists for place in places for depth in range(1, len(place)))
 
     def _match_tensors(self) -> None:
         """All tensors, of which there may be a hundred thousand: at once where all of them fit as they are."""
