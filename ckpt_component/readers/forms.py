@@ -67,6 +67,15 @@ class Forms:
         """The place of the target's object whose state a path is in."""
         return next((path[:depth] for depth in range(1, len(path) + 1) if path[:depth] in self._objects), None)
 
+    def has_list(self, path: Path) -> bool:
+        """Whether the checkpoint has a list of values at a place."""
+        return key_of(path) in self._lists
+
+    def has_container(self, path: Path) -> bool:
+        """Whether the checkpoint has a dict or a list of values at a place."""
+        key = key_of(path)
+        return key in self.empty or key in self.below
+
     def check_containers(self) -> None:
         """Refuse a list of the one where the other has something else, and what has no state where an object stands."""
         for path, kind in self._flat.containers:

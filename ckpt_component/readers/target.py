@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from itertools import repeat
 from operator import itemgetter
 from typing import Any
@@ -17,6 +17,7 @@ from ..image.shards import Shard, local_part
 from ..image.tree import Path, StateDict, Stateful, flatten, key_of, keys_of, unflatten
 from .fillable import addresses_if_alike, check_fillable
 from .forms import Forms, owner_of
+from .object_state import object_state
 from .source import Request, Source, copy_into
 
 
@@ -229,15 +230,17 @@ class Target:
         for path, above in self._inside.items():
             found, value = self._forms.descend(path, above, fresh[key_of(above)])
             if found:
-                values[path] = value
+                if above not in values:  # else an object takes all of it
+                    values[path] = value
             else:
                 self._missing.append(key_of(path))
         for path, value in values.items():
             if self._forms.owner(path) is None:
                 _set(self._state_dict, path, value)
+        missing = frozenset(self._missing)
         for path, stateful in self._stateful:
-            self._give_back(path, stateful, values)
-        return sorted(set(self._missing))
+            self._give_back(path, stateful, values, missing)
+        return sorted(missing)
 
     def _assemble(self, path: Path, keys: list[str], fresh: Mapping[str, Any]) -> Any:
         if keys == [key_of(path)]:
@@ -249,28 +252,10 @@ class Target:
         lifted = {(root, *place): value for place, value in inner.items()}
         return unflatten(lifted, [((root, *place), kind) for place, kind in containers])[root]
 
-    def _give_back(self, path: Path, stateful: Stateful, values: Mapping[Path, Any]) -> None:
-        depth = len(path)
-        state: dict[Path, Any] = {}
-        # What the object has now, so that keys the checkpoint lacks keep their value; then what was loaded.
-        for number, (known, value) in enumerate(zip(self._flat.tensor_paths, self._flat.tensors, strict=True)):
-            if known[:depth] == path:
-                state[known[depth:]] = self._flat.placed.get(number, value)
-        others = zip(self._flat.object_paths, self._flat.objects, strict=True)
-        for known, value in [*others, *self._flat.elsewhere.items()]:
-            if known[:depth] == path:
-                state[known[depth:]] = value
-        for known, value in values.items():
-            if known[:depth] == path:
-                state[known[depth:]] = value
-        containers = {place[depth:]: kind for place, kind in self._flat.containers if place[:depth] == path}
-        for place, kind in self._source.index.containers:
-            if place[:depth] == path:
-                containers[place[depth:]] = kind
-        filled = {place[:length] for place in state for length in range(1, len(place) + 1)}
-        kept = [(place, kind) for place, kind in containers.items() if kind != "empty" or place not in filled]
+    def _give_back(self, path: Path, stateful: Stateful, values: Mapping[Path, Any], missing: Collection[str]) -> None:
         try:
-            stateful.load_state_dict(_with_parameter_numbers(stateful, unflatten(state, kept)))
+            state = object_state(path, self._flat, self._source, self._forms, values, missing)
+            stateful.load_state_dict(_with_parameter_numbers(stateful, state))
         except (RuntimeError, ValueError, KeyError, TypeError) as error:
             raise CheckpointLoadError(
                 f"'{key_of(path)}' ({type(stateful).__name__}) did not take its state from "

@@ -51,7 +51,7 @@ INSTEAD: list[tuple[Any, str]] = [
     (random.Random(1), "x.getstate()"),
     (np.random.default_rng(1), "x.bit_generator.state"),
     (np.random.RandomState(1), "x.get_state()"),
-    (np.ma.masked_array([1, 2], mask=[0, 1]), "numpy.asarray(x)"),
+    (np.ma.masked_array([1, 2], mask=[False, True]), "numpy.asarray(x)"),
     (Color.RED, "x.value or x.name"),
     (Name.ONE, "x.value or x.name"),
     (Point(1, torch.ones(1)), "x._asdict()"),
@@ -163,8 +163,8 @@ class Own:
         (Whole(torch.ones(1)), "'a.b' is a Whole, whose state_dict() returned a Tensor"),
         (Whole({"x": PerRank(1)}), "'a.b.x' is a PerRank in an object's state_dict()"),
         (torch.nn.LazyLinear(3), "'a.b.weight' is not initialized yet"),
-        (torch.zeros(2, dtype=torch.uint8).view(torch.int4), "'a.b' is torch.int4"),
-        ((torch.zeros(2, dtype=torch.uint8).view(torch.uint2),), "'a.b' is torch.uint2"),
+        (torch.zeros(2, dtype=torch.uint8).view(torch.int4), "'a.b' is torch.int4"),  # type: ignore[attr-defined]
+        ((torch.zeros(2, dtype=torch.uint8).view(torch.uint2),), "'a.b' is torch.uint2"),  # type: ignore[attr-defined]
         (endless_list(), "'a.b.1' contains itself"),
         (endless_dict(), "'a.b.me' contains itself"),
         (Own(), "'a.b.me' contains itself"),
