@@ -20,6 +20,7 @@ __all__ = [
     "CheckpointSaveError",
     "CheckpointStageError",
     "CheckpointStallError",
+    "CheckpointStepError",
     "CheckpointStorageFullError",
     "CheckpointTimeoutError",
     "CheckpointUnreadableError",
@@ -42,6 +43,10 @@ class CheckpointStageError(CheckpointError, ValueError):
 
 class TornSnapshotError(CheckpointStageError):
     """A tensor changed while it was being copied, so the snapshot would mix two moments; names the keys."""
+
+
+class CheckpointStepError(CheckpointError, TypeError, ValueError):
+    """A step that is no step: negative, too large, or no whole number."""
 
 
 class CheckpointSaveError(CheckpointError, RuntimeError):

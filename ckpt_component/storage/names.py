@@ -22,6 +22,10 @@ QUARANTINE_PREFIX = ".ckpt-quarantine."
 #: In the folder of an attempt, or of a checkpoint, that stays where it is and is used no more: what its manifest was.
 QUARANTINED = "quarantined.json"
 
+#: The most digits that a step has; more than any training run takes.
+STEP_DIGITS = 18
+MAX_STEP = 10**STEP_DIGITS - 1
+
 _OWNED = "-o"
 _TOKEN = re.compile(rf"[0-9a-f]{{8}}-[0-9a-f]{{8}}({_OWNED})?(-\d+)?")
 
@@ -53,6 +57,17 @@ class StepNames:
 #: As Megatron-LM names them.
 MEGATRON = StepNames("iter_", 7, "latest_checkpointed_iteration.txt")
 STEP = StepNames("step_", 8, "latest")
+#: By the words of `checkpoint.naming`.
+NAMINGS = {"megatron": MEGATRON, "step": STEP}
+
+#: As programs name a checkpoint by its step: iter_0000200, step-200, global_step200, checkpoint-200, epoch=1-step=200.
+_NAMED_STEP = re.compile(rf"(?:.*[^a-z])?(?:iter|iteration|step|checkpoint|ckpt)[_=-]?(\d{{1,{STEP_DIGITS}}})", re.I)
+
+
+def step_in_name(name: str) -> int | None:
+    """The step that a folder or a file of any program's names, or None."""
+    found = _NAMED_STEP.fullmatch(os.path.splitext(name)[0])
+    return None if found is None else int(found[1])
 
 
 def new_token() -> str:

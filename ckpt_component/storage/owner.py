@@ -22,6 +22,8 @@ from .names import MEGATRON, OWNER, StepNames
 logger = logging.getLogger(__name__)
 
 _MAX_BYTES = 64 << 10
+#: By how much the clock may have been set between the start of a process and its claim.
+_CLOCK_SLACK_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,16 @@ class Owner:
     host: str
     pid: int
     since: float
+
+    @property
+    def alive(self) -> bool | None:
+        """Whether its leading rank still runs; None: that cannot be known, on another host or in this very process."""
+        if self.host != socket.gethostname():
+            return None
+        started = _started(self.pid)
+        if started is None or started > self.since + _CLOCK_SLACK_SECONDS:
+            return False  # it ended; another process may have its number
+        return None if self.pid == os.getpid() else True
 
     def __str__(self) -> str:
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.since))
@@ -88,7 +100,15 @@ class Ownership:
         self._fs.write_over(os.path.join(self._root, OWNER), json.dumps(asdict(mine)).encode() + b"\n")
         self._taken = True
         if before is not None:
-            logger.info("this run takes over %s from %s, which can commit nothing there any more", self._root, before)
+            alive = before.alive
+            level = logging.DEBUG if alive is False else logging.WARNING if alive else logging.INFO
+            logger.log(
+                level,
+                "this run takes over %s from %s%s, which can commit nothing there any more",
+                self._root,
+                before,
+                " (still running)" if alive else "",
+            )
         self._clean_up()
 
     def check_after(self, error: Exception) -> None:
@@ -101,6 +121,13 @@ class Ownership:
             return  # the failure itself counts
         if owner is not None and owner.token != self.token:
             raise _fenced(owner, self._root) from error
+
+    def neighbor(self) -> Owner | None:
+        """Another process that saves there and may be alive, or None."""
+        owner = read_owner(self._fs, self._root)
+        if owner is None or owner.token == self.token or owner.alive is False:
+            return None
+        return None if (owner.host, owner.pid) == (socket.gethostname(), os.getpid()) else owner
 
     def _clean_up(self) -> None:
         if not self._fenced:
@@ -127,7 +154,11 @@ def read_owner(fs: FsOps, root: str) -> Owner | None:
     """The owner of a root, or None where there is none or its file cannot be made out."""
     path = os.path.join(root, OWNER)
     try:
-        return Owner(**json.loads(fs.read(path, _MAX_BYTES)))
+        owner = Owner(**json.loads(fs.read(path, _MAX_BYTES)))
+        numbers = (owner.generation, owner.pid, owner.since)
+        if not all(isinstance(each, (int, float)) for each in numbers) or not isinstance(owner.host, str):
+            raise ValueError("a value of another type")
+        return owner
     except FileNotFoundError:
         return None
     except (ValueError, TypeError) as error:
@@ -145,3 +176,17 @@ def _fenced(owner: Owner, root: str) -> CheckpointFencedError:
         f"Another run took over {root} ({owner}), so this one commits nothing there any more; end one of the two, "
         "or give each a checkpoint.dir of its own."
     )
+
+
+def _started(pid: int) -> float | None:
+    """When a process of this host began, seconds since 1970; None where there is none. Of a zombie there is none."""
+    try:
+        with open(f"/proc/{pid}/stat") as stream:
+            values = stream.read().rpartition(")")[2].split()
+        with open("/proc/uptime") as stream:
+            uptime = float(stream.read().split()[0])
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    if values[0] in "ZX":
+        return None
+    return time.time() - uptime + int(values[19]) / os.sysconf("SC_CLK_TCK")

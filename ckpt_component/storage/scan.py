@@ -12,7 +12,7 @@ from ..errors import CheckpointCorruptError, CheckpointError, CheckpointUnreadab
 from .debris import attempts_in, is_quarantined
 from .fs import FsOps
 from .manifest import check_files, data_folder, read_manifest
-from .names import QUARANTINED, StepNames
+from .names import MANIFEST, NAMINGS, QUARANTINED, STEP_DIGITS, StepNames
 
 logger = logging.getLogger(__name__)
 
@@ -20,6 +20,9 @@ _POINTER_BYTES = 64
 #: Files that only our writers make, and those that others make under the same names beside `.metadata`.
 _OURS = re.compile(r"integrity-\d+\.json")
 _DATA = re.compile(r".*__\d+_\d+\.distcp|checkpoint_\d+\.(pt|safetensors)")
+#: Files of `torch.save` and safetensors; and what the folders of checkpoints hold, those of Megatron included.
+_FILES = (".pt", ".pth", ".ckpt", ".safetensors")
+_ANY_CHECKPOINT = re.compile(r"manifest\.json|\.metadata|mp_rank_.*|.*\.(pt|pth|bin|ckpt|safetensors|distcp)")
 
 
 @dataclass
@@ -46,6 +49,12 @@ class Scan:
     unusable: dict[int, str] = field(default_factory=dict)
     foreign: dict[int, str] = field(default_factory=dict)
 
+    @property
+    def occupied(self) -> dict[int, str]:
+        """Steps under whose names checkpoints stand, whole or not, which a save of these steps would meet; and why."""
+        whole = dict.fromkeys(self.committed, "committed")
+        return {**whole, **self.damaged, **self.torn, **self.unusable}
+
 
 def scan_steps(fs: FsOps, root: str, names: StepNames) -> Scan:
     """Look at every folder under `root` that has the name of a step; reads manifests, no data."""
@@ -58,12 +67,22 @@ def scan_steps(fs: FsOps, root: str, names: StepNames) -> Scan:
     return scan
 
 
-def committed_steps(fs: FsOps, root: str, names: StepNames) -> list[int]:
-    """The steps of committed checkpoints, oldest first; what is none is skipped with a warning and left as it is."""
+def committed_steps(fs: FsOps, root: str, names: StepNames, warned: set[str] | None = None) -> list[int]:
+    """The steps of committed checkpoints, oldest first; what is none is skipped with a warning and left as it is.
+
+    Args:
+        fs: where effects go.
+        root: folder of the checkpoints.
+        names: how steps are named.
+        warned: what was warned about before, and need not be again; grows.
+    """
     scan = scan_steps(fs, root, names)
-    for found in (scan.damaged, scan.torn, scan.unusable, scan.foreign):
-        for why in found.values():
-            logger.warning("not taken for a committed checkpoint: %s", why)
+    warned = set() if warned is None else warned
+    for group in (scan.damaged, scan.torn, scan.unusable, scan.foreign):
+        for why in group.values():
+            if why not in warned:
+                logger.warning("not taken for a committed checkpoint: %s", why)
+                warned.add(why)
     return scan.committed
 
 
@@ -81,7 +100,8 @@ def _sort_in(fs: FsOps, folder: str, step: int, scan: Scan) -> None:
     except CheckpointUnreadableError as error:
         scan.unusable[step] = str(error)
     except CheckpointCorruptError as error:
-        scan.damaged[step] = str(error)
+        if os.path.isdir(folder):  # else it was retired just now
+            scan.damaged[step] = str(error)
     except (CheckpointError, OSError) as error:
         scan.unusable[step] = f"{folder}: {error}"
     else:
@@ -90,6 +110,8 @@ def _sort_in(fs: FsOps, folder: str, step: int, scan: Scan) -> None:
 
 def _sort_in_without_manifest(fs: FsOps, folder: str, step: int, scan: Scan) -> None:
     found, attempts = fs.names(folder), attempts_in(fs, folder)
+    if not os.path.isdir(folder):
+        return  # retired just now
     open_ones = [name for name in attempts if not is_quarantined(fs, os.path.join(folder, name))]
     if open_ones:
         scan.unfinished[step] = f"{folder} has no manifest, and unfinished saves in it: {', '.join(open_ones)}"
@@ -105,15 +127,63 @@ def _is_torn(names: Sequence[str]) -> bool:
     return ".metadata" not in names and any(_DATA.fullmatch(name) for name in names)
 
 
+def committed_under_other_names(fs: FsOps, root: str, names: StepNames) -> tuple[str, list[int]] | None:
+    """The other naming under which steps are committed here: its word in `checkpoint.naming`, and the steps."""
+    for word, other in NAMINGS.items():
+        steps = [] if other == names else scan_steps(fs, root, other).committed
+        if steps:
+            return word, steps
+    return None
+
+
+def foreign_checkpoints(fs: FsOps, root: str, scan: Scan, names: StepNames) -> list[str]:
+    """Paths of what looks like a checkpoint that this run did not save under its names: `root` itself, or in it.
+
+    Those of stock DCP, of Megatron, of `torch.save` and safetensors, and ours under other names or behind links.
+    """
+    known, paths = scan.occupied.keys() | scan.unfinished.keys(), []
+    found = fs.names(root)
+    if MANIFEST in found or ".metadata" in found:
+        return [root]
+    for name in found:
+        if not name.startswith(".") and names.step(name) not in known and _is_checkpoint(fs, os.path.join(root, name)):
+            paths.append(os.path.join(root, name))
+    return paths
+
+
+def _is_checkpoint(fs: FsOps, path: str) -> bool:
+    if not os.path.isdir(path):
+        return os.path.isfile(path) and path.endswith(_FILES)
+    try:
+        return any(_ANY_CHECKPOINT.fullmatch(name) for name in fs.names(path))
+    except OSError as error:
+        logger.warning("%s cannot be listed (%s); whether it is a checkpoint is unknown", path, error)
+        return False
+
+
 def read_pointer(fs: FsOps, root: str, names: StepNames) -> int | None:
     """The step that the pointer file names; None when it names none, or there is none."""
     try:
         text = fs.read(os.path.join(root, names.pointer), _POINTER_BYTES)
     except OSError:
         return None  # whatever stands there, it is no pointer
-    return int(text) if re.fullmatch(rb"\d{1,18}\s*", text) else None
+    return int(text) if re.fullmatch(rb"\d{1,%d}\s*" % STEP_DIGITS, text) else None
 
 
 def write_pointer(fs: FsOps, root: str, names: StepNames, step: int) -> None:
     """Point to the newest committed step, for tools that look there; replaced atomically."""
     fs.write_over(os.path.join(root, names.pointer), f"{step}".encode())
+
+
+def repair_pointer(fs: FsOps, root: str, names: StepNames, committed: Sequence[int]) -> None:
+    """Have the pointer name the newest of the committed steps; where that fails, with a warning, it stays as it is."""
+    pointed = read_pointer(fs, root, names)
+    if not committed or pointed == committed[-1]:
+        return
+    try:
+        write_pointer(fs, root, names, committed[-1])
+    except OSError as error:
+        logger.warning("%s in %s could not be set right: %s", names.pointer, root, error)
+    else:
+        level = logging.INFO if pointed is None else logging.WARNING
+        logger.log(level, "updated %s in %s to step %d", names.pointer, root, committed[-1])
