@@ -11,8 +11,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from ..coordination import Coordinator, Meetings
-from ..errors import CheckpointError
+from ..coordination import Coordinator, Meetings, ranks_failed
+from ..errors import CheckpointError, RanksError
 from ..image.collector import collector_paused
 from ..image.layout import Structure
 from ..image.ownership import Selection, holdings, share_out
@@ -127,10 +127,28 @@ class Stager(ABC):
         """Free the memory that no save uses; the rest is freed when its save ends."""
 
     def _surveyed_together(self, state_dict: Mapping[Any, Any]) -> Survey:
-        """A survey outside of a save, after which all ranks know whether they have to plan."""
+        """A survey outside of a save, after which all ranks know whether they have to plan.
+
+        Raises:
+            CheckpointStageError: a value that cannot be checkpointed; with several ranks a RanksError on all.
+        """
         self._ranks.world.check()
-        survey = self.survey(state_dict)
-        survey.changed = self._prewarms.ask(survey.changed, any, time.monotonic() + self._timeout)
+        survey, failure = None, None
+        try:
+            survey = self.survey(state_dict)
+        except Exception as error:  # the other ranks wait for this one
+            if self._ranks.world_size == 1:
+                raise
+            failure = error
+        deadline = time.monotonic() + self._timeout
+        answer = [survey is not None and survey.changed, None if failure is None else str(failure)]
+        try:
+            changed = self._prewarms.ask(answer, _any_changed, deadline)
+        except RanksError as error:
+            raise error from failure
+        if survey is None:
+            raise CheckpointError("The ranks agreed on a plan that this one cannot take part in.") from failure
+        survey.changed = changed
         return survey
 
     def _plan_for(self, survey: Survey) -> tuple[FormatPlan, FlatState]:
@@ -165,3 +183,11 @@ class Stager(ABC):
         objects, tensors = mine["alike"]
         self._replicas = Replicas(survey.structure, objects, tensors, mine["groups"], self._ranks.world_size)
         return Selection(survey.structure, mine)
+
+
+def _any_changed(answers: list[tuple[bool, str | None]]) -> bool:
+    """On the leading rank: whether the ranks have to plan; raises what kept one from looking at its state."""
+    failures = {rank: text for rank, (_, text) in enumerate(answers) if text is not None}
+    if failures:
+        raise ranks_failed(failures)
+    return any(changed for changed, _ in answers)
