@@ -133,17 +133,24 @@ class Checkpointer(ABC):
     def prewarm(self, state_dict: Mapping[Any, Any]) -> None:
         """Plan and take memory for a state dict of this structure, so that the first save costs what others do."""
 
-    def after_each_commit(self, call: Callable[[str], None]) -> None:
-        """Have `call` called with the path of every new checkpoint, before its save is over; on rank 0 alone."""
+    def own(
+        self,
+        ownership: Ownership,
+        admit: Callable[[str], None],
+        after_commit: Callable[[str], None],
+        after_save: Callable[[str], None],
+    ) -> None:
+        """Save only while this run owns the folder of checkpoints, which the first save takes over; see `Saver.own`."""
         saver = self._saver()
         if saver is not None:
-            saver.after_commit = call
+            saver.own(ownership, admit, after_commit, after_save)
 
-    def own(self, ownership: Ownership) -> None:
-        """Save only while this run owns the folder of checkpoints, which the first save takes over."""
-        saver = self._saver()
-        if saver is not None:
-            saver.own(ownership)
+    @property
+    def verifies(self) -> bool:
+        """Whether `load_to_resume` compares checksums, where a checkpoint has any."""
+        from .readers import Reader  # imports torch
+
+        return isinstance(self._reader, Reader) and self._reader.verifies
 
     @property
     def ranks(self) -> Coordinator:

@@ -21,7 +21,7 @@ from .config.errors import CheckpointConfigError
 from .config.hydra_job import root_of_job
 from .config.parts import build_part, part_class
 from .config.resolve import resolve_config
-from .config.schema import Checkpoint, Commit, Durability, IoMode, Naming
+from .config.schema import Checkpoint, Commit, Durability, IoMode
 from .coordination import Coordinator, LocalCoordinator, RankStore, StoreCoordinator
 from .failures import ErrorPolicy
 from .manager import CheckpointManager
@@ -33,7 +33,7 @@ from .saver import Saver
 from .stagers.base import Stager
 from .storage.file_system import file_system
 from .storage.fs import FsOps
-from .storage.names import MEGATRON, STEP
+from .storage.names import NAMINGS
 from .writers.base import Writer
 
 logger = logging.getLogger(__name__)
@@ -80,7 +80,7 @@ def build_manager(
     root = os.fspath(dir) if dir is not None else settings.dir
     if "://" in root:
         raise CheckpointConfigError(f"checkpoint.dir={root} is a URL; checkpoints go to local or mounted folders only.")
-    resume = ResumePolicy.parse(settings.resume)
+    resume = ResumePolicy.parse(settings.resume, settings.rewind)
     save = SavePolicy(settings.save.every_steps, settings.save.every_seconds, settings.save.at_end)
     place = root_of_job(root, saves=settings.enabled and save.ever)
     fs = _file_system(settings)
@@ -100,7 +100,7 @@ def build_manager(
     manager = CheckpointManager(
         checkpointer=checkpointer,
         root=place,
-        names=MEGATRON if settings.naming is Naming.megatron else STEP,
+        names=NAMINGS[settings.naming.value],
         fs=fs,
         save=save,
         keep=KeepPolicy(settings.keep.last, settings.keep.every_steps),

@@ -14,10 +14,11 @@ from .checkpointer import Checkpointer
 from .coordination import Coordinator, LocalCoordinator, Meetings, StepQuestions
 from .errors import CheckpointBusyError, CheckpointError, CheckpointTimeoutError
 from .pending import PendingSaves
-from .policies import KeepPolicy, ResumePolicy, SavePolicy
+from .policies import KeepPolicy, ResumePolicy, SavePolicy, checked_step
 from .reports import SaveReport, Timeouts
 from .resumption import Resumption
 from .retention import Retention
+from .rollback import Rollback
 from .storage.fs import FsOps
 from .storage.names import StepNames
 from .storage.owner import Ownership
@@ -68,7 +69,6 @@ class CheckpointManager:
         self._names = names
         self._fs = fs
         self._save_policy = save
-        self._resume = resume
         self._overlap = overlap
         self._timeouts = timeouts
         self._warn = warn
@@ -83,9 +83,16 @@ class CheckpointManager:
         self.reports: list[SaveReport] = []
         self.idle: int | None = None
         self._pending = PendingSaves(self.reports)
-        if checkpointer is not None:
-            checkpointer.after_each_commit(Retention(fs, self._root, names, keep).after_commit)
-            checkpointer.own(Ownership(fs, self._root, names))
+        self._warned: set[str] = set()
+        if checkpointer is None:
+            return
+        retention = Retention(fs, self._root, names, keep, self._warned)
+        ownership = Ownership(fs, self._root, names)
+        rollback = Rollback(fs, self._root, names, resume, ownership)
+        checkpointer.own(ownership, rollback.admit, retention.point_to, retention.delete_old)
+        self._resumption = Resumption(
+            checkpointer, self._ranks, fs, self._root, names, resume, rollback, save.ever, timeouts, self._warned
+        )
 
     @property
     def enabled(self) -> bool:
@@ -94,11 +101,11 @@ class CheckpointManager:
 
     def path_of(self, step: int) -> str:
         """Where the checkpoint of a step is, or would be."""
-        return os.path.join(self._root, self._names.folder(step))
+        return os.path.join(self._root, self._names.folder(checked_step(step)))
 
     def steps(self) -> list[int]:
         """The steps of committed checkpoints, oldest first."""
-        return committed_steps(self._fs, self._root, self._names)
+        return committed_steps(self._fs, self._root, self._names, self._warned)
 
     def guard(self, optimizer: torch.optim.Optimizer) -> None:
         """Let `optimizer.step()` wait for a snapshot that is still being copied. Needed by `zero_overhead` alone."""
@@ -115,7 +122,7 @@ class CheckpointManager:
 
         First waits for a checkpoint that the writer process of a dead run is still finishing, and deletes what dead
         runs of this host left half-done. A newest checkpoint that is damaged is passed over, loudly, unless `resume`
-        names its step.
+        names its step. Then plans and takes memory for the saves to come (`prewarm`), where the policy makes any.
 
         Args:
             state: as for `save`; its objects get their state back.
@@ -123,27 +130,33 @@ class CheckpointManager:
             allow_dtype_cast: let the state's tensors take values of another dtype.
 
         Returns:
-            The step that was loaded, or None when the run starts from scratch.
+            The step that was loaded, or None when the run starts from scratch. 0 for a checkpoint that was named by a
+            path without a step.
 
         Raises:
-            CheckpointNotFoundError: `resume` asks for what is not there.
+            CheckpointNotFoundError: `resume` asks for what is not there, or what is there has other names.
             CheckpointWorldError: the ranks are others than those that the manager was built for.
+            CheckpointExistsError: checkpoints follow the one that `resume` names, which saves would meet.
+            CheckpointStageError: the state has a value that cannot be saved, by key.
             CheckpointCorruptError: no checkpoint that may be used is whole.
             CheckpointLoadError: the checkpoint is another model's.
         """
         if self._checkpointer is None:
+            if os.environ.get("RANK", "0") == "0":
+                logger.info("checkpoint.enabled=false: nothing is restored")
             return None
         self._ranks.world.check()
         self._ranks.world.warn_if_alone()
-        search = Resumption(
-            self._checkpointer, self._ranks, self._fs, self._root, self._names, self._resume, self._timeouts
-        )
-        step = search.load(state, strict, allow_dtype_cast, self._restores)
+        step = self._resumption.load(state, strict, allow_dtype_cast, self._restores)
         if step is not None:
             self._ranks.resumed(step)
             self._due.restart(self._restores.tag)
-            self._saved_step = self._restored = step
+            self._restored = step
+            here = os.path.realpath(self._resumption.loaded or "") == os.path.realpath(self.path_of(step))
+            self._saved_step = step if here else None
             self._last_save = time.monotonic()
+            if self._save_policy.ever and self._seen is None:
+                self._prewarm_loaded(state)
         return step
 
     def maybe_save(self, step: int, state: Mapping[Any, Any]) -> bool:
@@ -159,6 +172,7 @@ class CheckpointManager:
             CheckpointError: also what went wrong in an earlier save and was not yet told; with several ranks at the
                 next save, on all of them.
         """
+        step = checked_step(step)
         self._seen = (step, state)
         self._ranks.at_step(step)
         if self._ranks.world_size == 1:
@@ -190,9 +204,11 @@ class CheckpointManager:
 
         Raises:
             CheckpointBusyError: `overlap: error` and an earlier save still runs.
-            CheckpointExistsError: an older run saved this step.
+            CheckpointExistsError: an older run saved this step, or later ones.
+            CheckpointStepError: the step is no step.
             CheckpointError: what went wrong, also in an earlier save.
         """
+        step = checked_step(step)
         self._seen = (step, state)
         self._ranks.at_step(step)
         if self._checkpointer is None or step == self._saved_step:
@@ -230,6 +246,15 @@ class CheckpointManager:
                 return False
         self._saved_step = step
         return True
+
+    def _prewarm_loaded(self, state: Mapping[Any, Any]) -> None:
+        """Not from scratch: then an optimizer has no state before its first step, and the plan would be another."""
+        try:
+            self.prewarm(state)
+        except CheckpointError as error:
+            if not self._warn:
+                raise
+            logger.warning("the first save is going to fail (checkpoint.on_error=warn): %s", error)
 
     def _skip(self, step: int, text: str) -> bool:
         logger.warning("step %d is skipped: %s", step, text)

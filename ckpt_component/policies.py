@@ -1,12 +1,15 @@
-"""When to save, what to keep, where to resume: three small rules, each on its own."""
+"""When to save, what to keep, where to resume: three small rules, each on its own; and what a step is."""
 
 from __future__ import annotations
 
+import operator
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .config.errors import CheckpointConfigError
-from .errors import CheckpointNotFoundError
+from .config.checks import checked_resume
+from .errors import CheckpointStepError
+from .storage.names import MAX_STEP
 
 
 @dataclass(frozen=True)
@@ -57,43 +60,52 @@ class KeepPolicy:
 
 @dataclass(frozen=True)
 class ResumePolicy:
-    """Where a run begins: `auto` (newest, or from scratch), `must` (newest), `never`, or a step."""
+    """Where a run begins.
+
+    Attributes:
+        choice: `auto` (newest, or from scratch), `must` (newest), `never`, a step, or a path.
+        rewind: retire what follows the chosen checkpoint.
+    """
 
     choice: str | int = "auto"
+    rewind: bool = False
+
+    @property
+    def searches(self) -> bool:
+        """Whether the newest checkpoint that is whole will do."""
+        return self.choice in ("auto", "must")
+
+    @property
+    def path(self) -> str | None:
+        """The checkpoint elsewhere that was asked for, absolute; None for any other choice."""
+        if isinstance(self.choice, int) or self.searches or self.choice == "never":
+            return None
+        return os.path.abspath(os.path.expanduser(self.choice))
 
     @classmethod
-    def parse(cls, value: str | int) -> ResumePolicy:
-        """The policy of `checkpoint.resume`.
+    def parse(cls, value: str | int, rewind: bool = False) -> ResumePolicy:
+        """The policy of `checkpoint.resume` and `checkpoint.rewind`.
 
         Raises:
             CheckpointConfigError: any other text.
         """
-        if isinstance(value, str) and value.isdigit():
-            value = int(value)
-        if isinstance(value, bool) or (isinstance(value, int) and value < 0):
-            raise CheckpointConfigError(f"checkpoint.resume={value} is no step; use auto, must, never, or a step.")
-        if isinstance(value, str) and value not in ("auto", "must", "never"):
-            raise CheckpointConfigError(f"checkpoint.resume={value} is unknown; use auto, must, never, or a step.")
-        return cls(value)
+        return cls(checked_resume(value), rewind)
 
-    def candidates(self, committed: Sequence[int], root: str) -> list[int]:
-        """Steps to try, best first; empty: start from scratch.
 
-        Raises:
-            CheckpointNotFoundError: `must` and there is none, or the step that was asked for is not there.
-        """
-        if self.choice == "never":
-            return []
-        if isinstance(self.choice, int):
-            if self.choice not in committed:
-                known = f"there are {', '.join(map(str, committed))}" if committed else "there is none at all"
-                raise CheckpointNotFoundError(
-                    f"checkpoint.resume={self.choice}, but {root} has no such checkpoint; {known}."
-                )
-            return [self.choice]
-        if self.choice == "must" and not committed:
-            raise CheckpointNotFoundError(
-                f"checkpoint.resume=must, but {root} has no committed checkpoint; "
-                "use resume=auto to start from scratch."
-            )
-        return sorted(committed, reverse=True)
+def checked_step(step: object) -> int:
+    """A step as the plain int that it is.
+
+    Raises:
+        CheckpointStepError: it is no step.
+    """
+    try:
+        number = None if isinstance(step, bool) else operator.index(step)  # type: ignore[arg-type]
+    except TypeError:
+        number = None
+    if number is None:
+        raise CheckpointStepError(
+            f"The step is {step!r:.100}, a {type(step).__name__}; a step is a whole number: save(int(step), state)."
+        )
+    if not 0 <= number <= MAX_STEP:
+        raise CheckpointStepError(f"The step is {number}; steps go from 0 to {MAX_STEP}, counted by the training loop.")
+    return number

@@ -1,4 +1,4 @@
-"""What follows a commit: the pointer to the newest checkpoint, and the end of those that need not be kept."""
+"""After a commit: the pointer to the newest checkpoint is set, and checkpoints that `keep` has no room for go."""
 
 from __future__ import annotations
 
@@ -22,16 +22,18 @@ class Retention:
         root: folder of the run's checkpoints.
         names: how steps are named on disk.
         keep: what to keep.
+        warned: what was warned about already; see `committed_steps`.
     """
 
-    def __init__(self, fs: FsOps, root: str, names: StepNames, keep: KeepPolicy) -> None:
+    def __init__(self, fs: FsOps, root: str, names: StepNames, keep: KeepPolicy, warned: set[str]) -> None:
         self._fs = fs
         self._root = root
         self._names = names
         self._keep = keep
+        self._warned = warned
 
-    def after_commit(self, path: str) -> None:
-        """The pointer, and what may go. A failure here is a warning: the checkpoint itself is committed."""
+    def point_to(self, path: str) -> None:
+        """Set the pointer to a new checkpoint. A failure is a warning: the checkpoint itself is committed."""
         step = self._names.step(os.path.basename(path))
         if step is None:
             return
@@ -39,9 +41,14 @@ class Retention:
             write_pointer(self._fs, self._root, self._names, step)
         except OSError as error:
             logger.warning("step %d is committed, but its pointer file could not be written: %s", step, error)
+
+    def delete_old(self, path: str) -> None:
+        """Delete what `keep` has no room for beside a new checkpoint; a failure is a warning."""
+        step = self._names.step(os.path.basename(path))
+        if step is None:
+            return
         try:
-            # Also then: on a full disk this is what makes room.
-            for victim in self._keep.victims(committed_steps(self._fs, self._root, self._names)):
+            for victim in self._keep.victims(committed_steps(self._fs, self._root, self._names, self._warned)):
                 logger.info("deleting the checkpoint of step %d (checkpoint.keep)", victim)
                 discard(self._fs, os.path.join(self._root, self._names.folder(victim)))
         except OSError as error:

@@ -60,10 +60,6 @@ class Saver:
         fs: where effects go.
         timeouts: deadlines.
         policy: what to do about saves that fail.
-
-    Attributes:
-        after_commit: called with the path after every commit, on the saving thread of the leading rank, before the
-            save's future is done.
     """
 
     def __init__(
@@ -86,7 +82,9 @@ class Saver:
         self._schedule = Schedule(ranks, bounded=timeouts.max_stall is not None, by_rename=fs.atomic_rename)
         self._runner = AttemptRunner(caller, writer, ranks, fs, timeouts, policy.min_free_bytes)
         self._tries = Tries(self._runner, ranks, policy, timeouts.stage)
-        self.after_commit: Callable[[str], None] | None = None
+        self._after_commit: Callable[[str], None] | None = None
+        self._after_save: Callable[[str], None] | None = None
+        self._last_task: Future[None] | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="ckpt-save")
         self._closing = threading.Lock()
         self._closed = False
@@ -144,12 +142,26 @@ class Saver:
         attempt = Attempt(path, token, owner, self._fs.atomic_rename)
         scheduled = Scheduled(attempt, snapshot, error, started)
         self._in_flight.append(future)
-        self._thread.submit(self._finish, scheduled, time.perf_counter() - started, future)
+        self._last_task = self._thread.submit(self._finish, scheduled, time.perf_counter() - started, future)
         return staged, future
 
-    def own(self, ownership: Ownership) -> None:
-        """Save only while this run owns the folder of checkpoints."""
-        self._runner.ownership = ownership
+    def own(
+        self,
+        ownership: Ownership,
+        admit: Callable[[str], None],
+        after_commit: Callable[[str], None],
+        after_save: Callable[[str], None],
+    ) -> None:
+        """Save only while this run owns the folder of checkpoints. The calls take a checkpoint's path, on rank 0 alone.
+
+        Args:
+            ownership: of the folder.
+            admit: called before a save begins; what it raises stops the save.
+            after_commit: called on the saving thread before the save's future is done.
+            after_save: the same, after the future is done; the next save and `close` wait for it.
+        """
+        self._runner.ownership, self._schedule.admit = ownership, admit
+        self._after_commit, self._after_save = after_commit, after_save
 
     def close(self) -> None:
         """Let the saves that were started finish, then end the writer process and free the memory. Safe to call twice.
@@ -267,6 +279,11 @@ class Saver:
             raise CheckpointTimeoutError(
                 f"A save was still running {limit:g} s after close(); see timeouts.stage and timeouts.write."
             )
+        if self._last_task is not None and wait_futures([self._last_task], timeout=self.timeouts.close).not_done:
+            logger.warning(
+                "deleting old checkpoints took longer than %g s (timeouts.close); it ends with this process",
+                self.timeouts.close,
+            )
 
     def _finish(self, scheduled: Scheduled, stall_s: float, future: SaveFuture) -> None:
         snapshot, path = scheduled.snapshot, scheduled.attempt.target
@@ -280,14 +297,15 @@ class Saver:
             if snapshot is not None:
                 snapshot.release()
             self._failures.succeeded()
-            self._tell_commit(path)
+            self._tell_commit(self._after_commit, path)
             future.set_result(report)
+            self._tell_commit(self._after_save, path)
 
-    def _tell_commit(self, path: str) -> None:
-        if self.after_commit is None or not self.ranks.leads:
+    def _tell_commit(self, call: Callable[[str], None] | None, path: str) -> None:
+        if call is None or not self.ranks.leads:
             return
         try:
-            self.after_commit(path)
+            call(path)
         except Exception:
             # The checkpoint is committed, whatever its owner makes of it.
             logger.exception("%s is committed, but what follows a commit failed", path)

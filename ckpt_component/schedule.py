@@ -74,6 +74,9 @@ class Schedule:
         ranks: who has to agree.
         bounded: training must not wait beyond the deadline, not even for storage that hangs.
         by_rename: how saves are committed, and so what stands in the way of one (`refuse_existing`).
+
+    Attributes:
+        admit: called on the leading rank with the path of every save, before anything else is looked at there.
     """
 
     def __init__(self, ranks: Coordinator, *, bounded: bool, by_rename: bool) -> None:
@@ -81,6 +84,7 @@ class Schedule:
         self._bounded = bounded
         self._by_rename = by_rename
         self._meetings = Meetings(ranks, "save")
+        self.admit: Callable[[str], None] | None = None
 
     @property
     def number(self) -> int:
@@ -116,6 +120,8 @@ class Schedule:
         )
 
     def _refuse_taken(self, path: str) -> None:
+        if self.admit is not None:
+            self.admit(path)
         refuse_existing(path, by_rename=self._by_rename)
 
 

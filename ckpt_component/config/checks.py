@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any, get_type_hints
@@ -98,14 +99,23 @@ def refuse_out_of_range(schema: type, values: Any, name: str) -> None:
 
 
 def checked_resume(value: int | str) -> int | str:
-    """`auto`, `must`, `never`, or a step that is not negative, which may have come as a text."""
+    """`auto`, `must`, `never`, a step that is not negative, which may have come as a text, or a path.
+
+    A path has a slash, begins with `~`, or names what is there.
+    """
     if isinstance(value, str) and value.isdecimal():
         value = int(value)
     if value in RESUME_WORDS or (type(value) is int and value >= 0):
         return value
+    if isinstance(value, str) and (os.sep in value or value.startswith("~") or os.path.exists(value)):
+        if "://" in value:
+            raise CheckpointConfigError(
+                f"checkpoint.resume={value} is a URL, and checkpoints are loaded from local or mounted folders only."
+            )
+        return value
     meant = closest(str(value), RESUME_WORDS)
     raise CheckpointConfigError(
-        f"checkpoint.resume must be {', '.join(RESUME_WORDS)} or a step, got {value}."
+        f"checkpoint.resume must be {', '.join(RESUME_WORDS)}, a step or a path, got {value}."
         + (f" Did you mean checkpoint.resume={meant}?" if meant else "")
     )
 

@@ -167,7 +167,9 @@ class Checkpoint:
     keep: Keep = field(default_factory=Keep)
     """Which checkpoints to keep."""
     resume: int | str = "auto"
-    """`auto`: from the newest good one if there is one; `must`: fail without one; `never`; or a step."""
+    """`auto`: from the newest good one if there is one; `must`: fail without one; `never`; a step; or a path."""
+    rewind: bool = False
+    """With `resume` a step, a path or `never`: retire the checkpoints that follow, which is refused otherwise."""
     overlap: Overlap = Overlap.wait
     """A save comes while the one before it still runs: `wait` for it, `skip` this one, or `error`."""
     on_error: OnError = OnError["raise"]

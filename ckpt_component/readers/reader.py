@@ -51,6 +51,11 @@ class Reader:
         self._verify = verify
         self._shared = shared
 
+    @property
+    def verifies(self) -> bool:
+        """Whether checksums are compared when a run resumes."""
+        return self._verify is not Verify.off
+
     def read(
         self,
         path: str,

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ckpt_component import CheckpointError, build_manager
+from ckpt_component import CheckpointError, CheckpointManager, build_manager
 from ckpt_component.storage.fs import FsOps
 from ckpt_component.storage.names import (
     ALIVE_PREFIX,
@@ -61,6 +61,14 @@ def differences(found: Any, expected: Any, key: str = "") -> list[str]:
         same = isinstance(found, torch.Tensor) and found.dtype == expected.dtype and torch.equal(found, expected)
         return [] if same else [f"{key} has other bytes"]
     return [] if found == expected else [f"{key} is {found!r} and not {expected!r}"]
+
+
+def tidied(manager: CheckpointManager) -> CheckpointManager:
+    """Wait for what follows the save that is over: the deletion of old checkpoints."""
+    task = manager._checkpointer._saver()._last_task  # type: ignore[union-attr]
+    if task is not None:
+        task.result(60)
+    return manager
 
 
 def age(root: str) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 
 import psutil
 import torch
-from faults.invariants import FIXED, blank_state, differences, state_of, violations_at
+from faults.invariants import FIXED, blank_state, differences, state_of, tidied, violations_at
 from faults.mounts import mount_tmpfs
 from faults.workloads import KEEP_ONE, prepare
 
@@ -52,6 +52,8 @@ def saved(manager: CheckpointManager, step: int) -> CheckpointSaveError | None:
         manager.wait()
     except CheckpointSaveError as error:
         return error
+    finally:
+        tidied(manager)
     return None
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from faults.invariants import MANIFEST_MODE, blank_state, differences, state_of
+from faults.invariants import MANIFEST_MODE, blank_state, differences, state_of, tidied
 from faults.object_store import ObjectStore
 from faults.test_kill_points import MANY, enumerate_kills
 from forging import edit_manifest
@@ -411,7 +411,7 @@ def test_row_40_a_run_on_an_object_store(root: Path, uploads: str, monkeypatch: 
             manager.save(step, state_of(step))
         store.puts = ["lost"]
         manager.save(3, state_of(3))
-        assert manager.steps() == [2, 3]
+        assert tidied(manager).steps() == [2, 3]
         store.puts = ["refused"]
         with pytest.raises(CheckpointSaveError, match="Input/output error"):
             manager.save(4, state_of(4))
@@ -423,7 +423,7 @@ def test_row_40_a_run_on_an_object_store(root: Path, uploads: str, monkeypatch: 
     ) as manager:
         store.puts = ["refused", "torn", "lost"]
         manager.save(4, state_of(4))
-        assert manager.reports[-1].attempts == 3 and manager.steps() == [3, 4]
+        assert manager.reports[-1].attempts == 3 and tidied(manager).steps() == [3, 4]
     assert (root / POINTER).read_text() == "4"
     assert set(os.listdir(root)) == {"iter_0000003", "iter_0000004", POINTER, ".ckpt-owner.json"}
     assert restored(root, MANIFEST_MODE) == 4
@@ -439,7 +439,7 @@ def test_row_40_a_run_on_an_object_store(root: Path, uploads: str, monkeypatch: 
         assert (root / POINTER).read_text() == "3"
         for step in (4, 5, 6):
             manager.save(step, state_of(step))
-        assert manager.steps() == [5, 6]
+        assert tidied(manager).steps() == [5, 6]
     assert restored(root, MANIFEST_MODE) == 6
     assert (kept / QUARANTINED).exists() and (kept / ".metadata").exists()
     assert [name for name in os.listdir(root) if name.startswith(".ckpt-")] == [".ckpt-owner.json"]
@@ -458,7 +458,7 @@ def test_row_40_what_one_mode_saved_the_other_loads_and_retires(writer: str, roo
             assert target["weight"].eq(step - 1).all()
             manager.save(step, state(step))
             manager.wait()
-            assert manager.steps() == [step - 1, step][-step:]
+            assert tidied(manager).steps() == [step - 1, step][-step:]
         has_folder = at_of(root / MEGATRON.folder(step)) != root / MEGATRON.folder(step)
         assert has_folder == (modes[step % 2] == MANIFEST_MODE)
     assert len(os.listdir(root)) == 4

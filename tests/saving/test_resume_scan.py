@@ -17,6 +17,7 @@ from ranks import run_ranks
 
 from ckpt_component import (
     CheckpointCorruptError,
+    CheckpointExistsError,
     CheckpointLoadError,
     CheckpointManager,
     CheckpointNotFoundError,
@@ -37,6 +38,10 @@ def manager_in(root: Path, *overrides: str) -> CheckpointManager:
     return build_manager(
         "sync", ["checkpoint.save.every_steps=1", "checkpoint.save.at_end=false", *overrides], dir=root
     )
+
+
+#: Beside it a step or `never` may be named where other steps follow.
+RESTORES_ONLY = "checkpoint.save.every_steps=null"
 
 
 def target() -> dict[str, Any]:
@@ -85,7 +90,7 @@ def test_row_10_a_damaged_newest_checkpoint_is_quarantined_and_its_step_can_be_s
         assert manager.restore(target()) == 2
         manager.save(3, {"weight": torch.full((1000,), 3.0), "step": 3})
         manager.save(4, {"weight": torch.full((1000,), 4.0), "step": 4})
-        assert manager.steps() == [4]
+    assert manager.steps() == [4]
     # Neither counted nor deleted.
     assert quarantined(tmp_path) == ["iter_0000003"] and restored(tmp_path) == 4
 
@@ -110,7 +115,9 @@ def test_row_10_the_only_checkpoint_is_never_renamed(tmp_path: Path) -> None:
         (tmp_path / "iter_0000001" / "manifest.json").write_bytes(b"{")
         with pytest.raises(CheckpointCorruptError, match=r"none that can be used.*manifest\.json"):
             restored(tmp_path, *overrides)
-    assert restored(tmp_path, "checkpoint.resume=never") is None
+    with pytest.raises(CheckpointExistsError, match="checkpoint.resume=never, and .* holds checkpoints of step 1"):
+        restored(tmp_path, "checkpoint.resume=never")
+    assert restored(tmp_path, "checkpoint.resume=never", RESTORES_ONLY) is None
     assert quarantined(tmp_path) == [] and (tmp_path / "iter_0000001").is_dir()
 
 
@@ -124,8 +131,8 @@ def test_row_10_a_step_that_was_asked_for_is_never_renamed(tmp_path: Path) -> No
         restored(tmp_path, "checkpoint.resume=2")
     with pytest.raises(CheckpointNotFoundError, match="resume=7"):
         restored(tmp_path, "checkpoint.resume=7")
-    assert restored(tmp_path, "checkpoint.resume=1") == 1
-    assert quarantined(tmp_path) == [] and restored(tmp_path, "checkpoint.resume=never") is None
+    assert restored(tmp_path, "checkpoint.resume=1", RESTORES_ONLY) == 1
+    assert quarantined(tmp_path) == [] and restored(tmp_path, "checkpoint.resume=never", RESTORES_ONLY) is None
 
 
 def test_row_10_what_cannot_be_read_is_passed_over_and_stays(
@@ -324,7 +331,7 @@ def test_row_26_keep_never_follows_a_link(tmp_path: Path) -> None:
     with manager_in(tmp_path / "ours", "checkpoint.keep.last=1") as manager:
         for step in (2, 3):
             manager.save(step, {"weight": torch.full((1000,), float(step)), "step": step})
-        assert manager.steps() == [3]
+    assert manager.steps() == [3]
     assert restored(tmp_path / "theirs") == 1
 
 

@@ -40,5 +40,5 @@ def damaged_for_one(rank: int, world_size: int, folder: Path) -> None:
         # All ranks know that the step's name is free again.
         manager.save(3, state_of(3, world_size))
         manager.save(4, state_of(4, world_size))
-        torch.distributed.barrier()  # rank 0 comes here once what keep.last has no room for is gone
-        assert manager.steps() == [2, 3, 4], os.listdir(folder)
+    torch.distributed.barrier()  # rank 0 comes here once what keep.last has no room for is gone
+    assert manager.steps() == [2, 3, 4], os.listdir(folder)

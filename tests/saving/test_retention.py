@@ -1,0 +1,101 @@
+"""What follows a commit holds nobody up, and says what it has to say once."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ckpt_component import CheckpointManager, build_manager
+from ckpt_component.storage.fs import FsOps
+
+POINTER = "latest_checkpointed_iteration.txt"
+
+
+def manager_in(root: Path, *overrides: str) -> CheckpointManager:
+    usual = ["checkpoint.save.every_steps=1", "checkpoint.save.at_end=false", "checkpoint.keep.last=1"]
+    return build_manager("async_persistent", [*usual, *overrides], dir=root)
+
+
+def state_of(step: int) -> dict[str, Any]:
+    return {"weight": torch.full((100,), float(step))}
+
+
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Checkpoints are deleted once this is set."""
+    go, remove_tree = threading.Event(), FsOps.remove_tree
+
+    def remove_later(self: FsOps, path: str) -> None:
+        assert go.wait(60)
+        remove_tree(self, path)
+
+    monkeypatch.setattr(FsOps, "remove_tree", remove_later)
+    return go
+
+
+def test_a_save_is_over_before_old_checkpoints_are_deleted_and_close_waits_for_that(
+    tmp_path: Path, held: threading.Event
+) -> None:
+    with manager_in(tmp_path) as manager:
+        for step in (1, 2):
+            manager.save(step, state_of(step))
+        manager.wait()
+        assert [report.outcome for report in manager.reports] == ["committed", "committed"]
+        assert (tmp_path / POINTER).read_text() == "2"
+        assert any(tmp_path.glob("iter_0000001")) or any(tmp_path.glob(".ckpt-trash.*"))  # not deleted yet
+        held.set()
+    assert manager.steps() == [2] and not any(tmp_path.glob(".ckpt-trash.*"))
+
+
+def test_close_waits_for_deletions_no_longer_than_its_timeout(
+    tmp_path: Path, held: threading.Event, caplog: pytest.LogCaptureFixture
+) -> None:
+    try:
+        with manager_in(tmp_path, "checkpoint.timeouts.close=0.5") as manager:
+            for step in (1, 2):
+                manager.save(step, state_of(step))
+        assert "deleting old checkpoints took longer than 0.5 s (timeouts.close)" in caplog.text
+    finally:
+        held.set()
+        manager._checkpointer._saver()._last_task.result(60)  # type: ignore[union-attr]
+    assert manager.steps() == [2]
+
+
+def test_a_deletion_that_raises_is_logged_and_the_save_stays_committed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    rename_new = FsOps.rename_new
+
+    def fail_for_trash(self: FsOps, source: str, target: str) -> None:
+        if ".ckpt-trash." in target:
+            raise ZeroDivisionError
+        rename_new(self, source, target)
+
+    monkeypatch.setattr(FsOps, "rename_new", fail_for_trash)
+    with manager_in(tmp_path) as manager:
+        for step in (1, 2):
+            assert manager.save(step, state_of(step))
+    assert "is committed, but what follows a commit failed" in caplog.text and manager.steps() == [1, 2]
+
+
+def test_what_is_no_checkpoint_is_warned_about_once_in_a_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "iter_0000100" / "mp_rank_00").mkdir(parents=True)
+    (tmp_path / "iter_0000101").mkdir()
+    (tmp_path / "iter_0000101" / "integrity-0.json").touch()
+    caplog.set_level(logging.WARNING, "ckpt_component")
+    for run in (1, 2):
+        with manager_in(tmp_path) as manager:
+            if run == 2:
+                manager.restore(state_of(0))
+            for step in (200 + 2 * run, 201 + 2 * run):
+                manager.save(step, state_of(step))
+                manager.wait()
+            manager.steps()
+        for name in ("iter_0000100", "iter_0000101") if run == 1 else ("iter_0000100",):
+            assert len([record for record in caplog.records if name in record.getMessage()]) == 1, (run, name)
+        caplog.clear()
