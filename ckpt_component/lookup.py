@@ -10,13 +10,13 @@ from .errors import CheckpointNotFoundError
 from .rollback import named, typed
 from .storage.fs import FsOps
 from .storage.manifest import read_manifest
-from .storage.names import NAMINGS, StepNames, step_in_name
+from .storage.names import MANIFEST, NAMINGS, SINGLE_FILES, StepNames, step_in_name
 from .storage.regular import read_failure
 from .storage.scan import Scan, foreign_checkpoints, read_pointer, scan_steps
 
 logger = logging.getLogger(__name__)
 
-_FROM_SCRATCH = "to start from scratch, a new checkpoint.dir or checkpoint.resume=never"
+_FROM_SCRATCH = "to start from scratch, a new checkpoint.dir"
 
 
 def refuse_absent_step(step: int, committed: Sequence[int], root: str, other: tuple[str, Sequence[int]] | None) -> None:
@@ -48,18 +48,24 @@ def refuse_others(fs: FsOps, root: str, scan: Scan, names: StepNames, other: tup
         word, steps = other
         raise CheckpointNotFoundError(
             f"{root} holds no checkpoint named as {names.folder(steps[-1])}, and those of the other naming, the newest "
-            f"{NAMINGS[word].folder(steps[-1])}. To go on from it, type checkpoint.naming={word}; {_FROM_SCRATCH}."
+            f"{NAMINGS[word].folder(steps[-1])}. To go on from it, type checkpoint.naming={word}; {_FROM_SCRATCH} or "
+            "checkpoint.resume=never."
         )
     foreign = foreign_checkpoints(fs, root, scan, names)
     numbered = {path: step for path in foreign if (step := step_in_name(os.path.basename(path))) is not None}
     if root in foreign or numbered:
         path = root if root in foreign else max(numbered, key=lambda each: numbered[each])
-        text, more = f"{root} has no checkpoint of this run, and one of another program or name, {path}", ""
+        text = f"{root} has no checkpoint of this run, and one of another program or name, {path}. "
         if path == root:
-            text, more = f"checkpoint.dir={root} is a checkpoint itself", " with another checkpoint.dir"
-        raise CheckpointNotFoundError(
-            f"{text}. To load it, type {typed('checkpoint.resume', path)}{more}; {_FROM_SCRATCH}."
-        )
+            text = f"checkpoint.dir={root} is a checkpoint itself. "
+        if _is_readable(fs, path):
+            elsewhere = " with another checkpoint.dir" if path == root else ""
+            text += f"To load it, type {typed('checkpoint.resume', path)}{elsewhere}; "
+        else:
+            text += "Its format is not read here; "
+        # Under a name of ours, or around all of them, it would be in the way.
+        free = path != root and names.step(os.path.basename(path)) is None
+        raise CheckpointNotFoundError(f"{text}{_FROM_SCRATCH}{' or checkpoint.resume=never' if free else ''}.")
     if foreign:
         more = f" and {len(foreign) - 1} more" if len(foreign) > 1 else ""
         hint = typed("checkpoint.resume", foreign[0])
@@ -67,6 +73,14 @@ def refuse_others(fs: FsOps, root: str, scan: Scan, names: StepNames, other: tup
     pointed = read_pointer(fs, root, names)
     if pointed is not None and not scan.occupied:
         logger.warning("%s in %s names step %d, and there is no such checkpoint", names.pointer, root, pointed)
+
+
+def _is_readable(fs: FsOps, path: str) -> bool:
+    """Whether a checkpoint of another program is one that a reader takes; of Megatron before DCP there is none."""
+    if not os.path.isdir(path):
+        return True
+    found = fs.names(path)
+    return MANIFEST in found or ".metadata" in found or sum(name.endswith(SINGLE_FILES) for name in found) == 1
 
 
 def step_of_checkpoint(fs: FsOps, path: str) -> int:

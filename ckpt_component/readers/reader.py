@@ -21,6 +21,7 @@ from ..image.collector import collector_paused
 from ..image.tree import Path, StateDict, unflatten
 from ..storage.file_system import file_system
 from ..storage.manifest import check_files, data_folder, read_manifest
+from ..storage.names import SINGLE_FILES
 from ..storage.regular import read_failure
 from .foreign import TorchFileSource
 from .native import NativeSource, verify_file
@@ -139,7 +140,7 @@ class Reader:
             from .stock_dcp import StockDcpSource  # importing DCP takes a second, and few loads need it
 
             return StockDcpSource(self._fs, path, shared=self._shared)
-        files = [name for name in names if name.endswith((".pt", ".pth", ".bin", ".safetensors"))]
+        files = [name for name in names if name.endswith(SINGLE_FILES)]
         if len(files) == 1:
             return self._open(os.path.join(path, files[0]), mapped=mapped, verify=verify)
         found = ", ".join(names[:5]) or "nothing"

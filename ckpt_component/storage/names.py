@@ -14,6 +14,8 @@ from dataclasses import dataclass
 
 MANIFEST = "manifest.json"
 OWNER = ".ckpt-owner.json"
+#: How files end that a reader takes for a checkpoint, alone in a folder.
+SINGLE_FILES = (".pt", ".pth", ".bin", ".safetensors")
 STAGING_PREFIX = ".ckpt-tmp."
 TRASH_PREFIX = ".ckpt-trash."
 TRIAL_PREFIX = ".ckpt-trial."

@@ -310,7 +310,8 @@ def test_a_stock_dcp_checkpoint_is_not_passed_over(name: str, tmp_path: Path) ->
     with pytest.raises(CheckpointNotFoundError) as caught:
         restored(tmp_path)
     assert f"type checkpoint.resume={tmp_path}/{name};" in str(caught.value)
-    assert "checkpoint.resume=never" in str(caught.value)
+    # Where it has a name of ours, it would be in the way of a run from scratch.
+    assert ("checkpoint.resume=never" in str(caught.value)) == (name != "iter_0000005")
     assert restored(tmp_path / "new", f"checkpoint.resume={tmp_path}/{name}") == 5
     assert restored(tmp_path, "checkpoint.resume=never") is None
 
@@ -320,7 +321,9 @@ def test_megatrons_own_checkpoints_are_not_passed_over(tmp_path: Path, caplog: p
     assert restored(tmp_path) is None
     assert f"{POINTER} in {tmp_path} names step 5, and there is no such checkpoint" in caplog.text
     (tmp_path / "iter_0000005" / "mp_rank_00").mkdir(parents=True)
-    with pytest.raises(CheckpointNotFoundError, match="iter_0000005"):
+    with pytest.raises(
+        CheckpointNotFoundError, match=r"iter_0000005\. Its format is not read here; .* checkpoint\.dir\.$"
+    ):
         restored(tmp_path)
 
 
