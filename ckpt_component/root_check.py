@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import logging
-import os
-import socket
 import time
 from typing import Any
-
-import psutil
 
 from .config.errors import CheckpointConfigError
 from .coordination import Coordinator
@@ -16,7 +12,7 @@ from .errors import CheckpointError
 from .reports import Timeouts
 from .storage.fs import FsOps
 from .storage.names import TRIAL_PREFIX, new_token
-from .storage.owner import Owner, read_owner
+from .storage.owner import Ownership
 from .storage.space import FULL
 from .storage.visibility import wait_visible
 
@@ -53,28 +49,17 @@ def check_root(fs: FsOps, root: str, ranks: Coordinator, timeouts: Timeouts) -> 
 
 def _warn_of_living_owner(fs: FsOps, root: str) -> None:
     try:
-        owner = read_owner(fs, root)
+        owner = Ownership(fs, root).neighbor()
     except OSError as error:
-        logger.warning("who saves in %s could not be read: %s", root, error)
+        logger.warning("the owner of %s could not be read: %s", root, error)
         return
-    if owner is not None and _lives_here(owner):
+    if owner is not None and owner.alive:
         logger.warning(
-            "another run saves in %s: %s, which is alive. Only the one that saves there last can go on; end one of the "
-            "two, or give each a checkpoint.dir of its own",
+            "another run saves in %s: %s, which is still running. The run that saved there first last owns the folder; "
+            "end one of the two, or give each a checkpoint.dir of its own",
             root,
             owner,
         )
-
-
-def _lives_here(owner: Owner) -> bool:
-    """Whether the process is another one of this host, lives, and has not just got a dead one's number."""
-    if owner.host != socket.gethostname() or owner.pid == os.getpid():
-        return False
-    try:
-        process = psutil.Process(owner.pid)
-        return process.status() != psutil.STATUS_ZOMBIE and process.create_time() <= owner.since
-    except psutil.Error:
-        return False
 
 
 def _trial(fs: FsOps, root: str, *, make: bool) -> None:
