@@ -219,7 +219,11 @@ class StoreCoordinator(Coordinator):
                 lookout.look()
             return False
 
-        store.wait_until(all_said, deadline, lambda: f"{named(missing(store, tag)).lower()} to take part in '{tag}'")
+        def absent() -> str:
+            ranks = missing(store, tag)
+            return named(ranks).lower() if ranks else "the last rank"  # which came just now
+
+        store.wait_until(all_said, deadline, lambda: f"{absent()} to take part in '{tag}'")
 
     def _answer(self, store: RankStore, tag: str, action: Callable[[], Any]) -> Any:
         try:
