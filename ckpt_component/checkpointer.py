@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from .blocking_writer import BlockingWriter
 from .coordination import Coordinator, LocalCoordinator
@@ -24,9 +24,6 @@ from .saver import EarlierSaveFailed, Saver
 from .stagers.base import Stager
 from .storage.owner import Ownership
 from .untold import UntoldFailures
-
-if TYPE_CHECKING:
-    import torch
 
 logger = logging.getLogger(__name__)
 
@@ -124,8 +121,12 @@ class Checkpointer(ABC):
         more = {"resuming": True} if isinstance(self._reader, Reader) else {}
         return self.load(path, state_dict, strict=strict, **kwargs, **more)
 
-    def guard(self, optimizer: torch.optim.Optimizer) -> None:
-        """Let `optimizer.step()` wait for a snapshot that is still being copied. Needed by `zero_overhead` alone."""
+    def guard(self, optimizer: Any) -> None:
+        """Let `optimizer.step()` wait for a snapshot that is still being copied. Needed by `zero_overhead` alone.
+
+        Args:
+            optimizer: a torch optimizer, a list of them, or a wrapper with the attribute `optimizer`.
+        """
 
     def wait_staged(self, timeout: float | None = None) -> None:
         """Return when the tensors of the last save may be changed."""
@@ -276,7 +277,7 @@ class AsyncCheckpointer(Checkpointer):
         staged = self._checkpoint_stager.stage(state_dict, **kwargs)
         return staged, self._checkpoint_process.write(staged, target, **kwargs)
 
-    def guard(self, optimizer: torch.optim.Optimizer) -> None:
+    def guard(self, optimizer: Any) -> None:
         """See `Checkpointer.guard`."""
         if isinstance(self._checkpoint_stager, Stager):
             self._checkpoint_stager.guard(optimizer)

@@ -23,6 +23,7 @@ __all__ = [
     "CheckpointStepError",
     "CheckpointStorageFullError",
     "CheckpointTimeoutError",
+    "CheckpointTypeError",
     "CheckpointUnreadableError",
     "CheckpointWorldError",
     "MissingKeysError",
@@ -103,6 +104,10 @@ class CheckpointStallError(CheckpointTimeoutError):
 
 class CheckpointBusyError(CheckpointError, RuntimeError):
     """A save came while the previous one was still running and `overlap` is `error`."""
+
+
+class CheckpointTypeError(CheckpointError, TypeError):
+    """An argument is of a kind that cannot be used; the text says what to pass instead."""
 
 
 class CheckpointExistsError(CheckpointError, FileExistsError):

@@ -17,7 +17,10 @@ from .blocking_writer import BlockingWriter
 from .built import note
 from .callers.write_callers import WriteCaller
 from .checkpointer import AsyncCheckpointer, Checkpointer, SyncCheckpointer
+from .config.checks import refuse_bad_dir
 from .config.errors import CheckpointConfigError
+from .config.folders import expanded
+from .config.following import deadlines, longest_pause
 from .config.hydra_job import root_of_job
 from .config.parts import build_part, part_class
 from .config.resolve import resolve_config
@@ -77,9 +80,7 @@ def build_manager(
             saves in the folder; nothing was built then. Or a rank cannot write to the folder; then on all ranks.
     """
     settings = resolve_config(config, overrides)
-    root = os.fspath(dir) if dir is not None else settings.dir
-    if "://" in root:
-        raise CheckpointConfigError(f"checkpoint.dir={root} is a URL; checkpoints go to local or mounted folders only.")
+    root = settings.dir if dir is None else _folder(dir)
     resume = ResumePolicy.parse(settings.resume, settings.rewind)
     save = SavePolicy(settings.save.every_steps, settings.save.every_seconds, settings.save.at_end)
     place = root_of_job(root, saves=settings.enabled and save.ever)
@@ -111,6 +112,13 @@ def build_manager(
     )
     note(manager)
     return manager
+
+
+def _folder(dir: str | os.PathLike[str]) -> str:
+    """The argument `dir`, checked as the key is."""
+    root = os.fspath(dir)
+    refuse_bad_dir(root)
+    return expanded(root, "dir")
 
 
 @dataclass(frozen=True)
@@ -152,7 +160,7 @@ RULES = (
     Rule(
         lambda parts: parts.max_stall_s is not None and not parts.caller.in_other_process,
         "checkpoint.max_stall_s={max_stall_s} bounds how long a save in the background holds up training, and with "
-        "checkpoint/caller={caller} training waits for the whole write. Use checkpoint/caller=persistent, or "
+        "checkpoint/caller={caller} training waits for the whole write. Use checkpoint=async_persistent, or "
         "checkpoint.max_stall_s=null.",
     ),
     Rule(
@@ -225,18 +233,9 @@ def _option(part: type[Any]) -> str:
 
 
 def _timeouts(settings: Checkpoint) -> Timeouts:
-    times, policy = settings.timeouts, _policy(settings)
-    return Timeouts(
-        times.worker_start,
-        times.stage,
-        times.write,
-        times.close,
-        times.heartbeat,
-        times.stall,
-        times.visible,
-        settings.max_stall_s,
-        again=(policy.attempts - 1) * (times.stage + times.write) + policy.pauses,
-    )
+    times, policy = deadlines(settings), _policy(settings)
+    again = (policy.attempts - 1) * (times["stage"] + times["write"]) + policy.pauses
+    return Timeouts(**times, max_stall=settings.max_stall_s, again=again)
 
 
 def _policy(settings: Checkpoint) -> ErrorPolicy:
@@ -245,7 +244,7 @@ def _policy(settings: Checkpoint) -> ErrorPolicy:
         warn=on_error == "warn",
         attempts=retry.attempts if on_error == "retry" else 1,
         backoff_seconds=retry.backoff_seconds,
-        max_backoff_seconds=retry.max_backoff_seconds,
+        max_backoff_seconds=longest_pause(retry),
         give_up_after=None if on_error == "raise" else settings.give_up_after,
         min_free_bytes=settings.min_free_bytes,
     )

@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from .checkpointer import Checkpointer
 from .coordination import Coordinator, LocalCoordinator, Meetings, StepQuestions
@@ -23,9 +23,6 @@ from .storage.fs import FsOps
 from .storage.names import StepNames
 from .storage.owner import Ownership
 from .storage.scan import committed_steps
-
-if TYPE_CHECKING:
-    import torch
 
 logger = logging.getLogger(__name__)
 
@@ -107,8 +104,12 @@ class CheckpointManager:
         """The steps of committed checkpoints, oldest first."""
         return committed_steps(self._fs, self._root, self._names, self._warned)
 
-    def guard(self, optimizer: torch.optim.Optimizer) -> None:
-        """Let `optimizer.step()` wait for a snapshot that is still being copied. Needed by `zero_overhead` alone."""
+    def guard(self, optimizer: Any) -> None:
+        """Let `optimizer.step()` wait for a snapshot that is still being copied. Needed by `zero_overhead` alone.
+
+        Args:
+            optimizer: a torch optimizer, a list of them, or a wrapper with the attribute `optimizer`.
+        """
         if self._checkpointer is not None:
             self._checkpointer.guard(optimizer)
 

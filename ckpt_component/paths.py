@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 from .config.errors import CheckpointConfigError
+from .config.folders import expanded
 from .storage.commit import refuse_existing
 
 PathLike = str | os.PathLike[str]
@@ -23,8 +24,8 @@ def new_path(path: PathLike) -> str:
 
 
 def absolute_path(path: PathLike) -> str:
-    """The absolute form of a local path. Raises CheckpointConfigError for a URL."""
-    text = os.fspath(path)
+    """The absolute form of a local path. Raises CheckpointConfigError for a URL, and for a variable that is not set."""
+    text = expanded(path, "path")
     if "://" in text:
         raise CheckpointConfigError(f"{text} is a URL, and checkpoints are saved to local or mounted folders only.")
     return os.path.abspath(text)

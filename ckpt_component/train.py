@@ -9,17 +9,19 @@ import logging
 import math
 import os
 import sys
+import warnings
 from typing import Any
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import CompactHydraException
 from hydra.types import RunMode
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from .config import config_dir, override_hints, resolve_config
 from .config.errors import CheckpointConfigError
+from .config.resolve import omegaconf_text
 from .errors import CheckpointError
 from .sweeps.callback import reported
 from .sweeps.result import write_job_result
@@ -45,16 +47,20 @@ def run_job(config: DictConfig, ranks: Ranks = ALONE) -> float:
         TrainingFailed: a save or a load failed.
         SystemExit: a signal stopped the run, which saved its last step before.
     """
-    from .training.job import Job
-    from .training.loop import run
-    from .training.report import Summary, table, waiting
-
     quiet_console(ranks)
     swept = HydraConfig.get().mode == RunMode.MULTIRUN
     try:
-        job = Job(config, _launch_dir(), ranks)
+        _refuse_unreadable(config)
         try:
-            summary: Summary = run(job, config.checkpoint, None if swept else _checkpoint_dir(config))
+            settings = resolve_config(config.checkpoint)  # before torch is imported and the text is read
+            from .training.job import Job
+            from .training.loop import run
+            from .training.report import Summary, table, waiting
+
+            job = Job(config, _launch_dir(), ranks)
+            # The same command in the same folder goes on where it stopped; `build_manager` keeps jobs of a sweep apart.
+            folder = None if swept else os.path.join(_launch_dir(), settings.dir)
+            summary: Summary = run(job, config.checkpoint, folder)
         except CheckpointConfigError as refusal:
             if not swept:
                 raise
@@ -62,9 +68,6 @@ def run_job(config: DictConfig, ranks: Ranks = ALONE) -> float:
             logger.warning("skipped: %s", refusal)
             _result(ranks, "skipped", reason=str(refusal))
             return math.nan
-    except OmegaConfBaseException as error:
-        key = getattr(error, "full_key", None)
-        raise CheckpointConfigError(f"{key or 'config'}: {next(iter(str(error).splitlines()), error)}") from error
     except Exception as error:
         if isinstance(error, CheckpointError) and not isinstance(error, CompactHydraException):
             where = "" if ranks.world_size == 1 else f"rank {ranks.rank}: "
@@ -87,6 +90,8 @@ def main() -> None:
     # torch's CPU threads spin between operations unless told otherwise, which starves them on shared cores: a
     # step of gpt_nano took 2.8 s beside another busy process, and 0.26 s so. Importing torch reads this.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # Nothing here needs NumPy, which is no dependency; torch warns of that at its first tensor.
+    warnings.filterwarnings("ignore", message="Failed to initialize NumPy", category=UserWarning)
     register()
     try:
         ranks = meet()
@@ -98,14 +103,19 @@ def main() -> None:
 
     # Hydra 1.4 has this as its only behaviour, and warns of the argument.
     version = {"version_base": "1.3"} if hydra.__version__ < "1.4" else {}
-    with reported(), override_hints(config_dir(), "train"):
+    with reported(), override_hints():
         hydra.main(config_path=str(config_dir()), config_name="train", **version)(task)()
     part(ranks)
 
 
-def _checkpoint_dir(config: DictConfig) -> str:
-    # The same command in the same folder goes on where it stopped. Jobs of a sweep are kept apart by `build_manager`.
-    return os.path.join(_launch_dir(), resolve_config(config.checkpoint).dir)
+def _refuse_unreadable(config: DictConfig) -> None:
+    """Refuse an interpolation that leads nowhere, and a config without `checkpoint`."""
+    if OmegaConf.is_missing(config, "checkpoint") or config.get("checkpoint") is None:
+        raise CheckpointConfigError("The config has no checkpoint. To save nothing, type checkpoint=off.")
+    try:
+        OmegaConf.to_container(config, resolve=True)
+    except OmegaConfBaseException as error:
+        raise CheckpointConfigError(omegaconf_text(error, "")) from None
 
 
 def _launch_dir() -> str:

@@ -57,7 +57,7 @@ def main() -> None:
     sys.argv[1:] = arguments(sys.argv[1:])
     # Hydra 1.4 has this as its only behaviour, and warns of the argument.
     compatible = {"version_base": "1.3"} if hydra.__version__ < "1.4" else {}
-    with reported(), override_hints(config_dir(), "bench"):
+    with reported(), override_hints():
         hydra.main(config_path=str(config_dir()), config_name="bench", **compatible)(run_job)()
 
 
@@ -85,7 +85,7 @@ def run_job(config: DictConfig) -> None:
     try:
         request = read(config)
         here, folder = Path(HydraConfig.get().runtime.cwd), Path(HydraConfig.get().runtime.output_dir)
-        peers = PeerEnvironment(str(here / Path(request.bench.peers_dir).expanduser()))
+        peers = PeerEnvironment(str(here / request.bench.peers_dir))
         if request.bench.action is Action.peers:
             _make_peers(peers)
             return
@@ -96,7 +96,7 @@ def run_job(config: DictConfig) -> None:
             job.write("completed")
             return
         if request.bench.results is not None:
-            job.cases, about = read_figures(str(here / Path(request.bench.results).expanduser()))
+            job.cases, about = read_figures(str(here / request.bench.results))
             write_figures(job.cases, folder, about)
         else:
             about = _about(request, peers)
@@ -180,7 +180,7 @@ def _grow(request: Request, peers: PeerEnvironment, here: Path, folder: Path) ->
     if bench.device is not Device.cpu:
         raise CheckpointConfigError(f"device={bench.device.value}: costs in Python grow alike there; use device=cpu.")
     if bench.results is not None:
-        courses, about = read_growth(str(here / Path(bench.results).expanduser()))
+        courses, about = read_growth(str(here / bench.results))
         write_growth(courses, folder, about)
     else:
         about = _about(request, peers)
@@ -192,7 +192,7 @@ def _grow(request: Request, peers: PeerEnvironment, here: Path, folder: Path) ->
 
 def _parent(bench: Bench, target: str, here: Path) -> tuple[Path, str]:
     """Where a run's folder is made, and the key that says so."""
-    disk = here / Path(bench.dir).expanduser(), "dir"
+    disk = here / bench.dir, "dir"
     return disk if target == "disk" else (Path(bench.tmpfs_dir), "tmpfs_dir")
 
 

@@ -4,22 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from difflib import get_close_matches
 from enum import Enum
+from pathlib import Path
 from typing import Any, cast
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 
+from ..config.composable import as_numbers, composable
 from ..config.errors import CheckpointConfigError
+from ..config.explain import closest
+from ..config.folders import expanded
+from ..config.quantities import SECONDS
 from ..config.schema import above, at_least, in_range, range_of
-from ..config.store import PROVIDER, SCHEMAS
+from ..config.store import PROVIDER, SCHEMAS, store_files
 from ..config.store import register as register_checkpoint_configs
 from .measure.names import FAMILIES, ROWS, rows_of
 
 #: Name -> gigabytes (1e9), not less than it has.
 STATES: Mapping[str, float] = {"large": 1.5, "many_small": 0.7, "moe": 1.5, "bf16_mixed": 1.77, "tiny": 0.03}
 TARGETS = ("disk", "tmpfs")
+_FOLDERS = ("dir", "tmpfs_dir", "peers_dir", "results")
 
 
 class Action(Enum):
@@ -57,15 +62,15 @@ class Bench:
     """Fresh processes per row; rows take turns."""
     saves: int = at_least(1, 3)
     """Steady saves in each process, after the first; their median is one repeat's figure."""
-    enough_seconds: float = above(0, 20.0)
+    enough_seconds: float = above(0, 20.0, SECONDS)
     """No further steady save begins after so many seconds of them, so that slow rows make fewer."""
     loop_threads: int = at_least(1, 1)
     """Threads of the loop that stands for training."""
-    step_seconds: float = above(0, 0.02)
+    step_seconds: float = above(0, 0.02, SECONDS)
     """About how long a step of that loop takes."""
-    tail_seconds: float = at_least(0, 1.0)
+    tail_seconds: float = at_least(0, 1.0, SECONDS)
     """How long the loop goes on after the save is complete: page faults and write-back come late."""
-    row_timeout: float = above(0, 900.0)
+    row_timeout: float = above(0, 900.0, SECONDS)
     """A row's process that takes longer, in seconds, is killed, and reported as an error."""
     dir: str = "."
     """A folder on the disk to measure."""
@@ -95,7 +100,9 @@ class Request:
 def register() -> None:
     """Give Hydra the schema of the benchmark, and those of checkpoints before it."""
     register_checkpoint_configs()
-    ConfigStore.instance().store(group=SCHEMAS, name="bench", node=Bench, provider=PROVIDER)
+    ConfigStore.instance().store(group=SCHEMAS, name="bench", node=composable(Bench), provider=PROVIDER)
+    # Not on Hydra's search path, which other apps share.
+    store_files(Path(__file__).parent / "conf", None)
 
 
 def read(config: DictConfig) -> Request:
@@ -104,7 +111,9 @@ def read(config: DictConfig) -> Request:
     Raises:
         CheckpointConfigError: a value that is out of its range, or a name that is none; the text says what to type.
     """
-    node = OmegaConf.merge(OmegaConf.structured(Bench), config)
+    given = cast(Mapping[str, Any], OmegaConf.to_container(config, resolve=True, enum_to_str=True))
+    folders = {key: expanded(given[key], key) for key in _FOLDERS if isinstance(given[key], str)}
+    node = OmegaConf.merge(OmegaConf.structured(Bench), as_numbers(Bench, {**given, **folders}, ""))
     values = cast(Mapping[str, Any], OmegaConf.to_container(node, resolve=True))
     for item in fields(Bench):
         if not in_range(Bench, item.name, values[item.name]):
@@ -135,7 +144,7 @@ def _names(key: str, value: Any, known: Sequence[str]) -> list[str]:
         raise CheckpointConfigError(f"{key} is empty; give it some of {', '.join(known)}.")
     for name in names:
         if name not in known:
-            close = get_close_matches(str(name), known, 1)
-            advice = f"Did you mean {key}={close[0]}?" if close else f"Use {', '.join(known)}."
+            near = closest(str(name), known)
+            advice = f"Did you mean {key}={near}?" if near else f"Use {', '.join(known)}."
             raise CheckpointConfigError(f"{key}={name} is unknown. {advice}")
     return names

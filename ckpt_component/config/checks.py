@@ -13,6 +13,8 @@ from .schema import PARTS, RESUME_WORDS, Checkpoint, in_range, part_schema, rang
 
 #: Hydra's own keys that may stand in a part. All values reach the constructor as plain data anyway.
 HYDRA_KEYS = ("_target_", "_convert_", "_recursive_")
+#: What is suggested where nothing is like what was typed: the parts of the preset to start with.
+USUAL = {"stager": "shared_memory", "caller": "persistent", "writer": "dcp"}
 
 
 def refuse_whole_app(tree: Mapping[str, Any]) -> None:
@@ -28,10 +30,9 @@ def refuse_missing(tree: Mapping[str, Any]) -> None:
     """A mandatory key is absent or `???`. Without saving (`enabled: false`) no parts are needed."""
     for kind in PARTS:
         if kind not in tree and tree.get("enabled", True) is not False:
-            option = next(iter(PARTS[kind]))
             raise CheckpointConfigError(
-                f"checkpoint.{kind} is missing. Start from a preset (async_persistent), or pick a part: "
-                f"checkpoint/{kind}={option}"
+                f"checkpoint.{kind} is missing. Start from a preset, checkpoint=async_persistent, or pick a part: "
+                f"checkpoint/{kind}={USUAL[kind]}"
             )
     for key, value in _leaves(tree, "checkpoint"):
         if value == "???":
@@ -69,10 +70,12 @@ def refuse_text_parts(tree: Any) -> None:
     """A part was set with a dot, so that it is a text; or it is something else that is not a part."""
     for kind in PARTS:
         part = tree.get(kind, {})
+        pick = f"checkpoint/{kind}={USUAL[kind]}"
         if isinstance(part, str) and part != "???":
-            pick = f"checkpoint/{kind}={closest(part, PARTS[kind]) or part}"
-            raise CheckpointConfigError(f"checkpoint.{kind} is the text {part!r}; to pick a part use a slash: {pick}")
-        pick = f"checkpoint/{kind}={next(iter(PARTS[kind]))}"
+            near = part if part in PARTS[kind] else closest(part, PARTS[kind])
+            pick = f"to pick a part use a slash: checkpoint/{kind}={near or USUAL[kind]}"
+            options = "" if near else f". checkpoint/{kind} can be: {', '.join(PARTS[kind])}, or your own"
+            raise CheckpointConfigError(f"checkpoint.{kind} is the text {part!r}; {pick}{options}")
         if not isinstance(part, (Mapping, str)):
             raise CheckpointConfigError(f"checkpoint.{kind} is {part!r}, not a part; to pick one use a slash: {pick}")
         if part and "_target_" not in part:
@@ -134,22 +137,24 @@ def refuse_contradictions(config: Checkpoint) -> None:
     """Two values that cannot both have an effect."""
     times = config.timeouts
     for shorter, longer, why in (
+        ("heartbeat", "write", "the write is over before a rank that is gone is noticed"),
         ("heartbeat", "stall", "a rank that is gone would be taken for one that hangs"),
         ("stall", "write", "the write is over before a rank that hangs is noticed"),
     ):
+        # What is null follows the others.
         short, long = getattr(times, shorter), getattr(times, longer)
-        if short >= long:
+        if short is not None and long is not None and short >= long:
             raise CheckpointConfigError(
                 f"checkpoint.timeouts.{shorter}={short:g} must be less than checkpoint.timeouts.{longer}={long:g}; "
                 f"else {why}."
             )
-    if config.max_stall_s is not None and config.max_stall_s > times.stage:
+    if config.max_stall_s is not None and times.stage is not None and config.max_stall_s > times.stage:
         raise CheckpointConfigError(
             f"checkpoint.max_stall_s={config.max_stall_s:g} has no effect beyond checkpoint.timeouts.stage="
             f"{times.stage:g}, which ends the same waits; lower the first or raise the second."
         )
     retry = config.retry
-    if retry.backoff_seconds > retry.max_backoff_seconds:
+    if retry.max_backoff_seconds is not None and retry.backoff_seconds > retry.max_backoff_seconds:
         raise CheckpointConfigError(
             f"checkpoint.retry.backoff_seconds={retry.backoff_seconds:g} is above "
             f"checkpoint.retry.max_backoff_seconds={retry.max_backoff_seconds:g}; lower the first or raise the second."

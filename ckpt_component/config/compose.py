@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, cast
 
 import hydra
@@ -16,7 +15,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from .checks import refuse_text_parts
 from .errors import CheckpointConfigError
-from .explain import explain, parse_override
+from .explain import parse_override, torn_apart, without_noise
+from .hints import override_hints
 from .store import PROVIDER, config_dir, register
 
 
@@ -38,6 +38,9 @@ def compose_checkpoint(preset: str = "async_persistent", overrides: Sequence[str
         CheckpointConfigError: an override that does not fit; the text says what to type instead.
     """
     request = [f"+checkpoint={preset}", *checked_overrides(overrides)]
+    torn = torn_apart(request)
+    if torn:
+        raise CheckpointConfigError(torn)
     for text in request:
         parse_override(text, several=False)
     with hydra_session():
@@ -70,23 +73,19 @@ def checked_overrides(overrides: Sequence[str]) -> list[str]:
 
 
 @contextmanager
-def hydra_session(folder: Path | None = None) -> Iterator[None]:
-    """Have Hydra initialized inside the `with`, and as it was after it.
-
-    Args:
-        folder: where to compose from; None: our own configs, or the running app's, when it sees ours too.
-    """
+def hydra_session() -> Iterator[None]:
+    """Have Hydra initialized inside the `with`, on the running app's configs when it sees ours; after it, as before."""
     register()
     current = GlobalHydra.instance()
     running = current.hydra
-    if running is not None and folder is None and _sees_our_configs(current):
+    if running is not None and _sees_our_configs(current):
         yield
         return
     # Hydra 1.3 needs version_base, 1.4 warns about it.
     version = {"version_base": "1.3"} if hydra.__version__ < "1.4" else {}
     current.clear()
     try:
-        with initialize_config_dir(str(folder or config_dir()), job_name="ckpt_component", **version):
+        with initialize_config_dir(str(config_dir()), job_name="ckpt_component", **version):
             yield
     finally:
         # `initialize_config_dir` puts a copy of the singleton back; a running app goes on with its own.
@@ -104,7 +103,10 @@ def _sees_our_configs(current: GlobalHydra) -> bool:
 
 def _compose(request: list[str]) -> DictConfig:
     try:
-        return compose(overrides=request)
+        with override_hints():
+            return compose(overrides=request)
+    except CheckpointConfigError:
+        raise
     except (HydraException, OmegaConfBaseException) as error:
         # The text has all of the cause, which is Hydra's and long.
-        raise CheckpointConfigError(explain(error, request)) from None
+        raise CheckpointConfigError(without_noise(error)) from None

@@ -8,7 +8,8 @@ has.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Iterator, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from hydra import compose
@@ -24,20 +25,19 @@ from .errors import CheckpointConfigError
 
 #: Groups that nobody picks from: Hydra's own, and our schemas.
 _HIDDEN_GROUPS = ("hydra", "ckpt_component")
+#: Name -> options.
+Groups = Mapping[str, Sequence[str]]
+_NO_GROUPS: Groups = {}
+_NAME = re.compile(r"[\w./@]+")
 
 
-def explain(error: Exception, overrides: Sequence[str], config_name: str | None = None) -> str:
-    """Say in one line what is wrong with `overrides`: what was meant, or Hydra's text without its noise.
-
-    Args:
-        error: what Hydra raised.
-        overrides: as they were typed.
-        config_name: the primary config, or None when there is none.
-    """
-    return what_was_meant(error, overrides, config_name) or _without_noise(error)
+#: What this package brings to an app: its own keys and groups.
+OURS = ("checkpoint", "recipe")
 
 
-def what_was_meant(error: BaseException, overrides: Sequence[str], config_name: str | None = None) -> str | None:
+def what_was_meant(
+    error: BaseException, overrides: Sequence[str], config_name: str | None = None, roots: Sequence[str] | None = None
+) -> str | None:
     """Say in one line what is wrong with `overrides` that Hydra refused, and what to type instead.
 
     Call it while Hydra is initialized.
@@ -46,39 +46,63 @@ def what_was_meant(error: BaseException, overrides: Sequence[str], config_name: 
         error: what Hydra raised; overrides that it does not name are none of its reasons.
         overrides: as they were typed.
         config_name: the primary config, or None when there is none.
+        roots: say nothing of overrides that have to do with none of these keys and groups; None: of all.
 
     Returns:
         The text, or None when nothing is found that Hydra does not say as well.
     """
+    parsed = []
+    for typed in overrides:
+        try:
+            parsed.append(parse_override(typed))
+        except CheckpointConfigError as unreadable:
+            torn = torn_apart(overrides)
+            return torn or str(unreadable) if _concerns(f"{typed} {torn or ''}", roots) else None
     loader = GlobalHydra.instance().config_loader()
-    try:
-        parsed = [parse_override(text) for text in overrides]
-    except CheckpointConfigError as unreadable:
-        return str(unreadable)
-    groups = list(_all_groups(loader, ""))
+    groups = {name: loader.get_group_options(name) for name in _all_groups(loader, "")}
     picks = [override for override in parsed if override.key_or_group in groups]
     named = f"{error} {error.__cause__ or ''}"
     # What is Hydra's own, it explains itself, and an app's config does not have its keys.
     refused = [
         override
         for override in parsed
-        if override.key_or_group in named and not override.key_or_group.startswith(("hydra.", "hydra/"))
+        if (override.key_or_group in named or _picks_nothing(override, groups))
+        and not override.key_or_group.startswith(("hydra.", "hydra/"))
     ]
-    for override in refused:
-        if override not in picks and "/" in override.key_or_group:
-            keys = _keys_of(config_name, picks)
-            return unknown_group(override.key_or_group, _value_text(override), groups, keys)
-    for override in (override for override in refused if override in picks):
-        text = _unknown_option(override, loader, "+" if override.is_add() and config_name else "")
-        if text:
-            return text
     # An option that is not here may be in a folder of --config-dir.
-    keys = _keys_of(config_name, [override for override in picks if _unknown_option(override, loader, "") is None])
-    for override in refused:
-        if override not in picks and keys:
-            text = _unfit_value(override, keys)
-            if text:
-                return text
+    usable = [item for item in picks if _unknown_option(item, loader, "") is None and item not in refused]
+    keys: list[str] | None = None
+    for override in sorted(refused, key=lambda item: item not in picks):
+        text: str | None
+        if override in picks:
+            text = _unfit_pick(override, refused, named) or _unknown_option(
+                override, loader, "+" if override.is_add() and config_name else ""
+            )
+        else:
+            keys = _keys_of(config_name, usable) if keys is None else keys
+            if "/" in override.key_or_group:
+                text = unknown_group(override.key_or_group, _value_text(override), groups, keys)
+            elif keys:
+                text = _several_values(override, named) or _unfit_value(override, keys, groups, named)
+        # A misspelt key of ours shows in what is suggested for it.
+        hint = (text or "").partition("Did you mean ")[2]
+        if text and (_concerns(override.key_or_group, roots) or _concerns(hint.lstrip("+"), roots)):
+            return text
+    return None
+
+
+def torn_apart(overrides: Sequence[str]) -> str | None:
+    """The text for `checkpoint = sync`, which the shell makes three words of; None when nothing looks like it."""
+    for number, text in enumerate(overrides):
+        before = overrides[number - 1] if number else ""
+        after = overrides[number + 1] if number + 1 < len(overrides) else ""
+        if text.startswith("=") and _NAME.fullmatch(before):
+            value = text[1:] or after
+        elif text.endswith("=") and text.count("=") == 1 and after and "=" not in after:
+            before, value = text[:-1], after
+        else:
+            continue
+        return f"There must be no spaces around =. Did you mean {before}={value}?"
     return None
 
 
@@ -96,8 +120,13 @@ def parse_override(text: str, several: bool = True) -> Override:
         override = OverridesParser.create().parse_override(text)
     except HydraException as error:
         key, equals, value = text.partition("=")
+        plain = _misspelt(text, key, value) if _NAME.fullmatch(key.lstrip("+~")) or not equals else None
+        if plain:
+            raise CheckpointConfigError(f"{text!r} is not of the form key=value. Did you mean {plain}?") from None
         if not equals:
-            raise CheckpointConfigError(f"{text!r} is not of the form key=value.") from None
+            raise CheckpointConfigError(
+                f"{text!r} is not of the form key=value, such as checkpoint=async_persistent."
+            ) from None
         quoted = value.replace("\\", "\\\\").replace('"', '\\"')
         raise CheckpointConfigError(
             f"{text} cannot be read ({_first_line(error)}). A value with special characters needs quotes, in "
@@ -110,16 +139,33 @@ def parse_override(text: str, several: bool = True) -> Override:
     return override
 
 
-def unknown_key(key: str, known: Sequence[str], value: str | None = None) -> str | None:
+def _misspelt(text: str, key: str, value: str) -> str | None:
+    """What was meant by `checkpoint==sync`, `checkpoint/stager.arenas=2`, `checkpoint:sync`; None for other things."""
+    colon = re.fullmatch(r"([\w./]+):\s*([^\s=]+)", text)
+    if colon:
+        return f"{colon[1]}={colon[2]}"
+    if value.startswith("=") and value[1:]:
+        return f"{key}={value[1:]}"
+    if "/" in key and "." in key and "@" not in key and value:
+        return f"{key.replace('/', '.')}={value}"
+    return None
+
+
+def unknown_key(key: str, known: Sequence[str], value: str | None = None, groups: Groups = _NO_GROUPS) -> str | None:
     """The text for a dotted key that is not among the known ones; None when it is.
 
     Args:
         key: as it was typed.
         known: all dotted keys, with those of inner nodes.
         value: what was to be set, for the suggestion.
+        groups: those of files, one of which is picked with a slash, and the files.
     """
     if key in known:
         return None
+    as_group = key.replace(".", "/")
+    group = next((name for name in groups if name == as_group or name.endswith(f"/{as_group}")), None)
+    if group and value is not None:
+        return f"There is no key {key}. {_pick(group, value, groups[group])}"
     parent, _, last = key.rpartition(".")
     meant = None
     if parent == "" or parent in known:
@@ -131,6 +177,8 @@ def unknown_key(key: str, known: Sequence[str], value: str | None = None) -> str
         meant = closest(key, known, cutoff=0.8)
     if meant:
         return f"There is no key {key}. Did you mean {meant}{'' if value is None else f'={value}'}?"
+    if not parent:
+        return f"There is no key {key}. {keys_text('the config', [name for name in known if '.' not in name])}"
     if parent in known:
         names = sorted(name.rpartition(".")[2] for name in siblings if not name.endswith("._target_"))
         return f"There is no key {key}. {keys_text(parent, names)}"
@@ -142,9 +190,17 @@ def keys_text(parent: str, names: Sequence[str]) -> str:
     return f"The keys of {parent}: {', '.join(names)}." if names else f"{parent} has no keys."
 
 
-def closest(word: str, words: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """The one of `words` that `word` is most likely a slip of, or None."""
-    return next(iter(difflib.get_close_matches(word, list(words), n=1, cutoff=cutoff)), None)
+def closest(word: str, words: Iterable[str], cutoff: float = 0.7) -> str | None:
+    """The one of `words` that `word` is most likely a slip of, or short for; or None."""
+    known = list(words)
+    near = difflib.get_close_matches(word, known, n=1, cutoff=cutoff)
+    if near or len(word) < 3:
+        return next(iter(near), None)
+    # `ckpt`, `async`: its letters in this order, from the first one on.
+    pattern = re.compile(".*".join(map(re.escape, word)))
+    longer = [name for name in known if len(name) <= 3 * len(word) and pattern.match(name)]
+    begun = [name for name in longer if name.startswith(word)]
+    return begun[0] if begun else longer[0] if len(longer) == 1 else None
 
 
 def dotted_keys(tree: Any, prefix: str = "") -> Iterator[str]:
@@ -155,13 +211,59 @@ def dotted_keys(tree: Any, prefix: str = "") -> Iterator[str]:
             yield from dotted_keys(value, f"{prefix}{key}.")
 
 
-def unknown_group(name: str, value: str, groups: Sequence[str], keys: Sequence[str]) -> str:
+def unknown_group(name: str, value: str, groups: Groups, keys: Sequence[str]) -> str:
     """The text for `checkpoint/stagr=pinned`, and for a slash where a dot is meant."""
     as_key = name.replace("/", ".")
     if as_key in keys:
         return f"{name} is not a group of files. A value is set with dots: {as_key}={value}."
     meant = closest(name, groups)
-    return f"There is no group {name}." + (f" Did you mean {meant}={value}?" if meant else "")
+    return f"There is no group {name}." + (f" {_pick(meant, value, groups[meant])}" if meant else "")
+
+
+def _pick(group: str, value: str, options: Sequence[str]) -> str:
+    """What to type for a file of a group."""
+    near = value if value in options else closest(value, options)
+    return f"Did you mean {group}={near}?" if near else f"{group} can be: {', '.join(options)}."
+
+
+def _concerns(text: str, roots: Sequence[str] | None) -> bool:
+    return roots is None or bool(re.search(rf"(^|[\s+~])({'|'.join(roots)})\b", text))
+
+
+def _picks_nothing(override: Override, groups: Groups) -> bool:
+    """`checkpoint=null`: Hydra's error does not name it."""
+    return override.key_or_group in groups and override.type is OverrideType.CHANGE and override.value() is None
+
+
+def _unfit_pick(override: Override, refused: Sequence[Override], named: str) -> str | None:
+    """For an option that exists, and cannot be picked like this."""
+    group, value = override.key_or_group, _value_text(override)
+    if _picks_nothing(override, {group: ()}):
+        instead = "; to save nothing, type checkpoint=off" if group == "checkpoint" else ""
+        return f"{group}={value} picks nothing{instead or ', and one of its files is needed'}."
+    twins = [other for other in refused if other.key_or_group == group and other.is_add()]
+    if f"Multiple values for {group}" in named and len(twins) > 1:
+        both = ",".join(_value_text(twin) for twin in twins)
+        return f"{group} is added more than once. Did you mean +{group}=[{both}]?"
+    if f"Multiple values for {group}" in named and twins:
+        return added_twice(group, value)
+    if "No match in the defaults list" in named and override.type is OverrideType.CHANGE:
+        return f"{group} is not in the app's defaults list, so a plus adds it. Did you mean +{group}={value}?"
+    return _several_values(override, named)
+
+
+def added_twice(group: str, value: str) -> str:
+    """The text for `+checkpoint=sync` in an app that has `checkpoint` in its defaults list."""
+    return (
+        f"{group} is in the app's defaults list already, and a plus would add it once more. "
+        f"Did you mean {group}={value}?"
+    )
+
+
+def _several_values(override: Override, named: str) -> str | None:
+    if "Ambiguous value" not in named or not override.is_sweep_override():
+        return None
+    return f"{override.input_line} has several values; -m runs a job for each: -m {override.input_line}"
 
 
 def _unknown_option(override: Override, loader: ConfigLoader, plus: str) -> str | None:
@@ -172,19 +274,37 @@ def _unknown_option(override: Override, loader: ConfigLoader, plus: str) -> str 
         if choice not in options:
             meant = closest(choice, options)
             hint = f" Did you mean {plus}{group}={meant}?" if meant else ""
-            return f"There is no {group}={choice}.{hint} {group} can be: {', '.join(options)}."
+            own = f", or a file of your own, {group}/{choice}.yaml in a --config-dir" if not meant else ""
+            return f"There is no {group}={choice}.{hint} {group} can be: {', '.join(options)}{own}."
     return None
 
 
-def _unfit_value(override: Override, keys: Sequence[str]) -> str | None:
-    """For a key that does not exist, one that cannot be deleted, and a value where further keys belong."""
+def _unfit_value(override: Override, keys: Sequence[str], groups: Groups, named: str) -> str | None:
+    """For a key that does not exist, one that cannot be deleted, and a value of another kind than its key's."""
     key, value = override.key_or_group, _value_text(override)
     if override.is_delete():
         return f"{key} cannot be deleted. Set it to null instead, where it may be: {key}=null"
     inner = [name.rpartition(".")[2] for name in keys if name.rpartition(".")[0] == key]
     if inner and "_target_" not in inner and not value.startswith(("{", "$")):
-        return f"{key} cannot itself be {value}. {keys_text(key, inner)}"
-    return unknown_key(key, keys, value) if override.type is OverrideType.CHANGE else None
+        return f"{key} cannot itself be {value or 'empty'}. {keys_text(key, inner)}"
+    unknown = unknown_key(key, keys, value, groups) if override.type is OverrideType.CHANGE else None
+    return unknown or _other_type(key, value, named)
+
+
+#: OmegaConf's name of a type -> what a person would call it.
+_KINDS = {"Integer": "a whole number", "Float": "a number", "Boolean": "true or false"}
+
+
+def _other_type(key: str, value: str, named: str) -> str | None:
+    """For a value that OmegaConf could not convert."""
+    wanted = re.search(r"could not be converted to (\w+)", named)
+    if wanted and wanted[1] in _KINDS:
+        return f"{key} must be {_KINDS[wanted[1]]}, got {value}."
+    if "is not Optional" in named or "Incompatible value 'None'" in named:
+        return f"{key} cannot be null."
+    if "incompatible with type hint" in named:
+        return f"{key} cannot be {value}; it takes a number or a text."
+    return None
 
 
 def _choices(override: Override) -> list[str]:
@@ -194,7 +314,7 @@ def _choices(override: Override) -> list[str]:
     if override.is_sweep_override():
         return [text.strip() for text in override.sweep_string_iterator()] if override.is_choice_sweep() else []
     value = override.value()
-    return [value] if isinstance(value, str) else []
+    return [str(name) for name in value] if isinstance(value, list) else [value] if isinstance(value, str) else []
 
 
 def _all_groups(loader: ConfigLoader, parent: str) -> Iterator[str]:
@@ -221,7 +341,7 @@ def _value_text(override: Override) -> str:
     return (override.input_line or "").partition("=")[2]
 
 
-def _without_noise(error: BaseException) -> str:
+def without_noise(error: BaseException) -> str:
     """Hydra's text and its cause in one line."""
     lines = [str(error), str(error.__cause__ or "")]
     kept = [

@@ -1,51 +1,112 @@
-"""For a Hydra app of one's own: what was probably meant, below Hydra's text."""
+"""Better texts than Hydra's for overrides that it refuses, first and alone, in every Hydra app.
+
+Hydra has no hook for this, so two of its methods are wrapped: those that compose, for a run and for a job of a sweep.
+The search-path plugin does that when an app starts. What concerns neither our keys nor our groups stays as it is, as
+does every error whose cause is not found.
+"""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
+import functools
+import inspect
+import logging
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
-from traceback import walk_tb
+from contextvars import ContextVar
+from typing import Any
 
-from hydra.errors import HydraException
-from omegaconf.errors import OmegaConfBaseException
+from hydra import compose
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.hydra import Hydra
+from omegaconf import DictConfig, OmegaConf
 
-from .compose import hydra_session
-from .explain import what_was_meant
+from .composable import composable
+from .errors import CheckpointConfigError
+from .explain import OURS, added_twice, what_was_meant
+from .schema import Checkpoint
+
+logger = logging.getLogger("ckpt_component")
+
+#: Whose overrides are explained: those of these keys and groups, or (None) all.
+_roots: ContextVar[Sequence[str] | None] = ContextVar("roots", default=OURS)
+#: Composing for an explanation is not explained itself.
+_explaining: ContextVar[bool] = ContextVar("explaining", default=False)
+
+
+def install() -> None:
+    """Have Hydra's errors explained, from now on; does nothing when they are."""
+    _wrap(Hydra, "compose_config", lambda given: (given["config_name"], given["overrides"]))
+    # The overrides of one job of a sweep.
+    _wrap(
+        ConfigLoaderImpl,
+        "load_sweep_config",
+        lambda given: (given["master_config"].hydra.job.config_name, given["sweep_overrides"]),
+    )
 
 
 @contextmanager
-def override_hints(folder: Path, config_name: str) -> Iterator[None]:
-    """Print what was probably meant when `@hydra.main` ends because an override does not fit.
+def override_hints() -> Iterator[None]:
+    """Explain all overrides that Hydra refuses inside of the `with`, and not only those of `checkpoint`.
 
-        if __name__ == "__main__":
-            with override_hints(Path(__file__).parent / "conf", "train"):
-                main()
-
-    Hydra prints its own text and exits, so that a `SystemExit` is all that comes out of it; the error is its
-    context.
-
-    Args:
-        folder: the app's config folder.
-        config_name: the app's primary config.
+    For an app of one's own: `with override_hints(): main()`.
     """
+    install()
+    token = _roots.set(None)
     try:
         yield
-    except SystemExit as leaving:
-        error = leaving.__context__
-        if isinstance(error, (HydraException, OmegaConfBaseException)) and not _comes_from_the_job(error):
-            overrides = [text for text in sys.argv[1:] if "=" in text and not text.startswith("-")]
-            with hydra_session(folder):
-                text = what_was_meant(error, overrides, config_name)
-            if text:
-                print(f"\n{text}", file=sys.stderr)
-        raise
+    finally:
+        _roots.reset(token)
 
 
-def _comes_from_the_job(error: BaseException) -> bool:
-    """Whether Hydra had composed the config, and the job itself failed; Hydra looks for the same frame."""
-    return any(
-        frame.f_code.co_name == "run_job" and frame.f_globals.get("__name__") == "hydra.core.utils"
-        for frame, _ in walk_tb(error.__traceback__)
-    )
+def _wrap(owner: type, name: str, typed_in: Callable[[dict[str, Any]], tuple[str | None, list[str]]]) -> None:
+    """Have the overrides explained that a method of Hydra's refuses; `typed_in` finds them in its arguments."""
+    original: Callable[..., DictConfig] = getattr(owner, name)
+    if hasattr(original, "__wrapped__"):
+        return
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def explaining(*positional: Any, **keywords: Any) -> DictConfig:
+        if _explaining.get():
+            return original(*positional, **keywords)
+        config_name, overrides = typed_in(signature.bind(*positional, **keywords).arguments)
+        token = _explaining.set(True)
+        try:
+            try:
+                config = original(*positional, **keywords)
+            except Exception as error:
+                text = _explanation(error, overrides, config_name)
+                if text is None:
+                    raise
+                raise CheckpointConfigError(text) from None
+            text = _added_in_silence(config, overrides, config_name)
+        finally:
+            _explaining.reset(token)
+        if text:
+            raise CheckpointConfigError(text)
+        return config
+
+    setattr(owner, name, explaining)
+
+
+def _explanation(error: Exception, overrides: Sequence[str], config_name: str | None) -> str | None:
+    try:
+        return what_was_meant(error, overrides, config_name, _roots.get())
+    except Exception as failure:  # Hydra's own text is better than none
+        logger.warning("ckpt_component found no better text for this error: %r", failure)
+        return None
+
+
+def _added_in_silence(config: DictConfig, overrides: Sequence[str], config_name: str | None) -> str | None:
+    """The text for `+checkpoint=...` that came on top of the same option, and over what the app had set."""
+    for number, text in enumerate(overrides):
+        group, _, value = text.removeprefix("+").partition("=")
+        if config_name is None or not text.startswith("+") or group.partition("/")[0] != "checkpoint" or "." in group:
+            continue
+        node = OmegaConf.select(config, "checkpoint", throw_on_missing=False, throw_on_resolution_failure=False)
+        if not isinstance(node, DictConfig) or OmegaConf.get_type(node) is not composable(Checkpoint):
+            continue
+        without = compose(config_name, [*overrides[:number], *overrides[number + 1 :]], return_hydra_config=True)
+        if group in without.hydra.runtime.choices:
+            return added_twice(group, value)
+    return None

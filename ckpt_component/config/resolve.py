@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import is_dataclass
 from typing import Any
@@ -22,10 +23,14 @@ from .checks import (
     refuse_unknown_part_keys,
     refuse_whole_app,
 )
+from .composable import as_numbers
 from .compose import checked_overrides, compose_checkpoint, compose_part, plain_dict
 from .errors import CheckpointConfigError
-from .explain import dotted_keys, parse_override, unknown_group
+from .explain import dotted_keys, parse_override, unknown_group, unknown_key
+from .folders import expanded
 from .schema import PARTS, Checkpoint, part_schema
+
+_GROUPS = {f"checkpoint/{kind}": list(options) for kind, options in PARTS.items()}
 
 
 def resolve_config(
@@ -60,6 +65,7 @@ def resolve_config(
 
     checkpoint = _typed(Checkpoint, {**tree, **{kind: {} for kind in PARTS}}, "checkpoint")
     refuse_bad_dir(checkpoint.dir)
+    checkpoint.dir = expanded(checkpoint.dir, "checkpoint.dir")
     checkpoint.resume = checked_resume(checkpoint.resume)
     refuse_out_of_range(Checkpoint, checkpoint, "checkpoint")
     refuse_contradictions(checkpoint)
@@ -95,7 +101,7 @@ def _plain(config: Any) -> dict[str, Any]:
             config = OmegaConf.create({key: _path_text(value) for key, value in config.items()})
         tree = plain_dict(config, resolve=True)
     except OmegaConfBaseException as error:
-        raise CheckpointConfigError(_omegaconf_text(error, "checkpoint")) from None
+        raise CheckpointConfigError(omegaconf_text(error, "checkpoint")) from None
     if not isinstance(tree, dict):
         raise CheckpointConfigError(f"The checkpoint config is {tree!r}; choose a preset: checkpoint=async_persistent")
     return {str(key): value for key, value in tree.items()}
@@ -116,7 +122,7 @@ def _override(tree: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
                 OmegaConf.update(changed, key, override.value(), merge=True)
         return plain_dict(changed, resolve=True)
     except OmegaConfBaseException as error:
-        raise CheckpointConfigError(_omegaconf_text(error, "checkpoint")) from None
+        raise CheckpointConfigError(omegaconf_text(error, "checkpoint")) from None
 
 
 def _readable(text: str, tree: Mapping[str, Any]) -> Override:
@@ -130,29 +136,34 @@ def _readable(text: str, tree: Mapping[str, Any]) -> Override:
             f"{text} picks a whole preset, and a config was given already; pass {value!r} as the config."
         )
     if key.startswith("checkpoint/"):
-        groups = [f"checkpoint/{kind}" for kind in PARTS]
-        if key not in groups:
-            raise CheckpointConfigError(unknown_group(key, value, groups, list(dotted_keys(tree, "checkpoint."))))
+        if key not in _GROUPS:
+            raise CheckpointConfigError(unknown_group(key, value, _GROUPS, list(dotted_keys(tree, "checkpoint."))))
         return override
     if not key.startswith("checkpoint.") or "/" in key:
-        raise CheckpointConfigError(f"{text} does not begin with checkpoint. Did you mean checkpoint.{text}?")
+        keys = list(dotted_keys({"checkpoint": dict(tree)}))
+        raise CheckpointConfigError(
+            unknown_key(key, keys, value, _GROUPS) or f"{text} is not below checkpoint, such as checkpoint.dir=x."
+        )
     return override
 
 
 def _typed(schema: type, values: Mapping[str, Any], name: str) -> Any:
     """An instance of a schema."""
+    numbers = as_numbers(schema, values, name)
     try:
-        return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), dict(values)))
+        return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), numbers))
     except OmegaConfBaseException as error:
-        raise CheckpointConfigError(_omegaconf_text(error, name)) from None
+        raise CheckpointConfigError(omegaconf_text(error, name)) from None
 
 
-def _omegaconf_text(error: OmegaConfBaseException, name: str) -> str:
+def omegaconf_text(error: OmegaConfBaseException, name: str) -> str:
     """OmegaConf's first line, with the key that it is about in front."""
     key = getattr(error, "full_key", None) or ""
-    full = key if key.startswith("checkpoint") else ".".join(part for part in (name, key) if part)
+    full = key if key.startswith(name) else ".".join(part for part in (name, key) if part)
     line = next(iter(str(error).splitlines()), type(error).__name__)
-    return f"{full}: {line.rstrip('.')}."
+    variable = re.fullmatch(r"Interpolation key '([A-Z][A-Z0-9_]*)' not found", line)
+    hint = f" An environment variable is ${{oc.env:{variable[1]}}}." if variable else ""
+    return f"{full}: {line.rstrip('.')}.{hint}"
 
 
 def _path_text(value: Any) -> Any:

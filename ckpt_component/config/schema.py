@@ -14,6 +14,8 @@ from typing import Any, TypeVar
 
 from omegaconf import MISSING
 
+from .quantities import BYTES, SECONDS
+
 T = TypeVar("T")
 
 
@@ -83,19 +85,19 @@ class IoPriority(Enum):
     idle = "idle"
 
 
-def at_least(limit: int, default: T) -> T:
-    """A field whose number, when it is not None, is not below `limit`."""
-    return field(default=default, metadata={"at_least": limit})
+def at_least(limit: int, default: T, unit: str | None = None) -> T:
+    """A field whose number, when it is not None, is not below `limit`; with a unit it may be a text such as `8MB`."""
+    return field(default=default, metadata={"at_least": limit, "unit": unit})
 
 
-def above(limit: float, default: T) -> T:
-    """A field whose number, when it is not None, is above `limit` and finite."""
-    return field(default=default, metadata={"above": limit})
+def above(limit: float, default: T, unit: str | None = None) -> T:
+    """A field whose number, when it is not None, is above `limit` and finite; for `unit` see `at_least`."""
+    return field(default=default, metadata={"above": limit, "unit": unit})
 
 
-def between(low: int, high: int, default: T) -> T:
-    """A field whose number is from `low` to `high`."""
-    return field(default=default, metadata={"between": (low, high)})
+def between(low: int, high: int, default: T, unit: str | None = None) -> T:
+    """A field whose number is from `low` to `high`; for `unit` see `at_least`."""
+    return field(default=default, metadata={"between": (low, high), "unit": unit})
 
 
 @dataclass
@@ -104,7 +106,7 @@ class Save:
 
     every_steps: int | None = at_least(1, 100)
     """Save at every n-th step; null: steps alone are no reason."""
-    every_seconds: float | None = above(0, None)
+    every_seconds: float | None = above(0, None, SECONDS)
     """Save when this many seconds have gone by since the last save began; null: time alone is no reason."""
     at_end: bool = True
     """Save the last step too, when the manager's `with` block ends without an exception."""
@@ -126,29 +128,29 @@ class Retry:
 
     attempts: int = at_least(2, 3)
     """How often a save is tried in all."""
-    backoff_seconds: float = above(0, 1.0)
+    backoff_seconds: float = above(0, 1.0, SECONDS)
     """Pause before the second try; before each further one it is twice as long."""
-    max_backoff_seconds: float = above(0, 60.0)
-    """The longest pause."""
+    max_backoff_seconds: float | None = above(0, None, SECONDS)
+    """The longest pause; null: 60, or the first one where that is longer."""
 
 
 @dataclass
 class Timeouts:
-    """Deadlines in seconds. A wait that runs into one is an error that names its key."""
+    """Deadlines, in seconds or as `30m`. A wait that runs into one is an error that names its key."""
 
-    worker_start: float = above(0, 30.0)
+    worker_start: float = above(0, 30.0, SECONDS)
     """Until a writer process has started."""
-    stage: float = above(0, 300.0)
-    """Until memory for a snapshot is free, and until its copy is done."""
-    write: float = above(0, 1800.0)
-    """Until all files of a checkpoint are written and committed."""
-    close: float = above(0, 60.0)
+    stage: float | None = above(0, None, SECONDS)
+    """Until memory for a snapshot is free, and until its copy is done; null: 300, or `max_stall_s` if that is more."""
+    write: float | None = above(0, None, SECONDS)
+    """Until all files of a checkpoint are written and committed; null: 1800, or more where `stall` is long."""
+    close: float = above(0, 60.0, SECONDS)
     """Until an idle writer process has ended."""
-    heartbeat: float = above(0, 30.0)
-    """With several ranks: one that gave no sign of life for so long during a save is gone."""
-    stall: float = above(0, 300.0)
-    """With several ranks: one that lives and has written nothing for so long during a save hangs."""
-    visible: float = above(0, 60.0)
+    heartbeat: float | None = above(0, None, SECONDS)
+    """With several ranks: without a sign of life for so long, a rank is gone; null: 30, less where `stall` is short."""
+    stall: float | None = above(0, None, SECONDS)
+    """With several ranks: one that writes nothing for so long hangs; null: 300, less where `write` is short."""
+    visible: float = above(0, 60.0, SECONDS)
     """With several ranks: until all see what one of them made, where a network file system caches names."""
 
 
@@ -178,9 +180,9 @@ class Checkpoint:
     """How `on_error: retry` tries again."""
     give_up_after: int | None = at_least(1, 3)
     """With `warn` and `retry`: so many failed saves in a row are raised in any case; null: no number is too many."""
-    max_stall_s: float | None = above(0, None)
+    max_stall_s: float | None = above(0, None, SECONDS)
     """The most seconds that a save may keep training waiting; then it is given up. null: as long as `timeouts` say."""
-    min_free_bytes: int | None = at_least(0, 0)
+    min_free_bytes: int | None = at_least(0, 0, BYTES)
     """What must stay free on the disk beside a new checkpoint; null: free space is not looked at beforehand."""
     durability: Durability = Durability.power_cut
     """What a committed checkpoint survives: `power_cut`, or `process_crash` alone, which is faster."""
@@ -215,7 +217,7 @@ class LiveStager(Part):
 class PinnedStager(Part):
     """`checkpoint/stager=pinned`."""
 
-    arenas: int = at_least(1, 1)
+    arenas: int = between(1, 16, 1)
     """How many saves may be in flight, each with its own copy of the state in host memory."""
 
 
@@ -223,7 +225,7 @@ class PinnedStager(Part):
 class SharedMemoryStager(Part):
     """`checkpoint/stager=shared_memory`."""
 
-    arenas: int = at_least(1, 1)
+    arenas: int = between(1, 16, 1)
     """How many saves may be in flight, each with its own copy of the state in host memory."""
 
 
@@ -231,9 +233,9 @@ class SharedMemoryStager(Part):
 class ZeroOverheadStager(Part):
     """`checkpoint/stager=zero_overhead`."""
 
-    arenas: int = at_least(1, 2)
+    arenas: int = between(1, 16, 2)
     """How many saves may be in flight, each with its own copy of the state in host memory."""
-    device_buffer_bytes: int = at_least(0, 0)
+    device_buffer_bytes: int = at_least(0, 0, BYTES)
     """The most memory of each CUDA device that a snapshot may take; what fits into it needs no fence. 0: none."""
 
 
@@ -266,15 +268,15 @@ class PersistentCaller(Part):
 class WriterPart(Part):
     """What every writer has."""
 
-    workers: int = at_least(1, 2)
-    """How many parallel writers a rank has; `dcp` gives each a file of its own."""
-    block_bytes: int = at_least(4096, 8 << 20)
-    """How many bytes one write call takes."""
+    workers: int = between(1, 128, 2)
+    """How many parallel writers a rank has, at most 128: threads with two blocks each; `dcp`: with a file each."""
+    block_bytes: int = between(4096, 1 << 30, 8 << 20, BYTES)
+    """How many bytes one write call takes, at most 1 GiB: each worker holds two such blocks."""
     checksum: ChecksumName = ChecksumName.crc32
     """Checksum of every item: `crc32`; `crc32c` or `xxh3_64`, with their packages; `auto`: the fastest installed."""
     io: IoMode = IoMode.auto
     """How files are written: `buffered`, `direct` (past the page cache), or `auto`: a trial per disk says which."""
-    max_bytes_per_second: float | None = above(0, None)
+    max_bytes_per_second: float | None = above(0, None, BYTES)
     """The most that a rank writes in a second, where others use the storage too; null: no limit."""
 
 

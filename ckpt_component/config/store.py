@@ -8,6 +8,7 @@ from pathlib import Path
 from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
+from .composable import composable
 from .schema import PARTS, Checkpoint
 
 logger = logging.getLogger("ckpt_component")
@@ -33,18 +34,24 @@ def register() -> None:
     store = ConfigStore.instance()
     if "checkpoint.yaml" in store.repo.get("ckpt_component", {}).get("schema", {}):
         return
-    store.store(group=SCHEMAS, name="checkpoint", node=Checkpoint, provider=PROVIDER)
+    store.store(group=SCHEMAS, name="checkpoint", node=composable(Checkpoint), provider=PROVIDER)
     for kind, options in PARTS.items():
         for option, schema in options.items():
-            store.store(group=f"{SCHEMAS}/{kind}", name=option, node=schema, provider=PROVIDER)
+            store.store(group=f"{SCHEMAS}/{kind}", name=option, node=composable(schema), provider=PROVIDER)
     # Files of the config store need no `# @package` line, and the group's name need not be the folder's.
-    for path in sorted(recipe_dir().glob("*.yaml")):
+    store_files(recipe_dir(), "recipe", "_global_")
+
+
+def store_files(folder: Path, group: str | None, package: str | None = None) -> None:
+    """Give Hydra the YAML files of a folder as a group's options; None: as configs that an app may start from."""
+    store = ConfigStore.instance()
+    for path in sorted(folder.glob("*.yaml")):
         try:
-            recipe = OmegaConf.load(path)
-        except Exception as error:  # a broken recipe must not stop the apps that do not use it
-            logger.warning("recipe %s cannot be read and is left out: %s", path, error)
+            node = OmegaConf.load(path)
+        except Exception as error:  # a broken file must not stop the apps that do not use it
+            logger.warning("%s cannot be read and is left out: %s", path, error)
             continue
-        store.store(group="recipe", name=path.stem, node=recipe, package="_global_", provider=PROVIDER)
+        store.store(group=group, name=path.stem, node=node, package=package, provider=PROVIDER)
 
 
 def _beside_the_code(name: str, landmark: str) -> Path:

@@ -162,6 +162,12 @@ class ArenaPool:
         with self._changed:
             return self._leased >= self._count
 
+    @property
+    def idle_bytes(self) -> int:
+        """The memory of arenas that no save has."""
+        with self._changed:
+            return sum(arena.nbytes for arena in self._free)
+
     def wait_free(self, deadline: float) -> bool:
         """Wait until `lease` would not have to. Returns False when it still would at `deadline` (monotonic seconds)."""
         with self._changed:

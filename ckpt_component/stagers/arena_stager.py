@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import psutil
 import torch
 
 from ..config.errors import CheckpointConfigError
@@ -16,10 +18,12 @@ from ..image.arena import Arena, ArenaPool
 from ..image.collector import collector_paused
 from ..image.layout import Layout, sources_of
 from ..image.tree import FlatState
-from ..writers.base import Writer
+from ..writers.base import FormatPlan, Writer
 from ..writers.byte_io import MemorySource
 from .base import Stager
 from .snapshot import Snapshot, Survey
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -98,6 +102,21 @@ class ArenaStager(Stager):
                 snapshot.release()
                 raise
         return snapshot
+
+    def _planned(self, plan: FormatPlan) -> None:
+        """Warn of more arenas than there is memory for: they are made when saves come close to each other."""
+        each = plan.layout.arena_bytes
+        available = psutil.virtual_memory().available + self._pool.idle_bytes
+        if self._arenas > 1 and self._arenas * each > available:
+            logger.warning(
+                "checkpoint.stager.arenas=%d may take %.2f GB of memory (%.2f GB each), and %.2f GB are available; "
+                "use %d, or saves that come close to each other will fail",
+                self._arenas,
+                self._arenas * each / 1e9,
+                each / 1e9,
+                available / 1e9,
+                max(int(available // each), 1),
+            )
 
     @abstractmethod
     def _copy(self, filling: Filling, snapshot: Snapshot) -> None:

@@ -19,6 +19,7 @@ from ..image.ownership import Selection, holdings, share_out
 from ..image.replicas import Replicas
 from ..image.tree import FlatState, flatten
 from ..writers.base import FormatPlan, Writer
+from .optimizers import optimizers_in
 from .snapshot import Comparison, Snapshot, Survey
 
 logger = logging.getLogger(__name__)
@@ -113,8 +114,20 @@ class Stager(ABC):
         """Wait until `busy` is False. Returns False when it still is at `deadline` (monotonic seconds)."""
         return not self.busy
 
-    def guard(self, optimizer: torch.optim.Optimizer) -> None:
-        """Keep `optimizer` from changing weights that are still being copied. Nothing to do for most stagers."""
+    def guard(self, optimizer: Any) -> None:
+        """Keep an optimizer from changing weights that are still being copied. Nothing to do for most stagers.
+
+        Args:
+            optimizer: a torch optimizer, a list of them, or a wrapper with the attribute `optimizer`.
+
+        Raises:
+            CheckpointTypeError: it is none of these.
+        """
+        for each in optimizers_in(optimizer):
+            self._guard(each)
+
+    def _guard(self, optimizer: torch.optim.Optimizer) -> None:
+        """Guard one optimizer."""
 
     def wait_staged(self, timeout: float | None = None) -> None:
         """Return when every tensor may be changed. At once for stagers that are done when `take` returns."""
@@ -169,9 +182,13 @@ class Stager(ABC):
                     time.perf_counter() - started,
                     ": the structure changed" if known else "",
                 )
+                self._planned(self._plan)
             if self._plan is None:
                 raise CheckpointError("A snapshot was asked for before its state was surveyed.")
             return self._plan, survey.flat if self._selection is None else self._selection.of(survey.flat)
+
+    def _planned(self, plan: FormatPlan) -> None:
+        """A new plan was made."""
 
     def _select(self, survey: Survey) -> Selection | None:
         """Agree with the other ranks who stores what; None: this rank stores all that it has."""

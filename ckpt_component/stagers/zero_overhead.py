@@ -70,7 +70,7 @@ class ZeroOverheadStager(ArenaStager):
         self._overlap = OverlapWatch()
         self._hooks: list[Any] = []
 
-    def guard(self, optimizer: torch.optim.Optimizer) -> None:
+    def _guard(self, optimizer: torch.optim.Optimizer) -> None:
         """Make `optimizer.step()` wait until the running copy has ended.
 
         It also tells the stager which tensors only the optimizer changes; all others are copied before `take` returns.

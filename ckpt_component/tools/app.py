@@ -6,8 +6,10 @@ import argparse
 import signal
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from .. import __version__
+from ..config.folders import expanded
 from ..errors import CheckpointError
 from . import report_command, tune_command
 
@@ -24,10 +26,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     Raises:
         SystemExit: with code 1 and the text of what went wrong, or with 2 when the words cannot be understood.
     """
-    parsed = parse(arguments)
     # What a command has made in other places is removed on the way out.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
+        parsed = parse(arguments)
         parsed.run(parsed)
     except CheckpointError as error:
         sys.exit(f"error: {error}")
@@ -36,10 +38,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line in parts; `run` is the command's function, which takes them."""
+    """The command line in parts; `run` is the command's function, which takes them. Folders have no `~` any more."""
     parser = argparse.ArgumentParser(prog="ckpt", description="What one does beside a run of training.")
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for command in _COMMANDS:
         command.add(commands)
-    return parser.parse_args(arguments)
+    parsed = parser.parse_args(arguments)
+    for name, value in vars(parsed).items():
+        if isinstance(value, Path):
+            setattr(parsed, name, Path(expanded(value, name)))
+    return parsed

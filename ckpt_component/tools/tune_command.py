@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import psutil
 
 from ..config.errors import CheckpointConfigError
+from ..config.quantities import BYTES, quantity
 
 #: The state, two snapshots of it (zero_overhead has two arenas), and some room besides.
 _IN_MEMORY = 3.3
@@ -21,7 +21,8 @@ _ON_DISK = 2.1
 _MEMORY_SHARE = 0.1
 #: Formats with a file of its own for every rank.
 _SAME_RANKS = ("torch_save", "safetensors")
-_UNITS = {"": 1.0, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
+#: Less than this is over before anything can be told.
+_LEAST = 1_000_000
 
 
 def add(commands: Any) -> None:
@@ -35,7 +36,7 @@ def add(commands: Any) -> None:
     )
     parser.add_argument("folder", type=Path, help="where checkpoints will be")
     parser.add_argument("--state", default="large", help="kind of state: large, many_small, moe, bf16_mixed, tiny")
-    parser.add_argument("--size", metavar="BYTES", help="its size, such as 4GB; otherwise as the kind has it")
+    parser.add_argument("--size", metavar="BYTES", help="its size, such as 4GB or 500MiB; otherwise as the kind has it")
     parser.add_argument("--seconds", type=float, default=180.0, help="how long it may take (180)")
     parser.add_argument("--repeats", type=int, default=3, help="rounds per setting, at least 2 (3)")
     parser.add_argument(
@@ -116,11 +117,11 @@ def _folder(folder: Path) -> Path:
 
 
 def _bytes(text: str) -> int:
-    found = re.fullmatch(r"([0-9]*\.?[0-9]+(?:e[0-9]+)?)\s*([KMGT]?B?)", text, re.IGNORECASE)
-    unit = found[2].upper() if found else ""
-    if found is None or (unit if unit in _UNITS else unit + "B") not in _UNITS or float(found[1]) <= 0:
-        raise CheckpointConfigError(f"--size={text} is no size; type a number of bytes, or such as 500MB or 4GB.")
-    return int(float(found[1]) * _UNITS[unit if unit in _UNITS else unit + "B"])
+    size = int(quantity(text, BYTES, "--size"))
+    if size < _LEAST:
+        unit = f"; type a unit, such as --size={text}GB" if text.isdecimal() else ""
+        raise CheckpointConfigError(f"--size={text} is {size} bytes, too few to measure anything{unit or '.'}")
+    return size
 
 
 def _above(limit: float, option: str, value: float) -> float:

@@ -13,6 +13,7 @@ from omegaconf import DictConfig
 from torch import nn
 
 from ..config.errors import CheckpointConfigError
+from ..config.folders import expanded
 from ..image.per_rank import PerRank
 from .model import Gpt, loss_of
 from .parallel import choose
@@ -69,7 +70,7 @@ class Job:
         self.device = pick_device(settings.device, settings.dtype, ranks)
         join(ranks, self.device, settings.timeout)
         self._parallel = parallel = choose(self._kind, ranks, self.device)
-        path = None if data.path is None else os.path.join(base_dir, data.path)
+        path = None if data.path is None else os.path.join(base_dir, expanded(data.path, "data.path"))
         self._text = load_text(path, data.max_bytes, data.validation, size.context)
         self._context = size.context
         self._threads = use_threads(settings.threads)

@@ -7,16 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from difflib import get_close_matches
 from enum import Enum
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf
 
+from ..config.composable import as_numbers, composable
 from ..config.errors import CheckpointConfigError
+from ..config.explain import closest
+from ..config.quantities import BYTES, SECONDS
 from ..config.schema import above, at_least, in_range, range_of
-from ..config.store import PROVIDER, SCHEMAS
+from ..config.store import PROVIDER, SCHEMAS, recipe_dir, store_files
 from ..config.store import register as register_checkpoint_configs
 
 T = TypeVar("T")
@@ -76,7 +79,7 @@ class Train:
     """What forward and backward compute in: `float32` or `bfloat16`."""
     device: Device = Device.auto
     """Where training runs: `cpu`, `cuda`, or `auto` (CUDA when it is there)."""
-    timeout: float = above(0, 600.0)
+    timeout: float = above(0, 600.0, SECONDS)
     """How long one of several ranks waits for the others in a collective, in seconds."""
     threads: int | None = at_least(1, None)
     """CPU threads of torch; null: as many as this process has cores, shared out to the ranks of this machine."""
@@ -96,7 +99,7 @@ class Data:
 
     path: str | None = None
     """A file or a folder of text; null: the sources of Python's standard library."""
-    max_bytes: int = at_least(1, 8_000_000)
+    max_bytes: int = at_least(1, 8_000_000, BYTES)
     """How much of the text is used, in bytes."""
     validation: float = fraction(0.05)
     """The share of the text, at its end, that is kept for the validation loss."""
@@ -123,7 +126,12 @@ def register() -> None:
     register_checkpoint_configs()
     store = ConfigStore.instance()
     for name, schema in (("train", Train), ("data", Data), ("model", Model)):
-        store.store(group=SCHEMAS, name=name, node=schema, provider=PROVIDER)
+        store.store(group=SCHEMAS, name=name, node=composable(schema), provider=PROVIDER)
+    # Not on Hydra's search path, which other apps share.
+    conf = Path(__file__).parent / "conf"
+    store_files(conf, None)
+    store_files(conf / "model", "model")
+    store_files(recipe_dir() / "train", "recipe", "_global_")
 
 
 def read_parallel(config: DictConfig) -> Parallel:
@@ -137,8 +145,8 @@ def read_parallel(config: DictConfig) -> Parallel:
         return name if isinstance(name, Parallel) else Parallel(name)
     except ValueError as error:
         names = [kind.value for kind in Parallel]
-        close = get_close_matches(str(name), names, 1)
-        advice = f"Did you mean parallel={close[0]}?" if close else f"Use {', '.join(names[:-1])} or {names[-1]}."
+        near = closest(str(name), names)
+        advice = f"Did you mean parallel={near}?" if near else f"Use {', '.join(names[:-1])} or {names[-1]}."
         raise CheckpointConfigError(f"parallel={name} is unknown. {advice}") from error
 
 
@@ -153,7 +161,8 @@ def read(config: DictConfig, key: str, schema: type[T]) -> T:
     Raises:
         CheckpointConfigError: a key has no value, or one that is out of its range.
     """
-    node = OmegaConf.merge(OmegaConf.structured(schema), config[key])
+    given = cast(Mapping[str, Any], OmegaConf.to_container(config[key], resolve=True, enum_to_str=True))
+    node = OmegaConf.merge(OmegaConf.structured(schema), as_numbers(cast(Any, schema), given, key))
     missing = OmegaConf.missing_keys(node)
     if missing:
         raise CheckpointConfigError(f"{key}.{min(missing)} has no value; give it one: {key}.{min(missing)}=...")

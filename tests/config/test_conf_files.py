@@ -7,13 +7,15 @@ from pathlib import Path
 import pytest
 import yaml
 
+import ckpt_component
 from ckpt_component.config import compose_checkpoint, config_dir, recipe_dir, resolve_config
 from ckpt_component.config.schema import PARTS, part_option
 
 CHECKPOINT = config_dir() / "checkpoint"
 PRESETS = sorted(path.stem for path in CHECKPOINT.glob("*.yaml"))
 OPTIONS = [(kind, path.stem) for kind in PARTS for path in sorted((CHECKPOINT / kind).glob("*.yaml"))]
-ALL_FILES = sorted([*config_dir().rglob("*.yaml"), *recipe_dir().glob("*.yaml")])
+PACKAGE = Path(ckpt_component.__file__).parent
+ALL_FILES = sorted({*config_dir().rglob("*.yaml"), *recipe_dir().rglob("*.yaml"), *PACKAGE.rglob("conf/**/*.yaml")})
 
 
 def test_the_presets_that_the_documents_name_are_there() -> None:

@@ -131,7 +131,7 @@ def test_resume_is_a_word_or_a_step(value: Any, expected: Any) -> None:
         ),
         (
             {"caller": None},
-            "checkpoint.caller is None, not a part; to pick one use a slash: checkpoint/caller=inline",
+            "checkpoint.caller is None, not a part; to pick one use a slash: checkpoint/caller=persistent",
         ),
         (
             {"writer": {"workers": 3}},
@@ -144,7 +144,7 @@ def test_resume_is_a_word_or_a_step(value: Any, expected: Any) -> None:
         ),
         (
             {"overlap": "thread"},
-            "checkpoint.overlap: Invalid value 'thread', expected one of [wait, skip, error].",
+            "checkpoint.overlap must be wait, skip or error, got thread.",
         ),
         (
             {"writer": {**PARTS["writer"], "workers": "four"}},
@@ -179,7 +179,7 @@ def test_resume_is_a_word_or_a_step(value: Any, expected: Any) -> None:
         ),
         (
             {"on_error": "ignore"},
-            "checkpoint.on_error: Invalid value 'ignore', expected one of [raise, warn, retry].",
+            "checkpoint.on_error must be raise, warn or retry, got ignore.",
         ),
         ({"retry": {"attempts": 1}}, "checkpoint.retry.attempts must be at least 2, got 1."),
         (
@@ -191,30 +191,30 @@ def test_resume_is_a_word_or_a_step(value: Any, expected: Any) -> None:
         ({"min_free_bytes": -1}, "checkpoint.min_free_bytes must be at least 0, got -1."),
         # contradictions
         (
-            {"timeouts": {"heartbeat": 300}},
+            {"timeouts": {"heartbeat": 300, "stall": 300}},
             "checkpoint.timeouts.heartbeat=300 must be less than checkpoint.timeouts.stall=300; else a rank that is gone "
             "would be taken for one that hangs.",
         ),
         (
-            {"timeouts": {"write": 100}},
+            {"timeouts": {"stall": 300, "write": 100}},
             "checkpoint.timeouts.stall=300 must be less than checkpoint.timeouts.write=100; else the write is over before "
             "a rank that hangs is noticed.",
         ),
         (
-            {"max_stall_s": 400},
+            {"max_stall_s": 400, "timeouts": {"stage": 300}},
             "checkpoint.max_stall_s=400 has no effect beyond checkpoint.timeouts.stage=300, which ends the same waits; "
             "lower the first or raise the second.",
         ),
         (
-            {"retry": {"backoff_seconds": 90}},
+            {"retry": {"backoff_seconds": 90, "max_backoff_seconds": 60}},
             "checkpoint.retry.backoff_seconds=90 is above checkpoint.retry.max_backoff_seconds=60; lower the first or "
             "raise the second.",
         ),
-        ({"stager": {**PARTS["stager"], "arenas": 0}}, "checkpoint.stager.arenas must be at least 1, got 0."),
+        ({"stager": {**PARTS["stager"], "arenas": 0}}, "checkpoint.stager.arenas must be from 1 to 16, got 0."),
         ({"caller": {**PARTS["caller"], "nice": 20}}, "checkpoint.caller.nice must be from 0 to 19, got 20."),
         (
             {"writer": {**PARTS["writer"], "block_bytes": 1}},
-            "checkpoint.writer.block_bytes must be at least 4096, got 1.",
+            "checkpoint.writer.block_bytes must be from 4096 to 1073741824, got 1.",
         ),
     ],
     ids=str,
@@ -241,7 +241,8 @@ def test_policies_are_typed_and_have_their_defaults() -> None:
 
 def test_a_missing_part_is_named_with_what_to_pick() -> None:
     assert refused({"stager": PARTS["stager"]}) == (
-        "checkpoint.caller is missing. Start from a preset (async_persistent), or pick a part: checkpoint/caller=inline"
+        "checkpoint.caller is missing. Start from a preset, checkpoint=async_persistent, or pick a "
+        "part: checkpoint/caller=persistent"
     )
 
 
@@ -274,7 +275,7 @@ def test_the_config_of_the_whole_app_is_recognized() -> None:
         ),
         (
             "writer.workers=4",
-            "writer.workers=4 does not begin with checkpoint. Did you mean checkpoint.writer.workers=4?",
+            "There is no key writer.workers. Did you mean checkpoint.writer.workers=4?",
         ),
         (
             "checkpoint.writer.wrokers=4",

@@ -63,20 +63,20 @@ def test_defaults_stand_in_the_schema_alone(compose_job: Composed) -> None:
 
 @pytest.mark.parametrize("name", ["gpt_nano", "gpt_tiny", "gpt_small"])
 def test_every_model_has_all_its_numbers(compose_job: Composed, name: str) -> None:
-    values = OmegaConf.load(config_dir() / "model" / f"{name}.yaml")
+    values = OmegaConf.load(Path(schema.__file__).parent / "conf" / "model" / f"{name}.yaml")
     assert {item.name for item in fields(Model)} <= set(values)
     assert values.width % values.heads == 0
     assert compose_job(f"model={name}").model.layers == 2  # what is typed beats the file
 
 
-@pytest.mark.parametrize("path", sorted(recipe_dir().glob("*.yaml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", sorted(recipe_dir().rglob("*.yaml")), ids=lambda path: path.stem)
 def test_every_recipe_composes_with_the_training_job(compose_job: Composed, path: Path) -> None:
     config = compose_job(f"+recipe={path.stem}")
     read(config, "train", Train)
     read(config, "model", Model)
 
 
-@pytest.mark.parametrize("path", sorted(recipe_dir().glob("*.yaml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", sorted(recipe_dir().rglob("*.yaml")), ids=lambda path: path.stem)
 def test_a_recipe_says_whom_it_is_for(path: Path) -> None:
     first = path.read_text().splitlines()[0]
     recipe = OmegaConf.load(path)

@@ -1,0 +1,53 @@
+"""Sizes and times as people write them: `8MB`, `2GiB`, `30m`, `1.5h`."""
+
+from __future__ import annotations
+
+import re
+
+from .errors import CheckpointConfigError
+
+#: Metadata of a field: what its number counts.
+BYTES, SECONDS = "bytes", "seconds"
+
+_DECIMAL = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+_BINARY = {"k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
+_SIZES: dict[str, float] = {
+    "": 1,
+    "b": 1,
+    **{f"{letter}{tail}": factor for letter, factor in _DECIMAL.items() for tail in ("", "b", "b/s")},
+    **{f"{letter}i{tail}": factor for letter, factor in _BINARY.items() for tail in ("", "b", "b/s")},
+}
+_TIMES: dict[str, float] = {"": 1, "ms": 1e-3, "s": 1, "sec": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
+_UNITS = {BYTES: _SIZES, SECONDS: _TIMES}
+_EXAMPLES = {
+    BYTES: "a number of bytes, or one with a unit: 500MB (MB = 1e6), 8MiB (MiB = 2^20), 2GB",
+    SECONDS: "a number of seconds, or one with a unit: 90s, 30m, 2h",
+}
+_QUANTITY = re.compile(r"([+-]?(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?)\s*([a-z/]*)", re.IGNORECASE)
+
+
+def quantity(text: str, unit: str, name: str) -> float:
+    """The number that a text means; a whole number where it is one.
+
+    Args:
+        text: digits, and maybe a unit.
+        unit: BYTES or SECONDS.
+        name: of the key or option, for the error.
+
+    Raises:
+        CheckpointConfigError: it is no such quantity; the text says how to write one.
+    """
+    found = _QUANTITY.fullmatch(text.strip())
+    factor = _UNITS[unit].get(found[2].lower()) if found else None
+    if found is None or factor is None:
+        raise CheckpointConfigError(f"{name} must be {allowed(unit)}; got {text}.")
+    # Of a number without a unit, 0.5 bytes is no size; 1.3GB is one, whatever floats make of it.
+    number = float(found[1]) * factor
+    if found[2] and unit == BYTES:
+        number = round(number)
+    return int(number) if number == int(number) else number
+
+
+def allowed(unit: str) -> str:
+    """What may be written, in words."""
+    return _EXAMPLES[unit]

@@ -1,0 +1,46 @@
+"""The torch optimizers in what is given to `guard`: one, several, or wrapped by a library."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from ..errors import CheckpointTypeError
+
+#: How wrappers name what they wrap, or what they are chained of: Accelerate, DeepSpeed and Apex, and Megatron.
+_INSIDE = ("optimizer", "chained_optimizers")
+
+
+def optimizers_in(given: Any) -> list[torch.optim.Optimizer]:
+    """All torch optimizers in a value, each once.
+
+    A wrapper that derives from torch's class may have no hooks, so what it wraps comes first.
+
+    Raises:
+        CheckpointTypeError: there is none in it, or in one of its items; the text names what to pass.
+    """
+    return list({id(optimizer): optimizer for optimizer in _inside(given, [])}.values())
+
+
+def _inside(given: Any, outer: list[Any]) -> list[torch.optim.Optimizer]:
+    items = list(given.values()) if isinstance(given, Mapping) else given
+    if isinstance(items, (list, tuple)) and items:
+        return [optimizer for item in items for optimizer in _inside(item, outer)]
+    inner = next((getattr(given, name) for name in _INSIDE if getattr(given, name, None) is not None), None)
+    if inner is not None and all(inner is not known for known in [*outer, given]):
+        return _inside(inner, [*outer, given])
+    if isinstance(given, torch.optim.Optimizer):
+        return [given]
+    raise CheckpointTypeError(
+        "guard() takes a torch optimizer, a list of them, or a wrapper with the attribute `optimizer`, not "
+        f"{_kind(given)}; pass what changes the weights: guard(optimizer)."
+    )
+
+
+def _kind(given: Any) -> str:
+    if isinstance(given, type):
+        return f"the class {given.__name__}"
+    empty = "an empty " if isinstance(given, (list, tuple, Mapping)) else "a "
+    return f"{empty}{type(given).__name__}"
