@@ -10,6 +10,8 @@ import math
 import os
 import sys
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import hydra
@@ -19,8 +21,9 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from .config import config_dir, override_hints, resolve_config
+from .config import config_dir, resolve_config
 from .config.errors import CheckpointConfigError
+from .config.hints import command_line
 from .config.resolve import omegaconf_text
 from .errors import CheckpointError
 from .sweeps.callback import reported
@@ -31,8 +34,16 @@ from .training.schema import register
 logger = logging.getLogger(__name__)
 
 
+#: The keys and groups that the command line may begin with.
+_ROOTS = ("checkpoint", "data", "model", "parallel", "recipe", "train")
+
+
 class TrainingFailed(CompactHydraException, CheckpointError):
     """A checkpoint error, its cause, ended the run. Hydra prints the text without a traceback."""
+
+
+class _Skipped(Exception):
+    """A job of a sweep whose config cannot be used."""
 
 
 def run_job(config: DictConfig, ranks: Ranks = ALONE) -> float:
@@ -51,23 +62,22 @@ def run_job(config: DictConfig, ranks: Ranks = ALONE) -> float:
     swept = HydraConfig.get().mode == RunMode.MULTIRUN
     try:
         _refuse_unreadable(config)
-        try:
-            settings = resolve_config(config.checkpoint)  # before torch is imported and the text is read
-            from .training.job import Job
-            from .training.loop import run
-            from .training.report import Summary, table, waiting
+        with _skipping(swept):
+            settings = resolve_config(config.checkpoint)
+        # Only now: importing torch takes seconds.
+        from .training.job import Job
+        from .training.loop import run
+        from .training.report import Summary, table, waiting
 
-            job = Job(config, _launch_dir(), ranks)
-            # The same command in the same folder goes on where it stopped; `build_manager` keeps jobs of a sweep apart.
-            folder = None if swept else os.path.join(_launch_dir(), settings.dir)
+        job = Job(config, _launch_dir(), ranks)
+        # The same command in the same folder goes on where it stopped; `build_manager` keeps jobs of a sweep apart.
+        folder = None if swept else os.path.join(_launch_dir(), settings.dir)
+        with _skipping(swept):
             summary: Summary = run(job, config.checkpoint, folder)
-        except CheckpointConfigError as refusal:
-            if not swept:
-                raise
-            # A grid of parts has pairs that cannot work; the others must still run.
-            logger.warning("skipped: %s", refusal)
-            _result(ranks, "skipped", reason=str(refusal))
-            return math.nan
+    except _Skipped as refusal:
+        logger.warning("skipped: %s", refusal)
+        _result(ranks, "skipped", reason=str(refusal))
+        return math.nan
     except Exception as error:
         if isinstance(error, CheckpointError) and not isinstance(error, CompactHydraException):
             where = "" if ranks.world_size == 1 else f"rank {ranks.rank}: "
@@ -103,9 +113,20 @@ def main() -> None:
 
     # Hydra 1.4 has this as its only behaviour, and warns of the argument.
     version = {"version_base": "1.3"} if hydra.__version__ < "1.4" else {}
-    with reported(), override_hints():
+    with reported(), command_line(_ROOTS):
         hydra.main(config_path=str(config_dir()), config_name="train", **version)(task)()
     part(ranks)
+
+
+@contextmanager
+def _skipping(swept: bool) -> Iterator[None]:
+    """In a sweep, skip a job that is refused: a grid of parts has pairs that cannot work; the others must still run."""
+    try:
+        yield
+    except CheckpointConfigError as refusal:
+        if not swept:
+            raise
+        raise _Skipped(str(refusal)) from None
 
 
 def _refuse_unreadable(config: DictConfig) -> None:

@@ -11,7 +11,7 @@ import re
 import shutil
 import signal
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -22,8 +22,9 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.errors import CompactHydraException
 from omegaconf import DictConfig
 
-from ..config import config_dir, override_hints
+from ..config import config_dir
 from ..config.errors import CheckpointConfigError
+from ..config.hints import command_line
 from ..errors import CheckpointError
 from ..sweeps.callback import reported
 from ..sweeps.page import NO_PICTURE, can_plot
@@ -57,7 +58,7 @@ def main() -> None:
     sys.argv[1:] = arguments(sys.argv[1:])
     # Hydra 1.4 has this as its only behaviour, and warns of the argument.
     compatible = {"version_base": "1.3"} if hydra.__version__ < "1.4" else {}
-    with reported(), override_hints():
+    with reported(), command_line([item.name for item in fields(Bench)]):
         hydra.main(config_path=str(config_dir()), config_name="bench", **compatible)(run_job)()
 
 

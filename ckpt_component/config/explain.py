@@ -59,7 +59,7 @@ def what_was_meant(
             torn = torn_apart(overrides)
             return torn or str(unreadable) if _concerns(f"{typed} {torn or ''}", roots) else None
     loader = GlobalHydra.instance().config_loader()
-    groups = {name: loader.get_group_options(name) for name in _all_groups(loader, "")}
+    groups = _LoaderGroups(loader)
     picks = [override for override in parsed if override.key_or_group in groups]
     named = f"{error} {error.__cause__ or ''}"
     # What is Hydra's own, it explains itself, and an app's config does not have its keys.
@@ -70,7 +70,7 @@ def what_was_meant(
         and not override.key_or_group.startswith(("hydra.", "hydra/"))
     ]
     # An option that is not here may be in a folder of --config-dir.
-    usable = [item for item in picks if _unknown_option(item, loader, "") is None and item not in refused]
+    usable = [item for item in picks if _unknown_option(item, loader, "") is None and not _picks_nothing(item, groups)]
     keys: list[str] | None = None
     for override in sorted(refused, key=lambda item: item not in picks):
         text: str | None
@@ -226,6 +226,26 @@ def _pick(group: str, value: str, options: Sequence[str]) -> str:
     return f"Did you mean {group}={near}?" if near else f"{group} can be: {', '.join(options)}."
 
 
+class _LoaderGroups(Mapping[str, Sequence[str]]):
+    """The groups of an app. Hydra takes 20 ms to list the options of one, so only those are asked for that matter."""
+
+    def __init__(self, loader: ConfigLoader) -> None:
+        self._loader = loader
+        self._names = list(_all_groups(loader, ""))
+
+    def __getitem__(self, name: str) -> Sequence[str]:
+        return self._loader.get_group_options(name)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
 def _concerns(text: str, roots: Sequence[str] | None) -> bool:
     return roots is None or bool(re.search(rf"(^|[\s+~])({'|'.join(roots)})\b", text))
 
@@ -298,6 +318,8 @@ _KINDS = {"Integer": "a whole number", "Float": "a number", "Boolean": "true or 
 def _other_type(key: str, value: str, named: str) -> str | None:
     """For a value that OmegaConf could not convert."""
     wanted = re.search(r"could not be converted to (\w+)", named)
+    if "is not a valid bool" in named:
+        return f"{key} must be {_KINDS['Boolean']}, got {value}."
     if wanted and wanted[1] in _KINDS:
         return f"{key} must be {_KINDS[wanted[1]]}, got {value}."
     if "is not Optional" in named or "Incompatible value 'None'" in named:

@@ -10,6 +10,8 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+import re
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -56,6 +58,29 @@ def override_hints() -> Iterator[None]:
         yield
     finally:
         _roots.reset(token)
+
+
+@contextmanager
+def command_line(roots: Sequence[str]) -> Iterator[None]:
+    """As `override_hints`, for a command: it also refuses options that are overrides with dashes in front.
+
+    Args:
+        roots: the keys and groups of the command.
+    """
+    _refuse_dashes(sys.argv[1:], roots)
+    try:
+        with override_hints():
+            yield
+    except CheckpointConfigError as error:  # `--info` composes where Hydra reports no errors
+        sys.exit(str(error))
+
+
+def _refuse_dashes(words: Sequence[str], roots: Sequence[str]) -> None:
+    for number, word in enumerate(words):
+        found = re.fullmatch(r"--?((\w+)[\w./]*)(?:=(.*))?", word)
+        if found and found[2] in roots:
+            value = found[3] if found[3] is not None else "".join(words[number + 1 : number + 2]) or "..."
+            sys.exit(f"{word}: what is set has no dashes. Did you mean {found[1]}={value}?")
 
 
 def _wrap(owner: type, name: str, typed_in: Callable[[dict[str, Any]], tuple[str | None, list[str]]]) -> None:

@@ -12,7 +12,6 @@ from hydra.errors import CompactHydraException
 from omegaconf import DictConfig
 
 from ckpt_component import CheckpointConfigError, CheckpointError, compose_checkpoint
-from ckpt_component.config.schema import ChecksumName, IoMode
 
 PRESETS = "async_persistent, async_temporal, async_zero_overhead, off, sync"
 
@@ -29,8 +28,8 @@ def test_slash_picks_a_part_and_dot_sets_a_value() -> None:
         "_target_": "ckpt_component.writers.TorchSaveWriter",
         "workers": 4,
         "block_bytes": 8388608,
-        "checksum": ChecksumName.crc32,
-        "io": IoMode.auto,
+        "checksum": "crc32",
+        "io": "auto",
         "max_bytes_per_second": None,
     }
 
@@ -48,7 +47,12 @@ def test_a_value_may_be_quoted() -> None:
             f"There is no checkpoint=async_persistant. Did you mean checkpoint=async_persistent? "
             f"checkpoint can be: {PRESETS}.",
         ),
-        ("best", None, f"There is no checkpoint=best. checkpoint can be: {PRESETS}."),
+        (
+            "best",
+            None,
+            f"There is no checkpoint=best. checkpoint can be: {PRESETS}, or a file of your own, checkpoint/best.yaml in a "
+            "--config-dir.",
+        ),
         (
             "sync",
             "checkpoint/writer=safetensor",

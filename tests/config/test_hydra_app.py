@@ -235,7 +235,7 @@ def test_what_is_typed_wrong_ends_the_app_in_words(app: Path, word: str, texts: 
     ],
 )
 def test_an_app_that_hints_says_what_was_meant(app: Path, word: str, hint: str) -> None:
-    assert refused(app, word, script="hinting_app.py").rstrip().endswith(hint)
+    assert refused(app, word, script="hinting_app.py").splitlines()[0] == hint
 
 
 @pytest.mark.parametrize("word", ["hydra.rnu.dir=elsewhere", "hydra/job_loging=none"])
@@ -258,7 +258,7 @@ def test_a_hint_is_for_the_override_that_was_refused(app: Path, words: list[str]
     (app / "more" / "recipe" / "mine.yaml").write_text("# @package _global_\nlr: 2.0\n")
     text = refused(app, *words, "checkpoint.nmaing=step", script="hinting_app.py")
     hint = "There is no key checkpoint.nmaing. Did you mean checkpoint.naming=step?"
-    assert text.rstrip().endswith(hint) and text.count("There is no") == 1
+    assert text.splitlines()[0] == hint and text.count("There is no") == 1
 
 
 FAILING = """

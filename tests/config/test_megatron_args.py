@@ -87,7 +87,7 @@ def test_megatrons_options_are_taken_over() -> None:
     assert config.dir == "/data/it's here, [x]=1\\"
     assert config.save.every_steps == 200
     assert config.keep.every_steps == 2000 and config.keep.last is None
-    assert config.caller.nice == 15 and config.caller.io_priority.name == "idle"
+    assert config.caller.nice == 15 and config.caller.io_priority == "idle"
     assert config.stager._target_.endswith("SharedMemoryStager")
     assert config.writer.workers == 8  # what was added comes on top
     assert config.resume == 600

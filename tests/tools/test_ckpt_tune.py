@@ -48,7 +48,7 @@ def test_it_measures_says_why_and_writes_a_recipe_that_works(target: Path) -> No
     assert "ckpt-train --config-dir tuned +recipe=mine" in done.stdout
     overrides = [f"hydra.searchpath=[file://{target.parent / 'tuned'}]", "+recipe=mine"]
     config = compose_checkpoint("async_persistent", overrides)
-    assert config.writer.workers == 1 and config.writer.io.name == "buffered"
+    assert config.writer.workers == 1 and config.writer.io == "buffered"
     assert config.stager._target_.endswith("PinnedStager")
     # The same again would write over it, and measures nothing.
     again = subprocess.run(
@@ -86,7 +86,11 @@ def test_a_stopped_one_leaves_nothing(target: Path) -> None:
     ("options", "told"),
     [
         (["--state=larg"], "--state=larg is unknown. Did you mean --state=large?"),
-        (["--size=big"], "--size=big is no size; type a number of bytes, or such as 500MB or 4GB."),
+        (
+            ["--size=big"],
+            "--size must be a number of bytes, or one with a unit: 500MB (MB = 1e6), 8MiB (MiB = 2^20), 2GB; got big.",
+        ),
+        (["--size=10"], "--size=10 is 10 bytes, too few to measure anything; type a unit, such as --size=10GB"),
         (["--size=1e6TB"], "type a smaller --size"),
         (["--seconds=0"], "--seconds=0 is out of range"),
         (["--repeats=1"], "--repeats=1 is out of range"),

@@ -1,0 +1,412 @@
+"""What people type, and what they are answered: each command, a Hydra app, and Python, in one process and without
+training. Every row that ends in an error has the words that help, no traceback, and no advice that does not work.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import shlex
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import hydra
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra.errors import HydraException
+from omegaconf.errors import OmegaConfBaseException
+
+from ckpt_component import CheckpointConfigError, build_checkpointer, build_manager
+from ckpt_component.bench import app as bench_app
+from ckpt_component.config import resolve_config
+from ckpt_component.tools.app import main as ckpt
+from ckpt_component.train import main as ckpt_train
+
+HYDRA = {"version_base": "1.3"} if hydra.__version__ < "1.4" else {}
+Ask = Callable[[list[str]], "str | None"]
+#: What Hydra says of its own accord around an error.
+HYDRAS_OWN = ("Set the environment variable", "Error executing job with overrides")
+
+
+class Reached(Exception):
+    """The run would begin now."""
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A folder, a home, and logging as they were; and no run begins."""
+
+    def reach(*_: Any, **__: Any) -> None:
+        raise Reached
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("NOPE", raising=False)
+    monkeypatch.setattr("ckpt_component.training.job.Job.__init__", reach)
+    monkeypatch.setattr(bench_app, "_measure", reach)
+    handlers, level = logging.root.handlers[:], logging.root.level
+    disabled = {name: logger.disabled for name, logger in _loggers().items()}
+    with warnings.catch_warnings():
+        yield
+    for handler in logging.root.handlers[:]:
+        if handler not in handlers:
+            logging.root.removeHandler(handler)
+            handler.close()
+    logging.root.handlers[:] = handlers
+    logging.root.setLevel(level)
+    for name, logger in _loggers().items():
+        logger.disabled = disabled.get(name, False)
+
+
+def _loggers() -> dict[str, logging.Logger]:
+    return {name: item for name, item in logging.root.manager.loggerDict.items() if isinstance(item, logging.Logger)}
+
+
+@pytest.fixture(scope="module")
+def conf(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The configs of a Hydra app that has our group, and knows nothing of our commands."""
+    folder = tmp_path_factory.mktemp("conf")
+    (folder / "config.yaml").write_text(
+        "defaults: [checkpoint: async_persistent, _self_]\nlr: 1.0\ncheckpoint: {save: {every_steps: 20}}\n"
+    )
+    return folder
+
+
+@pytest.fixture(scope="module")
+def ask(conf: Path) -> Ask:
+    """Compose as the app does, and build what it asks for; returns the text of the error, None without one."""
+
+    def asked(overrides: list[str]) -> str | None:
+        try:
+            with initialize_config_dir(str(conf), **HYDRA):
+                config = compose("config", overrides).checkpoint
+            if resolve_config(config).enabled:
+                build_checkpointer(config).close()
+        except (HydraException, OmegaConfBaseException) as error:
+            return str(error)
+        return None
+
+    return asked
+
+
+def typed(entry: Callable[[], None], line: str, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> str | None:
+    """What is printed before the command ends with an error; None when a run would begin."""
+    monkeypatch.setattr(sys, "argv", ["app", *shlex.split(line)])
+    try:
+        entry()
+    except SystemExit as leaving:
+        printed = capsys.readouterr()
+        output = printed.out + printed.err + (leaving.code if isinstance(leaving.code, str) else "")
+        if "Reached" in output:
+            return None
+        assert leaving.code not in (0, None), output
+        assert "Traceback" not in output, output
+        return "\n".join(text for text in output.splitlines() if text.strip() and not text.startswith(HYDRAS_OWN))
+    return None
+
+
+def answered(entry: Callable[[], None], line: str, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> str:
+    text = typed(entry, line, monkeypatch, capsys)
+    assert text is not None, f"{line} was accepted in silence"
+    assert len(text.splitlines()) == 1, f"the line that helps must stand alone:\n{text}"
+    return text
+
+
+#: For any Hydra app with our group. A tuple is what the answer has, `None` that the run begins.
+ANY_APP: list[tuple[str, str | None]] = [
+    # presets
+    ("checkpoint=async_persistant", "Did you mean checkpoint=async_persistent?"),
+    ("checkpoint=synk", "Did you mean checkpoint=sync?"),
+    ("checkpoint=best", "There is no checkpoint=best. checkpoint can be: async_persistent,"),
+    ("checkpoint=null", "type checkpoint=off"),
+    ("chekpoint=sync", "Did you mean checkpoint=sync?"),
+    ("ckpt=sync", "Did you mean checkpoint=sync?"),
+    ("+checkpoint=sync", "Did you mean checkpoint=sync?"),
+    ("+checkpoint=async_persistent", "Did you mean checkpoint=async_persistent?"),
+    ("+checkpoint/stager=shared_memory", "Did you mean checkpoint/stager=shared_memory?"),
+    ("checkpoint = sync", "Did you mean checkpoint=sync?"),
+    ("checkpoint =sync", "Did you mean checkpoint=sync?"),
+    ("checkpoint= sync", "Did you mean checkpoint=sync?"),
+    ("checkpoint==sync", "Did you mean checkpoint=sync?"),
+    ("checkpoint:sync", "Did you mean checkpoint=sync?"),
+    ("checkpoint", "such as checkpoint=async_persistent"),
+    ("checkpoint=off", None),
+    # recipes
+    ("recipe=safest", "Did you mean +recipe=safest?"),
+    ("+recipe=saffest", "Did you mean +recipe=safest?"),
+    ("+recipe=safest +recipe=fastest", "Did you mean +recipe=[safest,fastest]?"),
+    ("+recipe=nowhere", "recipe can be: fastest, safest"),
+    ("+recipe=safest", None),
+    # parts
+    ("stager=pinned", "Did you mean checkpoint/stager=pinned?"),
+    ("writer=dpc", "Did you mean checkpoint/writer=dcp?"),
+    ("checkpoint/stagr=pinned", "Did you mean checkpoint/stager=pinned?"),
+    ("checkpoint/stager=pined", "Did you mean checkpoint/stager=pinned?"),
+    ("checkpoint/stager=null", "checkpoint/stager=null picks nothing"),
+    ("checkpoint/stager=none", "Use checkpoint/caller=inline"),
+    ("checkpoint=sync checkpoint.max_stall_s=3", "Use checkpoint=async_persistent"),
+    ("checkpoint/stager=mine", "There is no checkpoint/stager=mine. checkpoint/stager can be: none, pinned,"),
+    ("checkpoint/stager.arenas=2", "Did you mean checkpoint.stager.arenas=2?"),
+    ("checkpoint/writer/workers=4", "checkpoint.writer.workers=4"),
+    ("checkpoint.stager=pinned", "checkpoint/stager=pinned"),
+    ("checkpoint.stager=pined", "checkpoint/stager=pinned"),
+    ("checkpoint.stager=foo", "checkpoint/stager=shared_memory"),
+    ("checkpoint.stager=3", "checkpoint/stager=shared_memory"),
+    ("checkpoint.stager=null", "checkpoint/stager=shared_memory"),
+    ("checkpoint.caller.nice=19", None),
+    # keys
+    ("workers=3", "Did you mean checkpoint.writer.workers=3?"),
+    ("writer.workers=3", "Did you mean checkpoint.writer.workers=3?"),
+    ("every_steps=3", "Did you mean checkpoint.save.every_steps=3?"),
+    ("checkpoint.writer.worker=4", "Did you mean checkpoint.writer.workers=4?"),
+    ("+checkpoint.writer.worker=4", "Did you mean checkpoint.writer.workers?"),
+    ("checkpoint.nmaing=step", "Did you mean checkpoint.naming=step?"),
+    ("checkpoint.savee.every_steps=3", "Did you mean checkpoint.save.every_steps=3?"),
+    ("checkpoint.save.every=3", "Did you mean checkpoint.save.every_steps=3?"),
+    ("checkpoint.save=4", "The keys of checkpoint.save: every_steps, every_seconds, at_end."),
+    ("checkpoint.keep=null", "The keys of checkpoint.keep: last, every_steps."),
+    ("checkpoint.timeouts=30", "The keys of checkpoint.timeouts: worker_start,"),
+    ("checkpoint.xyz=3", "There is no key checkpoint.xyz. The keys of checkpoint:"),
+    ("~checkpoint.keep.last", "checkpoint.keep.last=null"),
+    # values
+    ("checkpoint.writer.workers=four", "checkpoint.writer.workers must be a whole number, got four."),
+    ("checkpoint.writer.workers=2.5", "checkpoint.writer.workers must be a whole number, got 2.5."),
+    ("checkpoint.writer.workers=null", "checkpoint.writer.workers cannot be null."),
+    ("checkpoint.writer.workers=0", "from 1 to 128, got 0"),
+    ("checkpoint.writer.workers=1000", "from 1 to 128, got 1000"),
+    ("checkpoint.stager.arenas=100", "from 1 to 16, got 100"),
+    ("checkpoint.keep.last=0", "at least 1, got 0"),
+    ("checkpoint.keep.last=ten", "checkpoint.keep.last must be a whole number, got ten."),
+    ("checkpoint.enabled=maybe", "checkpoint.enabled must be true or false, got maybe."),
+    ("checkpoint.overlap=thread", "must be wait, skip or error, got thread."),
+    ("checkpoint.overlap=wiat", "Did you mean checkpoint.overlap=wait?"),
+    ("checkpoint.on_error=retyr", "Did you mean checkpoint.on_error=retry?"),
+    ("checkpoint.on_error=OnError.raise", "must be raise, warn or retry, got OnError.raise."),
+    ("checkpoint.on_error=raise", None),
+    ("checkpoint.verify=off", None),
+    ("checkpoint.verify=false", "quote it: 'off'"),
+    ("checkpoint.naming=3", "must be megatron or step, got 3."),
+    ("checkpoint.writer.checksum=md5", "must be crc32, crc32c, xxh3_64 or auto, got md5."),
+    ("checkpoint.writer.io=directt", "Did you mean checkpoint.writer.io=direct?"),
+    ("checkpoint.resume=nevr", "Did you mean checkpoint.resume=never?"),
+    ("checkpoint.resume=latest", "must be auto, must, never or a step, got latest."),
+    ("checkpoint.resume=-1", "must be auto, must, never or a step, got -1."),
+    ("checkpoint.resume=true", "checkpoint.resume cannot be true"),
+    ("checkpoint.resume=12", None),
+    # sizes and times
+    ("checkpoint.writer.block_bytes=8MB", None),
+    ("checkpoint.writer.block_bytes=8MiB", None),
+    ("checkpoint.writer.block_bytes=8XB", "8MiB (MiB = 2^20)"),
+    ("checkpoint.writer.block_bytes=1", "from 4096 to 1073741824, got 1."),
+    ("checkpoint.writer.max_bytes_per_second=1GB", None),
+    ("checkpoint.min_free_bytes=10GB", None),
+    ("checkpoint.min_free_bytes=-1", "at least 0, got -1"),
+    ("checkpoint.timeouts.write=30m", None),
+    ("checkpoint.timeouts.write=60", None),
+    ("checkpoint.timeouts.write=1", None),
+    ("checkpoint.timeouts.heartbeat=400", None),
+    ("checkpoint.timeouts.stall=2h", None),
+    ("checkpoint.timeouts.write=30x", "90s, 30m, 2h; got 30x."),
+    ("checkpoint.timeouts.write=0", "a finite number above 0, got 0"),
+    ("checkpoint.timeouts.write=inf", "a finite number above 0, got inf"),
+    ("checkpoint.timeouts.write=true", "checkpoint.timeouts.write cannot be true"),
+    ("checkpoint.timeouts.stall=50 checkpoint.timeouts.write=40", "must be less than checkpoint.timeouts.write=40"),
+    ("checkpoint.save.every_seconds=10m", None),
+    ("checkpoint.retry.backoff_seconds=2m", None),
+    ("checkpoint.max_stall_s=10m", None),
+    ("checkpoint.max_stall_s=0", "a finite number above 0"),
+    # folders
+    ("checkpoint.dir=~/ck", "'checkpoint.dir=\"~/ck\"'"),
+    ("'checkpoint.dir=\"~/ck\"'", None),
+    ("'checkpoint.dir=\"~nobody_here/ck\"'", "there is no home folder of nobody_here"),
+    ("'checkpoint.dir=$HOME/ck'", None),
+    ("'checkpoint.dir=$NOPE/ck'", "the environment variable NOPE is not set"),
+    ("'checkpoint.dir=${oc.env:NOPE}/ck'", "Environment variable 'NOPE' not found"),
+    ("'checkpoint.dir=${HOME}/ck'", "An environment variable is ${oc.env:HOME}."),
+    ("checkpoint.dir=", "checkpoint.dir=checkpoints"),
+    ("checkpoint.dir=s3://bucket/ck", "is a URL"),
+    ("checkpoint.dir=/a=b", "'checkpoint.dir=\"/a=b\"'"),
+    ("checkpoint.dir=???", "checkpoint.dir is missing"),
+]
+
+TRAIN: list[tuple[str, str | None]] = [
+    ("checkpoint=sync,off", "-m checkpoint=sync,off"),
+    ("checkpoint.writer.workers=1,2", "-m checkpoint.writer.workers=1,2"),
+    ("checkpoint=off", None),
+    ("checkpoint.dir=$NOPE", "the environment variable NOPE is not set"),
+    ("checkpoint.dir=${oc.env:NOPE}/ck", "Environment variable 'NOPE' not found"),
+    ("checkpoint.writer.workers=1000", "from 1 to 128, got 1000"),
+    ("checkpoint/stager=none", "Use checkpoint/caller=inline"),
+    ("train.step=3", "Did you mean train.steps=3?"),
+    ("steps=3", "Did you mean train.steps=3?"),
+    ("lr=1", "Did you mean train.lr=1?"),
+    ("trian.lr=1", "Did you mean train.lr=1?"),
+    ("xyz=1", "The keys of the config: train, data,"),
+    ("model=gpt_mano", "Did you mean model=gpt_nano?"),
+    ("+model=gpt_tiny", "Did you mean model=gpt_tiny?"),
+    ("train=fast", "The keys of train: steps,"),
+    ("train.lr=fast", "train.lr must be a number, got fast."),
+    ("recipe=cpu_quick", "Did you mean +recipe=cpu_quick?"),
+    ("+recipe=cpu_quik", "Did you mean +recipe=cpu_quick?"),
+    ("+recipe=cpu_quick", None),
+    ("~checkpoint", "checkpoint=async_persistent"),
+    ("--checkpoint=sync", "Did you mean checkpoint=sync?"),
+    ("--checkpoint sync", "Did you mean checkpoint=sync?"),
+    ("-checkpoint=sync", "Did you mean checkpoint=sync?"),
+    ("foo", "'foo' is not of the form key=value"),
+]
+
+BENCH: list[tuple[str, str | None]] = [
+    ("state=larg", "Did you mean state=large?"),
+    ("rows=our", "Did you mean rows=ours?"),
+    ("rows=xyz", "rows=xyz is unknown. Use "),
+    ("target=ram", "target=ram is unknown. Use disk, tmpfs."),
+    ("repeats=0", "repeats=0 is out of range"),
+    ("repeat=3", "Did you mean repeats=3?"),
+    ("action=chek", "Did you mean action=check?"),
+    ("chek", "'chek' is not of the form key=value"),
+    ("state=[]", "state is empty"),
+    ("row_timeout=15m", None),
+    ("row_timeout=soon", "90s, 30m, 2h; got soon."),
+    ("'dir=$NOPE'", "the environment variable NOPE is not set"),
+    ("--state=tiny", "Did you mean state=tiny?"),
+]
+
+CKPT = [
+    ("tune . --size 10", "type a unit, such as --size=10GB"),
+    ("tune . --size 4XB", "500MB (MB = 1e6)"),
+    ("tune . --size=-4GB", "--size=-4GB is -4000000000 bytes"),
+    ("tune . --seconds 0", "--seconds=0 is out of range"),
+    ("tune . --state larg", "Did you mean --state=large?"),
+    ("tune . --writers dpc", "--writers=dpc is unknown"),
+    ("tune nowhere", "nowhere does not exist"),
+    ("tune '$NOPE/x'", "the environment variable NOPE is not set"),
+    ("tune . --override workers=3", "type such as checkpoint.writer.checksum=auto"),
+    ("tune . --override checkpoint.writer.worker=3", "Did you mean checkpoint.writer.workers=3?"),
+]
+
+
+@pytest.mark.parametrize(("line", "words"), ANY_APP)
+def test_in_every_app(ask: Ask, line: str, words: str | None) -> None:
+    """The answer has the words that help, and what it suggests works when it is typed."""
+    text = ask(shlex.split(line))
+    if words is None:
+        assert text is None
+        return
+    assert text is not None, f"{line} was accepted in silence"
+    assert words in text and "\n" not in text
+    for suggestion in suggestions(text):
+        kept = [word for word in shlex.split(line) if word.startswith("checkpoint=") and suggestion[:11] != word[:11]]
+        again = ask([*kept, *shlex.split(suggestion)])
+        assert again is None, f"{line} -> {text} -> {suggestion} -> {again}"
+
+
+@pytest.mark.parametrize(
+    "line", ["checkpoint=null", "+checkpoint=sync", "stager=pinned", "checkpoint = sync", "-m checkpoint=sinc,off"]
+)
+@pytest.mark.parametrize("in_own_app", [True, False])
+def test_the_answer_comes_first_and_alone(
+    conf: Path, in_own_app: bool, line: str, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    def app() -> None:
+        hydra.main(config_path=str(conf), config_name="config", **HYDRA)(lambda config: None)()
+
+    text = answered(app if in_own_app else ckpt_train, line, monkeypatch, capsys)
+    assert "Did you mean checkpoint" in text or "checkpoint=off" in text
+
+
+def test_of_what_is_not_ours_hydra_speaks_in_other_apps(ask: Ask) -> None:
+    assert "+ler=1" in (ask(["ler=1"]) or "")
+
+
+@pytest.mark.parametrize(
+    ("entry", "line", "words"),
+    [(ckpt_train, *row) for row in TRAIN] + [(bench_app.main, *row) for row in BENCH],
+    ids=lambda value: getattr(value, "__module__", None),
+)
+def test_to_our_commands(
+    entry: Callable[[], None], line: str, words: str | None, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    if words is None:
+        assert typed(entry, line, monkeypatch, capsys) is None
+    else:
+        assert words in answered(entry, line, monkeypatch, capsys)
+
+
+@pytest.mark.parametrize(("line", "words"), CKPT)
+def test_to_ckpt(line: str, words: str, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    assert words in answered(ckpt, line, monkeypatch, capsys)
+
+
+@pytest.mark.parametrize(
+    ("config", "overrides", "words"),
+    [
+        ("synk", [], "Did you mean checkpoint=sync?"),
+        ("sync", "checkpoint.dir=x", "overrides must be a list"),
+        ("sync", ["writer=dcp"], "Did you mean checkpoint/writer=dcp?"),
+        ("sync", ["lr=1"], "no key lr"),
+        ("sync", ["workers=2"], "Did you mean checkpoint.writer.workers=2?"),
+        ("sync", ["checkpoint.max_stall_s=3"], "Use checkpoint=async_persistent, or checkpoint.max_stall_s=null."),
+        ("sync", ["checkpoint", "=", "sync"], "no spaces around ="),
+        ("sync", ["checkpoint.dir=~/ck"], "'checkpoint.dir=\"~/ck\"'"),
+        ("sync", ["checkpoint.dir=$NOPE/ck"], "NOPE is not set"),
+        ("async_persistent", ["checkpoint/stager=none"], "Use checkpoint/caller=inline"),
+        (None, [], "not NoneType"),
+        (3, [], "not int"),
+        ({}, [], "Start from a preset, checkpoint=async_persistent"),
+        ({"checkpoint": {}, "lr": 1}, [], "build_manager(cfg.checkpoint)"),
+        (resolve_config("sync"), ["writer=dcp"], "Did you mean checkpoint/writer=dcp?"),
+        (resolve_config("sync"), ["lr=1"], "There is no key lr."),
+        (resolve_config("sync"), ["checkpoint=off"], "pass 'off' as the config"),
+        (resolve_config("sync"), ["checkpoint/stagr=pinned"], "Did you mean checkpoint/stager=pinned?"),
+        (resolve_config("sync"), ["~checkpoint.dir"], "cannot be deleted"),
+    ],
+)
+def test_to_build_manager(config: Any, overrides: Any, words: str) -> None:
+    with pytest.raises(CheckpointConfigError) as caught:
+        build_manager(config, overrides, dir="ck").close()
+    assert words in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("dir", "words"), [("", "checkpoint.dir is empty"), ("s3://b/c", "is a URL"), ("$NOPE", "NOPE is not set")]
+)
+def test_as_the_folder(dir: str, words: str) -> None:
+    with pytest.raises(CheckpointConfigError, match=re.escape(words)):
+        build_manager("sync", dir=dir)
+
+
+@pytest.mark.parametrize("by_argument", [True, False])
+@pytest.mark.parametrize(
+    ("folder", "meant"), [("~/ck", "home/ck"), ("$HOME/ck", "home/ck"), ("${HOME}_2/ck", "home_2/ck")]
+)
+def test_home_is_the_home_folder(tmp_path: Path, folder: str, meant: str, by_argument: bool) -> None:
+    config = {**resolved(), "dir": "x" if by_argument or "{" in folder else folder}
+    with build_manager(config, dir=folder if by_argument or "{" in folder else None) as manager:
+        manager.save(1, {"step": 1})
+    assert (tmp_path / meant / "iter_0000001").is_dir() and "~" not in os.listdir(tmp_path)
+
+
+def resolved() -> dict[str, Any]:
+    """A config as a dict."""
+    from dataclasses import asdict
+
+    return {**asdict(resolve_config("sync")), **{"naming": "megatron", "overlap": "wait", "on_error": "raise"}}
+
+
+def suggestions(text: str) -> list[str]:
+    """What a text says to type; "..." stands for the user's own value."""
+    quoted = re.findall(r"""'checkpoint[\w.]*="[^"]+"'""", text)
+    advice = text[
+        re.search(
+            r"Did you mean |Use |use a slash: |with dots: |type |name a folder: |null instead, .*: |$", text
+        ).end() :
+    ]  # type: ignore[union-attr]
+    plain = re.findall(r"\+?\b(?:checkpoint|recipe)[\w./]*=(?:\[[^\]]*\]|[\w.]+)", advice.split(" can be:")[0])
+    return quoted or [item.rstrip(".") for item in plain if "..." not in item]
