@@ -194,6 +194,7 @@ def closest(word: str, words: Iterable[str], cutoff: float = 0.7) -> str | None:
     """The one of `words` that `word` is most likely a slip of, or short for; or None."""
     known = list(words)
     near = difflib.get_close_matches(word, known, n=1, cutoff=cutoff)
+    near = near or [name for name in known if sorted(name) == sorted(word)]  # `dpc`: too short for a ratio
     if near or len(word) < 3:
         return next(iter(near), None)
     # `ckpt`, `async`: its letters in this order, from the first one on.

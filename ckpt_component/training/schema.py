@@ -161,6 +161,10 @@ def read(config: DictConfig, key: str, schema: type[T]) -> T:
     Raises:
         CheckpointConfigError: a key has no value, or one that is out of its range.
     """
+    if not isinstance(config[key], DictConfig):
+        raise CheckpointConfigError(
+            f"{key} cannot itself be {config[key]}; set its keys, such as {key}.{fields(cast(Any, schema))[0].name}=..."
+        )
     given = cast(Mapping[str, Any], OmegaConf.to_container(config[key], resolve=True, enum_to_str=True))
     node = OmegaConf.merge(OmegaConf.structured(schema), as_numbers(cast(Any, schema), given, key))
     missing = OmegaConf.missing_keys(node)

@@ -51,6 +51,11 @@ def test_a_value_out_of_range_is_refused_in_one_sentence(compose_job: Composed, 
     assert str(caught.value) == text
 
 
+def test_a_node_needs_keys(compose_job: Composed) -> None:
+    with pytest.raises(CheckpointConfigError, match="train cannot itself be fast; set its keys, such as train.steps="):
+        read(compose_job("train=fast"), "train", Train)
+
+
 def test_null_is_taken_where_it_means_something(compose_job: Composed) -> None:
     settings = read(compose_job("train.eval_every=null", "train.clip_norm=null"), "train", Train)
     assert settings.eval_every is None and settings.clip_norm is None
