@@ -1,6 +1,6 @@
 """Better texts than Hydra's for overrides that it refuses, first and alone, in every Hydra app.
 
-Hydra has no hook for this, so two of its methods are wrapped: those that compose, for a run and for a job of a sweep.
+Hydra has no hook for this, so the methods are wrapped that compose, for a run and for a job of a sweep.
 The search-path plugin does that when an app starts. What concerns neither our keys nor our groups stays as it is, as
 does every error whose cause is not found.
 """
@@ -38,6 +38,8 @@ _explaining: ContextVar[bool] = ContextVar("explaining", default=False)
 def install() -> None:
     """Have Hydra's errors explained, from now on; does nothing when they are."""
     _wrap(Hydra, "compose_config", lambda given: (given["config_name"], given["overrides"]))
+    if hasattr(ConfigLoaderImpl, "parse_overrides"):  # Hydra 1.4 reads what was typed before it composes
+        _wrap(ConfigLoaderImpl, "parse_overrides", lambda given: (given["config_name"], given["overrides"]))
     # The overrides of one job of a sweep.
     _wrap(
         ConfigLoaderImpl,
@@ -85,13 +87,13 @@ def _refuse_dashes(words: Sequence[str], roots: Sequence[str]) -> None:
 
 def _wrap(owner: type, name: str, typed_in: Callable[[dict[str, Any]], tuple[str | None, list[str]]]) -> None:
     """Have the overrides explained that a method of Hydra's refuses; `typed_in` finds them in its arguments."""
-    original: Callable[..., DictConfig] = getattr(owner, name)
+    original: Callable[..., Any] = getattr(owner, name)
     if hasattr(original, "__wrapped__"):
         return
     signature = inspect.signature(original)
 
     @functools.wraps(original)
-    def explaining(*positional: Any, **keywords: Any) -> DictConfig:
+    def explaining(*positional: Any, **keywords: Any) -> Any:
         if _explaining.get():
             return original(*positional, **keywords)
         config_name, overrides = typed_in(signature.bind(*positional, **keywords).arguments)
@@ -104,7 +106,7 @@ def _wrap(owner: type, name: str, typed_in: Callable[[dict[str, Any]], tuple[str
                 if text is None:
                     raise
                 raise CheckpointConfigError(text) from None
-            text = _added_in_silence(config, overrides, config_name)
+            text = _added_in_silence(config, overrides, config_name) if isinstance(config, DictConfig) else None
         finally:
             _explaining.reset(token)
         if text:

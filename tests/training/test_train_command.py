@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -129,6 +130,16 @@ def test_a_mistake_ends_with_code_1_and_without_a_traceback(train: Trained, over
     code, output = train(override)
     assert code == 1, output
     assert told in output and "Traceback" not in output
+
+
+def test_without_numpy_the_first_line_is_ours(tmp_path: Path, tiny: tuple[str, ...], text_file: Path) -> None:
+    code = "import sys; sys.modules['numpy'] = None; from ckpt_component.train import main; main()"
+    words = [*tiny, f"data.path={text_file}", "train.steps=1", "checkpoint=off"]
+    done = subprocess.run(
+        [sys.executable, "-c", code, *words], cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "NumPy" not in done.stdout + done.stderr
 
 
 def read_until(process: subprocess.Popen[str], words: str) -> str:
