@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: Names a run's output folder in conf/train.yaml; the same on all ranks, although their clocks differ.
+#: Names a run's output folder in train.yaml; the same on all ranks, although their clocks differ.
 RUN_NAME = "CKPT_TRAIN_RUN"
 #: Ranks start within seconds of each other, because their launcher has waited for all nodes before.
 _MEETING_SECONDS = 300.0
@@ -140,7 +140,7 @@ def quiet_console(ranks: Ranks) -> None:
 
 
 def _run_name() -> str:
-    """The launcher's id where a person chose it, else a time, as conf/train.yaml names the folder of one process."""
+    """The launcher's id where a person chose it, else a time, as train.yaml names the folder of one process."""
     launched = os.environ.get("TORCHELASTIC_RUN_ID", "none")
     # Without --rdzv-id it is "none", or random, by which no one finds a run again.
     if launched != "none" and not _RANDOM_ID.fullmatch(launched):
