@@ -17,7 +17,7 @@ from ..config.explain import closest
 from ..config.folders import expanded
 from ..config.quantities import SECONDS
 from ..config.schema import above, at_least, in_range, range_of
-from ..config.store import PROVIDER, SCHEMAS, store_files
+from ..config.store import PROVIDER, SCHEMAS, registered, store_files
 from ..config.store import register as register_checkpoint_configs
 from .measure.names import FAMILIES, ROWS, rows_of
 
@@ -100,6 +100,8 @@ class Request:
 def register() -> None:
     """Give Hydra the schema of the benchmark, and those of checkpoints before it."""
     register_checkpoint_configs()
+    if registered("bench"):
+        return
     ConfigStore.instance().store(group=SCHEMAS, name="bench", node=composable(Bench), provider=PROVIDER)
     # Not on Hydra's search path, which other apps share.
     store_files(Path(__file__).parent / "conf", None)

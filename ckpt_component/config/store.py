@@ -31,15 +31,20 @@ def recipe_dir() -> Path:
 
 def register() -> None:
     """Give Hydra the schemas and the recipes; does nothing when it has them."""
-    store = ConfigStore.instance()
-    if "checkpoint.yaml" in store.repo.get("ckpt_component", {}).get("schema", {}):
+    if registered("checkpoint"):
         return
+    store = ConfigStore.instance()
     store.store(group=SCHEMAS, name="checkpoint", node=composable(Checkpoint), provider=PROVIDER)
     for kind, options in PARTS.items():
         for option, schema in options.items():
             store.store(group=f"{SCHEMAS}/{kind}", name=option, node=composable(schema), provider=PROVIDER)
     # Files of the config store need no `# @package` line, and the group's name need not be the folder's.
     store_files(recipe_dir(), "recipe", "_global_")
+
+
+def registered(schema: str) -> bool:
+    """Whether Hydra has a schema; Hydra 1.4 warns of what is stored twice."""
+    return f"{schema}.yaml" in ConfigStore.instance().repo.get("ckpt_component", {}).get("schema", {})
 
 
 def store_files(folder: Path, group: str | None, package: str | None = None) -> None:

@@ -19,7 +19,7 @@ from ..config.errors import CheckpointConfigError
 from ..config.explain import closest
 from ..config.quantities import BYTES, SECONDS
 from ..config.schema import above, at_least, in_range, range_of
-from ..config.store import PROVIDER, SCHEMAS, recipe_dir, store_files
+from ..config.store import PROVIDER, SCHEMAS, recipe_dir, registered, store_files
 from ..config.store import register as register_checkpoint_configs
 
 T = TypeVar("T")
@@ -124,6 +124,8 @@ class Model:
 def register() -> None:
     """Give Hydra the schemas of the training job, and those of checkpoints before them."""
     register_checkpoint_configs()
+    if registered("train"):
+        return
     store = ConfigStore.instance()
     for name, schema in (("train", Train), ("data", Data), ("model", Model)):
         store.store(group=SCHEMAS, name=name, node=composable(schema), provider=PROVIDER)
