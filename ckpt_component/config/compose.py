@@ -15,8 +15,9 @@ from omegaconf.errors import OmegaConfBaseException
 
 from .checks import refuse_text_parts
 from .errors import CheckpointConfigError
-from .explain import parse_override, torn_apart, without_noise
+from .explain import without_noise
 from .hints import override_hints
+from .overrides import parse_override, torn_apart
 from .store import PROVIDER, config_dir, register
 
 

@@ -26,8 +26,9 @@ from .checks import (
 from .composable import as_numbers
 from .compose import checked_overrides, compose_checkpoint, compose_part, plain_dict
 from .errors import CheckpointConfigError
-from .explain import dotted_keys, parse_override, unknown_group, unknown_key
+from .explain import dotted_keys, unknown_group, unknown_key
 from .folders import expanded
+from .overrides import parse_override
 from .schema import PARTS, Checkpoint, part_schema
 
 _GROUPS = {f"checkpoint/{kind}": list(options) for kind, options in PARTS.items()}
