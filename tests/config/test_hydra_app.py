@@ -199,7 +199,9 @@ def test_a_mistyped_recipe_lists_the_recipes(app: Path) -> None:
         ("checkpoint.dir=???", ["checkpoint.dir is missing; give it a value: checkpoint.dir=..."]),
         (
             "checkpoint.resume=nevr",
-            ["checkpoint.resume must be auto, must, never, a step or a path, got nevr. Did you mean checkpoint.resume=never?"],
+            [
+                "checkpoint.resume must be auto, must, never, a step or a path, got nevr. Did you mean checkpoint.resume=never?"
+            ],
         ),
         (
             "checkpoint/stager=lost",
