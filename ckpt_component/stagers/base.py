@@ -15,9 +15,10 @@ from ..coordination import Coordinator, Meetings, ranks_failed
 from ..errors import CheckpointError, RanksError
 from ..image.collector import collector_paused
 from ..image.layout import Structure
+from ..image.objects import encode
 from ..image.ownership import Selection, holdings, share_out
 from ..image.replicas import Replicas
-from ..image.tree import FlatState, flatten
+from ..image.tree import FlatState, flatten, key_of
 from ..writers.base import FormatPlan, Writer
 from .optimizers import optimizers_in
 from .snapshot import Comparison, Snapshot, Survey
@@ -149,6 +150,8 @@ class Stager(ABC):
         survey, failure = None, None
         try:
             survey = self.survey(state_dict)
+            for path, value in zip(survey.flat.object_paths, survey.flat.objects, strict=True):
+                encode(value, key_of(path))  # refuses, by key, what a save would refuse
         except Exception as error:  # the other ranks wait for this one
             if self._ranks.world_size == 1:
                 raise

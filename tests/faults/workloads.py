@@ -19,7 +19,6 @@ from ckpt_component.storage.names import MEGATRON
 
 #: A config takes 0.1 s to resolve, and every child uses one of a few.
 _resolved = functools.cache(lambda config, overrides: resolve_config(config, list(overrides)))
-factory.resolve_config = lambda config, overrides=(): _resolved(config, tuple(overrides))  # type: ignore[assignment]
 torch.set_num_threads(1)
 
 KEEP_ONE = ("checkpoint.keep.last=1", "checkpoint.save.at_end=false", "checkpoint.timeouts.close=20")
@@ -29,6 +28,7 @@ def prepare(**arguments: Any) -> None:
     """In the server, before the fork: load what the child is going to need."""
     from faults.lives import SOAK
 
+    factory.resolve_config = lambda config, overrides=(): _resolved(config, tuple(overrides))  # type: ignore[assignment]
     for preset in {"sync", arguments.get("preset", "sync")}:
         for overrides in ((*KEEP_ONE, *arguments.get("overrides", ())), SOAK):
             settings = _resolved(preset, overrides)

@@ -120,7 +120,7 @@ def test_a_sweep_on_two_ranks(train: Callable[..., tuple[int, str]], tmp_path: P
 
 def test_a_mistake_is_told_in_words(train: Callable[..., tuple[int, str]]) -> None:
     code, output = train("parallel=dpp", ranks=2)
-    assert code != 0 and "parallel=dpp is unknown. Did you mean parallel=ddp?" in output
+    assert code != 0 and "parallel=dpp is unknown. Use ddp, fsdp or tp." in output
 
 
 def test_ranks_without_a_launcher_are_told_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -149,7 +149,7 @@ def test_candidates_take_turns_and_one_that_fails_does_not_keep_the_others(
     runs = [json.loads(line) for line in (tmp_path / "results").read_text().splitlines()]
     assert list(runs.pop(0)) == ["ready_s"]
     assert [run["candidate"] for run in runs] == [0, 1, 2, 2, 0]
-    assert "workers must be at least 1, got 0" in runs[1]["error"]
+    assert "workers must be from 1 to 128, got 0" in runs[1]["error"]
     measured = [run for run in runs if "error" not in run]
     assert all(run["durable"] > 0 and run["state_bytes"] >= 100_000 and run["took_s"] > 0 for run in measured)
     assert list((tmp_path / "data").iterdir()) == []
