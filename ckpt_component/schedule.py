@@ -76,7 +76,7 @@ class Schedule:
         by_rename: how saves are committed, and so what stands in the way of one (`refuse_existing`).
 
     Attributes:
-        admit: called on the leading rank with the path of every save, before anything else is looked at there.
+        admit: called on the leading rank with the path of every save, in place of `refuse_existing`.
     """
 
     def __init__(self, ranks: Coordinator, *, bounded: bool, by_rename: bool) -> None:
@@ -120,9 +120,10 @@ class Schedule:
         )
 
     def _refuse_taken(self, path: str) -> None:
-        if self.admit is not None:
+        if self.admit is None:
+            refuse_existing(path, by_rename=self._by_rename)
+        else:
             self.admit(path)
-        refuse_existing(path, by_rename=self._by_rename)
 
 
 def _decide(

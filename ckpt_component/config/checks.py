@@ -137,7 +137,7 @@ def refuse_contradictions(config: Checkpoint) -> None:
     """Two values that cannot both have an effect."""
     times = config.timeouts
     for shorter, longer, why in (
-        ("heartbeat", "write", "the write is over before a rank that is gone is noticed"),
+        ("heartbeat", "write", "a dead rank would be noticed only after the write has timed out"),
         ("heartbeat", "stall", "a rank that is gone would be taken for one that hangs"),
         ("stall", "write", "the write is over before a rank that hangs is noticed"),
     ):

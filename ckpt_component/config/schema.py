@@ -147,7 +147,7 @@ class Timeouts:
     close: float = above(0, 60.0, SECONDS)
     """Until an idle writer process has ended."""
     heartbeat: float | None = above(0, None, SECONDS)
-    """With several ranks: without a sign of life for so long, a rank is gone; null: 30, less where `stall` is short."""
+    """With several ranks: a rank without a heartbeat for so long counts as dead; null: 30, or less, below `stall`."""
     stall: float | None = above(0, None, SECONDS)
     """With several ranks: one that writes nothing for so long hangs; null: 300, less where `write` is short."""
     visible: float = above(0, 60.0, SECONDS)

@@ -62,7 +62,7 @@ class Place:
         return self.turn == other.turn and self.step is not None and (other.step is None or self.step > other.step)
 
     def as_plain(self) -> list[Any]:
-        """As JSON, for a sign of life."""
+        """As JSON, for a heartbeat."""
         return [self.turn, self.step, self.closed]
 
     def __str__(self) -> str:
@@ -219,5 +219,5 @@ class Lookout:
 
     def _where(self, place: Place | None) -> str:
         if place is None:
-            return "has given no sign of life"
+            return "has sent no heartbeat"
         return f"{place} too, and late" if place == self._place and place.step is not None else str(place)

@@ -1,4 +1,4 @@
-"""Signs of life: a killed rank is invisible to whoever waits for its message, but its heart stops beating."""
+"""Heartbeats: a rank that waits for another learns when that one has died."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _END_SECONDS = 1.0
 
 
 class Heartbeat:
-    """While it is entered, a thread puts a sign of life of this rank into the store, every two seconds.
+    """While it is entered, a thread puts a heartbeat of this rank into the store every two seconds.
 
     A sign that cannot be given is tried again, over a new connection. `check` raises the cause once that has failed for
     so long that the other ranks take this one for lost.
@@ -69,13 +69,13 @@ class Heartbeat:
         try:
             self._give_sign()
         except CheckpointError as error:
-            logger.debug("no last sign of life of rank %d: %s", self._store.rank, error)
+            logger.debug("rank %d could not send its last heartbeat: %s", self._store.rank, error)
 
     def _give_sign(self) -> None:
         self._store.set(f"beat/{self._store.rank}", json.dumps([time.time(), *self._sign()]).encode())
 
     def check(self) -> None:
-        """Raise when this rank could give no sign of life for as long as the others wait for one.
+        """Raise when this rank could send no heartbeat for as long as the others wait for one.
 
         Raises:
             RanksError: with the cause.
@@ -83,8 +83,8 @@ class Heartbeat:
         failure, silent = self._failure, time.monotonic() - self._given_at
         if failure is not None and (silent >= self._timeout or not self._thread.is_alive()):
             raise RanksError(
-                f"Rank {self._store.rank} has given no sign of life for {silent:.0f} s, so the other ranks take it for "
-                f"lost (timeouts.heartbeat): {type(failure).__name__}: {failure}"
+                f"Rank {self._store.rank} has sent no heartbeat for {silent:.0f} s, so the other ranks consider it "
+                f"dead (timeouts.heartbeat): {type(failure).__name__}: {failure}"
             ) from failure
 
     def _beat(self) -> None:
@@ -98,13 +98,13 @@ class Heartbeat:
                 except Exception as error:
                     if self._failure is None:
                         rank = self._store.rank
-                        logger.warning("rank %d can give no sign of life, and tries again: %s", rank, error)
+                        logger.warning("rank %d cannot send its heartbeat, retrying: %s", rank, error)
                     self._failure = error
                     if time.monotonic() - self._given_at >= self._timeout:
                         pause = max(_LATE_PAUSE, self._pause)
                 else:
                     if self._failure is not None:
-                        logger.info("rank %d gives signs of life again", self._store.rank)
+                        logger.info("rank %d sends heartbeats again", self._store.rank)
                     self._failure, self._given_at, pause = None, time.monotonic(), self._pause
                 if self._over.wait(pause):
                     return
@@ -149,13 +149,15 @@ class Watch:
                 self._seen[rank] = (beat, now)
             elif beat is not None and now - self._seen[rank][1] >= self._timeout:
                 self.gone.add(rank)
-                found[rank] = f"gave no sign of life for {self._timeout:g} s (timeouts.heartbeat); it is gone"
+                found[rank] = f"sent no heartbeat for {self._timeout:g} s (timeouts.heartbeat); considered dead"
                 continue
             written = json.loads(beat)[1] if beat is not None else -1
             if written != self._bytes[rank][0]:
                 self._bytes[rank] = (written, now)
             elif self._stall_timeout is not None and now - self._bytes[rank][1] >= self._stall_timeout:
-                found[rank] = f"lives, but wrote nothing for {self._stall_timeout:g} s (timeouts.stall)"
+                found[rank] = (
+                    f"is alive but has written nothing for {self._stall_timeout:g} s (timeouts.stall); considered hung"
+                )
         return found
 
     def causes(self, lost: Iterable[int]) -> dict[int, str]:

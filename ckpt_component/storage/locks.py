@@ -78,8 +78,8 @@ class FolderLocks:
             if self._warns:
                 self._warns = False
                 logger.warning(
-                    "there are no file locks at %s (%s); instead, whoever saves there touches a small file every few "
-                    "seconds, and what nobody touched for a minute counts as left by a dead run",
+                    "there are no file locks at %s (%s); instead, each process that saves there touches a small file "
+                    "every few seconds, and what was not touched for a minute counts as left by a dead run",
                     os.path.dirname(path),
                     error.strerror,
                 )

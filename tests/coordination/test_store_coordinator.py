@@ -165,7 +165,7 @@ def test_a_rank_that_never_votes_is_named_when_its_heart_stops(store: TCPStore) 
     started = time.monotonic()
     found = on_all(ranks[:2], lambda c: c.vote("v", lambda: 1, lambda: 0, soon()))
     assert all(isinstance(error, RanksError) and set(error.failures) == {2} for error in found)
-    assert "no sign of life" in str(found[1])
+    assert "no heartbeat" in str(found[1])
     assert time.monotonic() - started < 20
 
 

@@ -29,5 +29,5 @@ def test_ranks_that_never_call_are_named_by_one_warning_and_at_the_deadline(tmp_
 
 def test_a_heart_that_misses_beats_beats_on_and_one_that_stops_fails_the_next_save(tmp_path: Path) -> None:
     told = run_ranks(SCRIPT, "a_heart_that_misses_beats", 2, tmp_path)
-    assert told[1].count("rank 1 can give no sign of life, and tries again: the switch is on fire") == 1
+    assert told[1].count("rank 1 cannot send its heartbeat, retrying: the switch is on fire") == 1
     run_ranks(SCRIPT, "a_heart_that_stops", 2, tmp_path)

@@ -57,7 +57,7 @@ def killed_in_vote(rank: int, world_size: int, folder: Path) -> None:
     save(checkpointer, folder / "run" / "one")
     if rank == 1:
         runner_of(checkpointer)._write = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
-    with pytest.raises(RanksError, match="no sign of life") as caught:
+    with pytest.raises(RanksError, match="no heartbeat") as caught:
         save(checkpointer, folder / "run" / "two")
     assert set(caught.value.failures) == {1}
     assert os.listdir(folder / "run") == ["one"]
@@ -137,7 +137,7 @@ def stopped_rank(rank: int, world_size: int, folder: Path) -> None:
                 return write(*args)
 
             runner._write = stop_then_write
-        with pytest.raises(RanksError, match="no sign of life") as caught:
+        with pytest.raises(RanksError, match="no heartbeat") as caught:
             save(checkpointer, folder / "run" / "two")
         assert set(caught.value.failures) == {1}
         assert not (folder / "run" / "two").exists()
