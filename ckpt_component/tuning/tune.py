@@ -129,7 +129,7 @@ def tune(wish: Wish, say: Callable[[str], None]) -> list[Answer]:
     if left_out:
         more = "a larger --seconds"
         if pace.took_s:
-            enough = 1.1 * (time.monotonic() - wish.started + sum(left_out.values()))
+            enough = max(1.1 * (time.monotonic() - wish.started + sum(left_out.values())), 1.15 * wish.seconds)
             more = f"about --seconds={10 * math.ceil(enough / 10)}"
         text = f"--seconds={wish.seconds:g} is too short for {', '.join(left_out)}"
         if not answers:
