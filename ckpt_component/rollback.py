@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 
 #: How many steps a message names one by one.
 _NAMED = 8
+#: By these torchrun and Slurm count how often they started a job again.
+_RESTARTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
 _RESTORE_ONLY = "A script that only restores sets checkpoint.save.every_steps=null checkpoint.save.at_end=false."
 
 
@@ -85,11 +87,19 @@ class Rollback:
             The steps, ascending.
 
         Raises:
+            CheckpointExistsError: the job was restarted, so they may be what it saved itself.
             CheckpointSaveError: the run that saved there still runs, or one could not be renamed.
         """
         steps = sorted(steps)
         if not steps:
             return []
+        restart = next((f"{name}={os.environ[name]}" for name in _RESTARTS if os.environ.get(name, "0") != "0"), None)
+        if restart is not None:
+            raise CheckpointExistsError(
+                f"checkpoint.rewind=true retires nothing in a job that was restarted ({restart}), because "
+                f"{named(steps)} in {self._root} may be its own. To go on from the newest, type checkpoint.resume=auto "
+                "checkpoint.rewind=false; to go back once more, start a new job."
+            )
         other = self._ownership.neighbor()
         if other is not None and other.alive:
             raise CheckpointSaveError(

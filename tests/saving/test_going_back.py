@@ -135,6 +135,20 @@ def test_rewind_retires_what_follows_and_training_goes_on_there(
     assert restored(tmp_path) == 9
 
 
+@pytest.mark.parametrize("counter", ["TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"])
+def test_a_restarted_job_does_not_retire_what_may_be_its_own(
+    counter: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(counter, "0")
+    saved(tmp_path, 6, 9)
+    assert restored(tmp_path, "checkpoint.resume=6", REWIND) == 6
+    saved(tmp_path, 7)
+    monkeypatch.setenv(counter, "1")
+    with pytest.raises(CheckpointExistsError, match=f"restarted .{counter}=1., because 7 in .* may be its own"):
+        restored(tmp_path, "checkpoint.resume=6", REWIND)
+    assert retired(tmp_path) == ["iter_0000009"] and restored(tmp_path) == 7
+
+
 def test_rewind_without_renames_keeps_the_data_where_it_is(tmp_path: Path) -> None:
     manifest = "checkpoint.commit=manifest"
     with manager_in(tmp_path, manifest) as manager:
