@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from .blocking_writer import BlockingWriter
-from .built import note
 from .callers.write_callers import WriteCaller
 from .checkpointer import AsyncCheckpointer, Checkpointer, SyncCheckpointer
 from .config.checks import refuse_bad_dir
@@ -30,6 +29,7 @@ from .failures import ErrorPolicy
 from .manager import CheckpointManager
 from .policies import KeepPolicy, ResumePolicy, SavePolicy
 from .readers import Reader
+from .recording import record
 from .reports import Timeouts
 from .root_check import check_root
 from .saver import Saver
@@ -110,7 +110,7 @@ def build_manager(
         timeouts=timeouts,
         warn=_policy(settings).warn,
     )
-    note(manager)
+    record(manager)
     return manager
 
 

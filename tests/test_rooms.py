@@ -29,7 +29,7 @@ ORDER = (
     {"checkpointer", "saver", "schedule", "attempt", "reports", "resumption", "manager", "policies"}
     | {
         "blocking_writer",
-        "built",
+        "recording",
         "failures",
         "foreign_parts",
         "lookup",

@@ -22,7 +22,7 @@ from hydra.core.utils import JobReturn, JobStatus
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
 
-from .. import built
+from .. import recording
 from ..config.errors import CheckpointConfigError
 from .figures import figures_of
 from .result import RESULT, RUNNING, read_result, write_job_result
@@ -50,14 +50,14 @@ class SweepReport(Callback):
             warnings.warn(f"{folder}/{RESULT} is left as it is ({error}), so this job has no figures", stacklevel=1)
             return
         self._records = True
-        built.collect()
+        recording.start()
         write_job_result(RUNNING)
 
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **_: Any) -> None:
         """Called by Hydra in the process of a job when it returned or raised an exception."""
         if not self._records:
             return
-        self._records, managers = False, built.collected()
+        self._records, managers = False, recording.stop()
         so_far = read_result(str(config.hydra.runtime.output_dir))
         if so_far is None or so_far["status"] != RUNNING:
             return  # the app has told the end itself
