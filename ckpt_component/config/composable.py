@@ -7,6 +7,7 @@ the types of the schema itself.
 
 from __future__ import annotations
 
+import copyreg
 from collections.abc import Mapping
 from dataclasses import MISSING, Field, field, fields, is_dataclass, make_dataclass
 from enum import Enum
@@ -17,18 +18,37 @@ from .explain import closest
 from .quantities import quantity
 
 
+class _Derived(type):
+    """The type of the classes that `composable` makes; `schema` is what they are made from."""
+
+    schema: type
+
+
+class _FromSchema(metaclass=_Derived):
+    """Their base."""
+
+
 def composable(schema: type) -> type:
     """The dataclass for the config store that belongs to a schema, a dataclass too.
 
-    It is an attribute of the schema, so that a config that has it as its type can be pickled.
+    A process that unpickles a config, such as a launcher's worker, makes the class anew from the schema.
     """
     made = vars(schema).get("composable")
     if made is None:
         hints = get_type_hints(schema)
-        made = make_dataclass(schema.__name__, [_loosened(item, hints[item.name]) for item in fields(schema)])
+        items = [_loosened(item, hints[item.name]) for item in fields(schema)]
+        made = make_dataclass(schema.__name__, items, bases=(_FromSchema,))
         made.__module__, made.__qualname__ = schema.__module__, f"{schema.__qualname__}.composable"
+        made.schema = schema  # type: ignore[attr-defined]
         type.__setattr__(schema, "composable", made)
     return made
+
+
+def _reduced(made: _Derived) -> tuple[Any, ...]:
+    return composable, (made.schema,)
+
+
+copyreg.pickle(_Derived, _reduced)
 
 
 def as_numbers(schema: type, values: Mapping[str, Any], name: str) -> dict[str, Any]:

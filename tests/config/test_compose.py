@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import subprocess
 import sys
 
@@ -218,3 +219,11 @@ def test_an_argparse_script_composes_without_torch(tmp_path) -> None:
     wrong = run("--preset", "synk")
     assert wrong.returncode == 2
     assert "Did you mean checkpoint=sync?" in wrong.stderr
+
+
+def test_another_process_unpickles_a_composed_config() -> None:
+    """As the workers of a launcher do, which have imported nothing of ours before."""
+    config = compose_checkpoint("sync", ["checkpoint.timeouts.write=30m"])
+    code = "import pickle, sys; config = pickle.load(sys.stdin.buffer); print(config.timeouts.write, config.on_error)"
+    done = subprocess.run([sys.executable, "-c", code], input=pickle.dumps(config), capture_output=True, timeout=60)
+    assert (done.stdout, done.stderr) == (b"30m raise\n", b"")
