@@ -12,16 +12,17 @@ import logging
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 
-from ckpt_component.config.hints import install
 from ckpt_component.config.store import PROVIDER, config_dir, register
 
 logger = logging.getLogger("ckpt_component")
 
 try:
     register()
+    from ckpt_component.config.hints import install  # knows Hydra's insides, which may be others in a later release
+
     install()
 except Exception as error:  # the app may well need none of it
-    logger.warning("ckpt_component could not register its configs with Hydra: %r", error)
+    logger.warning("ckpt_component could not register with Hydra: %r", error)
 
 
 class CkptComponentSearchPath(SearchPathPlugin):

@@ -12,7 +12,7 @@ import inspect
 import logging
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -31,6 +31,8 @@ logger = logging.getLogger("ckpt_component")
 
 #: Whose overrides are explained: those of these keys and groups, or (None) all.
 _roots: ContextVar[Sequence[str] | None] = ContextVar("roots", default=OURS)
+#: What was typed, by the arguments of a wrapped method: the primary config and the overrides.
+_Typed = Callable[[tuple[Any, ...], Mapping[str, Any]], "tuple[str | None, list[str]]"]
 #: Composing for an explanation is not explained itself.
 _explaining: ContextVar[bool] = ContextVar("explaining", default=False)
 
@@ -92,21 +94,23 @@ def _wrap(owner: type, name: str, typed_in: Callable[[dict[str, Any]], tuple[str
         return
     signature = inspect.signature(original)
 
+    def typed(positional: tuple[Any, ...], keywords: Mapping[str, Any]) -> tuple[str | None, list[str]]:
+        return typed_in(signature.bind(*positional, **keywords).arguments)
+
     @functools.wraps(original)
     def explaining(*positional: Any, **keywords: Any) -> Any:
         if _explaining.get():
             return original(*positional, **keywords)
-        config_name, overrides = typed_in(signature.bind(*positional, **keywords).arguments)
         token = _explaining.set(True)
         try:
             try:
                 config = original(*positional, **keywords)
             except Exception as error:
-                text = _explanation(error, overrides, config_name)
+                text = _found(_explanation, error, typed, positional, keywords)
                 if text is None:
                     raise
                 raise CheckpointConfigError(text) from None
-            text = _added_in_silence(config, overrides, config_name) if isinstance(config, DictConfig) else None
+            text = _found(_added_in_silence, config, typed, positional, keywords)
         finally:
             _explaining.reset(token)
         if text:
@@ -116,16 +120,24 @@ def _wrap(owner: type, name: str, typed_in: Callable[[dict[str, Any]], tuple[str
     setattr(owner, name, explaining)
 
 
-def _explanation(error: Exception, overrides: Sequence[str], config_name: str | None) -> str | None:
+def _found(look: Callable[..., str | None], subject: Any, typed: _Typed, *arguments: Any) -> str | None:
+    """A better text than Hydra's, or None. Looking for one must never stop an app, whatever its Hydra is like."""
     try:
-        return what_was_meant(error, overrides, config_name, _roots.get())
-    except Exception as failure:  # Hydra's own text is better than none
-        logger.warning("ckpt_component found no better text for this error: %r", failure)
+        config_name, overrides = typed(*arguments)
+        return look(subject, overrides, config_name)
+    except Exception as failure:
+        logger.warning("ckpt_component could not look for a better text than Hydra's: %r", failure)
         return None
 
 
-def _added_in_silence(config: DictConfig, overrides: Sequence[str], config_name: str | None) -> str | None:
+def _explanation(error: Exception, overrides: Sequence[str], config_name: str | None) -> str | None:
+    return what_was_meant(error, overrides, config_name, _roots.get())
+
+
+def _added_in_silence(config: Any, overrides: Sequence[str], config_name: str | None) -> str | None:
     """The text for `+checkpoint=...` that came on top of the same option, and over what the app had set."""
+    if not isinstance(config, DictConfig):
+        return None
     for number, text in enumerate(overrides):
         group, _, value = text.removeprefix("+").partition("=")
         if config_name is None or not text.startswith("+") or group.partition("/")[0] != "checkpoint" or "." in group:

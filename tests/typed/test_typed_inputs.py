@@ -409,3 +409,16 @@ def suggestions(text: str) -> list[str]:
     ]  # type: ignore[union-attr]
     plain = re.findall(r"\+?\b(?:checkpoint|recipe)[\w./]*=(?:\[[^\]]*\]|[\w.]+)", advice.split(" can be:")[0])
     return quoted or [item.rstrip(".") for item in plain if "..." not in item]
+
+
+def test_looking_for_a_better_text_never_stops_an_app(
+    ask: Ask, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*_: Any) -> None:
+        raise KeyError("config_name")
+
+    monkeypatch.setattr("ckpt_component.config.hints.what_was_meant", broken)
+    monkeypatch.setattr("ckpt_component.config.hints._added_in_silence", broken)
+    assert ask(["checkpoint=sync"]) is None
+    assert "synk" in (ask(["checkpoint=synk"]) or "")
+    assert "could not look for a better text than Hydra's: KeyError('config_name')" in caplog.text
