@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 
 #: Every record has this length, so that its place is its number.
-RECORD_BYTES = 160
+RECORD_BYTES = 512
 
 
 @dataclass(frozen=True)
@@ -36,11 +36,16 @@ def read_log(path: str) -> list[Operation]:
 
 
 def record(pid: int, rank: str, process: str, operation: str, path: str) -> bytes:
-    """One record, padded; of a long path the end is kept."""
+    """One record, padded.
+
+    Raises:
+        ValueError: the path is too long for a record; cut, it would be another one for each operation.
+    """
     head = f"{pid} {rank} {process} {operation} ".encode()
     tail = os.fsencode(path).replace(b"\n", b"?")
-    room = RECORD_BYTES - 1 - len(head)
-    return (head + tail[-room:]).ljust(RECORD_BYTES - 1) + b"\n"
+    if len(head) + len(tail) >= RECORD_BYTES:
+        raise ValueError(f"{path} does not fit into a record of {RECORD_BYTES} bytes; test in a shorter folder.")
+    return (head + tail).ljust(RECORD_BYTES - 1) + b"\n"
 
 
 def append(path: str, data: bytes) -> int:

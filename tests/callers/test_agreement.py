@@ -220,7 +220,7 @@ def test_a_rank_whose_heart_stops_is_gone(gone: int, blocking: bool, monkeypatch
     if gone == 0:
         assert isinstance(told, RanksError) and set(told.failures) == {0}
     else:
-        assert isinstance(told, Verdict) and "it is gone" in told.failures[1]
+        assert isinstance(told, Verdict) and "considered dead" in told.failures[1]
 
 
 def test_a_store_that_is_gone_is_an_error() -> None:

@@ -22,7 +22,7 @@ from ckpt_component import (
     CheckpointTimeoutError,
     build_checkpointer,
     build_manager,
-    schedule,
+    rollback,
 )
 from ckpt_component.image.host_copy import Portions
 
@@ -110,7 +110,7 @@ def test_row_22_storage_that_does_not_answer_whether_the_path_is_free(
 ) -> None:
     answers = threading.Event()
     with manager_in(tmp_path) as manager:
-        monkeypatch.setattr(schedule, "refuse_existing", lambda path, **_: answers.wait(60))
+        monkeypatch.setattr(rollback, "refuse_existing", lambda path, **_: answers.wait(60))
         before = time.monotonic()
         with pytest.raises(CheckpointStallError, match="storage did not answer"):
             manager.save(1, state_of(1))
