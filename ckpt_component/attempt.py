@@ -88,7 +88,7 @@ class AttemptRunner:
         self._catalog_sent: int | None = None
         self._catalogs: dict[int, bytes] = {}
         self._sidecars: Mapping[str, bytes] = {}
-        #: Keys of values that differ by rank, of which somebody has read.
+        #: Keys of values that differ by rank and were warned about.
         self._warned: set[str] = set()
         #: By device: how it is written to fastest, where a job has tried that.
         self._io: dict[int, str] = {}
@@ -292,9 +292,9 @@ class AttemptRunner:
 
     @contextlib.contextmanager
     def _as_save_error(self, path: str, needed: int) -> Iterator[None]:
-        """Errors of the file system become the family's; that there is no room is told in numbers.
+        """Turn errors of the file system into typed ones; a full disk is reported with the numbers.
 
-        A run that lost the root is told that: the new owner may have deleted the files under its hands.
+        A run that lost the root raises CheckpointFencedError: the new owner may have deleted its files.
         """
         try:
             yield

@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 
 
 class World:
-    """The default process group at the moment at which this is made. Each rank compares by itself and asks nobody."""
+    """The default process group at the time this is built. Each rank compares by itself, without a message."""
 
     def __init__(self) -> None:
         group, self._size = _present()
