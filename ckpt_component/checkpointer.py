@@ -14,16 +14,16 @@ from concurrent.futures import Future
 from types import TracebackType
 from typing import Any, TypeVar
 
-from .blocking_writer import BlockingWriter
 from .coordination import Coordinator, LocalCoordinator
 from .errors import CheckpointBusyError, CheckpointError, MissingKeysError, first_keys
-from .foreign_parts import CheckpointReader, CheckpointWriter, staged_future
-from .paths import PathLike, absolute_path, new_path
-from .reports import SaveFuture, SaveReport
-from .saver import EarlierSaveFailed, Saver
+from .saving.adapters import CheckpointReader, CheckpointWriter, staged_future
+from .saving.blocking_writer import BlockingWriter
+from .saving.deferred_errors import UntoldFailures
+from .saving.paths import PathLike, absolute_path, new_path
+from .saving.pipeline import EarlierSaveFailed, Saver
+from .saving.report import SaveFuture, SaveReport
 from .stagers.base import Stager
-from .storage.owner import Ownership
-from .untold import UntoldFailures
+from .storage.fencing import Ownership
 
 logger = logging.getLogger(__name__)
 

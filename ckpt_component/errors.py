@@ -2,14 +2,13 @@
 
 Every error that a caller may want to catch derives from `CheckpointError`, and from the builtin that a
 reader would expect beside it. This module imports nothing, because the torch-free writer process loads it.
-`CheckpointConfigError` belongs to the family too but lives in `ckpt_component.config.errors`: it derives from
-a Hydra class, and importing Hydra takes longer than starting the writer process does.
 """
 
 from __future__ import annotations
 
 __all__ = [
     "CheckpointBusyError",
+    "CheckpointConfigError",
     "CheckpointCorruptError",
     "CheckpointError",
     "CheckpointExistsError",
@@ -36,6 +35,10 @@ __all__ = [
 
 class CheckpointError(Exception):
     """Base of everything that this package raises on purpose."""
+
+
+class CheckpointConfigError(CheckpointError, ValueError):
+    """A config that cannot be built; the text has the key, its value, and what to type instead."""
 
 
 class CheckpointStageError(CheckpointError, ValueError):

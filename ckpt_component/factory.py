@@ -13,35 +13,37 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .blocking_writer import BlockingWriter
 from .callers.write_callers import WriteCaller
 from .checkpointer import AsyncCheckpointer, Checkpointer, SyncCheckpointer
 from .config.checks import refuse_bad_dir
-from .config.errors import CheckpointConfigError
-from .config.folders import expanded
+from .config.errors import HydraConfigError, for_hydra
 from .config.following import deadlines, longest_pause
 from .config.hydra_job import root_of_job
 from .config.parts import build_part, part_class
 from .config.resolve import resolve_config
-from .config.schema import Checkpoint, Commit, Durability, IoMode
+from .config.schema import Checkpoint
 from .coordination import Coordinator, LocalCoordinator, RankStore, StoreCoordinator
-from .failures import ErrorPolicy
-from .manager import CheckpointManager
-from .policies import KeepPolicy, ResumePolicy, SavePolicy
+from .formats.base import Writer
+from .managing.manager import CheckpointManager
+from .managing.policies import KeepPolicy, ResumePolicy, SavePolicy
+from .managing.preflight import check_root
+from .managing.recording import record
+from .options import Commit, Durability, IoMode
 from .readers import Reader
-from .recording import record
-from .reports import Timeouts
-from .root_check import check_root
-from .saver import Saver
+from .saving.blocking_writer import BlockingWriter
+from .saving.failures import ErrorPolicy
+from .saving.folders import expanded
+from .saving.pipeline import Saver
+from .saving.report import Timeouts
 from .stagers.base import Stager
 from .storage.file_system import file_system
 from .storage.fs import FsOps
 from .storage.names import NAMINGS
-from .writers.base import Writer
 
 logger = logging.getLogger(__name__)
 
 
+@for_hydra()
 def build_checkpointer(config: Any, overrides: Sequence[str] = ()) -> Checkpointer:
     """Build the checkpointer that a config asks for.
 
@@ -58,12 +60,13 @@ def build_checkpointer(config: Any, overrides: Sequence[str] = ()) -> Checkpoint
     """
     settings = resolve_config(config, overrides)
     if not settings.enabled:
-        raise CheckpointConfigError(
+        raise HydraConfigError(
             "checkpoint.enabled=false builds no checkpointer; use build_manager(), whose manager then does nothing."
         )
     return _build_graph(settings, _file_system(settings))
 
 
+@for_hydra()
 def build_manager(
     config: Any, overrides: Sequence[str] = (), *, dir: str | os.PathLike[str] | None = None
 ) -> CheckpointManager:
@@ -176,7 +179,7 @@ def check_parts(parts: Parts) -> None:
     names = {kind: _option(getattr(parts, kind)) for kind in ("stager", "caller", "writer")}
     for rule in RULES:
         if rule.refuses(parts):
-            raise CheckpointConfigError(rule.text.format(**names, max_stall_s=parts.max_stall_s))
+            raise HydraConfigError(rule.text.format(**names, max_stall_s=parts.max_stall_s))
 
 
 def _build_graph(settings: Checkpoint, fs: FsOps) -> Checkpointer:

@@ -28,9 +28,9 @@ _MODULES = (
     "torch.distributed.checkpoint",
     "torch.distributed.fsdp",
     "ckpt_component.factory",
-    "ckpt_component.manager",
+    "ckpt_component.managing.manager",
     "ckpt_component.stagers.shared_memory",
-    "ckpt_component.writers.dcp",
+    "ckpt_component.formats.dcp",
 )
 
 

@@ -1,54 +1,31 @@
-"""Who runs the work of a save: the trainer, a process per save, or one process for the whole run.
+"""Who runs the writes of a save: the trainer, a process per save, or one process for the whole run.
 
-`InlineCaller`, `TemporalCaller` and `PersistentCaller` run the checkpointer's own byte writes. The others are the
-reference classes for requests that a training script makes itself (seed 002). Names are imported when first used.
+The reference classes for requests that a training script makes itself (`AsyncCallsQueue` and its parts) can be
+imported from here too; their code is in `ckpt_component.compat`.
 """
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from .._lazy import lazy
 
 if TYPE_CHECKING:
-    from .async_caller import AsyncCaller
-    from .persistent_async import PersistentAsyncCaller
-    from .queue import AsyncCallsQueue
-    from .request import AsyncRequest
-    from .temporal_async import TemporalAsyncCaller
+    from ..compat.async_caller import AsyncCaller
+    from ..compat.persistent_async import PersistentAsyncCaller
+    from ..compat.queue import AsyncCallsQueue
+    from ..compat.request import AsyncRequest
+    from ..compat.temporal_async import TemporalAsyncCaller
     from .write_callers import InlineCaller, IoPriority, PersistentCaller, TemporalCaller, WriteCaller
 
-__all__ = [
-    "AsyncCaller",
-    "AsyncCallsQueue",
-    "AsyncRequest",
-    "InlineCaller",
-    "IoPriority",
-    "PersistentAsyncCaller",
-    "PersistentCaller",
-    "TemporalAsyncCaller",
-    "TemporalCaller",
-    "WriteCaller",
-]
-
-_HOMES = {
-    "AsyncCaller": "async_caller",
-    "AsyncCallsQueue": "queue",
-    "AsyncRequest": "request",
-    "InlineCaller": "write_callers",
-    "IoPriority": "write_callers",
-    "PersistentAsyncCaller": "persistent_async",
-    "PersistentCaller": "write_callers",
-    "TemporalAsyncCaller": "temporal_async",
-    "TemporalCaller": "write_callers",
-    "WriteCaller": "write_callers",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f".{_HOMES[name]}", __name__), name)
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__all__, __getattr__, __dir__ = lazy(
+    __name__,
+    {
+        ".write_callers": "InlineCaller IoPriority PersistentCaller TemporalCaller WriteCaller",
+        "..compat.async_caller": "AsyncCaller",
+        "..compat.persistent_async": "PersistentAsyncCaller",
+        "..compat.queue": "AsyncCallsQueue",
+        "..compat.request": "AsyncRequest",
+        "..compat.temporal_async": "TemporalAsyncCaller",
+    },
+)

@@ -17,15 +17,14 @@ from typing import Any, ClassVar
 
 import psutil
 
-from ..config.errors import CheckpointConfigError
-from ..config.schema import IoPriority
-from ..errors import CheckpointSaveError, CheckpointTimeoutError, WorkerDiedError
+from ..errors import CheckpointConfigError, CheckpointSaveError, CheckpointTimeoutError, WorkerDiedError
 from ..image.arena import Arena
-from ..process.byte_process import ByteProcess
-from ..process.remote_error import RemoteTraceback
+from ..options import IoPriority
 from ..storage.checksum import home_of
-from ..writers.byte_io import run_write_job
-from ..writers.job import WriteJob
+from ..writing.process import ByteProcess
+from ..writing.remote_error import RemoteTraceback
+from ..writing.write_job import run_write_job
+from .job import WriteJob
 
 logger = logging.getLogger(__name__)
 

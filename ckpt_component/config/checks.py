@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any, get_type_hints
 
-from .errors import CheckpointConfigError
-from .explain import closest, keys_text
-from .schema import PARTS, RESUME_WORDS, Checkpoint, in_range, part_schema, range_of
+from ..spelling import closest
+from .errors import HydraConfigError
+from .explain import keys_text
+from .schema import PARTS, Checkpoint, in_range, part_schema, range_of
 
 #: Hydra's own keys that may stand in a part. All values reach the constructor as plain data anyway.
 HYDRA_KEYS = ("_target_", "_convert_", "_recursive_")
@@ -20,7 +20,7 @@ USUAL = {"stager": "shared_memory", "caller": "persistent", "writer": "dcp"}
 def refuse_whole_app(tree: Mapping[str, Any]) -> None:
     """The whole config of an app was passed instead of its `checkpoint`."""
     if "checkpoint" in tree and "stager" not in tree:
-        raise CheckpointConfigError(
+        raise HydraConfigError(
             f"This config has the keys {', '.join(map(str, tree))}, so it is that of the whole app; pass "
             "what is below `checkpoint`, such as build_manager(cfg.checkpoint)."
         )
@@ -30,13 +30,13 @@ def refuse_missing(tree: Mapping[str, Any]) -> None:
     """A mandatory key is absent or `???`. Without saving (`enabled: false`) no parts are needed."""
     for kind in PARTS:
         if kind not in tree and tree.get("enabled", True) is not False:
-            raise CheckpointConfigError(
+            raise HydraConfigError(
                 f"checkpoint.{kind} is missing. Start from a preset, checkpoint=async_persistent, or pick a part: "
                 f"checkpoint/{kind}={USUAL[kind]}"
             )
     for key, value in _leaves(tree, "checkpoint"):
         if value == "???":
-            raise CheckpointConfigError(f"{key} is missing; give it a value: {key}=...")
+            raise HydraConfigError(f"{key} is missing; give it a value: {key}=...")
 
 
 def refuse_unknown_keys(tree: Mapping[str, Any], schema: type = Checkpoint, name: str = "checkpoint") -> None:
@@ -45,14 +45,12 @@ def refuse_unknown_keys(tree: Mapping[str, Any], schema: type = Checkpoint, name
     known = [item.name for item in fields(schema)]
     for key, value in tree.items():
         if key not in known and key not in HYDRA_KEYS[1:]:
-            raise CheckpointConfigError(unknown_key_text(f"{name}.{key}", str(key), known))
+            raise HydraConfigError(unknown_key_text(f"{name}.{key}", str(key), known))
         if key in known and is_dataclass(hints[key]):
             inner = hints[key]
             if not isinstance(value, Mapping):
                 names = [item.name for item in fields(inner)]
-                raise CheckpointConfigError(
-                    f"{name}.{key} cannot itself be {value!r}. {keys_text(f'{name}.{key}', names)}"
-                )
+                raise HydraConfigError(f"{name}.{key} cannot itself be {value!r}. {keys_text(f'{name}.{key}', names)}")
             refuse_unknown_keys(value, inner, f"{name}.{key}")
 
 
@@ -75,11 +73,11 @@ def refuse_text_parts(tree: Any) -> None:
             near = part if part in PARTS[kind] else closest(part, PARTS[kind])
             pick = f"to pick a part use a slash: checkpoint/{kind}={near or USUAL[kind]}"
             options = "" if near else f". checkpoint/{kind} can be: {', '.join(PARTS[kind])}, or your own"
-            raise CheckpointConfigError(f"checkpoint.{kind} is the text {part!r}; {pick}{options}")
+            raise HydraConfigError(f"checkpoint.{kind} is the text {part!r}; {pick}{options}")
         if not isinstance(part, (Mapping, str)):
-            raise CheckpointConfigError(f"checkpoint.{kind} is {part!r}, not a part; to pick one use a slash: {pick}")
+            raise HydraConfigError(f"checkpoint.{kind} is {part!r}, not a part; to pick one use a slash: {pick}")
         if part and "_target_" not in part:
-            raise CheckpointConfigError(
+            raise HydraConfigError(
                 f"checkpoint.{kind} has no _target_, the class to build; to pick a part use a slash: {pick}"
             )
 
@@ -98,37 +96,15 @@ def refuse_out_of_range(schema: type, values: Any, name: str) -> None:
         if is_dataclass(value):
             refuse_out_of_range(type(value), value, f"{name}.{item.name}")
         elif not in_range(schema, item.name, value):
-            raise CheckpointConfigError(f"{name}.{item.name} must be {range_of(schema, item.name)}, got {value}.")
-
-
-def checked_resume(value: int | str) -> int | str:
-    """`auto`, `must`, `never`, a step that is not negative, which may have come as a text, or a path.
-
-    A path has a slash, begins with `~`, or names what is there.
-    """
-    if isinstance(value, str) and value.isdecimal():
-        value = int(value)
-    if value in RESUME_WORDS or (type(value) is int and value >= 0):
-        return value
-    if isinstance(value, str) and (os.sep in value or value.startswith("~") or os.path.exists(value)):
-        if "://" in value:
-            raise CheckpointConfigError(
-                f"checkpoint.resume={value} is a URL, and checkpoints are loaded from local or mounted folders only."
-            )
-        return value
-    meant = closest(str(value), RESUME_WORDS)
-    raise CheckpointConfigError(
-        f"checkpoint.resume must be {', '.join(RESUME_WORDS)}, a step or a path, got {value}."
-        + (f" Did you mean checkpoint.resume={meant}?" if meant else "")
-    )
+            raise HydraConfigError(f"{name}.{item.name} must be {range_of(schema, item.name)}, got {value}.")
 
 
 def refuse_bad_dir(value: str) -> None:
     """Checkpoints go to folders."""
     if not value:
-        raise CheckpointConfigError("checkpoint.dir is empty; name a folder: checkpoint.dir=checkpoints")
+        raise HydraConfigError("checkpoint.dir is empty; name a folder: checkpoint.dir=checkpoints")
     if "://" in value:
-        raise CheckpointConfigError(
+        raise HydraConfigError(
             f"checkpoint.dir={value} is a URL, and checkpoints are saved to local or mounted folders only."
         )
 
@@ -144,18 +120,18 @@ def refuse_contradictions(config: Checkpoint) -> None:
         # What is null follows the others.
         short, long = getattr(times, shorter), getattr(times, longer)
         if short is not None and long is not None and short >= long:
-            raise CheckpointConfigError(
+            raise HydraConfigError(
                 f"checkpoint.timeouts.{shorter}={short:g} must be less than checkpoint.timeouts.{longer}={long:g}; "
                 f"else {why}."
             )
     if config.max_stall_s is not None and times.stage is not None and config.max_stall_s > times.stage:
-        raise CheckpointConfigError(
+        raise HydraConfigError(
             f"checkpoint.max_stall_s={config.max_stall_s:g} has no effect beyond checkpoint.timeouts.stage="
             f"{times.stage:g}, which ends the same waits; lower the first or raise the second."
         )
     retry = config.retry
     if retry.max_backoff_seconds is not None and retry.backoff_seconds > retry.max_backoff_seconds:
-        raise CheckpointConfigError(
+        raise HydraConfigError(
             f"checkpoint.retry.backoff_seconds={retry.backoff_seconds:g} is above "
             f"checkpoint.retry.max_backoff_seconds={retry.max_backoff_seconds:g}; lower the first or raise the second."
         )

@@ -13,8 +13,8 @@ from dataclasses import MISSING, Field, field, fields, is_dataclass, make_datacl
 from enum import Enum
 from typing import Any, cast, get_args, get_type_hints
 
-from .errors import CheckpointConfigError
-from .explain import closest
+from ..spelling import closest
+from .errors import HydraConfigError
 from .quantities import quantity
 
 
@@ -86,7 +86,7 @@ def refuse_other_words(full_key: str, value: Any, words: list[str]) -> None:
     if str(value) == "False" and "off" in words:
         hint = " YAML reads off as false; quote it: 'off'."
     text = "null" if value is None else value
-    raise CheckpointConfigError(f"{full_key} must be {', '.join(words[:-1])} or {words[-1]}, got {text}.{hint}")
+    raise HydraConfigError(f"{full_key} must be {', '.join(words[:-1])} or {words[-1]}, got {text}.{hint}")
 
 
 def _loosened(item: Field[Any], hint: Any) -> tuple[str, Any, Any]:

@@ -14,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from .checks import refuse_text_parts
-from .errors import CheckpointConfigError
+from .errors import CheckpointConfigError, HydraConfigError
 from .explain import without_noise
 from .hints import override_hints
 from .overrides import parse_override, torn_apart
@@ -41,7 +41,7 @@ def compose_checkpoint(preset: str = "async_persistent", overrides: Sequence[str
     request = [f"+checkpoint={preset}", *checked_overrides(overrides)]
     torn = torn_apart(request)
     if torn:
-        raise CheckpointConfigError(torn)
+        raise HydraConfigError(torn)
     for text in request:
         parse_override(text, several=False)
     with hydra_session():
@@ -69,7 +69,7 @@ def plain_dict(node: Any, resolve: bool) -> dict[str, Any]:
 def checked_overrides(overrides: Sequence[str]) -> list[str]:
     """The overrides as a list; refuses a single text, whose letters would be taken for overrides."""
     if isinstance(overrides, str):
-        raise CheckpointConfigError(f"overrides must be a list, such as [{overrides!r}], not a text.")
+        raise HydraConfigError(f"overrides must be a list, such as [{overrides!r}], not a text.")
     return list(overrides)
 
 
@@ -110,4 +110,4 @@ def _compose(request: list[str]) -> DictConfig:
         raise
     except (HydraException, OmegaConfBaseException) as error:
         # The text has all of the cause, which is Hydra's and long.
-        raise CheckpointConfigError(without_noise(error)) from None
+        raise HydraConfigError(without_noise(error)) from None

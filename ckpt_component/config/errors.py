@@ -1,18 +1,27 @@
-"""The one error of configs.
-
-It belongs to the family of `ckpt_component.errors` but lives here: it derives from a Hydra class, which makes
-Hydra print it as plain text without a traceback, and importing Hydra takes longer than starting the writer
-process.
-"""
+"""`CheckpointConfigError` as Hydra prints it: plain text without a traceback."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from hydra.errors import CompactHydraException
 
-from ..errors import CheckpointError
+from ..errors import CheckpointConfigError
 
-__all__ = ["CheckpointConfigError"]
+__all__ = ["CheckpointConfigError", "HydraConfigError", "for_hydra"]
 
 
-class CheckpointConfigError(CompactHydraException, CheckpointError, ValueError):
-    """A config that cannot be built; the text has the key, its value, and what to type instead."""
+class HydraConfigError(CompactHydraException, CheckpointConfigError):
+    """A config that cannot be built. It derives from a Hydra class, which the library below the configs never loads."""
+
+
+@contextmanager
+def for_hydra() -> Iterator[None]:
+    """Raise a part's `CheckpointConfigError` as one that Hydra prints without a traceback."""
+    try:
+        yield
+    except HydraConfigError:
+        raise
+    except CheckpointConfigError as error:
+        raise HydraConfigError(str(error)) from error.__cause__

@@ -23,7 +23,7 @@ from hydra._internal.hydra import Hydra
 from omegaconf import DictConfig, OmegaConf
 
 from .composable import composable
-from .errors import CheckpointConfigError
+from .errors import CheckpointConfigError, HydraConfigError
 from .explain import OURS, added_twice, what_was_meant
 from .schema import Checkpoint
 
@@ -109,12 +109,12 @@ def _wrap(owner: type, name: str, typed_in: Callable[[dict[str, Any]], tuple[str
                 text = _found(_explanation, error, typed, positional, keywords)
                 if text is None:
                     raise
-                raise CheckpointConfigError(text) from None
+                raise HydraConfigError(text) from None
             text = _found(_added_in_silence, config, typed, positional, keywords)
         finally:
             _explaining.reset(token)
         if text:
-            raise CheckpointConfigError(text)
+            raise HydraConfigError(text)
         return config
 
     setattr(owner, name, explaining)

@@ -9,7 +9,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import OmegaConf
 
-from .errors import CheckpointConfigError
+from .errors import HydraConfigError
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ def root_of_job(root: str, *, saves: bool) -> str:
         return root
     other = _USED.setdefault(os.path.realpath(root), output_dir)
     if other != output_dir:
-        raise CheckpointConfigError(
+        raise HydraConfigError(
             f"checkpoint.dir={root} is also the folder of another job of this multirun ({other}), whose checkpoints "
             "this job would resume from; use a relative checkpoint.dir, or one that differs from job to job, such as "
             "'checkpoint.dir=/data/${hydra:job.num}'."

@@ -9,7 +9,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 
-from .errors import CheckpointConfigError
+from .errors import HydraConfigError
 
 _NAME = re.compile(r"[\w./@]+")
 
@@ -30,18 +30,18 @@ def parse_override(text: str, several: bool = True) -> Override:
         key, equals, value = text.partition("=")
         plain = _misspelt(text, key, value) if _NAME.fullmatch(key.lstrip("+~")) or not equals else None
         if plain:
-            raise CheckpointConfigError(f"{text!r} is not of the form key=value. Did you mean {plain}?") from None
+            raise HydraConfigError(f"{text!r} is not of the form key=value. Did you mean {plain}?") from None
         if not equals:
-            raise CheckpointConfigError(
+            raise HydraConfigError(
                 f"{text!r} is not of the form key=value, such as checkpoint=async_persistent."
             ) from None
         quoted = value.replace("\\", "\\\\").replace('"', '\\"')
-        raise CheckpointConfigError(
+        raise HydraConfigError(
             f"{text} cannot be read ({_first_line(error)}). A value with special characters needs quotes, in "
             f"the shell two pairs of them: '{key}=\"{quoted}\"'."
         ) from None
     if override.is_sweep_override() and not several:
-        raise CheckpointConfigError(
+        raise HydraConfigError(
             f"{text} has several values. Quote them if they are one text; to sweep, run a Hydra app with -m."
         )
     return override

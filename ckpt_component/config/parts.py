@@ -8,9 +8,9 @@ from enum import Enum
 from importlib import import_module
 from typing import Any
 
+from ..spelling import closest
 from .checks import HYDRA_KEYS, unknown_key_text
-from .errors import CheckpointConfigError
-from .explain import closest
+from .errors import CheckpointConfigError, HydraConfigError, for_hydra
 
 
 def build_part(kind: str, plain: Mapping[str, Any], base: type[Any]) -> Any:
@@ -33,11 +33,12 @@ def build_part(kind: str, plain: Mapping[str, Any], base: type[Any]) -> Any:
         if key in parameters:
             values[key] = _enum_member(f"checkpoint.{kind}.{key}", values[key], cls, parameters[key])
     try:
-        return cls(**values)
+        with for_hydra():
+            return cls(**values)
     except CheckpointConfigError:
         raise
     except (TypeError, ValueError) as error:
-        raise CheckpointConfigError(f"checkpoint.{kind}: {_full_name(cls)} refused its settings: {error}") from error
+        raise HydraConfigError(f"checkpoint.{kind}: {_full_name(cls)} refused its settings: {error}") from error
 
 
 def part_class(kind: str, plain: Mapping[str, Any], base: type[Any]) -> type[Any]:
@@ -55,10 +56,10 @@ def part_class(kind: str, plain: Mapping[str, Any], base: type[Any]) -> type[Any
     target = plain.get("_target_")
     where = f"checkpoint.{kind}._target_={target}"
     if not isinstance(target, str) or "." not in target:
-        raise CheckpointConfigError(f"{where} is not the full name of a class, such as my_package.my_module.MyClass.")
+        raise HydraConfigError(f"{where} is not the full name of a class, such as my_package.my_module.MyClass.")
     found = _locate(where, target)
     if not isinstance(found, type):
-        raise CheckpointConfigError(f"{where} is a {type(found).__name__}, not a class.")
+        raise HydraConfigError(f"{where} is a {type(found).__name__}, not a class.")
     _refuse_other_kinds(kind, found, base)
     _refuse_unfit_keys(kind, found, _settings(plain), _parameters(found))
     return found
@@ -73,16 +74,16 @@ def _locate(where: str, target: str) -> Any:
             return _attribute(where, import_module(module_name), names[length:])
         except ModuleNotFoundError as error:
             if module_name != error.name and not module_name.startswith(f"{error.name}."):
-                raise CheckpointConfigError(f"{where} cannot be imported: {module_name} needs {error.name}.") from error
+                raise HydraConfigError(f"{where} cannot be imported: {module_name} needs {error.name}.") from error
             if length == 1:
-                raise CheckpointConfigError(
+                raise HydraConfigError(
                     f"{where} cannot be imported: there is no module {error.name}. Is it installed, or its "
                     "folder on PYTHONPATH?"
                 ) from error
         except CheckpointConfigError:
             raise
         except Exception as error:  # a module may raise anything while it is imported
-            raise CheckpointConfigError(
+            raise HydraConfigError(
                 f"{where} cannot be imported: {module_name} raised {type(error).__name__}: {error}"
             ) from error
     raise AssertionError("a dotted name has at least one module")
@@ -97,7 +98,7 @@ def _attribute(where: str, module: Any, names: Sequence[str]) -> Any:
         except AttributeError as error:
             meant = closest(name, dir(found))
             hint = f" Did you mean {meant}?" if meant else ""
-            raise CheckpointConfigError(f"{where}: {found.__name__} has no {name}.{hint}") from error
+            raise HydraConfigError(f"{where}: {found.__name__} has no {name}.{hint}") from error
     return found
 
 
@@ -105,12 +106,12 @@ def _refuse_other_kinds(kind: str, cls: type, base: type) -> None:
     if issubclass(cls, base):
         if inspect.isabstract(cls):
             missing = ", ".join(sorted(getattr(cls, "__abstractmethods__", ())))
-            raise CheckpointConfigError(f"checkpoint.{kind}: {_full_name(cls)} does not define {missing}.")
+            raise HydraConfigError(f"checkpoint.{kind}: {_full_name(cls)} does not define {missing}.")
         return
     wanted = [name for name, value in vars(base).items() if not name.startswith("_") and _is_behaviour(value)]
     missing = ", ".join(name for name in wanted if not hasattr(cls, name))
     if missing or not wanted:
-        raise CheckpointConfigError(
+        raise HydraConfigError(
             f"checkpoint.{kind}: {_full_name(cls)} is no {kind}: it does not derive from {_full_name(base)}"
             + (f", and has no {missing}." if missing else ".")
         )
@@ -141,10 +142,10 @@ def _refuse_unfit_keys(
     if len(named) == len(parameters):  # with **kwargs the class itself must say what it does not know
         for key in values:
             if key not in named:
-                raise CheckpointConfigError(unknown_key_text(f"checkpoint.{kind}.{key}", key, list(named)))
+                raise HydraConfigError(unknown_key_text(f"checkpoint.{kind}.{key}", key, list(named)))
     for name, entry in named.items():
         if entry.default is inspect.Parameter.empty and name not in values:
-            raise CheckpointConfigError(f"checkpoint.{kind}.{name} is missing; {_full_name(cls)} needs it.")
+            raise HydraConfigError(f"checkpoint.{kind}.{name} is missing; {_full_name(cls)} needs it.")
 
 
 def _enum_member(full_key: str, value: Any, cls: type, parameter: inspect.Parameter) -> Any:
@@ -157,7 +158,7 @@ def _enum_member(full_key: str, value: Any, cls: type, parameter: inspect.Parame
     if not (isinstance(wanted, type) and issubclass(wanted, Enum)) or not isinstance(value, str):
         return value
     if value not in wanted.__members__:
-        raise CheckpointConfigError(f"{full_key} must be {', '.join(wanted.__members__)}, got {value}.")
+        raise HydraConfigError(f"{full_key} must be {', '.join(wanted.__members__)}, got {value}.")
     return wanted[value]
 
 

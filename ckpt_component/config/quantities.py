@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from .errors import CheckpointConfigError
+from .errors import HydraConfigError
 
 #: Metadata of a field: what its number counts.
 BYTES, SECONDS = "bytes", "seconds"
@@ -40,7 +40,7 @@ def quantity(text: str, unit: str, name: str) -> float:
     found = _QUANTITY.fullmatch(text.strip())
     factor = _UNITS[unit].get(found[2].lower()) if found else None
     if found is None or factor is None:
-        raise CheckpointConfigError(f"{name} must be {allowed(unit)}; got {text}.")
+        raise HydraConfigError(f"{name} must be {allowed(unit)}; got {text}.")
     # Of a number without a unit, 0.5 bytes is no size; 1.3GB is one, whatever floats make of it.
     number = float(found[1]) * factor
     if found[2] and unit == BYTES:

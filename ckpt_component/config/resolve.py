@@ -12,8 +12,9 @@ from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from ..managing.policies import checked_resume
+from ..saving.folders import expanded
 from .checks import (
-    checked_resume,
     refuse_bad_dir,
     refuse_contradictions,
     refuse_missing,
@@ -25,9 +26,8 @@ from .checks import (
 )
 from .composable import as_numbers
 from .compose import checked_overrides, compose_checkpoint, compose_part, plain_dict
-from .errors import CheckpointConfigError
+from .errors import HydraConfigError, for_hydra
 from .explain import dotted_keys, unknown_group, unknown_key
-from .folders import expanded
 from .overrides import parse_override
 from .schema import PARTS, Checkpoint, part_schema
 
@@ -67,7 +67,8 @@ def resolve_config(
     checkpoint = _typed(Checkpoint, {**tree, **{kind: {} for kind in PARTS}}, "checkpoint")
     refuse_bad_dir(checkpoint.dir)
     checkpoint.dir = expanded(checkpoint.dir, "checkpoint.dir")
-    checkpoint.resume = checked_resume(checkpoint.resume)
+    with for_hydra():
+        checkpoint.resume = checked_resume(checkpoint.resume)
     refuse_out_of_range(Checkpoint, checkpoint, "checkpoint")
     refuse_contradictions(checkpoint)
     for kind, part in parts.items():
@@ -94,7 +95,7 @@ def _plain(config: Any) -> dict[str, Any]:
     if is_dataclass(config) and not isinstance(config, type):
         config = OmegaConf.structured(config)
     if not isinstance(config, (DictConfig, Mapping)):
-        raise CheckpointConfigError(
+        raise HydraConfigError(
             f"A checkpoint config is a preset's name, a DictConfig or a dict, not {type(config).__name__}."
         )
     try:
@@ -102,9 +103,9 @@ def _plain(config: Any) -> dict[str, Any]:
             config = OmegaConf.create({key: _path_text(value) for key, value in config.items()})
         tree = plain_dict(config, resolve=True)
     except OmegaConfBaseException as error:
-        raise CheckpointConfigError(omegaconf_text(error, "checkpoint")) from None
+        raise HydraConfigError(omegaconf_text(error, "checkpoint")) from None
     if not isinstance(tree, dict):
-        raise CheckpointConfigError(f"The checkpoint config is {tree!r}; choose a preset: checkpoint=async_persistent")
+        raise HydraConfigError(f"The checkpoint config is {tree!r}; choose a preset: checkpoint=async_persistent")
     return {str(key): value for key, value in tree.items()}
 
 
@@ -123,7 +124,7 @@ def _override(tree: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
                 OmegaConf.update(changed, key, override.value(), merge=True)
         return plain_dict(changed, resolve=True)
     except OmegaConfBaseException as error:
-        raise CheckpointConfigError(omegaconf_text(error, "checkpoint")) from None
+        raise HydraConfigError(omegaconf_text(error, "checkpoint")) from None
 
 
 def _readable(text: str, tree: Mapping[str, Any]) -> Override:
@@ -131,18 +132,18 @@ def _readable(text: str, tree: Mapping[str, Any]) -> Override:
     override = parse_override(text, several=False)
     key, value = override.key_or_group, (override.input_line or "").partition("=")[2]
     if override.is_delete():
-        raise CheckpointConfigError(f"{key} cannot be deleted. Set it to null instead, where it may be: {key}=null")
+        raise HydraConfigError(f"{key} cannot be deleted. Set it to null instead, where it may be: {key}=null")
     if key == "checkpoint":
-        raise CheckpointConfigError(
+        raise HydraConfigError(
             f"{text} picks a whole preset, and a config was given already; pass {value!r} as the config."
         )
     if key.startswith("checkpoint/"):
         if key not in _GROUPS:
-            raise CheckpointConfigError(unknown_group(key, value, _GROUPS, list(dotted_keys(tree, "checkpoint."))))
+            raise HydraConfigError(unknown_group(key, value, _GROUPS, list(dotted_keys(tree, "checkpoint."))))
         return override
     if not key.startswith("checkpoint.") or "/" in key:
         keys = list(dotted_keys({"checkpoint": dict(tree)}))
-        raise CheckpointConfigError(
+        raise HydraConfigError(
             unknown_key(key, keys, value, _GROUPS) or f"{text} is not below checkpoint, such as checkpoint.dir=x."
         )
     return override
@@ -154,7 +155,7 @@ def _typed(schema: type, values: Mapping[str, Any], name: str) -> Any:
     try:
         return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), numbers))
     except OmegaConfBaseException as error:
-        raise CheckpointConfigError(omegaconf_text(error, name)) from None
+        raise HydraConfigError(omegaconf_text(error, name)) from None
 
 
 def omegaconf_text(error: OmegaConfBaseException, name: str) -> str:

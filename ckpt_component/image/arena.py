@@ -18,9 +18,9 @@ import psutil
 import torch
 
 from ..errors import CheckpointError, CheckpointTimeoutError
-from .huge_pages import map_shared
-from .layout import PAGE, Layout, align
-from .pages import reserve, want_huge_pages
+from ..memory.huge_pages import PAGE, align, map_shared
+from ..memory.pages import reserve, want_huge_pages
+from .layout import Layout
 from .slots import Slots
 
 logger = logging.getLogger(__name__)

@@ -19,9 +19,9 @@ from typing import IO, Any, cast
 import torch
 
 from ..errors import CheckpointStageError
+from ..state.structure import element_bytes
 from .patterns import MOST_BYTES, Numbers, Pattern, UnknownPickleError
-from .structure import element_bytes
-from .zip_records import central_header, end_of_directory, local_header
+from .torch_archive import central_header, end_of_directory, local_header
 
 logger = logging.getLogger(__name__)
 

@@ -11,19 +11,13 @@ from typing import Any, NamedTuple, overload
 
 import torch
 
-from .columns import column_of
-from .structure import Stored as Stored  # as much a part of a layout as items and files
-from .structure import Structure as Structure
+from ..memory.int_columns import column_of
+from ..state.structure import Stored as Stored  # as much a part of a layout as items and files
+from ..state.structure import Structure as Structure
 
 #: Every item and every file starts at such a boundary of the image, so that slots are aligned for any dtype,
 #: and whole files for direct I/O.
 ITEM_ALIGNMENT = 64
-PAGE = 4096
-
-
-def align(position: int, boundary: int) -> int:
-    """The next multiple of `boundary` at or after `position`."""
-    return -(-position // boundary) * boundary
 
 
 class Item(NamedTuple):  # there may be a hundred thousand, and a dataclass takes longer to make

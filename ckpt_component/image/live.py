@@ -9,13 +9,13 @@ import threading
 from array import array
 from dataclasses import dataclass, field
 
+from ..memory.huge_pages import PAGE, address_of, align
+from ..memory.pages import want_huge_pages
+from ..state.dense_tensors import plain_addresses
+from ..state.flatten import FlatState
 from .arena import tensor_bytes
 from .gather import MOST_PIECES, Gather
-from .huge_pages import address_of
-from .layout import PAGE, Layout, align, sources_of
-from .pages import want_huge_pages
-from .plain import plain_addresses
-from .tree import FlatState
+from .layout import Layout, sources_of
 
 #: From here on a piece is worth a call of its own.
 _LARGE_BYTES = 512 << 10

@@ -8,8 +8,8 @@ from typing import overload
 
 import torch
 
-from .columns import column_of
-from .structure import Stored, contiguous_stride
+from ..memory.int_columns import column_of
+from ..state.structure import Stored, contiguous_stride
 
 
 class Slots(Sequence[torch.Tensor]):

@@ -12,7 +12,7 @@ from operator import xor
 
 import torch
 
-from ..image.columns import column_of, picked, repeated
+from ..memory.int_columns import column_of, picked, repeated
 
 _BITS = 32
 _ALL = (1 << _BITS) - 1

@@ -9,7 +9,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from ..errors import CheckpointLoadError
-from ..image.plain import plain_addresses
+from ..state.dense_tensors import plain_addresses
 from .source import TensorEntry
 
 _SHAPE, _DTYPE = attrgetter("shape"), attrgetter("dtype")

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from ..errors import CheckpointLoadError
-from ..image.per_rank import PerRank, rank_name, rank_of
-from ..image.tree import FlatState, Path, StateDict, is_dict, is_stateful, key_of
+from ..state.flatten import FlatState, Path, StateDict, is_dict, is_stateful, key_of
+from ..state.per_rank import PerRank, rank_name, rank_of
 from .source import Source
 
 _NOTHING = object()

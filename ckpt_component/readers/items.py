@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..image.columns import column_of, picked
+from ..memory.int_columns import column_of, picked
 from .shapes import DTYPES, MOST_DIMENSIONS, MOST_ELEMENTS, is_shape
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from ..image.tree import FlatState, Path, StateDict, key_of, unflatten
+from ..state.flatten import FlatState, Path, StateDict, key_of, unflatten
 from .forms import Forms
 from .source import Source
 

@@ -12,11 +12,11 @@ from typing import NamedTuple
 import torch
 
 from ..errors import CheckpointCorruptError
+from ..memory.page_cache import share_in_memory
 from ..storage.checksum import Checksum
-from ..storage.regular import is_plain_name, open_regular, read_failure
-from .ahead import ReadAhead
-from .past_cache import PastCache, is_on_disk
-from .residency import share_in_memory
+from ..storage.safe_open import is_plain_name, open_regular, read_failure
+from .direct_io import PastCache, is_on_disk
+from .readahead import ReadAhead
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from ..config.schema import Verify
 from ..errors import (
     CheckpointCorruptError,
     CheckpointLoadError,
@@ -17,15 +16,16 @@ from ..errors import (
     UnexpectedKeysError,
     first_keys,
 )
-from ..image.collector import collector_paused
-from ..image.tree import Path, StateDict, unflatten
+from ..memory.gc_control import collector_paused
+from ..options import Verify
+from ..state.flatten import Path, StateDict, unflatten
 from ..storage.file_system import file_system
 from ..storage.manifest import check_files, data_folder, read_manifest
 from ..storage.names import SINGLE_FILES
-from ..storage.regular import read_failure
-from .foreign import TorchFileSource
-from .native import NativeSource, verify_file
-from .safetensors_file import SafetensorsSource
+from ..storage.safe_open import read_failure
+from .foreign.safetensors import SafetensorsSource
+from .foreign.torch_file import TorchFileSource
+from .own_format import NativeSource, verify_file
 from .source import Request, Source
 from .tables import read_tables
 from .target import Target
@@ -137,7 +137,7 @@ class Reader:
             raise read_failure(path, error) from error
         logger.warning("%s has no manifest, so what is loaded from it cannot be verified", path)
         if ".metadata" in names:
-            from .stock_dcp import StockDcpSource  # importing DCP takes a second, and few loads need it
+            from .foreign.dcp import StockDcpSource  # importing DCP takes a second, and few loads need it
 
             return StockDcpSource(self._fs, path, shared=self._shared)
         files = [name for name in names if name.endswith(SINGLE_FILES)]

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from ..errors import CheckpointCorruptError
-from ..image.cover import cover_fault
-from ..image.shards import Box
+from ..state.coverage import cover_fault
+from ..state.shards import Box
 
 #: By the name after `torch.`; looked up here, because attributes of torch import modules on demand.
 DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import torch
 
 from ..errors import CheckpointLoadError
-from ..image.plain import plain_address
-from ..image.shards import Box
-from ..image.tree import Path
+from ..state.dense_tensors import plain_address
+from ..state.flatten import Path
+from ..state.shards import Box
 
 
 class TensorEntry(NamedTuple):

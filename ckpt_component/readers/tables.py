@@ -11,9 +11,9 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 from ..errors import CheckpointCorruptError
-from ..image.tree import Path
+from ..state.flatten import Path
 from ..storage.fs import FsOps
-from ..storage.regular import read_failure
+from ..storage.safe_open import read_failure
 from .items import StoredItem, TensorItems, check_ints, column, refuse, tensor_items
 from .shapes import is_shape
 

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 
 from ..errors import CheckpointLoadError
-from ..image.columns import rows_of
-from ..image.parts import parts
-from ..image.per_rank import PerRank, rank_of
-from ..image.shards import Shard, local_part
-from ..image.tree import Path, StateDict, Stateful, flatten, key_of, keys_of, unflatten
+from ..memory.int_columns import rows_of
+from ..state.batches import parts
+from ..state.flatten import Path, StateDict, Stateful, flatten, key_of, keys_of, unflatten
+from ..state.per_rank import PerRank, rank_of
+from ..state.shards import Shard, local_part
 from .fillable import addresses_if_alike, check_fillable
 from .forms import Forms, owner_of
 from .object_state import object_state

@@ -12,14 +12,14 @@ from typing import Any
 import psutil
 import torch
 
-from ..config.errors import CheckpointConfigError
 from ..coordination import Coordinator
+from ..errors import CheckpointConfigError
+from ..formats.base import FormatPlan, Writer
 from ..image.arena import Arena, ArenaPool
-from ..image.collector import collector_paused
 from ..image.layout import Layout, sources_of
-from ..image.tree import FlatState
-from ..writers.base import FormatPlan, Writer
-from ..writers.byte_io import MemorySource
+from ..memory.gc_control import collector_paused
+from ..state.flatten import FlatState
+from ..writing.write_job import MemorySource
 from .base import Stager
 from .snapshot import Snapshot, Survey
 

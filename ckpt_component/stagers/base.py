@@ -13,13 +13,13 @@ import torch
 
 from ..coordination import Coordinator, Meetings, ranks_failed
 from ..errors import CheckpointError, RanksError
-from ..image.collector import collector_paused
+from ..formats.base import FormatPlan, Writer
 from ..image.layout import Structure
-from ..image.objects import encode
-from ..image.ownership import Selection, holdings, share_out
-from ..image.replicas import Replicas
-from ..image.tree import FlatState, flatten, key_of
-from ..writers.base import FormatPlan, Writer
+from ..memory.gc_control import collector_paused
+from ..state.dedup import Selection, holdings, share_out
+from ..state.flatten import FlatState, flatten, key_of
+from ..state.objects import encode
+from ..state.replicas import Replicas
 from .optimizers import optimizers_in
 from .snapshot import Comparison, Snapshot, Survey
 

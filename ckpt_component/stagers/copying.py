@@ -7,8 +7,8 @@ from collections.abc import Hashable, Sequence
 
 import torch
 
-from ..image.host_copy import HostCopy, Portions
-from ..image.tracks import Reached
+from ..image.copy import HostCopy, Portions
+from ..image.copy_progress import Reached
 
 
 class ArenaCopies:

@@ -19,7 +19,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ..image.layout import ITEM_ALIGNMENT, align
+from ..image.layout import ITEM_ALIGNMENT
+from ..memory.huge_pages import align
 from .device_lane import CudaLane, Lane
 
 logger = logging.getLogger(__name__)

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ..image.shards import local_parts
-from ..image.tree import FlatState
+from ..state.flatten import FlatState
+from ..state.shards import local_parts
 from .arena_stager import Filling
 from .device_buffer import DeviceBuffer, Lease, Placement, cuda_device
 

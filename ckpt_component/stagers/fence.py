@@ -8,9 +8,9 @@ from concurrent.futures import Future
 import torch
 
 from ..errors import CheckpointStallError, TornSnapshotError
-from ..image.host_copy import Portions
-from ..image.tracks import Reached
-from ..image.tree import FlatState, key_of
+from ..image.copy import Portions
+from ..image.copy_progress import Reached
+from ..state.flatten import FlatState, key_of
 from .copying import CopyPlan
 
 

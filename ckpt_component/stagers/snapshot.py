@@ -9,13 +9,13 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
+from ..formats.base import Sealed
 from ..image.arena import Arena
 from ..image.layout import Layout, Structure
-from ..image.replicas import Replicas
-from ..image.tree import FlatState
-from ..writers.base import Sealed
-from ..writers.lanes import ByteSource
-from ..writers.progress import Progress
+from ..state.flatten import FlatState
+from ..state.replicas import Replicas
+from ..writing.progress import Progress
+from ..writing.range_writer import ByteSource
 
 
 @dataclass(frozen=True)

@@ -22,10 +22,9 @@ from typing import Any, ClassVar
 
 import torch
 
-from ..config.errors import CheckpointConfigError
-from ..errors import CheckpointTimeoutError
-from ..image.tracks import Reached
-from ..writers.progress import Progress
+from ..errors import CheckpointConfigError, CheckpointTimeoutError
+from ..image.copy_progress import Reached
+from ..writing.progress import Progress
 from .arena_stager import ArenaStager, Filling
 from .copying import ArenaCopies, copy_now
 from .device_buffer import DeviceBuffer, Lease, Placement

@@ -21,12 +21,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import CheckpointError, CheckpointExistsError, CheckpointSaveError, CheckpointTimeoutError
-from .debris import discard, remove_if_empty
+from .cleanup import discard, remove_if_empty
+from .fencing import check_owner
 from .fs import FsOps
 from .liveness import AttemptLock
 from .manifest import VERSION, encode_manifest
 from .names import MANIFEST, QUARANTINED, is_token, staging_path
-from .owner import check_owner
 from .put_commit import holder, put_manifest
 from .visibility import wait_visible
 

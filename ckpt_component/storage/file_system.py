@@ -26,6 +26,6 @@ def file_system(*, durable: bool, atomic_rename: bool = True, process: str = "tr
     spec, log = os.environ.get(SPEC, ""), os.environ.get(LOG, "")
     if not spec and not log:
         return FsOps(durable=durable, atomic_rename=atomic_rename, warns=process == "trainer")
-    from .failpoint_fs import failpoint_fs  # nothing of it is loaded where no test asks for it
+    from ..testing.failpoint_fs import failpoint_fs  # nothing of it is loaded where no test asks for it
 
     return failpoint_fs(spec, log, durable=durable, atomic_rename=atomic_rename, process=process)

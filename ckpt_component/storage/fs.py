@@ -14,9 +14,9 @@ import stat
 import time
 from collections.abc import Sequence
 
+from .fs_type import kind_of
 from .locks import FolderLocks
-from .mounts import kind_of
-from .regular import open_regular
+from .safe_open import open_regular
 
 logger = logging.getLogger(__name__)
 

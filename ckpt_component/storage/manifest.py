@@ -18,7 +18,7 @@ from typing import Any
 from ..errors import CheckpointCorruptError, CheckpointLoadError
 from .fs import FsOps
 from .names import MANIFEST, is_token
-from .regular import is_plain_name, read_failure
+from .safe_open import is_plain_name, read_failure
 
 VERSION = 1
 #: More than any manifest has.

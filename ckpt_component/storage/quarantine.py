@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from ..errors import CheckpointError
-from .debris import attempts_in, is_quarantined
+from .cleanup import attempts_in, is_quarantined
 from .fs import FsOps
 from .liveness import LifeSigns
 from .manifest import MAX_BYTES, data_folder, read_manifest

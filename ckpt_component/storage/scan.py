@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ..errors import CheckpointCorruptError, CheckpointError, CheckpointUnreadableError
-from .debris import attempts_in, is_quarantined
+from .cleanup import attempts_in, is_quarantined
 from .fs import FsOps
 from .manifest import check_files, data_folder, read_manifest
 from .names import MANIFEST, NAMINGS, QUARANTINED, STEP_DIGITS, StepNames

@@ -1,28 +1,23 @@
-"""Formats: how a rank's tensors and objects become files, and the byte-range I/O below them. Imports no torch."""
+"""The writers under the names that configs use; their code is in `ckpt_component.formats`."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from .._lazy import lazy
 
 if TYPE_CHECKING:
-    from .base import Writer
-    from .dcp import DcpWriter
-    from .safetensors_format import SafetensorsWriter
-    from .torch_save import TorchSaveWriter
+    from ..formats.base import Writer
+    from ..formats.dcp import DcpWriter
+    from ..formats.safetensors import SafetensorsWriter
+    from ..formats.torch_save import TorchSaveWriter
 
-__all__ = ["DcpWriter", "SafetensorsWriter", "TorchSaveWriter", "Writer"]
-
-_HOMES = {
-    "DcpWriter": "dcp",
-    "SafetensorsWriter": "safetensors_format",
-    "TorchSaveWriter": "torch_save",
-    "Writer": "base",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from importlib import import_module
-
-    return getattr(import_module(f".{_HOMES[name]}", __name__), name)
+__all__, __getattr__, __dir__ = lazy(
+    __name__,
+    {
+        "..formats.base": "Writer",
+        "..formats.dcp": "DcpWriter",
+        "..formats.safetensors": "SafetensorsWriter",
+        "..formats.torch_save": "TorchSaveWriter",
+    },
+)

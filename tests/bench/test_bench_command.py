@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 import ckpt_component
-from ckpt_component.bench.app import arguments
-from ckpt_component.bench.figures import FIGURES
+from ckpt_component.apps.bench.app import arguments
+from ckpt_component.apps.bench.figures import FIGURES
 from ckpt_component.storage.checksum import fastest
 
 Bench = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -145,7 +145,7 @@ def test_a_run_that_is_stopped_keeps_its_figures_and_leaves_nothing(
 ) -> None:
     folder = tmp_path / "run"
     folder.mkdir()
-    command = ["-m", "ckpt_component.bench", *tiny, "rows=sync", "repeats=1000", "hydra.run.dir=out"]
+    command = ["-m", "ckpt_component.apps.bench", *tiny, "rows=sync", "repeats=1000", "hydra.run.dir=out"]
     with subprocess.Popen(
         [sys.executable, *command],
         cwd=folder,

@@ -13,16 +13,16 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore
 
-from ckpt_component.bench.growth.connection import CountedConnection, Counts
-from ckpt_component.bench.growth.figures import COSTS, Course, errors, points, read_growth, write_growth
-from ckpt_component.bench.growth.items import make_items, measure_items
-from ckpt_component.bench.growth.judge import judge_growth
-from ckpt_component.bench.growth.plot import draw_growth
-from ckpt_component.bench.growth.ranks import measure_ranks
-from ckpt_component.bench.growth.run import measure_growth
-from ckpt_component.bench.growth.table import render_growth
+from ckpt_component.apps.bench.growth.connection import CountedConnection, Counts
+from ckpt_component.apps.bench.growth.figures import COSTS, Course, errors, points, read_growth, write_growth
+from ckpt_component.apps.bench.growth.items import make_items, measure_items
+from ckpt_component.apps.bench.growth.judge import judge_growth
+from ckpt_component.apps.bench.growth.plot import draw_growth
+from ckpt_component.apps.bench.growth.ranks import measure_ranks
+from ckpt_component.apps.bench.growth.run import measure_growth
+from ckpt_component.apps.bench.growth.table import render_growth
 from ckpt_component.config.errors import CheckpointConfigError
-from ckpt_component.image.tree import flatten
+from ckpt_component.state.flatten import flatten
 
 Bench = Callable[..., "subprocess.CompletedProcess[str]"]
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_component.bench.plot import draw
-from ckpt_component.bench.runs import Case
-from ckpt_component.bench.verdicts import Verdict
+from ckpt_component.apps.bench.plot import draw
+from ckpt_component.apps.bench.runs import Case
+from ckpt_component.apps.bench.verdicts import Verdict
 
 pytest.importorskip("matplotlib", reason="needs the extra 'plot'")
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from ckpt_component.bench.figures import read_figures, spread, why_not, write_figures
-from ckpt_component.bench.measure.names import ROWS, rows_of
-from ckpt_component.bench.promises import judge
-from ckpt_component.bench.runs import Case
-from ckpt_component.bench.table import render
-from ckpt_component.bench.verdicts import Verdict
+from ckpt_component.apps.bench.figures import read_figures, spread, why_not, write_figures
+from ckpt_component.apps.bench.measure.names import ROWS, rows_of
+from ckpt_component.apps.bench.promises import judge
+from ckpt_component.apps.bench.runs import Case
+from ckpt_component.apps.bench.table import render
+from ckpt_component.apps.bench.verdicts import Verdict
 from ckpt_component.config.errors import CheckpointConfigError
 
 GB = 1_500_000_000

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from waiting import eventually
 
-from ckpt_component.callers import agreement as room
-from ckpt_component.callers import life
-from ckpt_component.callers.agreement import Agreement
-from ckpt_component.callers.verdict import Verdict
+from ckpt_component.compat import agreement as room
+from ckpt_component.compat import life
+from ckpt_component.compat.agreement import Agreement
+from ckpt_component.compat.verdict import Verdict
 from ckpt_component.coordination import RankStore
 from ckpt_component.errors import CheckpointSaveError, CheckpointTimeoutError, RanksError
 

@@ -19,14 +19,13 @@ import worker_calls as calls
 from waiting import eventually, is_gone, pid_in
 
 import ckpt_component.callers as room
-from ckpt_component.callers import AsyncCaller, AsyncRequest, PersistentAsyncCaller, TemporalAsyncCaller
-from ckpt_component.errors import (
-    CheckpointSaveError,
-    CheckpointStageError,
-    CheckpointTimeoutError,
-    WorkerDiedError,
-)
-from ckpt_component.process import StartMethodError, call_process
+from ckpt_component.compat import call_process
+from ckpt_component.compat.async_caller import AsyncCaller
+from ckpt_component.compat.persistent_async import PersistentAsyncCaller
+from ckpt_component.compat.request import AsyncRequest
+from ckpt_component.compat.spawn import StartMethodError
+from ckpt_component.compat.temporal_async import TemporalAsyncCaller
+from ckpt_component.errors import CheckpointSaveError, CheckpointStageError, CheckpointTimeoutError, WorkerDiedError
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 

@@ -15,10 +15,10 @@ import pytest
 import worker_calls as calls
 from waiting import eventually, is_gone, pid_in
 
-from ckpt_component.callers import AsyncCallsQueue, AsyncRequest
-from ckpt_component.callers.queue import _ActiveAsyncRequest
+from ckpt_component.compat.queue import AsyncCallsQueue, _ActiveAsyncRequest
+from ckpt_component.compat.request import AsyncRequest
+from ckpt_component.compat.spawn import StartMethodError
 from ckpt_component.errors import CheckpointSaveError, CheckpointStageError, WorkerDiedError
-from ckpt_component.process import StartMethodError
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 
@@ -302,7 +302,7 @@ def run_script(folder: Path, persistent: bool, main: str, more: str = "pass") ->
 
 @pytest.mark.parametrize("where", ["main", "child"])
 def test_a_script_that_forgets_close_finalizes_at_exit(persistent: bool, where: str, tmp_path: Path) -> None:
-    in_child = "from ckpt_component.process.spawn import spawn; spawn(train)"
+    in_child = "from ckpt_component.compat.spawn import spawn; spawn(train)"
     text, errors = run_script(tmp_path, persistent, "train()" if where == "main" else in_child)
     assert text == " finalized a finalized b" and errors == ""
 

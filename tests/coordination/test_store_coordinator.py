@@ -12,12 +12,7 @@ import pytest
 from torch.distributed import TCPStore
 
 from ckpt_component.coordination import LocalCoordinator, RankStore, StoreCoordinator
-from ckpt_component.errors import (
-    CheckpointExistsError,
-    CheckpointSaveError,
-    CheckpointTimeoutError,
-    RanksError,
-)
+from ckpt_component.errors import CheckpointExistsError, CheckpointSaveError, CheckpointTimeoutError, RanksError
 
 
 @pytest.fixture

@@ -26,8 +26,8 @@ from ckpt_component import CheckpointError, CheckpointManager, CheckpointSaveErr
 from ckpt_component.storage.file_system import LOG, SPEC
 from ckpt_component.storage.fs import FsOps
 from ckpt_component.storage.names import MEGATRON
-from ckpt_component.storage.operation_log import read_log
 from ckpt_component.storage.scan import committed_steps
+from ckpt_component.testing.operation_log import read_log
 
 __all__ = ["prepare"]  # of the fork server, before the fork
 

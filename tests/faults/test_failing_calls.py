@@ -10,7 +10,7 @@ from faults.lives import KEEP
 from faults.workloads import newest_ack
 from forker import Forker
 
-from ckpt_component.storage.operation_log import read_log
+from ckpt_component.testing.operation_log import read_log
 
 
 @pytest.mark.parametrize("sticky", [False, True], ids=["once", "from_then_on"])

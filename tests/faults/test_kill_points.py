@@ -12,10 +12,10 @@ from faults.lives import KEEP
 from faults.workloads import newest_ack
 from forker import Forker
 
-from ckpt_component.storage.failpoints import EFFECTS
 from ckpt_component.storage.file_system import LOG, SPEC
 from ckpt_component.storage.names import MEGATRON
-from ckpt_component.storage.operation_log import read_log
+from ckpt_component.testing.failpoints import EFFECTS
+from ckpt_component.testing.operation_log import read_log
 
 #: More operations than any save here has: an enumeration that never ends is a defect of the rig.
 MANY = 300

@@ -15,8 +15,8 @@ from forker import Forker
 
 from ckpt_component import CheckpointManager, build_manager
 from ckpt_component.storage import commit, liveness
+from ckpt_component.storage.cleanup import living_attempts, sweep
 from ckpt_component.storage.commit import Attempt
-from ckpt_component.storage.debris import living_attempts, sweep
 from ckpt_component.storage.file_system import LOG, SPEC
 from ckpt_component.storage.fs import FsOps
 from ckpt_component.storage.liveness import QUIET_SECONDS

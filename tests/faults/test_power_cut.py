@@ -17,7 +17,7 @@ from faults.mounts import LOG_FLUSH, NO_LOG_FLUSH
 from faults.workloads import newest_ack
 from forker import Forker
 
-from ckpt_component.storage.operation_log import read_log
+from ckpt_component.testing.operation_log import read_log
 
 MANY = 300
 

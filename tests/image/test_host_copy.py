@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ckpt_component.image import gather
-from ckpt_component.image.host_copy import HostCopy, copy_on_host
+from ckpt_component.image.copy import HostCopy, copy_on_host
 
 
 def mixed() -> list[torch.Tensor]:

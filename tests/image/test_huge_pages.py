@@ -13,11 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from ckpt_component.image import huge_pages, pages
 from ckpt_component.image.arena import Arena
-from ckpt_component.image.huge_pages import HUGE_PAGE, address_of, make_huge, map_shared
-from ckpt_component.readers import blocks
-from ckpt_component.readers.blocks import Block
+from ckpt_component.memory import huge_pages, pages, scratch
+from ckpt_component.memory.huge_pages import HUGE_PAGE, address_of, make_huge, map_shared
+from ckpt_component.memory.scratch import Block
 
 SIZE = 3 * HUGE_PAGE + 5 * mmap.PAGESIZE
 DATA = bytes(range(256)) * (SIZE // 256)
@@ -180,7 +179,7 @@ def test_without_huge_pages_a_block_has_small_ones_and_says_so(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(huge_pages, "advise", lambda *_: errno.EINVAL)
-    caplog.set_level(logging.DEBUG, logger=blocks.__name__)
+    caplog.set_level(logging.DEBUG, logger=scratch.__name__)
     block = Block(HUGE_PAGE + 1)
     block.view[HUGE_PAGE] = 7
     target = torch.zeros(8, dtype=torch.uint8)

@@ -9,8 +9,8 @@ from collections import defaultdict
 import pytest
 import torch
 
-from ckpt_component.image.host_copy import HostCopy
-from ckpt_component.image.tracks import Marks, Tracks
+from ckpt_component.image.copy import HostCopy
+from ckpt_component.image.copy_progress import Marks, Tracks
 
 
 def cut(length: int, pieces: int, chance: random.Random) -> list[tuple[int, int]]:

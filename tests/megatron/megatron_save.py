@@ -27,9 +27,9 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 )
 
 from ckpt_component import AsyncCallsQueue
-from ckpt_component.writers.file_system_writer_async import FileSystemWriterAsync
-from ckpt_component.writers.plan_cache import CheckpointMetadataCache
-from ckpt_component.writers.state_dict_saver import save_state_dict_async_finalize, save_state_dict_async_plan
+from ckpt_component.compat.file_system_writer_async import FileSystemWriterAsync
+from ckpt_component.compat.plan_cache import CheckpointMetadataCache
+from ckpt_component.compat.state_dict_saver import save_state_dict_async_finalize, save_state_dict_async_plan
 
 
 class SaveStrategy(TorchDistSaveShardedStrategy):

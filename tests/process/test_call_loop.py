@@ -22,19 +22,14 @@ import pytest
 import worker_calls as calls
 from waiting import eventually, is_gone, open_fds, pid_in
 
-from ckpt_component.errors import (
-    CheckpointSaveError,
-    CheckpointStageError,
-    CheckpointTimeoutError,
-    WorkerDiedError,
-)
-from ckpt_component.process import call_process, call_pump
-from ckpt_component.process.call_loop import serve_calls
-from ckpt_component.process.call_process import CallProcess, NeverTakenError
-from ckpt_component.process.call_worker import CallWorker
-from ckpt_component.process.remote_error import RemoteTraceback
-from ckpt_component.process.snapshot import snapshot
-from ckpt_component.process.spawn import StartMethodError
+from ckpt_component.compat import call_process, call_pump
+from ckpt_component.compat.call_loop import serve_calls
+from ckpt_component.compat.call_process import CallProcess, NeverTakenError
+from ckpt_component.compat.call_worker import CallWorker
+from ckpt_component.compat.pickling import snapshot
+from ckpt_component.compat.spawn import StartMethodError
+from ckpt_component.errors import CheckpointSaveError, CheckpointStageError, CheckpointTimeoutError, WorkerDiedError
+from ckpt_component.writing.remote_error import RemoteTraceback
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 
@@ -314,10 +309,10 @@ import sys
 sys.path[:0] = {path!r}
 import logging
 import worker_calls as calls
-from ckpt_component.process.call_loop import serve_calls
-from ckpt_component.process.call_process import CallProcess
-from ckpt_component.process.call_worker import CallWorker
-from ckpt_component.process.snapshot import snapshot
+from ckpt_component.compat.call_loop import serve_calls
+from ckpt_component.compat.call_process import CallProcess
+from ckpt_component.compat.call_worker import CallWorker
+from ckpt_component.compat.pickling import snapshot
 from functools import partial
 
 def submit(worker, *request):

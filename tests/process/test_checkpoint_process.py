@@ -18,21 +18,16 @@ import pytest
 import worker_calls as calls
 from waiting import eventually, is_gone, pid_in
 
-from ckpt_component.errors import (
-    CheckpointSaveError,
-    CheckpointStageError,
-    CheckpointTimeoutError,
-    WorkerDiedError,
-)
-from ckpt_component.process import (
+from ckpt_component.compat.checkpoint_process import (
     CheckpointProcess,
     CheckpointProcessConfig,
     RankInfo,
     RequestType,
     WorkerRequest,
     WorkerResponse,
+    _WriterSession,
 )
-from ckpt_component.process.checkpoint_process import _WriterSession
+from ckpt_component.errors import CheckpointSaveError, CheckpointStageError, CheckpointTimeoutError, WorkerDiedError
 
 Make = Callable[..., CheckpointProcess]
 
@@ -172,7 +167,7 @@ def test_a_tensor_in_shared_memory_reaches_the_writer_as_that_memory(
 ) -> None:
     import torch
 
-    from ckpt_component.process.call_process import CallProcess
+    from ckpt_component.compat.call_process import CallProcess
 
     sent: list[int] = []
     call = CallProcess.call

@@ -19,7 +19,7 @@ import pytest
 import worker_calls as calls
 from waiting import eventually, is_gone, pid_in
 
-from ckpt_component.process.spawn import (
+from ckpt_component.compat.spawn import (
     ProcessContext,
     ProcessExitedException,
     ProcessRaisedException,
@@ -210,7 +210,7 @@ PARENT = """
 import sys
 sys.path[:0] = {path!r}
 import worker_calls as calls
-from ckpt_component.process.spawn import start_processes
+from ckpt_component.compat.spawn import start_processes
 if __name__ == "__main__":
     start_processes(getattr(calls, {name!r}), {args!r}, start_method={method!r})
 """

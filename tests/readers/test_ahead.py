@@ -16,10 +16,10 @@ import pytest
 import torch
 
 from ckpt_component import build_checkpointer
-from ckpt_component.readers import ahead
-from ckpt_component.readers.ahead import ReadAhead
+from ckpt_component.readers import readahead
+from ckpt_component.readers.readahead import ReadAhead
 
-STEP, LEAD = ahead._STEP_BYTES, ahead._LEAD_BYTES
+STEP, LEAD = readahead._STEP_BYTES, readahead._LEAD_BYTES
 
 
 def until(true: Callable[[], bool]) -> None:
@@ -33,7 +33,7 @@ def until(true: Callable[[], bool]) -> None:
 def announced(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
     """What is announced, of files of which nothing is in memory."""
     told: list[tuple[int, int, int]] = []
-    monkeypatch.setattr(ahead, "_is_cached", lambda descriptor, position: False)
+    monkeypatch.setattr(readahead, "_is_cached", lambda descriptor, position: False)
     monkeypatch.setattr(os, "posix_fadvise", lambda fd, offset, length, advice: told.append((fd, offset, length)))
     return told
 
@@ -79,7 +79,7 @@ def test_what_is_half_in_memory_is_announced_from_there_on(
         looked.append(position)
         return position < 30 * STEP
 
-    monkeypatch.setattr(ahead, "_is_cached", is_cached)
+    monkeypatch.setattr(readahead, "_is_cached", is_cached)
     with ReadAhead([(0, 0, 34 * STEP)]) as reading:
         reading.advance(34 * STEP)
         until(lambda: not reading._thread.is_alive())
@@ -128,7 +128,7 @@ def test_a_disk_that_takes_no_advice(
     with build_checkpointer("sync") as checkpointer:
         checkpointer.save(state, tmp_path / "one")
         monkeypatch.setattr(checkpointer._reader, "_shared", True)  # one rank alone reads past the cache
-        monkeypatch.setattr(ahead, "_is_cached", lambda descriptor, position: False)
+        monkeypatch.setattr(readahead, "_is_cached", lambda descriptor, position: False)
         monkeypatch.setattr(os, "posix_fadvise", refused)
         found = checkpointer.load(tmp_path / "one")
     assert caplog.text.count("reads are not announced to the disk, which refuses that ([Errno 22]") == 1

@@ -18,11 +18,12 @@ import torch
 from safetensors.torch import save_file
 
 from ckpt_component import CheckpointCorruptError, build_checkpointer, factory
-from ckpt_component.readers import past_cache, ranges, residency
-from ckpt_component.readers.past_cache import PastCache
+from ckpt_component.memory import page_cache
+from ckpt_component.memory.page_cache import share_in_memory
+from ckpt_component.readers import direct_io, ranges
+from ckpt_component.readers.direct_io import PastCache
 from ckpt_component.readers.ranges import OpenFiles
-from ckpt_component.readers.residency import share_in_memory
-from ckpt_component.storage.mounts import kind_of
+from ckpt_component.storage.fs_type import kind_of
 
 STATE: dict[str, Any] = {
     "large": torch.arange(3_000_000, dtype=torch.int64),
@@ -40,7 +41,7 @@ def zeros() -> dict[str, Any]:
 def disk(tmp_path: Path) -> Iterator[Path]:
     """A folder that has direct reads."""
     for place in (str(tmp_path), os.getcwd()):
-        if kind_of(place) in past_cache._ON_DISK:
+        if kind_of(place) in direct_io._ON_DISK:
             with tempfile.TemporaryDirectory(dir=place, prefix=".past-cache-") as folder:
                 yield Path(folder)
             return
@@ -64,7 +65,7 @@ def cached_share(path: Path) -> float:
     """How much of a file is in memory."""
     with open(path, "rb") as file:
         pages = range(0, path.stat().st_size, 4096)
-        return sum(residency._are_cached(file.fileno(), pages)) / len(pages)
+        return sum(page_cache._are_cached(file.fileno(), pages)) / len(pages)
 
 
 def direct_opens(monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -163,7 +164,7 @@ def test_a_flipped_bit_is_found(disk: Path) -> None:
         checkpointer.load(path)
 
 
-LEAST, BLOCK = past_cache._LEAST_BYTES, past_cache._BLOCK_BYTES
+LEAST, BLOCK = direct_io._LEAST_BYTES, direct_io._BLOCK_BYTES
 
 
 @pytest.mark.parametrize("offset", [0, 1, 511, 4095, 4096, 70_001])
@@ -280,7 +281,7 @@ def test_a_cache_that_cannot_be_looked_at(
     def failing(fd: int, offsets: Sequence[int]) -> Iterator[bool]:
         raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
 
-    monkeypatch.setattr(residency, "_are_cached", failing)
+    monkeypatch.setattr(page_cache, "_are_cached", failing)
     with build_checkpointer("sync") as checkpointer, caplog.at_level(logging.INFO):
         check_loaded(checkpointer.load(path))
     assert not opens and sum("cannot be known" in record.message for record in caplog.records) == 1
@@ -335,9 +336,9 @@ def test_how_much_is_in_memory(disk: Path) -> None:
 
 def test_samples_are_spread_over_all_ranges() -> None:
     small = [(number % 3, 1000 * number, 700) for number in range(10_000)]
-    found = residency._samples(small)
+    found = page_cache._samples(small)
     numbers = sorted(offset // 1000 for offsets in found.values() for offset in offsets)
-    assert len(numbers) == pytest.approx(residency._SAMPLES, abs=1)
+    assert len(numbers) == pytest.approx(page_cache._SAMPLES, abs=1)
     assert all(later - number in (39, 40) for number, later in itertools.pairwise(numbers))
     assert all(offset // 1000 % 3 == fd and offset % 1000 < 700 for fd, offsets in found.items() for offset in offsets)
 

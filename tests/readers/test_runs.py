@@ -15,11 +15,11 @@ import pytest
 import torch
 
 from ckpt_component import CheckpointError, CheckpointUnreadableError
-from ckpt_component.readers import blocks
-from ckpt_component.readers.blocks import Block, Blocks
+from ckpt_component.memory import scratch
+from ckpt_component.memory.scratch import Block, Blocks
+from ckpt_component.readers.coalesced import BLOCK_BYTES, SMALL_BYTES, Landings
 from ckpt_component.readers.items import tensor_items
 from ckpt_component.readers.ranges import OpenFiles
-from ckpt_component.readers.runs import BLOCK_BYTES, SMALL_BYTES, Landings
 from ckpt_component.storage.checksum import Checksum, find_checksum
 from ckpt_component.storage.fs import MAX_BUFFERS
 
@@ -75,7 +75,7 @@ def stored(folder: Path, count: int = 3000) -> Stored:
 
 @pytest.mark.parametrize("most", [None, 7], ids=["whole calls", "interrupted calls"])
 def test_every_payload_lands_in_its_tensor(most: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real, calls = blocks._preadv, 0
+    real, calls = scratch._preadv, 0
 
     def interrupted(fd: int, address: int, count: int, offset: int) -> int:
         nonlocal calls
@@ -86,7 +86,7 @@ def test_every_payload_lands_in_its_tensor(most: int | None, tmp_path: Path, mon
         return int(real(fd, address, count, offset))
 
     if most is not None:
-        monkeypatch.setattr(blocks, "_preadv", interrupted)
+        monkeypatch.setattr(scratch, "_preadv", interrupted)
     files = stored(tmp_path)
     numbers = list(range(len(files.payloads)))
     random.Random(1).shuffle(numbers)
@@ -159,7 +159,7 @@ def test_a_copy_that_the_system_refuses_is_an_error(tmp_path: Path, monkeypatch:
         nowhere = table.buffer_info()[0], 1, 100, 0
         with pytest.raises(OSError, match="Bad address: -1 of 100 bytes"):
             block.spread(*nowhere)
-        monkeypatch.setattr(blocks, "_preadv", lambda *_: 3)
+        monkeypatch.setattr(scratch, "_preadv", lambda *_: 3)
         with pytest.raises(OSError, match="3 of 100 bytes"):
             block.spread(*nowhere)
     finally:

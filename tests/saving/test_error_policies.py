@@ -30,8 +30,8 @@ from ckpt_component import (
     build_checkpointer,
     build_manager,
 )
-from ckpt_component.failures import ErrorPolicy, FailureCount, worth_another_try
-from ckpt_component.saver import Saver
+from ckpt_component.saving.failures import ErrorPolicy, FailureCount, worth_another_try
+from ckpt_component.saving.pipeline import Saver
 from ckpt_component.storage.fs import FsOps
 
 QUICK = ("checkpoint.retry.backoff_seconds=0.01", "checkpoint.save.at_end=false")

@@ -23,7 +23,7 @@ from ckpt_component import (
     WorkerDiedError,
     build_checkpointer,
 )
-from ckpt_component.image.host_copy import Portions
+from ckpt_component.image.copy import Portions
 from ckpt_component.stagers.fence import FencedCopy
 
 

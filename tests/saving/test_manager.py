@@ -19,7 +19,7 @@ from ckpt_component import (
     build_checkpointer,
     build_manager,
 )
-from ckpt_component.policies import KeepPolicy, ResumePolicy, SavePolicy
+from ckpt_component.managing.policies import KeepPolicy, ResumePolicy, SavePolicy
 
 RESTORES_ONLY = ("checkpoint.save.every_steps=null", "checkpoint.save.at_end=false")
 

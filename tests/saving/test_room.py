@@ -64,9 +64,10 @@ def test_without_room_nothing_is_written_and_the_numbers_are_told(
 
 def test_what_is_said_to_be_needed_is_what_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
-    from ckpt_component import attempt
 
-    monkeypatch.setattr(attempt, "refuse_without_room", lambda fs, target, needed, margin: asked.append(needed))
+    monkeypatch.setattr(
+        "ckpt_component.saving.transaction.refuse_without_room", lambda fs, target, needed, margin: asked.append(needed)
+    )
     for writer in ("dcp", "torch_save"):
         with build_checkpointer("sync", [f"checkpoint/writer={writer}"]) as checkpointer:
             checkpointer.save(state(), tmp_path / writer)

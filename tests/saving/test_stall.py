@@ -22,9 +22,9 @@ from ckpt_component import (
     CheckpointTimeoutError,
     build_checkpointer,
     build_manager,
-    rollback,
 )
-from ckpt_component.image.host_copy import Portions
+from ckpt_component.image.copy import Portions
+from ckpt_component.managing import rollback
 
 #: Far above `max_stall_s` in these tests, far below every other deadline.
 LONG = 20.0

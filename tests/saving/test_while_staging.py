@@ -26,7 +26,7 @@ from ckpt_component import (
     WorkerDiedError,
     build_checkpointer,
 )
-from ckpt_component.image.host_copy import Portions
+from ckpt_component.image.copy import Portions
 
 #: So many portions of a copy.
 STATE = {f"weight{number}": torch.full((8 << 20,), number, dtype=torch.uint8) for number in range(8)}
@@ -202,7 +202,7 @@ KILLED = """
     import os, signal, sys, threading, time
     import torch
     from ckpt_component import build_checkpointer
-    from ckpt_component.image.host_copy import Portions
+    from ckpt_component.image.copy import Portions
 
     drain = Portions.drain
 

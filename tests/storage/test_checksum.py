@@ -15,12 +15,7 @@ import pytest
 import torch
 from forging import edit_table
 
-from ckpt_component import (
-    CheckpointConfigError,
-    CheckpointCorruptError,
-    CheckpointLoadError,
-    build_checkpointer,
-)
+from ckpt_component import CheckpointConfigError, CheckpointCorruptError, CheckpointLoadError, build_checkpointer
 from ckpt_component.storage.checksum import (
     ALGORITHMS,
     PROVIDERS,

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from ckpt_component import build_checkpointer
-from ckpt_component.storage.failpoint_fs import FailpointFs
-from ckpt_component.storage.failpoints import FailpointError, parse_failpoints
 from ckpt_component.storage.file_system import LOG, SPEC, file_system
 from ckpt_component.storage.fs import FsOps
-from ckpt_component.storage.operation_log import read_log
+from ckpt_component.testing.failpoint_fs import FailpointFs
+from ckpt_component.testing.failpoints import FailpointError, parse_failpoints
+from ckpt_component.testing.operation_log import read_log
 
 
 @pytest.fixture

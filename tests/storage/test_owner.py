@@ -16,9 +16,9 @@ import torch
 
 from ckpt_component import CheckpointFencedError, build_checkpointer, build_manager
 from ckpt_component.storage import commit
+from ckpt_component.storage.fencing import Ownership, read_owner
 from ckpt_component.storage.fs import FsOps
 from ckpt_component.storage.names import new_token
-from ckpt_component.storage.owner import Ownership, read_owner
 
 
 def test_the_last_run_to_save_owns_the_root(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

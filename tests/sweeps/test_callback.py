@@ -13,9 +13,9 @@ import pytest
 from omegaconf import OmegaConf
 
 import ckpt_component
-from ckpt_component.sweeps.callback import SweepReport, reported
-from ckpt_component.sweeps.jobs import read_jobs
-from ckpt_component.sweeps.result import write_result
+from ckpt_component.apps.sweeps.callback import SweepReport, reported
+from ckpt_component.apps.sweeps.jobs import read_jobs
+from ckpt_component.apps.sweeps.result import write_result
 
 #: An app that somebody else wrote; it fails where it is told to.
 APP = """

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 import ckpt_component
-from ckpt_component.sweeps.result import write_result
-from ckpt_component.tools.app import parse
+from ckpt_component.apps.sweeps.result import write_result
+from ckpt_component.apps.tools.app import parse
 
 
 def ckpt(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "ckpt_component.tools", *arguments],
+        [sys.executable, "-m", "ckpt_component.apps.tools", *arguments],
         cwd=cwd,
         env={**os.environ, "PYTHONPATH": str(Path(ckpt_component.__file__).parents[1])},
         capture_output=True,

@@ -13,12 +13,12 @@ import psutil
 import pytest
 
 import ckpt_component
+from ckpt_component.apps.tools.app import parse
 from ckpt_component.config import compose_checkpoint
 from ckpt_component.config.errors import CheckpointConfigError
-from ckpt_component.tools.app import parse
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(ckpt_component.__file__).parents[1])}
-TUNE = [sys.executable, "-m", "ckpt_component.tools", "tune", "target", "--state", "tiny"]
+TUNE = [sys.executable, "-m", "ckpt_component.apps.tools", "tune", "target", "--state", "tiny"]
 
 
 @pytest.fixture

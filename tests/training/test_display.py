@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ckpt_component.training.display import Bar, Lines, open_display
+from ckpt_component.apps.training.display import Bar, Lines, open_display
 
 
 class Terminal(io.StringIO):

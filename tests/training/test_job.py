@@ -9,10 +9,10 @@ import pytest
 import torch
 from omegaconf import DictConfig
 
+from ckpt_component.apps.training.job import Job, use_threads
+from ckpt_component.apps.training.loop import run
+from ckpt_component.apps.training.report import Summary
 from ckpt_component.config.errors import CheckpointConfigError
-from ckpt_component.training.job import Job, use_threads
-from ckpt_component.training.loop import run
-from ckpt_component.training.report import Summary
 
 Composed = Callable[..., DictConfig]
 

@@ -9,9 +9,9 @@ from datetime import timedelta
 import pytest
 from torch.distributed import HashStore, TCPStore
 
+from ckpt_component.apps.training import ranks
+from ckpt_component.apps.training.ranks import ALONE, RUN_NAME, Ranks, join, meet, part, quiet_console
 from ckpt_component.config.errors import CheckpointConfigError
-from ckpt_component.training import ranks
-from ckpt_component.training.ranks import ALONE, RUN_NAME, Ranks, join, meet, part, quiet_console
 
 RANDOM_ID = "76180b48-ee18-4483-95ad-4e75c0f10555"
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from ckpt_component.reports import SaveReport
-from ckpt_component.sweeps.result import write_result
-from ckpt_component.training.report import Summary, duration, table, time_fence, waiting
+from ckpt_component.apps.sweeps.result import write_result
+from ckpt_component.apps.training.report import Summary, duration, table, time_fence, waiting
+from ckpt_component.saving.report import SaveReport
 
 GOOD = SaveReport(
     path="/c/iter_0000020",
@@ -66,7 +66,7 @@ def test_a_run_without_saves_has_figures_too() -> None:
 
 def test_the_fence_is_timed_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
-    monkeypatch.setattr("ckpt_component.training.report.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("ckpt_component.apps.training.report.time.perf_counter", lambda: now[0])
     weight = torch.nn.Parameter(torch.zeros(2))
     weight.grad = torch.zeros(2)
     optimizer = torch.optim.SGD([weight], lr=0.1)

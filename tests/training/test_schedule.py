@@ -5,9 +5,9 @@ import logging
 import pytest
 import torch
 
-from ckpt_component.training.model import Gpt
-from ckpt_component.training.schedule import CosineSchedule, build_optimizer, renew_settings
-from ckpt_component.training.schema import Model, Train
+from ckpt_component.apps.training.model import Gpt
+from ckpt_component.apps.training.schedule import CosineSchedule, build_optimizer, renew_settings
+from ckpt_component.apps.training.schema import Model, Train
 
 
 @pytest.fixture

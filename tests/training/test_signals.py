@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import ckpt_component
-from ckpt_component.training.signals import STOPPING, StopSignals
+from ckpt_component.apps.training.signals import STOPPING, StopSignals
 
 
 @pytest.mark.parametrize("number", STOPPING)
@@ -51,7 +51,7 @@ def test_outside_the_main_thread_it_says_what_it_cannot_do(caplog: pytest.LogCap
 def test_a_sigint_after_another_signal_ends_at_once(first: str) -> None:
     code = f"""
 import os, signal
-from ckpt_component.training.signals import StopSignals
+from ckpt_component.apps.training.signals import StopSignals
 with StopSignals():
     os.kill(os.getpid(), signal.{first})
     print("still here", flush=True)

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from ckpt_component.image import objects
-from ckpt_component.training.state import Progress, RngState, seed_all
+from ckpt_component.apps.training.state import Progress, RngState, seed_all
+from ckpt_component.state import objects
 
 CPU = torch.device("cpu")
 

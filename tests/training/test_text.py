@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from ckpt_component.apps.training.text import load_text
 from ckpt_component.config.errors import CheckpointConfigError
-from ckpt_component.training.text import load_text
 
 
 def load(path: Path | None, *, max_bytes: int = 100_000, validation: float = 0.0, context: int = 4) -> bytes:

@@ -1,4 +1,4 @@
-"""`python -m ckpt_component.train` as a user meets it, in processes of its own."""
+"""`python -m ckpt_component.apps.train` as a user meets it, in processes of its own."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
-from ckpt_component.sweeps.report import report
+from ckpt_component.apps.sweeps.report import report
 
 pytestmark = pytest.mark.slow
 
@@ -133,7 +133,7 @@ def test_a_mistake_ends_with_code_1_and_without_a_traceback(train: Trained, over
 
 
 def test_without_numpy_the_first_line_is_ours(tmp_path: Path, tiny: tuple[str, ...], text_file: Path) -> None:
-    code = "import sys; sys.modules['numpy'] = None; from ckpt_component.train import main; main()"
+    code = "import sys; sys.modules['numpy'] = None; from ckpt_component.apps.train import main; main()"
     words = [*tiny, f"data.path={text_file}", "train.steps=1", "checkpoint=off"]
     done = subprocess.run(
         [sys.executable, "-c", code, *words], cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False

@@ -16,8 +16,8 @@ import pytest
 from omegaconf import DictConfig
 from ranks import run_ranks
 
-from ckpt_component.training.job import Job
-from ckpt_component.training.loop import run
+from ckpt_component.apps.training.job import Job
+from ckpt_component.apps.training.loop import run
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 

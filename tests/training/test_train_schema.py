@@ -12,10 +12,10 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
 
+from ckpt_component.apps.training import schema
+from ckpt_component.apps.training.schema import Data, Model, Train, read
 from ckpt_component.config import config_dir, recipe_dir, resolve_config
 from ckpt_component.config.errors import CheckpointConfigError
-from ckpt_component.training import schema
-from ckpt_component.training.schema import Data, Model, Train, read
 
 Composed = Callable[..., DictConfig]
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 
 import pytest
 
-from ckpt_component.tuning import memory
-from ckpt_component.tuning.memory import SETTING, VARIABLE, memory_advice
+from ckpt_component.apps.tuning import memory
+from ckpt_component.apps.tuning.memory import SETTING, VARIABLE, memory_advice
 
 PLATFORM = {"glibc": ("glibc", "2.36"), "musl": ("", "")}
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from ckpt_component.apps.tuning.questions import Question, choose, questions
 from ckpt_component.config import resolve_config
-from ckpt_component.tuning.questions import Question, choose, questions
 
 QUESTION = Question("checkpoint.writer.workers", ["2", "1", "4"], "durable", "parallel writers")
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from ckpt_component.apps.tuning.recipe import recipe_path, write_recipe
 from ckpt_component.config import compose_checkpoint, resolve_config
 from ckpt_component.config.errors import CheckpointConfigError
-from ckpt_component.tuning.recipe import recipe_path, write_recipe
 
 SETTINGS = {
     "checkpoint/writer": "torch_save",

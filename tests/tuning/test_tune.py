@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from ckpt_component.apps.tuning import measure
+from ckpt_component.apps.tuning import tune as tuning
+from ckpt_component.apps.tuning.tune import Wish, tune
 from ckpt_component.config.errors import CheckpointConfigError
-from ckpt_component.tuning import measure
-from ckpt_component.tuning import tune as tuning
-from ckpt_component.tuning.tune import Wish, tune
 
 #: Says how long a candidate took: the last of its values makes it quick. One of them fails, and the process ends badly
 #: where the stager is asked for.

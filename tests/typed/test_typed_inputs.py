@@ -21,10 +21,10 @@ from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
 from ckpt_component import CheckpointConfigError, build_checkpointer, build_manager
-from ckpt_component.bench import app as bench_app
+from ckpt_component.apps.bench import app as bench_app
+from ckpt_component.apps.tools.app import main as ckpt
+from ckpt_component.apps.train import main as ckpt_train
 from ckpt_component.config import resolve_config
-from ckpt_component.tools.app import main as ckpt
-from ckpt_component.train import main as ckpt_train
 
 HYDRA = {"version_base": "1.3"} if hydra.__version__ < "1.4" else {}
 Ask = Callable[[list[str]], "str | None"]
@@ -46,7 +46,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.delenv("NOPE", raising=False)
-    monkeypatch.setattr("ckpt_component.training.job.Job.__init__", reach)
+    monkeypatch.setattr("ckpt_component.apps.training.job.Job.__init__", reach)
     monkeypatch.setattr(bench_app, "_measure", reach)
     handlers, level = logging.root.handlers[:], logging.root.level
     disabled = {name: logger.disabled for name, logger in _loggers().items()}

@@ -24,10 +24,11 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
 
-from ckpt_component.callers import AsyncCallsQueue, AsyncRequest
+from ckpt_component.compat.file_system_writer_async import FileSystemWriterAsync
+from ckpt_component.compat.queue import AsyncCallsQueue
+from ckpt_component.compat.request import AsyncRequest
 from ckpt_component.config.errors import CheckpointConfigError
 from ckpt_component.errors import CheckpointSaveError, CheckpointStageError, WorkerDiedError
-from ckpt_component.writers.file_system_writer_async import FileSystemWriterAsync
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*fork:DeprecationWarning", "ignore:torch.distributed is:UserWarning", "ignore:.*TypedStorage.*"

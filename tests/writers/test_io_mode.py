@@ -19,8 +19,8 @@ import torch
 
 from ckpt_component import CheckpointConfigError, CheckpointSaveError, build_checkpointer
 from ckpt_component.storage.fs import FsOps
-from ckpt_component.writers import io_mode, lanes
-from ckpt_component.writers.lanes import Throttle
+from ckpt_component.writing import io_mode, range_writer
+from ckpt_component.writing.range_writer import Throttle
 
 STATE = {
     "odd": torch.arange(12_345, dtype=torch.float32),
@@ -142,11 +142,11 @@ def test_a_file_that_cannot_be_made_leaves_no_other_open(tmp_path: Path, monkeyp
 def test_portions_are_the_pieces() -> None:
     data = memoryview(bytes(range(100)))
     pieces = [data[:3], data[3:3], data[3:40], data[40:41], data[41:]]
-    portions = list(lanes._portions(pieces, 16))
+    portions = list(range_writer._portions(pieces, 16))
     assert [sum(map(len, portion)) for portion in portions] == [16] * 6 + [4]
     assert b"".join(piece for portion in portions for piece in portion) == data
-    assert list(lanes._portions([], 16)) == []
-    assert list(lanes._portions([data[:16]], 16)) == [[data[:16]]]
+    assert list(range_writer._portions([], 16)) == []
+    assert list(range_writer._portions([data[:16]], 16)) == [[data[:16]]]
 
 
 def without_direct_io(fs: FsOps, path: str) -> int:
@@ -230,7 +230,7 @@ def test_the_rate_holds_for_all_writers_together(monkeypatch: pytest.MonkeyPatch
         now[0] += seconds
 
     clock: Any = type("Clock", (), {"monotonic": staticmethod(lambda: now[0]), "sleep": staticmethod(sleep)})
-    monkeypatch.setattr("ckpt_component.writers.lanes.time", clock)
+    monkeypatch.setattr("ckpt_component.writing.range_writer.time", clock)
     throttle = Throttle(1000.0)
     for _ in range(4):
         throttle.wait(500)

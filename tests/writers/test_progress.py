@@ -10,7 +10,7 @@ from concurrent.futures import wait as wait_futures
 
 import pytest
 
-from ckpt_component.writers.progress import FilledSource, ImageIncompleteError, Progress
+from ckpt_component.writing.progress import FilledSource, ImageIncompleteError, Progress
 
 SIZE = 1 << 20
 TRACKS = [(0, SIZE // 2), (SIZE // 2, SIZE)]

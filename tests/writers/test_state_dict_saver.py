@@ -17,12 +17,12 @@ from ranks import run_ranks
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
+from ckpt_component.compat.bucket_image import Block
+from ckpt_component.compat.file_system_writer_async import FileSystemWriterAsync, log_once
+from ckpt_component.compat.plan_cache import CheckpointMetadataCache, fingerprint_of
+from ckpt_component.compat.state_dict_saver import save_state_dict_async_finalize, save_state_dict_async_plan
 from ckpt_component.config.errors import CheckpointConfigError
 from ckpt_component.errors import CheckpointError, CheckpointSaveError, CheckpointStageError, RanksError
-from ckpt_component.writers.bucket_image import Block
-from ckpt_component.writers.file_system_writer_async import FileSystemWriterAsync, log_once
-from ckpt_component.writers.plan_cache import CheckpointMetadataCache, fingerprint_of
-from ckpt_component.writers.state_dict_saver import save_state_dict_async_finalize, save_state_dict_async_plan
 
 SCRIPT = Path(__file__).parent / "scripts" / "async_plan.py"
 

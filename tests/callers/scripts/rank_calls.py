@@ -16,7 +16,10 @@ import worker_calls as calls
 from torch.distributed.checkpoint.api import CheckpointException
 from waiting import eventually, is_gone, pid_in
 
-from ckpt_component.callers import AsyncCallsQueue, AsyncRequest, TemporalAsyncCaller, life
+from ckpt_component.compat import life
+from ckpt_component.compat.queue import AsyncCallsQueue
+from ckpt_component.compat.request import AsyncRequest
+from ckpt_component.compat.temporal_async import TemporalAsyncCaller
 from ckpt_component.errors import (
     CheckpointSaveError,
     CheckpointStageError,
@@ -24,7 +27,7 @@ from ckpt_component.errors import (
     RanksError,
     WorkerDiedError,
 )
-from ckpt_component.process.remote_error import RemoteTraceback
+from ckpt_component.writing.remote_error import RemoteTraceback
 
 METHOD = "forkserver"
 

@@ -12,13 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ckpt_component import (
-    CheckpointManager,
-    CheckpointTimeoutError,
-    PerRank,
-    RanksError,
-    build_manager,
-)
+from ckpt_component import CheckpointManager, CheckpointTimeoutError, PerRank, RanksError, build_manager
 from ckpt_component.coordination import RankStore, calls
 
 SECONDS = 20.0

@@ -15,14 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from ckpt_component import (
-    Checkpointer,
-    CheckpointExistsError,
-    PerRank,
-    RanksError,
-    build_checkpointer,
-    build_manager,
-)
+from ckpt_component import Checkpointer, CheckpointExistsError, PerRank, RanksError, build_checkpointer, build_manager
 from ckpt_component.storage import commit
 from ckpt_component.storage.fs import FsOps
 

@@ -14,14 +14,14 @@ from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig
 from torch.distributed.tensor import DTensor
 
+from ckpt_component.apps.training.job import Job
+from ckpt_component.apps.training.loop import run
+from ckpt_component.apps.training.ranks import Ranks
+from ckpt_component.apps.training.schema import register
+from ckpt_component.apps.training.signals import AgreedStop, StopSignals
 from ckpt_component.config import config_dir
 from ckpt_component.config.errors import CheckpointConfigError
-from ckpt_component.image.tree import flatten, key_of
-from ckpt_component.training.job import Job
-from ckpt_component.training.loop import run
-from ckpt_component.training.ranks import Ranks
-from ckpt_component.training.schema import register
-from ckpt_component.training.signals import AgreedStop, StopSignals
+from ckpt_component.state.flatten import flatten, key_of
 
 KINDS = ("ddp", "fsdp", "tp")
 N = 3

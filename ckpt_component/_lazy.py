@@ -1,0 +1,27 @@
+"""Names of a package that are imported when they are first used: Hydra's plugin and the writer process pay for none."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+
+def lazy(package: str, homes: dict[str, str]) -> tuple[list[str], Callable[[str], Any], Callable[[], list[str]]]:
+    """`__all__`, `__getattr__` and `__dir__` of a package.
+
+    Args:
+        package: its `__name__`.
+        homes: module, relative to the package -> the names that it gives, separated by spaces.
+    """
+    home_of = {name: module for module, names in homes.items() for name in names.split()}
+
+    def load(name: str) -> Any:
+        if name not in home_of:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        value = getattr(import_module(home_of[name], package), name)
+        setattr(sys.modules[package], name, value)  # found without this function from now on
+        return value
+
+    return sorted(home_of), load, lambda: sorted({*vars(sys.modules[package]), *home_of})

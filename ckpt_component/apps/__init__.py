@@ -1,0 +1,1 @@
+"""Applications on top of the library: training example, benchmark, sweeps, tuning, commands."""

@@ -1,0 +1,144 @@
+"""What one rank's save and load cost for a number of items: in Python steps, since the tensors are small."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ....config import compose_checkpoint
+from ....coordination.messages import pack
+from ....factory import build_checkpointer
+from ....formats.dcp import DcpWriter
+from ....image.arena import Arena
+from ....image.items import ItemTemplates
+from ....image.layout import Structure, sources_of
+from ....memory.gc_control import collector_paused
+from ....stagers.copying import CopyPlan, copy_now
+from ....state.flatten import flatten
+from ....storage.names import MANIFEST, integrity_name
+from ..measure.files import fill_cache, remove
+
+_SECONDS = 600
+#: Shapes repeat after so many items, so that the tensors stay small.
+_ROWS, _COLUMNS = 64, 64
+
+
+def make_items(count: int) -> dict[str, Any]:
+    """A state of so many tensors of 2 bytes to 8 KB, bfloat16, of at most 4,096 shapes; and one number."""
+    layers: dict[str, Any] = {}
+    for number in range(count):
+        shape = (1 + number % _ROWS, 1 + number // _ROWS % _COLUMNS)
+        layers.setdefault(f"layer_{number // 100}", {})[f"weight_{number % 100}"] = torch.ones(
+            shape, dtype=torch.bfloat16
+        )
+    return {"model": layers, "step": 1}
+
+
+def measure_items(count: int, saves: int, folder: str) -> dict[str, float]:
+    """Costs of one rank with `count` small tensors, seconds and bytes of all of them together.
+
+    Args:
+        count: of tensors.
+        saves: how many steady saves; their median counts.
+        folder: where to save; it is empty, and is so after.
+
+    Returns:
+        Figures by the names of `figures.ITEMS`.
+    """
+    state = make_items(count)
+    found = {"templates": _seconds(lambda: _templates(count))}
+    with collector_paused(), torch.no_grad():
+        found |= _planned(state, saves)
+    found |= _saved(state, saves, folder)
+    return found
+
+
+def _templates(count: int) -> None:
+    """As many shapes as items, which `make_items` has not."""
+    templates = ItemTemplates()
+    for number in range(count):
+        templates.around(torch.float32, torch.Size((number + 1,)))
+
+
+def _planned(state: dict[str, Any], saves: int) -> dict[str, float]:
+    """What the first save plans, step by step, and what is left of it in the next ones."""
+    writer = DcpWriter()
+    started = time.perf_counter()
+    flat = flatten(state)
+    structure = Structure(flat)
+    surveyed = time.perf_counter()
+    plan = writer.plan(structure, 0)
+    laid_out = time.perf_counter()
+    sealed = plan.seal(flat.objects)
+    described = time.perf_counter()
+    writer.index([sealed.catalog])
+    indexed = time.perf_counter()
+    arena = Arena(plan.layout.arena_bytes, shared=False)
+    slots = arena.slots(plan.layout)
+    copies = CopyPlan(slots, sources_of(plan.layout, flat.tensors), {})
+    copy_now(copies, sources_of(plan.layout, flat.tensors))
+    walks, checks, stages = [], [], []
+    for _ in range(saves):
+        began = time.perf_counter()
+        flat = flatten(state)
+        walked = time.perf_counter()
+        if not structure.matches(flat):
+            raise RuntimeError("An unchanged state was taken for a changed one.")
+        plan.seal(flat.objects)
+        checked = time.perf_counter()
+        copy_now(copies, sources_of(plan.layout, flat.tensors))
+        walks.append(walked - began)
+        checks.append(checked - walked)
+        stages.append(time.perf_counter() - checked)
+    del slots, copies
+    arena.close()
+    return {
+        "survey": surveyed - started,
+        "layout": laid_out - surveyed,
+        "describe": described - laid_out,
+        "index": indexed - described,
+        "walk": _median(walks),
+        "check": _median(checks),
+        "stage": _median(stages),
+        "catalog_bytes": float(len(pack(sealed.catalog))),
+    }
+
+
+def _saved(state: dict[str, Any], saves: int, folder: str) -> dict[str, float]:
+    """Whole saves and loads, as a training script makes them."""
+    found: dict[str, float] = {}
+    with build_checkpointer(compose_checkpoint("async_persistent", ["checkpoint.durability=process_crash"])) as ours:
+        calls, whole = [], []
+        for number in range(saves + 1):
+            path = os.path.join(folder, f"save-{number}")
+            started = time.perf_counter()
+            futures = ours.save(state, path)
+            calls.append(time.perf_counter() - started)
+            if futures is not None:
+                futures[1].result(_SECONDS)
+            whole.append(time.perf_counter() - started)
+            if number < saves:
+                remove(path)
+        found["first_stall"], found["stall"] = calls[0], _median(calls[1:])
+        found["first_save"], found["save"] = whole[0], _median(whole[1:])
+        names = {"metadata_bytes": ".metadata", "integrity_bytes": integrity_name(0), "manifest_bytes": MANIFEST}
+        found |= {figure: float(os.path.getsize(os.path.join(path, name))) for figure, name in names.items()}
+        fill_cache(path)
+        found["first_load"] = _seconds(lambda: ours.load(path, state, strict=True))
+        found["load"] = _median([_seconds(lambda: ours.load(path, state, strict=True)) for _ in range(saves)])
+        remove(path)
+    return found
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    call()
+    return time.perf_counter() - started
+
+
+def _median(values: list[float]) -> float:
+    return sorted(values)[(len(values) - 1) // 2]

@@ -1,0 +1,236 @@
+"""What agreeing costs a number of ranks, simulated by threads of a few processes that share a few connections.
+
+Each runs what a rank of a job runs: survey, agreement, plan, vote, commit. Only the write is a stand-in, two tiny
+files. The leading rank has a process of its own, as in a job: what it does for all others must not wait for their
+threads.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
+from typing import Any, ClassVar
+
+import torch
+from torch.distributed import TCPStore
+
+from ....callers.job import WriteJob
+from ....callers.write_callers import WriteCaller
+from ....coordination import RankStore, StoreCoordinator
+from ....formats.dcp import DcpWriter
+from ....saving.admission import Proposal, Schedule
+from ....saving.report import Timeouts
+from ....saving.transaction import AttemptRunner, Scheduled
+from ....stagers.live import LiveStager
+from ....storage.commit import Attempt
+from ....storage.file_system import file_system
+from ....storage.fs import FsOps
+from ....storage.names import integrity_name
+from ..measure.files import remove
+from .connection import CountedConnection, Counts
+
+_SECONDS = 600.0
+#: So many ranks share a connection; a call is over in microseconds.
+_SHARING = 25
+#: And so many a process.
+_IN_A_PROCESS = 250
+#: Of every rank: tensors of its own, and tensors that all have alike and share out.
+_OWN, _ALIKE = 10, 10
+_HOST = "127.0.0.1"
+
+
+def measure_ranks(world_size: int, saves: int, folder: str) -> dict[str, float]:
+    """Costs of one save of `world_size` ranks, of all of them together.
+
+    Args:
+        world_size: how many.
+        saves: how many steady saves; their median counts.
+        folder: where they save to; it is empty, and is so after.
+
+    Returns:
+        Figures by the names of `figures.RANKS`.
+    """
+    store = TCPStore(_HOST, 0, None, is_master=True, wait_for_workers=False)
+    others = range(1, world_size)
+    parts = [others[first : first + _IN_A_PROCESS] for first in range(0, len(others), _IN_A_PROCESS)]
+    groups = [_Process(store.port, part, world_size) for part in parts]
+    try:
+        leader = _Group(store, range(1), world_size)
+        for group in groups:
+            group.ready()
+        found = []
+        for number in range(saves + 1):
+            path = os.path.join(folder, f"save-{number}")
+            started = time.perf_counter()
+            for group in groups:
+                group.begin(path)
+            led, collected = leader.save(path)
+            counts, cpus = [led], [collected]
+            for group in groups:
+                count, used = group.finish()
+                counts.append(count)
+                cpus.append(used)
+            found.append(
+                {
+                    "seconds": time.perf_counter() - started,
+                    "cpu": sum(cpus),
+                    "leader_cpu": cpus[0],
+                    "messages": float(sum(each.messages for each in counts)),
+                    "leader_messages": float(led.messages),
+                    "looks": float(sum(each.looks for each in counts)),
+                    "collected_bytes": float(led.bytes_read),
+                    "heard_bytes": float(sum(each.bytes_read for each in counts[1:])),
+                }
+            )
+            remove(path)
+        leader.close()
+    finally:
+        for group in groups:
+            group.close()
+    first, steady = found[0], found[1:]
+    return {
+        **{f"first_{name}": value for name, value in first.items()},
+        **{name: _median([each[name] for each in steady]) for name in first},
+    }
+
+
+class _Group:
+    """Some of the ranks, each on a thread of this process."""
+
+    def __init__(self, store: Any, numbers: Sequence[int], world_size: int) -> None:
+        lines = [store, *(store.clone() for _ in range(1, -(-len(numbers) // _SHARING)))]
+        self._connections = [CountedConnection(lines[number % len(lines)]) for number in numbers]
+        fs, writer = file_system(durable=False), DcpWriter()
+        self._ranks = [
+            _Rank(connection, number, world_size, fs, writer)
+            for connection, number in zip(self._connections, numbers, strict=True)
+        ]
+        self._pool = ThreadPoolExecutor(len(numbers), thread_name_prefix="bench-rank")
+
+    def save(self, path: str) -> tuple[Counts, float]:
+        """One save of all of them: what went over their connections, and CPU seconds of this process."""
+        before = [connection.counts() for connection in self._connections]
+        used = time.process_time()
+        list(self._pool.map(lambda rank: rank.save(path), self._ranks, timeout=_SECONDS))
+        used = time.process_time() - used
+        total = Counts()
+        for connection, old in zip(self._connections, before, strict=True):
+            total = total + (connection.counts() - old)
+        return total, used
+
+    def close(self) -> None:
+        """End their threads."""
+        self._pool.shutdown(wait=False)
+        for rank in self._ranks:
+            rank.close()
+
+
+class _Process:
+    """A `_Group` in a process of its own."""
+
+    def __init__(self, port: int, numbers: range, world_size: int) -> None:
+        spawn = multiprocessing.get_context("spawn")
+        self._pipe, theirs = spawn.Pipe()
+        self._process = spawn.Process(target=_serve, args=(theirs, port, numbers, world_size), daemon=True)
+        self._process.start()
+        theirs.close()
+
+    def ready(self) -> None:
+        """Return when its ranks are there."""
+        self._answer()
+
+    def begin(self, path: str) -> None:
+        """Have them save."""
+        self._pipe.send(path)
+
+    def finish(self) -> tuple[Counts, float]:
+        """What the save took; see `_Group.save`."""
+        counts, used = self._answer()
+        return counts, used
+
+    def close(self) -> None:
+        """End it."""
+        self._pipe.close()
+        self._process.join(10)
+        if self._process.is_alive():
+            self._process.kill()
+            self._process.join(10)
+
+    def _answer(self) -> Any:
+        if not self._pipe.poll(_SECONDS):
+            raise TimeoutError(f"{_SECONDS:g} s were not enough for the simulated ranks.")
+        found = self._pipe.recv()
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+
+def _serve(pipe: Connection, port: int, numbers: range, world_size: int) -> None:
+    """The process of a group: a path comes, what the save took goes; the end of the pipe ends it."""
+    torch.set_num_threads(1)
+    # A thread that waits for its turn asks again after this long. Hundreds that did so every 5 ms would be most of what
+    # is measured; a rank gives its turn away at every call of the store anyway.
+    sys.setswitchinterval(0.1)
+    group = _Group(TCPStore(_HOST, port, None, False, wait_for_workers=False), numbers, world_size)
+    pipe.send(None)
+    try:
+        while True:
+            path = pipe.recv()
+            try:
+                pipe.send(group.save(path))
+            except Exception as error:
+                pipe.send(RuntimeError(f"{type(error).__name__}: {error}"))
+    except EOFError:
+        group.close()
+
+
+class _Rank:
+    """One rank: the parts of a checkpointer that agree with others, without memory of its own and without a process."""
+
+    def __init__(self, connection: CountedConnection, rank: int, world_size: int, fs: FsOps, writer: DcpWriter) -> None:
+        self._ranks = StoreCoordinator(RankStore(connection, rank, world_size, f"{world_size}/"))
+        self._stager = LiveStager()
+        self._stager.connect(writer, ranks=self._ranks, shared=False, timeout=_SECONDS)
+        self._schedule = Schedule(self._ranks, bounded=False, by_rename=fs.atomic_rename)
+        timeouts = Timeouts(stage=_SECONDS, write=_SECONDS)
+        self._runner = AttemptRunner(_StandIn(), writer, self._ranks, fs, timeouts, 0)
+        self._state: dict[str, Any] = {
+            "own": {f"rank_{rank}_{number}": torch.ones(8) for number in range(_OWN)},
+            "alike": {f"weight_{number}": torch.ones(8) for number in range(_ALIKE)},
+        }
+
+    def save(self, path: str) -> None:
+        """A save from its beginning to its end, on one thread."""
+        started = time.perf_counter()
+        survey = self._stager.survey(self._state)
+        agreed = self._schedule.agree(Proposal(path, survey.changed), time.monotonic() + _SECONDS)
+        survey.changed = agreed.replan
+        snapshot = self._stager.take(survey)
+        self._runner.run(Scheduled(Attempt(path, agreed.token), snapshot, None, started))
+
+    def close(self) -> None:
+        """Give no more signs of life."""
+        self._ranks.close()
+
+
+class _StandIn(WriteCaller):
+    """Writes two tiny files in place of the rank's own."""
+
+    in_other_process: ClassVar[bool] = False
+
+    def run(self, job: WriteJob, deadline: float) -> Mapping[str, Any]:
+        """See `WriteCaller`."""
+        files = []
+        for name in (f"__{job.rank}_0.distcp", integrity_name(job.rank)):
+            job.fs.write_new(os.path.join(job.attempt.staging, name), b"{}")
+            files.append({"name": name, "size": 2, "crc32": 0})
+        return {"rank": job.rank, "files": files, "bytes": 4, "seconds": 0.0, "io": "buffered"}
+
+
+def _median(values: list[float]) -> float:
+    return sorted(values)[(len(values) - 1) // 2]

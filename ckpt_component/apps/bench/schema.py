@@ -1,0 +1,152 @@
+"""Every key of the benchmark: its type, its default, its range, and one line on what it does. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from enum import Enum
+from pathlib import Path
+from typing import Any, cast
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import DictConfig, OmegaConf
+
+from ...config.composable import as_numbers, composable
+from ...config.errors import HydraConfigError
+from ...config.quantities import SECONDS
+from ...config.schema import above, at_least, in_range, range_of
+from ...config.store import PROVIDER, SCHEMAS, registered, store_files
+from ...config.store import register as register_checkpoint_configs
+from ...saving.folders import expanded
+from ...spelling import closest
+from .measure.names import FAMILIES, ROWS, rows_of
+
+#: Name -> gigabytes (1e9), not less than it has.
+STATES: Mapping[str, float] = {"large": 1.5, "many_small": 0.7, "moe": 1.5, "bf16_mixed": 1.77, "tiny": 0.03}
+TARGETS = ("disk", "tmpfs")
+_FOLDERS = ("dir", "tmpfs_dir", "peers_dir", "results")
+
+
+class Action(Enum):
+    """What `ckpt-bench` does."""
+
+    run = "run"
+    check = "check"
+    peers = "peers"
+    growth = "growth"
+
+
+class Device(Enum):
+    """Where the states are."""
+
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+@dataclass
+class Bench:
+    """The whole config of `ckpt-bench`."""
+
+    action: Action = Action.run
+    """`run`: measure; `check`: and hold the figures to what is promised; `peers`: make the peers' environment;
+    `growth`: measure what grows with the number of items and of ranks."""
+    state: Any = field(default_factory=lambda: ["large", "many_small"])
+    """What is saved, a name or a list: large, many_small, moe, bf16_mixed, or tiny, which is for tests."""
+    target: Any = field(default_factory=lambda: ["disk"])
+    """Where to, a name or a list: disk (a folder made in `dir`) or tmpfs (one in /dev/shm); both are removed after."""
+    rows: Any = field(default_factory=lambda: ["all"])
+    """What is measured, a name or a list: rows, or `ours`, `torch`, `peers`, `all`."""
+    device: Device = Device.cpu
+    """Where the states and the loop are: `cpu`, or `cuda`, one CUDA device; rows of ours and of torch alone."""
+    repeats: int = at_least(1, 5)
+    """Fresh processes per row; rows take turns."""
+    saves: int = at_least(1, 3)
+    """Steady saves in each process, after the first; their median is one repeat's figure."""
+    enough_seconds: float = above(0, 20.0, SECONDS)
+    """No further steady save begins after so many seconds of them, so that slow rows make fewer."""
+    loop_threads: int = at_least(1, 1)
+    """Threads of the loop that stands for training."""
+    step_seconds: float = above(0, 0.02, SECONDS)
+    """About how long a step of that loop takes."""
+    tail_seconds: float = at_least(0, 1.0, SECONDS)
+    """How long the loop goes on after the save is complete: page faults and write-back come late."""
+    row_timeout: float = above(0, 900.0, SECONDS)
+    """A row's process that takes longer, in seconds, is killed, and reported as an error."""
+    dir: str = "."
+    """A folder on the disk to measure."""
+    tmpfs_dir: str = "/dev/shm"
+    """Where the tmpfs is mounted."""
+    peers_dir: str = "~/.cache/ckpt_component/bench-peers"
+    """Where the peers' environment is, and where `action=peers` makes it."""
+    items: Any = field(default_factory=lambda: [1_000, 3_000, 10_000, 30_000, 100_000])
+    """For `growth`: numbers of tensors of one rank; `[]` leaves them out."""
+    ranks: Any = field(default_factory=lambda: [1, 2, 10, 30, 100, 300, 1_000])
+    """For `growth`: numbers of ranks; rank 0 is a process, threads of others are the rest; `[]` leaves them out."""
+    results: str | None = None
+    """An earlier run's folder: its figures are shown, checked and drawn again, and nothing is measured."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """A checked config: lists are lists, row families are rows."""
+
+    bench: Bench
+    states: list[str]
+    targets: list[str]
+    rows: list[str]
+    sizes: dict[str, list[int]]
+
+
+def register() -> None:
+    """Give Hydra the schema of the benchmark, and those of checkpoints before it."""
+    register_checkpoint_configs()
+    if registered("bench"):
+        return
+    ConfigStore.instance().store(group=SCHEMAS, name="bench", node=composable(Bench), provider=PROVIDER)
+    # Not on Hydra's search path, which other apps share.
+    store_files(Path(__file__).parent / "conf", None)
+
+
+def read(config: DictConfig) -> Request:
+    """The config as a request.
+
+    Raises:
+        CheckpointConfigError: a value that is out of its range, or a name that is none; the text says what to type.
+    """
+    given = cast(Mapping[str, Any], OmegaConf.to_container(config, resolve=True, enum_to_str=True))
+    folders = {key: expanded(given[key], key) for key in _FOLDERS if isinstance(given[key], str)}
+    node = OmegaConf.merge(OmegaConf.structured(Bench), as_numbers(Bench, {**given, **folders}, ""))
+    values = cast(Mapping[str, Any], OmegaConf.to_container(node, resolve=True))
+    for item in fields(Bench):
+        if not in_range(Bench, item.name, values[item.name]):
+            limits = range_of(Bench, item.name)
+            raise HydraConfigError(f"{item.name}={values[item.name]} is out of range; it must be {limits}.")
+    names = _names("rows", values["rows"], [*ROWS, *FAMILIES, "all"])
+    wanted = {row for name in names for row in (rows_of(*FAMILIES) if name == "all" else rows_of(name) or [name])}
+    return Request(
+        bench=cast(Bench, OmegaConf.to_object(node)),
+        states=_names("state", values["state"], list(STATES)),
+        targets=_names("target", values["target"], TARGETS),
+        rows=[row for row in ROWS if row in wanted],
+        sizes={axis: _sizes(axis, values[axis]) for axis in ("items", "ranks")},
+    )
+
+
+def _sizes(key: str, value: Any) -> list[int]:
+    sizes = value if isinstance(value, list) else [value]
+    for size in sizes:
+        if type(size) is not int or size < 1:
+            raise HydraConfigError(f"{key}={size} is no size; use whole numbers from 1, such as {key}=1000,10000.")
+    return sorted(set(sizes))
+
+
+def _names(key: str, value: Any, known: Sequence[str]) -> list[str]:
+    names = list(dict.fromkeys(value if isinstance(value, list) else [value]))
+    if not names:
+        raise HydraConfigError(f"{key} is empty; give it some of {', '.join(known)}.")
+    for name in names:
+        if name not in known:
+            near = closest(str(name), known)
+            advice = f"Did you mean {key}={near}?" if near else f"Use {', '.join(known)}."
+            raise HydraConfigError(f"{key}={name} is unknown. {advice}")
+    return names

@@ -1,0 +1,149 @@
+"""`ckpt-train`, the same as `python -m ckpt_component.train`: one training run or a sweep, from Hydra.
+
+torch is imported when a run begins, so that `--help` and shell completion are quick.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import CompactHydraException
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from ..config import config_dir, resolve_config
+from ..config.errors import CheckpointConfigError, HydraConfigError
+from ..config.hints import command_line
+from ..config.resolve import omegaconf_text
+from ..errors import CheckpointError
+from .sweeps.callback import reported
+from .sweeps.result import write_job_result
+from .training.ranks import ALONE, Ranks, meet, part, quiet_console
+from .training.schema import register
+
+logger = logging.getLogger(__name__)
+
+
+#: The keys and groups that the command line may begin with.
+_ROOTS = ("checkpoint", "data", "model", "parallel", "recipe", "train")
+
+
+class TrainingFailed(CompactHydraException, CheckpointError):
+    """A checkpoint error, its cause, ended the run. Hydra prints the text without a traceback."""
+
+
+class _Skipped(Exception):
+    """A job of a sweep whose config cannot be used."""
+
+
+def run_job(config: DictConfig, ranks: Ranks = ALONE) -> float:
+    """Train as the config says. Of several ranks, rank 0 writes the figures into `result.json` in the output folder.
+
+    Returns:
+        How long training waited for a save, on average, in seconds: what a sweeper minimises. NaN when a job
+        of a sweep was skipped because its parts do not fit together.
+
+    Raises:
+        CheckpointConfigError: a value that cannot be used.
+        TrainingFailed: a save or a load failed.
+        SystemExit: a signal stopped the run, which saved its last step before.
+    """
+    quiet_console(ranks)
+    swept = HydraConfig.get().mode == RunMode.MULTIRUN
+    try:
+        _refuse_unreadable(config)
+        with _skipping(swept):
+            settings = resolve_config(config.checkpoint)
+        # Only now: importing torch takes seconds.
+        from .training.job import Job
+        from .training.loop import run
+        from .training.report import Summary, table, waiting
+
+        job = Job(config, _launch_dir(), ranks)
+        # The same command in the same folder goes on where it stopped; `build_manager` keeps jobs of a sweep apart.
+        folder = None if swept else os.path.join(_launch_dir(), settings.dir)
+        with _skipping(swept):
+            summary: Summary = run(job, config.checkpoint, folder)
+    except _Skipped as refusal:
+        logger.warning("skipped: %s", refusal)
+        _result(ranks, "skipped", reason=str(refusal))
+        return math.nan
+    except Exception as error:
+        if isinstance(error, CheckpointError) and not isinstance(error, CompactHydraException):
+            where = "" if ranks.world_size == 1 else f"rank {ranks.rank}: "
+            raise TrainingFailed(f"{where}{type(error).__name__}: {error}") from error
+        raise
+    if summary.reports:
+        logger.info("saves of this run, times from the call of save:\n%s", table(summary.reports))
+        logger.info(waiting(summary))
+    if summary.stopped_by is not None:
+        _result(ranks, "stopped", reason=summary.stopped_by.name, figures=summary.figures())
+        part(ranks)
+        sys.exit(128 + summary.stopped_by)
+    idle = f"restored step {summary.start} and trained nothing" if summary.step == summary.start else None
+    _result(ranks, "completed", figures=summary.figures(), reason=idle)
+    return summary.stall_per_save_s
+
+
+def main() -> None:
+    """Run the command line."""
+    # torch's CPU threads spin between operations unless told otherwise, which starves them on shared cores: a
+    # step of gpt_nano took 2.8 s beside another busy process, and 0.26 s so. Importing torch reads this.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # Nothing here needs NumPy, which is no dependency; torch warns of that at its first tensor.
+    warnings.filterwarnings("ignore", message="Failed to initialize NumPy", category=UserWarning)
+    register()
+    try:
+        ranks = meet()
+    except CheckpointConfigError as error:
+        sys.exit(str(error))
+
+    def task(config: DictConfig) -> float:
+        return run_job(config, ranks)
+
+    # Hydra 1.4 has this as its only behaviour, and warns of the argument.
+    version = {"version_base": "1.3"} if hydra.__version__ < "1.4" else {}
+    with reported(), command_line(_ROOTS):
+        hydra.main(config_path=str(config_dir()), config_name="train", **version)(task)()
+    part(ranks)
+
+
+@contextmanager
+def _skipping(swept: bool) -> Iterator[None]:
+    """In a sweep, skip a job that is refused: a grid of parts has pairs that cannot work; the others must still run."""
+    try:
+        yield
+    except CheckpointConfigError as refusal:
+        if not swept:
+            raise
+        raise _Skipped(str(refusal)) from None
+
+
+def _refuse_unreadable(config: DictConfig) -> None:
+    """Refuse an interpolation that leads nowhere, and a config without `checkpoint`."""
+    if OmegaConf.is_missing(config, "checkpoint") or config.get("checkpoint") is None:
+        raise HydraConfigError("The config has no checkpoint. To save nothing, type checkpoint=off.")
+    try:
+        OmegaConf.to_container(config, resolve=True)
+    except OmegaConfBaseException as error:
+        raise HydraConfigError(omegaconf_text(error, "")) from None
+
+
+def _launch_dir() -> str:
+    # Not os.getcwd(): with hydra.job.chdir=true that is the output folder.
+    return str(HydraConfig.get().runtime.cwd)
+
+
+def _result(ranks: Ranks, status: str, *, figures: dict[str, Any] | None = None, reason: str | None = None) -> None:
+    if ranks.leads:
+        write_job_result(status, figures=figures, reason=reason)

@@ -1,0 +1,125 @@
+"""The training loop: what a script of one's own would look like, with the reports that `ckpt-train` makes."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import time
+from typing import Any
+
+import torch
+
+from ...config import resolve_config
+from ...config.errors import HydraConfigError
+from ...factory import build_manager
+from ...managing.manager import CheckpointManager
+from .display import Display, open_display
+from .job import Job, StepResult
+from .report import Stopwatch, Summary, time_fence
+from .signals import AgreedStop, StopSignals
+
+logger = logging.getLogger(__name__)
+
+
+def run(job: Job, checkpoint: Any, checkpoint_dir: str | None) -> Summary:
+    """Train to `train.steps`, or until a signal asks to stop; resume first where there is a checkpoint.
+
+    Args:
+        job: what trains.
+        checkpoint: the node `checkpoint` of the config.
+        checkpoint_dir: the folder of the checkpoints; None: as the config says.
+
+    Returns:
+        The run in figures. All its saves have ended.
+
+    Raises:
+        CheckpointConfigError: the parts of the checkpointer do not fit together; nothing was trained then.
+        CheckpointError: a save or a load failed.
+    """
+    _refuse_tensors_only(checkpoint)
+    summary = Summary()
+    stopped_by: signal.Signals | None = None
+    with StopSignals() as signals, AgreedStop(signals, job.ranks, job.settings.timeout) as stop:
+        with build_manager(checkpoint, dir=checkpoint_dir) as manager:
+            saving, fence = Stopwatch(), time_fence(job.optimizer, manager.guard)
+            start = manager.restore(job.state) or 0
+            _say_where_it_begins(job, manager, start)
+            began = time.perf_counter()
+            with open_display(start, job.settings.steps, plain=not job.ranks.leads) as display:
+                watch = _Watch(job, display, summary)
+                for step in range(start + 1, job.settings.steps + 1):
+                    watch.note(step, job.train_step())
+                    with saving:
+                        manager.maybe_save(step, job.state)
+                    stopped_by = stop.after_step()
+                    if stopped_by is not None:
+                        break
+            ended = time.perf_counter()
+            if job.progress.step >= job.settings.steps:
+                stopped_by = None
+            manager.wait()
+            if stopped_by is not None:
+                # The step may be unsaved, and leaving the block saves it only when save.at_end says so.
+                manager.save(job.progress.step, job.state)
+                manager.wait()
+        closed = time.perf_counter()
+    summary.start, summary.step = start, job.progress.step
+    summary.seconds, summary.saving_s, summary.fence_s = closed - began, saving.seconds, fence.seconds
+    summary.closing_s = closed - ended
+    summary.stopped_by, summary.reports = stopped_by, manager.reports
+    if stopped_by is not None:
+        kept = "saved" if manager.enabled else "not saved, because checkpoint.enabled=false"
+        logger.info("stopped by %s after step %d, which is %s", stopped_by.name, summary.step, kept)
+    return summary
+
+
+class _Watch:
+    """Collects losses on the device, and reports them now and then."""
+
+    def __init__(self, job: Job, display: Display, summary: Summary) -> None:
+        self._job = job
+        self._display = display
+        self._summary = summary
+        self._losses: list[torch.Tensor] = []
+
+    def note(self, step: int, result: StepResult) -> None:
+        """Take in the result of a step."""
+        settings = self._job.settings
+        self._losses.append(result.loss)
+        self._display.advance()
+        last = step == settings.steps
+        if last or step % settings.log_every == 0:
+            loss = self._job.mean_loss(self._losses)
+            self._losses.clear()
+            self._summary.losses.append((step, loss))
+            self._display.show(step, loss, result.lr, float(result.norm))
+        if settings.eval_every is not None and (last or step % settings.eval_every == 0):
+            validation = self._job.validation_loss()
+            if validation is not None:
+                self._summary.validation.append((step, validation))
+                logger.info("step %d  validation loss %.4f", step, validation)
+
+
+def _say_where_it_begins(job: Job, manager: CheckpointManager, start: int) -> None:
+    logger.info(job.describe())
+    if start:
+        logger.info("resumed from step %d", start)
+        job.resumed()
+    elif manager.enabled:
+        logger.info("no checkpoint to resume from, training starts at step 1")
+    if start >= job.settings.steps:
+        logger.info("already at step %d, nothing to train; raise train.steps to continue", start)
+    elif job.settings.steps > job.settings.decay_steps:
+        logger.info(
+            "the learning rate stays at its lowest after step %d (train.decay_steps)",
+            job.settings.decay_steps,
+        )
+
+
+def _refuse_tensors_only(checkpoint: Any) -> None:
+    settings = resolve_config(checkpoint)
+    if settings.enabled and settings.writer["_target_"] == "ckpt_component.writers.SafetensorsWriter":
+        raise HydraConfigError(
+            "checkpoint/writer=safetensors keeps tensors alone, and this job's state has other values too "
+            "(learning rate, random generators). Use checkpoint/writer=dcp or torch_save."
+        )

@@ -1,0 +1,181 @@
+"""Every key of the training job: its type, its default, its range, and one line on what it does.
+
+Imports no torch, so that `ckpt-train --help` and shell completion are quick.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from enum import Enum
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import MISSING, DictConfig, OmegaConf
+
+from ...config.composable import as_numbers, composable
+from ...config.errors import HydraConfigError
+from ...config.quantities import BYTES, SECONDS
+from ...config.schema import above, at_least, in_range, range_of
+from ...config.store import PROVIDER, SCHEMAS, recipe_dir, registered, store_files
+from ...config.store import register as register_checkpoint_configs
+from ...spelling import closest
+
+T = TypeVar("T")
+
+
+class Device(Enum):
+    """Where training runs."""
+
+    auto = "auto"
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+class Precision(Enum):
+    """What forward and backward compute in; weights and optimizer state are float32 always."""
+
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+
+
+class Parallel(Enum):
+    """How several ranks share the work: batches, batches and parameters, or the matrices of a block."""
+
+    ddp = "ddp"
+    fsdp = "fsdp"
+    tp = "tp"
+
+
+def fraction(default: float) -> float:
+    """A field from 0 to 1."""
+    return field(default=default, metadata={"between": (0, 1)})
+
+
+@dataclass
+class Train:
+    """The whole of `train`."""
+
+    steps: int = at_least(1, 100)
+    """The last step, counted from the start of training and not from where it resumed."""
+    batch_size: int = at_least(1, 16)
+    """How many windows of text one forward pass takes; of all ranks together, where there are several."""
+    accumulate: int = at_least(1, 1)
+    """How many such batches make up one step."""
+    lr: float = above(0, 3e-3)
+    """The highest learning rate."""
+    min_lr_ratio: float = fraction(0.1)
+    """The learning rate at the end of the decay, and from then on, as a share of the highest."""
+    warmup_steps: int = at_least(0, 20)
+    """Over how many steps the learning rate rises to its highest."""
+    decay_steps: int = at_least(1, 2000)
+    """The step at which the cosine decay ends; on its own, so that a higher train.steps goes on exactly."""
+    weight_decay: float = at_least(0, 0.1)
+    """AdamW's weight decay, on matrices alone."""
+    clip_norm: float | None = above(0, 1.0)
+    """The norm to which gradients are clipped; null: they are not."""
+    dtype: Precision = Precision.float32
+    """What forward and backward compute in: `float32` or `bfloat16`."""
+    device: Device = Device.auto
+    """Where training runs: `cpu`, `cuda`, or `auto` (CUDA when it is there)."""
+    timeout: float = above(0, 600.0, SECONDS)
+    """How long one of several ranks waits for the others in a collective, in seconds."""
+    threads: int | None = at_least(1, None)
+    """CPU threads of torch; null: as many as this process has cores, shared out to the ranks of this machine."""
+    seed: int = at_least(0, 1234)
+    """Seed of the weights, of dropout, and of the order of the text."""
+    log_every: int = at_least(1, 10)
+    """Report the loss at every n-th step."""
+    eval_every: int | None = at_least(1, 50)
+    """Compute the validation loss at every n-th step; null: never."""
+    eval_batches: int = at_least(1, 8)
+    """How many batches the validation loss is taken over."""
+
+
+@dataclass
+class Data:
+    """The whole of `data`."""
+
+    path: str | None = None
+    """A file or a folder of text; null: the sources of Python's standard library."""
+    max_bytes: int = at_least(1, 8_000_000, BYTES)
+    """How much of the text is used, in bytes."""
+    validation: float = fraction(0.05)
+    """The share of the text, at its end, that is kept for the validation loss."""
+
+
+@dataclass
+class Model:
+    """The whole of `model`: a decoder-only GPT on bytes."""
+
+    layers: int = at_least(1, MISSING)
+    """How many transformer blocks."""
+    heads: int = at_least(1, MISSING)
+    """How many attention heads a block has; they share out the width."""
+    width: int = at_least(1, MISSING)
+    """The size of a token's vector."""
+    context: int = at_least(1, MISSING)
+    """How many bytes of text the model sees at once."""
+    dropout: float = fraction(0.0)
+    """The share of activations dropped in training."""
+
+
+def register() -> None:
+    """Give Hydra the schemas of the training job, and those of checkpoints before them."""
+    register_checkpoint_configs()
+    if registered("train"):
+        return
+    store = ConfigStore.instance()
+    for name, schema in (("train", Train), ("data", Data), ("model", Model)):
+        store.store(group=SCHEMAS, name=name, node=composable(schema), provider=PROVIDER)
+    # Not on Hydra's search path, which other apps share.
+    conf = Path(__file__).parent / "conf"
+    store_files(conf, None)
+    store_files(conf / "model", "model")
+    store_files(recipe_dir() / "train", "recipe", "_global_")
+
+
+def read_parallel(config: DictConfig) -> Parallel:
+    """The key `parallel`: `ddp` (default), `fsdp` or `tp`; one process has no use for it.
+
+    Raises:
+        CheckpointConfigError: another text than these.
+    """
+    name = config.get("parallel", Parallel.ddp.value)
+    try:
+        return name if isinstance(name, Parallel) else Parallel(name)
+    except ValueError as error:
+        names = [kind.value for kind in Parallel]
+        near = closest(str(name), names)
+        advice = f"Did you mean parallel={near}?" if near else f"Use {', '.join(names[:-1])} or {names[-1]}."
+        raise HydraConfigError(f"parallel={name} is unknown. {advice}") from error
+
+
+def read(config: DictConfig, key: str, schema: type[T]) -> T:
+    """One node of the config as its dataclass.
+
+    Args:
+        config: the whole config.
+        key: the node, such as `train`.
+        schema: its dataclass.
+
+    Raises:
+        CheckpointConfigError: a key has no value, or one that is out of its range.
+    """
+    if not isinstance(config[key], DictConfig):
+        raise HydraConfigError(
+            f"{key} cannot itself be {config[key]}; set its keys, such as {key}.{fields(cast(Any, schema))[0].name}=..."
+        )
+    given = cast(Mapping[str, Any], OmegaConf.to_container(config[key], resolve=True, enum_to_str=True))
+    node = OmegaConf.merge(OmegaConf.structured(schema), as_numbers(cast(Any, schema), given, key))
+    missing = OmegaConf.missing_keys(node)
+    if missing:
+        raise HydraConfigError(f"{key}.{min(missing)} has no value; give it one: {key}.{min(missing)}=...")
+    values = cast(Mapping[str, Any], OmegaConf.to_container(node, resolve=True))
+    for item in fields(cast(Any, schema)):
+        value = values[item.name]
+        if not in_range(schema, item.name, value):
+            limits = range_of(schema, item.name)
+            raise HydraConfigError(f"{key}.{item.name}={value} is out of range; it must be {limits}.")
+    return cast(T, OmegaConf.to_object(node))

@@ -1,0 +1,289 @@
+"""A checkpoint writer that lives in a process of its own (seed 000).
+
+The writer is any object with `write(state_dict, path, **kwargs)`. It is built in the process by a function of the
+user's, and is called there for every save. Beneath is the call loop; its requests here are `WorkerRequest`s.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from enum import Enum
+from multiprocessing.connection import Connection
+from types import TracebackType
+from typing import Any, Protocol
+
+from ..errors import CheckpointError
+from ..writing.remote_error import Failure, as_local_error, describe_failure
+from .call_loop import serve
+from .call_process import FIX_FOR_SPAWN, CallProcess
+from .call_worker import CallWorker
+from .pickling import snapshot
+from .spawn import ProcessContext
+
+__all__ = [
+    "CheckpointProcess",
+    "CheckpointProcessConfig",
+    "CheckpointWriter",
+    "RankInfo",
+    "RequestType",
+    "WorkerRequest",
+    "WorkerResponse",
+]
+
+logger = logging.getLogger(__name__)
+
+_NAME = "checkpoint process"
+
+
+@dataclass
+class RankInfo:
+    """Which rank this is, and of how many."""
+
+    global_rank: int
+    global_world_size: int
+
+
+@dataclass
+class CheckpointProcessConfig:
+    """Deadlines of a `CheckpointProcess`, in seconds.
+
+    Attributes:
+        subprocess_init_timeout_secs: for the process to start and to build its writer.
+        subprocess_shutdown_timeout_secs: for `close()`, what still has to be written included.
+        subprocess_write_timeout_secs: for one write. A process that takes longer is replaced.
+    """
+
+    subprocess_init_timeout_secs: float = 30
+    subprocess_shutdown_timeout_secs: float = 60
+    subprocess_write_timeout_secs: float = 1800
+
+
+class RequestType(Enum):
+    """What a request asks the process for."""
+
+    PING = "ping"
+    WRITE_CHECKPOINT = "write_checkpoint"
+    TERMINATE_PROCESS = "exit"
+
+
+@dataclass
+class WorkerRequest:
+    """What goes to the process. The payload of a write has `state_dict`, `path` and `kwargs`."""
+
+    request_type: RequestType
+    payload: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class WorkerResponse:
+    """What comes back. After a failure `error_msg` is the traceback, and the payload has `error` and `errno`."""
+
+    request_type: RequestType
+    success: bool
+    error_msg: str | None = None
+    payload: dict[str, Any] | None = None
+
+
+class CheckpointWriter(Protocol):
+    """What a writer has to offer. A `close()` is called at the end when there is one."""
+
+    def write(self, state_dict: dict[str, Any], path: str, **kwargs: Any) -> Future[Any] | None:
+        """Write one checkpoint; a future that it returns is waited for."""
+
+
+class CheckpointProcess:
+    """Sends state dicts to a writer in another process.
+
+    The process is started when this object is made, and started again for the next write when it has died. A write
+    that fails leaves it alive. Use as a context manager, or call `close()`.
+
+    Args:
+        rank_info: given to the writer as the argument `rank_info`, unless `checkpoint_writer_init_args` has one.
+        config: deadlines.
+        subprocess_init_fn: called first in the process.
+        subprocess_init_args: its arguments.
+        checkpoint_writer_init_fn: called next in the process; returns the writer.
+        checkpoint_writer_init_args: its keyword arguments.
+
+    Attributes:
+        process_creation_future: done when the first process answers; has the error when it could not start, of which
+            a TimeoutError is one. Nothing has to wait for it.
+    """
+
+    def __init__(
+        self,
+        rank_info: RankInfo,
+        config: CheckpointProcessConfig,
+        subprocess_init_fn: Callable[..., Any],
+        subprocess_init_args: tuple[Any, ...],
+        checkpoint_writer_init_fn: Callable[..., CheckpointWriter],
+        checkpoint_writer_init_args: Mapping[str, Any],
+    ) -> None:
+        self._config = config
+        start_timeout = config.subprocess_init_timeout_secs
+        args = (
+            rank_info,
+            subprocess_init_fn,
+            tuple(subprocess_init_args),
+            checkpoint_writer_init_fn,
+            {"rank_info": rank_info, **checkpoint_writer_init_args},
+        )
+        contexts: list[ProcessContext] = []  # no reference from the worker to this object, or it is never collected
+
+        def make_process() -> CallProcess:
+            process = CallProcess(_serve_writer, args, start_timeout=start_timeout, name=_NAME)
+            contexts[:] = [process.context]
+            return process
+
+        self._contexts = contexts
+        self._worker = CallWorker(
+            make_process,
+            start_timeout=start_timeout,
+            close_timeout=config.subprocess_shutdown_timeout_secs,
+            exit_timeout=config.subprocess_shutdown_timeout_secs,
+            farewell=_message(WorkerRequest(RequestType.TERMINATE_PROCESS)),
+        )
+        self.process_creation_future: Future[None] = self._worker.submit(
+            _message(WorkerRequest(RequestType.PING)), timeout=start_timeout, what="the first ping", finish=_check
+        )
+
+    @property
+    def process(self) -> ProcessContext | None:
+        """The process of now, or the last one there was; None before the first."""
+        return self._contexts[0] if self._contexts else None
+
+    def write(self, state_dict: dict[str, Any] | Future[dict[str, Any]], path: str, **kwargs: Any) -> Future[None]:
+        """Have a state dict written; writes are done in the order of these calls.
+
+        Args:
+            state_dict: what to write, copied by value before this returns, or a future of it, copied by value when
+                it is there. CUDA tensors should be staged to the host first. A tensor in shared memory
+                (`share_memory_()`) is not copied: the writer has the same memory, and sees later changes.
+            path: given to the writer.
+            kwargs: given to the writer.
+
+        Returns:
+            Done when the writer is. Its error is that of this write alone: CheckpointSaveError with the traceback of
+            the process, WorkerDiedError, CheckpointTimeoutError, or what the given future failed with.
+
+        Raises:
+            CheckpointStageError: something cannot be pickled; the text names it.
+            CheckpointSaveError: this object is closed.
+        """
+        shared: list[Any] = []  # lives as long as the request
+
+        def message(state: dict[str, Any]) -> bytes:
+            payload = {"state_dict": state, "path": path, "kwargs": kwargs}
+            return _message(WorkerRequest(RequestType.WRITE_CHECKPOINT, payload), shared)
+
+        def finish(response: WorkerResponse) -> None:
+            shared.clear()
+            _check(response, f"Writing {path}")
+
+        ready = _mapped(state_dict, message) if isinstance(state_dict, Future) else message(state_dict)
+        return self._worker.submit(
+            ready,
+            timeout=self._config.subprocess_write_timeout_secs,
+            what=f"writing {path}",
+            finish=finish,
+        )
+
+    def close(self) -> None:
+        """Finish what was asked for, tell the process to end, and wait, all within the shut-down timeout.
+
+        What is not done by then has failed, and the process is killed. Safe to call twice.
+        """
+        self._worker.close(self._config.subprocess_shutdown_timeout_secs)
+
+    def __enter__(self) -> CheckpointProcess:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class _WriterSession:
+    """The writer in its process, and what requests do with it."""
+
+    def __init__(self, writer: CheckpointWriter) -> None:
+        self._writer = writer
+
+    def __call__(self, request: WorkerRequest) -> WorkerResponse:
+        if request.request_type is RequestType.TERMINATE_PROCESS:
+            self._close()
+            return WorkerResponse(request.request_type, True)
+        try:
+            if request.request_type is RequestType.WRITE_CHECKPOINT:
+                self._write(**request.payload)
+            elif request.request_type is not RequestType.PING:
+                known = ", ".join(known.name for known in RequestType)
+                raise CheckpointError(f"There is no request type {request.request_type!r}; there are {known}.")
+        except Exception as error:
+            failure = describe_failure(error)
+            details = {"error": failure["error"], "errno": failure["errno"]}
+            return WorkerResponse(request.request_type, False, failure["traceback"], details)
+        return WorkerResponse(request.request_type, True)
+
+    def _write(self, state_dict: dict[str, Any], path: str, kwargs: dict[str, Any]) -> None:
+        written = self._writer.write(state_dict=state_dict, path=path, **kwargs)
+        if isinstance(written, Future):
+            written.result()  # bounded by the parent, which gives this process up at the write's deadline
+
+    def _close(self) -> None:
+        close = getattr(self._writer, "close", None)
+        if close is not None:
+            close()
+
+
+def _serve_writer(
+    connection: Connection,
+    rank_info: RankInfo,
+    init_fn: Callable[..., Any],
+    init_args: tuple[Any, ...],
+    writer_init_fn: Callable[..., CheckpointWriter],
+    writer_init_args: dict[str, Any],
+) -> None:
+    """The loop of the process."""
+
+    def make_session() -> _WriterSession:
+        init_fn(*init_args)
+        return _WriterSession(writer_init_fn(**writer_init_args))
+
+    logger.debug("checkpoint process of rank %d of %d", rank_info.global_rank, rank_info.global_world_size)
+    serve(connection, make_session)
+
+
+def _message(request: WorkerRequest, shared: list[Any] | None = None) -> bytes:
+    what = "A request to the checkpoint process"
+    return snapshot(request, what, parts=request.payload, fix=FIX_FOR_SPAWN, shared=shared)
+
+
+def _check(response: WorkerResponse, what: str = "Pinging") -> None:
+    """Raise the error of a response."""
+    if not response.success:
+        details = response.payload or {}
+        failure = Failure(
+            error=details.get("error", "no reason was given"),
+            errno=details.get("errno"),
+            traceback=response.error_msg or "",
+        )
+        raise as_local_error(failure, f"{what} failed in the {_NAME}")
+
+
+def _mapped(source: Future[Any], function: Callable[[Any], bytes]) -> Future[bytes]:
+    """A future of `function` of the result, worked out in the thread that provides the result."""
+    mapped: Future[bytes] = Future()
+
+    def provide(done: Future[Any]) -> None:
+        try:
+            mapped.set_result(function(done.result()))
+        except BaseException as error:
+            mapped.set_exception(error)
+
+    source.add_done_callback(provide)
+    return mapped

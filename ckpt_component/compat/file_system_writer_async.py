@@ -1,0 +1,278 @@
+"""`FileSystemWriterAsync`: NVRx's storage writer for torch.distributed.checkpoint, built on the image (seed 001).
+
+It starts no process: it gives out a function that writes, and its arguments, for a caller to run wherever it likes.
+Results come back through memory of this process that the function opens, one for each save. So they need no manager
+process, nothing lies on the disk beside the data, a full disk does not keep an error from being reported, and results
+of one save are never seen by another.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import logging
+import os
+import pickle
+import queue
+import re
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.api import _wrap_exception
+from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX, _StorageInfo, _StoragePrefix
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from ..config.errors import CheckpointConfigError
+from ..coordination.rank_store import distributed
+from ..errors import CheckpointSaveError
+from ..state.objects import check_tensor
+from ..storage.file_system import file_system
+from ..storage.fs import FsOps
+from . import bucket_io
+from .bucket_image import Custody, ImageMemory, WriteBucket, make_image, split_items
+from .host_image import ResultsSlot
+
+logger = logging.getLogger(__name__)
+
+#: What there is in place of NVRx's options.
+_INSTEAD = {
+    "is_multiproc_io": "each file has a writing thread, which does not hold the GIL",
+    "use_cached_data_structure": "plans and memory are kept by save_state_dict_async_plan(metadata_cache=...)",
+    "use_cpu_shm_for_gpu_tensors": "all tensors are copied to shared host memory in any case",
+}
+
+#: An error as DCP gathers it from ranks: itself, and its traceback.
+WrappedException = tuple[BaseException, traceback.StackSummary]
+
+
+class FileSystemWriterAsync(FileSystemWriter):
+    """Writes the files of one save in the background; one writer for each save.
+
+    Order of use: plan (`save_state_dict_async_plan` does that, and calls `prepare_write_data`),
+    `get_save_function_and_args`, have the function run, `retrieve_write_results`, and on the coordinator `finish`.
+
+    Args:
+        *args: of `torch.distributed.checkpoint.FileSystemWriter`; `thread_count` is how many files, and parallel
+            writers, a rank has; `single_file_per_rank` must stay True.
+        separation_hint: keys that start with this text go to files of their own, whose names start with it too; needs
+            `thread_count` of at least 2.
+        use_msc: of the reference; refused, for there is no object storage here.
+        is_multiproc_io: how NVRx moves data; it does nothing here, and the log says so once. So with the next two.
+        use_cached_data_structure: as above.
+        use_cpu_shm_for_gpu_tensors: as above.
+        fs_ops: where effects go; None: the file system, durably if `sync_files`.
+        image_memory: host memory that the writers of one series of saves use in turn; None: new memory. Planning with
+            a `CheckpointMetadataCache` sees to that.
+        **kwargs: as `*args`.
+
+    Raises:
+        NotImplementedError: `single_file_per_rank=False`, a `serialization_format` but torch's own, or transforms.
+        CheckpointConfigError: `separation_hint` with one thread, or not fit for a file name.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        separation_hint: str | None = None,
+        use_msc: bool = False,
+        is_multiproc_io: bool = False,
+        use_cached_data_structure: bool = False,
+        use_cpu_shm_for_gpu_tensors: bool = False,
+        fs_ops: FsOps | None = None,
+        image_memory: ImageMemory | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        if not self.single_file_per_rank:
+            raise NotImplementedError("FileSystemWriterAsync needs single_file_per_rank=True.")
+        if getattr(getattr(self, "serialization_format", None), "name", "TORCH_SAVE") != "TORCH_SAVE":
+            raise NotImplementedError("FileSystemWriterAsync needs serialization_format=TORCH_SAVE.")
+        if getattr(getattr(self, "transforms", None), "extensions", None):
+            raise NotImplementedError("FileSystemWriterAsync takes no _extensions: it fixes all bytes beforehand.")
+        if use_msc:
+            raise NotImplementedError("FileSystemWriterAsync has no object storage; leave use_msc=False.")
+        if separation_hint is not None:
+            if self.thread_count < 2:
+                raise CheckpointConfigError("separation_hint needs thread_count of at least 2.")
+            if not re.fullmatch(r"[\w.\-]+", separation_hint) or separation_hint.startswith("."):
+                raise CheckpointConfigError(
+                    f"separation_hint={separation_hint!r} becomes part of file names; use letters, digits, '_', '-' "
+                    "and '.', not at the start."
+                )
+        for name, asked in (
+            ("is_multiproc_io", is_multiproc_io),
+            ("use_cached_data_structure", use_cached_data_structure),
+            ("use_cpu_shm_for_gpu_tensors", use_cpu_shm_for_gpu_tensors),
+        ):
+            if asked:
+                log_once(f"FileSystemWriterAsync({name}=True) does nothing: {_INSTEAD[name]}.")
+        self.separation_hint = separation_hint
+        self.can_run_decentralized_global_plan = True
+        #: What `prepare_write_data` found to write, as (path, name, (bytes items, tensor items)).
+        self.write_buckets: list[WriteBucket] | None = None
+        #: Anything with `put` and `get_nowait` that reaches the process that writes. None: there is nothing to write.
+        self.results_queue: Any = None
+        self._ops = fs_ops or file_system(durable=self.sync_files)
+        self.image_memory = image_memory
+        self._custody = Custody(image_memory)
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Make the folder, durably; else as torch does."""
+        self._ops.make_folders(os.path.abspath(self.path))
+        return super().prepare_local_plan(plan)
+
+    def prepare_decentralized_global_plan(self, local_plan: SavePlan) -> SavePlan:
+        """Name this rank's files by its rank, which is what the coordinator would do, without asking it."""
+        return dataclasses.replace(local_plan, storage_data=_StoragePrefix(f"__{_rank()}_"))
+
+    def prepare_write_data(self, plan: SavePlan, planner: SavePlanner) -> None:
+        """Look up what is to be written, and into which file. Bytes are taken now, tensors when they are preloaded.
+
+        Args:
+            plan: the finished plan of this rank.
+            planner: gives bytes and tensors of its items.
+
+        Raises:
+            CheckpointStageError: a tensor that cannot be stored, by key.
+        """
+        self.write_buckets = []
+        self._custody = Custody(self.image_memory)
+        for group, items in split_items(plan.items, self.thread_count, self.separation_hint):
+            bytes_data = [
+                (item, bytes(planner.resolve_data(item).getbuffer()))  # type: ignore[union-attr]
+                for item in items
+                if item.type == WriteItemType.BYTE_IO
+            ]
+            tensor_data = [(item, _resolved(planner, item)) for item in items if item.type != WriteItemType.BYTE_IO]
+            name = f"{group}{plan.storage_data.prefix}{len(self.write_buckets)}{DEFAULT_SUFFIX}"
+            self.write_buckets.append((self.fs.concat_path(self.path, name), name, (bytes_data, tensor_data)))
+        self.results_queue = ResultsSlot() if self.write_buckets else None
+
+    def get_save_function_and_args(
+        self,
+    ) -> tuple[Callable[..., None] | None, Callable[[], list[bucket_io.ImageBucket]] | None, Sequence[Any]]:
+        """What to run, in this process or another.
+
+        Returns:
+            The function that writes, the function that copies tensors to host memory, whose result takes the place of
+            argument 1 of the first, and the arguments of the first. (None, None, ()) when this rank writes nothing.
+        """
+        if not self.write_buckets:
+            return None, None, ()
+        return (
+            functools.partial(self.write_preloaded_data_multiproc, [], ops=self._ops),
+            functools.partial(self.preload_tensors, self.write_buckets, True, self._custody),
+            [_rank(), self.write_buckets, self.results_queue],
+        )
+
+    @staticmethod
+    def preload_tensors(
+        write_buckets: Sequence[WriteBucket], non_blocking: bool = True, custody: Custody | None = None
+    ) -> list[bucket_io.ImageBucket]:
+        """Copy all that is to be written, CPU tensors too; what training does afterwards changes nothing.
+
+        Args:
+            write_buckets: of `prepare_write_data`.
+            non_blocking: lets copies from a device run together.
+            custody: keeps the copy until the writing process has opened it. Without it the caller has to keep the
+                result for as long.
+
+        Returns:
+            The buckets to write. Pickled they are references to the copy, not the bytes.
+        """
+        return make_image(write_buckets, non_blocking, custody)
+
+    write_preloaded_data_multiproc = staticmethod(bucket_io.write_preloaded_data_multiproc)
+    write_preloaded_data = staticmethod(bucket_io.write_preloaded_data)
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Not part of an asynchronous save; torch's own FileSystemWriter saves at once."""
+        raise NotImplementedError(
+            "FileSystemWriterAsync.write_data: use prepare_write_data and get_save_function_and_args."
+        )
+
+    def retrieve_write_results(self) -> list[WriteResult] | WrappedException:
+        """What the save function wrote on this rank, or why it did not; it never waits, and never raises for that.
+
+        Call it when the function is done. The copy of the tensors is given up.
+        """
+        if self.write_buckets is None:
+            raise RuntimeError("retrieve_write_results comes after prepare_write_data.")
+        if self.results_queue is None:
+            return []
+        try:
+            found = self.results_queue.get_nowait()
+        except queue.Empty:
+            self._custody.end(written=False)
+            return _wrap_exception(
+                CheckpointSaveError(
+                    f"Rank {_rank()} wrote no results: the process that writes has died, or is not done yet."
+                )
+            )
+        self._custody.end(written=True)
+        if isinstance(found, BaseException):
+            frames = getattr(found, "frames", [])
+            return found, traceback.StackSummary.from_list(frames)
+        if len(found) != len(self.write_buckets):
+            return _wrap_exception(
+                CheckpointSaveError(f"Rank {_rank()} wrote {len(found)} of {len(self.write_buckets)} files.")
+            )
+        return [
+            WriteResult(item.index, length, _StorageInfo(key, offset, length))
+            for number, (_, key, (bytes_data, tensor_data)) in enumerate(self.write_buckets)
+            for (item, _), (offset, length) in zip((*bytes_data, *tensor_data), found[number], strict=True)
+        ]
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Write `.metadata`, which makes the checkpoint one; atomically. Call this on the coordinator alone.
+
+        Args:
+            metadata: of all ranks; not changed.
+            results: by rank.
+
+        Raises:
+            OSError: it could not be written; then nothing is visible.
+        """
+        storage = {result.index: result.storage_data for part in results for result in part}
+        complete = dataclasses.replace(metadata, storage_data=storage, storage_meta=self.storage_meta())
+        folder = os.fspath(self.path)
+        target = os.path.join(folder, bucket_io.METADATA)
+        draft = f"{target}.{os.urandom(4).hex()}.tmp"
+        try:
+            self._ops.write_new(draft, pickle.dumps(complete, protocol=4))
+            self._ops.replace(draft, target)
+        except BaseException:
+            with contextlib.suppress(OSError):  # the first error counts
+                self._ops.unlink(draft)
+            raise
+        self._ops.sync_folder(folder)
+
+    def storage_meta(self) -> StorageMeta | None:
+        """As torch's, with the path as text: other Python versions cannot unpickle a pathlib path."""
+        return StorageMeta(checkpoint_id=str(self.path), save_id=self.save_id)
+
+
+@functools.cache
+def log_once(text: str) -> None:
+    """Warn; there is a writer for each save, which would say the same each time."""
+    logger.warning(text)
+
+
+def _resolved(planner: SavePlanner, item: WriteItem) -> torch.Tensor:
+    tensor = planner.resolve_data(item)
+    assert isinstance(tensor, torch.Tensor)  # what a planner gives for all but BYTE_IO
+    tensor = tensor.detach()
+    check_tensor(tensor, item.index.fqn)
+    return tensor
+
+
+def _rank() -> int:
+    dist = distributed()
+    return 0 if dist is None else int(dist.get_rank())

@@ -1,0 +1,243 @@
+"""`AsyncCallsQueue`: schedules requests, and finalizes them in order on all ranks (seed 002)."""
+
+from __future__ import annotations
+
+import logging
+import os
+import weakref
+from collections import deque
+from functools import partial
+from multiprocessing.util import Finalize
+from typing import Any, NamedTuple
+
+from ..errors import CheckpointError, CheckpointSaveError
+from .agreement import Agreement
+from .async_caller import AsyncCaller
+from .persistent_async import PersistentAsyncCaller
+from .ranks import Ranks
+from .request import AsyncRequest
+from .temporal_async import TemporalAsyncCaller
+from .torch_errors import as_checkpoint_exception
+
+logger = logging.getLogger(__name__)
+
+#: Among the exit handlers of multiprocessing: before those of the processes that the requests run in.
+_EXIT_PRIORITY = 30
+
+
+class _ActiveAsyncRequest(NamedTuple):
+    """A request that is scheduled and not yet finalized."""
+
+    idx: int
+    async_caller: AsyncCaller
+    async_request: AsyncRequest
+
+
+class AsyncCallsQueue:
+    """Runs requests in the background and calls their finalize functions on the trainer, in order.
+
+    All methods that say so must be called on all ranks, in the same order. They agree by small messages in the store of
+    `torch.distributed`: no collective, nothing on a device. A rank whose process is gone fails the requests of the
+    others within about half a minute; one that lives but does not call, when the deadline of the request is over.
+
+    The queues of the ranks belong together in the order in which they are first asked on all ranks. So a rank may have
+    a queue of its own, which it asks with `no_dist=True` alone, and closes when nothing is left in it.
+
+    Errors are also torch's `CheckpointException`, with its `failures` by rank.
+
+    When the interpreter exits, a queue that was not closed finalizes what is left, if there is one rank; with several,
+    that is for their scripts to do together.
+
+    Args:
+        persistent: one process for all requests, instead of one for each.
+        start_method: how processes are started; see the callers.
+        start_timeout: seconds for a process to start.
+        write_timeout: seconds for one request.
+        close_timeout: seconds for a process to leave when it is asked to.
+
+    Raises:
+        StartMethodError: `start_method` cannot be used.
+    """
+
+    def __init__(
+        self,
+        persistent: bool = False,
+        *,
+        start_method: str = "spawn",
+        start_timeout: float = 30.0,
+        write_timeout: float = 1800.0,
+        close_timeout: float = 60.0,
+    ) -> None:
+        self.persistent = persistent
+        self.call_idx = -1
+        self.async_calls: deque[_ActiveAsyncRequest] = deque()
+        self._options: dict[str, Any] = {
+            "start_method": start_method,
+            "start_timeout": start_timeout,
+            "write_timeout": write_timeout,
+            "close_timeout": close_timeout,
+        }
+        self._persistent_caller = PersistentAsyncCaller(**self._options) if persistent else None
+        if not persistent:
+            TemporalAsyncCaller(**self._options)  # refuses a wrong option now, and not at the first save
+        self._ranks = Ranks()
+        self._unreported: list[int] = []
+        # Also runs at the exit of a child of multiprocessing, which knows no atexit.
+        at_exit = Finalize(None, _close_at_exit, (weakref.ref(self),), exitpriority=_EXIT_PRIORITY)
+        weakref.finalize(self, _say_what_is_lost, at_exit, self.async_calls, os.getpid()).atexit = False
+
+    @as_checkpoint_exception()
+    def schedule_async_request(self, async_request: AsyncRequest) -> int:
+        """Start a request in the background. Call this on all ranks.
+
+        Args:
+            async_request: of this package, megatron-core or NVRx. Its arguments and finalize functions are those of
+                this moment; what is changed later does not count.
+
+        Returns:
+            The request's number, which `maybe_finalize_async_calls` returns when it is done. From 0, never used twice.
+
+        Raises:
+            CheckpointStageError: with one rank, something of it cannot be sent to another process, and nothing is
+                scheduled. With several, no rank waits here to learn how it went elsewhere: the request has its number
+                on all ranks, and `maybe_finalize_async_calls` tells them all that it failed.
+            RanksError: the store that all ranks share is gone.
+        """
+        idx = self.call_idx + 1
+        request = AsyncRequest.of(async_request).freeze()._replace(call_idx=idx)
+        caller = self._get_async_caller()
+        caller.schedule_async_call(request._replace(finalize_fns=[]))
+        self.call_idx = idx
+        # What the process was given is not needed here any more, and may be as large as the model.
+        kept = request._replace(async_fn=None, async_fn_args=(), async_fn_kwargs={}, preload_fn=None)
+        self.async_calls.append(_ActiveAsyncRequest(idx, caller, kept))
+        return idx
+
+    @as_checkpoint_exception()
+    def maybe_finalize_async_calls(self, blocking: bool = False, no_dist: bool = False) -> list[int]:
+        """Finalize the requests that are done, oldest first, up to the first that is not. Call this on all ranks.
+
+        All ranks get the same answer in the n-th call, and finalize in it; they wait for each other only when there is
+        something to finalize, and until all have done so. With several ranks, a call without `blocking` tells what
+        was known in the call before it.
+
+        Args:
+            blocking: wait for all of them, each at most until its deadline.
+            no_dist: look at this rank alone, and leave out the others.
+
+        Returns:
+            Numbers of the requests finalized since the last return.
+
+        Raises:
+            CheckpointSaveError: a request failed, or a finalize function did. It is raised once, and that request is
+                over; call again for the ones after it. With several ranks it is a RanksError, the same on all of them;
+                where it failed, that error is the cause.
+            CheckpointTimeoutError: rank 0 did not say in time how it went.
+        """
+        agreement = None if no_dist or not self.async_calls else self._ranks.current
+        while self.async_calls and self._finalize_first(agreement, blocking, no_dist):
+            pass
+        finalized, self._unreported = self._unreported, []
+        return finalized
+
+    def get_num_unfinalized_calls(self) -> int:
+        """How many requests were scheduled and not yet finalized."""
+        return len(self.async_calls)
+
+    @as_checkpoint_exception()
+    def close(self, abort: bool = False) -> None:
+        """Finalize all requests and end all processes. Call this on all ranks.
+
+        Bounded, safe to call twice, and the queue can be used again.
+
+        Args:
+            abort: kill the processes now and forget their requests; no finalize function is called.
+
+        Raises:
+            CheckpointSaveError: a request failed; the first of them, after all else is done. Others are logged.
+        """
+        first: CheckpointError | None = None
+        try:
+            while self.async_calls and not abort:
+                try:
+                    self.maybe_finalize_async_calls(blocking=True)
+                except CheckpointError as error:
+                    if first is None:
+                        first = error
+                    else:
+                        logger.error("%s", error)
+        finally:
+            callers = dict.fromkeys(active.async_caller for active in self.async_calls)
+            if self._persistent_caller is not None:
+                callers[self._persistent_caller] = None
+            self.async_calls.clear()
+            for caller in callers:
+                caller.close(abort=abort)
+            self._ranks.rest()
+        if first is not None:
+            raise first
+
+    def _finalize_first(self, agreement: Agreement | None, blocking: bool, no_dist: bool) -> bool:
+        """Finalize the oldest request if it is done."""
+        active = self.async_calls[0]
+        try:
+            if not active.async_caller.is_current_async_call_done(blocking, no_dist):
+                return False
+        except CheckpointError:
+            self.async_calls.popleft()
+            raise
+        self.async_calls.popleft()
+        finalize = partial(_finalize, active.async_request)
+        if agreement is None:
+            finalize()
+        else:
+            what = f"Finalizing request {active.idx}"
+            agreement.together(f"finalize/{active.idx}", finalize, what, self._options["write_timeout"])
+        self._unreported.append(active.idx)
+        return True
+
+    def _get_async_caller(self) -> AsyncCaller:
+        """The caller for the next request."""
+        caller = self._persistent_caller or TemporalAsyncCaller(**self._options)
+        caller.ranks = self._ranks
+        return caller
+
+    def _close_at_exit(self) -> None:
+        if self._ranks.current is not None and self.async_calls:
+            # Finalizing is done by all ranks together, and nobody knows whether the others are still there.
+            logger.error(
+                "the interpreter exits with %d requests that were not finalized; call close() on all ranks before",
+                len(self.async_calls),
+            )
+            return
+        try:
+            self.close()
+        except CheckpointError:
+            logger.exception("a request failed, and the script ended without asking for it")
+
+
+def _finalize(request: AsyncRequest) -> None:
+    for fn in request.finalize_fns:
+        try:
+            fn()
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # torch's CheckpointException is no Exception
+            raise CheckpointSaveError(
+                f"Finalizing request {request.call_idx} failed: {type(error).__name__}: {error}",
+                getattr(error, "errno", None),
+            ) from error
+
+
+def _close_at_exit(queue: weakref.ref[AsyncCallsQueue]) -> None:
+    alive = queue()
+    if alive is not None:
+        alive._close_at_exit()
+
+
+def _say_what_is_lost(at_exit: Finalize, calls: deque[_ActiveAsyncRequest], owner: int) -> None:
+    if os.getpid() != owner:
+        return
+    at_exit.cancel()
+    if calls:
+        logger.error("a queue was dropped with %d requests that were not finalized; call its close()", len(calls))

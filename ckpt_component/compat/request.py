@@ -1,0 +1,149 @@
+"""`AsyncRequest`: what to run in the background, and what to run on the trainer afterwards (seed 002)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+from ..errors import CheckpointStageError
+from .ranks import Ranks
+from .torch_errors import as_checkpoint_exception
+
+#: Which positional argument of `async_fn` the result of `preload_fn` replaces.
+PRELOADED_ARGUMENT = 1
+
+
+class _Fields(NamedTuple):
+    async_fn: Callable[..., Any] | None
+    async_fn_args: tuple[Any, ...]
+    finalize_fns: list[Callable[[], Any]]
+    async_fn_kwargs: dict[str, Any]
+    preload_fn: Callable[[], Any] | None
+    is_frozen: bool
+    call_idx: int
+
+
+class AsyncRequest(_Fields):
+    """A call to run in the background, and functions to call on the trainer when it is done on all ranks.
+
+    Args:
+        async_fn: what to run; None for nothing, so that only the finalize functions matter.
+        async_fn_args: its positional arguments.
+        finalize_fns: called without arguments, in order, after `async_fn` is done on all ranks.
+        async_fn_kwargs: its keyword arguments.
+        preload_fn: called without arguments before `async_fn`, usually to copy tensors to the host; its result
+            takes the place of positional argument 1 of `async_fn`.
+        is_frozen: whether finalize functions may no longer be added.
+        call_idx: orders requests; set by the queue.
+    """
+
+    __slots__ = ()
+
+    def __new__(
+        cls,
+        async_fn: Callable[..., Any] | None = None,
+        async_fn_args: Iterable[Any] | None = None,
+        finalize_fns: Iterable[Callable[[], Any]] | None = None,
+        async_fn_kwargs: Mapping[str, Any] | None = None,
+        preload_fn: Callable[[], Any] | None = None,
+        is_frozen: bool = False,
+        call_idx: int = 0,
+    ) -> AsyncRequest:
+        """Containers are copied, so that no two requests share one."""
+        return super().__new__(
+            cls,
+            async_fn,
+            tuple(async_fn_args or ()),
+            list(finalize_fns or ()),
+            dict(async_fn_kwargs or {}),
+            preload_fn,
+            is_frozen,
+            call_idx,
+        )
+
+    @property
+    def name(self) -> str:
+        """What error texts call it."""
+        return f"Request {self.call_idx}"
+
+    @classmethod
+    def of(cls, request: Any) -> AsyncRequest:
+        """A request of this class with the fields of a like one, such as that of megatron-core or NVRx.
+
+        Raises:
+            CheckpointStageError: it is no such thing.
+        """
+        if isinstance(request, cls):
+            return request
+        if not hasattr(request, "async_fn") or not hasattr(request, "finalize_fns"):
+            raise CheckpointStageError(
+                f"An AsyncRequest is needed, got {type(request).__module__}.{type(request).__qualname__}."
+            )
+        return cls(**{name: getattr(request, name) for name in cls._fields if hasattr(request, name)})
+
+    def add_finalize_fn(self, fn: Callable[[], Any]) -> None:
+        """Add a function to call after those that are there.
+
+        Raises:
+            RuntimeError: the request is frozen, which scheduling does to its copy.
+        """
+        if self.is_frozen:
+            raise RuntimeError("This AsyncRequest is frozen: add finalize functions before it is scheduled.")
+        self.finalize_fns.append(fn)
+
+    def freeze(self) -> AsyncRequest:
+        """A copy to which no finalize function can be added, and which shares no container with this one."""
+        return AsyncRequest(**{**self._asdict(), "is_frozen": True})
+
+    @as_checkpoint_exception()
+    def execute_sync(self) -> None:
+        """Do here and now what a caller does in the background: preload, call, wait for all ranks, finalize.
+
+        Raises:
+            RanksError: with several ranks, something failed on one of them; the same error on all, with this rank's
+                own as its cause. If it was not a finalize function, no rank has called one.
+            CheckpointTimeoutError: a rank was not done within half an hour of the others.
+        """
+        agreement = Ranks().agreement()
+        if agreement is None:
+            self._run()
+            self._finalize()
+        else:
+            try:
+                agreement.together("run", self._run, self.name)
+                agreement.together("finalize", self._finalize, f"Finalizing {self.name}")
+            finally:
+                agreement.rest()
+
+    def check(self) -> None:
+        """Refuse a request that cannot be run.
+
+        Raises:
+            CheckpointStageError: `preload_fn` has no argument to replace.
+        """
+        if self.preload_fn is not None and len(self.async_fn_args) <= PRELOADED_ARGUMENT:
+            raise CheckpointStageError(
+                f"preload_fn provides positional argument {PRELOADED_ARGUMENT} of async_fn, but async_fn_args has "
+                f"{len(self.async_fn_args)}: put a placeholder such as None there."
+            )
+
+    def preloaded_args(self) -> tuple[Any, ...]:
+        """Positional arguments of `async_fn`, with what `preload_fn` gives in its place. Calls it, here.
+
+        Raises:
+            CheckpointStageError: as `check`; and what `preload_fn` raises.
+        """
+        self.check()
+        if self.preload_fn is None:
+            return self.async_fn_args
+        args = list(self.async_fn_args)
+        args[PRELOADED_ARGUMENT] = self.preload_fn()
+        return tuple(args)
+
+    def _run(self) -> None:
+        if self.async_fn is not None:
+            self.async_fn(*self.preloaded_args(), **self.async_fn_kwargs)
+
+    def _finalize(self) -> None:
+        for finalize_fn in self.finalize_fns:
+            finalize_fn()

@@ -1,0 +1,340 @@
+"""Start a few processes, join them under supervision, and learn how each one failed.
+
+The contract is that of `torch.multiprocessing.spawn` (seed 004), without torch and without its surprises: a child
+does not depend on the thread that started it, error texts leave no file behind, and nothing outlasts a failure.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import multiprocessing
+import multiprocessing.connection
+import os
+import secrets
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+from ..errors import CheckpointError
+from ..writing.parent_watch import watch_parent
+
+__all__ = [
+    "START_METHODS",
+    "ProcessContext",
+    "ProcessException",
+    "ProcessExitedException",
+    "ProcessRaisedException",
+    "SpawnContext",
+    "StartMethodError",
+    "spawn",
+    "start_processes",
+]
+
+logger = logging.getLogger(__name__)
+
+START_METHODS = ("spawn", "forkserver", "fork")
+#: Set to 1, it has processes of a fork server started at the same time; the name is that of torch.
+ENV_VAR_PARALLEL_START = "TORCH_MP_PARALLEL_START"
+
+#: A process that ended is noticed by its sentinel at once, or by this poll when a grandchild holds the sentinel open.
+_POLL_SECONDS = 0.5
+#: Between SIGTERM and SIGKILL where the caller names no grace period.
+_TERMINATE_SECONDS = 30.0
+#: After SIGKILL. A process in uninterruptible I/O outlasts it, and is then left to the kernel.
+_KILL_SECONDS = 5.0
+
+
+class StartMethodError(CheckpointError, ValueError):
+    """The start method does not exist, or must not be used here; the text says which one to take."""
+
+
+class ProcessException(CheckpointError):
+    """A supervised process failed.
+
+    Args:
+        msg: what happened.
+        error_index: which of the processes it was.
+        error_pid: its process id.
+    """
+
+    def __init__(self, msg: str, error_index: int, error_pid: int) -> None:
+        super().__init__(msg)
+        self.msg = msg
+        self.error_index = error_index
+        self.error_pid = error_pid
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.msg, self.error_index, self.error_pid)
+
+
+class ProcessRaisedException(ProcessException):
+    """The function raised; the message has the traceback from the other process."""
+
+
+class ProcessExitedException(ProcessException):
+    """The process ended by a signal, or with an exit code of its own.
+
+    Args:
+        msg: what happened.
+        error_index: which of the processes it was.
+        error_pid: its process id.
+        exit_code: negative for a signal.
+        signal_name: `SIGKILL` and the like, or None.
+    """
+
+    def __init__(
+        self, msg: str, error_index: int, error_pid: int, exit_code: int, signal_name: str | None = None
+    ) -> None:
+        super().__init__(msg, error_index, error_pid)
+        self.exit_code = exit_code
+        self.signal_name = signal_name
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.msg, self.error_index, self.error_pid, self.exit_code, self.signal_name)
+
+
+class ProcessContext:
+    """Processes that were started together.
+
+    Args:
+        processes: started, and not yet joined.
+        error_files: for each of them the path where it leaves its traceback as text. They lie in one private folder,
+            which a process that fails makes; it is removed when all are joined or this object is collected.
+    """
+
+    def __init__(self, processes: Sequence[BaseProcess], error_files: Sequence[str]) -> None:
+        self.processes = list(processes)
+        self.error_files = list(error_files)
+        self.sentinels = {process.sentinel: index for index, process in enumerate(self.processes)}
+        folders = {os.path.dirname(path) for path in self.error_files}
+        self._discard = weakref.finalize(self, _remove_folders, folders, os.getpid())
+
+    def pids(self) -> list[int]:
+        """Process ids, in order."""
+        return [int(process.pid or 0) for process in self.processes]
+
+    def join(self, timeout: float | None = None, grace_period: float | None = None) -> bool:
+        """Wait until a process ends, and see how.
+
+        Args:
+            timeout: seconds to wait. None waits as long as every process lives: how long that is, only the
+                functions know.
+            grace_period: seconds that the others have to end by themselves after one failed, and again between
+                SIGTERM and SIGKILL (None: no time before SIGTERM, 30 s between the two).
+
+        Returns:
+            True when all processes have ended well, False when some still run.
+
+        Raises:
+            ProcessRaisedException: a function raised; by then all processes are ended.
+            ProcessExitedException: a process was killed or left with an exit code; likewise.
+        """
+        ended = self._wait_for_any(timeout)
+        self.sentinels = {fd: index for fd, index in self.sentinels.items() if index not in ended}
+        failed = [index for index in ended if self.processes[index].exitcode != 0]
+        if failed:
+            self._end_all(grace_period)
+            # Of several that failed in the same moment, the one that says why.
+            error = self._error_of(next((index for index in failed if self.error_text(index)), failed[0]))
+            self.discard_error_files()
+            raise error
+        if not self.sentinels:
+            self.discard_error_files()
+        return not self.sentinels
+
+    def error_text(self, index: int) -> str | None:
+        """The traceback that a process left, or None."""
+        try:
+            return Path(self.error_files[index]).read_text(errors="replace") or None
+        except FileNotFoundError:
+            return None
+
+    def discard_error_files(self) -> None:
+        """Remove the private folder now, and not when this object is collected. Safe to call twice."""
+        self._discard()
+
+    def _wait_for_any(self, timeout: float | None) -> list[int]:
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while self.sentinels:
+            left = _POLL_SECONDS if deadline is None else min(deadline - time.monotonic(), _POLL_SECONDS)
+            ready = multiprocessing.connection.wait(list(self.sentinels), max(left, 0))
+            for sentinel in ready:
+                if isinstance(sentinel, int):
+                    self.processes[self.sentinels[sentinel]].join(0.05)
+            ended = [index for index in self.sentinels.values() if self.processes[index].exitcode is not None]
+            if ended or (deadline is not None and time.monotonic() >= deadline):
+                return ended
+        return []
+
+    def _end_all(self, grace_period: float | None) -> None:
+        if grace_period is not None:
+            self._join_all(grace_period)
+        for process in self._alive():
+            logger.warning("Terminating process %s via signal SIGTERM", process.pid)
+            process.terminate()
+        self._join_all(_TERMINATE_SECONDS if grace_period is None else grace_period)
+        for process in self._alive():
+            logger.warning("process %s did not end on SIGTERM; killing it", process.pid)
+            process.kill()
+        self._join_all(_KILL_SECONDS)
+        for process in self._alive():
+            logger.error("process %s did not end on SIGKILL; it is stuck in the kernel and left behind", process.pid)
+        self.sentinels.clear()
+
+    def _alive(self) -> list[BaseProcess]:
+        return [process for process in self.processes if process.is_alive()]
+
+    def _join_all(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        for process in self.processes:
+            process.join(max(deadline - time.monotonic(), 0))
+
+    def _error_of(self, index: int) -> ProcessException:
+        process = self.processes[index]
+        pid, code = int(process.pid or 0), process.exitcode
+        text = self.error_text(index)
+        if text:
+            return ProcessRaisedException(
+                f"\n\n-- Process {index} terminated with the following error:\n{text}", index, pid
+            )
+        if code is not None and code < 0:
+            try:
+                name = signal.Signals(-code).name
+            except ValueError:
+                name = f"<Unknown signal {-code}>"
+            return ProcessExitedException(f"process {index} terminated with signal {name}", index, pid, code, name)
+        return ProcessExitedException(f"process {index} terminated with exit code {code}", index, pid, code or 0)
+
+
+class SpawnContext(ProcessContext):
+    """The old name of `ProcessContext`."""
+
+    def __init__(self, processes: Sequence[BaseProcess], error_files: Sequence[str]) -> None:
+        warnings.warn("SpawnContext is an old name; use ProcessContext.", stacklevel=2)
+        super().__init__(processes, error_files)
+
+
+def start_processes(
+    fn: Callable[..., Any],
+    args: tuple[Any, ...] = (),
+    nprocs: int = 1,
+    join: bool = True,
+    daemon: bool = False,
+    start_method: str | None = "spawn",
+) -> ProcessContext | None:
+    """Run `fn(i, *args)` in `nprocs` processes, i from 0.
+
+    With `forkserver` and TORCH_MP_PARALLEL_START=1 in the environment they are started at the same time. A child whose
+    parent is gone (`kill -9` too) is interrupted as by Ctrl-C, and a second later it exits.
+
+    Args:
+        fn: with spawn and forkserver a function at the top level of a module.
+        args: the same for all; pickled with spawn and forkserver.
+        nprocs: how many.
+        join: wait until all have ended, as long as that takes; otherwise return at once.
+        daemon: end the children when this process exits; they may then have no children of their own.
+        start_method: `spawn`, `forkserver` or `fork`; None: the default of `multiprocessing` on this system.
+
+    Returns:
+        None with `join`, the started processes otherwise.
+
+    Raises:
+        ProcessRaisedException, ProcessExitedException: with `join`, a process failed.
+        StartMethodError: there is no such start method, or this process may start none.
+        OSError: the system refused another process; those already started are ended.
+    """
+    if start_method is None:
+        start_method = multiprocessing.get_context().get_start_method()
+    if start_method not in START_METHODS:
+        raise StartMethodError(f"There is no start method {start_method!r}; take one of {', '.join(START_METHODS)}.")
+    if multiprocessing.current_process().daemon:
+        raise StartMethodError("A daemon of multiprocessing may start no process; start this one with daemon=False.")
+    mp = multiprocessing.get_context(start_method)
+    folder = os.path.join(tempfile.gettempdir(), f"ckpt-errors-{secrets.token_hex(8)}")
+    error_files = [os.path.join(folder, f"{index}.txt") for index in range(nprocs)]
+    processes: list[BaseProcess] = [
+        mp.Process(target=_run, args=(fn, index, args, error_file), daemon=daemon)  # type: ignore[attr-defined]
+        for index, error_file in enumerate(error_files)
+    ]
+    try:
+        if start_method == "forkserver" and os.environ.get(ENV_VAR_PARALLEL_START, "0") == "1":
+            logger.info("starting %d processes in parallel", nprocs)
+            _start_in_parallel(processes)
+        else:
+            for process in processes:
+                process.start()
+    except BaseException:
+        for process in processes:
+            if process.pid is not None:
+                process.kill()
+                process.join(_KILL_SECONDS)
+        _remove_folders({folder}, os.getpid())
+        raise
+    context = ProcessContext(processes, error_files)
+    if not join:
+        return context
+    while not context.join():
+        pass
+    return None
+
+
+def spawn(
+    fn: Callable[..., Any],
+    args: tuple[Any, ...] = (),
+    nprocs: int = 1,
+    join: bool = True,
+    daemon: bool = False,
+    start_method: str = "spawn",
+) -> ProcessContext | None:
+    """`start_processes` by spawn; another `start_method` earns a warning and is not used."""
+    if start_method != "spawn":
+        warnings.warn(
+            f"spawn() starts processes by 'spawn' alone, not by {start_method!r}; use start_processes() for that.",
+            FutureWarning,
+            stacklevel=2,
+        )
+    return start_processes(fn, args, nprocs, join, daemon, start_method="spawn")
+
+
+def _start_in_parallel(processes: Sequence[BaseProcess]) -> None:
+    with ThreadPoolExecutor(max(len(processes), 1), thread_name_prefix="ckpt-start") as pool:
+        starts = [pool.submit(process.start) for process in processes]
+        wait(starts)  # the rest is started before the first error is raised, so that nothing is started after it
+    for start in starts:
+        start.result(0)
+
+
+def _run(fn: Callable[..., Any], index: int, args: tuple[Any, ...], error_file: str) -> None:
+    """What the child runs."""
+    watch_parent()
+    try:
+        fn(index, *args)
+    except KeyboardInterrupt:
+        pass  # the parent is gone, or the user pressed Ctrl-C, which the parent reports
+    except Exception:
+        text = traceback.format_exc()
+        try:
+            os.makedirs(os.path.dirname(error_file), mode=0o700, exist_ok=True)
+            Path(error_file).write_text(text)
+        except OSError as error:
+            print(f"{text}\n(could not leave this for the parent process: {error})", file=sys.stderr)
+        sys.exit(1)
+
+
+def _remove_folders(folders: set[str], owner: int) -> None:
+    # A forked child holds a copy of the context, and may collect it: the folder is not the child's to remove.
+    if os.getpid() == owner:
+        for folder in folders:
+            with contextlib.suppress(FileNotFoundError):
+                shutil.rmtree(folder)

@@ -1,0 +1,321 @@
+"""Plan and finalize around an asynchronous save with `FileSystemWriterAsync`: NVRx's pair of functions (MEGATRON 1.7).
+
+What ranks say to each other goes over the job's store: a few bytes each, and an error of any rank, the coordinator's
+too, is raised on all of them. Errors are also torch's `CheckpointException`. Plans and results are gathered by a
+collective, and only when they are new.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+from torch.distributed.checkpoint.api import _is_wrapped_exception
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import STATE_DICT_TYPE, Metadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.checkpoint.utils import _DistWrapper
+
+from ..config.errors import CheckpointConfigError
+from ..coordination import Coordinator, LocalCoordinator, RankStore, StoreCoordinator
+from ..coordination.rank_store import another_connection, distributed
+from ..errors import CheckpointError, RanksError
+from .file_system_writer_async import FileSystemWriterAsync, log_once
+from .plan_cache import CheckpointMetadataCache, digest_of, fingerprint_of
+from .torch_errors import as_checkpoint_exception
+
+
+class SaveRanks(_DistWrapper):
+    """The ranks of one save: torch's collectives, and questions over the store.
+
+    Args:
+        process_group: of the ranks; None: all of them.
+        cache: what is kept between saves, or None.
+        timeout: seconds that ranks wait for each other at each step.
+    """
+
+    def __init__(self, process_group: Any, cache: CheckpointMetadataCache | None, timeout: float) -> None:
+        super().__init__(process_group, distributed() is not None, 0)
+        self.cache = cache
+        self._timeout = timeout
+        self._owned: Coordinator | None = None  # by this save alone
+        ranks, number = _ranks_of(process_group), 0
+        found = None
+        if cache is not None:
+            found, number = cache.coordinator(ranks), cache.next_save()
+        if found is None:
+            found = _connect(process_group, ranks)
+            if cache is not None:
+                cache.keep_coordinator(ranks, found)
+            else:
+                self._owned = found
+        self._coordinator = found
+        self._prefix = f"save-{number}"
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks take part."""
+        return self._coordinator.world_size
+
+    def pool(self, step: str, said: dict[str, Any], failure: BaseException | None, decide: Callable[..., Any]) -> Any:
+        """Have the coordinator decide from what all ranks say.
+
+        Args:
+            step: of the save.
+            said: by this rank, if nothing failed.
+            failure: of this rank.
+            decide: called on the coordinator with what all said, unless a rank failed.
+
+        Raises:
+            RanksError: a rank failed, or `decide` did; on all ranks. One that is alone raises its own error.
+        """
+        if failure is not None and self.world_size == 1 and isinstance(failure, CheckpointError):
+            raise failure
+
+        def judge(all_said: list[dict[str, Any]]) -> Any:
+            failures = {rank: said["error"] for rank, said in enumerate(all_said) if "error" in said}
+            if failures:
+                errno = next((said["errno"] for said in all_said if said.get("errno") is not None), None)
+                raise _ranks_error(failures, errno)
+            return decide(all_said)
+
+        try:
+            return self._coordinator.pool(self._tag(step), _plain(said, failure), _told(judge), self._deadline())
+        except RanksError as error:
+            if failure is not None:
+                raise error from failure
+            raise
+
+    def lead(self, step: str, action: Callable[[], Any]) -> None:
+        """Have the coordinator do something; what it raises is raised on all ranks, as RanksError."""
+        self._coordinator.lead(self._tag(step), _told(action), self._deadline())
+
+    def close(self) -> None:
+        """Give up the connection of this save."""
+        if self._owned is not None:
+            self._owned.close()
+
+    def _tag(self, step: str) -> str:
+        return f"{self._prefix}/{step}"
+
+    def _deadline(self) -> float:
+        return time.monotonic() + self._timeout
+
+
+@as_checkpoint_exception()
+def save_state_dict_async_plan(
+    state_dict: STATE_DICT_TYPE,
+    storage_writer: FileSystemWriterAsync,
+    process_group: Any = None,
+    coordinator_rank: int = 0,
+    planner: SavePlanner | None = None,
+    enable_cache: bool = False,
+    metadata_cache: CheckpointMetadataCache | None = None,
+    *,
+    timeout: float = 600.0,
+) -> tuple[FileSystemWriterAsync, Metadata | None, SaveRanks]:
+    """Plan a save on all ranks, and prepare the writer. Call this on all ranks of the group.
+
+    The plan of the last save is used again where the structures of all ranks are what they were; that is asked on each
+    save, by 8 bytes a rank.
+
+    Args:
+        state_dict: what to save.
+        storage_writer: a new one.
+        process_group: of the ranks; None: all of them.
+        coordinator_rank: 0; another one is refused.
+        planner: None: torch's DefaultSavePlanner.
+        enable_cache: of NVRx, which keeps plans in a global. Here they are kept in `metadata_cache`, and nowhere else;
+            without one, the log says so once.
+        metadata_cache: keeps plans between saves. None: each save is planned afresh.
+        timeout: seconds that ranks wait for each other at each step.
+
+    Returns:
+        What `save_state_dict_async_finalize` takes: the writer, the metadata on the coordinator and None elsewhere, and
+        the ranks.
+
+    Raises:
+        RanksError: it failed on a rank; the same on all of them.
+        CheckpointTimeoutError: a rank did not take part in time.
+    """
+    if coordinator_rank != 0:
+        raise CheckpointConfigError(f"coordinator_rank={coordinator_rank}: rank 0 of the group coordinates here.")
+    cache = metadata_cache
+    if enable_cache and cache is None:
+        log_once("enable_cache=True keeps no plans by itself here: pass metadata_cache=CheckpointMetadataCache() too.")
+    if cache is not None and storage_writer.image_memory is None:
+        storage_writer.image_memory = cache.memory
+    ranks = SaveRanks(process_group, cache, timeout)
+    planner = DefaultSavePlanner() if planner is None else planner
+    local: SavePlan | None = None
+    fingerprint, failure = "", None
+    try:
+        planner.set_up_planner(
+            state_dict, storage_meta=storage_writer.storage_meta(), is_coordinator=ranks.is_coordinator
+        )
+        storage_writer.set_up_storage_writer(ranks.is_coordinator)
+        local = storage_writer.prepare_local_plan(planner.create_local_plan())
+        if cache is not None:
+            fingerprint = fingerprint_of(local, planner, state_dict, ranks.world_size)
+            if cache.plan is not None and cache.plan[0] == fingerprint:
+                # Now, so that an error of this too is told by the one question that a known structure needs.
+                storage_writer.prepare_write_data(planner.finish_plan(cache.plan[1]), planner)
+            else:
+                cache.plan = None
+    except Exception as error:
+        failure = error
+
+    def is_known(all_said: list[dict[str, Any]]) -> bool:
+        if cache is None or cache.whole is None or not all(said["cached"] for said in all_said):
+            return False
+        return [said["fingerprint"] for said in all_said] == cache.whole[0]
+
+    gathered: list[str] = []
+
+    def judge(all_said: list[dict[str, Any]]) -> bool:
+        gathered.extend(said["fingerprint"] for said in all_said)
+        return is_known(all_said)
+
+    said = {"fingerprint": fingerprint, "cached": cache is not None and cache.plan is not None}
+    if ranks.pool("structure", said, failure, judge):
+        metadata = cache.whole[1] if cache is not None and cache.whole is not None else None
+        return storage_writer, metadata, ranks
+    assert local is not None  # otherwise there was a failure
+    if cache is not None:
+        cache.forget()
+    central, metadata = _plan_together(local, planner, storage_writer, ranks)
+    try:
+        storage_writer.prepare_write_data(planner.finish_plan(central), planner)
+    except Exception as error:
+        failure = error
+    ranks.pool("prepared", {}, failure, lambda _: None)
+    if cache is not None:
+        cache.plan = (fingerprint, central)
+        cache.whole = None if metadata is None else (gathered, metadata)
+    return storage_writer, metadata, ranks
+
+
+@as_checkpoint_exception()
+def save_state_dict_async_finalize(
+    storage_writer: FileSystemWriterAsync, global_metadata: Metadata | None, dist_wrapper: _DistWrapper
+) -> None:
+    """Collect what all ranks wrote, and make it a checkpoint. Call this on all ranks, when all are done writing.
+
+    Args:
+        storage_writer: of the plan; so with the others.
+        global_metadata: on the coordinator.
+        dist_wrapper: the ranks.
+
+    Raises:
+        RanksError: a rank could not write, or the coordinator could not finish; the same on all of them. Nothing is
+            visible then.
+        CheckpointTimeoutError: a rank did not take part in time.
+    """
+    ranks = dist_wrapper if isinstance(dist_wrapper, SaveRanks) else SaveRanks(dist_wrapper.group, None, 600.0)
+    cache = ranks.cache
+    found: Any = storage_writer.retrieve_write_results()
+    failure = found[0] if _is_wrapped_exception(found) else None
+    written: list[WriteResult] = [] if failure is not None else found
+
+    def finish(results: list[list[WriteResult]]) -> None:
+        if global_metadata is None:
+            raise CheckpointError("The coordinator has no metadata; pass on what the plan returned.")
+        storage_writer.finish(global_metadata, results)
+
+    digests: list[str] = []
+
+    def finish_if_known(all_said: list[dict[str, Any]]) -> bool:
+        digests.extend(said["digest"] for said in all_said)
+        if ranks.world_size == 1:
+            finish([written])
+        elif cache is not None and cache.results is not None and cache.results[0] == digests:
+            finish(cache.results[1])
+        else:
+            return False
+        return True
+
+    try:
+        if ranks.pool("written", {"digest": digest_of(written)}, failure, finish_if_known):
+            return
+        results = ranks.gather_object(written)
+        ranks.lead("finish", lambda: finish(results or []))
+        if cache is not None and results is not None:
+            cache.results = (digests, results)
+    finally:
+        ranks.close()
+
+
+def _plan_together(
+    local: SavePlan, planner: Any, storage_writer: FileSystemWriterAsync, ranks: SaveRanks
+) -> tuple[SavePlan, Metadata | None]:
+    """The coordinator makes one plan of all; returns this rank's part of it, and on the coordinator the metadata."""
+    each_alone = getattr(planner, "can_run_decentralized_global_plan", False) and getattr(
+        storage_writer, "can_run_decentralized_global_plan", False
+    )
+    plans = ranks.gather_object(local)
+    made: list[Any] = []
+
+    def plan_all() -> None:
+        central, metadata = planner.create_global_plan(plans)
+        made.extend([metadata, central if each_alone else storage_writer.prepare_global_plan(central)])
+
+    ranks.lead("plan", plan_all)
+    metadata = made[0] if made else None
+    if each_alone:
+        alone = planner.create_decentralized_global_plan(local)
+        return storage_writer.prepare_decentralized_global_plan(alone), metadata
+    return ranks.scatter_object(made[1] if made else None), metadata
+
+
+def _ranks_of(process_group: Any) -> list[int]:
+    dist = distributed()
+    if dist is None:
+        return [0]
+    if process_group is None:
+        return list(range(dist.get_world_size()))
+    return list(dist.get_process_group_ranks(process_group))
+
+
+def _connect(process_group: Any, ranks: list[int]) -> Coordinator:
+    dist = distributed()
+    if dist is None or len(ranks) == 1:
+        return LocalCoordinator()
+    if len(ranks) == dist.get_world_size() and ranks == sorted(ranks):
+        store = RankStore.of_job("dcp-save")
+        assert store is not None  # as there are several ranks
+        return StoreCoordinator(store)
+    # Groups that have the same ranks share the counter; they take turns in the same order on all of them.
+    rank = int(dist.get_rank(process_group))
+    own = another_connection(dist, dist.distributed_c10d._get_default_store())
+    base = f"ckpt/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/dcp-save/{'-'.join(map(str, ranks))}"
+    number = own.add(f"{base}/made-by-{rank}", 1)
+    return StoreCoordinator(RankStore(own, rank, len(ranks), f"{base}/{number}/"))
+
+
+def _plain(said: dict[str, Any], failure: BaseException | None) -> dict[str, Any]:
+    if failure is None:
+        return said
+    return {"error": f"{type(failure).__name__}: {failure}", "errno": getattr(failure, "errno", None)}
+
+
+def _told(action: Callable[..., Any]) -> Callable[..., Any]:
+    """An action of the coordinator whose errors are of one type on all ranks."""
+
+    def run(*args: Any) -> Any:
+        try:
+            return action(*args)
+        except CheckpointError:
+            raise
+        except Exception as error:
+            failures = {0: f"{type(error).__name__}: {error}"}
+            raise _ranks_error(failures, getattr(error, "errno", None)) from error
+
+    return run
+
+
+def _ranks_error(failures: dict[int, str], errno: int | None) -> RanksError:
+    told = " | ".join(f"rank {rank}: {text}" for rank, text in list(failures.items())[:8])
+    return RanksError(f"The checkpoint failed on {len(failures)} rank(s). {told}", errno, failures)

@@ -1,0 +1,1 @@
+"""Formats: how a rank's tensors and objects become files. Planning only, no I/O."""

@@ -1,0 +1,257 @@
+"""What a writer is: it lays out a rank's files once per structure, and seals the objects on every save.
+
+A writer never writes. It says which bytes go where (`FormatPlan`); the byte-range writer does the work, in
+whichever process the caller chose. A format of one's own is a subclass with `plan`.
+"""
+
+from __future__ import annotations
+
+import bisect
+import heapq
+import itertools
+import json
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from ..errors import CheckpointConfigError, CheckpointStageError
+from ..image.layout import Layout, Structure
+from ..options import ChecksumName, IoMode
+from ..state.flatten import key_of
+from ..storage.checksum import ChecksumMissingError, fastest, find_checksum, install_text
+from ..writing.range_writer import Lane, Places
+from ..writing.write_job import Extra, FileSpec, WriteOptions, WriteTable
+
+logger = logging.getLogger(__name__)
+
+_table_numbers = itertools.count(1)
+
+
+@dataclass(frozen=True)
+class Sealed:
+    """Everything of one save besides the arena's bytes.
+
+    Attributes:
+        table: the constant part; its `table_number` changes only when it does.
+        extras: the encoded objects of this save.
+        make_catalog: gives `catalog`.
+    """
+
+    table: WriteTable
+    table_number: int
+    extras: tuple[Extra, ...] = ()
+    make_catalog: Callable[[], dict[str, Any]] = dict
+
+    @property
+    def catalog(self) -> dict[str, Any]:
+        """Where everything of this rank stands, as JSON values for `Writer.index`; it belongs to the table.
+
+        Made whenever it is asked for, which is once per table: it takes more memory than the table.
+        """
+        return self.make_catalog()
+
+    @property
+    def file_bytes(self) -> int:
+        """About how many bytes all files of this save take on disk, those that describe it included."""
+        tails = {extra.file: extra.offset + extra.data.nbytes for extra in self.extras}
+        data = sum(max(spec.size, tails.pop(spec.name, 0)) for spec in self.table.files) + sum(tails.values())
+        # The integrity file has the description and a number per item, and a catalog says about the same again.
+        return data + 2 * len(self.table.description) + 12 * self.table.item_count
+
+
+class FormatPlan(ABC):
+    """The layout of one structure in one format."""
+
+    layout: Layout
+
+    @abstractmethod
+    def seal(self, objects: Sequence[Any]) -> Sealed:
+        """Take the objects of one save (`FlatState.objects`, in order), encoded at once so that they are a snapshot.
+
+        Raises:
+            CheckpointStageError: an object that safe loading would refuse, by key.
+        """
+
+
+class Writer(ABC):
+    """A checkpoint format.
+
+    Args:
+        workers: how many parallel writers share the bytes of a rank.
+        block_bytes: how many bytes one write call takes.
+        checksum: algorithm of the items' checksums; `auto` becomes the fastest one that is installed.
+        io: through the page cache, past it, or whichever a trial finds to be faster.
+        max_bytes_per_second: for all parallel writers together; None: no limit.
+
+    Raises:
+        CheckpointConfigError: a value that makes no sense, or a checksum whose package is not installed.
+    """
+
+    #: Stands in the manifest, so that a reader knows what it finds.
+    format: ClassVar[str]
+    #: Whether the ranks' files make up one checkpoint, in which what several ranks hold alike is stored once. Otherwise
+    #: every rank stores all that it has, for itself.
+    shared: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        workers: int = 2,
+        block_bytes: int = 8 << 20,
+        checksum: ChecksumName = ChecksumName.crc32,
+        io: IoMode = IoMode.auto,
+        max_bytes_per_second: float | None = None,
+    ) -> None:
+        if workers < 1:
+            raise CheckpointConfigError(f"checkpoint.writer.workers must be at least 1, got {workers}.")
+        if block_bytes < 4096:
+            raise CheckpointConfigError(f"checkpoint.writer.block_bytes must be at least 4096, got {block_bytes}.")
+        if max_bytes_per_second is not None and max_bytes_per_second <= 0:
+            raise CheckpointConfigError(
+                f"checkpoint.writer.max_bytes_per_second must be above 0, got {max_bytes_per_second}; null is no limit."
+            )
+        self.workers = workers
+        self.options = WriteOptions(block_bytes, io.value, max_bytes_per_second)
+        self.checksum = _installed(checksum)
+
+    @abstractmethod
+    def plan(self, structure: Structure, rank: int) -> FormatPlan:
+        """Lay out the files of one rank. Called once per structure."""
+
+    def index(self, catalogs: Sequence[Mapping[str, Any]]) -> dict[str, bytes]:
+        """Small files about all ranks' items, such as `.metadata`, from every rank's catalog."""
+        return {}
+
+
+def _installed(checksum: ChecksumName) -> str:
+    """The algorithm that a setting means here."""
+    if checksum is ChecksumName.auto:
+        found = fastest()
+        text = "checkpoint.writer.checksum=auto: %s by %s, the fastest that is installed"
+        logger.info(text, found.name, found.package)
+        return found.name
+    try:
+        return find_checksum(checksum.value).name
+    except ChecksumMissingError as error:
+        raise CheckpointConfigError(
+            f"checkpoint.writer.checksum={checksum.value} needs a package that is not installed: "
+            f"{install_text(checksum.value)}, or use checkpoint.writer.checksum=auto."
+        ) from error
+
+
+def refuse_parts(structure: Structure, writer: str) -> None:
+    """Raise CheckpointStageError where a tensor is a part of a whole, which a file of its own cannot say."""
+    for path, shard in zip(structure.tensor_paths, structure.shards, strict=True):
+        if shard is not None:
+            raise CheckpointStageError(
+                f"'{key_of(path)}' is a part of a tensor of shape {tuple(shard.shape)}, and checkpoint/writer={writer} "
+                "keeps whole tensors only; use checkpoint/writer=dcp."
+            )
+    for path in structure.elsewhere:
+        raise CheckpointStageError(
+            f"'{key_of(path)}' is a tensor of other ranks, and checkpoint/writer={writer} keeps whole tensors of each "
+            "rank only; use checkpoint/writer=dcp."
+        )
+
+
+def make_table(
+    layout: Layout, lanes: Sequence[Sequence[Lane]], description: str, checksum: str = "crc32"
+) -> tuple[WriteTable, int]:
+    """The write table of a layout, and a number that is new for every table.
+
+    Args:
+        layout: of the image.
+        lanes: per parallel writer, what it writes.
+        description: of `describe`.
+        checksum: the writer's.
+    """
+    files = [FileSpec(file.name, file.base, file.size) for file in layout.files]
+    return WriteTable(files, lanes, len(layout.items), description.encode(), checksum), next(_table_numbers)
+
+
+def describe(layout: Layout, format_name: str, *, keys: bool = True) -> str:
+    """The JSON that a reader needs beside the CRCs: every item with its place, every key with its item.
+
+    It is put together from texts, which take a fourth of the memory of lists for as long as it takes.
+
+    Args:
+        layout: of the image.
+        format_name: of the writer.
+        keys: False for a format that has its own index of keys. With keys, the objects are taken to be the items of
+            the extras, in their order.
+    """
+    structure = layout.structure
+    shapes, dtypes = _Texts(list), _Texts(lambda dtype: str(dtype).removeprefix("torch."))
+    parts = [
+        f'{{"format":{_text(format_name)},"files":{_text([file.name for file in layout.files])},"items":[',
+        ",".join(
+            f"[{item.file},{item.offset},{item.length},{item.payload},{dtypes[entry.dtype]},{shapes[entry.shape]}]"
+            for item in layout.items
+            for entry in (layout.stored[item.stored],)
+        ),
+        "]",
+    ]
+    if keys:
+        item_of = {item.stored: number for number, item in enumerate(layout.items)}
+        entries = zip(structure.tensor_paths, structure.stored_of, structure.shards, strict=True)
+        parts += [
+            ',"keys":[',
+            ",".join(
+                f"[{_text(path)},{item_of[stored]}]"
+                if shard is None
+                else f"[{_text(path)},{item_of[stored]},{_text(shard.shape)},{_text(shard.offsets)}]"
+                for path, stored, shard in entries
+            ),
+            f'],"objects":{_text([[path, len(layout.items) + n] for n, path in enumerate(structure.object_paths)])}',
+            f',"containers":{_text(structure.containers)}',
+        ]
+    return "".join([*parts, "}"])
+
+
+#: One encoder for all, because `json.dumps` with separators makes one every time.
+_text = json.JSONEncoder(separators=(",", ":")).encode
+
+
+class _Texts(dict[Any, str]):
+    """A value as JSON, by what it is made from."""
+
+    def __init__(self, plain: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self._plain = plain
+
+    def __missing__(self, key: Any) -> str:
+        text = self[key] = _text(self._plain(key))
+        return text
+
+
+def balanced(sizes: Sequence[int], bins: int) -> list[list[int]]:
+    """Numbers of `sizes` in at most `bins` groups of about equal sums, each in ascending order; none is empty.
+
+    Largest first into the lightest group, as DCP and NVRx do.
+    """
+    groups: list[list[int]] = [[] for _ in range(max(1, min(bins, len(sizes))))]
+    loads = [(0, number) for number in range(len(groups))]
+    for number in sorted(range(len(sizes)), key=sizes.__getitem__, reverse=True):
+        load, group = heapq.heappop(loads)
+        groups[group].append(number)
+        heapq.heappush(loads, (load + sizes[number], group))
+    return [sorted(group) for group in groups if group]
+
+
+def lanes_by_bytes(layout: Layout, workers: int) -> list[list[Lane]]:
+    """Cut a single-file image into at most `workers` ranges of about equal bytes, each at the start of an item."""
+    (file,) = layout.files
+    items = layout.items
+    offsets = [item.offset for item in items]
+    goals = [file.size * worker // workers for worker in range(1, workers)]
+    cuts = sorted({0, len(items), *(bisect.bisect_left(offsets, goal) for goal in goals)})
+    lanes = []
+    for first, last in itertools.pairwise(cuts):
+        start = 0 if first == 0 else offsets[first]
+        end = file.size if last == len(items) else offsets[last]
+        places = Places.of((item.offset, item.length) for item in items[first:last])
+        lanes.append([Lane(0, start, end, first, places)])
+    if not items and file.size:
+        lanes.append([Lane(0, 0, file.size, 0, Places.of([]))])
+    return lanes

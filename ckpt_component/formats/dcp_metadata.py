@@ -1,0 +1,187 @@
+"""`.metadata`: the index that stock DCP reads, a pickle of its own classes.
+
+It is written in batches. Pickled at once, the objects of 20,000 tensors take 30 MB beside 3 MB of pickle, most of which
+the C library keeps afterwards.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import itertools
+import pickle
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from ..errors import CheckpointStageError
+from ..memory.gc_control import collector_paused
+from ..state.coverage import cover_fault
+from ..state.flatten import Path, key_of
+
+#: The oldest protocol in which a batch needs nothing of the ones before: it says the numbers of what it refers to.
+_PROTOCOL = 2
+_BEGIN, _END = b"\x80\x02", b"."
+_EMPTY_DICT, _MARK, _SET_ITEMS, _BUILD = b"}", b"(", b"u", b"b"
+#: What a pickled dict begins with: the empty dict, kept as number 0, to which nothing in it refers.
+_DICT_BEGIN = _BEGIN + _EMPTY_DICT + b"q\x00"
+_BATCH = 200
+
+Pairs = Iterable[tuple[Any, Any]]
+
+
+def metadata_of(catalogs: Sequence[Mapping[str, Any]]) -> bytes:
+    """The file, from what all ranks have stored.
+
+    Args:
+        catalogs: of every rank: `tensors` as (path, dtype, shape of the whole, offsets, shape of the part, file,
+            offset, length), `objects` as (path, file, offset, length), the paths of `lists`, and those of tensors of
+            which other ranks hold all, `elsewhere`.
+
+    Raises:
+        CheckpointStageError: the parts that all ranks have stored do not make up a tensor, by key.
+    """
+    # No storage_meta: torch would put a pathlib path there, which other Python versions cannot unpickle.
+    with collector_paused():
+        index = _Index(catalogs)
+        tables = {"state_dict_metadata": index.entries, "planner_data": index.paths, "storage_data": index.places}
+        return _pickled(Metadata({}, {}, {}), tables)
+
+
+class _Index:
+    """What stands in the three tables of the metadata; each is made as it is walked through."""
+
+    def __init__(self, catalogs: Sequence[Mapping[str, Any]]) -> None:
+        self._lists = {tuple(path) for catalog in catalogs for path in catalog["lists"]}
+        #: By key: the rows of its parts.
+        self._tensors: dict[str, list[Any]] = {}
+        self._objects: dict[str, Any] = {}
+        for catalog in catalogs:
+            for row in catalog["tensors"]:
+                self._tensors.setdefault(key_of(row[0]), []).append(row)
+            for row in catalog["objects"]:
+                self._objects[key_of(row[0])] = row
+        self._refuse_different()
+        for key, rows in self._tensors.items():
+            if len(rows) > 1:
+                # What is tied on one rank and not on another was stored by both, and one is enough.
+                parts: dict[tuple[int, ...], Any] = {}
+                for row in rows:
+                    parts.setdefault(tuple(row[3]), row)
+                self._tensors[key] = list(parts.values())
+        self._refuse_incomplete(key_of(path) for catalog in catalogs for path in catalog["elsewhere"])
+
+    def _refuse_different(self) -> None:
+        """What has one key must be one tensor or one object on all ranks that stored something of it."""
+        for key, rows in self._tensors.items():
+            first = rows[0]
+            if len(rows) > 1 and any(row[1] != first[1] or row[2] != first[2] for row in rows):
+                one, other, *_ = sorted({f"{row[1]} {tuple(row[2])}" for row in rows})
+                raise CheckpointStageError(
+                    f"'{key}' is {one} on one rank and {other} on another; wrap what is each rank's own in PerRank()."
+                )
+        for key in self._tensors.keys() & self._objects.keys():
+            raise CheckpointStageError(
+                f"'{key}' is a tensor on one rank and a Python object on another; wrap what is each rank's own in "
+                "PerRank()."
+            )
+
+    def _refuse_incomplete(self, elsewhere: Iterable[str]) -> None:
+        """The same look as a load's, so that nothing is committed that cannot be loaded."""
+        for key in elsewhere:
+            if key not in self._tensors:
+                raise CheckpointStageError(f"'{key}' is spread over ranks, and no rank that saves holds a part of it.")
+        known: set[Any] = set()  # many tensors are cut alike
+        for key, rows in self._tensors.items():
+            _, _, whole, offsets, shape, *_ = rows[0]
+            if len(rows) == 1 and shape == whole and not any(offsets):
+                continue
+            boxes = [(tuple(row[3]), tuple(row[4])) for row in rows]
+            if (form := (tuple(whole), *boxes)) not in known:
+                fault = cover_fault(f"'{key}'", whole, boxes)
+                if fault is not None:
+                    raise CheckpointStageError(f"{fault} All ranks that hold a part of it must save it together.")
+                known.add(form)
+
+    def entries(self) -> Iterator[tuple[str, Any]]:
+        properties, sizes = _Once(_properties), _Once(torch.Size)
+        for key, rows in self._tensors.items():
+            chunks = [ChunkStorageMetadata(sizes[tuple(row[3])], sizes[tuple(row[4])]) for row in rows]
+            yield key, TensorStorageMetadata(properties[rows[0][1]], sizes[tuple(rows[0][2])], chunks)
+        for key in self._objects:
+            yield key, BytesStorageMetadata()
+
+    def paths(self) -> Iterator[tuple[str, tuple[Any, ...]]]:
+        for key, rows in self._tensors.items():
+            yield key, _stock_path(tuple(rows[0][0]), self._lists)
+        for key, row in self._objects.items():
+            yield key, _stock_path(tuple(row[0]), self._lists)
+
+    def places(self) -> Iterator[tuple[MetadataIndex, Any]]:
+        sizes = _Once(torch.Size)
+        for key, rows in self._tensors.items():
+            for number, row in enumerate(rows):
+                yield MetadataIndex(key, sizes[tuple(row[3])], number), _StorageInfo(*row[5:])
+        for key, row in self._objects.items():
+            yield MetadataIndex(key), _StorageInfo(*row[1:])
+
+
+def _pickled(value: Any, tables: Mapping[str, Callable[[], Pairs]]) -> bytes:
+    """The pickle of an object whose attributes `tables` are dicts of these pairs."""
+    make, arguments, state, *rest = value.__reduce_ex__(_PROTOCOL)
+    if make is not copyreg.__newobj__ or any(rest) or not isinstance(state, dict):  # type: ignore[attr-defined]
+        for name, pairs in tables.items():  # a release of torch that has it in another form
+            setattr(value, name, dict(pairs()))
+        return pickle.dumps(value, _PROTOCOL)
+    kind = arguments[0]
+    empty = pickle.dumps(kind.__new__(kind), _PROTOCOL)
+    parts = [empty[:-1], _EMPTY_DICT, _MARK]
+    for name, attribute in state.items():
+        parts.append(_body(name))
+        parts += _batches(tables[name]()) if name in tables else [_body(attribute)]
+    return b"".join([*parts, _SET_ITEMS, _BUILD, _END])
+
+
+def _batches(pairs: Pairs) -> Iterator[bytes]:
+    """A dict, as operations that begin with an empty one and add some items at a time."""
+    yield _EMPTY_DICT
+    pairs = iter(pairs)
+    while batch := dict(itertools.islice(pairs, _BATCH)):
+        data = pickle.dumps(batch, _PROTOCOL)
+        if not data.startswith(_DICT_BEGIN):
+            raise ValueError(f"pickle began a dict in an unknown way: {data[:8]!r}.")
+        yield data[len(_DICT_BEGIN) : -len(_END)]
+
+
+def _body(value: Any) -> bytes:
+    return pickle.dumps(value, _PROTOCOL)[len(_BEGIN) : -len(_END)]
+
+
+class _Once(dict[Any, Any]):
+    """A value by its key, made when first asked for: pickle writes it once then."""
+
+    def __init__(self, make: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self._make = make
+
+    def __missing__(self, key: Any) -> Any:
+        value = self[key] = self._make(key)
+        return value
+
+
+def _properties(dtype: str) -> TensorProperties:
+    return TensorProperties(dtype=getattr(torch, dtype))
+
+
+def _stock_path(path: Path, lists: set[Path]) -> tuple[Any, ...]:
+    """A path as stock DCP notes it: dict keys are text, list positions are numbers."""
+    return tuple(part if path[:depth] in lists else str(part) for depth, part in enumerate(path))

@@ -1,0 +1,117 @@
+"""One `.safetensors` file a rank: tensors only, read by the safetensors library.
+
+The format is a JSON header and the payloads without gaps. Tied tensors are stored once; the further names stand in the
+header's metadata, name to kept name, as `safetensors.torch.save_model` notes them.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ..errors import CheckpointStageError
+from ..image.layout import ImageFile, Item, Items, Layout, Structure
+from ..state.flatten import key_of
+from .base import FormatPlan, Sealed, Writer, describe, lanes_by_bytes, make_table, refuse_parts
+
+DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.complex64: "C64",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+def file_name(rank: int) -> str:
+    """`checkpoint_<rank>.safetensors`."""
+    return f"checkpoint_{rank}.safetensors"
+
+
+class SafetensorsWriter(Writer):
+    """The safetensors format. A state dict with anything but tensors and containers is refused by key."""
+
+    format = "safetensors"
+
+    def plan(self, structure: Structure, rank: int) -> FormatPlan:
+        """Lay out `checkpoint_<rank>.safetensors`."""
+        return _SafetensorsPlan(structure, rank, self.workers, self.checksum)
+
+
+class _SafetensorsPlan(FormatPlan):
+    def __init__(self, structure: Structure, rank: int, workers: int, checksum: str) -> None:
+        _refuse_objects(structure)
+        refuse_parts(structure, "safetensors")
+        stored = structure.stored
+        keys = [key_of(structure.tensor_paths[entry.tensor]) for entry in stored]
+        for key, entry in zip(keys, stored, strict=True):
+            if entry.dtype not in DTYPES:
+                raise CheckpointStageError(f"'{key}' is {entry.dtype}, which safetensors files do not have.")
+        # Widest elements first, so that every payload is aligned although there are no gaps.
+        order = sorted(range(len(stored)), key=lambda number: (-stored[number].dtype.itemsize, number))
+        header, offsets = _header(structure, keys, order)
+        items = []
+        for number in order:
+            start = len(header) + offsets[number]
+            nbytes = stored[number].nbytes
+            items.append(Item(number, 0, start, start, nbytes, nbytes))
+        size = len(header) + sum(entry.nbytes for entry in stored)
+        file = ImageFile(file_name(rank), 0, size)
+        self.layout = Layout(structure, tuple(stored), (file,), Items(items), size, ((0, header),))
+        description = describe(self.layout, "safetensors")
+        self._sealed = Sealed(*make_table(self.layout, lanes_by_bytes(self.layout, workers), description, checksum))
+
+    def seal(self, objects: Sequence[Any]) -> Sealed:
+        """The same every time: there are no objects."""
+        return self._sealed
+
+
+def _refuse_objects(structure: Structure) -> None:
+    if structure.object_paths:
+        named = ", ".join(f"'{key_of(path)}'" for path in structure.object_paths[:3])
+        more = len(structure.object_paths) - 3
+        raise CheckpointStageError(
+            f"safetensors files hold tensors only, and {named}{f' and {more} more' if more > 0 else ''} "
+            "are not; save just the model's tensors, or use checkpoint/writer=dcp."
+        )
+
+
+def _header(structure: Structure, keys: Sequence[str], order: Sequence[int]) -> tuple[bytes, dict[int, int]]:
+    """The file's first bytes, padded so that the payloads start on a 64-byte boundary, and each one's offset."""
+    entries: dict[str, Any] = {}
+    aliases = {
+        key_of(structure.tensor_paths[number]): keys[stored]
+        for number, stored in enumerate(structure.stored_of)
+        if structure.stored[stored].tensor != number
+    }
+    entries["__metadata__"] = {"format": "pt", **aliases}
+    offsets, position = {}, 0
+    for number in order:
+        entry = structure.stored[number]
+        if keys[number] == "__metadata__":
+            raise CheckpointStageError("'__metadata__' is a reserved name in safetensors files; rename the tensor.")
+        offsets[number] = position
+        entries[keys[number]] = {
+            "dtype": DTYPES[entry.dtype],
+            "shape": list(entry.shape),
+            "data_offsets": [position, position + entry.nbytes],
+        }
+        position += entry.nbytes
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % 64)
+    return struct.pack("<Q", len(text)) + text, offsets

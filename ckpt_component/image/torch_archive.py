@@ -1,0 +1,59 @@
+"""The zip records of a `torch.save` archive, written by hand so that every payload's place is known beforehand.
+
+Stored (uncompressed) records as torch writes them: names below `archive/`, tensors on 64-byte boundaries, padding in
+an extra field "FB", zip64 where 4 GiB are passed. Checksums are left 0: torch never verifies them (TORCH 4.3), and ours
+stand in the integrity file.
+"""
+
+from __future__ import annotations
+
+import struct
+
+from ..image.layout import ITEM_ALIGNMENT
+
+_LOCAL = struct.Struct("<4s5H3L2H")
+_CENTRAL = struct.Struct("<4s6H3L5H2L")
+_END64 = struct.Struct("<4sQ2H2L4Q")
+_LOCATOR64 = struct.Struct("<4sLQL")
+_END = struct.Struct("<4s4H2LH")
+_LIMIT = 0xFFFFFFFF
+_MANY = 0xFFFF
+_VERSION = 45  # zip64
+_DOS_DATE = 0x21  # 1 January 1980
+
+
+def local_header(name: str, size: int, offset: int, *, aligned: bool = True) -> bytes:
+    """The header of a record at `offset` in the file; the payload follows it, aligned as a tensor's must be."""
+    encoded = _full_name(name)
+    extra = b"" if size < _LIMIT else struct.pack("<2H2Q", 1, 16, size, size)
+    if aligned:
+        before = offset + _LOCAL.size + len(encoded) + len(extra) + 4
+        padding = -before % ITEM_ALIGNMENT
+        extra += b"FB" + struct.pack("<H", padding) + b"Z" * padding
+    short = min(size, _LIMIT)
+    head = _LOCAL.pack(b"PK\x03\x04", _VERSION, 0, 0, 0, _DOS_DATE, 0, short, short, len(encoded), len(extra))
+    return head + encoded + extra
+
+
+def central_header(name: str, size: int, offset: int) -> bytes:
+    """The directory entry of a record whose local header is at `offset`."""
+    encoded = _full_name(name)
+    large = [value for value in (size, size, offset) if value >= _LIMIT] if max(size, offset) >= _LIMIT else []
+    extra = struct.pack(f"<2H{len(large)}Q", 1, 8 * len(large), *large) if large else b""
+    short = min(size, _LIMIT)
+    fixed = (b"PK\x01\x02", _VERSION, _VERSION, 0, 0, 0, _DOS_DATE, 0, short, short, len(encoded), len(extra))
+    return _CENTRAL.pack(*fixed, 0, 0, 0, 0, min(offset, _LIMIT)) + encoded + extra
+
+
+def end_of_directory(count: int, size: int, offset: int) -> bytes:
+    """What closes the file: `count` directory entries of `size` bytes in all start at `offset`."""
+    tail = b""
+    if count >= _MANY or size >= _LIMIT or offset >= _LIMIT:
+        tail = _END64.pack(b"PK\x06\x06", 44, _VERSION, _VERSION, 0, 0, count, count, size, offset)
+        tail += _LOCATOR64.pack(b"PK\x06\x07", 0, offset + size, 1)
+    few = min(count, _MANY)
+    return tail + _END.pack(b"PK\x05\x06", 0, 0, few, few, min(size, _LIMIT), min(offset, _LIMIT), 0)
+
+
+def _full_name(name: str) -> bytes:
+    return f"archive/{name}".encode()

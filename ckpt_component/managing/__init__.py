@@ -1,0 +1,1 @@
+"""What a training loop holds: when to save, what to keep, where to resume."""

@@ -1,0 +1,348 @@
+"""What a training loop holds: it decides when to save, what to keep, and where to resume."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from types import TracebackType
+from typing import Any
+
+from ..checkpointer import Checkpointer
+from ..coordination import Coordinator, LocalCoordinator, Meetings, StepQuestions
+from ..errors import CheckpointBusyError, CheckpointError, CheckpointTimeoutError
+from ..saving.pending import PendingSaves
+from ..saving.report import SaveReport, Timeouts
+from ..storage.fencing import Ownership
+from ..storage.fs import FsOps
+from ..storage.names import StepNames
+from ..storage.scan import committed_steps
+from .policies import KeepPolicy, ResumePolicy, SavePolicy, checked_step
+from .restore import Resumption
+from .retention import Retention
+from .rollback import Rollback
+
+logger = logging.getLogger(__name__)
+
+
+class CheckpointManager:
+    """Saves, keeps and resumes the steps of one run. A context manager.
+
+    Args:
+        checkpointer: does the saving; owned and closed by the manager. None: nothing is saved or restored
+            (`checkpoint=off`).
+        root: folder of the run's checkpoints.
+        names: how steps are named on disk.
+        fs: where effects go.
+        save: when to save.
+        keep: what to keep.
+        resume: where to begin.
+        overlap: what to do when a save comes while earlier ones hold all memory: `wait`, `skip` or `error`.
+        timeouts: deadlines.
+        warn: `on_error: warn`; what keeps a save from beginning is then logged and reported, and not raised.
+
+    Attributes:
+        reports: one `SaveReport` per ended or skipped save, in order.
+        idle: set by `close`: the step that was restored when none came after it, so that nothing was trained.
+    """
+
+    def __init__(
+        self,
+        checkpointer: Checkpointer | None,
+        root: str,
+        names: StepNames,
+        fs: FsOps,
+        save: SavePolicy,
+        keep: KeepPolicy,
+        resume: ResumePolicy,
+        overlap: str,
+        timeouts: Timeouts,
+        warn: bool,
+    ) -> None:
+        self._checkpointer = checkpointer
+        self._root = os.path.abspath(root)
+        self._names = names
+        self._fs = fs
+        self._save_policy = save
+        self._overlap = overlap
+        self._timeouts = timeouts
+        self._warn = warn
+        self._last_save = time.monotonic()
+        self._seen: tuple[int, Mapping[Any, Any]] | None = None
+        self._saved_step: int | None = None
+        self._restored: int | None = None
+        self._closed = False
+        self._ranks: Coordinator = LocalCoordinator() if checkpointer is None else checkpointer.ranks
+        self._due = StepQuestions(self._ranks, "maybe_save")
+        self._restores = Meetings(self._ranks, "restore")
+        self.reports: list[SaveReport] = []
+        self.idle: int | None = None
+        self._pending = PendingSaves(self.reports)
+        self._warned: set[str] = set()
+        if checkpointer is None:
+            return
+        retention = Retention(fs, self._root, names, keep, self._warned)
+        ownership = Ownership(fs, self._root, names)
+        rollback = Rollback(fs, self._root, names, resume, ownership)
+        checkpointer.own(ownership, rollback.admit, retention.point_to, retention.delete_old)
+        self._resumption = Resumption(
+            checkpointer, self._ranks, fs, self._root, names, resume, rollback, save.ever, timeouts, self._warned
+        )
+
+    @property
+    def enabled(self) -> bool:
+        """Whether anything is saved at all."""
+        return self._checkpointer is not None
+
+    def path_of(self, step: int) -> str:
+        """Where the checkpoint of a step is, or would be."""
+        return os.path.join(self._root, self._names.folder(checked_step(step)))
+
+    def steps(self) -> list[int]:
+        """The steps of committed checkpoints, oldest first."""
+        return committed_steps(self._fs, self._root, self._names, self._warned)
+
+    def guard(self, optimizer: Any) -> None:
+        """Let `optimizer.step()` wait for a snapshot that is still being copied. Needed by `zero_overhead` alone.
+
+        Args:
+            optimizer: a torch optimizer, a list of them, or a wrapper with the attribute `optimizer`.
+        """
+        if self._checkpointer is not None:
+            self._checkpointer.guard(optimizer)
+
+    def wait_staged(self, timeout: float | None = None) -> None:
+        """Return when the tensors of the last save may be changed."""
+        if self._checkpointer is not None:
+            self._checkpointer.wait_staged(timeout)
+
+    def restore(self, state: dict[str, Any], *, strict: bool = True, allow_dtype_cast: bool = False) -> int | None:
+        """Load the checkpoint that `resume` says into `state`, in place.
+
+        First waits for a checkpoint that the writer process of a dead run is still finishing, and deletes what dead
+        runs of this host left half-done. A newest checkpoint that is damaged is passed over, loudly, unless `resume`
+        names its step. Then plans and takes memory for the saves to come (`prewarm`), where the policy makes any.
+
+        Args:
+            state: as for `save`; its objects get their state back.
+            strict: raise when the state has keys that the checkpoint lacks; False: one warning says which.
+            allow_dtype_cast: let the state's tensors take values of another dtype.
+
+        Returns:
+            The step that was loaded, or None when the run starts from scratch. 0 for a checkpoint that was named by a
+            path without a step.
+
+        Raises:
+            CheckpointNotFoundError: `resume` asks for what is not there, or what is there has other names.
+            CheckpointWorldError: the ranks are others than those that the manager was built for.
+            CheckpointExistsError: checkpoints follow the one that `resume` names, which saves would meet.
+            CheckpointStageError: the state has a value that cannot be saved, by key.
+            CheckpointCorruptError: no checkpoint that may be used is whole.
+            CheckpointLoadError: the checkpoint is another model's.
+        """
+        if self._checkpointer is None:
+            if os.environ.get("RANK", "0") == "0":
+                logger.info("checkpoint.enabled=false: nothing is restored")
+            return None
+        self._ranks.world.check()
+        self._ranks.world.warn_if_alone()
+        step = self._resumption.load(state, strict, allow_dtype_cast, self._restores)
+        if step is not None:
+            self._ranks.resumed(step)
+            self._due.restart(self._restores.tag)
+            self._restored = step
+            here = os.path.realpath(self._resumption.loaded or "") == os.path.realpath(self.path_of(step))
+            self._saved_step = step if here else None
+            self._last_save = time.monotonic()
+            if self._save_policy.ever and self._seen is None:
+                self._prewarm_loaded(state)
+        return step
+
+    def maybe_save(self, step: int, state: Mapping[Any, Any]) -> bool:
+        """Save when the policy says so. Call it after every step. Returns whether a save was started.
+
+        Args:
+            step: the step just done.
+            state: nested dicts of tensors, plain values, and objects with `state_dict()`. The manager keeps a
+                reference to it, for the save at the end.
+
+        Raises:
+            CheckpointWorldError: the ranks are others than those that the manager was built for.
+            CheckpointError: also what went wrong in an earlier save and was not yet told; with several ranks at the
+                next save, on all of them.
+        """
+        step = checked_step(step)
+        self._seen = (step, state)
+        self._ranks.at_step(step)
+        if self._ranks.world_size == 1:
+            self._collect()
+        if self._checkpointer is None:
+            return False
+        self._ranks.world.check()
+        try:
+            due = self._is_due(step)
+        except CheckpointTimeoutError as error:
+            if self._timeouts.max_stall is None or not self._warn:
+                raise
+            return self._skip(step, f"{error} (checkpoint.max_stall_s)")
+        return due and self.save(step, state)
+
+    def _is_due(self, step: int) -> bool:
+        policy = self._save_policy
+        if self._ranks.world_size == 1 or policy.every_seconds is None:
+            return policy.due(step, time.monotonic() - self._last_save)
+        # The ranks' clocks differ, so rank 0's is asked.
+        deadline, since = time.monotonic() + self._timeouts.waiting, self._last_save
+        return bool(self._due.ask(step, lambda: policy.due(step, time.monotonic() - since), deadline))
+
+    def save(self, step: int, state: Mapping[Any, Any]) -> bool:
+        """Save now. Returns whether a save was started.
+
+        It is not when the step is saved already, when `overlap: skip` says so, and with `on_error: warn` when it could
+        not begin; the last two are in `reports`.
+
+        Raises:
+            CheckpointBusyError: `overlap: error` and an earlier save still runs.
+            CheckpointExistsError: an older run saved this step, or later ones.
+            CheckpointStepError: the step is no step.
+            CheckpointError: what went wrong, also in an earlier save.
+        """
+        step = checked_step(step)
+        self._seen = (step, state)
+        self._ranks.at_step(step)
+        if self._checkpointer is None or step == self._saved_step:
+            return False
+        if self._closed:
+            raise CheckpointError("This manager is closed; build a new one to save again.")
+        if self._ranks.world_size == 1:
+            self._collect()
+        before, self._last_save = self._last_save, time.monotonic()
+        try:
+            futures = self._checkpointer.save(state, self.path_of(step), may_wait=self._overlap == "wait")
+        except CheckpointBusyError as error:
+            self._last_save = before
+            text = f"step {step} came while an earlier save was still running"
+            if self._overlap == "error":
+                raise CheckpointBusyError(
+                    f"{text}; use checkpoint.overlap=wait or skip, or save less often."
+                ) from error
+            return self._skip(step, f"{text} (checkpoint.overlap=skip)")
+        finally:
+            if self._ranks.world_size > 1:
+                # The save itself tells of earlier ones that failed, so that all ranks hear of it together.
+                self._collect(only_told=True)
+        if futures is not None:
+            self._saved_step = step
+            self._pending.add(step, futures[1])
+            if futures[1].begun:
+                return True
+            self._collect(only_told=True)
+            return False
+        report = self._checkpointer.last_report
+        if report is not None:
+            self.reports.append(replace(report, step=step))
+            if report.outcome != "committed":
+                return False
+        self._saved_step = step
+        return True
+
+    def _prewarm_loaded(self, state: Mapping[Any, Any]) -> None:
+        """Not from scratch: then an optimizer has no state before its first step, and the plan would be another."""
+        try:
+            self.prewarm(state)
+        except CheckpointError as error:
+            if not self._warn:
+                raise
+            logger.warning("the first save is going to fail (checkpoint.on_error=warn): %s", error)
+
+    def _skip(self, step: int, text: str) -> bool:
+        logger.warning("step %d is skipped: %s", step, text)
+        self.reports.append(SaveReport(path=self.path_of(step), outcome="skipped", step=step, error=text))
+        return False
+
+    def prewarm(self, state: Mapping[Any, Any]) -> None:
+        """Plan and take memory for this state, so that the first save costs what others do."""
+        if self._checkpointer is not None:
+            self._checkpointer.prewarm(state)
+
+    def wait(self) -> None:
+        """Return when every save that was started is committed, or raise what went wrong.
+
+        Raises:
+            CheckpointTimeoutError: a save hung; see timeouts.write.
+        """
+        self._pending.wait(self._timeouts.whole_save)
+        self._collect()
+
+    def close(self) -> None:
+        """Finish what was started and free everything; saves nothing more. Bounded; safe to call twice.
+
+        Raises:
+            CheckpointError: what went wrong in an earlier save and was not yet told.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        self._warn_if_idle()
+        self._seen = None
+        if self._checkpointer is None:
+            return
+        try:
+            self._checkpointer.close()
+        finally:
+            self._collect(tell=False)
+
+    def __enter__(self) -> CheckpointManager:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self._restored = None  # the loop may have ended before its first step
+            try:
+                self.close()
+            except CheckpointError as failure:
+                # The loop's own exception goes on; this one must not hide it.
+                logger.error("while closing the checkpoint manager: %s", failure)
+            return
+        try:
+            if self._save_policy.at_end and self._seen is not None:
+                self._save_last(*self._seen)
+        finally:
+            self.close()
+
+    def _warn_if_idle(self) -> None:
+        if self._restored is None or not self._save_policy.ever:
+            return  # what only evaluates has no steps
+        if self._seen is None or self._seen[0] == self._restored:
+            self.idle = self._restored
+            if self._ranks.leads:
+                logger.warning(
+                    "restored step %d from %s and saw no further step: nothing was trained", self.idle, self._root
+                )
+
+    def _save_last(self, step: int, state: Mapping[Any, Any]) -> None:
+        """Save the last step: `overlap` must not skip it, nor an earlier save's error keep it from being tried."""
+        self._pending.wait(self._timeouts.whole_save)
+        failures = self._pending.take_failures()
+        try:
+            self.save(step, state)
+        finally:
+            if failures:
+                raise failures[0]  # the others are in the log and in the reports
+
+    def _collect(self, tell: bool = True, only_told: bool = False) -> None:
+        """Turn ended saves into reports, and raise the first error that nobody has seen yet.
+
+        Args:
+            tell: False: raise nothing.
+            only_told: leave failures that nobody has seen for later.
+        """
+        failed_steps, failure = self._pending.collect(only_told)
+        if self._saved_step in failed_steps:
+            self._saved_step = None
+        if failure is not None and tell:
+            raise failure

@@ -1,0 +1,135 @@
+"""When to save, what to keep, where to resume: three small rules, each on its own; and what a step is."""
+
+from __future__ import annotations
+
+import operator
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..errors import CheckpointConfigError, CheckpointStepError
+from ..spelling import closest
+from ..storage.names import MAX_STEP
+
+RESUME_WORDS = ("auto", "must", "never")
+
+
+def checked_resume(value: int | str) -> int | str:
+    """`auto`, `must`, `never`, a step that is not negative, which may have come as a text, or a path.
+
+    A path has a slash, begins with `~`, or names what is there.
+    """
+    if isinstance(value, str) and value.isdecimal():
+        value = int(value)
+    if value in RESUME_WORDS or (type(value) is int and value >= 0):
+        return value
+    if isinstance(value, str) and (os.sep in value or value.startswith("~") or os.path.exists(value)):
+        if "://" in value:
+            raise CheckpointConfigError(
+                f"checkpoint.resume={value} is a URL, and checkpoints are loaded from local or mounted folders only."
+            )
+        return value
+    meant = closest(str(value), RESUME_WORDS)
+    raise CheckpointConfigError(
+        f"checkpoint.resume must be {', '.join(RESUME_WORDS)}, a step or a path, got {value}."
+        + (f" Did you mean checkpoint.resume={meant}?" if meant else "")
+    )
+
+
+@dataclass(frozen=True)
+class SavePolicy:
+    """Save every so many steps, or after so many seconds, and at the end.
+
+    Attributes:
+        every_steps: save when the step is a multiple; None: never for this reason.
+        every_seconds: save when the last save is so long ago; None: never for this reason.
+        at_end: save the last step when the manager is left without an exception.
+    """
+
+    every_steps: int | None = 100
+    every_seconds: float | None = None
+    at_end: bool = True
+
+    @property
+    def ever(self) -> bool:
+        """Whether it saves at all, unasked."""
+        return self.at_end or self.every_steps is not None or self.every_seconds is not None
+
+    def due(self, step: int, seconds_since_last: float) -> bool:
+        """Whether to save at this step."""
+        if self.every_steps is not None and step % self.every_steps == 0:
+            return True
+        return self.every_seconds is not None and seconds_since_last >= self.every_seconds
+
+
+@dataclass(frozen=True)
+class KeepPolicy:
+    """Keep the newest checkpoints, and some for ever.
+
+    Attributes:
+        last: how many of the newest; None: all.
+        every_steps: those whose step is a multiple stay for ever; None: none does.
+    """
+
+    last: int | None = 3
+    every_steps: int | None = None
+
+    def victims(self, committed: Sequence[int]) -> list[int]:
+        """Which of the committed steps may go; never the newest."""
+        if self.last is None:
+            return []
+        old = sorted(committed)[: -max(self.last, 1)]
+        return [step for step in old if self.every_steps is None or step % self.every_steps]
+
+
+@dataclass(frozen=True)
+class ResumePolicy:
+    """Where a run begins.
+
+    Attributes:
+        choice: `auto` (newest, or from scratch), `must` (newest), `never`, a step, or a path.
+        rewind: retire what follows the chosen checkpoint.
+    """
+
+    choice: str | int = "auto"
+    rewind: bool = False
+
+    @property
+    def searches(self) -> bool:
+        """Whether the newest checkpoint that is whole will do."""
+        return self.choice in ("auto", "must")
+
+    @property
+    def path(self) -> str | None:
+        """The checkpoint elsewhere that was asked for, absolute; None for any other choice."""
+        if isinstance(self.choice, int) or self.searches or self.choice == "never":
+            return None
+        return os.path.abspath(os.path.expanduser(self.choice))
+
+    @classmethod
+    def parse(cls, value: str | int, rewind: bool = False) -> ResumePolicy:
+        """The policy of `checkpoint.resume` and `checkpoint.rewind`.
+
+        Raises:
+            CheckpointConfigError: any other text.
+        """
+        return cls(checked_resume(value), rewind)
+
+
+def checked_step(step: object) -> int:
+    """A step as the plain int that it is.
+
+    Raises:
+        CheckpointStepError: it is no step.
+    """
+    try:
+        number = None if isinstance(step, bool) else operator.index(step)  # type: ignore[arg-type]
+    except TypeError:
+        number = None
+    if number is None:
+        raise CheckpointStepError(
+            f"The step is {step!r:.100}, a {type(step).__name__}; a step is a whole number: save(int(step), state)."
+        )
+    if not 0 <= number <= MAX_STEP:
+        raise CheckpointStepError(f"The step is {number}; steps go from 0 to {MAX_STEP}, counted by the training loop.")
+    return number

@@ -1,0 +1,299 @@
+"""Where a run begins: rank 0 looks what is committed, all ranks load the same step, and fall back together."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from typing import Any
+
+from ..checkpointer import Checkpointer
+from ..coordination import Coordinator, Meetings
+from ..errors import (
+    CheckpointCorruptError,
+    CheckpointError,
+    CheckpointLoadError,
+    CheckpointNotFoundError,
+    CheckpointUnreadableError,
+)
+from ..saving.report import Timeouts
+from ..storage.cleanup import living_attempts, sweep
+from ..storage.fs import FsOps
+from ..storage.names import StepNames
+from ..storage.quarantine import quarantine
+from ..storage.scan import Scan, committed_under_other_names, repair_pointer, scan_steps
+from ..storage.space import amount
+from ..storage.visibility import wait_visible
+from .lookup import refuse_absent_step, refuse_others, size_of_checkpoint, step_of_checkpoint
+from .policies import ResumePolicy
+from .rollback import Rollback, named
+
+logger = logging.getLogger(__name__)
+
+#: The worst first: what an older checkpoint may make up for, and before that what proves damage.
+_ORDER: tuple[type[CheckpointError], ...] = (CheckpointCorruptError, CheckpointUnreadableError, CheckpointLoadError)
+
+
+class Resumption:
+    """Searches for the checkpoint to begin with.
+
+    Args:
+        checkpointer: loads.
+        ranks: how the ranks agree.
+        fs: where effects go.
+        root: folder of the run's checkpoints.
+        names: how steps are named on disk.
+        policy: which steps to try.
+        rollback: what becomes of those that follow.
+        saves: whether the run is going to save by itself.
+        timeouts: deadlines.
+        warned: what was warned about already; see `committed_steps`.
+
+    Attributes:
+        loaded: the path of the checkpoint that was loaded last.
+    """
+
+    def __init__(
+        self,
+        checkpointer: Checkpointer,
+        ranks: Coordinator,
+        fs: FsOps,
+        root: str,
+        names: StepNames,
+        policy: ResumePolicy,
+        rollback: Rollback,
+        saves: bool,
+        timeouts: Timeouts,
+        warned: set[str],
+    ) -> None:
+        self._checkpointer = checkpointer
+        self._ranks = ranks
+        self._fs = fs
+        self._root = root
+        self._names = names
+        self._policy = policy
+        self._rollback = rollback
+        self._saves = saves
+        self._timeouts = timeouts
+        self._warned = warned
+        self._size: tuple[int, bool] = (0, False)
+        self.loaded: str | None = None
+
+    def load(self, state: dict[str, Any], strict: bool, allow_dtype_cast: bool, meetings: Meetings) -> int | None:
+        """Load the best step that is whole; see `CheckpointManager.restore`. Returns it, or None.
+
+        What was found to be damaged is quarantined once an older checkpoint has been loaded in its place, or where
+        there never was a checkpoint: until then it may be all there is. What follows is retired as late.
+
+        Args:
+            state: filled in place.
+            strict: refuse a checkpoint that lacks keys of the state.
+            allow_dtype_cast: let the state's tensors take values of another dtype.
+            meetings: where all ranks meet that restore.
+        """
+        deadline = time.monotonic() + self._timeouts.stage + self._timeouts.close
+        more = {"allow_dtype_cast": True} if allow_dtype_cast else {}  # a reader of one's own may not know it
+        candidates, committed, suspects, occupied = meetings.ask(None, lambda _: self._look(), deadline)
+        tag = meetings.tag
+        for number, (step, path) in enumerate(candidates):
+            started = time.perf_counter()
+            try:
+                self._load_together(path, state, f"{tag}/{number}", strict=strict, **more)
+            except CheckpointCorruptError as error:
+                if number + 1 == len(candidates):
+                    raise
+                logger.error("step %d cannot be used, trying step %d: %s", step, candidates[number + 1][0], error)
+                # What cannot be read may be all right: the disk or the mount is not.
+                if not isinstance(error, CheckpointUnreadableError):
+                    suspects.append(step)
+                continue
+            self._log_loaded(step, path, time.perf_counter() - started)
+            later = [other for other in occupied if other > step]
+            moved = self._tidy_together(suspects, committed, later if self._policy.rewind else [], tag)
+            left = [other for other in later if other not in moved]
+            if left and self._ranks.leads:
+                logger.warning(
+                    "resumed from step %d although %s follow(s); saving those steps again will be refused "
+                    "(checkpoint.rewind=true retires them)",
+                    step,
+                    named(left),
+                )
+            self.loaded = path
+            self._rollback.settled = self._saves
+            return int(step)
+        self._tidy_together(suspects, committed, occupied if self._policy.rewind else [], tag)
+        if self._ranks.leads:
+            never = self._policy.choice == "never"
+            why = "checkpoint.resume=never" if never else f"no checkpoint in {self._root}"
+            logger.info("%s: starting from scratch", why)
+        self.loaded = None
+        self._rollback.settled = self._saves
+        return None
+
+    def _look(self) -> list[Any]:
+        """On the leading rank.
+
+        Returns:
+            The steps to try with their paths, best first; all that are committed; those to quarantine; and all that a
+            save would meet.
+        """
+        self._clean_up()
+        scan = scan_steps(self._fs, self._root, self._names)
+        bad = {**scan.damaged, **scan.torn, **scan.unusable}
+        for step, why in sorted(bad.items()):
+            logger.error("step %d is not a usable checkpoint: %s", step, why)
+        for why in scan.unfinished.values():
+            logger.warning("%s; it is no checkpoint, and left alone", why)
+        for why in scan.foreign.values():
+            logger.warning("%s, so it is not taken for a checkpoint of this run and left alone", why)
+        self._warned.update(bad.values(), scan.foreign.values())
+        candidates = self._candidates(scan)
+        if self._saves and not self._policy.searches and not self._policy.rewind:
+            chosen = candidates[0][0] if candidates else None
+            self._rollback.refuse([step for step in scan.occupied if chosen is None or step > chosen], chosen)
+        suspects = sorted({**scan.damaged, **scan.torn}) if self._policy.searches else []
+        return [candidates, scan.committed, suspects, sorted(scan.occupied)]
+
+    def _candidates(self, scan: Scan) -> list[tuple[int, str]]:
+        policy, bad = self._policy, {**scan.damaged, **scan.torn, **scan.unusable}
+        if policy.path is not None:
+            return [(step_of_checkpoint(self._fs, policy.path), policy.path)]
+        other = committed_under_other_names(self._fs, self._root, self._names)
+        if isinstance(policy.choice, int):
+            if policy.choice in bad:
+                raise _kind_of(policy.choice, scan)(
+                    f"checkpoint.resume={policy.choice}, and that checkpoint cannot be used: {bad[policy.choice]}"
+                )
+            refuse_absent_step(policy.choice, scan.committed, self._root, other)
+            return [(policy.choice, self._path_of(policy.choice))]
+        if policy.choice == "never":
+            return []
+        # A folder that has a manifest was a checkpoint once. To begin from scratch beside it is nobody's wish.
+        lost = {**scan.damaged, **scan.unusable}
+        if lost and not scan.committed:
+            newest = max(lost)
+            raise _kind_of(newest, scan)(
+                f"{self._root} holds checkpoints, and none that can be used; the newest: {lost[newest]} To start from "
+                "scratch, use checkpoint.resume=never with another checkpoint.dir, or with checkpoint.rewind=true."
+            )
+        if scan.committed:
+            if other is not None:
+                logger.warning(
+                    "%s also holds checkpoints up to step %d of checkpoint.naming=%s, which are not looked at",
+                    self._root,
+                    other[1][-1],
+                    other[0],
+                )
+            return [(step, self._path_of(step)) for step in reversed(scan.committed)]
+        refuse_others(self._fs, self._root, scan, self._names, other)
+        if policy.choice == "must":
+            raise CheckpointNotFoundError(
+                f"checkpoint.resume=must, but {self._root} has no committed checkpoint; "
+                "use resume=auto to start from scratch."
+            )
+        return []
+
+    def _path_of(self, step: int) -> str:
+        return os.path.join(self._root, self._names.folder(step))
+
+    def _log_loaded(self, step: int, path: str, seconds: float) -> None:
+        """One line on the leading rank: what was loaded."""
+        if not self._ranks.leads:
+            return
+        size, checksums = self._size
+        if not checksums:
+            verified = "not verified: it has no checksums"
+        else:
+            verified = "checksums verified" if self._checkpointer.verifies else "not verified (checkpoint.verify=off)"
+        logger.info("restored step %d from %s: %s in %.2f s, %s", step, path, amount(size), seconds, verified)
+
+    def _tidy_together(self, suspects: list[int], committed: list[int], later: list[int], tag: str) -> list[int]:
+        """Put away what is damaged and what is to be retired, and set the pointer right, on the leading rank.
+
+        Returns:
+            The steps that it moved.
+        """
+        if self._policy.choice == "never" and not later:
+            return []
+        deadline = time.monotonic() + self._timeouts.stage
+        return list(self._ranks.lead(f"{tag}/tidy", lambda: self._tidy(suspects, committed, later), deadline))
+
+    def _tidy(self, suspects: list[int], committed: list[int], later: list[int]) -> list[int]:
+        moved = self._rollback.retire(later)
+        for step in sorted(set(suspects) - set(moved)):
+            path = self._path_of(step)
+            try:
+                target = quarantine(self._fs, path)
+            except OSError as error:
+                logger.error("%s is damaged and could not be put out of the way: %s", path, error)
+                continue
+            logger.error("%s is damaged; it is kept as %s, which nothing uses or deletes", path, target)
+            moved.append(step)
+        repair_pointer(self._fs, self._root, self._names, [step for step in committed if step not in moved])
+        return moved
+
+    def _load_together(self, path: str, state: dict[str, Any], tag: str, **options: bool) -> None:
+        """Load a checkpoint on all ranks; what fails on one fails on all, and corrupt bytes are the worst.
+
+        `options` are those of `Checkpointer.load`.
+        """
+        failure: Exception | None = None
+        try:
+            if self._ranks.leads:
+                self._size = size_of_checkpoint(self._fs, path)
+            else:
+                # A path that was named may be that of a file.
+                wait_visible(lambda: self._fs.is_folder(path) or os.path.isfile(path), path, self._timeouts.visible)
+            self._checkpointer.load_to_resume(path, state, **options)
+        except Exception as error:
+            failure = error
+        if self._ranks.world_size == 1:
+            if failure is not None:
+                raise failure
+            return
+        said = None if failure is None else [_ORDER.index(_named(failure)), str(failure)]
+        # As long as the slowest rank needs to read its part.
+        deadline = time.monotonic() + self._timeouts.stage + self._timeouts.write
+        told = self._ranks.pool(tag, said, _first_failure, deadline)
+        if told is not None:
+            raise _ORDER[told[0]](told[1]) from failure
+
+    def _clean_up(self) -> None:
+        """Wait, bounded, for what a dead run's writer still finishes; then delete what dead runs left."""
+        deadline = time.monotonic() + self._timeouts.close
+        said = False
+        while living := living_attempts(self._fs, self._root, self._names):
+            if not said:
+                logger.info(
+                    "waiting up to %g s for a checkpoint that another process finishes: %s",
+                    self._timeouts.close,
+                    living,
+                )
+                said = True
+            if time.monotonic() > deadline:
+                logger.warning("%s is still being written by another process; going on without it", living)
+                break
+            time.sleep(0.05)
+        for name in sweep(self._fs, self._root, self._names):
+            logger.info("deleted %s, which a dead run left", name)
+
+
+def _named(failure: Exception) -> type[CheckpointError]:
+    """Under which of these the other ranks hear of a failure."""
+    for kind in (CheckpointUnreadableError, CheckpointCorruptError):
+        if isinstance(failure, kind):
+            return kind
+    return CheckpointLoadError
+
+
+def _kind_of(step: int, scan: Scan) -> type[CheckpointError]:
+    return CheckpointUnreadableError if step in scan.unusable else CheckpointCorruptError
+
+
+def _first_failure(said: list[Any]) -> Any:
+    """The failure that all ranks are to hear of, and which rank's it is."""
+    failures = [(order, rank, text) for rank, (order, text) in ((r, each) for r, each in enumerate(said) if each)]
+    if not failures:
+        return None
+    order, rank, text = min(failures)
+    return [order, f"Rank {rank}: {text}"]

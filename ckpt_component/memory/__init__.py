@@ -1,0 +1,1 @@
+"""Host memory below Python: mappings, huge pages, the page cache, columns of integers."""

@@ -1,0 +1,71 @@
+"""Options that the library and its configs share: enums whose members are the words of the configs."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+
+class Naming(Enum):
+    """How checkpoints are called in `checkpoint.dir`."""
+
+    megatron = "megatron"  # iter_0000200 and latest_checkpointed_iteration.txt
+    step = "step"  # step_00000200 and latest
+
+
+class Overlap(Enum):
+    """What happens to a save that comes while the one before it still runs."""
+
+    wait = "wait"
+    skip = "skip"
+    error = "error"
+
+
+#: What happens when a save fails. Not a class, because `raise` is a word of the language.
+OnError = Enum("OnError", {"raise": "raise", "warn": "warn", "retry": "retry"})
+
+
+class Durability(Enum):
+    """What a committed checkpoint survives."""
+
+    power_cut = "power_cut"  # everything is synced to the disk before the commit
+    process_crash = "process_crash"  # the kernel's cache is trusted
+
+
+class Commit(Enum):
+    """How a checkpoint becomes visible, whole, under its name."""
+
+    rename = "rename"  # its folder is renamed to its name
+    manifest = "manifest"  # manifest.json is put into its folder last; for object stores that are mounted
+
+
+class Verify(Enum):
+    """When the checksums of what is read are compared. Sizes and structure always are."""
+
+    on_read = "on_read"  # at every load
+    on_resume = "on_resume"  # when the manager resumes, not in a plain load
+    off = "off"
+
+
+class IoMode(Enum):
+    """How files are written."""
+
+    auto = "auto"  # whichever makes bytes durable sooner in the folder, by a trial
+    buffered = "buffered"  # through the page cache
+    direct = "direct"  # past it
+
+
+class ChecksumName(Enum):
+    """The checksum that every item is stored with."""
+
+    crc32 = "crc32"  # always there: by zlib, and ten times faster by the package isal
+    crc32c = "crc32c"  # needs the package crc32c or google-crc32c
+    xxh3_64 = "xxh3_64"  # needs the package xxhash
+    auto = "auto"  # the fastest that is installed
+
+
+class IoPriority(Enum):
+    """How a writer process queues for the disk."""
+
+    normal = "normal"
+    low = "low"
+    idle = "idle"

@@ -1,0 +1,1 @@
+"""Checkpoints that others wrote, read safely."""

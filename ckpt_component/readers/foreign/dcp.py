@@ -1,0 +1,99 @@
+"""Folders of stock `dcp.save`: `.metadata` is their only index, and every stored chunk is a `torch.save` archive."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from ...errors import CheckpointCorruptError
+from ...state.shards import Box, overlap
+from ...storage.fs import FsOps
+from ...storage.safe_open import read_failure
+from ..ranges import OpenFiles, Piece
+from ..source import Index, Request, Source, TensorEntry, copy_into
+from .archives import load_archive, load_object
+from .dcp_metadata import Place, load_metadata
+from .torch_file import list_paths
+
+_MAX_METADATA = 1 << 30
+
+
+class StockDcpSource(Source):
+    """A checkpoint of `torch.distributed.checkpoint`, from any world size; chunks are put together.
+
+    Args:
+        fs: reads what is small.
+        folder: of the checkpoint.
+        shared: as for `OpenFiles`.
+
+    Raises:
+        CheckpointCorruptError: `.metadata` is damaged, or says what cannot be.
+        CheckpointUnreadableError: it cannot be read.
+    """
+
+    def __init__(self, fs: FsOps, folder: str, *, shared: bool = True) -> None:
+        self._shared = shared
+        path = os.path.join(folder, ".metadata")
+        try:
+            data = fs.read(path, _MAX_METADATA)
+            found = {name: fs.size(os.path.join(folder, name)) for name in fs.names(folder)}
+        except OSError as error:
+            raise read_failure(path, error) from error
+        self._metadata = load_metadata(data, path, {name: size for name, size in found.items() if size is not None})
+        paths, containers = list_paths(self._metadata.paths)
+        index = Index(containers=containers)
+        for key, tensor in self._metadata.tensors.items():
+            index.tensors[key] = TensorEntry(paths.get(key, (key,)), tensor.dtype, tuple(tensor.shape), key)
+        for key in self._metadata.objects:
+            index.objects[key] = paths.get(key, (key,))
+        super().__init__(folder, index)
+
+    def read_tensors(self, requests: Sequence[Request]) -> None:
+        """Load the chunks of every tensor, and copy what each has of the parts that are asked for."""
+        with OpenFiles(self.where, shared=self._shared) as files:
+
+            def read(request: Request, sizes: Sequence[int], place: Place, common: Any) -> None:
+                theirs, ours, _ = common
+                value = load_archive(self._bytes(files, place, request.key), self._name(request.key, place))
+                promised = self.index.tensors[request.key].dtype, torch.Size(sizes)
+                if not isinstance(value, torch.Tensor) or (value.dtype, value.shape) != promised:
+                    raise CheckpointCorruptError(
+                        f"{self._name(request.key, place)} is not the chunk that was promised."
+                    )
+                copy_into(request.destination[ours], value[theirs], request.key)
+
+            files.read_all(
+                [
+                    Piece(place.file, place.offset, place.length, partial(read, request, sizes, place, common))
+                    for request in requests
+                    for (_, sizes), place, common in self._chunks(request)
+                ]
+            )
+
+    def read_objects(self, keys: Sequence[str]) -> Mapping[str, Any]:
+        """Load the objects, each with `weights_only`."""
+        found = {}
+        with OpenFiles(self.where) as files:
+            for key in keys:
+                place = self._metadata.objects[key]
+                found[key] = load_object(self._bytes(files, place, key), self._name(key, place))
+        return found
+
+    def _chunks(self, request: Request) -> list[tuple[Box, Place, Any]]:
+        """The chunks that have something of what is asked for, each with what they have in common."""
+        chunks = self._metadata.tensors[request.key].chunks
+        pieces = [(box, place, overlap(box, request.box)) for box, place in chunks]
+        return [(box, place, common) for box, place, common in pieces if common is not None]
+
+    def _bytes(self, files: OpenFiles, place: Place, key: str) -> bytearray:
+        data = bytearray(place.length)
+        if not files.fill(place.file, memoryview(data), place.offset):
+            raise CheckpointCorruptError(f"{self._name(key, place)} is not whole: the file ends before.")
+        return data
+
+    def _name(self, key: str, place: Place) -> str:
+        return f"'{key}' in {os.path.join(self.where, place.file)}"

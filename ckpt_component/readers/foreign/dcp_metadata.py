@@ -1,0 +1,245 @@
+"""`.metadata` of stock DCP: read without running anything, then checked as data before anything is allocated by it."""
+
+from __future__ import annotations
+
+import math
+import reprlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ...errors import CheckpointCorruptError, CheckpointLoadError
+from ...state.flatten import Path
+from ...state.shards import Box
+from ...storage.safe_open import is_plain_name
+from ..shapes import DTYPES, check_cover, is_shape
+from .safe_unpickle import Record, load_inert
+
+_DCP = "torch.distributed.checkpoint"
+_MEGATRON = "megatron.core.dist_checkpointing.strategies"
+_RECORDS = [
+    *(
+        (f"{_DCP}.metadata", name)
+        for name in (
+            "Metadata",
+            "MetadataIndex",
+            "StorageMeta",
+            "TensorStorageMetadata",
+            "BytesStorageMetadata",
+            "ChunkStorageMetadata",
+            "TensorProperties",
+            "_MEM_FORMAT_ENCODING",
+        )
+    ),
+    # Megatron and NVRx keep every rank's plan in there, for their own next save.
+    *(
+        (f"{_DCP}.planner", name)
+        for name in ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData")
+    ),
+    (f"{_DCP}.filesystem", "_StoragePrefix"),
+    (f"{_MEGATRON}.torch", "MCoreMetadata"),
+    (f"{_MEGATRON}.torch", "MCoreSavePlan"),
+    (f"{_DCP}.filesystem", "_StorageInfo"),
+    ("torch.serialization", "_get_layout"),
+    # With Python 3.11.0 to 3.11.3 a member of an enumeration is pickled as the attribute of a class. A record as all
+    # others: it keeps what it was asked for, and gets nothing from anywhere.
+    ("builtins", "getattr"),
+    # DCP notes the checkpoint's own path as an object, of a class that not every Python has.
+    *(
+        (module, name)
+        for module in ("pathlib", "pathlib._local")
+        for name in ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
+    ),
+]
+
+_WHOLE = ("Metadata", "MCoreMetadata")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where an archive is: file, offset and length in bytes."""
+
+    file: str
+    offset: int
+    length: int
+
+
+@dataclass(frozen=True)
+class StockTensor:
+    """One tensor: dtype, shape, and its chunks with their places."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    chunks: tuple[tuple[Box, Place], ...]
+
+
+@dataclass(frozen=True)
+class StockMetadata:
+    """What a `.metadata` says, once everything in it is known to make sense.
+
+    Attributes:
+        tensors: by key.
+        objects: places of the objects' archives, by key.
+        paths: the way to every value, where the planner noted it; a key alone has none.
+    """
+
+    tensors: Mapping[str, StockTensor]
+    objects: Mapping[str, Place]
+    paths: Mapping[str, Path]
+
+
+def load_metadata(data: bytes, where: str, sizes: Mapping[str, int]) -> StockMetadata:
+    """The metadata of a DCP checkpoint.
+
+    Args:
+        data: the file's bytes.
+        where: its path, for error texts.
+        sizes: bytes of the regular files beside it, by name.
+
+    Raises:
+        CheckpointCorruptError: it is damaged, it holds what `.metadata` has no business to hold, or what it says cannot
+            be: a name that leaves the folder, a place outside of its file, chunks that overlap or leave a hole.
+        CheckpointLoadError: a form of storage that is not supported.
+    """
+    try:
+        found = load_inert(data, _RECORDS, lambda module, name: DTYPES.get(name) if module == "torch" else None)
+    except Exception as error:  # a damaged pickle can raise nearly anything
+        raise CheckpointCorruptError(f"{where} is not a DCP metadata file that can be trusted: {error}.") from error
+    return _Checked(where, sizes).metadata(found)
+
+
+class _Checked:
+    """Turns records into our own classes, value by value."""
+
+    def __init__(self, where: str, sizes: Mapping[str, int]) -> None:
+        self._where = where
+        self._sizes = sizes
+
+    def metadata(self, found: Any) -> StockMetadata:
+        """The whole."""
+        entries, storage, planner = (
+            self._attribute(found, self._kind(found) if self._kind(found) in _WHOLE else "Metadata", name)
+            for name in ("state_dict_metadata", "storage_data", "planner_data")
+        )
+        if not isinstance(entries, dict) or not isinstance(storage, dict):
+            raise self._refused("it has no list of items")
+        places = self._places(storage)
+        tensors: dict[str, StockTensor] = {}
+        objects: dict[str, Place] = {}
+        for key, entry in entries.items():
+            if type(key) is not str:
+                raise self._refused(f"it has the key {reprlib.repr(key)}, which is no text")
+            if self._kind(entry) == "BytesStorageMetadata":
+                objects[key] = self._stored(places, key, None)
+            else:
+                tensors[key] = self._tensor(key, entry, places)
+        return StockMetadata(tensors, objects, self._paths(planner, entries))
+
+    def _tensor(self, key: str, entry: Any, places: Mapping[Any, Place]) -> StockTensor:
+        properties, size, chunks = (
+            self._attribute(entry, "TensorStorageMetadata", name, key) for name in ("properties", "size", "chunks")
+        )
+        dtype = self._dtype(properties, key)
+        shape = self._shape(size, key)
+        if not isinstance(chunks, list):
+            raise self._refused(f"'{key}' has no list of chunks")
+        found = []
+        for chunk in chunks:
+            offsets, sizes = (
+                self._shape(self._attribute(chunk, "ChunkStorageMetadata", name, key), key)
+                for name in ("offsets", "sizes")
+            )
+            place = self._stored(places, key, offsets)
+            needed = math.prod(sizes) * dtype.itemsize
+            if needed > place.length:
+                raise self._refused(
+                    f"'{key}' has a chunk of {needed} bytes at {offsets}, and {place.file} has {place.length} for it"
+                )
+            found.append(((offsets, sizes), place))
+        check_cover(f"'{key}' in {self._where}", shape, [box for box, _ in found])
+        return StockTensor(dtype, shape, tuple(found))
+
+    def _dtype(self, properties: Any, key: str) -> torch.dtype:
+        if self._kind(properties) != "TensorProperties":
+            raise self._refused(f"'{key}' has no properties")
+        # Its state is a tuple of dtype, layout, requires_grad, memory format and pinning.
+        state = properties.state if isinstance(properties.state, tuple) else ()
+        dtype, layout = state[:2] if len(state) >= 2 else (properties.get("dtype"), properties.get("layout"))
+        if not isinstance(dtype, torch.dtype):
+            raise self._refused(f"'{key}' has the dtype {reprlib.repr(dtype)}")
+        if layout is not None and not (self._kind(layout) == "_get_layout" and layout.args == ("torch.strided",)):
+            raise CheckpointLoadError(f"'{key}' in {self._where} is not a dense tensor, which is not supported.")
+        return dtype
+
+    def _places(self, storage: Mapping[Any, Any]) -> dict[Any, Place]:
+        """Where everything is, by (key, offsets)."""
+        found: dict[Any, Place] = {}
+        for index, info in storage.items():
+            key, offsets = self._attribute(index, "MetadataIndex", "fqn"), index.get("offset")
+            if type(key) is not str:
+                raise self._refused(f"it stores the key {reprlib.repr(key)}, which is no text")
+            if offsets is not None:
+                offsets = self._shape(offsets, key)
+            name, offset, length = (
+                self._attribute(info, "_StorageInfo", part, key) for part in ("relative_path", "offset", "length")
+            )
+            if info.get("transform_descriptors"):
+                raise CheckpointLoadError(
+                    f"'{key}' in {self._where} was stored with transforms, which are not supported; load it with "
+                    "torch.distributed.checkpoint."
+                )
+            if not is_plain_name(name):
+                raise self._refused(f"'{key}' is in the file {reprlib.repr(name)}, which is not a plain name")
+            if name not in self._sizes:
+                raise self._refused(f"'{key}' is in {name}, and there is no such regular file")
+            if not (type(offset) is int and type(length) is int and offset >= 0 and length >= 0):
+                raise self._refused(f"'{key}' is at {reprlib.repr(offset)} of {name} with {reprlib.repr(length)} bytes")
+            if offset + length > self._sizes[name]:
+                raise self._refused(
+                    f"'{key}' lies outside of {name}: {length} bytes at {offset}, and the file has {self._sizes[name]}"
+                )
+            if (key, offsets) in found:
+                raise self._refused(f"'{key}' is stored twice at {offsets}")
+            found[key, offsets] = Place(name, offset, length)
+        return found
+
+    def _stored(self, places: Mapping[Any, Place], key: str, offsets: tuple[int, ...] | None) -> Place:
+        found = places.get((key, offsets))
+        if found is None:
+            at = "" if offsets is None else f" at {offsets}"
+            raise self._refused(f"it does not say where '{key}'{at} is stored")
+        return found
+
+    def _paths(self, planner: Any, entries: Mapping[str, Any]) -> dict[str, Path]:
+        """The planner's notes, where they are such: other planners keep other things there."""
+        if not isinstance(planner, dict):
+            return {}
+        return {
+            key: path
+            for key, path in planner.items()
+            if type(key) is str
+            and key in entries
+            and type(path) is tuple
+            and path
+            and all(type(part) in (str, int) for part in path)
+        }
+
+    def _shape(self, value: Any, key: str) -> tuple[int, ...]:
+        if type(value) is not tuple or not is_shape(value):
+            raise self._refused(f"'{key}' has the shape or place {reprlib.repr(value)}")
+        return value
+
+    def _attribute(self, record: Any, kind: str, name: str, key: str | None = None) -> Any:
+        if self._kind(record) != kind:
+            of = "" if key is None else f" for '{key}'"
+            raise self._refused(f"it has a {self._kind(record) or type(record).__name__} where a {kind} belongs{of}")
+        return record.get(name)
+
+    @staticmethod
+    def _kind(value: Any) -> str:
+        return value.kind if isinstance(value, Record) else ""
+
+    def _refused(self, what: str) -> CheckpointCorruptError:
+        return CheckpointCorruptError(f"{self._where} is not a DCP metadata file that can be trusted: {what}.")

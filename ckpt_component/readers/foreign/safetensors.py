@@ -1,0 +1,140 @@
+"""A safetensors file that others made: its header is checked as the library does, before anything is allocated."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import struct
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from ...errors import CheckpointCorruptError, CheckpointLoadError
+from ...formats.safetensors import DTYPES
+from ...image.arena import tensor_bytes
+from ..ranges import OpenFiles, Piece
+from ..shapes import is_shape
+from ..source import Index, Request, Source, TensorEntry, copy_into
+
+_MAX_HEADER = 100 << 20
+_KNOWN = {text: dtype for dtype, text in DTYPES.items()}
+
+
+class SafetensorsSource(Source):
+    """A safetensors file.
+
+    Args:
+        path: the file.
+        shared: as for `OpenFiles`.
+
+    Raises:
+        CheckpointCorruptError: it is no regular file, or its header cannot be: offsets that overlap or leave gaps, that
+            do not fit shape and dtype or the file, a key that stands twice.
+        CheckpointUnreadableError: it cannot be read.
+        CheckpointLoadError: a dtype that is not supported.
+    """
+
+    def __init__(self, path: str, *, shared: bool = True) -> None:
+        self._shared = shared
+        self._folder, self._name = os.path.split(os.path.abspath(path))
+        with OpenFiles(self._folder) as files:
+            size = os.fstat(files.descriptor(self._name)).st_size
+            header, self._start = _read_header(path, files, self._name, size)
+        metadata = header.pop("__metadata__", {})
+        self._places: dict[str, tuple[int, int]] = {}
+        index = Index()
+        for key, entry in header.items():
+            dtype, shape, self._places[key] = _tensor(path, key, entry)
+            index.tensors[key] = TensorEntry((key,), dtype, tuple(shape), key)
+        _check_contiguous(path, self._places, size - self._start)
+        # Names of tied tensors stand in the metadata, as the library's save_model notes them.
+        for alias, kept in (metadata if isinstance(metadata, dict) else {}).items():
+            if isinstance(kept, str) and kept in index.tensors and alias not in index.tensors:
+                found = index.tensors[kept]
+                self._places[alias] = self._places[kept]
+                index.tensors[alias] = TensorEntry((alias,), found.dtype, found.shape, found.same_as)
+        super().__init__(path, index)
+
+    def read_tensors(self, requests: Sequence[Request]) -> None:
+        """Read in parallel."""
+        with OpenFiles(self._folder, shared=self._shared) as files:
+
+            def read(request: Request) -> None:
+                begin, _ = self._places[request.key]
+                entry = self.index.tensors[request.key]
+                landing = torch.empty(entry.shape, dtype=entry.dtype)
+                if not files.fill(self._name, tensor_bytes(landing), self._start + begin):
+                    raise CheckpointCorruptError(f"{self.where} ends before '{request.key}'.")
+                copy_into(request.destination, request.part_of(landing), request.key)
+
+            pieces = []
+            for request in requests:
+                begin, end = self._places[request.key]
+                pieces.append(Piece(self._name, self._start + begin, end - begin, partial(read, request)))
+            files.read_all(pieces)
+
+    def read_objects(self, keys: Sequence[str]) -> Mapping[str, Any]:
+        """There are none in this format."""
+        return {}
+
+
+def _read_header(path: str, files: OpenFiles, name: str, size: int) -> tuple[dict[str, Any], int]:
+    length = memoryview(bytearray(8))
+    if not files.fill(name, length, 0):
+        raise CheckpointCorruptError(f"{path} is too short for a safetensors file.")
+    (count,) = struct.unpack("<Q", length)
+    if count > min(_MAX_HEADER, size - 8):
+        raise CheckpointCorruptError(f"{path} claims a header of {count} bytes and has {size} in all.")
+    text = memoryview(bytearray(count))
+    files.fill(name, text, 8)
+    try:
+        header = json.loads(bytes(text), object_pairs_hook=_unique)
+        if not isinstance(header, dict):
+            raise ValueError("it is no object")
+    except (ValueError, RecursionError) as error:
+        raise CheckpointCorruptError(f"{path} has a header that is not JSON ({error}).") from error
+    return header, 8 + count
+
+
+def _unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """JSON takes the last of two equal keys in silence."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a key stands twice")
+    return found
+
+
+def _tensor(path: str, key: str, entry: Any) -> tuple[torch.dtype, list[int], tuple[int, int]]:
+    """Dtype, shape, and place of one tensor, relative to the end of the header."""
+    values = [entry.get(name) for name in ("dtype", "shape", "data_offsets")] if isinstance(entry, dict) else [None] * 3
+    name, shape, place = values
+    if not isinstance(name, str) or not isinstance(shape, list) or not is_shape(shape):
+        raise CheckpointCorruptError(f"'{key}' in {path} has the dtype {name!r:.200} and the shape {shape!r:.200}.")
+    dtype = _KNOWN.get(name)
+    if dtype is None:
+        raise CheckpointLoadError(f"'{key}' in {path} has the dtype {name:.200}, which is not supported.")
+    if not isinstance(place, list) or len(place) != 2 or any(type(end) is not int or end < 0 for end in place):
+        raise CheckpointCorruptError(f"'{key}' in {path} has the offsets {place!r:.200}.")
+    begin, end = place
+    if end - begin != math.prod(shape) * dtype.itemsize:
+        raise CheckpointCorruptError(
+            f"'{key}' in {path} has {end - begin} bytes at {begin}, which do not fit {dtype} of shape {tuple(shape)}."
+        )
+    return dtype, shape, (begin, end)
+
+
+def _check_contiguous(path: str, places: Mapping[str, tuple[int, int]], size: int) -> None:
+    """The format has neither gaps nor overlaps, and ends with its last tensor."""
+    position = 0
+    for key, (begin, end) in sorted(places.items(), key=lambda entry: entry[1]):
+        if begin != position:
+            raise CheckpointCorruptError(
+                f"'{key}' in {path} begins at {begin}, and the tensor before it ends at {position}: the offsets "
+                f"{'overlap' if begin < position else 'leave a hole'}."
+            )
+        position = end
+    if position != size:
+        raise CheckpointCorruptError(f"{path} has {size} bytes of tensors, and its offsets end at {position}.")

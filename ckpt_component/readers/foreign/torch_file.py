@@ -1,0 +1,120 @@
+"""Files of `torch.save`, and the way into nested states that stock DCP notes.
+
+Files that others made carry no checksums, so nothing is verified here; our own are verified before they come here.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import zipfile
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ...errors import CheckpointCorruptError, CheckpointLoadError, CheckpointStageError
+from ...state.flatten import Path, flatten, key_of
+from ...storage.safe_open import open_regular, read_failure
+from ..source import Index, Request, Source, TensorEntry, copy_into
+from .archives import check_archive, decode
+
+#: A tensor may be larger than its file where it repeats what is stored (`expand`), up to this many bytes.
+_MOST_REPEATED = 64 << 20
+
+
+class TorchFileSource(Source):
+    """A file of `torch.save`, loaded with `weights_only`.
+
+    Args:
+        path: the file.
+        mapped: map the file instead of reading it: for copying into a target.
+
+    Raises:
+        CheckpointCorruptError: it is no regular file, damaged, or claims what it does not have.
+        CheckpointUnreadableError: it cannot be read.
+        CheckpointLoadError: it holds something else than a state dict of plain data.
+    """
+
+    def __init__(self, path: str, *, mapped: bool) -> None:
+        state, size = _torch_load(path, mapped)
+        if not isinstance(state, Mapping):
+            raise CheckpointLoadError(
+                f"{path} holds a {type(state).__name__}, not a state dict; use torch.load for it."
+            )
+        try:
+            flat = flatten(state)
+        except (CheckpointStageError, RecursionError) as error:
+            raise CheckpointLoadError(f"{path} holds no state dict that can be taken apart: {error}") from error
+        for place, tensor in zip(flat.tensor_paths, flat.tensors, strict=True):
+            nbytes = tensor.numel() * tensor.element_size()
+            if nbytes > max(size, _MOST_REPEATED):
+                raise CheckpointCorruptError(
+                    f"'{key_of(place)}' in {path} has the shape {tuple(tensor.shape)}, which is {nbytes} bytes, and "
+                    f"the file has {size}."
+                )
+        self._tensors = {key_of(path): value for path, value in zip(flat.tensor_paths, flat.tensors, strict=True)}
+        self._objects = {key_of(path): value for path, value in zip(flat.object_paths, flat.objects, strict=True)}
+        self._mapped = mapped
+        index = Index(containers=flat.containers)
+        for place, tensor in zip(flat.tensor_paths, flat.tensors, strict=True):
+            index.tensors[key_of(place)] = TensorEntry(place, tensor.dtype, tuple(tensor.shape), key_of(place))
+        index.objects = {key_of(place): place for place in flat.object_paths}
+        super().__init__(path, index)
+
+    def read_tensors(self, requests: Sequence[Request]) -> None:
+        """Copy from the loaded or mapped tensors."""
+        for request in requests:
+            copy_into(request.destination, request.part_of(self._tensors[request.key]), request.key)
+
+    def read_objects(self, keys: Sequence[str]) -> Mapping[str, Any]:
+        """Decode what stood beside the tensors."""
+        return {key: decode(self._objects[key], f"'{key}' in {self.where}") for key in keys}
+
+    def tied(self, key: str) -> torch.Tensor | None:
+        """The loaded tensor itself, which shares its storage with those that were tied; not from a mapped file."""
+        return None if self._mapped else self._tensors[key]
+
+
+def _torch_load(path: str, mapped: bool) -> tuple[Any, int]:
+    """What the file holds, and how large it is."""
+    try:
+        stream = os.fdopen(open_regular(path), "rb")
+    except OSError as error:
+        raise read_failure(path, error) from error
+    with stream:
+        size = os.fstat(stream.fileno()).st_size
+        try:
+            # torch.save wrote another form before 1.6, which cannot be mapped.
+            zipped = zipfile.is_zipfile(stream)
+            if zipped:
+                check_archive(stream, size, path)
+            stream.seek(0)
+            # Mapping goes by name; the one that leads to what was just looked at, whatever happens to the path.
+            source = f"/proc/self/fd/{stream.fileno()}" if mapped and zipped else stream
+            return torch.load(source, map_location="cpu", weights_only=True, mmap=mapped and zipped), size
+        except CheckpointCorruptError:
+            raise
+        except pickle.UnpicklingError as error:
+            raise CheckpointLoadError(
+                f"{path} holds Python objects that safe loading refuses: {_first_line(error)} "
+                "If you trust the file, load it with torch.load(weights_only=False) yourself."
+            ) from error
+        except OSError as error:
+            raise read_failure(path, error) from error
+        except Exception as error:  # torch.load raises nearly anything on damaged bytes
+            raise CheckpointCorruptError(f"{path} cannot be read as a torch.save file: {_first_line(error)}") from error
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    # torch puts the reason last, behind advice on how to switch the check off.
+    named = [line for line in lines if "GLOBAL" in line or "WeightsUnpickler" in line]
+    return (named or lines or [type(error).__name__])[0]
+
+
+def list_paths(mapping: Mapping[str, Sequence[Any]]) -> tuple[dict[str, Path], list[tuple[Path, str]]]:
+    """Paths and list containers from the flatten mapping of stock DCP (numbers are positions in lists)."""
+    paths = {key: tuple(parts) for key, parts in mapping.items()}
+    lists = {path[:depth] for path in paths.values() for depth, part in enumerate(path) if type(part) is int}
+    return paths, [(path, "list") for path in lists]

@@ -1,0 +1,1 @@
+"""The state dict: flattened, its structure, its shards and its objects."""

@@ -1,0 +1,151 @@
+"""Python objects in a form that `torch.load(weights_only=True)` gives back.
+
+Numpy values (RNG states above all) are not in its reach, so they travel as tagged tensors and are turned back by
+`decode`. Everything else outside the list of the README is refused by key when the snapshot is taken.
+"""
+
+from __future__ import annotations
+
+import io
+import sys
+from collections import OrderedDict
+from typing import Any
+
+import torch
+from torch.nn.parameter import is_lazy
+
+from ..errors import CheckpointStageError
+from .dense_tensors import is_its_bytes
+from .instead import instead_of
+from .shards import is_spread
+
+#: The key that marks an encoded numpy value. A dict of the user's with this key is refused.
+TAG = "__ckpt_component_numpy__"
+
+_ATOMS = (type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device)
+#: Elements of less than a byte: `torch.save` knows no storage of them.
+PACKED_DTYPES = frozenset(
+    value
+    for bits in range(1, 8)
+    for name in (f"int{bits}", f"uint{bits}")
+    if isinstance(value := getattr(torch, name, None), torch.dtype)
+)
+_ALLOWED = (
+    "dict, list, tuple, set, numbers, str, bytes, None, tensors, numpy arrays and numbers, torch.Size, dtype and device"
+)
+
+
+def encode(value: Any, key: str) -> Any:
+    """A value in which everything can be loaded with `weights_only`; shares nothing mutable with the original.
+
+    Args:
+        value: what stands in the state dict.
+        key: its flat key, for error texts.
+
+    Raises:
+        CheckpointStageError: something in the value is of a type that loading would refuse.
+    """
+    try:
+        return _encode(value, key, ())
+    except RecursionError:
+        raise CheckpointStageError(f"'{key}' is nested too deeply to be checkpointed; flatten it.") from None
+
+
+def _encode(value: Any, key: str, parents: tuple[int, ...]) -> Any:
+    kind = type(value)
+    if kind in _ATOMS:
+        return value
+    if kind in (dict, OrderedDict, list, tuple, set):
+        if id(value) in parents:
+            raise CheckpointStageError(f"'{key}' contains itself, which cannot be checkpointed.")
+        parents = (*parents, id(value))
+        if kind in (dict, OrderedDict):
+            if TAG in value:
+                raise CheckpointStageError(f"'{key}' has the dict key {TAG!r}, which is reserved.")
+            return kind(
+                (_encode(name, key, parents), _encode(element, key, parents)) for name, element in value.items()
+            )
+        return kind(_encode(element, key, parents) for element in value)
+    if isinstance(value, torch.Tensor):
+        check_tensor(value, key)
+        return value.detach().cpu().clone(memory_format=torch.contiguous_format)
+    numpy = sys.modules.get("numpy")  # a numpy value can only exist where numpy was imported
+    if numpy is not None and (kind in (numpy.ndarray, numpy.memmap) or isinstance(value, numpy.generic)):
+        return _encode_numpy(numpy, value, key)
+    raise CheckpointStageError(
+        f"'{key}' holds a {kind.__module__}.{kind.__qualname__}, which safe loading would refuse; "
+        f"{instead_of(value)}. Checkpoints take {_ALLOWED}."
+    )
+
+
+def _encode_numpy(numpy: Any, value: Any, key: str) -> dict[str, Any]:
+    array = numpy.ascontiguousarray(value)
+    if array.dtype.kind not in "biufc":
+        raise CheckpointStageError(
+            f"'{key}' holds a numpy value of dtype {array.dtype}; only numbers can be kept, so save its .tolist()."
+        )
+    native = array.astype(array.dtype.newbyteorder("="), copy=True)
+    data = torch.frombuffer(native, dtype=torch.uint8) if native.size else torch.empty(0)
+    kind = "array" if isinstance(value, numpy.ndarray) else "scalar"
+    shape = list(numpy.shape(value))
+    return {TAG: kind, "dtype": native.dtype.str, "shape": shape, "data": data}
+
+
+def decode(value: Any) -> Any:
+    """The inverse of `encode`, applied to what was loaded. Needs numpy where numpy values were saved."""
+    kind = type(value)
+    if kind in (dict, OrderedDict):
+        if TAG in value:
+            return _decode_numpy(value)
+        return kind((decode(name), decode(element)) for name, element in value.items())
+    if kind in (list, tuple, set):
+        return kind(decode(element) for element in value)
+    return value
+
+
+def _decode_numpy(value: dict[str, Any]) -> Any:
+    import numpy
+
+    data = value["data"].to(torch.uint8)
+    if not data.is_contiguous():  # in a hostile file it may repeat a byte for ever
+        raise ValueError("its bytes are not stored one after the other")
+    raw = bytearray(data.numel())
+    if raw:
+        torch.frombuffer(raw, dtype=torch.uint8).copy_(data.view(-1))
+    array = numpy.frombuffer(raw, dtype=value["dtype"]).reshape(value["shape"]).copy()
+    return array if value[TAG] == "array" else array[()]
+
+
+def dump(value: Any) -> bytes:
+    """An encoded object as a `torch.save` archive, as stock DCP stores it."""
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    return stream.getvalue()
+
+
+def load(data: bytes | bytearray | memoryview) -> Any:
+    """The object in such an archive, loaded with `weights_only` and decoded."""
+    return decode(torch.load(io.BytesIO(data), map_location="cpu", weights_only=True))
+
+
+def check_tensor(tensor: torch.Tensor, key: str) -> None:
+    """Refuse, by key, the tensors whose bytes alone do not give them back."""
+    problem = None
+    if is_spread(tensor):
+        problem = (f"holds a {type(tensor).__name__} in a tuple or another object", "put it into a dict or a list")
+    elif is_lazy(tensor):
+        problem = ("is not initialized yet", "run the module on one batch first")
+    elif tensor.device.type == "meta":
+        problem = ("is on the meta device and has no data", "materialize it first")
+    elif tensor.is_nested:
+        problem = ("is a nested tensor", "save its .unbind() as a list")
+    elif tensor.layout is not torch.strided:
+        problem = (f"is sparse ({tensor.layout})", "save .to_dense(), or its indices and values")
+    elif tensor.is_quantized:
+        problem = ("is quantized", "save .int_repr() with its scale and zero point")
+    elif tensor.dtype in PACKED_DTYPES:
+        problem = (f"is {tensor.dtype}", "save its .view(torch.uint8)")
+    elif not is_its_bytes(tensor):
+        problem = (f"is a {type(tensor).__name__}", "save the plain tensors it is made of")
+    if problem is not None:
+        raise CheckpointStageError(f"'{key}' {problem[0]}, which cannot be checkpointed; {problem[1]}.")

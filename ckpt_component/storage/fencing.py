@@ -1,0 +1,192 @@
+"""Who may commit under a root: the run that saved there first after all others, noted in one small file.
+
+A run that was stopped (a frozen node, SIGSTOP, a network cut) may wake up long after another one took its place. Before
+every commit the file is read again, and a run that does not own the root any more commits nothing (RELIABILITY 4.2 F).
+The root is taken at a run's first save, not when it restores: a script that only evaluates must not stop the training.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import time
+from dataclasses import asdict, dataclass
+
+from ..errors import CheckpointFencedError
+from .cleanup import leftovers, sweep
+from .fs import FsOps
+from .names import MEGATRON, OWNER, StepNames
+
+logger = logging.getLogger(__name__)
+
+_MAX_BYTES = 64 << 10
+#: By how much the clock may have been set between the start of a process and its claim.
+_CLOCK_SLACK_SECONDS = 60.0
+
+
+@dataclass(frozen=True)
+class Owner:
+    """One run as owner of a root.
+
+    Attributes:
+        generation: counts the runs that owned the root.
+        token: tells this run from all others.
+        host: where its leading rank runs.
+        pid: its leading rank's process.
+        since: when it took the root, seconds since 1970.
+    """
+
+    generation: int
+    token: str
+    host: str
+    pid: int
+    since: float
+
+    @property
+    def alive(self) -> bool | None:
+        """Whether its leading rank still runs; None: that cannot be known, on another host or in this very process."""
+        if self.host != socket.gethostname():
+            return None
+        started = _started(self.pid)
+        if started is None or started > self.since + _CLOCK_SLACK_SECONDS:
+            return False  # it ended; another process may have its number
+        return None if self.pid == os.getpid() else True
+
+    def __str__(self) -> str:
+        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.since))
+        return f"process {self.pid} on {self.host} since {when}"
+
+
+class Ownership:
+    """One run's claim to a root.
+
+    Args:
+        fs: where effects go.
+        root: folder of the run's checkpoints.
+        steps: how steps are named there.
+    """
+
+    def __init__(self, fs: FsOps, root: str, steps: StepNames = MEGATRON) -> None:
+        self._fs = fs
+        self._root = root
+        self._steps = steps
+        self._taken = False
+        #: What earlier owners left, and can commit no more; gone through until nothing of it is there.
+        self._fenced: set[str] = set()
+        self.token = os.urandom(8).hex()
+
+    def claim(self) -> None:
+        """Take the root over at the first call; at later ones make sure that it is still ours. Rank 0 alone.
+
+        Then what earlier owners left is deleted, of whichever host, unless it may be alive: what stood there before
+        this run's name did can be committed by nobody any more.
+
+        Raises:
+            CheckpointFencedError: another run took it meanwhile.
+            OSError: the file could not be written.
+        """
+        before = read_owner(self._fs, self._root)
+        if self._taken and before is not None:
+            _refuse_other(before, self._root, self.token)
+            self._clean_up()
+            return
+        if not self._taken:
+            self._fenced = leftovers(self._fs, self._root, self._steps)
+        generation = 1 if before is None else before.generation + 1
+        mine = Owner(generation, self.token, socket.gethostname(), os.getpid(), time.time())
+        self._fs.make_folders(self._root)
+        self._fs.write_over(os.path.join(self._root, OWNER), json.dumps(asdict(mine)).encode() + b"\n")
+        self._taken = True
+        if before is not None:
+            alive = before.alive
+            level = logging.DEBUG if alive is False else logging.WARNING if alive else logging.INFO
+            logger.log(
+                level,
+                "this run takes over %s from %s%s, which can commit nothing there any more",
+                self._root,
+                before,
+                " (still running)" if alive else "",
+            )
+        self._clean_up()
+
+    def check_after(self, error: Exception) -> None:
+        """After a failure: raise CheckpointFencedError from it where another run took the root over. Rank 0 alone."""
+        if not self._taken or isinstance(error, CheckpointFencedError):
+            return
+        try:
+            owner = read_owner(self._fs, self._root)
+        except OSError:
+            return  # the failure itself counts
+        if owner is not None and owner.token != self.token:
+            raise _fenced(owner, self._root) from error
+
+    def neighbor(self) -> Owner | None:
+        """Another process that saves there and may be alive, or None."""
+        owner = read_owner(self._fs, self._root)
+        if owner is None or owner.token == self.token or owner.alive is False:
+            return None
+        return None if (owner.host, owner.pid) == (socket.gethostname(), os.getpid()) else owner
+
+    def _clean_up(self) -> None:
+        if not self._fenced:
+            return
+        try:
+            for name in sweep(self._fs, self._root, self._steps, self._fenced):
+                logger.info("deleted %s, which an earlier run left", os.path.join(self._root, name))
+            self._fenced &= leftovers(self._fs, self._root, self._steps)
+        except OSError as error:
+            logger.warning("%s could not be searched for what earlier runs left: %s", self._root, error)
+
+
+def check_owner(fs: FsOps, root: str, token: str) -> None:
+    """Raise CheckpointFencedError unless the run with this token owns the root."""
+    owner = read_owner(fs, root)
+    if owner is None:
+        # Another run would have left its name.
+        logger.warning("%s is gone; committing all the same", os.path.join(root, OWNER))
+        return
+    _refuse_other(owner, root, token)
+
+
+def read_owner(fs: FsOps, root: str) -> Owner | None:
+    """The owner of a root, or None where there is none or its file cannot be made out."""
+    path = os.path.join(root, OWNER)
+    try:
+        owner = Owner(**json.loads(fs.read(path, _MAX_BYTES)))
+        numbers = (owner.generation, owner.pid, owner.since)
+        if not all(isinstance(each, (int, float)) for each in numbers) or not isinstance(owner.host, str):
+            raise ValueError("a value of another type")
+        return owner
+    except FileNotFoundError:
+        return None
+    except (ValueError, TypeError) as error:
+        logger.warning("%s is damaged (%s)", path, error)
+        return None
+
+
+def _refuse_other(owner: Owner, root: str, token: str) -> None:
+    if owner.token != token:
+        raise _fenced(owner, root)
+
+
+def _fenced(owner: Owner, root: str) -> CheckpointFencedError:
+    return CheckpointFencedError(
+        f"Another run took over {root} ({owner}), so this one commits nothing there any more; end one of the two, "
+        "or give each a checkpoint.dir of its own."
+    )
+
+
+def _started(pid: int) -> float | None:
+    """When a process of this host began, seconds since 1970; None where there is none. Of a zombie there is none."""
+    try:
+        with open(f"/proc/{pid}/stat") as stream:
+            values = stream.read().rpartition(")")[2].split()
+        with open("/proc/uptime") as stream:
+            uptime = float(stream.read().split()[0])
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    if values[0] in "ZX":
+        return None
+    return time.time() - uptime + int(values[19]) / os.sysconf("SC_CLK_TCK")

@@ -1,0 +1,1 @@
+"""The fault-injection rig behind the file-system seam."""

@@ -1,0 +1,1 @@
+"""Byte ranges to files, here or in a writer process. Imports no torch."""

@@ -1,0 +1,207 @@
+"""The background writer process: it writes staged images to files and imports no torch.
+
+Protocol, frame by frame (see `channel`): `arena` brings a memfd; `table` brings a structure's layout; `write` asks for
+one save and is answered by `done` or `failed`; it may bring a pipe, which tells how far its image is filled
+(`writers/progress`). `decided` says that the trainer committed or gave up the last one. End of file means that the
+trainer is gone: a save that was fully written but not decided is then finished by rank 0's process (`orphaned`), so
+that trainers that die after staging do not take their checkpoint along.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import sys
+import time
+import traceback
+import zlib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ..memory.huge_pages import map_shared
+from ..storage import commit
+from ..storage.file_system import file_system
+from ..storage.fs import FsOps
+from ..storage.liveness import AttemptLock
+from .framing import Frame, receive_frame, send_frame
+from .orphan_commit import attempt_of, finish
+from .progress import FilledSource
+from .range_writer import ByteSource
+from .write_job import Extra, MemorySource, WriteOptions, WriteResult, WriteTable, run_write_job
+
+#: How often an idle process looks whether its trainer lives.
+_POLL_SECONDS = 1.0
+
+
+@dataclass
+class _Undecided:
+    """A save that is written but not yet committed by anybody."""
+
+    job: Mapping[str, Any]
+    result: WriteResult
+    sidecars: dict[str, bytes]
+    lock: AttemptLock
+    until: float
+
+
+class ByteWorker:
+    """The state of the writer process: mapped arenas, known tables, and the save that awaits its decision."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._parent = os.getppid()
+        self._poll = select.poll()
+        self._poll.register(sock, select.POLLIN)
+        self._arenas: dict[int, memoryview] = {}
+        #: By number: the table, what a commit from here adds (compressed), and where the package of its checksum is.
+        self._tables: dict[int, tuple[WriteTable, dict[str, bytes], list[str] | None]] = {}
+        self._undecided: _Undecided | None = None
+
+    def serve(self) -> None:
+        """Handle frames until the trainer says goodbye or is gone."""
+        send_frame(self._sock, {"kind": "ready", "pid": os.getpid()})
+        try:
+            self._handle_frames()
+        finally:
+            self._forget()
+
+    def _handle_frames(self) -> None:
+        while True:
+            frame = self._next_frame()
+            if frame is None:
+                self._finish_for_dead_trainer()
+                return
+            header, blob, fds = frame
+            kind = header["kind"]
+            if kind == "arena":
+                self._map_arena(header, fds[0])
+            elif kind == "table":
+                self._take_table(header, blob)
+            elif kind == "write":
+                self._write(header, blob, *fds)
+            elif kind == "decided":
+                self._forget()
+            elif kind == "close":
+                return
+            else:
+                self._refuse(kind)
+                return
+
+    def _refuse(self, kind: object) -> None:
+        """The trainer's other frames may not mean what they seem to either: answer, and do nothing more."""
+        error = f"the trainer sent a frame of the unknown kind {kind!r}; they may be of different releases"
+        print(f"ckpt writer: {error}", file=sys.stderr)
+        send_frame(self._sock, {"kind": "failed", "id": None, "error": error, "errno": None, "traceback": error})
+        while (frame := self._next_frame()) is not None and frame[0]["kind"] != "close":
+            for fd in frame[2]:
+                os.close(fd)
+
+    def _next_frame(self) -> Frame | None:
+        """The next frame; None when the trainer is gone, also while a process that it forked holds the socket open."""
+        try:
+            while not self._poll.poll(_POLL_SECONDS * 1000):
+                if os.getppid() != self._parent:
+                    return None
+            return receive_frame(self._sock)
+        except ConnectionResetError:
+            return None
+
+    def _map_arena(self, header: Mapping[str, Any], fd: int) -> None:
+        for known in header["retired"]:
+            self._arenas.pop(known, None)
+        try:
+            self._arenas[header["id"]] = map_shared(fd, header["size"], writable=False)
+        finally:
+            os.close(fd)
+
+    def _take_table(self, header: Mapping[str, Any], blob: memoryview) -> None:
+        self._tables = {}  # the last one is not needed any more, and would be in memory beside the new one
+        sizes, named = header["table"]["sizes"], header["sidecars"]
+        pieces = _pieces(blob, [*sizes, *(size for _, size in named)])
+        # Copied, because the whole frame would stay in memory with them.
+        table = WriteTable.from_parts(header["table"], [memoryview(bytes(p)) for p in pieces[: len(sizes)]])
+        # Used only when the trainer dies, and mostly repetitions.
+        sidecars = {name: zlib.compress(piece, 1) for (name, _), piece in zip(named, pieces[len(sizes) :], strict=True)}
+        self._tables = {header["id"]: (table, sidecars, header["checksum_home"])}
+
+    def _write(self, job: Mapping[str, Any], blob: memoryview, pipe: int | None = None) -> None:
+        """One save: a failure is answered and fails this save alone. With a pipe, the image is still being filled."""
+        self._forget()
+        lock: AttemptLock | None = None
+        until = time.monotonic() + job["seconds"]
+        try:
+            fs = _file_system(job)
+            table, sidecars, checksum_home = self._tables[job["table"]]
+            lock = commit.lock(fs, attempt_of(job))
+            extras = [
+                Extra(spec["file"], spec["offset"], data, spec["items"])
+                for spec, data in zip(job["extras"], _pieces(blob, [e["size"] for e in job["extras"]]), strict=True)
+            ]
+            memory = self._arenas[job["arena"]] if table.files else memoryview(b"")
+            options = WriteOptions(**job["options"])
+            source: ByteSource = MemorySource(memory)
+            if pipe is not None:
+                in_time = time.monotonic() + job["stage_seconds"]
+                source = FilledSource(memory, table.tracks, pipe, in_time, self._parent)
+            result = run_write_job(fs, job["staging"], job["rank"], table, source, extras, options, checksum_home)
+        except Exception as error:
+            if lock is not None:
+                lock.close()
+            answer = {
+                "kind": "failed",
+                "id": job["id"],
+                "error": f"{type(error).__name__}: {error}",
+                "errno": getattr(error, "errno", None),
+                "traceback": traceback.format_exc(),
+            }
+        else:
+            self._undecided = _Undecided(job, result, sidecars, lock, until)
+            answer = {"kind": "done", "id": job["id"], "result": asdict(result)}
+        finally:
+            if pipe is not None:
+                os.close(pipe)
+        try:
+            send_frame(self._sock, answer)
+        except OSError:
+            # The trainer is gone; the next read sees the end of file and decides what to do.
+            if answer["kind"] == "failed":
+                print(f"ckpt writer: the trainer is gone and the save failed: {answer['error']}", file=sys.stderr)
+
+    def _finish_for_dead_trainer(self) -> None:
+        save = self._undecided
+        if save is not None and save.job["rank"] == 0:
+            fs = _file_system(save.job)
+            sidecars = {name: zlib.decompress(data) for name, data in save.sidecars.items()}
+            finish(fs, save.job, asdict(save.result), sidecars, save.lock, save.until)
+
+    def _forget(self) -> None:
+        if self._undecided is not None:
+            self._undecided.lock.close()
+            self._undecided = None
+
+
+def _file_system(job: Mapping[str, Any]) -> FsOps:
+    return file_system(durable=job["durable"], atomic_rename=job["atomic_rename"], process="writer")
+
+
+def _pieces(blob: memoryview, sizes: list[int]) -> list[memoryview]:
+    pieces, position = [], 0
+    for size in sizes:
+        pieces.append(blob[position : position + size])
+        position += size
+    return pieces
+
+
+def main(fd: int) -> None:
+    """Entry point of the process; `fd` is its end of the socket to the trainer."""
+    # A Ctrl-C or a SIGTERM to the process group is for the trainer; this process obeys the socket alone.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    sock = socket.socket(fileno=fd)
+    try:
+        ByteWorker(sock).serve()
+    finally:
+        sock.close()
