@@ -13,7 +13,6 @@ from ...config import resolve_config
 from ...config.errors import HydraConfigError
 from ...factory import build_manager
 from ...managing.manager import CheckpointManager
-from .display import Display, open_display
 from .job import Job, StepResult
 from .report import Stopwatch, Summary, time_fence
 from .signals import AgreedStop, StopSignals
@@ -45,15 +44,14 @@ def run(job: Job, checkpoint: Any, checkpoint_dir: str | None) -> Summary:
             start = manager.restore(job.state) or 0
             _say_where_it_begins(job, manager, start)
             began = time.perf_counter()
-            with open_display(start, job.settings.steps, plain=not job.ranks.leads) as display:
-                watch = _Watch(job, display, summary)
-                for step in range(start + 1, job.settings.steps + 1):
-                    watch.note(step, job.train_step())
-                    with saving:
-                        manager.maybe_save(step, job.state)
-                    stopped_by = stop.after_step()
-                    if stopped_by is not None:
-                        break
+            losses = _Losses(job, summary)
+            for step in range(start + 1, job.settings.steps + 1):
+                losses.add(step, job.train_step())
+                with saving:
+                    manager.maybe_save(step, job.state)
+                stopped_by = stop.after_step()
+                if stopped_by is not None:
+                    break
             ended = time.perf_counter()
             if job.progress.step >= job.settings.steps:
                 stopped_by = None
@@ -73,26 +71,29 @@ def run(job: Job, checkpoint: Any, checkpoint_dir: str | None) -> Summary:
     return summary
 
 
-class _Watch:
-    """Collects losses on the device, and reports them now and then."""
+class _Losses:
+    """Collects losses on the device, and logs their mean every `train.log_every` steps."""
 
-    def __init__(self, job: Job, display: Display, summary: Summary) -> None:
+    def __init__(self, job: Job, summary: Summary) -> None:
         self._job = job
-        self._display = display
         self._summary = summary
         self._losses: list[torch.Tensor] = []
+        self._since = time.perf_counter()
 
-    def note(self, step: int, result: StepResult) -> None:
-        """Take in the result of a step."""
+    def add(self, step: int, result: StepResult) -> None:
+        """Add the loss of a step."""
         settings = self._job.settings
         self._losses.append(result.loss)
-        self._display.advance()
         last = step == settings.steps
         if last or step % settings.log_every == 0:
             loss = self._job.mean_loss(self._losses)
+            now = time.perf_counter()
+            pace, self._since = (now - self._since) / len(self._losses) * 1e3, now
             self._losses.clear()
             self._summary.losses.append((step, loss))
-            self._display.show(step, loss, result.lr, float(result.norm))
+            text = "step %*d/%d  loss %.4f  lr %.2e  grad norm %.2f  %.0f ms/step"
+            width = len(str(settings.steps))
+            logger.info(text, width, step, settings.steps, loss, result.lr, float(result.norm), pace)
         if settings.eval_every is not None and (last or step % settings.eval_every == 0):
             validation = self._job.validation_loss()
             if validation is not None:

@@ -59,22 +59,15 @@ class Summary:
         return self.saving_s + self.fence_s + self.closing_s
 
     @property
-    def waited_share(self) -> float:
-        """The same as a share of `seconds`."""
-        return self.waited_s / self.seconds if self.seconds else 0.0
-
-    @property
     def stall_per_save_s(self) -> float:
         """How long the call of a save and its fence kept training waiting, on average; 0 without saves."""
         saves = self.saves
         return (sum(report.stall_s for report in saves) + self.fence_s) / len(saves) if saves else 0.0
 
     def figures(self) -> dict[str, Any]:
-        """The run as plain data."""
-        saves = self.saves
-        writing = sum(report.write_s for report in saves)
-        written = sum(report.bytes for report in saves)
+        """The run as plain data, for `result.json`."""
         steps = self.step - self.start
+        outcomes = [report.outcome for report in self.reports]
         return {
             **figures_of(self.reports, self.fence_s),
             "step_s": (self.seconds - self.waited_s) / steps if steps > 0 else None,
@@ -83,22 +76,16 @@ class Summary:
             "loss": self.losses[-1][1] if self.losses else None,
             "validation_loss": self.validation[-1][1] if self.validation else None,
             "seconds": self.seconds,
-            "saves": len(saves),
-            "failed_saves": sum(report.outcome == "failed" for report in self.reports),
-            "skipped_saves": sum(report.outcome == "skipped" for report in self.reports),
+            "saves": outcomes.count("committed"),
+            "failed_saves": outcomes.count("failed"),
+            "skipped_saves": outcomes.count("skipped"),
             "stall_per_save_s": self.stall_per_save_s,
-            "longest_stall_s": max((report.stall_s for report in saves), default=0.0),
             "waited_s": self.waited_s,
-            "waited_share": self.waited_share,
-            "closing_s": self.closing_s,
-            "commit_s": sum(report.committed_s for report in saves) / len(saves) if saves else 0.0,
-            "bytes_per_save": written // len(saves) if saves else 0,
-            "write_gbps": written / 1e9 / writing if writing else 0.0,
         }
 
 
 class Stopwatch:
-    """Adds up the time between `start` and `stop`, or in its `with` blocks.
+    """Adds up the time of its `with` blocks.
 
     Attributes:
         seconds: so far.
@@ -108,20 +95,11 @@ class Stopwatch:
         self.seconds = 0.0
         self._began = 0.0
 
-    def start(self) -> None:
-        """Begin to count."""
+    def __enter__(self) -> None:
         self._began = time.perf_counter()
 
-    def stop(self) -> None:
-        """Add what went by since `start`."""
-        self.seconds += time.perf_counter() - self._began
-
-    def __enter__(self) -> Stopwatch:
-        self.start()
-        return self
-
     def __exit__(self, *_: object) -> None:
-        self.stop()
+        self.seconds += time.perf_counter() - self._began
 
 
 def time_fence(optimizer: torch.optim.Optimizer, guard: Callable[[torch.optim.Optimizer], None]) -> Stopwatch:
@@ -132,9 +110,9 @@ def time_fence(optimizer: torch.optim.Optimizer, guard: Callable[[torch.optim.Op
         guard: registers the fence, such as `manager.guard`.
     """
     watch = Stopwatch()
-    optimizer.register_step_pre_hook(lambda *_: watch.start())  # hooks run in the order of registration
+    optimizer.register_step_pre_hook(lambda *_: watch.__enter__())  # hooks run in the order of registration
     guard(optimizer)
-    optimizer.register_step_pre_hook(lambda *_: watch.stop())
+    optimizer.register_step_pre_hook(lambda *_: watch.__exit__())
     return watch
 
 
@@ -154,8 +132,8 @@ def table(reports: Sequence[SaveReport]) -> str:
 def waiting(summary: Summary) -> str:
     """How long training waited, in one line."""
     count = len(summary.saves)
+    share = summary.waited_s / summary.seconds if summary.seconds else 0.0
     return (
         f"training waited {duration(summary.waited_s)} for {count} {'save' if count == 1 else 'saves'}, "
-        f"{summary.waited_share:.2%} of {duration(summary.seconds)}; "
-        f"{duration(summary.closing_s)} of it at the end of the run"
+        f"{share:.2%} of {duration(summary.seconds)}; {duration(summary.closing_s)} of it at the end of the run"
     )

@@ -2,32 +2,19 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import sysconfig
 import zlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 import torch
 
 from ...config.errors import HydraConfigError
 
-logger = logging.getLogger(__name__)
-
-#: Parts of the standard library's folder that are not it, or are there on some machines alone.
-_NOT_SOURCES = {
-    "site-packages",
-    "dist-packages",
-    "__pycache__",
-    "test",
-    "tests",
-    "idlelib",
-    "lib2to3",
-    "turtledemo",
-}
-#: A byte that no text has; a file with one near its start is no text.
-_NUL = b"\0"
+#: Folders of the standard library that are not part of it, or exist on some machines only.
+_NOT_SOURCES = ["site-packages", "dist-packages", "__pycache__", "test", "tests", "idlelib", "lib2to3", "turtledemo"]
+_ADVICE = "give a file or a folder of text, or leave data.path out for Python's standard library"
 
 
 @dataclass(frozen=True)
@@ -63,20 +50,14 @@ def load_text(path: str | None, max_bytes: int, validation: float, context: int)
         CheckpointConfigError: nothing is at the path, or nothing to read in it, or too little for one window.
     """
     if path is None:
-        folder = sysconfig.get_paths()["stdlib"]
-        source, files = "Python's standard library", _files(folder, _NOT_SOURCES, ".py")
-        advice = "give some text with data.path="
+        source, files = "Python's standard library", _files(sysconfig.get_paths()["stdlib"], ".py", _NOT_SOURCES)
+    elif not os.path.exists(path):
+        raise HydraConfigError(f"data.path={path} does not exist; {_ADVICE}.")
     else:
-        source, advice = (
-            path,
-            "give a file or a folder of text, or leave data.path out for Python's standard library",
-        )
-        if not os.path.exists(path):
-            raise HydraConfigError(f"data.path={path} does not exist; {advice}.")
-        files = _files(path, set(), "") if os.path.isdir(path) else iter([path])
+        source, files = path, _files(path, "") if os.path.isdir(path) else iter([path])
     data = _read(files, max_bytes)
     if not data:
-        raise HydraConfigError(f"{_named(path)} has no text that could be read; {advice}.")
+        raise HydraConfigError(f"{_named(path)} has no text that could be read; {_ADVICE}.")
     # A window needs one byte more than it shows, the one to predict last.
     split = len(data) - int(len(data) * validation)
     if 0 < len(data) - split <= context:
@@ -94,31 +75,23 @@ def _named(path: str | None) -> str:
     return "The standard library of this Python" if path is None else f"data.path={path}"
 
 
-def _files(folder: str, without: set[str], ending: str) -> Iterator[str]:
+def _files(folder: str, ending: str, without: Collection[str] = ()) -> Iterator[str]:
     for parent, folders, names in os.walk(folder):
         folders[:] = sorted(name for name in folders if name not in without and not name.startswith("."))
-        for name in sorted(names):
-            if name.endswith(ending) and not name.startswith("."):
-                yield os.path.join(parent, name)
+        files = (os.path.join(parent, name) for name in sorted(names) if not name.startswith("."))
+        yield from (file for file in files if file.endswith(ending) and os.path.isfile(file))
 
 
 def _read(files: Iterator[str], max_bytes: int) -> bytearray:
     data = bytearray()
-    passed_over = []
-    for name in files:
-        if not os.path.isfile(name):  # a socket or a pipe would never end
-            continue
-        try:
-            with open(name, "rb") as file:
-                start = file.read(8192)
-                if _NUL in start:
-                    continue
-                data += start
-                data += file.read(max(max_bytes - len(data), 0))
-        except OSError as error:
-            passed_over.append(f"{name} ({error.strerror})")
+    for path in files:
         if len(data) >= max_bytes:
             break
-    if passed_over:
-        logger.warning("%d file(s) of text could not be read: %s", len(passed_over), ", ".join(passed_over[:3]))
+        try:
+            with open(path, "rb") as file:
+                start = file.read(8192)
+                if b"\0" not in start:  # a file with a zero byte near its start is not text
+                    data += start + file.read(max(max_bytes - len(data), 0))
+        except OSError as error:
+            raise HydraConfigError(f"The text in {path} cannot be read: {error.strerror}; {_ADVICE}.") from error
     return data[:max_bytes]

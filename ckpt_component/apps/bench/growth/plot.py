@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import base64
-import html
-import io
-import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ...sweeps.page import new_figure, page, png_of
 from ..verdicts import Verdict
 from .figures import COSTS, ONE, Course, is_counted, points
 from .table import LEGEND, render_growth
@@ -39,8 +36,6 @@ def draw_growth(
     ]
     if not panels:
         return []
-    # It tells at length of the fonts that it looks for.
-    logging.getLogger("matplotlib").setLevel(logging.WARNING)
     png = _picture(panels)
     (folder / PNG).write_bytes(png)
     (folder / HTML).write_text(_page(png, courses, verdicts, about), encoding="utf-8")
@@ -48,12 +43,7 @@ def draw_growth(
 
 
 def _picture(panels: Sequence[tuple[Course, bool, list[str]]]) -> bytes:
-    # Not pyplot: it keeps figures and picks a window system.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # type: ignore[import-not-found,unused-ignore]
-    from matplotlib.figure import Figure  # type: ignore[import-not-found,unused-ignore]
-
-    figure = Figure(figsize=(11, 4.2 * len(panels)), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(11, 4.2 * len(panels))
     for axis, (course, counted, costs) in zip(figure.subplots(len(panels), squeeze=False)[:, 0], panels, strict=True):
         for number, cost in enumerate(costs):
             found = [point for point in points(course, cost) if point.each > 0]
@@ -68,26 +58,11 @@ def _picture(panels: Sequence[tuple[Course, bool, list[str]]]) -> bytes:
         axis.set_title(f"{'bytes and calls' if counted else 'us'} for each {ONE[course.axis]}; flat is linear growth")
         axis.grid(True, which="major", color="#dddddd", linewidth=0.6)
         axis.legend(fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
-    written = io.BytesIO()
-    figure.savefig(written, format="png", dpi=110)
-    return written.getvalue()
+    return png_of(figure)
 
 
 def _page(png: bytes, courses: Sequence[Course], verdicts: Sequence[Verdict], about: Mapping[str, Any]) -> str:
-    image = base64.b64encode(png).decode()
-    blocks = [html.escape(render_growth(course).strip()) for course in courses]
-    blocks.append(html.escape("\n".join(verdict.line() for verdict in verdicts)))
-    machine = html.escape(", ".join(f"{name}: {value}" for name, value in about.items()))
-    tables = "\n".join(f"<pre>{block}</pre>" for block in blocks)
-    return f"""<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><title>ckpt-bench growth</title>
-<style>
-body {{ font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 100rem; padding: 0 1rem; color: #222 }}
-img {{ max-width: 100% }} pre {{ overflow-x: auto; background: #f6f6f4; padding: 1rem; font-size: 12px }}
-</style></head><body>
-<h1>ckpt-bench growth</h1><p>{machine}</p>
-<img alt="cost of one item and of one rank, by their number" src="data:image/png;base64,{image}">
-<pre>{html.escape(LEGEND)}</pre>
-{tables}
-</body></html>
-"""
+    blocks = [LEGEND, *(render_growth(course).strip() for course in courses)]
+    blocks.append("\n".join(verdict.line() for verdict in verdicts))
+    machine = ", ".join(f"{name}: {value}" for name, value in about.items())
+    return page("ckpt-bench growth", machine, "The cost of one item and of one rank, by their number.", png, blocks)

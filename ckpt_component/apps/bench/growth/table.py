@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ...sweeps.text import aligned
 from .figures import COSTS, ONE, Course, errors, is_counted, points
 
 LEGEND = """the median of the repeats, for one item or one rank
@@ -23,11 +24,7 @@ def render_growth(course: Course) -> str:
             cells.append("-" if point is None else _amount(cost, point.each))
             cells.append("" if point is None or point.ratio is None else f"{point.ratio:.2f}")
         lines.append([cost, *cells, text])
-    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]) - 1)]
-    rows = []
-    for line in lines:
-        cells = [f"{cell:<{w}}" if not n else f"{cell:>{w}}" for n, (cell, w) in enumerate(zip(line, widths))]  # noqa: B905
-        rows.append("  ".join([*cells, line[-1]]).rstrip())
+    rows = aligned(lines, left=[0, len(lines[0]) - 1])
     return "\n".join([f"\ncosts for each {one}, by the number of {course.axis}", *rows, *errors(course)])
 
 
