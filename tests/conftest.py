@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from strides import STRIDE_OFFSET
 
 # Before torch is imported anywhere: the same number of threads on every machine, so that runs are alike.
 os.environ.setdefault("OMP_NUM_THREADS", "2")
@@ -57,8 +58,14 @@ def _mount_private_shm() -> str | None:
 _NOT_PRIVATE = _mount_private_shm() if _SHM.is_dir() else "there is none"
 
 
-def pytest_report_header() -> str | None:
-    return None if _NOT_PRIVATE is None else f"no private /dev/shm ({_NOT_PRIVATE}): what is left there is not noticed"
+def pytest_xdist_auto_num_workers() -> int:
+    """One worker more than there are cores, at most 8: much of the time is spent waiting for disks and deadlines."""
+    return min(len(os.sched_getaffinity(0)) + 1, 8)
+
+
+def pytest_report_header() -> list[str]:
+    shm = [] if _NOT_PRIVATE is None else [f"no private /dev/shm ({_NOT_PRIVATE}): names left there go unnoticed"]
+    return [*shm, f"enumerations of faults start at {STRIDE_OFFSET}, modulo their stride (CKPT_STRIDE_OFFSET)"]
 
 
 @pytest.fixture(autouse=True)

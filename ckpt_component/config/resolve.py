@@ -66,7 +66,8 @@ def resolve_config(
 
     checkpoint = _typed(Checkpoint, {**tree, **{kind: {} for kind in PARTS}}, "checkpoint")
     refuse_bad_dir(checkpoint.dir)
-    checkpoint.dir = expanded(checkpoint.dir, "checkpoint.dir")
+    with for_hydra():
+        checkpoint.dir = expanded(checkpoint.dir, "checkpoint.dir")
     with for_hydra():
         checkpoint.resume = checked_resume(checkpoint.resume)
     refuse_out_of_range(Checkpoint, checkpoint, "checkpoint")

@@ -19,6 +19,8 @@ from ckpt_component.apps.bench.app import arguments
 from ckpt_component.apps.bench.figures import FIGURES
 from ckpt_component.storage.checksum import fastest
 
+pytestmark = pytest.mark.slow
+
 Bench = Callable[..., "subprocess.CompletedProcess[str]"]
 
 

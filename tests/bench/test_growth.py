@@ -24,6 +24,8 @@ from ckpt_component.apps.bench.growth.table import render_growth
 from ckpt_component.config.errors import CheckpointConfigError
 from ckpt_component.state.flatten import flatten
 
+pytestmark = pytest.mark.slow
+
 Bench = Callable[..., "subprocess.CompletedProcess[str]"]
 
 

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from ranks import finish_ranks, run_ranks, start_ranks
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = Path(__file__).parent / "scripts" / "rank_calls.py"
 FOLDERS = [SCRIPT.parent, SCRIPT.parents[2] / "process", os.environ.get("PYTHONPATH", "")]
 PATHS = {"PYTHONPATH": os.pathsep.join(map(str, FOLDERS))}

@@ -124,6 +124,7 @@ def test_a_part_of_the_users_is_one_file(app: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_sweep_goes_over_parts_and_values(app: Path) -> None:
     done = run(app, "-m", "checkpoint.writer.workers=1,2,4", "checkpoint/stager=pinned,shared_memory,mine")
     assert done.returncode == 0, done.stderr
@@ -177,6 +178,7 @@ def test_a_mistyped_recipe_lists_the_recipes(app: Path) -> None:
     assert all(name in text for name in names)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("word", "texts"),
     [
@@ -215,6 +217,7 @@ def test_what_is_typed_wrong_ends_the_app_in_words(app: Path, word: str, texts: 
         assert expected in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("word", "hint"),
     [
@@ -246,6 +249,7 @@ def test_of_its_own_keys_hydra_speaks_alone(app: Path, word: str) -> None:
     assert f"Could not override '{word.partition('=')[0]}'" in text and "There is no" not in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "words",
     [

@@ -12,6 +12,8 @@ from forker import Forker
 
 from ckpt_component.testing.operation_log import read_log
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("sticky", [False, True], ids=["once", "from_then_on"])
 @pytest.mark.parametrize("preset", ["sync", "async_persistent"])

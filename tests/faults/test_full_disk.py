@@ -11,6 +11,8 @@ from faults.lives import KEEP
 from faults.workloads import newest_ack
 from forker import Forker
 
+pytestmark = pytest.mark.slow
+
 PAGE = os.sysconf("SC_PAGE_SIZE")
 
 

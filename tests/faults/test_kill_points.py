@@ -17,6 +17,8 @@ from ckpt_component.storage.names import MEGATRON
 from ckpt_component.testing.failpoints import EFFECTS
 from ckpt_component.testing.operation_log import read_log
 
+pytestmark = pytest.mark.slow
+
 #: More operations than any save here has: an enumeration that never ends is a defect of the rig.
 MANY = 300
 

@@ -27,19 +27,18 @@ PATH_METHODS = {"write_text", "write_bytes", "touch", "rmdir", "symlink_to", "ha
 EXCEPTIONS = {
     "storage/fs.py": "it is FsOps",
     "storage/locks.py": "its part that locks: opens a folder",
-    "storage/operation_log.py": "the log in which the tests count operations; unset in production",
+    "testing/operation_log.py": "the log in which the tests count operations; unset in production",
     "image/arena.py": "memory (memfd), no file",
-    "image/pages.py": "memory (memfd), no file",
-    "writers/host_image.py": "memory (memfd), no file",
-    "readers/blocks.py": "memory (memfd), no file",
-    "writers/progress.py": "a pipe, no file",
-    "storage/regular.py": "opens for reading",
-    "process/spawn.py": "tracebacks of a user's processes in a private temporary folder, as torch's spawn has it",
-    "training/signals.py": "a line on stderr from a signal handler",
+    "memory/pages.py": "memory (memfd), no file",
+    "compat/host_image.py": "memory (memfd), no file",
+    "memory/scratch.py": "memory (memfd), no file",
+    "writing/progress.py": "a pipe, no file",
+    "storage/safe_open.py": "opens for reading",
+    "compat/spawn.py": "tracebacks of a user's processes in a private temporary folder, as torch's spawn has it",
 }
 #: Rooms that no checkpoint of a user's passes through: the benchmark measures the bare file system and other
 #: libraries, sweeps and tools write result files, reports and recipes.
-ROOMS_BESIDE = {"bench", "sweeps", "tuning"}
+ROOMS_BESIDE = {"apps"}
 
 
 def effects_of(path: Path) -> Iterator[str]:

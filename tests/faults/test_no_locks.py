@@ -22,6 +22,8 @@ from ckpt_component.storage.fs import FsOps
 from ckpt_component.storage.liveness import QUIET_SECONDS
 from ckpt_component.storage.names import ALIVE_PREFIX, MEGATRON, new_token
 
+pytestmark = pytest.mark.slow
+
 NO_LOCKS = "flock:action=raise:ENOLCK"
 COMMITS = pytest.mark.parametrize("mode", [MANIFEST_MODE, "checkpoint.commit=rename"])
 

@@ -37,6 +37,8 @@ from ckpt_component.storage.names import MANIFEST, MEGATRON, QUARANTINED, new_to
 from ckpt_component.storage.quarantine import quarantine
 from ckpt_component.storage.scan import committed_steps, scan_steps
 
+pytestmark = pytest.mark.slow
+
 POINTER = MEGATRON.pointer
 RANK = {"rank": 0, "files": [{"name": "data", "size": 4}]}
 #: As steps are called that an attempt of another host stands in.

@@ -19,6 +19,8 @@ from forker import Forker
 
 from ckpt_component.testing.operation_log import read_log
 
+pytestmark = pytest.mark.slow
+
 MANY = 300
 
 

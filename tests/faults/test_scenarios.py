@@ -64,6 +64,7 @@ def test_row_23_a_small_dev_shm(preset: str, forker: Forker, tmp_path: Path) -> 
     assert found == {"same": True, "left": ["taken"], "free": found["free"]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("preset", PRESETS)
 def test_row_37_thirty_saves_leak_nothing(preset: str, forker: Forker, tmp_path: Path) -> None:
     check_leaks(forker.run("faults.scenarios:count_leaks", root=str(tmp_path / "root"), preset=preset, saves=20))

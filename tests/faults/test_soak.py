@@ -133,6 +133,7 @@ def children_of(pid: int) -> list[int]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "kills"), [(1, 40), (2, 12)])
 def test_row_01_random_kills(ranks: int, kills: int, forker: Forker, tmp_path: Path) -> None:
     soak = Soak(forker, tmp_path, ranks, SEED)

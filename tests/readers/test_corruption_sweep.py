@@ -65,6 +65,7 @@ def seed() -> int:
     return int(os.environ.get("CKPT_TEST_SEED", "20261121"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("writer", _WRITERS)
 def test_row_10_no_damage_loads_silently_wrong(writer: str, tmp_path: Path) -> None:
     rng = random.Random(f"{seed()} {writer}")

@@ -380,6 +380,7 @@ def test_raise_is_what_happens_without_a_word(tmp_path: Path) -> None:
 # --- row 15
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [2, 5])
 @pytest.mark.parametrize("overlap", ["wait", "skip", "error"])
 @pytest.mark.parametrize("on_error", ["raise", "warn", "retry"])

@@ -220,6 +220,7 @@ def run_script(tmp_path: Path, caller: str, how: str) -> subprocess.CompletedPro
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("caller", ["temporal", "persistent"])
 def test_a_script_that_forgets_close_still_ends_with_its_last_save(caller: str, tmp_path: Path) -> None:
     done = run_script(tmp_path, caller, "forget")

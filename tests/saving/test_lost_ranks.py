@@ -17,6 +17,8 @@ from ckpt_component import CheckpointLoadError, build_checkpointer, build_manage
 from ckpt_component.storage.file_system import LOG, SPEC
 from ckpt_component.storage.names import ALIVE_PREFIX
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = Path(__file__).parent / "scripts" / "lost.py"
 
 

@@ -78,6 +78,7 @@ def test_thirty_of_the_thirty_six_pairs_work() -> None:
     assert (len(PAIRS), len(WORKING), len(REFUSED)) == (36, 30, 6)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("pair", WORKING, ids="-".join)
 def test_row_07_the_checkpoint_is_the_state_of_the_moment_of_save(pair: tuple[str, str, str], tmp_path: Path) -> None:

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 from ranks import run_ranks
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = Path(__file__).parent / "scripts" / "policies.py"
 
 

@@ -13,6 +13,8 @@ from ranks import run_ranks
 
 from ckpt_component import build_checkpointer
 
+pytestmark = pytest.mark.slow
+
 
 def load(path: Path, name: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, path)

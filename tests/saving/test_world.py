@@ -11,6 +11,8 @@ from ranks import run_ranks
 
 from ckpt_component import build_checkpointer, build_manager
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = Path(__file__).parent / "scripts" / "world.py"
 
 

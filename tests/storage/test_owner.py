@@ -106,6 +106,7 @@ STOPPED = """
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("preset", ["sync", "async_persistent"])
 def test_row_21_a_run_that_was_stopped_before_its_commit_finds_a_new_owner(preset: str, tmp_path: Path) -> None:
     old = subprocess.Popen(

@@ -17,6 +17,8 @@ from ckpt_component.apps.sweeps.callback import SweepReport, reported
 from ckpt_component.apps.sweeps.jobs import read_jobs
 from ckpt_component.apps.sweeps.result import write_result
 
+pytestmark = pytest.mark.slow
+
 #: An app that somebody else wrote; it fails where it is told to.
 APP = """
 import hydra, torch

@@ -17,6 +17,8 @@ from ckpt_component.apps.tools.app import parse
 from ckpt_component.config import compose_checkpoint
 from ckpt_component.config.errors import CheckpointConfigError
 
+pytestmark = pytest.mark.slow
+
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(ckpt_component.__file__).parents[1])}
 TUNE = [sys.executable, "-m", "ckpt_component.apps.tools", "tune", "target", "--state", "tiny"]
 

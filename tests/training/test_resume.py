@@ -49,6 +49,7 @@ def assert_same_state(first: Job, second: Job) -> None:
         assert_same(mine, yours, key_of(path))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("preset", ["sync", "async_persistent", "async_temporal", "async_zero_overhead"])
 @pytest.mark.parametrize("writer", ["dcp", "torch_save"])
 def test_row_28_a_resumed_run_is_the_uninterrupted_one(

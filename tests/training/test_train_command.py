@@ -62,6 +62,7 @@ def test_run_and_run_again(train: Trained, run_dir: Path) -> None:
     assert committed(run_dir / "checkpoints") == [10, 20, 30]
 
 
+@pytest.mark.slow
 def test_a_sweep_keeps_its_jobs_apart_and_skips_what_cannot_work(train: Trained, run_dir: Path) -> None:
     code, output = train("train.steps=3", "checkpoint/stager=shared_memory,none", "checkpoint.writer.workers=1,2", "-m")
     assert code == 0, output
@@ -78,6 +79,7 @@ def test_a_sweep_keeps_its_jobs_apart_and_skips_what_cannot_work(train: Trained,
     assert len(list((run_dir / "multirun").rglob("sweep.csv"))) == 1
 
 
+@pytest.mark.slow
 def test_a_sweep_is_reported_when_a_job_fails_and_when_it_is_killed(
     start: Started, run_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -95,6 +97,7 @@ def test_a_sweep_is_reported_when_a_job_fails_and_when_it_is_killed(
     assert any("not finished (it runs, or was killed)" in line and "train.steps=1000000" in line for line in lines)
 
 
+@pytest.mark.slow
 def test_a_recipe_may_be_a_sweep(train: Trained, run_dir: Path) -> None:
     code, output = train("+recipe=writer_sweep", "train.steps=2", "hydra.sweep.dir=sweep")
     assert code == 0, output
@@ -103,6 +106,7 @@ def test_a_recipe_may_be_a_sweep(train: Trained, run_dir: Path) -> None:
     assert {job["choices"]["checkpoint/writer"] for job in jobs} == {"dcp", "torch_save"}
 
 
+@pytest.mark.slow
 def test_parts_that_do_not_fit_end_a_single_run_in_words(train: Trained, run_dir: Path) -> None:
     code, output = train("checkpoint/stager=none")
     assert code == 1 and "Traceback" not in output
@@ -111,6 +115,7 @@ def test_parts_that_do_not_fit_end_a_single_run_in_words(train: Trained, run_dir
     assert result["status"] == "failed" and "checkpoint/stager=none" in result["reason"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("override", "told"),
     [
@@ -132,6 +137,7 @@ def test_a_mistake_ends_with_code_1_and_without_a_traceback(train: Trained, over
     assert told in output and "Traceback" not in output
 
 
+@pytest.mark.slow
 def test_without_numpy_the_first_line_is_ours(tmp_path: Path, tiny: tuple[str, ...], text_file: Path) -> None:
     code = "import sys; sys.modules['numpy'] = None; from ckpt_component.apps.train import main; main()"
     words = [*tiny, f"data.path={text_file}", "train.steps=1", "checkpoint=off"]
@@ -153,11 +159,13 @@ def read_until(process: subprocess.Popen[str], words: str) -> str:
     raise AssertionError("".join(seen))
 
 
+@pytest.mark.slow
 def test_a_run_that_fails_says_nothing_of_what_was_typed(train: Trained) -> None:
     code, output = train("checkpoint.resume=must", "hydra.run.dir=out")
     assert code == 1 and "use resume=auto to start from scratch." in output and "There is no" not in output
 
 
+@pytest.mark.slow
 def test_a_killed_run_resumes_from_its_last_commit(start: Started, train: Trained, run_dir: Path) -> None:
     with start("train.steps=1000000", "checkpoint.save.every_steps=3") as process:
         try:
@@ -175,6 +183,7 @@ def test_a_killed_run_resumes_from_its_last_commit(start: Started, train: Traine
     assert committed(run_dir / "checkpoints")[-1] == last + 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_signal_saves_the_step_and_ends(
     start: Started, train: Trained, run_dir: Path, number: signal.Signals, code: int

@@ -200,7 +200,7 @@ def test_torchrun_starts_again_from_the_last_commit_after_a_rank_was_killed_in_m
         try:
             before = read_until(process, "iter_0000040 committed")
             killed = workers_of(process)[1]
-            [writer] = [child for child in killed.children() if "byte_worker" in " ".join(child.cmdline())]
+            [writer] = [child for child in killed.children() if "writing.worker" in " ".join(child.cmdline())]
             writer.suspend()  # so that the next save is under way for as long as it takes
             deadline = time.monotonic() + 60
             while not list(checkpoints.glob(".ckpt-tmp.iter_*.*")) and time.monotonic() < deadline:

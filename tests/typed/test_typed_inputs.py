@@ -289,6 +289,7 @@ CKPT = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("line", "words"), ANY_APP)
 def test_in_every_app(ask: Ask, line: str, words: str | None) -> None:
     """The answer has the words that help, and what it suggests works when it is typed."""
@@ -322,6 +323,7 @@ def test_of_what_is_not_ours_hydra_speaks_in_other_apps(ask: Ask) -> None:
     assert "+ler=1" in (ask(["ler=1"]) or "")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("entry", "line", "words"),
     [(ckpt_train, *row) for row in TRAIN] + [(bench_app.main, *row) for row in BENCH],

@@ -12,7 +12,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 
 from ...config.composable import as_numbers, composable
-from ...config.errors import HydraConfigError
+from ...config.errors import HydraConfigError, for_hydra
 from ...config.quantities import SECONDS
 from ...config.schema import above, at_least, in_range, range_of
 from ...config.store import PROVIDER, SCHEMAS, registered, store_files
@@ -114,7 +114,8 @@ def read(config: DictConfig) -> Request:
         CheckpointConfigError: a value that is out of its range, or a name that is none; the text says what to type.
     """
     given = cast(Mapping[str, Any], OmegaConf.to_container(config, resolve=True, enum_to_str=True))
-    folders = {key: expanded(given[key], key) for key in _FOLDERS if isinstance(given[key], str)}
+    with for_hydra():
+        folders = {key: expanded(given[key], key) for key in _FOLDERS if isinstance(given[key], str)}
     node = OmegaConf.merge(OmegaConf.structured(Bench), as_numbers(Bench, {**given, **folders}, ""))
     values = cast(Mapping[str, Any], OmegaConf.to_container(node, resolve=True))
     for item in fields(Bench):

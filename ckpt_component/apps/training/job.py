@@ -12,7 +12,7 @@ import torch
 from omegaconf import DictConfig
 from torch import nn
 
-from ...config.errors import HydraConfigError
+from ...config.errors import HydraConfigError, for_hydra
 from ...saving.folders import expanded
 from ...state.per_rank import PerRank
 from .model import Gpt, loss_of
@@ -70,7 +70,8 @@ class Job:
         self.device = pick_device(settings.device, settings.dtype, ranks)
         join(ranks, self.device, settings.timeout)
         self._parallel = parallel = choose(self._kind, ranks, self.device)
-        path = None if data.path is None else os.path.join(base_dir, expanded(data.path, "data.path"))
+        with for_hydra():
+            path = None if data.path is None else os.path.join(base_dir, expanded(data.path, "data.path"))
         self._text = load_text(path, data.max_bytes, data.validation, size.context)
         self._context = size.context
         self._threads = use_threads(settings.threads)
