@@ -359,11 +359,11 @@ def test_one_bucket_by_the_queues_of_the_reference(tmp_path: Path) -> None:
 
 def test_the_descriptors_of_a_save_are_given_back(tmp_path: Path) -> None:
     save(tmp_path / "first", {"a": torch.ones(3)})
-    before = len(os.listdir("/proc/self/fd"))
+    before, threads = len(os.listdir("/proc/self/fd")), threading.active_count()
     for number in range(5):
         save(tmp_path / str(number), {"a": torch.ones(3)})
     assert len(os.listdir("/proc/self/fd")) <= before
-    assert threading.active_count() < 20
+    assert threading.active_count() <= threads
 
 
 def pid_of(gate: Path) -> int:
