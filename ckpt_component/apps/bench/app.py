@@ -213,14 +213,14 @@ def _show(request: Request, cases: list[Case], about: dict[str, Any], folder: Pa
     failed = sum(verdict.holds is False for verdict in verdicts)
     if verdicts:
         passed = sum(verdict.holds is True for verdict in verdicts)
-        print(f"{passed} hold, {failed} FAIL, {len(verdicts) - passed - failed} not measured or only told")
+        print(f"{passed} hold, {failed} FAIL, {len(verdicts) - passed - failed} not measured or only reported")
     if failed:
         raise BenchmarkFailed(f"{failed} promise{'s' * (failed > 1)} failed; see FAIL above.")
     if not any("durable" in run for case in cases for runs in case.rows.values() for run in runs):
         raise BenchmarkFailed("No row was measured; the reasons are above.")
 
 
-#: At most as many files of a state are there at once, room for the rest included.
+#: The most copies of a state that exist on disk at once, with a margin.
 _COPIES = 3
 
 

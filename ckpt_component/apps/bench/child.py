@@ -52,7 +52,7 @@ def run_process(command: Sequence[str], output: IO[bytes], timeout: float) -> in
         over = process.returncode is not None
         if not over:
             process.kill()
-            with contextlib.suppress(subprocess.TimeoutExpired):  # the row is told to have hung anyhow
+            with contextlib.suppress(subprocess.TimeoutExpired):  # the row is reported as hung in any case
                 process.wait(_GRACE_S)
         # psutil holds a process by its id and its start, so that none but those is ended. Those of a row that has ended
         # may be about to end too.

@@ -136,7 +136,7 @@ def write_figures(cases: Sequence[Case], folder: Path, about: dict[str, Any]) ->
 
 
 def read_figures(folder: str) -> tuple[list[Case], dict[str, Any]]:
-    """The figures of an earlier run, and what is said about it.
+    """The figures of an earlier run, and the notes on it.
 
     Raises:
         CheckpointConfigError: there are none in the folder.

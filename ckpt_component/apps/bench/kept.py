@@ -40,7 +40,7 @@ def read_run(folder: str, name: str, of: Callable[[Any], T], command: str) -> T:
     Args:
         folder: the run's.
         name: of the file; the text of an error calls what is in it so.
-        of: makes what is wanted from the content.
+        of: converts the content.
         command: what writes such a file.
 
     Raises:

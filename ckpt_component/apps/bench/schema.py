@@ -123,12 +123,12 @@ def read(config: DictConfig) -> Request:
             limits = range_of(Bench, item.name)
             raise HydraConfigError(f"{item.name}={values[item.name]} is out of range; it must be {limits}.")
     names = _names("rows", values["rows"], [*ROWS, *FAMILIES, "all"])
-    wanted = {row for name in names for row in (rows_of(*FAMILIES) if name == "all" else rows_of(name) or [name])}
+    chosen = {row for name in names for row in (rows_of(*FAMILIES) if name == "all" else rows_of(name) or [name])}
     return Request(
         bench=cast(Bench, OmegaConf.to_object(node)),
         states=_names("state", values["state"], list(STATES)),
         targets=_names("target", values["target"], TARGETS),
-        rows=[row for row in ROWS if row in wanted],
+        rows=[row for row in ROWS if row in chosen],
         sizes={axis: _sizes(axis, values[axis]) for axis in ("items", "ranks")},
     )
 

@@ -27,7 +27,7 @@ _COLUMNS: Sequence[tuple[str, str, float, int]] = (
     ("load cold", "load_cold", 1, 2),
 )
 
-LEGEND = """seconds unless said otherwise, the median of the repeats (lowest .. highest)
+LEGEND = """seconds unless noted, the median of the repeats (lowest .. highest)
 stall: the call of save; staged: until the tensors may be changed; complete: until the row says so; durable: synced
 lost: training time lost to one save; step x: step time while it is written, over the undisturbed; next 10 x: of the ten
 steps that follow the call

@@ -1,6 +1,6 @@
 """The arithmetic of promises: a ratio of two figures of one run, and whether it is within its bound.
 
-A figure that is not there is a text instead, which says why; a promise on it neither holds nor fails.
+A missing figure is a string that says why; a promise on it neither holds nor fails.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Verdict:
     Attributes:
         promise: in words, with the bound.
         measured: the ratio, None where it could not be measured.
-        holds: None where it could not be measured, or where nothing is promised and the ratio is only told.
+        holds: None where it could not be measured, or where nothing is promised and the ratio is only reported.
         note: what was compared, or why it was not.
     """
 
@@ -43,24 +43,24 @@ class Verdict:
 
     def line(self) -> str:
         """For the terminal."""
-        words = {True: "pass", False: "FAIL", None: "not measured" if self.measured is None else "told"}
+        words = {True: "pass", False: "FAIL", None: "not measured" if self.measured is None else "reported"}
         ratio = "" if self.measured is None else f"{self.measured:.2f}"
         return f"{words[self.holds]:<13}{ratio:>7}  {self.promise} ({self.note})"
 
 
 def at_most(promise: str, bound: float, above: Figure | Missing, below: Figure | Missing) -> Verdict:
     """`above` over `below` must not be higher than the bound."""
-    verdict = told(f"{promise}, at most {bound:.3g}", above, below)
+    verdict = reported(f"{promise}, at most {bound:.3g}", above, below)
     return _with_bound(verdict, verdict.measured is not None and verdict.measured <= bound)
 
 
 def at_least(promise: str, bound: float, above: Figure | Missing, below: Figure | Missing) -> Verdict:
     """`above` over `below` must not be lower than the bound."""
-    verdict = told(f"{promise}, at least {bound:.3g}", above, below)
+    verdict = reported(f"{promise}, at least {bound:.3g}", above, below)
     return _with_bound(verdict, verdict.measured is not None and verdict.measured >= bound)
 
 
-def told(promise: str, above: Figure | Missing, below: Figure | Missing) -> Verdict:
+def reported(promise: str, above: Figure | Missing, below: Figure | Missing) -> Verdict:
     """`above` over `below`, of which nothing is promised."""
     if isinstance(above, Missing):
         return Verdict(promise, None, None, above)

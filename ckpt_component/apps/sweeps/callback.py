@@ -60,7 +60,7 @@ class SweepReport(Callback):
         self._records, managers = False, recording.stop()
         so_far = read_result(str(config.hydra.runtime.output_dir))
         if so_far is None or so_far["status"] != RUNNING:
-            return  # the app has told the end itself
+            return  # the app has written its own result
         if job_return.status == JobStatus.FAILED:
             error = job_return._return_value  # the property would raise it
             write_job_result("failed", reason=str(error) or type(error).__name__, figures=_figures(managers))

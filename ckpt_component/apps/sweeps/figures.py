@@ -1,4 +1,4 @@
-"""The figures of a job that a report shows; times are seconds, of one save where nothing else is said."""
+"""The figures of a job that a report shows; times are in seconds and, unless noted, of one save."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Any
 
-#: What is said where the extra is not installed.
+#: Shown where the extra is not installed.
 NO_PICTURE = "no picture: pip install 'ckpt_component[plot]'"
 
 
@@ -21,7 +21,7 @@ def can_plot() -> bool:
 
 def new_figure(width: float, height: float) -> Any:
     """An empty matplotlib figure; sizes in inches."""
-    # It tells at length of the fonts that it looks for.
+    # It logs every font that it looks for.
     logging.getLogger("matplotlib").setLevel(logging.WARNING)
     # Not pyplot: it keeps figures and picks a window system.
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # type: ignore[import-not-found,unused-ignore]

@@ -1,4 +1,4 @@
-"""Small files that are whole or not there, for whoever reads them while they are written anew."""
+"""Small files that are replaced atomically, so that a concurrent reader never sees half of one."""
 
 from __future__ import annotations
 

@@ -13,15 +13,15 @@ import psutil
 from ...config.errors import HydraConfigError
 from ...config.quantities import BYTES, quantity
 
-#: The state, two snapshots of it (zero_overhead has two arenas), and some room besides.
+#: The state, two snapshots of it (zero_overhead has two arenas), and a margin.
 _IN_MEMORY = 3.3
 #: Files of one checkpoint, and one that is being removed.
 _ON_DISK = 2.1
 #: The most of the time that copies in memory are measured for.
 _MEMORY_SHARE = 0.1
-#: Formats with a file of its own for every rank.
+#: Formats with one file per rank.
 _SAME_RANKS = ("torch_save", "safetensors")
-#: Less than this is over before anything can be told.
+#: Smaller states are saved too quickly to measure.
 _LEAST = 1_000_000
 
 

@@ -171,18 +171,18 @@ class Job:
             return loss_of(self._called, inputs.to(self.device), targets.to(self.device))
 
 
-def pick_device(wanted: Device, dtype: Precision, ranks: Ranks = ALONE) -> torch.device:
+def pick_device(choice: Device, dtype: Precision, ranks: Ranks = ALONE) -> torch.device:
     """The device to train on; of several GPUs the one of this rank.
 
     Raises:
         CheckpointConfigError: it is not there, or cannot compute in `dtype`.
     """
-    there = torch.cuda.is_available()
-    if wanted is Device.cuda and not there:
+    available = torch.cuda.is_available()
+    if choice is Device.cuda and not available:
         raise HydraConfigError(
             "train.device=cuda, but torch finds no CUDA device on this machine; use train.device=auto or cpu."
         )
-    if wanted is Device.cpu or not there:
+    if choice is Device.cpu or not available:
         return torch.device("cpu")
     if ranks.world_size > 1:
         count = torch.cuda.device_count()
@@ -198,10 +198,10 @@ def pick_device(wanted: Device, dtype: Precision, ranks: Ranks = ALONE) -> torch
     return device
 
 
-def use_threads(wanted: int | None) -> int:
+def use_threads(count: int | None) -> int:
     """Let torch use this many CPU threads, or the cores that this process may run on. Returns how many."""
-    if wanted is not None:
-        torch.set_num_threads(wanted)
+    if count is not None:
+        torch.set_num_threads(count)
     elif "OMP_NUM_THREADS" not in os.environ:  # which torch has read by itself
         sharing = os.environ.get("LOCAL_WORLD_SIZE", "1")
         torch.set_num_threads(max(len(os.sched_getaffinity(0)) // (int(sharing) if sharing.isdigit() else 1), 1))

@@ -125,7 +125,7 @@ def part(ranks: Ranks) -> None:
             left = ranks.store.add("left", 0)
     except RuntimeError as error:
         # The store went with rank 0, which stays until all have come here.
-        logger.debug("the store is gone: %s", error)
+        logger.debug("the rendezvous store closed before this rank left: %s", error)
 
 
 def quiet_console(ranks: Ranks) -> None:

@@ -1,4 +1,4 @@
-"""What a run tells at its end: the table of saves, and how long training waited for them."""
+"""The end of a run: the table of its saves, and how long training waited for them."""
 
 from __future__ import annotations
 

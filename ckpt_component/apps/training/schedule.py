@@ -81,11 +81,11 @@ def renew_settings(optimizer: torch.optim.AdamW, settings: Train, foreach: bool 
     for group in optimizer.param_groups:
         group["foreach"] = foreach
         decays = any(parameter.dim() >= 2 for parameter in group["params"])
-        wanted = settings.weight_decay if decays else 0.0
-        if group["weight_decay"] != wanted:
+        decay = settings.weight_decay if decays else 0.0
+        if group["weight_decay"] != decay:
             logger.warning(
                 "AdamW's weight_decay was %s in the checkpoint and is %s from now on",
                 group["weight_decay"],
-                wanted,
+                decay,
             )
-            group["weight_decay"] = wanted
+            group["weight_decay"] = decay

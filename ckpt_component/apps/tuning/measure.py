@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
-#: Fewer rounds are none: of one alone nobody could say what is noise.
+#: A single round gives no estimate of noise.
 ROUNDS = 2
 #: Steady saves of a measurement; their median counts.
 _SAVES = 2

@@ -2,7 +2,7 @@
 
 glibc writes past the caches from a size on that it takes from the last cache. Where many processors share a large one,
 as many virtual machines say they do, that size is above that of most weights (99 MB on one with 260 MB of it), and
-whoever copies them reads their targets' memory for nothing. The size is fixed when a process starts, by the variable
+copying them reads the memory of the targets for nothing. The size is fixed when a process starts, by the variable
 GLIBC_TUNABLES (https://sourceware.org/glibc/manual/latest/html_node/Hardware-Capability-Tunables.html).
 """
 
@@ -86,7 +86,7 @@ def _advice(without: list[float], with_it: list[float], setting: str) -> str:
 
 
 def _copied(environment: Mapping[str, str]) -> float | str:
-    """Bytes a second by one thread of a fresh process, or why that cannot be told."""
+    """Bytes a second by one thread of a fresh process, or why it could not be measured."""
     try:
         done = subprocess.run(
             [sys.executable, "-I", "-S", "-c", _COPY],
@@ -99,6 +99,6 @@ def _copied(environment: Mapping[str, str]) -> float | str:
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"{type(error).__name__}: {error}"
     if done.returncode != 0:
-        said = done.stderr.strip().splitlines()
-        return said[-1] if said else f"code {done.returncode}"
+        errors = done.stderr.strip().splitlines()
+        return errors[-1] if errors else f"code {done.returncode}"
     return float(done.stdout)

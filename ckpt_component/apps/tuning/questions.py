@@ -88,7 +88,7 @@ def choose(question: Question, figures: Mapping[str, Sequence[float]]) -> Answer
     gain = medians[first] - medians[best]
     noise = max(spread(measured[first]), spread(measured[best]), -min(*measured[first], *measured[best]))
     if len(measured[first]) < 2 or len(measured[best]) < 2:
-        return Answer(question.key, first, f"{best} has {against}, and one round tells nothing of noise")
+        return Answer(question.key, first, f"{best} has {against}, and one round is too few to estimate noise")
     if gain <= noise:
         return Answer(
             question.key, first, f"{best} has {against}, which is within noise: rounds differ by {noise:.3f} s"

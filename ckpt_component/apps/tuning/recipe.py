@@ -30,7 +30,7 @@ def recipe_path(folder: Path, name: str, replace: bool) -> Path:
 
 
 def write_recipe(path: Path, preset: str, settings: Mapping[str, str], notes: Sequence[str], replace: bool) -> None:
-    """Write the file, over one that is there only when told to.
+    """Write the file; an existing one is replaced only with `replace`.
 
     Args:
         path: from `recipe_path`.
@@ -40,7 +40,7 @@ def write_recipe(path: Path, preset: str, settings: Mapping[str, str], notes: Se
         replace: see `recipe_path`.
 
     Raises:
-        CheckpointConfigError: the file cannot be written, or has come to be meanwhile.
+        CheckpointConfigError: the file cannot be written, or another process has written it since `recipe_path`.
     """
     values = OmegaConf.from_dotlist([f"{key}={value}" for key, value in settings.items() if "/" not in key])
     # Hydra looks for the package in the first line alone.

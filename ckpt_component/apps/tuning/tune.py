@@ -180,8 +180,8 @@ def _ask(
     if code is None and any(len(entry.runs) < ROUNDS and entry.error is None for entry in measured.values()):
         missing = pace.needed(question)
     elif code not in (0, None):
-        said = _lines(log)
-        reason = f"code {code}: {said[-1] if said else 'no message'}"
+        output_lines = _lines(log)
+        reason = f"code {code}: {output_lines[-1] if output_lines else 'no message'}"
         for entry in measured.values():
             if not entry.runs and entry.error is None:
                 entry.error = f"the measuring process ended before ({reason})"

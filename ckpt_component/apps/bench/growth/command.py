@@ -54,7 +54,7 @@ def show_courses(
     else:
         say(NO_PICTURE)
     say(f"figures are in {folder}")
-    passed, failed = (sum(verdict.holds is wanted for verdict in verdicts) for wanted in (True, False))
+    passed, failed = (sum(verdict.holds is outcome for verdict in verdicts) for outcome in (True, False))
     print(f"{passed} hold, {failed} FAIL, {len(verdicts) - passed - failed} not measured")
     if not any("error" not in run for course in courses for runs in course.runs.values() for run in runs):
         return "Nothing was measured; the reasons are above."

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-#: Signs of life go on whether anybody saves or not, and are not counted.
+#: Heartbeats go on between saves and are not counted.
 _BEAT = "beat/"
 
 

@@ -29,7 +29,7 @@ COSTS: Mapping[str, Mapping[str, str]] = {
         "save": "every save: until it is committed",
         "first_load": "the first load",
         "load": "every load",
-        "catalog_bytes": "told to rank 0 at the first save",
+        "catalog_bytes": "sent to rank 0 at the first save",
         "metadata_bytes": "size of .metadata",
         "integrity_bytes": "size of integrity-0.json",
         "manifest_bytes": "size of manifest.json",
@@ -136,7 +136,7 @@ def write_growth(courses: Sequence[Course], folder: Path, about: Mapping[str, An
 
 
 def read_growth(folder: str) -> tuple[list[Course], dict[str, Any]]:
-    """The costs of an earlier run, and what is said about it.
+    """The costs of an earlier run, and the notes on it.
 
     Raises:
         CheckpointConfigError: there are none in the folder.

@@ -13,7 +13,7 @@ from .figures import COSTS, Course, Point, is_counted, points
 _SECONDS_POWER, _COUNTS_POWER = 1.3, 1.1
 #: Two sizes that are so far apart are compared: the largest one, and the largest of those.
 _APART = 9.0
-#: What costs less, in seconds or in bytes and calls, tells nothing.
+#: What costs less, in seconds or in bytes and calls, is too small to judge.
 _LEAST_SECONDS, _LEAST_COUNT = 0.02, 100.0
 
 

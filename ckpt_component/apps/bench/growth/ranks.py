@@ -214,7 +214,7 @@ class _Rank:
         self._runner.run(Scheduled(Attempt(path, agreed.token), snapshot, None, started))
 
     def close(self) -> None:
-        """Give no more signs of life."""
+        """Stop the heartbeats."""
         self._ranks.close()
 
 

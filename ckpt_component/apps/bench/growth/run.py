@@ -44,7 +44,7 @@ def measure_growth(
         say: gets a line of progress.
         tell: gets what there is after every process, so that a run that is stopped leaves that.
     """
-    courses = [Course(axis, {size: [] for size in sorted(wanted)}) for axis, wanted in sizes.items() if wanted]
+    courses = [Course(axis, {size: [] for size in sorted(counts)}) for axis, counts in sizes.items() if counts]
     for repeat in range(repeats):
         for course in courses:
             for size, runs in course.runs.items():

@@ -64,19 +64,19 @@ def measure_loads(
         load: loads it; returns the seconds.
         path: of the checkpoint.
         turns: gives as many values as there are to be turns.
-        cold: whether reads from the disk can be told from reads from memory here.
+        cold: whether cold reads can be distinguished from cached ones here.
         raw: the checksum to take of files that are merely read; None: they are not.
 
     Returns:
         `load_cold`, `load_warm`, and with `raw` `raw_read_cold` and `raw_read_warm`: seconds, medians; None for what
-        cannot be told.
+        cannot be distinguished.
     """
     paths = list(files_of(path))
     found: dict[str, float | None] = {}
     target = block_of(sum(map(os.path.getsize, paths)) if raw is not None else 1)
     if cold:
         # A virtual machine gets memory for its page cache from its host at the first read, which takes longer than the
-        # disk: nobody pays for that here, whoever reads first.
+        # disk: that cost is not part of any figure here.
         fill_cache(path)
     for cache, prepare in (("cold", drop_cache), ("warm", fill_cache)):
         loads, reads = [], []

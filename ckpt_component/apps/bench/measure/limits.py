@@ -40,7 +40,7 @@ def measure_limits(state: State, folder: str, rounds: int, cold: bool) -> dict[s
         state: gives the sizes.
         folder: where files are written; it is as it was after.
         rounds: how often.
-        cold: whether reads from the disk can be told from reads from memory here.
+        cold: whether cold reads can be distinguished from cached ones here.
 
     Returns:
         `memcpy` (one warm block), `foreach_copy` (tensor by tensor), `write_1`, `write_2` (buffered and synced, by so
@@ -116,7 +116,7 @@ def _forked(tensors: list[torch.Tensor]) -> list[tuple[str, float]]:
     started = time.perf_counter()
     child = os.fork()
     if child == 0:
-        # Nothing but system calls here: other threads' locks may be held for ever.
+        # Nothing but system calls here: other threads' locks may never be released.
         os.close(release)
         os.read(waiting, 1)
         os._exit(0)

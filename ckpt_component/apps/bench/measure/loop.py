@@ -73,7 +73,7 @@ class Loop:
             update_s = sorted(self.update() for _ in range(3))[1]
         started = time.perf_counter()
         saver.save(path)
-        done, done_at, steps, meanwhile = False, started, 0, list[float]()
+        done, done_at, steps, during = False, started, 0, list[float]()
         first: list[float] = []
         with self._loop_threads():
             while True:
@@ -85,7 +85,7 @@ class Loop:
                     saver.wait_staged()
                     self.update()
                 elif not done:
-                    meanwhile.append(took)
+                    during.append(took)
                 now = time.perf_counter()
                 if not done and saver.poll():
                     done, done_at = True, time.perf_counter()
@@ -94,7 +94,7 @@ class Loop:
         wall = time.perf_counter() - started
         saver.finish()
         quiet = (before + self._undisturbed()) / 2
-        ratio = sum(meanwhile) / len(meanwhile) / quiet if len(meanwhile) >= 3 else None
+        ratio = sum(during) / len(during) / quiet if len(during) >= 3 else None
         return Disturbance(wall - steps * quiet - update_s, ratio, sum(first) / len(first) / quiet)
 
     def _undisturbed(self) -> float:

@@ -37,7 +37,7 @@ class Peak:
 
 @contextmanager
 def sampled_peak() -> Iterator[Peak]:
-    """Sample the process tree's memory during the `with`. Reading it disturbs: time nothing meanwhile."""
+    """Sample the process tree's memory during the `with`. Reading it disturbs: time nothing during it."""
     peak, over = Peak(), threading.Event()
 
     def sample() -> None:

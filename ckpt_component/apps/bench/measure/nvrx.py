@@ -30,7 +30,7 @@ def stub_cuda() -> None:
 
 
 def preload_stubbed(preload: Callable[[], Any]) -> Any:
-    """NVRx's preload function, in the worker, which has to be told for itself."""
+    """NVRx's preload function, in the worker, which needs its own setting."""
     stub_cuda()
     return preload()
 

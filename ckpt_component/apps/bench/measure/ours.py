@@ -43,7 +43,7 @@ class Ours(Saver):
 
     def wait_staged(self) -> None:
         """See `Saver`."""
-        # What a guarded optimizer does before it changes anything. A copy that failed is told by `finish`.
+        # What a guarded optimizer does before it changes anything. `finish` raises the error of a copy that failed.
         self._checkpointer.wait_staged(_SECONDS)
 
     def poll(self) -> bool:

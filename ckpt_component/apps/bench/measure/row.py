@@ -108,7 +108,7 @@ def _steady_save(saver: Saver, loop: Loop, path: str, fsyncs: bool) -> tuple[flo
     """Save and remove again; the figures of `timed_save`.
 
     When the tensors may be changed and when the save is durable is seen at two saves where the first is after the call:
-    whoever waits for the one changes the other, because what is waited for comes first.
+    waiting for one changes the other.
     """
     loop.update()
     stall, staged, complete, durable = timed_save(saver, path, fsyncs)
@@ -190,7 +190,7 @@ def timed_save(saver: Saver, path: str, fsyncs: bool, *, awaited: bool = True) -
 
 
 def _turns(settings: Settings) -> Iterator[int]:
-    """Numbers of saves, as many as are wanted; at least one, and no further one after `enough_seconds`."""
+    """Numbers of saves, as many as asked for; at least one, and no further one after `enough_seconds`."""
     began = time.perf_counter()
     for number in range(settings.saves):
         if number and time.perf_counter() - began >= settings.enough_seconds:

@@ -36,7 +36,7 @@ class Saver(ABC):
         """Load into the tensors of `target`."""
 
     def facts(self, path: str) -> dict[str, object]:
-        """What else is to be said of a checkpoint of this row."""
+        """Further notes on a checkpoint of this row."""
         return {}
 
     def close(self) -> None:
