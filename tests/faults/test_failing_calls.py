@@ -9,6 +9,7 @@ import pytest
 from faults.lives import KEEP
 from faults.workloads import newest_ack
 from forker import Forker
+from strides import first_of
 
 from ckpt_component.testing.operation_log import read_log
 
@@ -42,7 +43,7 @@ def test_row_16_operations_of_one_of_two_ranks_fail(
 ) -> None:
     """Either both ranks hear of it with the errno and nothing is committed, or neither does and all is there."""
     root, acks, told, failures = str(tmp_path / "root"), str(tmp_path / "acks"), set(), 0
-    for number in range(1, 300, stride):
+    for number in range(first_of(stride), 300, stride):
         log, before = str(tmp_path / f"ops{number}"), newest_ack(acks)
         failpoint = f"any:rank={rank}:process={process}:nth={number}:action=raise:EIO"
         common = {"root": root, "acks": acks, "saves": 1, "log": log, "preset": preset, "all_live": True}

@@ -11,6 +11,7 @@ import pytest
 from faults.lives import KEEP
 from faults.workloads import newest_ack
 from forker import Forker
+from strides import first_of
 
 from ckpt_component.storage.file_system import LOG, SPEC
 from ckpt_component.storage.names import MEGATRON
@@ -21,6 +22,11 @@ pytestmark = pytest.mark.slow
 
 #: More operations than any save here has: an enumeration that never ends is a defect of the rig.
 MANY = 300
+RANKS = [
+    ("sync", 0, "trainer"),
+    *(("async_persistent", *each) for each in ((0, "trainer"), (0, "writer"), (1, "writer"))),
+]
+ASYNC_VICTIMS = [("async_persistent", victim) for victim in ("self", "other", "all")]
 
 
 def enumerate_kills(
@@ -50,7 +56,7 @@ def enumerate_kills(
     root, acks, wrong = str(folder / "root"), str(folder / "acks"), []
     kills = 0
     env = {SPEC: always, LOG: str(folder / "looks")} if always else {}
-    for number in range(1, MANY, stride):
+    for number in range(first_of(stride), MANY, stride):
         log = str(folder / f"ops{number}")
         action = "kill" if victim == "self" else "stop"
         pid = forker.fork(
@@ -99,10 +105,11 @@ def kill_at(stopped: int, trainer: int, victim: str) -> None:
 @pytest.mark.parametrize(
     ("preset", "victim", "stride"),
     [
-        ("sync", "self", 1),
-        ("async_persistent", "self", 1),
-        ("async_persistent", "other", 2),
-        ("async_persistent", "all", 1),
+        ("sync", "self", 3),
+        ("async_persistent", "self", 3),
+        ("async_persistent", "other", 5),
+        ("async_persistent", "all", 3),
+        *(pytest.param(*case, 1, marks=pytest.mark.soak) for case in [("sync", "self"), *ASYNC_VICTIMS]),
     ],
 )
 def test_row_02_kill_at_every_operation(preset: str, victim: str, stride: int, forker: Forker, tmp_path: Path) -> None:
@@ -115,10 +122,11 @@ def test_row_02_kill_at_every_operation(preset: str, victim: str, stride: int, f
 @pytest.mark.parametrize(
     ("preset", "rank", "process", "stride"),
     [
-        ("sync", 0, "trainer", 8),
-        ("async_persistent", 0, "trainer", 5),
-        ("async_persistent", 0, "writer", 4),
-        ("async_persistent", 1, "writer", 3),
+        ("sync", 0, "trainer", 13),
+        ("async_persistent", 0, "trainer", 9),
+        ("async_persistent", 0, "writer", 7),
+        ("async_persistent", 1, "writer", 5),
+        *(pytest.param(*case, 1, marks=[pytest.mark.soak, pytest.mark.timeout(900)]) for case in RANKS),
     ],
 )
 def test_row_02_kill_one_of_two_ranks(
@@ -129,7 +137,7 @@ def test_row_02_kill_one_of_two_ranks(
     With one rank every operation has its turn; here the next life finds all in order, and that on both ranks.
     """
     root, acks, wrong, kills = str(tmp_path / "root"), str(tmp_path / "acks"), [], 0
-    for number in range(1, MANY, stride):
+    for number in range(first_of(stride), MANY, stride):
         log = str(tmp_path / f"ops{number}")
         common = {"root": root, "acks": acks, "saves": 3, "log": log, "preset": preset, "world_size": 2}
         failpoint = f"any:rank={rank}:process={process}:nth={number}:action=kill"
@@ -151,4 +159,4 @@ def test_row_02_kill_one_of_two_ranks(
     wrong += [] if wrong else forker.run("faults.workloads:check", root=root, acks=acks, keep=KEEP)
     print(f"{preset}, {process} of rank {rank}: {kills} kills, {len(wrong)} violations")
     assert not wrong, "\n".join(wrong)
-    assert kills > 8
+    assert kills > 20 / stride

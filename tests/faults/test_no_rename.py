@@ -13,7 +13,7 @@ import pytest
 import torch
 from faults.invariants import MANIFEST_MODE, blank_state, differences, state_of, tidied
 from faults.object_store import ObjectStore
-from faults.test_kill_points import MANY, enumerate_kills
+from faults.test_kill_points import ASYNC_VICTIMS, MANY, enumerate_kills
 from forging import edit_manifest
 from forker import Forker
 
@@ -509,24 +509,23 @@ def test_row_40_direct_io_is_refused() -> None:
 
 @pytest.mark.parametrize(
     ("preset", "victim", "stride"),
-    [("sync", "self", 1), ("async_persistent", "self", 6), ("async_persistent", "other", 7)],
+    [("sync", "self", 4), ("async_persistent", "self", 9), ("async_persistent", "other", 9)],
 )
 def test_row_40_kill_at_every_operation(preset: str, victim: str, stride: int, forker: Forker, tmp_path: Path) -> None:
-    """In one process at every operation; with the writer process, which can commit too, at every few."""
     check_kills(forker, tmp_path, preset, victim, stride)
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("victim", ["self", "other", "all"])
-def test_row_40_kill_at_every_operation_of_both_processes(victim: str, forker: Forker, tmp_path: Path) -> None:
-    check_kills(forker, tmp_path, "async_persistent", victim, 1)
+@pytest.mark.parametrize(("preset", "victim"), [("sync", "self"), *ASYNC_VICTIMS])
+def test_row_40_kill_at_every_single_operation(preset: str, victim: str, forker: Forker, tmp_path: Path) -> None:
+    check_kills(forker, tmp_path, preset, victim, 1)
 
 
 def check_kills(forker: Forker, folder: Path, preset: str, victim: str, stride: int) -> None:
     kills, wrong = enumerate_kills(forker, folder, preset, victim, [MANIFEST_MODE], stride)
     print(f"{preset}, {victim}: {kills} kills, {len(wrong)} violations")
     assert not wrong, "\n".join(wrong)
-    assert 40 // stride <= kills < MANY // stride
+    assert 40 // stride - 1 <= kills < MANY // stride
 
 
 @pytest.mark.parametrize(
