@@ -28,14 +28,16 @@ from .managing.manager import CheckpointManager
 from .managing.policies import KeepPolicy, ResumePolicy, SavePolicy
 from .managing.preflight import check_root
 from .managing.recording import record
-from .options import Commit, Durability, IoMode
+from .managing.retention import Retention
+from .managing.rollback import Rollback
+from .options import Commit, Durability, IoMode, ResolvedTimeouts
 from .readers import Reader
-from .saving.blocking_writer import BlockingWriter
-from .saving.failures import ErrorPolicy
 from .saving.folders import expanded
-from .saving.pipeline import Saver
-from .saving.report import Timeouts
+from .saving.pipeline import SavePipeline
+from .saving.retry import ErrorPolicy
+from .saving.transaction import RunHooks
 from .stagers.base import Stager
+from .storage.fencing import Ownership
 from .storage.file_system import file_system
 from .storage.fs import FsOps
 from .storage.names import NAMINGS
@@ -63,7 +65,9 @@ def build_checkpointer(config: Any, overrides: Sequence[str] = ()) -> Checkpoint
         raise HydraConfigError(
             "checkpoint.enabled=false builds no checkpointer; use build_manager(), whose manager then does nothing."
         )
-    return _build_graph(settings, _file_system(settings))
+    timeouts = _timeouts(settings)
+    parts = _build_parts(settings)
+    return _build_graph(settings, parts, _ranks(timeouts), _file_system(settings), timeouts)
 
 
 @for_hydra()
@@ -89,29 +93,39 @@ def build_manager(
     place = root_of_job(root, saves=settings.enabled and save.ever)
     fs = _file_system(settings)
     timeouts = _timeouts(settings)
-    checkpointer = _build_graph(settings, fs) if settings.enabled else None
-    if checkpointer is not None:
+    names, warned = NAMINGS[settings.naming.value], set[str]()
+    checkpointer, rollback = None, None
+    if settings.enabled:
+        parts, ranks = _build_parts(settings), _ranks(timeouts)
         try:
             if place != root:
                 # Each rank's Hydra names the output folder by its own clock.
                 deadline = time.monotonic() + timeouts.stage
-                place = checkpointer.ranks.lead("root/job", lambda: place, deadline)
+                place = ranks.lead("root/job", lambda: place, deadline)
+            place = os.path.abspath(place)
             if save.ever:
-                check_root(fs, os.path.abspath(place), checkpointer.ranks, timeouts)
+                check_root(fs, place, ranks, timeouts)
+            keep = KeepPolicy(settings.keep.last, settings.keep.every_steps)
+            retention = Retention(fs, place, names, keep, warned)
+            ownership = Ownership(fs, place, names)
+            rollback = Rollback(fs, place, names, resume, ownership)
+            hooks = RunHooks(ownership, rollback.admit, retention.point_to, retention.delete_old)
+            checkpointer = _build_graph(settings, parts, ranks, fs, timeouts, hooks)
         except BaseException:
-            checkpointer.close()
+            ranks.close()
             raise
     manager = CheckpointManager(
         checkpointer=checkpointer,
         root=place,
-        names=NAMINGS[settings.naming.value],
+        names=names,
         fs=fs,
         save=save,
-        keep=KeepPolicy(settings.keep.last, settings.keep.every_steps),
         resume=resume,
+        rollback=rollback,
         overlap=settings.overlap.value,
         timeouts=timeouts,
         warn=_policy(settings).warn,
+        warned=warned,
     )
     record(manager)
     return manager
@@ -182,7 +196,8 @@ def check_parts(parts: Parts) -> None:
             raise HydraConfigError(rule.text.format(**names, max_stall_s=parts.max_stall_s))
 
 
-def _build_graph(settings: Checkpoint, fs: FsOps) -> Checkpointer:
+def _build_parts(settings: Checkpoint) -> tuple[Stager, WriteCaller, Writer]:
+    """The chosen parts, before anything is started; raises CheckpointConfigError where they do not fit together."""
     check_parts(
         Parts(
             part_class("stager", settings.stager, Stager),
@@ -193,20 +208,30 @@ def _build_graph(settings: Checkpoint, fs: FsOps) -> Checkpointer:
             settings.commit,
         )
     )
-    stager = _build(Stager, "stager", settings.stager)
-    caller = _build(WriteCaller, "caller", settings.caller)
-    writer = _build(Writer, "writer", settings.writer)
-    timeouts = _timeouts(settings)
-    ranks = _ranks(timeouts)
+    return (
+        _build(Stager, "stager", settings.stager),
+        _build(WriteCaller, "caller", settings.caller),
+        _build(Writer, "writer", settings.writer),
+    )
+
+
+def _build_graph(
+    settings: Checkpoint,
+    parts: tuple[Stager, WriteCaller, Writer],
+    ranks: Coordinator,
+    fs: FsOps,
+    timeouts: ResolvedTimeouts,
+    hooks: RunHooks | None = None,
+) -> Checkpointer:
+    stager, caller, writer = parts
     # An arena must be visible to the process that writes it; that is the caller's to say, not the stager's.
     stager.connect(writer, ranks=ranks, shared=caller.in_other_process, timeout=timeouts.stage)
     stager.max_stall = timeouts.max_stall
-    caller.connect(start_timeout=timeouts.worker_start, close_timeout=timeouts.close)
-    saver = Saver(stager, caller, writer, ranks, fs, timeouts, _policy(settings))
+    pipeline = SavePipeline(stager, caller, writer, ranks, fs, timeouts, _policy(settings), hooks)
     reader = Reader(ranks.rank, ranks.world_size, settings.verify, shared=_shares_computer(ranks.world_size))
     if caller.in_other_process:
-        return AsyncCheckpointer(stager, saver, reader)
-    return SyncCheckpointer(BlockingWriter(saver), reader)
+        return AsyncCheckpointer(stager, pipeline, reader)
+    return SyncCheckpointer(pipeline, reader)
 
 
 def _shares_computer(world_size: int) -> bool:
@@ -220,7 +245,7 @@ def _file_system(settings: Checkpoint) -> FsOps:
     )
 
 
-def _ranks(timeouts: Timeouts) -> Coordinator:
+def _ranks(timeouts: ResolvedTimeouts) -> Coordinator:
     """One rank, or those of `torch.distributed` where the script has initialized it."""
     store = RankStore.of_job("checkpointer")
     return LocalCoordinator() if store is None else StoreCoordinator(store, timeouts.heartbeat, timeouts.stall)
@@ -235,10 +260,10 @@ def _option(part: type[Any]) -> str:
     return getattr(part, "option", part.__name__)
 
 
-def _timeouts(settings: Checkpoint) -> Timeouts:
+def _timeouts(settings: Checkpoint) -> ResolvedTimeouts:
     times, policy = deadlines(settings), _policy(settings)
     again = (policy.attempts - 1) * (times["stage"] + times["write"]) + policy.pauses
-    return Timeouts(**times, max_stall=settings.max_stall_s, again=again)
+    return ResolvedTimeouts(**times, max_stall=settings.max_stall_s, again=again)
 
 
 def _policy(settings: Checkpoint) -> ErrorPolicy:

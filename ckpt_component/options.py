@@ -1,7 +1,8 @@
-"""Options that the library and its configs share: enums whose members are the words of the configs."""
+"""Options that the library and its configs share: enums whose members are the words of the configs, and timeouts."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import Enum
 
 
@@ -69,3 +70,33 @@ class IoPriority(Enum):
     normal = "normal"
     low = "low"
     idle = "idle"
+
+
+@dataclass(frozen=True)
+class ResolvedTimeouts:
+    """`timeouts.*` and `max_stall_s` in seconds, with a number for every key that is null in the config.
+
+    Attributes:
+        max_stall: how long a save may keep training waiting; None: as long as the phases may take.
+        again: what all further attempts of a save may take, pauses included.
+    """
+
+    worker_start: float = 30.0
+    stage: float = 300.0
+    write: float = 1800.0
+    close: float = 60.0
+    heartbeat: float = 30.0
+    stall: float = 300.0
+    visible: float = 60.0
+    max_stall: float | None = None
+    again: float = 0.0
+
+    @property
+    def whole_save(self) -> float:
+        """What a save may take from its snapshot to its commit, with all attempts."""
+        return self.stage + self.write + self.again
+
+    @property
+    def waiting(self) -> float:
+        """How long the call of a save may wait for other ranks and for earlier saves."""
+        return self.stage if self.max_stall is None else min(self.stage, self.max_stall)

@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import replace
 from types import TracebackType
-from typing import Any
+from typing import Any, cast
 
 from ..checkpointer import Checkpointer
 from ..coordination import Coordinator, LocalCoordinator, Meetings, StepQuestions
 from ..errors import CheckpointBusyError, CheckpointError, CheckpointTimeoutError
-from ..saving.pending import PendingSaves
-from ..saving.report import SaveReport, Timeouts
-from ..storage.fencing import Ownership
+from ..options import ResolvedTimeouts
+from ..saving.pipeline import InFlightSaves, SavePipeline
+from ..saving.report import SaveReport
 from ..storage.fs import FsOps
 from ..storage.names import StepNames
 from ..storage.scan import committed_steps
-from .policies import KeepPolicy, ResumePolicy, SavePolicy, checked_step
+from .policies import ResumePolicy, SavePolicy, checked_step
 from .restore import Resumption
-from .retention import Retention
 from .rollback import Rollback
 
 logger = logging.getLogger(__name__)
@@ -37,11 +36,12 @@ class CheckpointManager:
         names: how steps are named on disk.
         fs: where effects go.
         save: when to save.
-        keep: what to keep.
         resume: where to begin.
+        rollback: decides what becomes of checkpoints that follow; None without a checkpointer.
         overlap: what to do when a save comes while earlier ones hold all memory: `wait`, `skip` or `error`.
         timeouts: deadlines.
         warn: `on_error: warn`; what keeps a save from beginning is then logged and reported, and not raised.
+        warned: what was warned about already; see `committed_steps`.
 
     Attributes:
         reports: one `SaveReport` per ended or skipped save, in order.
@@ -55,11 +55,12 @@ class CheckpointManager:
         names: StepNames,
         fs: FsOps,
         save: SavePolicy,
-        keep: KeepPolicy,
         resume: ResumePolicy,
+        rollback: Rollback | None,
         overlap: str,
-        timeouts: Timeouts,
+        timeouts: ResolvedTimeouts,
         warn: bool,
+        warned: set[str],
     ) -> None:
         self._checkpointer = checkpointer
         self._root = os.path.abspath(root)
@@ -79,16 +80,14 @@ class CheckpointManager:
         self._restores = Meetings(self._ranks, "restore")
         self.reports: list[SaveReport] = []
         self.idle: int | None = None
-        self._pending = PendingSaves(self.reports)
-        self._warned: set[str] = set()
-        if checkpointer is None:
+        self._warned = warned
+        self._saves = InFlightSaves()
+        if checkpointer is None or rollback is None:
             return
-        retention = Retention(fs, self._root, names, keep, self._warned)
-        ownership = Ownership(fs, self._root, names)
-        rollback = Rollback(fs, self._root, names, resume, ownership)
-        checkpointer.own(ownership, rollback.admit, retention.point_to, retention.delete_old)
+        self._pipeline = cast(SavePipeline, checkpointer.saver)  # a manager is built with parts of ours
+        self._saves = self._pipeline.saves
         self._resumption = Resumption(
-            checkpointer, self._ranks, fs, self._root, names, resume, rollback, save.ever, timeouts, self._warned
+            checkpointer, self._ranks, fs, self._root, names, resume, rollback, save.ever, timeouts, warned
         )
 
     @property
@@ -220,7 +219,7 @@ class CheckpointManager:
             self._collect()
         before, self._last_save = self._last_save, time.monotonic()
         try:
-            futures = self._checkpointer.save(state, self.path_of(step), may_wait=self._overlap == "wait")
+            _, save = self._pipeline.save(state, self.path_of(step), step=step, may_wait=self._overlap == "wait")
         except CheckpointBusyError as error:
             self._last_save = before
             text = f"step {step} came while an earlier save was still running"
@@ -231,19 +230,11 @@ class CheckpointManager:
             return self._skip(step, f"{text} (checkpoint.overlap=skip)")
         finally:
             if self._ranks.world_size > 1:
-                # The save itself tells of earlier ones that failed, so that all ranks hear of it together.
-                self._collect(only_told=True)
-        if futures is not None:
-            self._saved_step = step
-            self._pending.add(step, futures[1])
-            if futures[1].begun:
-                return True
-            self._collect(only_told=True)
-            return False
-        report = self._checkpointer.last_report
-        if report is not None:
-            self.reports.append(replace(report, step=step))
-            if report.outcome != "committed":
+                # The save itself raises what earlier ones failed with, so that it is raised on all ranks together.
+                self._collect(0)
+        if not (save.begun and self._pipeline.caller.in_other_process):  # it has ended
+            self._collect(0)
+            if save.report.outcome != "committed":
                 return False
         self._saved_step = step
         return True
@@ -273,7 +264,7 @@ class CheckpointManager:
         Raises:
             CheckpointTimeoutError: a save hung; see timeouts.write.
         """
-        self._pending.wait(self._timeouts.whole_save)
+        self._saves.wait(self._timeouts.whole_save)
         self._collect()
 
     def close(self) -> None:
@@ -292,7 +283,7 @@ class CheckpointManager:
         try:
             self._checkpointer.close()
         finally:
-            self._collect(tell=False)
+            self._collect(math.inf, raises=False)
 
     def __enter__(self) -> CheckpointManager:
         return self
@@ -326,23 +317,25 @@ class CheckpointManager:
 
     def _save_last(self, step: int, state: Mapping[Any, Any]) -> None:
         """Save the last step: `overlap` must not skip it, nor an earlier save's error keep it from being tried."""
-        self._pending.wait(self._timeouts.whole_save)
-        failures = self._pending.take_failures()
+        self._saves.wait(self._timeouts.whole_save)
+        failures = self._collect(math.inf, raises=False)
         try:
             self.save(step, state)
         finally:
             if failures:
                 raise failures[0]  # the others are in the log and in the reports
 
-    def _collect(self, tell: bool = True, only_told: bool = False) -> None:
+    def _collect(self, errors: float = 1, *, raises: bool = True) -> list[BaseException]:
         """Turn ended saves into reports, and raise the first error that nobody has seen yet.
 
         Args:
-            tell: False: raise nothing.
-            only_told: leave failures that nobody has seen for later.
+            errors: how many such errors are accounted for now; saves with further ones are left for later.
+            raises: False: return the errors instead.
         """
-        failed_steps, failure = self._pending.collect(only_told)
-        if self._saved_step in failed_steps:
+        reports, failures = self._saves.collect(errors)
+        self.reports += reports
+        if any(report.step == self._saved_step and report.outcome != "committed" for report in reports):
             self._saved_step = None
-        if failure is not None and tell:
-            raise failure
+        if failures and raises:
+            raise failures[0]
+        return failures

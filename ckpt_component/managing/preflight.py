@@ -8,7 +8,7 @@ from typing import Any
 
 from ..coordination import Coordinator
 from ..errors import CheckpointConfigError, CheckpointError
-from ..saving.report import Timeouts
+from ..options import ResolvedTimeouts
 from ..storage.fencing import Ownership
 from ..storage.fs import FsOps
 from ..storage.names import TRIAL_PREFIX, new_token
@@ -18,7 +18,7 @@ from ..storage.visibility import wait_visible
 logger = logging.getLogger(__name__)
 
 
-def check_root(fs: FsOps, root: str, ranks: Coordinator, timeouts: Timeouts) -> None:
+def check_root(fs: FsOps, root: str, ranks: Coordinator, timeouts: ResolvedTimeouts) -> None:
     """Make the folder where there is none, and a small file in it from every rank, which is deleted at once.
 
     Warns when another run that saves in the folder is alive on this host.

@@ -16,7 +16,7 @@ from ..errors import (
     CheckpointNotFoundError,
     CheckpointUnreadableError,
 )
-from ..saving.report import Timeouts
+from ..options import ResolvedTimeouts
 from ..storage.cleanup import living_attempts, sweep
 from ..storage.fs import FsOps
 from ..storage.names import StepNames
@@ -63,7 +63,7 @@ class Resumption:
         policy: ResumePolicy,
         rollback: Rollback,
         saves: bool,
-        timeouts: Timeouts,
+        timeouts: ResolvedTimeouts,
         warned: set[str],
     ) -> None:
         self._checkpointer = checkpointer

@@ -152,7 +152,7 @@ def test_what_a_dead_run_left_is_deleted_and_nothing_else(tmp_path: Path) -> Non
 def test_overlapping_saves(overlap: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     go = threading.Event()
     with manager_in(tmp_path, f"checkpoint.overlap={overlap}", "checkpoint.save.at_end=false") as manager:
-        caller = manager._checkpointer._checkpoint_process.caller  # type: ignore[union-attr]
+        caller = manager._checkpointer.saver.caller  # type: ignore[union-attr]
         run_job = caller.run
 
         def slow(job: Any, deadline: float) -> Any:
@@ -182,7 +182,7 @@ def test_overlapping_saves(overlap: str, tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_a_failed_save_is_told_once_and_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with manager_in(tmp_path, "checkpoint.save.at_end=false") as manager:
-        caller = manager._checkpointer._checkpoint_process.caller  # type: ignore[union-attr]
+        caller = manager._checkpointer.saver.caller  # type: ignore[union-attr]
 
         def fail(job: Any, deadline: float) -> Any:
             raise CheckpointSaveError("the disk is on fire", 5)
@@ -207,7 +207,7 @@ def test_the_last_step_is_saved_although_earlier_saves_run_or_failed(
         pytest.raises(CheckpointSaveError, match="first"),
         manager_in(tmp_path, "checkpoint.save.every_steps=null", f"checkpoint.overlap={overlap}") as manager,
     ):
-        caller = manager._checkpointer._checkpoint_process.caller  # type: ignore[union-attr]
+        caller = manager._checkpointer.saver.caller  # type: ignore[union-attr]
         run_job, jobs, go = caller.run, [1, 2], threading.Event()
 
         def hold_then_fail_once(job: Any, deadline: float) -> Any:

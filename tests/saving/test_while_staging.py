@@ -71,7 +71,7 @@ def build(*overrides: str) -> AsyncCheckpointer:
 
 def written(checkpointer: AsyncCheckpointer) -> int:
     """By the process that writes; files may be preallocated."""
-    return int(checkpointer._checkpoint_process.caller.progress())
+    return int(checkpointer.saver.caller.progress())
 
 
 def eventually(holds: Callable[[], bool]) -> None:
@@ -145,7 +145,7 @@ def test_a_tensor_that_changed_is_found_when_everything_else_is_written(held: He
 
 def test_a_worker_that_dies_meanwhile_fails_its_save_at_once(held: Held, tmp_path: Path) -> None:
     with build() as ours:
-        pid = ours._checkpoint_process.caller.pid
+        pid = ours.saver.caller.pid
         staged, write = ours.save(STATE, tmp_path / "one")
         eventually(lambda: written(ours) > (16 << 20))
         os.kill(pid, signal.SIGKILL)
@@ -161,7 +161,7 @@ def test_a_worker_that_dies_meanwhile_fails_its_save_at_once(held: Held, tmp_pat
 def test_a_retry_follows_the_copy_anew(held: Held, tmp_path: Path) -> None:
     retry = ("checkpoint.on_error=retry", "checkpoint.retry.attempts=2", "checkpoint.retry.backoff_seconds=0.01")
     with build(*retry) as ours:
-        caller = ours._checkpoint_process.caller
+        caller = ours.saver.caller
         pid = caller.pid
         _, write = ours.save(STATE, tmp_path / "one")
         eventually(lambda: written(ours) > (16 << 20))
@@ -187,7 +187,7 @@ def test_a_write_that_fails_is_told_before_the_copy_has_ended(held: Held, tmp_pa
 
 def test_a_copy_that_does_not_end_is_told_by_its_deadline(held: Held, tmp_path: Path) -> None:
     with build("checkpoint.timeouts.stage=0.5") as ours:
-        pid = ours._checkpoint_process.caller.pid
+        pid = ours.saver.caller.pid
         staged, write = ours.save(STATE, tmp_path / "one")
         with pytest.raises(CheckpointTimeoutError, match=r"not complete after 0\.5 s \(timeouts\.stage\)"):
             write.result(10)
@@ -195,7 +195,7 @@ def test_a_copy_that_does_not_end_is_told_by_its_deadline(held: Held, tmp_path: 
         held.go.set()
         held.holds = False
         ours.save(STATE, tmp_path / "two")[1].result(30)
-        assert ours._checkpoint_process.caller.pid == pid
+        assert ours.saver.caller.pid == pid
 
 
 KILLED = """
@@ -216,9 +216,9 @@ KILLED = """
         if forked == 0:  # has the pipe open, as a data loader's process would
             time.sleep(20)
             os._exit(0)
-        while ours._checkpoint_process.caller.progress() < 16 << 20:
+        while ours.saver.caller.progress() < 16 << 20:
             time.sleep(0.01)
-        print(ours._checkpoint_process.caller.pid, *[forked] * (forked is not None), flush=True)
+        print(ours.saver.caller.pid, *[forked] * (forked is not None), flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
 
     with build_checkpointer("async_zero_overhead", ["checkpoint.writer.block_bytes=1048576"]) as ours:
