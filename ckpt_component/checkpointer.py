@@ -171,7 +171,6 @@ class Checkpointer(ABC):
                 f"{type(self).__name__}.save() got an unexpected keyword argument {next(iter(keywords))!r}; "
                 "it takes state_dict, path and may_wait."
             )
-        self.saver.forget_ended()
         return self.saver.save(state_dict, absolute_path(path), may_wait=may_wait, **keywords)
 
     def __enter__(self: Self) -> Self:

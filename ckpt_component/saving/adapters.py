@@ -62,9 +62,6 @@ class Saver(ABC):
     ) -> tuple[Future[None], Future[Any]]:
         """Save to an absolute path; see `Checkpointer.save`."""
 
-    def forget_ended(self) -> None:
-        """Let go of the saves that ended and whose error, if any, was raised."""
-
     @abstractmethod
     def close(self) -> None:
         """Finish what was started and free everything; see `Checkpointer.close`."""

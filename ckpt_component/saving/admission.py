@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import TypedDict
+from typing import TypedDict, cast
 
 from ..coordination import Coordinator, Meetings
 from ..errors import (
@@ -22,6 +22,7 @@ from ..errors import (
     ranks_failed,
 )
 from ..storage.names import new_token
+from .transaction import PendingSave
 
 
 class SaveProposal(TypedDict, total=False):
@@ -31,6 +32,7 @@ class SaveProposal(TypedDict, total=False):
         path: where to, absolute.
         changed: its state has to be planned anew.
         error: why it cannot take part.
+        cause: the error's type.
         failed: earlier saves whose error its caller has not seen, as numbers and texts.
         busy: it would have to wait for an earlier save, and must not (`overlap`).
         stalled: what it has waited for, as long as training may wait.
@@ -38,11 +40,11 @@ class SaveProposal(TypedDict, total=False):
 
     path: str
     changed: bool
-    error: str | None
-    cause: str | None
+    error: str
+    cause: str
     failed: list[tuple[int, str]]
     busy: bool
-    stalled: str | None
+    stalled: str
 
 
 class SaveDecision(TypedDict, total=False):
@@ -74,17 +76,12 @@ class SaveAdmission:
         self._max_stall = max_stall
         self._meetings = Meetings(ranks, "save")
 
-    @property
-    def number(self) -> int:
-        """Of the last save that was proposed, from 1; alike on all ranks."""
-        return self._meetings.number
-
-    def decide(self, proposal: SaveProposal, error: Exception | None, deadline: float) -> SaveDecision:
-        """Agree on the next save; an empty decision says that a rank is busy.
+    def decide(self, save: PendingSave, proposal: SaveProposal, deadline: float) -> SaveDecision:
+        """Agree on the next save, which gets its number; an empty decision says that a rank is busy.
 
         Args:
-            proposal: what this rank says.
-            error: why this rank cannot take part.
+            save: with its error, if this rank cannot take part.
+            proposal: what else this rank says.
             deadline: monotonic seconds; what is not agreed then does not take place, on any rank.
 
         Raises:
@@ -93,41 +90,38 @@ class SaveAdmission:
             CheckpointStallError: a rank waited too long for what it needs.
             CheckpointTimeoutError: a rank did not come.
         """
+        error, proposal["path"] = save.error, save.path
         if error is not None:
-            if self._ranks.world_size == 1:
-                self._meetings.number += 1
-                raise error
             proposal["error"], proposal["cause"] = describe_error(error), type(error).__name__
-        decide, path = partial(self._decide, deadline), proposal["path"]
+            if self._ranks.world_size == 1:
+                raise error
         try:
-            decision: SaveDecision = self._meetings.ask(proposal, decide, deadline, path)
-            return decision
+            decision = self._meetings.ask(proposal, partial(self._decide, deadline), deadline, save.path)
         except RanksError as failure:
             raise failure from error
         except CheckpointTimeoutError as late:
             if self._max_stall is None or isinstance(late, CheckpointStallError):
                 raise
-            raise CheckpointStallError(
-                f"{path} was not saved: {late} Training waits {self._max_stall:g} s at most (checkpoint.max_stall_s)."
-            ) from late
+            limit = f"Training waits {self._max_stall:g} s at most (checkpoint.max_stall_s)."
+            raise CheckpointStallError(f"{save.path} was not saved: {late} {limit}") from late
+        finally:
+            save.number = self._meetings.number
+        return cast(SaveDecision, decision)
 
     def _decide(self, deadline: float, proposals: list[SaveProposal]) -> SaveDecision:
         """On the leading rank: what becomes of a save, from what every rank proposes."""
-        failures: dict[int, str] = {}
-        causes: dict[int, str] = {}
-        paths: dict[str, int] = {}
-        earlier: dict[int, str] = {}
-        stalled: dict[int, str] = {}
+        failures, causes, stalled = dict[int, str](), dict[int, str](), dict[int, str]()
+        paths, earlier = dict[str, int](), dict[int, str]()
         replan = busy = False
         for rank, proposal in enumerate(proposals):
             paths.setdefault(proposal["path"], rank)
             replan = replan or proposal.get("changed", False)
             busy = busy or proposal.get("busy", False)
             earlier.update(proposal.get("failed", ()))
-            if proposal.get("error") is not None:
-                failures[rank], causes[rank] = str(proposal["error"]), str(proposal["cause"])
-            if proposal.get("stalled") is not None:
-                stalled[rank] = str(proposal["stalled"])
+            if "error" in proposal:
+                failures[rank], causes[rank] = proposal["error"], proposal["cause"]
+            if "stalled" in proposal:
+                stalled[rank] = proposal["stalled"]
         if failures:
             raise ranks_failed(failures, causes=causes)
         if len(paths) > 1:

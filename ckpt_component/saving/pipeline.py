@@ -47,12 +47,13 @@ _DECISION_SECONDS = 60.0
 class InFlightSaves(list[PendingSave]):
     """The saves that have not been accounted for, in order: they run, or failed and nobody has seen the error."""
 
-    def undelivered(self) -> list[PendingSave]:
-        """Those that failed and whose error nobody has seen."""
+    def undelivered(self) -> list[tuple[int, str]]:
+        """Numbers of those that failed and whose error nobody has seen, with its text."""
         failed = []
         for save in self:
-            if save.done() and not save.delivered and Future.exception(save, 0) is not None:
-                failed.append(save)
+            error = None if save.delivered or not save.done() else Future.exception(save, 0)
+            if error is not None:
+                failed.append((save.number, str(error)))
         return failed
 
     def error_of(self, number: int, text: str, timeout: float) -> BaseException:
@@ -192,6 +193,8 @@ class SavePipeline(Saver):
             raise CheckpointError("This checkpointer is closed; build a new one to save again.")
         self.ranks.world.check()
         self.ranks.world.warn_if_alone()
+        if step is None and self.saves:
+            self.saves.collect(0)  # a manager collects the reports of its saves itself
         save = PendingSave(path, step)
         try:
             survey, decision = self._admit(save, state_dict, may_wait)
@@ -203,9 +206,7 @@ class SavePipeline(Saver):
             raise self.saves.error_of(*decision["failed"], min(_DECISION_SECONDS, self._waiting))
         if "token" not in decision:
             raise CheckpointBusyError(f"{path} came while an earlier save was still running")
-        staged: Future[None] = Future() if save.snapshot is None else save.snapshot.staged
-        if save.snapshot is None:
-            staged.set_exception(save.error)
+        staged = _failed(save.error) if save.snapshot is None else save.snapshot.staged
         save.set_running_or_notify_cancel()
         self.saves.append(save)
         save.stall_s = time.perf_counter() - save.started
@@ -215,11 +216,6 @@ class SavePipeline(Saver):
             if not save.tolerated:
                 save.result()
         return staged, save
-
-    def forget_ended(self) -> None:
-        """Let go of the saves that ended and whose error, if any, was raised."""
-        if self.saves:
-            self.saves.collect(0)
 
     def close(self) -> None:
         """Let the saves that were started finish, then end the writer process and free the memory. Safe to call twice.
@@ -243,18 +239,15 @@ class SavePipeline(Saver):
                 self._thread.shutdown(wait=False)
                 self.caller.close(self.timeouts.close)
                 self.ranks.close()
-        for save in self.saves.undelivered():
-            save.result(0)
+        for number, text in self.saves.undelivered():
+            raise self.saves.error_of(number, text, 0)
 
     def _admit(
         self, save: PendingSave, state_dict: Mapping[Any, Any], may_wait: bool
     ) -> tuple[Survey | None, SaveDecision]:
         """Agree with the other ranks; the call waits for nothing beyond the deadline that begins here."""
         deadline = time.monotonic() + self._waiting
-        proposal: SaveProposal = {"path": save.path}
-        failed = self.saves.undelivered()
-        if failed:
-            proposal["failed"] = [(each.number, str(Future.exception(each, 0))) for each in failed]
+        proposal: SaveProposal = {"failed": self.saves.undelivered()}
         survey = None
         if not may_wait and self.stager.busy:
             proposal["busy"] = True
@@ -273,10 +266,7 @@ class SavePipeline(Saver):
                         f"{self._waiting:g} s (checkpoint.max_stall_s) because {names} is still being written. Save "
                         "less often, or raise checkpoint.stager.arenas."
                     )
-        try:
-            return survey, self._admission.decide(proposal, save.error, deadline)
-        finally:
-            save.number = self._admission.number
+        return survey, self._admission.decide(save, proposal, deadline)
 
     def _stage(self, save: PendingSave, survey: Survey | None, decision: SaveDecision) -> None:
         """With one rank a failure is raised; with several the others learn of it when the attempt begins."""
@@ -303,12 +293,10 @@ class SavePipeline(Saver):
             raise given_up or error
         if given_up is not None and self.ranks.world_size == 1:
             raise given_up
-        staged: Future[None] = Future()
-        staged.set_exception(error)
         save.begun = False
         self._fail(save, error, given_up)
         self.saves.append(save)  # with several ranks what must be raised comes at the next save, on all
-        return staged, save
+        return _failed(error), save
 
     def _finish(self, save: PendingSave) -> None:
         """On the save thread: all attempts of a save, and its end."""
@@ -331,29 +319,31 @@ class SavePipeline(Saver):
 
     def _fail(self, save: PendingSave, error: BaseException, given_up: BaseException | None) -> None:
         """End a failed save: with its error, or with the one that says that there were too many."""
-        warn = self._policy.warn
-        tolerated = warn and given_up is None
+        tolerated = self._policy.warn and given_up is None
         if tolerated:
             logger.warning("%s was not saved, and training goes on (checkpoint.on_error=warn): %s", save.path, error)
         else:
             logger.error("%s was not saved: %s", save.path, given_up or error)
-        outcome = "skipped" if warn and is_stall(error) else "failed"
+        outcome = "skipped" if self._policy.warn and is_stall(error) else "failed"
         save.fail(given_up or error, tolerated=tolerated, outcome=outcome)
         if tolerated and not self.caller.in_other_process:
             self.last_report = save.report
 
     def _drain(self) -> None:
-        running = [save for save in self.saves if not save.done()]
-        limit = self.timeouts.whole_save * len(running) + self.timeouts.close
-        if wait_futures(running, timeout=limit).not_done:
+        limit = self.timeouts.whole_save * sum(not save.done() for save in self.saves) + self.timeouts.close
+        if wait_futures(self.saves, timeout=limit).not_done:
             raise CheckpointTimeoutError(
                 f"A save was still running {limit:g} s after close(); see timeouts.stage and timeouts.write."
             )
         if self._last_task is not None and wait_futures([self._last_task], timeout=self.timeouts.close).not_done:
-            logger.warning(
-                "deleting old checkpoints took longer than %g s (timeouts.close); it ends with this process",
-                self.timeouts.close,
-            )
+            text = "deleting old checkpoints took longer than %g s (timeouts.close); it ends with this process"
+            logger.warning(text, self.timeouts.close)
+
+
+def _failed(error: Exception | None) -> Future[None]:
+    staged: Future[None] = Future()
+    staged.set_exception(error)
+    return staged
 
 
 def _close_if_alive(pipeline: weakref.ref[SavePipeline]) -> None:

@@ -8,11 +8,11 @@ The snapshot stays as it is until the last attempt is over.
 
 from __future__ import annotations
 
-import errno
 import logging
 import threading
 import time
 from dataclasses import dataclass, replace
+from errno import EACCES, EFBIG, EISDIR, ELOOP, ENAMETOOLONG, ENOTDIR, EPERM, EROFS
 
 from ..coordination import Coordinator
 from ..errors import CheckpointError, CheckpointGivenUpError, CheckpointSaveError, CheckpointStallError, RanksError
@@ -28,18 +28,7 @@ _TRANSIENT = frozenset(
     {"CheckpointSaveError", "CheckpointStorageFullError", "WorkerDiedError", "CheckpointTimeoutError"}
 )
 #: Errors of the file system that do not go away with time.
-_PERMANENT = frozenset(
-    {
-        errno.EACCES,
-        errno.EPERM,
-        errno.EROFS,
-        errno.ENOTDIR,
-        errno.EISDIR,
-        errno.ELOOP,
-        errno.ENAMETOOLONG,
-        errno.EFBIG,
-    }
-)
+_PERMANENT = frozenset({EACCES, EPERM, EROFS, ENOTDIR, EISDIR, ELOOP, ENAMETOOLONG, EFBIG})
 
 
 @dataclass(frozen=True)
@@ -112,14 +101,8 @@ class RetryLoop:
         if number >= most or not isinstance(error, Exception) or not self._agree(save.attempt.token, error):
             return False
         pause = 0.0 if self._closing.is_set() else self._policy.pause(number)
-        logger.warning(
-            "%s: attempt %d of %d failed; the next one comes in %.1f s (checkpoint.on_error=retry): %s",
-            save.path,
-            number,
-            most,
-            pause,
-            error,
-        )
+        text = "%s: attempt %d of %d failed; the next one comes in %.1f s (checkpoint.on_error=retry): %s"
+        logger.warning(text, save.path, number, most, pause, error)
         self._closing.wait(pause)
         save.attempts += 1
         save.attempt = replace(save.attempt, token=token_of_try(save.token, save.attempts))
@@ -160,8 +143,7 @@ class ConsecutiveFailures:
     def add(self, error: BaseException) -> CheckpointGivenUpError | None:
         """A save failed. Returns the error that has to be raised whatever the policy says, or None."""
         with self._lock:
-            self.count += 1
-            count = self.count
+            self.count = count = self.count + 1
         if self._limit is None or count < self._limit:
             return None
         row = "1 save" if count == 1 else f"{count} saves in a row"

@@ -17,7 +17,6 @@ from typing import Any
 
 from ..callers.write_callers import WriteCaller
 from ..coordination import Coordinator
-from ..coordination.messages import pack, unpack
 from ..errors import (
     CheckpointError,
     CheckpointSaveError,
@@ -169,10 +168,10 @@ class SaveTransaction:
         self._min_free_bytes = min_free_bytes
         self._hooks = hooks
         self._manifest_fields = {"format": writer.format}
-        #: The table whose catalog the leading rank has; and there, every rank's catalog (packed; a single rank's is not
-        #: needed again) and the index of all.
+        #: The table whose catalog the leading rank has. All ranks replan together, so it gets all catalogs or none; it
+        #: keeps the index that they made, and the tables that this is of.
         self._catalog_sent: int | None = None
-        self._catalogs: dict[int, bytes] = {}
+        self._indexed: list[int] = []
         self._sidecars: Mapping[str, bytes] = {}
         #: Keys of values that differ by rank and were warned about.
         self._warned: set[str] = set()
@@ -203,6 +202,7 @@ class SaveTransaction:
             except BaseException:
                 # First the writer process forgets the save, so that it does not commit what is being taken away.
                 self._caller.settle()
+                self._catalog_sent = None
                 if self._leads:
                     commit.abandon(self._fs, attempt)
                 raise
@@ -234,7 +234,7 @@ class SaveTransaction:
         if snapshot is None:
             error = save.error or CheckpointSaveError("there is no snapshot")
             return {"error": describe_error(error), "cause": type(error).__name__}
-        message: dict[str, Any] = {"bytes": snapshot.sealed.file_bytes}
+        message: dict[str, Any] = {"bytes": snapshot.sealed.file_bytes, "table": snapshot.sealed.table_number}
         if snapshot.comparison is not None:
             message["digests"] = snapshot.comparison.message
         if snapshot.sealed.table_number != self._catalog_sent:
@@ -246,20 +246,21 @@ class SaveTransaction:
     ) -> list[list[int]]:
         """On the leading rank: make the staging folder. Returns which values differ by rank, and whose are stored."""
         failures: dict[int, str] = {}
-        catalogs: dict[int, Any] = {}
-        digests, needed = [], 0
+        digests, tables, needed = [], [], 0
         for rank, message in enumerate(messages):
             if "error" in message:
                 failures[rank] = message["error"]
                 continue
             needed += message["bytes"]
+            tables.append(message["table"])
             digests.append(message.get("digests", {}))
-            if "catalog" in message:
-                catalogs[rank] = message["catalog"]
         if failures:
             raise ranks_failed(failures, causes={rank: messages[rank]["cause"] for rank in failures})
-        if catalogs:
-            self._make_index(catalogs, len(messages))
+        if tables != self._indexed:
+            # Before the write: rank 0's writer process may have to commit when the trainers have died.
+            self._sidecars = self._writer.index([message["catalog"] for message in messages])
+            self._indexed = tables
+            give_back_freed()
         with self._typed_errors(attempt.target, needed):
             if self._hooks is not None:
                 self._hooks.ownership.claim()  # which makes room, where an earlier run left something
@@ -268,16 +269,6 @@ class SaveTransaction:
             commit.begin(self._fs, attempt)
             locks.callback(commit.lock(self._fs, attempt).close)
         return differing(digests) if len(messages) > 1 else []
-
-    def _make_index(self, catalogs: Mapping[int, Any], world_size: int) -> None:
-        """Before the write: rank 0's writer process may have to commit when the trainers have died."""
-        if world_size > 1:
-            self._catalogs.update({rank: pack(catalog) for rank, catalog in catalogs.items()})
-        ranks = range(world_size)
-        self._sidecars = self._writer.index(
-            [catalogs[rank] if rank in catalogs else unpack(self._catalogs[rank]) for rank in ranks]
-        )
-        give_back_freed()
 
     def _warn_of_lost(self, snapshot: Snapshot, different: Sequence[Sequence[int]]) -> None:
         """Name what differs by rank although the ranks share it; the first rank that has a value, and once."""

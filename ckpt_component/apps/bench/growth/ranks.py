@@ -23,7 +23,7 @@ from ....callers.write_callers import WriteCaller
 from ....coordination import RankStore, StoreCoordinator
 from ....formats.dcp import DcpWriter
 from ....options import ResolvedTimeouts
-from ....saving.admission import SaveAdmission, SaveProposal
+from ....saving.admission import SaveAdmission
 from ....saving.transaction import PendingSave, SaveTransaction
 from ....stagers.live import LiveStager
 from ....storage.commit import Attempt, refuse_existing
@@ -208,8 +208,7 @@ class _Rank:
         """A save from its beginning to its end, on one thread."""
         save = PendingSave(path)
         survey = self._stager.survey(self._state)
-        proposal: SaveProposal = {"path": path, "changed": survey.changed}
-        decision = self._admission.decide(proposal, None, time.monotonic() + _SECONDS)
+        decision = self._admission.decide(save, {"changed": survey.changed}, time.monotonic() + _SECONDS)
         survey.changed = decision["replan"]
         save.snapshot = self._stager.take(survey)
         save.attempt = Attempt(path, decision["token"])
