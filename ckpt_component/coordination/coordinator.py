@@ -7,15 +7,11 @@ does something, all learn the result) and `vote` (everyone says how its part wen
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any
 
-from ..errors import RanksError
 from .calls import Call
 from .world import World
-
-#: How many ranks a message names one by one.
-_NAMED = 8
 
 
 class Coordinator(ABC):
@@ -108,22 +104,6 @@ class Coordinator(ABC):
 
     def close(self) -> None:
         """Give up the connections. Safe to call twice."""
-
-
-def ranks_failed(
-    failures: Mapping[int, str], errno: int | None = None, causes: Mapping[int, str] | None = None
-) -> RanksError:
-    """The error that names every failed rank, and what the first of them said; for `causes` see `RanksError`."""
-    ranks = sorted(failures)
-    first = [f"rank {rank}: {failures[rank]}" for rank in ranks[:_NAMED]]
-    more = f" (and {len(ranks) - _NAMED} more)" if len(ranks) > _NAMED else ""
-    return RanksError(f"{named(ranks)} failed. {' | '.join(first)}{more}", errno, dict(failures), dict(causes or {}))
-
-
-def named(ranks: Sequence[int]) -> str:
-    """Ranks for a message; the first few of many."""
-    shown = ", ".join(map(str, ranks[:_NAMED])) + (", ..." if len(ranks) > _NAMED else "")
-    return f"{'Rank' if len(ranks) == 1 else 'Ranks'} {shown}"
 
 
 class LocalCoordinator(Coordinator):

@@ -15,11 +15,19 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from ..errors import CheckpointError, CheckpointTimeoutError, RanksError
+from ..errors import (
+    CheckpointError,
+    CheckpointTimeoutError,
+    RanksError,
+    error_as_plain,
+    error_from_plain,
+    name_ranks,
+    ranks_failed,
+)
 from .calls import AnotherCall, Call, Lookout, Place
-from .coordinator import Coordinator, named, ranks_failed
+from .coordinator import Coordinator
 from .heartbeat import Heartbeat, Watch, Work
-from .messages import as_error, as_plain, pack, unpack
+from .messages import pack, unpack
 from .rank_store import RankStore
 from .votes import count_votes, missing, said
 from .world import World
@@ -132,10 +140,10 @@ class StoreCoordinator(Coordinator):
     def _give_up(self, store: RankStore, tag: str, failure: CheckpointError, call: Call | None) -> None:
         """Close a question with an error; that of a call is for those alone who asked it for the same call."""
         if call is not None:
-            store.set(f"{tag}/answer", pack({"error": as_plain(failure), "about": call.about}))
+            store.set(f"{tag}/answer", pack({"error": error_as_plain(failure), "about": call.about}))
             store.add(f"{tag}/count", self.world_size)  # the leading rank, when it comes, waits for nobody
         elif self.leads:
-            store.set(f"{tag}/answer", pack({"error": as_plain(failure)}))
+            store.set(f"{tag}/answer", pack({"error": error_as_plain(failure)}))
         self._leave(store, tag)
 
     def lead(self, tag: str, action: Callable[[], Any], deadline: float, call: Call | None = None) -> Any:
@@ -160,7 +168,7 @@ class StoreCoordinator(Coordinator):
                 mine = work()
             except Exception as error:
                 failure = error
-            self._say(store, tag, {"work": mine} if failure is None else {"error": as_plain(failure)})
+            self._say(store, tag, {"work": mine} if failure is None else {"error": error_as_plain(failure)})
             if failure is not None:
                 store.add(f"{tag}/failed", 1)
         try:
@@ -221,7 +229,7 @@ class StoreCoordinator(Coordinator):
 
         def absent() -> str:
             ranks = missing(store, tag)
-            return named(ranks).lower() if ranks else "the last rank"  # which came just now
+            return name_ranks(ranks).lower() if ranks else "the last rank"  # which came just now
 
         store.wait_until(all_said, deadline, lambda: f"{absent()} to take part in '{tag}'")
 
@@ -229,7 +237,7 @@ class StoreCoordinator(Coordinator):
         try:
             result = action()
         except Exception as error:
-            store.set(f"{tag}/answer", pack({"error": as_plain(error)}))
+            store.set(f"{tag}/answer", pack({"error": error_as_plain(error)}))
             self._tidy(store, tag)
             raise
         store.set(f"{tag}/answer", pack({"result": result}))
@@ -269,7 +277,7 @@ class StoreCoordinator(Coordinator):
             return answer["result"]
         if call is not None and answer.get("about", call.about) != call.about:
             raise AnotherCall
-        raise as_error(answer["error"])
+        raise error_from_plain(answer["error"])
 
     def _leave(self, store: RankStore, tag: str) -> None:
         """This rank needs the answer no more."""

@@ -6,8 +6,7 @@ import time
 from collections.abc import Collection, Iterable
 from typing import Any
 
-from ..errors import CheckpointTimeoutError
-from .coordinator import named, ranks_failed
+from ..errors import CheckpointTimeoutError, name_ranks, ranks_failed
 from .heartbeat import Watch
 from .messages import unpack
 from .rank_store import RankStore
@@ -42,7 +41,9 @@ def count_votes(store: RankStore, tag: str, watch: Watch, deadline: float) -> li
         return bool(lost)
 
     try:
-        store.wait_until(decided, deadline, lambda: f"{named(missing(store, tag)).lower()} to write (timeouts.write)")
+        store.wait_until(
+            decided, deadline, lambda: f"{name_ranks(missing(store, tag)).lower()} to write (timeouts.write)"
+        )
     except CheckpointTimeoutError as error:
         late = missing(store, tag)
         raise ranks_failed(
