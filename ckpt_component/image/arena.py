@@ -6,10 +6,8 @@ for a run and not one per tensor. Page-locked, once, when CUDA tensors are copie
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 import logging
-import mmap
 import os
 import threading
 import time
@@ -18,8 +16,8 @@ import psutil
 import torch
 
 from ..errors import CheckpointError, CheckpointTimeoutError
-from ..memory.huge_pages import PAGE, align, map_shared
-from ..memory.pages import reserve, want_huge_pages
+from ..memory.huge_pages import PAGE, align, allocate_pages, map_private, map_shared
+from ..memory.libc import memory_at
 from .layout import Layout
 from .slots import Slots
 
@@ -58,11 +56,9 @@ class Arena:
                 self.fd = os.memfd_create("ckpt-arena", os.MFD_CLOEXEC)
                 os.ftruncate(self.fd, self.nbytes)
                 self._memory = map_shared(self.fd, self.nbytes)
-                reserve(self._memory, self.fd)
+                allocate_pages(self._memory, self.fd, torch.get_num_threads())
             else:
-                block = mmap.mmap(-1, self.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-                want_huge_pages(block)
-                self._memory = memoryview(block)
+                self._memory = memoryview(map_private(self.nbytes))
         except OSError as error:
             self.close()
             raise CheckpointError(
@@ -225,9 +221,4 @@ class ArenaPool:
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
     """The memory of a contiguous CPU tensor as bytes, without a copy; the view keeps the tensor alive."""
-    nbytes = tensor.numel() * tensor.element_size()
-    if nbytes == 0:
-        return memoryview(b"")
-    block = (ctypes.c_ubyte * nbytes).from_address(tensor.data_ptr())
-    block.owner = tensor  # type: ignore[attr-defined]  # a view on the block refers to the block, and so to this
-    return memoryview(block).cast("B")
+    return memory_at(tensor.data_ptr(), tensor.numel() * tensor.element_size(), tensor)

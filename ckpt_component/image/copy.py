@@ -9,7 +9,6 @@ each copy, and touches every tensor.
 
 from __future__ import annotations
 
-import ctypes
 import math
 import threading
 import time
@@ -22,6 +21,7 @@ from functools import partial
 import torch
 
 from ..memory.int_columns import column_of, picked
+from ..memory.libc import memmove
 from .copy_progress import Marks, Reached, Tracks
 from .gather import MOST_PIECES, ROW_BYTES, Gather
 from .slots import Slots
@@ -121,7 +121,7 @@ class HostCopy:
         self, sources: Sequence[torch.Tensor], _: object, *, target: int, number: int, start: int, nbytes: int
     ) -> None:
         # ctypes gives up the GIL, and the C library's copy does not read what it is about to overwrite.
-        ctypes.memmove(target, sources[number].data_ptr() + start, nbytes)
+        memmove(target, sources[number].data_ptr() + start, nbytes)
 
     def _copy_small(
         self, sources: Sequence[torch.Tensor], origins: torch.Tensor | None, *, first: int, last: int, nbytes: int

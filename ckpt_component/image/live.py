@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import bisect
-import ctypes
 import mmap
 import threading
 from array import array
 from dataclasses import dataclass, field
 
-from ..memory.huge_pages import PAGE, address_of, align
-from ..memory.pages import want_huge_pages
+from ..memory.huge_pages import PAGE, address_of, align, map_private
+from ..memory.libc import memmove, memset
 from ..state.dense_tensors import plain_addresses
 from ..state.flatten import FlatState
 from .arena import tensor_bytes
@@ -104,8 +103,7 @@ class LiveSource:
         blocks = mine.blocks = getattr(mine, "blocks", [])
         spare = blocks.pop(0) if len(blocks) == 2 else None
         if spare is None or len(spare) < end - start:
-            spare = mmap.mmap(-1, align(end - start, PAGE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            want_huge_pages(spare)
+            spare = map_private(align(end - start, PAGE))
         blocks.append(spare)
         return _Block(start, end, spare)
 
@@ -145,7 +143,7 @@ class _Block:
         """Put zeros where nothing is before a place of the image."""
         position = min(position, self.end)
         if position > self.filled:
-            ctypes.memset(self._address + self.filled - self.start, 0, position - self.filled)
+            memset(self._address + self.filled - self.start, 0, position - self.filled)
             self.filled = position
 
     def take(self, position: int, address: int, nbytes: int) -> None:
@@ -153,7 +151,7 @@ class _Block:
         first, last = max(position, self.start), min(position + nbytes, self.end)
         if last - first >= _LARGE_BYTES:
             # ctypes gives up the GIL meanwhile.
-            ctypes.memmove(self._address + first - self.start, address + first - position, last - first)
+            memmove(self._address + first - self.start, address + first - position, last - first)
         elif first < last:
             self._origins.extend((address + first - position, last - first))
             self._targets.extend((self._address + first - self.start, last - first))
@@ -166,4 +164,4 @@ class _Block:
             origins, targets = self._origins[2 * first : 2 * last], self._targets[2 * first : 2 * last]
             if not gather(origins.buffer_info()[0], targets.buffer_info()[0], last - first, sum(origins[1::2])):
                 for origin, target, nbytes in zip(origins[::2], targets[::2], origins[1::2], strict=True):
-                    ctypes.memmove(target, origin, nbytes)
+                    memmove(target, origin, nbytes)

@@ -291,8 +291,7 @@ def test_a_shared_arena_has_all_its_pages_from_the_beginning(
 ) -> None:
     """One that is only sized would kill whoever writes to it when memory runs out."""
     if advice is not None:
-        for module in ("huge_pages", "pages"):
-            monkeypatch.setattr(f"ckpt_component.memory.{module}.MADV_POPULATE_WRITE", advice)
+        monkeypatch.setattr("ckpt_component.memory.huge_pages.MADV_POPULATE_WRITE", advice)
     arena = Arena(5 << 20, shared=True)
     try:
         assert arena.fd is not None and os.fstat(arena.fd).st_blocks * 512 >= arena.nbytes == 5 << 20
