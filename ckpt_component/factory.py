@@ -199,8 +199,8 @@ def _build_graph(settings: Checkpoint, fs: FsOps) -> Checkpointer:
     timeouts = _timeouts(settings)
     ranks = _ranks(timeouts)
     # An arena must be visible to the process that writes it; that is the caller's to say, not the stager's.
-    stager.connect(writer, ranks=ranks, shared=caller.in_other_process, timeout=timeouts.stage)
-    stager.max_stall = timeouts.max_stall
+    shared = caller.in_other_process
+    stager.connect(writer, ranks=ranks, shared=shared, timeout=timeouts.stage, max_stall=timeouts.max_stall)
     caller.connect(start_timeout=timeouts.worker_start, close_timeout=timeouts.close)
     saver = Saver(stager, caller, writer, ranks, fs, timeouts, _policy(settings))
     reader = Reader(ranks.rank, ranks.world_size, settings.verify, shared=_shares_computer(ranks.world_size))

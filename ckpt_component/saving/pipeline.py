@@ -27,7 +27,7 @@ from ..errors import (
 )
 from ..formats.base import Writer
 from ..stagers.base import Stager
-from ..stagers.snapshot import Snapshot, Survey
+from ..stagers.snapshot import Snapshot, StatePlan
 from ..storage.commit import Attempt
 from ..storage.fencing import Ownership
 from ..storage.fs import FsOps
@@ -125,8 +125,8 @@ class Saver:
         started = time.perf_counter()
         self._in_flight = [future for future in self._in_flight if not future.done()]
         try:
-            survey, error, agreed = self._agree(state_dict, path, untold or {}, may_wait)
-            snapshot, error = self._take(survey, agreed.replan, error)
+            plan, error, agreed = self._agree(state_dict, path, untold or {}, may_wait)
+            snapshot, error = self._take(plan, agreed.replan, error)
         except (EarlierSaveFailed, CheckpointBusyError):
             raise
         except CheckpointError as failure:
@@ -187,28 +187,28 @@ class Saver:
 
     def _agree(
         self, state_dict: Mapping[Any, Any], path: str, untold: Mapping[int, str], may_wait: bool
-    ) -> tuple[Survey | None, Exception | None, Agreement]:
+    ) -> tuple[StatePlan | None, Exception | None, Agreement]:
         """Agree with the other ranks; the call waits for nothing and nobody beyond the deadline that begins here."""
         deadline = time.monotonic() + self.timeouts.waiting
         if not may_wait and self.stager.busy:
-            survey, error, mine = None, None, Proposal(path, untold=untold, busy=True)
+            plan, error, mine = None, None, Proposal(path, untold=untold, busy=True)
         else:
-            survey, error = self._survey(state_dict)
+            plan, error = self._inspect(state_dict)
             stalled = None if error is not None else self._wait_for_memory(deadline)
-            mine = Proposal(path, survey is not None and survey.changed, error, untold, stalled=stalled)
+            mine = Proposal(path, plan is not None and plan.changed, error, untold, stalled=stalled)
         agreed = self._within_stall(lambda: self._schedule.agree(mine, deadline), path)
         if agreed.untold is not None:
             raise EarlierSaveFailed(*agreed.untold)
         if agreed.busy:
             raise CheckpointBusyError(f"{path} came while an earlier save was still running")
-        if survey is not None and self.timeouts.max_stall is not None:
-            survey.wait_until = deadline
-        return survey, error, agreed
+        if plan is not None and self.timeouts.max_stall is not None:
+            plan = replace(plan, wait_until=deadline)
+        return plan, error, agreed
 
-    def _survey(self, state_dict: Mapping[Any, Any]) -> tuple[Survey | None, Exception | None]:
+    def _inspect(self, state_dict: Mapping[Any, Any]) -> tuple[StatePlan | None, Exception | None]:
         """Other ranks wait for this one, so what is wrong here is told to them and not raised at once."""
         try:
-            return self.stager.survey(state_dict), None
+            return self.stager.inspect(state_dict), None
         except Exception as error:
             return None, error
 
@@ -223,15 +223,15 @@ class Saver:
         )
 
     def _take(
-        self, survey: Survey | None, replan: bool, error: Exception | None
+        self, plan: StatePlan | None, replan: bool, error: Exception | None
     ) -> tuple[Snapshot | None, Exception | None]:
         """With one rank a failure is raised; with several the others learn of it by this rank's vote."""
         try:
-            if survey is None:
+            if plan is None:
                 raise CheckpointSaveError("The ranks agreed on a save that this one cannot take part in.") from error
-            survey.changed = replan
-            snapshot = self.stager.take(survey)
-            snapshot.comparison = self.stager.compare(survey, self._schedule.number)
+            plan = replace(plan, changed=replan)
+            snapshot = self.stager.take(plan)
+            snapshot.comparison = self.stager.compare(plan, self._schedule.number)
             return snapshot, None
         except Exception as failure:
             if self.ranks.world_size == 1:

@@ -4,7 +4,7 @@ from .base import Stager
 from .live import LiveStager
 from .pinned import PinnedStager
 from .shared_memory import SharedMemoryStager
-from .snapshot import Snapshot
+from .snapshot import Snapshot, StatePlan
 from .zero_overhead import ZeroOverheadStager
 
-__all__ = ["LiveStager", "PinnedStager", "SharedMemoryStager", "Snapshot", "Stager", "ZeroOverheadStager"]
+__all__ = ["LiveStager", "PinnedStager", "SharedMemoryStager", "Snapshot", "Stager", "StatePlan", "ZeroOverheadStager"]

@@ -21,7 +21,7 @@ _SLOWEST_MEMORY = 2e9
 _FACTOR = 1.5
 
 
-class OverlapWatch:
+class OverlapMonitor:
     """Decides for one stager, from what it is told, whether the next copy is awaited.
 
     Attributes:

@@ -1,4 +1,4 @@
-"""A state dict at one moment: what is known of it before anything is copied, and the copy."""
+"""A state dict at one moment: its plan, before anything is copied, and the copy."""
 
 from __future__ import annotations
 
@@ -6,21 +6,40 @@ import math
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ..formats.base import Sealed
 from ..image.arena import Arena
-from ..image.layout import Layout, Structure
+from ..image.layout import Layout
 from ..state.flatten import FlatState
 from ..state.replicas import Replicas
-from ..writing.progress import Progress
+from ..state.structure import Structure
 from ..writing.range_writer import ByteSource
 
 
 @dataclass(frozen=True)
+class StatePlan:
+    """A state dict as a save found it, and whether its layout is known.
+
+    Attributes:
+        flat: its tensors and objects.
+        structure: of them.
+        changed: the layout must be made anew, for this rank's or for another rank's sake.
+        started: when `inspect` was called (`time.perf_counter`).
+        wait_until: monotonic seconds, beyond which `take` must not wait (`max_stall_s`).
+    """
+
+    flat: FlatState
+    structure: Structure
+    changed: bool
+    started: float
+    wait_until: float = math.inf
+
+
+@dataclass(frozen=True)
 class Comparison:
-    """What the ranks hold alike, to be compared when they begin to write.
+    """What several ranks hold alike, to be compared when they begin to write.
 
     Attributes:
         replicas: knows their keys.
@@ -31,40 +50,33 @@ class Comparison:
     message: dict[str, Any]
 
 
+@dataclass(eq=False)
 class Snapshot:
-    """A state dict at one moment, laid out for writing. Owned by the save; `release` must be called once it ended.
+    """A state dict at one moment, laid out for writing. Owned by the save, which calls `release` when it ended.
 
     Attributes:
         layout: what lies where.
         sealed: the constant tables, and the encoded objects of this save.
         source: the bytes of the image; complete once `staged` is done.
-        progress: how far they are complete until then, where a writer can begin meanwhile.
-        comparison: what to compare with other ranks, in the saves in which they look at that.
-        arena: the leased memory, or None where there is none.
         started: when the save began (`time.perf_counter`).
+        arena: the leased memory, or None where there is none.
+        give_back: ends the lease.
+        comparison: what to compare with other ranks, in the saves in which they do so.
         staged: done when the image is complete; training may change every tensor by then, with a device buffer
             sooner (`Stager.wait_staged`). Has the error when staging failed.
+        staged_at: when that was.
     """
 
-    def __init__(
-        self,
-        layout: Layout,
-        sealed: Sealed,
-        source: ByteSource,
-        started: float,
-        arena: Arena | None = None,
-        give_back: Callable[[Arena], None] | None = None,
-    ) -> None:
-        self.layout = layout
-        self.sealed = sealed
-        self.source = source
-        self.arena = arena
-        self.progress: Progress | None = None
-        self.comparison: Comparison | None = None
-        self.staged: Future[None] = Future()
-        self.started = started
-        self.staged_at = started
-        self._give_back = give_back
+    layout: Layout
+    sealed: Sealed
+    source: ByteSource
+    started: float
+    arena: Arena | None = None
+    give_back: Callable[[Arena], None] | None = None
+    comparison: Comparison | None = None
+    staged: Future[None] = field(default_factory=Future)
+    staged_at: float = 0.0
+    progress: None = None  # until the write job needs none
 
     def mark_staged(self, error: BaseException | None = None) -> None:
         """Settle `staged`."""
@@ -73,32 +85,11 @@ class Snapshot:
             self.staged.set_result(None)
         else:
             self.staged.set_exception(error)
-        if self.progress is not None:
-            self.progress.end(whole=error is None)
 
     def release(self) -> None:
         """Return the arena to its pool, once nothing is copied into it any more; the second call does nothing."""
         arena, self.arena = self.arena, None
-        give_back = self._give_back
+        give_back = self.give_back
         if arena is not None and give_back is not None:
             # A save may be given up while its copy still runs. The callback runs at once when it does not.
             self.staged.add_done_callback(lambda _: give_back(arena))
-
-
-@dataclass
-class Survey:
-    """What a state dict is made of, before anything is copied.
-
-    Attributes:
-        flat: its tensors and objects.
-        structure: of them.
-        changed: the layout must be made anew; also set when it must be so for another rank's sake.
-        started: when `survey` was called (`time.perf_counter`).
-        wait_until: monotonic seconds, beyond which `take` must not wait for anybody (`max_stall_s`).
-    """
-
-    flat: FlatState
-    structure: Structure
-    changed: bool
-    started: float
-    wait_until: float = math.inf

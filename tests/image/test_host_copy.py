@@ -1,4 +1,4 @@
-"""Portions and threads give the same bytes as one copy, for any mix of sizes, dtypes and strides."""
+"""Tasks and threads give the same bytes as one copy, for any mix of sizes, dtypes and strides."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from ckpt_component.image import gather
-from ckpt_component.image.copy import HostCopy, copy_on_host
+from ckpt_component.image.copy import CopyPlan, CopyTasks, copy_on_host
+from ckpt_component.memory import libc
 
 
 def mixed() -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(7)
-    large = torch.randn(1500, 2000, generator=generator)  # three portions
+    large = torch.randn(1500, 2000, generator=generator)  # three tasks
     small = [torch.randint(0, 100, (number % 300,), generator=generator) for number in range(700)]
     return [
         large,
@@ -46,25 +46,9 @@ def test_every_byte_arrives(threads: int) -> None:
         assert not slot.requires_grad
 
 
-def test_a_failing_portion_is_raised() -> None:
+def test_a_failing_task_is_raised() -> None:
     with pytest.raises(RuntimeError):
         copy_on_host([torch.zeros(2), torch.zeros(3)], [torch.ones(2), torch.ones(4)], threads=2)
-
-
-def test_nobody_is_told_of_a_copy_that_training_waits_for() -> None:
-    sources = [torch.full((3 << 20,), float(number)) for number in range(4)]  # each of two portions
-    slots = [torch.zeros(3 << 20) for _ in sources]
-    told: list[int] = []
-    begin, end = slots[0].data_ptr(), slots[0].data_ptr() + slots[0].nbytes
-    copy = HostCopy(slots, sources, [(begin, end)]).begin(sources, reached=lambda track, address: told.append(address))
-    copy.help(1, until=0)  # out of time before it began
-    seen: list[list[int]] = []
-    number, portion = copy._work[-1]
-    copy._work[-1] = (number, lambda: (portion(), seen.append(list(told))))
-    copy.help(1)
-    assert seen == [[]] and told[-1] == end
-    copy.finish(1)
-    assert_equal(slots, sources)
 
 
 def test_a_large_tensor_is_cut_as_little_as_leaves_work_for_all() -> None:
@@ -72,11 +56,11 @@ def test_a_large_tensor_is_cut_as_little_as_leaves_work_for_all() -> None:
     slots = [torch.zeros_like(large), torch.zeros_like(small)]
     threads = torch.get_num_threads()
     try:
-        for count, portions in ((1, 2), (2, 4), (64, 10)):
+        for count, tasks in ((1, 2), (2, 4), (64, 10)):
             torch.set_num_threads(count)
-            copy = HostCopy(slots, [large, small])
-            assert len(copy._portions) == portions + 1
-            copy.begin([large, small]).finish(2)
+            plan = CopyPlan(slots, [large, small])
+            assert len(plan.tasks) == tasks + 1
+            CopyTasks(plan, [large, small]).finish(2)
             assert_equal(slots, [large, small])
     finally:
         torch.set_num_threads(threads)
@@ -91,13 +75,13 @@ def assert_equal(slots: list[torch.Tensor], sources: list[torch.Tensor]) -> None
 def test_tensors_that_moved_are_copied_from_where_they_are(known: bool) -> None:
     sources = mixed()
     slots = [torch.zeros(source.shape, dtype=source.dtype) for source in sources]
-    copy = HostCopy(slots, sources)
+    plan = CopyPlan(slots, sources)
     moved = [
         torch.empty_like(source, memory_format=torch.preserve_format).copy_(source) + 1 for source in sources[3:703]
     ]
     later = [*sources[:3], *moved, *sources[703:]]
     addresses = torch.tensor([source.data_ptr() for source in later]) if known else None
-    copy.begin(later, addresses).finish(2)
+    CopyTasks(plan, later, addresses).finish(2)
     assert_equal(slots, later)
 
 
@@ -112,10 +96,10 @@ def half(pid: int, origins: int, pieces: int, targets: int, more: int, flags: in
 
 
 @pytest.mark.parametrize(("call", "why"), [(None, "C library"), (refused, "not permitted"), (half, "1 of")])
-def test_where_the_system_call_fails_torch_copies_and_it_is_said_once(
+def test_where_the_system_call_fails_copies_are_made_one_by_one_and_it_is_logged_once(
     call: Any, why: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(gather, "_writev", call)
+    monkeypatch.setattr(libc, "process_vm_writev", call)
     sources = [torch.full((1000,), number) for number in range(3000)]
     slots = [torch.zeros_like(source) for source in sources]
     with caplog.at_level(logging.WARNING):

@@ -18,9 +18,10 @@ from ckpt_component.errors import CheckpointStageError
 from ckpt_component.formats.dcp import DcpWriter
 from ckpt_component.image.arena import Arena, ArenaPool
 from ckpt_component.image.items import ItemTemplates
-from ckpt_component.image.layout import Item, Items, Structure
+from ckpt_component.image.layout import Item, Items
 from ckpt_component.state.flatten import FlatState, flatten, key_of, unflatten
 from ckpt_component.state.objects import decode, dump, encode, load
+from ckpt_component.state.structure import Structure
 
 DTYPES = [torch.float32, torch.bool, torch.bfloat16, torch.float8_e4m3fn, torch.complex64, torch.int64, torch.uint16]
 SHAPES = [(), (0,), (3,), (0, 5), (7, 1, 3), (1000,), (1024, 300)]

@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any, ClassVar
 
@@ -207,10 +208,9 @@ class _Rank:
     def save(self, path: str) -> None:
         """A save from its beginning to its end, on one thread."""
         started = time.perf_counter()
-        survey = self._stager.survey(self._state)
-        agreed = self._schedule.agree(Proposal(path, survey.changed), time.monotonic() + _SECONDS)
-        survey.changed = agreed.replan
-        snapshot = self._stager.take(survey)
+        plan = self._stager.inspect(self._state)
+        agreed = self._schedule.agree(Proposal(path, plan.changed), time.monotonic() + _SECONDS)
+        snapshot = self._stager.take(replace(plan, changed=agreed.replan))
         self._runner.run(Scheduled(Attempt(path, agreed.token), snapshot, None, started))
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Writing begins while the snapshot is still being taken; whatever becomes of either, nothing is torn or left behind."""
+"""A copy beside training: whatever becomes of it, nothing is torn or left behind."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 
 import psutil
@@ -22,38 +21,35 @@ from ckpt_component import (
     CheckpointError,
     CheckpointSaveError,
     CheckpointTimeoutError,
-    TornSnapshotError,
-    WorkerDiedError,
     build_checkpointer,
 )
-from ckpt_component.image.copy import Portions
+from ckpt_component.image.copy import CopyTasks
 
-#: So many portions of a copy.
+#: So many tasks of a copy.
 STATE = {f"weight{number}": torch.full((8 << 20,), number, dtype=torch.uint8) for number in range(8)}
 
 
 class Held:
-    """Copies beside training stop after some portions, until they are let go."""
+    """Copies beside training stop before their last tasks, until they are let go."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, portions: int = 4) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.go = threading.Event()
         self.error: BaseException | None = None
-        self.holds = True
-        drain = Portions.drain
+        drain = CopyTasks.drain
+        copy_large = CopyTasks._copy_large
 
-        def wait(portion: Callable[[], object]) -> None:
-            assert self.go.wait(60)
-            if self.error is not None:
-                raise self.error
-            portion()
+        def held_copy(tasks: CopyTasks, target: int, number: int, start: int, nbytes: int) -> None:
+            if number >= 4 and threading.current_thread().name.startswith("ckpt-stage"):
+                assert self.go.wait(60)
+                if self.error is not None:
+                    raise self.error
+            copy_large(tasks, target, number, start, nbytes)
 
-        def held_drain(copy: Portions, *until: float) -> None:
-            if self.holds and threading.current_thread().name.startswith("ckpt-stage") and len(copy._work) > portions:
-                number, portion = copy._work[portions]
-                copy._work[portions] = number, partial(wait, portion)
-            drain(copy, *until)
+        def held_drain(tasks: CopyTasks, *until: float) -> None:
+            tasks._todo = type(tasks._todo)((held_copy if task is copy_large else task, at) for task, at in tasks._todo)
+            drain(tasks, *until)
 
-        monkeypatch.setattr(Portions, "drain", held_drain)
+        monkeypatch.setattr(CopyTasks, "drain", held_drain)
 
 
 @pytest.fixture
@@ -69,11 +65,6 @@ def build(*overrides: str) -> AsyncCheckpointer:
     return built
 
 
-def written(checkpointer: AsyncCheckpointer) -> int:
-    """By the process that writes; files may be preallocated."""
-    return int(checkpointer._checkpoint_process.caller.progress())
-
-
 def eventually(holds: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 20
     while not holds():
@@ -87,30 +78,22 @@ def contents(path: Path) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("io", ["buffered", "direct"])
 @pytest.mark.parametrize("caller", ["persistent", "temporal"])
-def test_what_is_copied_is_written_before_the_rest_is(caller: str, io: str, held: Held, tmp_path: Path) -> None:
+def test_the_files_are_those_of_an_awaited_copy(caller: str, io: str, tmp_path: Path) -> None:
     with build(f"checkpoint/caller={caller}", f"checkpoint.writer.io={io}") as ours:
-        staged, write = ours.save(STATE, tmp_path / "one")
-        eventually(lambda: written(ours) > (16 << 20))
-        time.sleep(0.2)
-        assert written(ours) < (40 << 20) and not staged.done()
-        held.go.set()
-        write.result(30)
-        held.holds = False
-        ours.save(STATE, tmp_path / "two")[1].result(30)
-        assert contents(tmp_path / "one") == contents(tmp_path / "two")
+        for name in ("one", "two"):
+            ours.save(STATE, tmp_path / name)[1].result(30)
         loaded = ours.load(tmp_path / "one")
     assert all(torch.equal(loaded[key], value) for key, value in STATE.items())
     with build_checkpointer("sync") as plain:
         plain.save(STATE, tmp_path / "three")
-    assert contents(tmp_path / "one") == contents(tmp_path / "three")
+    assert contents(tmp_path / "one") == contents(tmp_path / "two") == contents(tmp_path / "three")
 
 
 @pytest.mark.parametrize("writer", ["dcp", "torch_save", "safetensors"])
-@pytest.mark.parametrize("workers", [1, 3])
-def test_every_format_can_be_written_so(writer: str, workers: int, tmp_path: Path) -> None:
+def test_tensors_of_all_kinds_are_saved_in_every_format(writer: str, tmp_path: Path) -> None:
     state = {**STATE, "odd": torch.arange(300_000).reshape(300, 1000).t(), "none": torch.empty(0)}
     state.update({f"small{number}": torch.full((number,), float(number)) for number in range(50)})
-    with build(f"checkpoint/writer={writer}", f"checkpoint.writer.workers={workers}") as ours:
+    with build(f"checkpoint/writer={writer}", "checkpoint.writer.workers=3") as ours:
         for number in range(3):
             ours.save(state, tmp_path / str(number))[1].result(30)
         loaded = ours.load(tmp_path / "2")
@@ -121,59 +104,29 @@ def test_a_copy_that_fails_fails_its_save_and_no_other(held: Held, tmp_path: Pat
     held.error = CheckpointError("no such memory")
     with build("checkpoint.stager.arenas=1") as ours:
         staged, write = ours.save(STATE, tmp_path / "one")
-        eventually(lambda: written(ours) > (16 << 20))
         held.go.set()
         for future in (staged, write):
             with pytest.raises(CheckpointError, match="no such memory"):
                 future.result(10)
-        held.holds = False
+        held.error = None
         ours.save(STATE, tmp_path / "two")[1].result(30)
     assert os.listdir(tmp_path) == ["two"]
 
 
-def test_a_tensor_that_changed_is_found_when_everything_else_is_written(held: Held, tmp_path: Path) -> None:
-    state = {key: value.clone() for key, value in STATE.items()}
-    with build() as ours:
-        _, write = ours.save(state, tmp_path / "one")
-        eventually(lambda: written(ours) > (16 << 20))
-        state["weight7"].add_(1)
-        held.go.set()
-        with pytest.raises(TornSnapshotError, match="'weight7' changed"):
-            write.result(10)
-    assert os.listdir(tmp_path) == []
-
-
-def test_a_worker_that_dies_meanwhile_fails_its_save_at_once(held: Held, tmp_path: Path) -> None:
+def test_a_writer_process_that_dies_during_the_copy_is_started_again(held: Held, tmp_path: Path) -> None:
     with build() as ours:
         pid = ours._checkpoint_process.caller.pid
         staged, write = ours.save(STATE, tmp_path / "one")
-        eventually(lambda: written(ours) > (16 << 20))
         os.kill(pid, signal.SIGKILL)
-        with pytest.raises(WorkerDiedError, match="SIGKILL"):
-            write.result(10)
         assert not staged.done()
         held.go.set()
-        held.holds = False
-        ours.save(STATE, tmp_path / "two")[1].result(30)
-    assert os.listdir(tmp_path) == ["two"]
-
-
-def test_a_retry_follows_the_copy_anew(held: Held, tmp_path: Path) -> None:
-    retry = ("checkpoint.on_error=retry", "checkpoint.retry.attempts=2", "checkpoint.retry.backoff_seconds=0.01")
-    with build(*retry) as ours:
-        caller = ours._checkpoint_process.caller
-        pid = caller.pid
-        _, write = ours.save(STATE, tmp_path / "one")
-        eventually(lambda: written(ours) > (16 << 20))
-        os.kill(pid, signal.SIGKILL)
-        eventually(lambda: caller.pid not in (None, pid) and written(ours) > (16 << 20))
-        held.go.set()
-        assert write.result(30).attempts == 2
+        write.result(30)
+        assert ours._checkpoint_process.caller.pid != pid
         loaded = ours.load(tmp_path / "one")
     assert all(torch.equal(loaded[key], value) for key, value in STATE.items())
 
 
-def test_a_write_that_fails_is_told_before_the_copy_has_ended(held: Held, tmp_path: Path) -> None:
+def test_a_save_that_cannot_begin_fails_before_the_copy_has_ended(held: Held, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with build("checkpoint.stager.arenas=1") as ours:
         staged, write = ours.save(STATE, tmp_path / "file" / "one")
@@ -181,11 +134,10 @@ def test_a_write_that_fails_is_told_before_the_copy_has_ended(held: Held, tmp_pa
             write.result(10)
         assert not staged.done() and ours.busy
         held.go.set()
-        held.holds = False
         ours.save(STATE, tmp_path / "two")[1].result(30)
 
 
-def test_a_copy_that_does_not_end_is_told_by_its_deadline(held: Held, tmp_path: Path) -> None:
+def test_a_copy_that_does_not_end_fails_at_its_deadline(held: Held, tmp_path: Path) -> None:
     with build("checkpoint.timeouts.stage=0.5") as ours:
         pid = ours._checkpoint_process.caller.pid
         staged, write = ours.save(STATE, tmp_path / "one")
@@ -193,7 +145,6 @@ def test_a_copy_that_does_not_end_is_told_by_its_deadline(held: Held, tmp_path: 
             write.result(10)
         assert not staged.done() and not os.listdir(tmp_path)
         held.go.set()
-        held.holds = False
         ours.save(STATE, tmp_path / "two")[1].result(30)
         assert ours._checkpoint_process.caller.pid == pid
 
@@ -202,49 +153,42 @@ KILLED = """
     import os, signal, sys, threading, time
     import torch
     from ckpt_component import build_checkpointer
-    from ckpt_component.image.copy import Portions
+    from ckpt_component.image.copy import CopyTasks
 
-    drain = Portions.drain
+    drain = CopyTasks.drain
 
-    def part(copy, *until):
+    def part(tasks, *until):
         if not threading.current_thread().name.startswith("ckpt-stage"):
-            return drain(copy, *until)
-        while len(copy._work) > 4:
-            copy._work.pop()
-        drain(copy, *until)
-        forked = os.fork() if sys.argv[2] == "forked" else None
-        if forked == 0:  # has the pipe open, as a data loader's process would
-            time.sleep(20)
-            os._exit(0)
-        while ours._checkpoint_process.caller.progress() < 16 << 20:
-            time.sleep(0.01)
-        print(ours._checkpoint_process.caller.pid, *[forked] * (forked is not None), flush=True)
+            return drain(tasks, *until)
+        while len(tasks._todo) > 4:
+            tasks._todo.pop()
+        drain(tasks, *until)
+        time.sleep(0.2)
+        print(ours._checkpoint_process.caller.pid, flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
 
     with build_checkpointer("async_zero_overhead", ["checkpoint.writer.block_bytes=1048576"]) as ours:
         state = {f"weight{n}": torch.full((8 << 20,), n, dtype=torch.uint8) for n in range(8)}
-        Portions.drain = part
+        ours.save(state, sys.argv[1] + "/before")[1].result(60)
+        CopyTasks.drain = part
         ours.save(state, sys.argv[1] + "/one")
         time.sleep(60)
 """
 
 
-@pytest.mark.parametrize("how", ["alone", "forked"])
-def test_row_05_a_trainer_killed_in_mid_copy_leaves_nothing_visible_and_no_writer(how: str, tmp_path: Path) -> None:
+def test_a_trainer_killed_in_mid_copy_leaves_nothing_visible_and_no_writer(tmp_path: Path) -> None:
     script = tmp_path / "trainer.py"
     script.write_text(textwrap.dedent(KILLED))
     run = tmp_path / "run"
     run.mkdir()
     began = time.monotonic()
-    ended = subprocess.Popen([sys.executable, script, run, how], stdout=subprocess.PIPE, text=True)
+    ended = subprocess.Popen([sys.executable, script, run], stdout=subprocess.PIPE, text=True)
     assert ended.stdout is not None
-    writer, *forked = map(int, ended.stdout.readline().split())
+    writer = int(ended.stdout.readline())
     assert ended.wait(60) == -signal.SIGKILL
     eventually(lambda: not psutil.pid_exists(writer) or psutil.Process(writer).status() == psutil.STATUS_ZOMBIE)
     assert time.monotonic() - began < 60
-    assert not (run / "one").exists()
-    for pid in forked:
-        os.kill(pid, signal.SIGKILL)
+    assert (run / "before").exists() and not (run / "one").exists()
     ended.stdout.close()
     with build() as ours:
         ours.save(STATE, run / "one")[1].result(30)
@@ -253,7 +197,8 @@ def test_row_05_a_trainer_killed_in_mid_copy_leaves_nothing_visible_and_no_write
 
 def test_every_block_is_written_once(tmp_path: Path) -> None:
     with build("checkpoint.writer.io=buffered") as ours:
-        before = written(ours)
+        caller = ours._checkpoint_process.caller
+        before = caller.progress()
         report = ours.save(STATE, tmp_path / "one")[1].result(30)
-        wrote = written(ours) - before
+        wrote = caller.progress() - before
     assert report.bytes <= wrote < report.bytes + (1 << 20)
