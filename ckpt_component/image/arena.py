@@ -22,7 +22,6 @@ from ..errors import CheckpointError, CheckpointTimeoutError
 from ..memory.huge_pages import align, allocate_pages, map_private, map_shared
 from ..memory.int_columns import column_of
 from ..memory.libc import memory_at
-from ..state.structure import contiguous_stride
 from .layout import Layout
 
 logger = logging.getLogger(__name__)
@@ -50,8 +49,8 @@ class Slots(Sequence[torch.Tensor]):
     def __init__(self, slab: torch.Tensor, layout: Layout) -> None:
         self.layout = layout
         self.plans: dict[Any, Any] = {}
-        self._starts = array("q", map(layout.payload_at, layout.items))
-        self._slabs: dict[torch.dtype, torch.Tensor] = {torch.uint8: slab}
+        self._starts = array("q", [layout.files[item.file].base + item.payload for item in layout.items])
+        self._slab = slab
         self._tensors: list[torch.Tensor | None] = [None] * len(self._starts)
         self.addresses = column_of(self._starts) + slab.data_ptr()
         self.sizes = column_of(item.nbytes for item in layout.items)
@@ -60,25 +59,16 @@ class Slots(Sequence[torch.Tensor]):
         return len(self._starts)
 
     def __getitem__(self, number: Any) -> Any:
-        if isinstance(number, slice):
-            return [self[each] for each in range(*number.indices(len(self)))]
         tensor = self._tensors[number]
         if tensor is None:
-            tensor = self._tensors[number] = self._view(number)
+            entry, start = self.layout.stored[self.layout.items[number].stored], self._starts[number]
+            tensor = self._slab[start : start + entry.nbytes].view(entry.dtype).view(entry.shape)
+            self._tensors[number] = tensor
         return tensor
 
     def release(self) -> None:
         """Let go of the arena's memory."""
-        self.plans, self._slabs, self._tensors = {}, {}, []
-
-    def _view(self, number: int) -> torch.Tensor:
-        entry, start = self.layout.stored[self.layout.items[number].stored], self._starts[number]
-        if start % entry.dtype.itemsize:
-            return self._slabs[torch.uint8][start : start + entry.nbytes].view(entry.dtype).view(entry.shape)
-        slab = self._slabs.get(entry.dtype)
-        if slab is None:
-            slab = self._slabs[entry.dtype] = self._slabs[torch.uint8].view(entry.dtype)
-        return slab.as_strided(entry.shape, contiguous_stride(entry.shape), start // entry.dtype.itemsize)
+        self.plans, self._slab, self._tensors = {}, torch.empty(0), []
 
 
 class Arena:
@@ -103,14 +93,11 @@ class Arena:
         self.fd: int | None = None
         self._locked = False
         self._slots: Slots | None = None
-        # Checked beforehand: reserving more than there is does not fail, it has the kernel kill processes.
-        available = psutil.virtual_memory().available
-        if self.nbytes > available:
-            raise CheckpointError(
-                f"A checkpoint arena needs {self.nbytes / 1e9:.2f} GB of host memory and {available / 1e9:.2f} GB are "
-                "available; use checkpoint/stager=none with checkpoint/caller=inline, or fewer arenas."
-            )
         try:
+            # Checked beforehand: reserving more than there is does not fail, it has the kernel kill processes.
+            available = psutil.virtual_memory().available
+            if self.nbytes > available:
+                raise OSError(f"{available / 1e9:.2f} GB are available")
             if shared:
                 self.fd = os.memfd_create("ckpt-arena", os.MFD_CLOEXEC)
                 os.ftruncate(self.fd, self.nbytes)
@@ -121,8 +108,8 @@ class Arena:
         except OSError as error:
             self.close()
             raise CheckpointError(
-                f"{self.nbytes / 1e9:.2f} GB of host memory for a checkpoint arena could not be reserved ({error}); "
-                "use checkpoint/stager=none with checkpoint/caller=inline, or fewer arenas."
+                f"A checkpoint arena of {self.nbytes / 1e9:.2f} GB of host memory cannot be reserved ({error}); use "
+                "checkpoint/stager=none with checkpoint/caller=inline, or fewer arenas."
             ) from error
         self.slab = torch.frombuffer(self.memory, dtype=torch.uint8)
 

@@ -88,27 +88,23 @@ class CopyPlan:
         else:
             targets = column_of(slot.data_ptr() for slot in slots)
             sizes = column_of(slot.nbytes for slot in slots)
-        small: list[int] = []
-        strided: list[int] = []
-        strided_large: list[int] = []
-        large: list[int] = []
         nbytes = sizes.tolist()
+        small, large, strided, strided_large = (list[int]() for _ in range(4))
         for number in self.numbers:
-            source = sources[number]
-            if source.nbytes != nbytes[number]:
-                raise RuntimeError(f"A tensor of {source.nbytes} bytes does not fit its slot of {nbytes[number]}.")
+            source, size = sources[number], nbytes[number]
+            if source.nbytes != size:
+                raise RuntimeError(f"A tensor of {source.nbytes} bytes does not fit its slot of {size}.")
             if source.is_cuda:
                 self.on_device[source.device].append(number)
-            elif nbytes[number] and (not source.is_contiguous() or source.is_conj() or source.is_neg()):
+            elif size and (not source.is_contiguous() or source.is_conj() or source.is_neg()):
                 (strided if source.numel() < _GRAIN_ELEMENTS else strided_large).append(number)
-            elif nbytes[number]:
-                (small if nbytes[number] < LARGE_BYTES else large).append(number)
+            elif size:
+                (small if size < LARGE_BYTES else large).append(number)
         self.device = next(iter(self.on_device), None)
         self.streams = {device: torch.cuda.Stream(device) for device in self.on_device}
-        host_bytes = sum(nbytes[number] for number in (*small, *large, *strided, *strided_large))
-        most = min(_MAX_TASK_BYTES, host_bytes // (2 * torch.get_num_threads()))
+        most = sum(nbytes[number] for number in self.numbers) // (2 * torch.get_num_threads())
         for number in large:
-            step = max(_TASK_BYTES, min(nbytes[number], most))
+            step = max(_TASK_BYTES, min(nbytes[number], most, _MAX_TASK_BYTES))
             for start in range(0, nbytes[number], step):
                 task = int(targets[number]) + start, number, start, min(step, nbytes[number] - start)
                 self.tasks.append((CopyTasks._copy_large, task))
@@ -118,10 +114,9 @@ class CopyPlan:
         self.tasks += [(CopyTasks._copy_small, task) for task in _batches([nbytes[number] for number in small])]
         # Those whose memory is not what is to be stored, only torch can copy; large ones together, because torch copies
         # each of them with all its threads.
-        for first, last, _ in _batches([nbytes[number] for number in strided]):
-            self.tasks.append((CopyTasks._copy_strided, (strided[first:last],)))
-        if strided_large:
-            self.tasks.append((CopyTasks._copy_strided, (strided_large,)))
+        together = [strided[first:last] for first, last, _ in _batches([nbytes[number] for number in strided])]
+        together += [strided_large] if strided_large else []
+        self.tasks += [(CopyTasks._copy_strided, (numbers,)) for numbers in together]
 
 
 class CopyTasks:
@@ -148,9 +143,7 @@ class CopyTasks:
         self._running = 0
         self._changed = threading.Condition()
         self._error: BaseException | None = None
-        self._events: list[torch.cuda.Event] = []
-        for device, numbers in plan.on_device.items():
-            self._events.append(self._start_on(device, numbers))
+        self._events = [self._start_on(device, numbers) for device, numbers in plan.on_device.items()]
 
     def drain(self, until: float = math.inf) -> None:
         """Do tasks until none is left; other threads may still be at work on theirs. `finish` raises what failed.
@@ -165,16 +158,13 @@ class CopyTasks:
                         return
                     copy, arguments = self._todo.popleft()
                     self._running += 1
-                failure: BaseException | None = None
                 try:
                     copy(self, *arguments)
                 except BaseException as error:
-                    failure = error
+                    self._error = error
+                    self.stop()
                 with self._changed:
                     self._running -= 1
-                    if failure is not None:
-                        self._todo.clear()
-                        self._error = failure
                     self._changed.notify_all()
 
     def stop(self) -> None:
@@ -266,11 +256,10 @@ class Gather:
             if copied == nbytes:
                 return
             self._available = False
-            reason = "this C library has no process_vm_writev" if copied is None else f"{copied} of {nbytes} bytes"
-            logger.warning(
-                "process_vm_writev is unavailable (%s): copying small tensors one by one, which is slower",
-                libc.last_error().strerror if copied == -1 else reason,
-            )
+            reason = f"{copied} of {nbytes} bytes were copied" if writev else "this C library does not have it"
+            reason = str(libc.last_error().strerror) if copied == -1 else reason
+            text = "process_vm_writev is unavailable (%s): copying small tensors one by one, which is slower"
+            logger.warning(text, reason)
         rows = [libc.memory_at(table, pieces * IOV_BYTES, None).cast("Q") for table in (origins, targets)]
         for piece in range(0, 2 * pieces, 2):
             libc.memmove(rows[1][piece], rows[0][piece], rows[0][piece + 1])

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from operator import itemgetter
-from typing import Any, NamedTuple, overload
+from typing import Any, NamedTuple
 
 import torch
 
@@ -57,16 +57,9 @@ class Items(Sequence[Item]):
     def __iter__(self) -> Iterator[Item]:
         return map(Item, *self._columns)
 
-    @overload
-    def __getitem__(self, number: int) -> Item: ...
-
-    @overload
-    def __getitem__(self, number: slice) -> Items: ...
-
-    def __getitem__(self, number: int | slice) -> Item | Items:
-        if isinstance(number, slice):
-            return Items(map(Item, *(column[number] for column in self._columns)))
-        return Item(*(column[number] for column in self._columns))
+    def __getitem__(self, number: Any) -> Any:
+        values = [column[number] for column in self._columns]
+        return Items(map(Item, *values)) if isinstance(number, slice) else Item(*values)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
 import torch
@@ -47,19 +47,26 @@ class BackgroundCopy:
         if tasks is not None:
             tasks.stop()
 
-    def finish(self) -> BaseException | None:
-        """Copy what is left with this thread. Returns what makes the snapshot unusable, or None."""
+    def run(self, settle: Callable[[BaseException | None], None]) -> None:
+        """Copy what is left with this thread, and let training go on.
+
+        Args:
+            settle: called before that, with what makes the snapshot unusable, or None.
+        """
+        try:
+            settle(self._finish())
+        finally:
+            # The tensors need not live longer than the copy.
+            self._tensors, self._tasks = [], None
+            self.done.set_result(None)
+
+    def _finish(self) -> BaseException | None:
         try:
             if self._tasks is not None:
                 self._tasks.finish(threads=1)
             return self.discarded or self._torn()
         except Exception as failure:
             return failure
-
-    def open(self) -> None:
-        """Let training go on, and let go of the tensors, which need not live longer than the copy."""
-        self._tensors, self._tasks = [], None
-        self.done.set_result(None)
 
     def _torn(self) -> TornSnapshotError | None:
         """An error that names what changed since the copy began, or None."""

@@ -175,7 +175,9 @@ class DeviceBuffer:
             self._divide({})  # first let go of views of memory that is outgrown
             if self._allocate(places):  # otherwise a device turned out to be full
                 self._divide(places)
-                self._log_what_fits(tensors, order, places)
+                for device, on_device in places.items():
+                    text = "%s: %.2f GB on %s go through the buffer, and the rest is copied under the fence"
+                    logger.info(text, _KEY, sum(place.nbytes for place in on_device) / 1e9, device)
                 return self.numbers
 
     def fill(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -244,21 +246,6 @@ class DeviceBuffer:
                 )
                 return False
         return True
-
-    def _log_what_fits(self, tensors: Sequence[torch.Tensor], order: Sequence[int], places: _Places) -> None:
-        on_devices: dict[torch.device, int] = defaultdict(int)
-        for number in order:
-            device = self.device_of(tensors[number])
-            if device is not None:
-                on_devices[device] += tensors[number].nbytes
-        for device, on_device in places.items():
-            logger.info(
-                "%s: %.2f of %.2f GB on %s go through the buffer, and the rest is copied under the fence",
-                _KEY,
-                sum(place.nbytes for place in on_device) / 1e9,
-                on_devices[device] / 1e9,
-                device,
-            )
 
     def _log_once(self, text: str) -> None:
         if text not in self._logged:

@@ -13,14 +13,16 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import wait as wait_futures
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
 
 from ..errors import CheckpointConfigError, CheckpointTimeoutError
+from ..image.arena import Slots
 from ..image.copy import CopyTasks
 from .background_copy import BackgroundCopy
 from .copy_split import CopySplit
@@ -113,6 +115,7 @@ class ZeroOverheadStager(PinnedStager):
             if buffered:
                 # First, so that what the fence waits for is copied after it.
                 self._buffer.fill(fill.sources)
+                settle = partial(self._drain_later, fill.slots, settle)
             self._copy(fill, split, buffered, settle)
         except BaseException:
             if buffered:
@@ -143,9 +146,9 @@ class ZeroOverheadStager(PinnedStager):
             seconds = _copy_now(split, fill)
             if not buffered:
                 self._overlap.awaited(seconds)
-            self._complete(fill.slots, buffered, settle, None)
+            settle(None)
         elif not split.later.numbers:
-            self._complete(fill.slots, buffered, settle, None)
+            settle(None)
         else:
             # Addresses are looked up when it copies: a tensor may be given other memory before that.
             copy = BackgroundCopy(fill.flat, split.watched, CopyTasks(split.later, fill.sources))
@@ -153,29 +156,20 @@ class ZeroOverheadStager(PinnedStager):
                 self._pending.append(copy)
             if not buffered:
                 self._overlap.began(fill.slots.layout.payload_bytes)
-            self._copy_thread.submit(self._finish, copy, fill.slots, buffered, settle)
+            self._copy_thread.submit(copy.run, settle)
 
-    def _finish(self, copy: BackgroundCopy, slots: Sequence[torch.Tensor], buffered: bool, settle: Settle) -> None:
-        try:
-            self._complete(slots, buffered, settle, copy.finish())
-        finally:
-            copy.open()
-
-    def _complete(
-        self, slots: Sequence[torch.Tensor], buffered: bool, settle: Settle, error: BaseException | None
-    ) -> None:
+    def _drain_later(self, slots: Slots, settle: Settle, error: BaseException | None) -> None:
         """The copies under the fence have ended; what lies in the device buffer follows, unless one of them failed."""
-        if buffered and error is None:
+        if error is None:
             try:
                 self._drain_thread.submit(self._drain, slots, settle)
                 return
             except RuntimeError as closed:  # close() did not wait for as long as the copy took
                 error = closed
-        if buffered:
-            self._buffer.release()
+        self._buffer.release()
         settle(error)
 
-    def _drain(self, slots: Sequence[torch.Tensor], settle: Settle) -> None:
+    def _drain(self, slots: Slots, settle: Settle) -> None:
         error: BaseException | None = None
         try:
             self._buffer.drain(slots)

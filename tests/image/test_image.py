@@ -321,5 +321,5 @@ def test_an_arena_is_leased_to_one_save_at_a_time() -> None:
 def test_memory_that_is_not_to_be_had_is_a_typed_error() -> None:
     from ckpt_component.errors import CheckpointError
 
-    with pytest.raises(CheckpointError, match="GB of host memory and .* are available"):
+    with pytest.raises(CheckpointError, match="GB of host memory cannot be reserved .* GB are available"):
         Arena(1 << 50, shared=True)

@@ -118,6 +118,7 @@ def test_a_writer_process_that_dies_during_the_copy_is_started_again(held: Held,
         pid = ours._checkpoint_process.caller.pid
         staged, write = ours.save(STATE, tmp_path / "one")
         os.kill(pid, signal.SIGKILL)
+        eventually(lambda: ours._checkpoint_process.caller.pid is None)
         assert not staged.done()
         held.go.set()
         write.result(30)

@@ -81,13 +81,13 @@ Build = Callable[..., AsyncCheckpointer]
 @pytest.fixture
 def rig(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
     rig = Rig()
-    finish = BackgroundCopy.finish
+    finish = BackgroundCopy._finish
 
     def held_back(copying: BackgroundCopy) -> BaseException | None:
         assert rig.fence.wait(30)
         return finish(copying)
 
-    monkeypatch.setattr(BackgroundCopy, "finish", held_back)
+    monkeypatch.setattr(BackgroundCopy, "_finish", held_back)
     yield rig
     rig.drains.set()
     rig.fence.set()
