@@ -13,6 +13,7 @@ import threading
 import time
 from array import array
 from collections.abc import Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import psutil
@@ -227,8 +228,8 @@ class ArenaPool:
                 self._changed.notify()
             raise
 
-    def give_back(self, arena: Arena) -> None:
-        """End a lease: the save was committed or given up."""
+    def give_back(self, arena: Arena, staged: Future[None] | None = None) -> None:
+        """End a lease: the save was committed or given up. Can be a callback of the future of the copy into it."""
         with self._changed:
             self._leased -= 1
             if self._closed:

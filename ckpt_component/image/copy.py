@@ -143,7 +143,9 @@ class CopyTasks:
         self._running = 0
         self._changed = threading.Condition()
         self._error: BaseException | None = None
-        self._events = [self._start_on(device, numbers) for device, numbers in plan.on_device.items()]
+        self._events: list[torch.cuda.Event] = []
+        for device, numbers in plan.on_device.items():
+            self._events.append(self._start_on(device, numbers))
 
     def drain(self, until: float = math.inf) -> None:
         """Do tasks until none is left; other threads may still be at work on theirs. `finish` raises what failed.

@@ -26,8 +26,7 @@ from ..errors import (
     CheckpointTimeoutError,
 )
 from ..formats.base import Writer
-from ..stagers.base import Stager
-from ..stagers.snapshot import Snapshot, StatePlan
+from ..stagers.base import Snapshot, Stager, StatePlan
 from ..storage.commit import Attempt
 from ..storage.fencing import Ownership
 from ..storage.fs import FsOps

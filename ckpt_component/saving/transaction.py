@@ -20,7 +20,7 @@ from ..coordination.messages import pack, unpack
 from ..errors import CheckpointError, CheckpointSaveError, CheckpointStorageFullError, CheckpointTimeoutError
 from ..formats.base import Writer
 from ..memory.gc_control import give_back_freed
-from ..stagers.snapshot import Comparison, Snapshot
+from ..stagers.base import Comparison, Snapshot
 from ..state.replicas import differing
 from ..storage import commit
 from ..storage.commit import Attempt

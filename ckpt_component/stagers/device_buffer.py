@@ -25,7 +25,7 @@ from ..memory.huge_pages import align
 logger = logging.getLogger(__name__)
 
 _KEY = "checkpoint.stager.device_buffer_bytes"
-#: So many copies to the host are started at a time: a stream with a full queue blocks whoever starts work.
+#: So many copies to the host are started at a time: a stream with a full queue blocks the thread that starts work.
 _STARTED = 512
 
 #: Slots in the buffer, and the numbers of the tensors that go there.

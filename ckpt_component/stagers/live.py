@@ -7,8 +7,7 @@ from typing import ClassVar
 import torch
 
 from ..image.live import LiveSource
-from .base import Stager
-from .snapshot import Snapshot, StatePlan
+from .base import Snapshot, Stager, StatePlan
 
 
 class LiveStager(Stager):

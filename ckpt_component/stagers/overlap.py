@@ -1,4 +1,4 @@
-"""Is it worth while to copy beside training? Measured, not assumed: on some machines overlap costs ten times more.
+"""Is it worth while to copy beside training? Measured, not assumed: on some machines overlap costs far more.
 
 The optimizer steps are the clock. A step that a copy ran beside is compared with the undisturbed ones before it; what
 it took longer is the cost of the overlap. An awaited copy costs the time that it takes.

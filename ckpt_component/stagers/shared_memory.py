@@ -19,8 +19,7 @@ from ..image.copy import CopyPlan, CopyTasks, sources_of
 from ..memory.gc_control import collector_paused
 from ..state.flatten import FlatState
 from ..writing.write_job import MemorySource
-from .base import Stager
-from .snapshot import Snapshot, StatePlan
+from .base import Snapshot, Stager, StatePlan
 
 logger = logging.getLogger(__name__)
 

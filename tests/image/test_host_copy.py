@@ -5,6 +5,9 @@ from __future__ import annotations
 import ctypes
 import errno
 import logging
+from contextlib import nullcontext
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -117,3 +120,57 @@ def test_small_tensors_are_gathered_by_the_system(monkeypatch: pytest.MonkeyPatc
     slots = [torch.zeros_like(source) for source in sources]
     copy_on_host(slots, sources, threads=2)
     assert_equal(slots, sources)
+
+
+class FakeCuda:
+    """Instead of `torch.cuda`: notes what is asked of streams, in order."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def Stream(self, device: str) -> Any:
+        return SimpleNamespace(wait_stream=lambda other: self.calls.append(f"side of {device} waits for {other}"))
+
+    def current_stream(self, device: str) -> str:
+        return f"trainer's of {device}"
+
+    def Event(self) -> Any:
+        return SimpleNamespace(
+            record=lambda stream: self.calls.append("event"), synchronize=lambda: self.calls.append("host waits")
+        )
+
+    def device(self, device: str) -> Any:
+        return nullcontext()
+
+    stream = device
+
+    def source(self, device: str) -> Any:
+        used = partial(self.calls.append, f"tensor of {device} used")
+        return SimpleNamespace(is_cuda=True, device=device, nbytes=8, record_stream=lambda stream: used())
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_copies_from_devices_follow_the_trainers_work_and_end_with_the_rest(
+    fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cuda = FakeCuda()
+    sources = [cuda.source("one"), torch.ones(2), cuda.source("two"), cuda.source("one")]
+    slots = [torch.zeros(2) for _ in sources]
+    monkeypatch.setattr(torch, "cuda", cuda)
+    monkeypatch.setattr(
+        torch, "_foreach_copy_", lambda *lists, non_blocking: cuda.calls.append(f"copy {len(lists[0])}")
+    )
+    plan = CopyPlan(slots, sources)
+    assert plan.device == "one"
+    tasks = CopyTasks(plan, sources)
+    one = ["side of one waits for trainer's of one", "copy 2", *["tensor of one used"] * 2, "event"]
+    two = ["side of two waits for trainer's of two", "copy 1", "tensor of two used", "event"]
+    assert cuda.calls == [*one, *two]
+    if fails:
+        monkeypatch.setattr(plan, "gather", None)
+        with pytest.raises(TypeError):
+            tasks.finish(2)
+    else:
+        tasks.finish(2)
+        assert slots[1].tolist() == [1, 1]
+    assert cuda.calls[-2:] == ["host waits"] * 2
