@@ -182,12 +182,6 @@ class ArenaPool:
         self._changed = threading.Condition()
 
     @property
-    def busy(self) -> bool:
-        """Whether `lease` would have to wait."""
-        with self._changed:
-            return self._leased >= self._count
-
-    @property
     def idle_bytes(self) -> int:
         """The memory of arenas that no save has."""
         with self._changed:

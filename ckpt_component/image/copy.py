@@ -78,7 +78,7 @@ class CopyPlan:
     ) -> None:
         self.slots = slots
         self.numbers = list(range(len(sources)) if numbers is None else numbers)
-        #: By device the numbers of what lies there, and the stream that copies it.
+        #: By device the numbers of what lies there.
         self.on_device: dict[torch.device, list[int]] = defaultdict(list)
         self.gather = Gather()
         #: Methods of `CopyTasks` with their arguments. Bound ones would keep the arena's memory alive by a cycle.

@@ -73,7 +73,7 @@ class SharedMemoryStager(Stager):
     @property
     def busy(self) -> bool:
         """Whether all arenas are being written."""
-        return self._pool.busy
+        return not self._pool.wait_free(0)
 
     def wait_free(self, deadline: float) -> bool:
         """Wait for an arena; see `Stager.wait_free`."""
