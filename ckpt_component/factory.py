@@ -225,8 +225,8 @@ def _build_graph(
 ) -> Checkpointer:
     stager, caller, writer = parts
     # An arena must be visible to the process that writes it; that is the caller's to say, not the stager's.
-    stager.connect(writer, ranks=ranks, shared=caller.in_other_process, timeout=timeouts.stage)
-    stager.max_stall = timeouts.max_stall
+    shared = caller.in_other_process
+    stager.connect(writer, ranks=ranks, shared=shared, timeout=timeouts.stage, max_stall=timeouts.max_stall)
     pipeline = SavePipeline(stager, caller, writer, ranks, fs, timeouts, _policy(settings), hooks)
     reader = Reader(ranks.rank, ranks.world_size, settings.verify, shared=_shares_computer(ranks.world_size))
     if caller.in_other_process:

@@ -17,9 +17,10 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from ..errors import CheckpointConfigError, CheckpointStageError
-from ..image.layout import Layout, Structure
+from ..image.layout import Layout
 from ..options import ChecksumName, IoMode
 from ..state.flatten import key_of
+from ..state.structure import Structure
 from ..storage.checksum import ChecksumMissingError, fastest, find_checksum, install_text
 from ..writing.range_writer import Lane, Places
 from ..writing.write_job import Extra, FileSpec, WriteOptions, WriteTable

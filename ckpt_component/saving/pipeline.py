@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_futures
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -27,8 +28,7 @@ from ..errors import (
 )
 from ..formats.base import Writer
 from ..options import ResolvedTimeouts
-from ..stagers.base import Stager
-from ..stagers.snapshot import Survey
+from ..stagers.base import Stager, StatePlan
 from ..storage.commit import Attempt, refuse_existing
 from ..storage.fs import FsOps
 from ..storage.names import owned_token
@@ -197,9 +197,9 @@ class SavePipeline(Saver):
             self.saves.collect(0)  # a manager collects the reports of its saves itself
         save = PendingSave(path, step)
         try:
-            survey, decision = self._admit(save, state_dict, may_wait)
+            plan, decision = self._admit(save, state_dict, may_wait)
             if "token" in decision:
-                self._stage(save, survey, decision)
+                self._stage(save, plan, decision)
         except CheckpointError as error:
             return self._refuse(save, error)
         if "failed" in decision:
@@ -244,42 +244,43 @@ class SavePipeline(Saver):
 
     def _admit(
         self, save: PendingSave, state_dict: Mapping[Any, Any], may_wait: bool
-    ) -> tuple[Survey | None, SaveDecision]:
+    ) -> tuple[StatePlan | None, SaveDecision]:
         """Agree with the other ranks; the call waits for nothing beyond the deadline that begins here."""
         deadline = time.monotonic() + self._waiting
         proposal: SaveProposal = {"failed": self.saves.undelivered()}
-        survey = None
+        plan = None
         if not may_wait and self.stager.busy:
             proposal["busy"] = True
         else:
             try:
-                survey = self.stager.survey(state_dict)
-                proposal["changed"] = survey.changed
+                plan = self.stager.inspect(state_dict)
+                proposal["changed"] = plan.changed
             except Exception as error:
                 save.error = error  # the other ranks wait for this one, so they learn of it first
             # With max_stall_s the ranks wait before they agree, so that they give a save up together.
-            if survey is not None and self.timeouts.max_stall is not None:
-                survey.wait_until = deadline
+            if plan is not None and self.timeouts.max_stall is not None:
+                plan = replace(plan, wait_until=deadline)
                 if not self.stager.wait_free(deadline):
                     names = " and ".join(each.path for each in self.saves if not each.done()) or "an earlier save"
                     proposal["stalled"] = (
                         f"{self._waiting:g} s (checkpoint.max_stall_s) because {names} is still being written. Save "
                         "less often, or raise checkpoint.stager.arenas."
                     )
-        return survey, self._admission.decide(save, proposal, deadline)
+        return plan, self._admission.decide(save, proposal, deadline)
 
-    def _stage(self, save: PendingSave, survey: Survey | None, decision: SaveDecision) -> None:
+    def _stage(self, save: PendingSave, plan: StatePlan | None, decision: SaveDecision) -> None:
         """With one rank a failure is raised; with several the others learn of it when the attempt begins."""
         owner, save.token = "", decision["token"]
         if self._hooks is not None:
             owner, save.token = self._hooks.ownership.token, owned_token(save.token)
         save.attempt = Attempt(save.path, save.token, owner, self._fs.atomic_rename)
         try:
-            if survey is None:
+            if plan is None:
                 raise CheckpointSaveError("The ranks agreed on a save that this one cannot take part in.")
-            survey.changed = decision["replan"]
-            snapshot = self.stager.take(survey)
-            snapshot.comparison = self.stager.compare(survey, save.number)
+            if plan.changed != decision["replan"]:
+                plan = replace(plan, changed=decision["replan"])
+            snapshot = self.stager.take(plan)
+            snapshot.comparison = self.stager.compare(plan, save.number)
             save.snapshot = snapshot
         except Exception as error:
             if self.ranks.world_size == 1:

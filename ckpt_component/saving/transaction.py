@@ -28,7 +28,7 @@ from ..errors import (
 from ..formats.base import Writer
 from ..memory.gc_control import give_back_freed
 from ..options import ResolvedTimeouts
-from ..stagers.snapshot import Snapshot
+from ..stagers.base import Snapshot
 from ..state.replicas import differing
 from ..storage import commit
 from ..storage.commit import Attempt

@@ -23,8 +23,8 @@ from ckpt_component import (
     WorkerDiedError,
     build_checkpointer,
 )
-from ckpt_component.image.copy import Portions
-from ckpt_component.stagers.fence import FencedCopy
+from ckpt_component.image.copy import CopyTasks
+from ckpt_component.stagers.background_copy import BackgroundCopy
 
 
 def state_of(value: float) -> dict[str, Any]:
@@ -247,8 +247,8 @@ def test_a_copy_that_fails_before_save_returns_gives_its_memory_back(
 
     with build("checkpoint.stager.arenas=1", preset=preset) as checkpointer:
         with monkeypatch.context() as patch:
-            patch.setattr(Portions, "finish", failing)
-            patch.setattr(FencedCopy, "__init__", failing)
+            patch.setattr(CopyTasks, "finish", failing)
+            patch.setattr(BackgroundCopy, "__init__", failing)
             with pytest.raises(RuntimeError, match="no such memory"):
                 checkpointer.save(state_of(1), tmp_path / "one")
         assert not checkpointer.busy

@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any, ClassVar
 
@@ -207,10 +208,9 @@ class _Rank:
     def save(self, path: str) -> None:
         """A save from its beginning to its end, on one thread."""
         save = PendingSave(path)
-        survey = self._stager.survey(self._state)
-        decision = self._admission.decide(save, {"changed": survey.changed}, time.monotonic() + _SECONDS)
-        survey.changed = decision["replan"]
-        save.snapshot = self._stager.take(survey)
+        plan = self._stager.inspect(self._state)
+        decision = self._admission.decide(save, {"changed": plan.changed}, time.monotonic() + _SECONDS)
+        save.snapshot = self._stager.take(replace(plan, changed=decision["replan"]))
         save.attempt = Attempt(path, decision["token"])
         self._transaction.run(save)
 
