@@ -25,10 +25,9 @@ from ..state.replicas import differing
 from ..storage import commit
 from ..storage.commit import Attempt
 from ..storage.fencing import Ownership
-from ..storage.fs import FsOps
+from ..storage.fs import FsOps, wait_visible
 from ..storage.liveness import AttemptLock
 from ..storage.space import FULL, amount, full_text, refuse_without_room
-from ..storage.visibility import wait_visible
 from .report import SaveReport, Timeouts
 
 logger = logging.getLogger(__name__)

@@ -16,9 +16,9 @@ from ckpt_component import CheckpointFencedError, CheckpointManager, build_manag
 from ckpt_component.storage import commit
 from ckpt_component.storage.fencing import Ownership
 from ckpt_component.storage.fs import FsOps
+from ckpt_component.storage.layout import quarantine
 from ckpt_component.storage.liveness import AttemptLock
 from ckpt_component.storage.names import ALIVE_PREFIX, MEGATRON, new_token, owned_token, trash_path
-from ckpt_component.storage.quarantine import quarantine
 
 COMMITS = pytest.mark.parametrize("mode", ["manifest", "rename"])
 STATE = {"weight": torch.ones(3)}
