@@ -15,9 +15,15 @@ from typing import Any
 
 from ..callers.job import WriteJob
 from ..callers.write_callers import WriteCaller
-from ..coordination import Coordinator, ranks_failed
+from ..coordination import Coordinator
 from ..coordination.messages import pack, unpack
-from ..errors import CheckpointError, CheckpointSaveError, CheckpointStorageFullError, CheckpointTimeoutError
+from ..errors import (
+    CheckpointError,
+    CheckpointSaveError,
+    CheckpointStorageFullError,
+    CheckpointTimeoutError,
+    ranks_failed,
+)
 from ..formats.base import Writer
 from ..memory.gc_control import give_back_freed
 from ..stagers.snapshot import Comparison, Snapshot
