@@ -33,9 +33,8 @@ from ..state.replicas import differing
 from ..storage import commit
 from ..storage.commit import Attempt
 from ..storage.fencing import Ownership
-from ..storage.fs import FsOps
+from ..storage.fs import FsOps, wait_visible
 from ..storage.space import FULL, amount, full_text, refuse_without_room
-from ..storage.visibility import wait_visible
 from ..writing.request import WriteRequest
 from .report import SaveReport
 
