@@ -13,11 +13,11 @@ import psutil
 import torch
 
 from ..coordination import Coordinator
-from ..errors import CheckpointConfigError
 from ..formats.base import FormatPlan, Writer
 from ..image.arena import Arena, ArenaPool
 from ..image.layout import Layout, sources_of
 from ..memory.gc_control import collector_paused
+from ..options import ARENAS
 from ..state.flatten import FlatState
 from ..writing.write_job import MemorySource
 from .base import Stager
@@ -64,12 +64,11 @@ class ArenaStager(Stager):
         arenas: how many saves may be in flight, each with its own copy of the state in host memory.
 
     Raises:
-        CheckpointConfigError: `arenas` is less than 1.
+        CheckpointConfigError: `arenas` is out of range.
     """
 
     def __init__(self, arenas: int = 1) -> None:
-        if arenas < 1:
-            raise CheckpointConfigError(f"checkpoint.stager.arenas must be at least 1, got {arenas}.")
+        ARENAS.check("checkpoint.stager.arenas", arenas)
         self._arenas = arenas
 
     def connect(self, writer: Writer, *, ranks: Coordinator, shared: bool, timeout: float) -> None:

@@ -22,8 +22,9 @@ from typing import Any, ClassVar
 
 import torch
 
-from ..errors import CheckpointConfigError, CheckpointTimeoutError
+from ..errors import CheckpointTimeoutError
 from ..image.copy_progress import Reached
+from ..options import DEVICE_BUFFER_BYTES
 from ..writing.progress import Progress
 from .arena_stager import ArenaStager, Filling
 from .copying import ArenaCopies, copy_now
@@ -45,17 +46,14 @@ class ZeroOverheadStager(ArenaStager):
             returned. 0: none.
 
     Raises:
-        CheckpointConfigError: `arenas` is less than 1, or `device_buffer_bytes` less than 0.
+        CheckpointConfigError: `arenas` or `device_buffer_bytes` is out of range.
     """
 
     option: ClassVar[str] = "zero_overhead"
 
     def __init__(self, arenas: int = 2, device_buffer_bytes: int = 0) -> None:
         super().__init__(arenas)
-        if device_buffer_bytes < 0:
-            raise CheckpointConfigError(
-                f"checkpoint.stager.device_buffer_bytes must be at least 0, got {device_buffer_bytes}."
-            )
+        DEVICE_BUFFER_BYTES.check("checkpoint.stager.device_buffer_bytes", device_buffer_bytes)
         self._now_copies = ArenaCopies()
         self._later_copies = ArenaCopies()
         self._buffer = DeviceBuffer(device_buffer_bytes)
