@@ -18,14 +18,13 @@ from typing import Any, ClassVar
 import psutil
 
 from ..errors import (
-    CheckpointConfigError,
     CheckpointSaveError,
     CheckpointTimeoutError,
     RemoteTraceback,
     WorkerDiedError,
 )
 from ..image.arena import Arena
-from ..options import IoPriority
+from ..options import NICE, IoPriority
 from ..storage.checksum import home_of
 from ..writing.process import ByteProcess
 from ..writing.request import WriteRequest
@@ -102,8 +101,7 @@ class _ProcessCaller(WriteCaller):
     in_other_process: ClassVar[bool] = True
 
     def __init__(self, nice: int = 10, io_priority: IoPriority = IoPriority.low) -> None:
-        if not 0 <= nice <= 19:
-            raise CheckpointConfigError(f"checkpoint.caller.nice must be from 0 to 19, got {nice}.")
+        NICE.check("checkpoint.caller.nice", nice)
         self._nice = nice
         self._io_priority = io_priority
         self._process: ByteProcess | None = None

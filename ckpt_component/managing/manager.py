@@ -5,23 +5,21 @@ from __future__ import annotations
 import logging
 import math
 import os
+import signal
 import time
 from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, cast
 
 from ..checkpointer import Checkpointer
-from ..coordination import Coordinator, LocalCoordinator, Meetings, StepQuestions
+from ..coordination import Meetings, StepQuestions
 from ..errors import CheckpointBusyError, CheckpointError, CheckpointTimeoutError
-from ..options import ResolvedTimeouts
 from ..saving.pipeline import InFlightSaves, SavePipeline
 from ..saving.report import SaveReport
-from ..storage.fs import FsOps
-from ..storage.names import StepNames
-from ..storage.scan import committed_steps
-from .policies import ResumePolicy, SavePolicy, checked_step
-from .restore import Resumption
-from .rollback import Rollback
+from .policies import SavePolicy, checked_step
+from .restore import Restorer
+from .run_context import RunContext, job_ranks
+from .stop_signals import StopSignals
 
 logger = logging.getLogger(__name__)
 
@@ -32,63 +30,51 @@ class CheckpointManager:
     Args:
         checkpointer: does the saving; owned and closed by the manager. None: nothing is saved or restored
             (`checkpoint=off`).
-        root: folder of the run's checkpoints.
-        names: how steps are named on disk.
-        fs: where effects go.
+        run: the folder of the checkpoints, the ranks, and deadlines.
         save: when to save.
-        resume: where to begin.
-        rollback: decides what becomes of checkpoints that follow; None without a checkpointer.
+        restorer: loads what the run begins with; None without a checkpointer.
         overlap: what to do when a save comes while earlier ones hold all memory: `wait`, `skip` or `error`.
-        timeouts: deadlines.
         warn: `on_error: warn`; what keeps a save from beginning is then logged and reported, and not raised.
-        warned: what was warned about already; see `committed_steps`.
 
     Attributes:
         reports: one `SaveReport` per ended or skipped save, in order.
         idle: set by `close`: the step that was restored when none came after it, so that nothing was trained.
+        stopped_by: the signal by which `should_stop` ends the loop, or None.
     """
 
     def __init__(
         self,
         checkpointer: Checkpointer | None,
-        root: str,
-        names: StepNames,
-        fs: FsOps,
+        run: RunContext,
         save: SavePolicy,
-        resume: ResumePolicy,
-        rollback: Rollback | None,
+        restorer: Restorer | None,
         overlap: str,
-        timeouts: ResolvedTimeouts,
         warn: bool,
-        warned: set[str],
     ) -> None:
         self._checkpointer = checkpointer
-        self._root = os.path.abspath(root)
-        self._names = names
-        self._fs = fs
+        self._run = run
+        self._ranks = run.ranks
+        self._timeouts = run.timeouts
         self._save_policy = save
         self._overlap = overlap
-        self._timeouts = timeouts
         self._warn = warn
         self._last_save = time.monotonic()
         self._seen: tuple[int, Mapping[Any, Any]] | None = None
         self._saved_step: int | None = None
         self._restored: int | None = None
         self._closed = False
-        self._ranks: Coordinator = LocalCoordinator() if checkpointer is None else checkpointer.ranks
         self._due = StepQuestions(self._ranks, "maybe_save")
         self._restores = Meetings(self._ranks, "restore")
         self.reports: list[SaveReport] = []
         self.idle: int | None = None
-        self._warned = warned
         self._saves = InFlightSaves()
-        if checkpointer is None or rollback is None:
+        self._signals: StopSignals | None = None
+        self.stopped_by: signal.Signals | None = None
+        if checkpointer is None or restorer is None:
             return
+        self._restorer = restorer
         self._pipeline = cast(SavePipeline, checkpointer.saver)  # a manager is built with parts of ours
         self._saves = self._pipeline.saves
-        self._resumption = Resumption(
-            checkpointer, self._ranks, fs, self._root, names, resume, rollback, save.ever, timeouts, warned
-        )
 
     @property
     def enabled(self) -> bool:
@@ -97,11 +83,11 @@ class CheckpointManager:
 
     def path_of(self, step: int) -> str:
         """Where the checkpoint of a step is, or would be."""
-        return os.path.join(self._root, self._names.folder(checked_step(step)))
+        return self._run.path_of(checked_step(step))
 
     def steps(self) -> list[int]:
         """The steps of committed checkpoints, oldest first."""
-        return committed_steps(self._fs, self._root, self._names, self._warned)
+        return self._run.committed()
 
     def guard(self, optimizer: Any) -> None:
         """Let `optimizer.step()` wait for a snapshot that is still being copied. Needed by `zero_overhead` alone.
@@ -147,15 +133,15 @@ class CheckpointManager:
             return None
         self._ranks.world.check()
         self._ranks.world.warn_if_alone()
-        step = self._resumption.load(state, strict, allow_dtype_cast, self._restores)
+        step = self._restorer.load(state, strict, allow_dtype_cast, self._restores)
         if step is not None:
             self._ranks.resumed(step)
             self._due.restart(self._restores.tag)
             self._restored = step
-            here = os.path.realpath(self._resumption.loaded or "") == os.path.realpath(self.path_of(step))
+            here = os.path.realpath(self._restorer.loaded or "") == os.path.realpath(self.path_of(step))
             self._saved_step = step if here else None
             self._last_save = time.monotonic()
-            if self._save_policy.ever and self._seen is None:
+            if self._save_policy.enabled and self._seen is None:
                 self._prewarm_loaded(state)
         return step
 
@@ -191,10 +177,10 @@ class CheckpointManager:
     def _is_due(self, step: int) -> bool:
         policy = self._save_policy
         if self._ranks.world_size == 1 or policy.every_seconds is None:
-            return policy.due(step, time.monotonic() - self._last_save)
+            return policy.should_save(step, time.monotonic() - self._last_save)
         # The ranks' clocks differ, so rank 0's is asked.
         deadline, since = time.monotonic() + self._timeouts.waiting, self._last_save
-        return bool(self._due.ask(step, lambda: policy.due(step, time.monotonic() - since), deadline))
+        return bool(self._due.ask(step, lambda: policy.should_save(step, time.monotonic() - since), deadline))
 
     def save(self, step: int, state: Mapping[Any, Any]) -> bool:
         """Save now. Returns whether a save was started.
@@ -258,6 +244,34 @@ class CheckpointManager:
         if self._checkpointer is not None:
             self._checkpointer.prewarm(state)
 
+    def stop_on_signals(self) -> None:
+        """From now on and until `close`, note SIGTERM, SIGINT and SIGUSR1 for `should_stop`, and do not end by them.
+
+        Call it on every rank, in the main thread. A SIGINT after another of these signals ends the process at once.
+        """
+        if self._signals is not None or self._closed:
+            return
+        # Without a checkpointer the ranks agree on nothing else, and have no coordinator.
+        ranks = self._ranks if self.enabled else job_ranks("stop_signals", self._timeouts)
+        self._signals = StopSignals(ranks, self._timeouts.stage, owns_ranks=not self.enabled)
+
+    def should_stop(self) -> bool:
+        """Whether a signal asks to stop: the same answer on all ranks. Call it once after every step.
+
+        When it is true, leave the loop: the end of the `with` block then saves the last step that `maybe_save` saw,
+        whatever `save.at_end` says, and takes no longer than `timeouts` allow. A signal is acted upon within about a
+        second and a step.
+
+        Raises:
+            CheckpointError: `stop_on_signals` was not called.
+            CheckpointTimeoutError: a rank did not call in time.
+            RanksError: a rank is dead, or has gone on without the call.
+        """
+        if self._signals is None:
+            raise CheckpointError("Call stop_on_signals() before the loop; should_stop() reports what it notes.")
+        self.stopped_by = self._signals.agreed()
+        return self.stopped_by is not None
+
     def wait(self) -> None:
         """Return when every save that was started is committed, or raise what went wrong.
 
@@ -278,11 +292,12 @@ class CheckpointManager:
         self._closed = True
         self._warn_if_idle()
         self._seen = None
-        if self._checkpointer is None:
-            return
         try:
-            self._checkpointer.close()
+            if self._checkpointer is not None:
+                self._checkpointer.close()
         finally:
+            if self._signals is not None:
+                self._signals.close()
             self._collect(math.inf, raises=False)
 
     def __enter__(self) -> CheckpointManager:
@@ -300,19 +315,19 @@ class CheckpointManager:
                 logger.error("while closing the checkpoint manager: %s", failure)
             return
         try:
-            if self._save_policy.at_end and self._seen is not None:
+            if (self._save_policy.at_end or self.stopped_by is not None) and self._seen is not None:
                 self._save_last(*self._seen)
         finally:
             self.close()
 
     def _warn_if_idle(self) -> None:
-        if self._restored is None or not self._save_policy.ever:
+        if self._restored is None or not self._save_policy.enabled:
             return  # what only evaluates has no steps
         if self._seen is None or self._seen[0] == self._restored:
             self.idle = self._restored
             if self._ranks.leads:
                 logger.warning(
-                    "restored step %d from %s and saw no further step: nothing was trained", self.idle, self._root
+                    "restored step %d from %s and saw no further step: nothing was trained", self.idle, self._run.root
                 )
 
     def _save_last(self, step: int, state: Mapping[Any, Any]) -> None:

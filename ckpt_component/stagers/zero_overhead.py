@@ -21,9 +21,10 @@ from typing import Any, ClassVar
 
 import torch
 
-from ..errors import CheckpointConfigError, CheckpointTimeoutError
+from ..errors import CheckpointTimeoutError
 from ..image.arena import Slots
 from ..image.copy import CopyTasks
+from ..options import DEVICE_BUFFER_BYTES
 from .background_copy import BackgroundCopy
 from .copy_split import CopySplit
 from .device_buffer import DeviceBuffer
@@ -49,10 +50,7 @@ class ZeroOverheadStager(PinnedStager):
 
     def __init__(self, arenas: int = 2, device_buffer_bytes: int = 0) -> None:
         super().__init__(arenas)
-        if device_buffer_bytes < 0:
-            raise CheckpointConfigError(
-                f"checkpoint.stager.device_buffer_bytes must be at least 0, got {device_buffer_bytes}."
-            )
+        DEVICE_BUFFER_BYTES.check("checkpoint.stager.device_buffer_bytes", device_buffer_bytes)
         self._buffer = DeviceBuffer(device_buffer_bytes)
         self._optimizers: list[torch.optim.Optimizer] = []
         self._hooks: list[Any] = []

@@ -19,7 +19,7 @@ from ckpt_component import (
     build_checkpointer,
     build_manager,
 )
-from ckpt_component.managing.policies import KeepPolicy, ResumePolicy, SavePolicy
+from ckpt_component.managing.policies import ResumePolicy, RetentionPolicy, SavePolicy, checked_resume
 
 RESTORES_ONLY = ("checkpoint.save.every_steps=null", "checkpoint.save.at_end=false")
 
@@ -236,11 +236,12 @@ def test_off_does_nothing(tmp_path: Path) -> None:
 
 
 def test_policies() -> None:
-    assert SavePolicy(every_steps=None, every_seconds=5.0).due(3, 5.1)
-    assert not SavePolicy(every_steps=None, every_seconds=5.0).due(3, 4.9)
-    assert KeepPolicy(last=1).victims([1, 2, 3]) == [1, 2]
-    assert KeepPolicy(last=1, every_steps=2).victims([1, 2, 3, 4, 5]) == [1, 3]
-    assert KeepPolicy(last=None).victims([1, 2]) == []
-    assert ResumePolicy.parse("12").choice == 12 and ResumePolicy.parse("12").path is None
+    assert SavePolicy(every_steps=None, every_seconds=5.0).should_save(3, 5.1)
+    assert not SavePolicy(every_steps=None, every_seconds=5.0).should_save(3, 4.9)
+    assert RetentionPolicy(last=1).to_delete([1, 2, 3]) == [1, 2]
+    assert RetentionPolicy(last=1, every_steps=2).to_delete([1, 2, 3, 4, 5]) == [1, 3]
+    assert RetentionPolicy(last=None).to_delete([1, 2]) == []
+    assert ResumePolicy(12).path is None and ResumePolicy("runs/x").path == os.path.abspath("runs/x")
+    assert checked_resume("12") == 12
     with pytest.raises(CheckpointConfigError, match="auto, must, never"):
-        ResumePolicy.parse("sometimes")
+        checked_resume("sometimes")
