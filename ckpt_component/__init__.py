@@ -14,7 +14,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from . import errors as _errors
 from ._lazy import lazy
+from .errors import *  # noqa: F403  (they import nothing, and all of them are public)
 
 if TYPE_CHECKING:
     from .callers import AsyncCaller, AsyncCallsQueue, AsyncRequest, PersistentAsyncCaller, TemporalAsyncCaller
@@ -29,31 +31,6 @@ if TYPE_CHECKING:
     )
     from .config import compose_checkpoint
     from .config.megatron_args import add_checkpoint_args, compose_from_args
-    from .errors import (
-        CheckpointBusyError,
-        CheckpointConfigError,
-        CheckpointCorruptError,
-        CheckpointError,
-        CheckpointExistsError,
-        CheckpointFencedError,
-        CheckpointGivenUpError,
-        CheckpointLoadError,
-        CheckpointNotFoundError,
-        CheckpointSaveError,
-        CheckpointStageError,
-        CheckpointStallError,
-        CheckpointStepError,
-        CheckpointStorageFullError,
-        CheckpointTimeoutError,
-        CheckpointTypeError,
-        CheckpointUnreadableError,
-        CheckpointWorldError,
-        MissingKeysError,
-        RanksError,
-        TornSnapshotError,
-        UnexpectedKeysError,
-        WorkerDiedError,
-    )
     from .factory import build_checkpointer, build_manager
     from .managing.manager import CheckpointManager
     from .saving.report import SaveReport
@@ -64,14 +41,6 @@ __version__ = "0.1.0"
 __all__, __getattr__, __dir__ = lazy(
     __name__,
     {
-        ".errors": (
-            "CheckpointBusyError CheckpointConfigError CheckpointCorruptError CheckpointError "
-            "CheckpointExistsError CheckpointFencedError CheckpointGivenUpError CheckpointLoadError "
-            "CheckpointNotFoundError CheckpointSaveError CheckpointStageError CheckpointStallError "
-            "CheckpointStepError CheckpointStorageFullError CheckpointTimeoutError CheckpointTypeError "
-            "CheckpointUnreadableError CheckpointWorldError MissingKeysError RanksError TornSnapshotError "
-            "UnexpectedKeysError WorkerDiedError"
-        ),
         ".callers": "AsyncCaller AsyncCallsQueue AsyncRequest PersistentAsyncCaller TemporalAsyncCaller",
         ".checkpointer": "AsyncCheckpointer Checkpointer SyncCheckpointer",
         ".config": "compose_checkpoint",
@@ -86,3 +55,4 @@ __all__, __getattr__, __dir__ = lazy(
         ".saving.report": "SaveReport",
     },
 )
+__all__ += _errors.__all__

@@ -1,7 +1,6 @@
 """The front objects: `save`, `load`, `close`, path by path.
 
-Names and behaviour follow torch's experimental checkpointer (seed 003), with the argument order of that document:
-`save(state_dict, path)`.
+Names and behaviour follow torch's experimental checkpointer, with the argument order `save(state_dict, path)`.
 """
 
 from __future__ import annotations
@@ -9,33 +8,30 @@ from __future__ import annotations
 import logging
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future
 from types import TracebackType
 from typing import Any, TypeVar
 
-from .coordination import Coordinator, LocalCoordinator
-from .errors import CheckpointBusyError, CheckpointError, MissingKeysError, first_keys
-from .saving.adapters import CheckpointReader, CheckpointWriter, staged_future
-from .saving.blocking_writer import BlockingWriter
-from .saving.deferred_errors import UntoldFailures
-from .saving.paths import PathLike, absolute_path, new_path
-from .saving.pipeline import EarlierSaveFailed, Saver
-from .saving.report import SaveFuture, SaveReport
-from .stagers.base import Stager
-from .storage.fencing import Ownership
+from .coordination import Coordinator
+from .errors import CheckpointConfigError, CheckpointError, MissingKeysError, first_keys
+from .saving.adapters import CheckpointReader, CheckpointWriter, ForeignSaver, Saver
+from .saving.folders import expanded
+from .saving.report import SaveReport
 
 logger = logging.getLogger(__name__)
 
 Self = TypeVar("Self", bound="Checkpointer")
+PathLike = str | os.PathLike[str]
 
 
 class Checkpointer(ABC):
     """Saves and loads state dicts, path by path. A context manager; leaving it closes it."""
 
-    def __init__(self, reader: CheckpointReader) -> None:
+    def __init__(self, saver: Saver, reader: CheckpointReader) -> None:
+        self.saver = saver
         self._reader = reader
-        self._last_report: SaveReport | None = None
+        self._closed = False
 
     @property
     def last_report(self) -> SaveReport | None:
@@ -43,12 +39,12 @@ class Checkpointer(ABC):
 
         With `on_error: warn` and `caller: inline` that of the last save, which may have failed.
         """
-        return self._last_report
+        return self.saver.last_report
 
     @abstractmethod
     def save(
         self, state_dict: Mapping[Any, Any], path: PathLike, *, may_wait: bool = True
-    ) -> tuple[Future[None], SaveFuture] | None:
+    ) -> tuple[Future[None], Future[Any]] | None:
         """Save a state dict as the checkpoint `path`.
 
         Args:
@@ -65,7 +61,7 @@ class Checkpointer(ABC):
             CheckpointExistsError: the path is taken.
             CheckpointWorldError: the ranks are others than those that this was built for.
             CheckpointBusyError: with `may_wait=False`, when an earlier save is in the way; with several ranks on all.
-            CheckpointError: what went wrong in an earlier save and was not yet told.
+            CheckpointError: what went wrong in an earlier save and was not raised yet.
         """
 
     def load(
@@ -117,7 +113,7 @@ class Checkpointer(ABC):
         """Load what a run begins with: as `load`, and also verified where `verify` is `on_resume`."""
         from .readers import Reader  # imports torch
 
-        # A reader of somebody else's has no such key.
+        # A reader that is not ours has no such key.
         more = {"resuming": True} if isinstance(self._reader, Reader) else {}
         return self.load(path, state_dict, strict=strict, **kwargs, **more)
 
@@ -127,24 +123,18 @@ class Checkpointer(ABC):
         Args:
             optimizer: a torch optimizer, a list of them, or a wrapper with the attribute `optimizer`.
         """
+        if self.saver.stager is not None:
+            self.saver.stager.guard(optimizer)
 
     def wait_staged(self, timeout: float | None = None) -> None:
         """Return when the tensors of the last save may be changed."""
+        if self.saver.stager is not None:
+            self.saver.stager.wait_staged(timeout)
 
     def prewarm(self, state_dict: Mapping[Any, Any]) -> None:
         """Plan and take memory for a state dict of this structure, so that the first save costs what others do."""
-
-    def own(
-        self,
-        ownership: Ownership,
-        admit: Callable[[str], None],
-        after_commit: Callable[[str], None],
-        after_save: Callable[[str], None],
-    ) -> None:
-        """Save only while this run owns the folder of checkpoints, which the first save takes over; see `Saver.own`."""
-        saver = self._saver()
-        if saver is not None:
-            saver.own(ownership, admit, after_commit, after_save)
+        if self.saver.stager is not None:
+            self.saver.stager.prewarm(state_dict)
 
     @property
     def verifies(self) -> bool:
@@ -156,25 +146,32 @@ class Checkpointer(ABC):
     @property
     def ranks(self) -> Coordinator:
         """How the ranks agree."""
-        saver = self._saver()
-        return LocalCoordinator() if saver is None else saver.ranks
-
-    def _saver(self) -> Saver | None:
-        """The saver in the graph, where it is one of ours."""
-        return None
+        return self.saver.ranks
 
     @property
     def busy(self) -> bool:
         """Whether a save would have to wait for an earlier one."""
-        return False
+        return self.saver.busy
 
-    @abstractmethod
     def close(self) -> None:
         """Finish what was started and free everything. Bounded; safe to call twice.
 
         Raises:
-            CheckpointError: what went wrong in an earlier save and was not yet told.
+            CheckpointError: what went wrong in an earlier save and was not raised yet.
         """
+        if not self._closed:
+            self._closed = True
+            self.saver.close()
+
+    def _save(
+        self, state_dict: Mapping[Any, Any], path: PathLike, may_wait: bool, keywords: dict[str, Any]
+    ) -> tuple[Future[None], Future[Any]]:
+        if keywords and not self.saver.accepts_keywords:
+            raise TypeError(
+                f"{type(self).__name__}.save() got an unexpected keyword argument {next(iter(keywords))!r}; "
+                "it takes state_dict, path and may_wait."
+            )
+        return self.saver.save(state_dict, absolute_path(path), may_wait=may_wait, **keywords)
 
     def __enter__(self: Self) -> Self:
         return self
@@ -195,36 +192,16 @@ class SyncCheckpointer(Checkpointer):
     """Saves while training waits.
 
     Args:
-        writer: what saves; `BlockingWriter` from the factory.
+        writer: what saves: a `SavePipeline`, or anything with `write(state_dict, path)` and `close()`.
         reader: what loads.
     """
 
-    def __init__(self, writer: CheckpointWriter, reader: CheckpointReader) -> None:
-        super().__init__(reader)
-        self._writer = writer
+    def __init__(self, writer: Saver | CheckpointWriter, reader: CheckpointReader) -> None:
+        super().__init__(writer if isinstance(writer, Saver) else ForeignSaver(None, writer), reader)
 
     def save(self, state_dict: Mapping[Any, Any], path: PathLike, *, may_wait: bool = True, **kwargs: Any) -> None:
         """Save, and return when the checkpoint is committed; see `Checkpointer.save`."""
-        ours = isinstance(self._writer, BlockingWriter)  # whose ranks look together whether the path is free
-        if ours:
-            _refuse_keywords(self, kwargs)
-        target = absolute_path(path) if ours else new_path(path)
-        result = self._writer.write(state_dict, target, **kwargs)
-        if isinstance(result, SaveReport):
-            self._last_report = result
-
-    def prewarm(self, state_dict: Mapping[Any, Any]) -> None:
-        """See `Checkpointer.prewarm`."""
-        saver = self._saver()
-        if saver is not None:
-            saver.stager.prewarm(state_dict)
-
-    def close(self) -> None:
-        """Free what the writer holds."""
-        self._writer.close()
-
-    def _saver(self) -> Saver | None:
-        return self._writer.saver if isinstance(self._writer, BlockingWriter) else None
+        self._save(state_dict, path, may_wait, kwargs)
 
 
 class AsyncCheckpointer(Checkpointer):
@@ -233,100 +210,30 @@ class AsyncCheckpointer(Checkpointer):
     Args:
         checkpoint_stager: takes the snapshot: one of ours, or anything whose `stage(state_dict)` gives the state to
             write, or a future of it.
-        checkpoint_process: writes it: a `Saver`, which then owns the stager, or a `CheckpointProcess` for stagers that
-            give a state dict.
+        checkpoint_process: writes it: a `SavePipeline`, which owns the stager, or a `CheckpointProcess` for stagers
+            that give a state dict.
         reader: what loads.
     """
 
     def __init__(self, checkpoint_stager: Any, checkpoint_process: Any, reader: CheckpointReader) -> None:
-        super().__init__(reader)
-        self._checkpoint_stager = checkpoint_stager
-        self._checkpoint_process = checkpoint_process
-        saver = self._saver()
-        self._untold = UntoldFailures(None if saver is None else saver.timeouts.max_stall)
-        self._closed = False
+        ours = isinstance(checkpoint_process, Saver)
+        super().__init__(checkpoint_process if ours else ForeignSaver(checkpoint_stager, checkpoint_process), reader)
 
     def save(
         self, state_dict: Mapping[Any, Any], path: PathLike, *, may_wait: bool = True, **kwargs: Any
-    ) -> tuple[Future[None], SaveFuture]:
+    ) -> tuple[Future[None], Future[Any]]:
         """Take a snapshot and write it in the background; see `Checkpointer.save`.
 
         Waits for an earlier save only when all of the stager's memory is still being written.
         """
-        saver = self._saver()
-        if saver is None:
-            if not may_wait and self.busy:
-                raise CheckpointBusyError(f"{path} came while an earlier save was still running")
-            staged, write_future = self._save_with_foreign_parts(state_dict, new_path(path), **kwargs)
-        else:
-            _refuse_keywords(self, kwargs)
-            try:
-                staged, write_future = saver.save(
-                    state_dict, absolute_path(path), self._untold.by_number(), may_wait=may_wait
-                )
-            except EarlierSaveFailed as failure:
-                raise self._untold.agreed(failure) from None
-        write_future.add_done_callback(self._note_report)
-        self._untold.watch(write_future)
-        return staged_future(staged), write_future
-
-    def _save_with_foreign_parts(self, state_dict: Mapping[Any, Any], target: str, **kwargs: Any) -> tuple[Any, Any]:
-        self._untold.tell()
-        # A foreign stager has one buffer, which the last save must have left before it is filled again.
-        self._untold.wait_for_all()
-        staged = self._checkpoint_stager.stage(state_dict, **kwargs)
-        return staged, self._checkpoint_process.write(staged, target, **kwargs)
-
-    def guard(self, optimizer: Any) -> None:
-        """See `Checkpointer.guard`."""
-        if isinstance(self._checkpoint_stager, Stager):
-            self._checkpoint_stager.guard(optimizer)
-
-    def wait_staged(self, timeout: float | None = None) -> None:
-        """See `Checkpointer.wait_staged`."""
-        if isinstance(self._checkpoint_stager, Stager):
-            self._checkpoint_stager.wait_staged(timeout)
-
-    def prewarm(self, state_dict: Mapping[Any, Any]) -> None:
-        """See `Checkpointer.prewarm`."""
-        if isinstance(self._checkpoint_stager, Stager):
-            self._checkpoint_stager.prewarm(state_dict)
-
-    @property
-    def busy(self) -> bool:
-        """See `Checkpointer.busy`."""
-        if isinstance(self._checkpoint_stager, Stager):
-            return self._checkpoint_stager.busy
-        return self._untold.running
-
-    def close(self) -> None:
-        """Finish the saves that were started, end the writer process, free the memory."""
-        if self._closed:
-            return
-        self._closed = True
-        try:
-            try:
-                if self._saver() is None:
-                    self._checkpoint_stager.close()
-            finally:
-                self._checkpoint_process.close()
-        finally:
-            self._untold.tell()
-
-    def _saver(self) -> Saver | None:
-        return self._checkpoint_process if isinstance(self._checkpoint_process, Saver) else None
-
-    def _note_report(self, future: Future[Any]) -> None:
-        if not future.cancelled() and Future.exception(future, timeout=0) is None:
-            report = Future.result(future, timeout=0)
-            if isinstance(report, SaveReport):
-                self._last_report = report
+        return self._save(state_dict, path, may_wait, kwargs)
 
 
-def _refuse_keywords(checkpointer: Checkpointer, unknown: Mapping[str, Any]) -> None:
-    """Parts of somebody else's are given keywords that only they know; ours know none."""
-    if unknown:
-        raise TypeError(
-            f"{type(checkpointer).__name__}.save() got an unexpected keyword argument {next(iter(unknown))!r}; "
-            "it takes state_dict, path and may_wait."
-        )
+def absolute_path(path: PathLike) -> str:
+    """The absolute form of a local path. Raises CheckpointConfigError for a URL, and for a variable that is not set."""
+    text = os.fspath(path)
+    if text.startswith("~") or "$" in text:
+        text = expanded(text, "path")
+    if "://" in text:
+        raise CheckpointConfigError(f"{text} is a URL, and checkpoints are saved to local or mounted folders only.")
+    return os.path.abspath(text)

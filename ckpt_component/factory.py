@@ -9,7 +9,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,20 +22,24 @@ from .config.hydra_job import root_of_job
 from .config.parts import build_part, part_class
 from .config.resolve import resolve_config
 from .config.schema import Checkpoint
-from .coordination import Coordinator, LocalCoordinator, RankStore, StoreCoordinator
+from .coordination import Coordinator, LocalCoordinator
 from .formats.base import Writer
 from .managing.manager import CheckpointManager
-from .managing.policies import KeepPolicy, ResumePolicy, SavePolicy
+from .managing.policies import ResumePolicy, RetentionPolicy, SavePolicy
 from .managing.preflight import check_root
 from .managing.recording import record
-from .options import Commit, Durability, IoMode
+from .managing.restore import Restorer
+from .managing.retention import Retention
+from .managing.rollback import Rollback
+from .managing.run_context import RunContext, job_ranks
+from .options import Commit, Durability, IoMode, ResolvedTimeouts
 from .readers import Reader
-from .saving.blocking_writer import BlockingWriter
-from .saving.failures import ErrorPolicy
 from .saving.folders import expanded
-from .saving.pipeline import Saver
-from .saving.report import Timeouts
+from .saving.pipeline import SavePipeline
+from .saving.retry import ErrorPolicy
+from .saving.transaction import RunHooks
 from .stagers.base import Stager
+from .storage.fencing import Ownership
 from .storage.file_system import file_system
 from .storage.fs import FsOps
 from .storage.names import NAMINGS
@@ -63,7 +67,9 @@ def build_checkpointer(config: Any, overrides: Sequence[str] = ()) -> Checkpoint
         raise HydraConfigError(
             "checkpoint.enabled=false builds no checkpointer; use build_manager(), whose manager then does nothing."
         )
-    return _build_graph(settings, _file_system(settings))
+    timeouts, parts = _timeouts(settings), _build_parts(settings)
+    ranks = job_ranks("checkpointer", timeouts)
+    return _build_graph(settings, parts, ranks, _file_system(settings), timeouts, _policy(settings))
 
 
 @for_hydra()
@@ -84,35 +90,34 @@ def build_manager(
     """
     settings = resolve_config(config, overrides)
     root = settings.dir if dir is None else _folder(dir)
-    resume = ResumePolicy.parse(settings.resume, settings.rewind)
+    resume = ResumePolicy(settings.resume, settings.rewind)
     save = SavePolicy(settings.save.every_steps, settings.save.every_seconds, settings.save.at_end)
-    place = root_of_job(root, saves=settings.enabled and save.ever)
-    fs = _file_system(settings)
-    timeouts = _timeouts(settings)
-    checkpointer = _build_graph(settings, fs) if settings.enabled else None
-    if checkpointer is not None:
+    job_root = root_of_job(root, saves=settings.enabled and save.enabled)
+    fs, policy, timeouts = _file_system(settings), _policy(settings), _timeouts(settings)
+    names = NAMINGS[settings.naming.value]
+    checkpointer, restorer = None, None
+    ranks: Coordinator = LocalCoordinator()
+    run = RunContext(fs, os.path.abspath(job_root), names, ranks, timeouts)
+    if settings.enabled:
+        parts, ranks = _build_parts(settings), job_ranks("checkpointer", timeouts)
         try:
-            if place != root:
+            if job_root != root:
                 # Each rank's Hydra names the output folder by its own clock.
-                deadline = time.monotonic() + timeouts.stage
-                place = checkpointer.ranks.lead("root/job", lambda: place, deadline)
-            if save.ever:
-                check_root(fs, os.path.abspath(place), checkpointer.ranks, timeouts)
+                job_root = ranks.lead("root/job", lambda: job_root, time.monotonic() + timeouts.stage)
+            run = RunContext(fs, os.path.abspath(job_root), names, ranks, timeouts)
+            if save.enabled:
+                check_root(run)
+            retention = Retention(run, RetentionPolicy(settings.keep.last, settings.keep.every_steps))
+            ownership = Ownership(fs, run.root, names)
+            rollback = Rollback(run, resume, ownership)
+            hooks = RunHooks(ownership, rollback.admit, retention.point_to, retention.delete_old)
+            checkpointer = _build_graph(settings, parts, ranks, fs, timeouts, policy, hooks)
+            restorer = Restorer(checkpointer, run, resume, rollback, save.enabled)
         except BaseException:
-            checkpointer.close()
+            ranks.close()
             raise
-    manager = CheckpointManager(
-        checkpointer=checkpointer,
-        root=place,
-        names=NAMINGS[settings.naming.value],
-        fs=fs,
-        save=save,
-        keep=KeepPolicy(settings.keep.last, settings.keep.every_steps),
-        resume=resume,
-        overlap=settings.overlap.value,
-        timeouts=timeouts,
-        warn=_policy(settings).warn,
-    )
+    overlap = settings.overlap.value
+    manager = CheckpointManager(checkpointer, run, save, restorer, overlap=overlap, warn=policy.warn)
     record(manager)
     return manager
 
@@ -125,88 +130,80 @@ def _folder(dir: str | os.PathLike[str]) -> str:
 
 
 @dataclass(frozen=True)
-class Parts:
-    """The classes that a config chose, before any of them is built, and what bears on how they fit."""
-
-    stager: type[Stager]
-    caller: type[WriteCaller]
-    writer: type[Writer]
-    max_stall_s: float | None = None
-    io: str | None = None
-    commit: Commit = Commit.rename
-
-
-@dataclass(frozen=True)
 class Rule:
     """A combination that is refused, and what to type instead. `{stager}` and so on are the parts' names."""
 
-    refuses: Callable[[Parts], bool]
+    refuses: Callable[[Checkpoint, type[Stager], type[WriteCaller]], bool]
     text: str
 
 
 #: Which parts do not fit together, and what this machine must have. Everything else works.
 RULES = (
     Rule(
-        lambda parts: sys.platform != "linux",
+        lambda settings, stager, caller: sys.platform != "linux",
         f"ckpt_component runs on Linux only, and this is {sys.platform}; use torch.distributed.checkpoint here.",
     ),
     Rule(
-        lambda parts: not parts.stager.takes_snapshot and parts.caller.in_other_process,
+        lambda settings, stager, caller: not stager.takes_snapshot and caller.in_other_process,
         "checkpoint/stager={stager} has the writer read the live tensors, which training would change while "
         "checkpoint/caller={caller} writes. Use checkpoint/caller=inline, or checkpoint/stager=shared_memory.",
     ),
     Rule(
-        lambda parts: parts.caller.in_other_process and not hasattr(os, "memfd_create"),
+        lambda settings, stager, caller: caller.in_other_process and not hasattr(os, "memfd_create"),
         "checkpoint/caller={caller} hands memory to a process by memfd, which this Python lacks. "
         "Use checkpoint/caller=inline.",
     ),
     Rule(
-        lambda parts: parts.max_stall_s is not None and not parts.caller.in_other_process,
+        lambda settings, stager, caller: settings.max_stall_s is not None and not caller.in_other_process,
         "checkpoint.max_stall_s={max_stall_s} bounds how long a save in the background holds up training, and with "
         "checkpoint/caller={caller} training waits for the whole write. Use checkpoint=async_persistent, or "
         "checkpoint.max_stall_s=null.",
     ),
     Rule(
-        lambda parts: parts.io == IoMode.direct.value and parts.commit is Commit.manifest,
+        lambda settings, stager, caller: (
+            settings.writer.get("io") == IoMode.direct.value and settings.commit is Commit.manifest
+        ),
         "checkpoint.writer.io=direct opens every file twice, and checkpoint.commit=manifest is for object stores, "
         "in which a file is there only when it is closed. Use checkpoint.writer.io=auto, or checkpoint.commit=rename.",
     ),
 )
 
 
-def check_parts(parts: Parts) -> None:
-    """Raise CheckpointConfigError for the first rule that refuses the parts."""
-    names = {kind: _option(getattr(parts, kind)) for kind in ("stager", "caller", "writer")}
+def _build_parts(settings: Checkpoint) -> tuple[Stager, WriteCaller, Writer]:
+    """The chosen parts, before anything is started; raises CheckpointConfigError where they do not fit together."""
+    stager_class = part_class("stager", settings.stager, Stager)
+    caller_class = part_class("caller", settings.caller, WriteCaller)
+    part_class("writer", settings.writer, Writer)
     for rule in RULES:
-        if rule.refuses(parts):
-            raise HydraConfigError(rule.text.format(**names, max_stall_s=parts.max_stall_s))
-
-
-def _build_graph(settings: Checkpoint, fs: FsOps) -> Checkpointer:
-    check_parts(
-        Parts(
-            part_class("stager", settings.stager, Stager),
-            part_class("caller", settings.caller, WriteCaller),
-            part_class("writer", settings.writer, Writer),
-            settings.max_stall_s,
-            settings.writer.get("io"),
-            settings.commit,
-        )
+        if rule.refuses(settings, stager_class, caller_class):
+            stager_name, caller_name = _option(stager_class), _option(caller_class)
+            text = rule.text.format(stager=stager_name, caller=caller_name, max_stall_s=settings.max_stall_s)
+            raise HydraConfigError(text)
+    return (
+        build_part("stager", settings.stager, Stager),
+        build_part("caller", settings.caller, WriteCaller),
+        build_part("writer", settings.writer, Writer),
     )
-    stager = _build(Stager, "stager", settings.stager)
-    caller = _build(WriteCaller, "caller", settings.caller)
-    writer = _build(Writer, "writer", settings.writer)
-    timeouts = _timeouts(settings)
-    ranks = _ranks(timeouts)
+
+
+def _build_graph(
+    settings: Checkpoint,
+    parts: tuple[Stager, WriteCaller, Writer],
+    ranks: Coordinator,
+    fs: FsOps,
+    timeouts: ResolvedTimeouts,
+    policy: ErrorPolicy,
+    hooks: RunHooks | None = None,
+) -> Checkpointer:
+    stager, caller, writer = parts
     # An arena must be visible to the process that writes it; that is the caller's to say, not the stager's.
-    stager.connect(writer, ranks=ranks, shared=caller.in_other_process, timeout=timeouts.stage)
-    stager.max_stall = timeouts.max_stall
-    caller.connect(start_timeout=timeouts.worker_start, close_timeout=timeouts.close)
-    saver = Saver(stager, caller, writer, ranks, fs, timeouts, _policy(settings))
+    shared = caller.in_other_process
+    stager.connect(writer, ranks=ranks, shared=shared, timeout=timeouts.stage, max_stall=timeouts.max_stall)
+    pipeline = SavePipeline(stager, caller, writer, ranks, fs, timeouts, policy, hooks)
     reader = Reader(ranks.rank, ranks.world_size, settings.verify, shared=_shares_computer(ranks.world_size))
     if caller.in_other_process:
-        return AsyncCheckpointer(stager, saver, reader)
-    return SyncCheckpointer(BlockingWriter(saver), reader)
+        return AsyncCheckpointer(stager, pipeline, reader)
+    return SyncCheckpointer(pipeline, reader)
 
 
 def _shares_computer(world_size: int) -> bool:
@@ -220,25 +217,15 @@ def _file_system(settings: Checkpoint) -> FsOps:
     )
 
 
-def _ranks(timeouts: Timeouts) -> Coordinator:
-    """One rank, or those of `torch.distributed` where the script has initialized it."""
-    store = RankStore.of_job("checkpointer")
-    return LocalCoordinator() if store is None else StoreCoordinator(store, timeouts.heartbeat, timeouts.stall)
-
-
-def _build(base: type[Any], kind: str, plain: Mapping[str, Any]) -> Any:
-    return build_part(kind, dict(plain), base)
-
-
 def _option(part: type[Any]) -> str:
     """The name by which a config chooses a class: that of its file in conf/, or the class's own for a user's."""
     return getattr(part, "option", part.__name__)
 
 
-def _timeouts(settings: Checkpoint) -> Timeouts:
+def _timeouts(settings: Checkpoint) -> ResolvedTimeouts:
     times, policy = deadlines(settings), _policy(settings)
     again = (policy.attempts - 1) * (times["stage"] + times["write"]) + policy.pauses
-    return Timeouts(**times, max_stall=settings.max_stall_s, again=again)
+    return ResolvedTimeouts(**times, max_stall=settings.max_stall_s, again=again)
 
 
 def _policy(settings: Checkpoint) -> ErrorPolicy:

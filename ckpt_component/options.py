@@ -1,8 +1,13 @@
-"""Options that the library and its configs share: enums whose members are the words of the configs."""
+"""Options that the library and its configs share: the words of the configs as enums, and the ranges of numbers."""
 
 from __future__ import annotations
 
+import math
+import sys
+from dataclasses import dataclass
 from enum import Enum
+
+from .errors import CheckpointConfigError
 
 
 class Naming(Enum):
@@ -69,3 +74,75 @@ class IoPriority(Enum):
     normal = "normal"
     low = "low"
     idle = "idle"
+
+
+@dataclass(frozen=True)
+class Range:
+    """The numbers that a key takes; None is for the key's type to allow.
+
+    Attributes:
+        low: the least.
+        high: the greatest.
+        above: `low` itself is too little.
+    """
+
+    low: float
+    high: float = math.inf
+    above: bool = False
+
+    def __contains__(self, value: float | None) -> bool:
+        return value is None or (self.low <= value <= self.high and not (self.above and value == self.low))
+
+    def __str__(self) -> str:
+        if self.above:
+            return f"a finite number above {self.low}"
+        return f"at least {self.low}" if self.high == math.inf else f"from {self.low} to {self.high}"
+
+    @classmethod
+    def finite_above(cls, low: float) -> Range:
+        """Every number above a limit but infinity."""
+        return cls(low, sys.float_info.max, above=True)
+
+    def check(self, key: str, value: float | None) -> None:
+        """Raise CheckpointConfigError for a value that is not in the range."""
+        if value not in self:
+            raise CheckpointConfigError(f"{key} must be {self}, got {value}.")
+
+
+#: Ranges of the keys of parts; their constructors check them too.
+ARENAS = Range(1, 16)
+DEVICE_BUFFER_BYTES = Range(0)
+NICE = Range(0, 19)
+WORKERS = Range(1, 128)
+BLOCK_BYTES = Range(4096, 1 << 30)
+BYTES_PER_SECOND = Range.finite_above(0)
+
+
+@dataclass(frozen=True)
+class ResolvedTimeouts:
+    """`timeouts.*` and `max_stall_s` in seconds, with a number for every key that is null in the config.
+
+    Attributes:
+        max_stall: how long a save may keep training waiting; None: as long as the phases may take.
+        again: what all further attempts of a save may take, pauses included.
+    """
+
+    worker_start: float = 30.0
+    stage: float = 300.0
+    write: float = 1800.0
+    close: float = 60.0
+    heartbeat: float = 30.0
+    stall: float = 300.0
+    visible: float = 60.0
+    max_stall: float | None = None
+    again: float = 0.0
+
+    @property
+    def whole_save(self) -> float:
+        """What a save may take from its snapshot to its commit, with all attempts."""
+        return self.stage + self.write + self.again
+
+    @property
+    def waiting(self) -> float:
+        """How long the call of a save may wait for other ranks and for earlier saves."""
+        return self.stage if self.max_stall is None else min(self.stage, self.max_stall)

@@ -24,7 +24,7 @@ from omegaconf.errors import OmegaConfBaseException
 from ..config import config_dir, resolve_config
 from ..config.errors import CheckpointConfigError, HydraConfigError
 from ..config.hints import command_line
-from ..config.resolve import omegaconf_text
+from ..config.read import omegaconf_text
 from ..errors import CheckpointError
 from .sweeps.callback import reported
 from .sweeps.result import write_job_result

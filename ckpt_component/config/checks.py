@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
-from typing import Any, get_type_hints
+from typing import Any, cast, get_type_hints
 
 from ..spelling import closest
 from .errors import HydraConfigError
-from .explain import keys_text
-from .schema import PARTS, Checkpoint, in_range, part_schema, range_of
+from .explain import keys_text, unknown_key_of
+from .read import missing_text
+from .schema import PARTS, Checkpoint, part_schema
 
 #: Hydra's own keys that may stand in a part. All values reach the constructor as plain data anyway.
 HYDRA_KEYS = ("_target_", "_convert_", "_recursive_")
@@ -36,32 +37,21 @@ def refuse_missing(tree: Mapping[str, Any]) -> None:
             )
     for key, value in _leaves(tree, "checkpoint"):
         if value == "???":
-            raise HydraConfigError(f"{key} is missing; give it a value: {key}=...")
+            raise HydraConfigError(missing_text(key))
 
 
 def refuse_unknown_keys(tree: Mapping[str, Any], schema: type = Checkpoint, name: str = "checkpoint") -> None:
     """A key that the schema does not have, or a value where keys belong."""
     hints = get_type_hints(schema)
-    known = [item.name for item in fields(schema)]
     for key, value in tree.items():
-        if key not in known and key not in HYDRA_KEYS[1:]:
-            raise HydraConfigError(unknown_key_text(f"{name}.{key}", str(key), known))
-        if key in known and is_dataclass(hints[key]):
-            inner = hints[key]
+        inner = hints.get(key)
+        if inner is None and key not in HYDRA_KEYS:
+            raise HydraConfigError(unknown_key_of(name, str(key), [item.name for item in fields(schema)]))
+        if is_dataclass(inner):
             if not isinstance(value, Mapping):
-                names = [item.name for item in fields(inner)]
-                raise HydraConfigError(f"{name}.{key} cannot itself be {value!r}. {keys_text(f'{name}.{key}', names)}")
-            refuse_unknown_keys(value, inner, f"{name}.{key}")
-
-
-def unknown_key_text(full_key: str, key: str, known: list[str]) -> str:
-    """One line for a key that does not exist, with the one that was probably meant, or all there are."""
-    parent = full_key.rpartition(".")[0]
-    meant = closest(key, known)
-    if meant:
-        return f"There is no key {full_key}. Did you mean {parent}.{meant}?"
-    names = [name for name in known if not name.startswith("_")]
-    return f"There is no key {full_key}. {keys_text(parent, names)}"
+                keys = keys_text(f"{name}.{key}", [item.name for item in fields(inner)])
+                raise HydraConfigError(f"{name}.{key} cannot itself be {value!r}. {keys}")
+            refuse_unknown_keys(value, cast(type, inner), f"{name}.{key}")
 
 
 def refuse_text_parts(tree: Any) -> None:
@@ -89,16 +79,6 @@ def refuse_unknown_part_keys(kind: str, part: Mapping[str, Any]) -> None:
         refuse_unknown_keys(part, schema, f"checkpoint.{kind}")
 
 
-def refuse_out_of_range(schema: type, values: Any, name: str) -> None:
-    """A number beyond the limits of its key; goes down into the parent's inner nodes."""
-    for item in fields(schema):
-        value = values[item.name] if isinstance(values, Mapping) else getattr(values, item.name)
-        if is_dataclass(value):
-            refuse_out_of_range(type(value), value, f"{name}.{item.name}")
-        elif not in_range(schema, item.name, value):
-            raise HydraConfigError(f"{name}.{item.name} must be {range_of(schema, item.name)}, got {value}.")
-
-
 def refuse_bad_dir(value: str) -> None:
     """Checkpoints go to folders."""
     if not value:
@@ -114,7 +94,7 @@ def refuse_contradictions(config: Checkpoint) -> None:
     times = config.timeouts
     for shorter, longer, why in (
         ("heartbeat", "write", "a dead rank would be noticed only after the write has timed out"),
-        ("heartbeat", "stall", "a rank that is gone would be taken for one that hangs"),
+        ("heartbeat", "stall", "a dead rank would be taken for one that hangs"),
         ("stall", "write", "the write is over before a rank that hangs is noticed"),
     ):
         # What is null follows the others.

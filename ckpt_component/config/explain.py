@@ -119,9 +119,15 @@ def unknown_key(key: str, known: Sequence[str], value: str | None = None, groups
     if not parent:
         return f"There is no key {key}. {keys_text('the config', [name for name in known if '.' not in name])}"
     if parent in known:
-        names = sorted(name.rpartition(".")[2] for name in siblings if not name.endswith("._target_"))
+        names = [name.rpartition(".")[2] for name in siblings if not name.rpartition(".")[2].startswith("_")]
         return f"There is no key {key}. {keys_text(parent, names)}"
     return f"There is no key {key}."
+
+
+def unknown_key_of(parent: str, key: str, keys: Sequence[str]) -> str:
+    """The text for a key that is not among those of its parent."""
+    text = unknown_key(f"{parent}.{key}", [parent, *(f"{parent}.{name}" for name in keys)])
+    return text or f"There is no key {parent}.{key}."
 
 
 def keys_text(parent: str, names: Sequence[str]) -> str:
@@ -152,24 +158,15 @@ def _pick(group: str, value: str, options: Sequence[str]) -> str:
     return f"Did you mean {group}={near}?" if near else f"{group} can be: {', '.join(options)}."
 
 
-class _LoaderGroups(Mapping[str, Sequence[str]]):
-    """The groups of an app. Hydra takes 20 ms to list the options of one, so only those are asked for that matter."""
+class _LoaderGroups(dict[str, Sequence[str]]):
+    """The groups of an app. Hydra is slow to list the options of one, so that is done only for those that matter."""
 
     def __init__(self, loader: ConfigLoader) -> None:
+        super().__init__(dict.fromkeys(_all_groups(loader, ""), ()))
         self._loader = loader
-        self._names = list(_all_groups(loader, ""))
 
     def __getitem__(self, name: str) -> Sequence[str]:
         return self._loader.get_group_options(name)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._names
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
 
 
 def _concerns(text: str, roots: Sequence[str] | None) -> bool:

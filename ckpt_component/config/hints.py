@@ -31,8 +31,6 @@ logger = logging.getLogger("ckpt_component")
 
 #: Whose overrides are explained: those of these keys and groups, or (None) all.
 _roots: ContextVar[Sequence[str] | None] = ContextVar("roots", default=OURS)
-#: What was typed, by the arguments of a wrapped method: the primary config and the overrides.
-_Typed = Callable[[tuple[Any, ...], Mapping[str, Any]], "tuple[str | None, list[str]]"]
 #: Composing for an explanation is not explained itself.
 _explaining: ContextVar[bool] = ContextVar("explaining", default=False)
 
@@ -81,10 +79,10 @@ def command_line(roots: Sequence[str]) -> Iterator[None]:
 
 def _refuse_dashes(words: Sequence[str], roots: Sequence[str]) -> None:
     for number, word in enumerate(words):
-        found = re.fullmatch(r"--?((\w+)[\w./]*)(?:=(.*))?", word)
-        if found and found[2] in roots:
-            value = found[3] if found[3] is not None else "".join(words[number + 1 : number + 2]) or "..."
-            sys.exit(f"{word}: what is set has no dashes. Did you mean {found[1]}={value}?")
+        option = re.fullmatch(r"--?((\w+)[\w./]*)(?:=(.*))?", word)
+        if option and option[2] in roots:
+            value = option[3] if option[3] is not None else "".join(words[number + 1 : number + 2]) or "..."
+            sys.exit(f"{word}: an override has no dashes. Did you mean {option[1]}={value}?")
 
 
 def _wrap(owner: type, name: str, typed_in: Callable[[dict[str, Any]], tuple[str | None, list[str]]]) -> None:
@@ -94,44 +92,40 @@ def _wrap(owner: type, name: str, typed_in: Callable[[dict[str, Any]], tuple[str
         return
     signature = inspect.signature(original)
 
-    def typed(positional: tuple[Any, ...], keywords: Mapping[str, Any]) -> tuple[str | None, list[str]]:
-        return typed_in(signature.bind(*positional, **keywords).arguments)
-
     @functools.wraps(original)
     def explaining(*positional: Any, **keywords: Any) -> Any:
         if _explaining.get():
             return original(*positional, **keywords)
+        config, error = None, None
         token = _explaining.set(True)
         try:
             try:
                 config = original(*positional, **keywords)
-            except Exception as error:
-                text = _found(_explanation, error, typed, positional, keywords)
-                if text is None:
-                    raise
-                raise HydraConfigError(text) from None
-            text = _found(_added_in_silence, config, typed, positional, keywords)
+            except Exception as failure:
+                error = failure
+            text = better_text(config, error, positional, keywords)
         finally:
             _explaining.reset(token)
         if text:
             raise HydraConfigError(text)
+        if error is not None:
+            raise error
         return config
 
+    def better_text(
+        config: Any, error: Exception | None, positional: tuple[Any, ...], keywords: Mapping[str, Any]
+    ) -> str | None:
+        """Looking for one must never stop an app, whatever its Hydra is like."""
+        try:
+            config_name, overrides = typed_in(signature.bind(*positional, **keywords).arguments)
+            if error is None:
+                return _added_in_silence(config, overrides, config_name)
+            return what_was_meant(error, overrides, config_name, _roots.get())
+        except Exception as failure:
+            logger.warning("ckpt_component could not look for a better text than Hydra's: %r", failure)
+            return None
+
     setattr(owner, name, explaining)
-
-
-def _found(look: Callable[..., str | None], subject: Any, typed: _Typed, *arguments: Any) -> str | None:
-    """A better text than Hydra's, or None. Looking for one must never stop an app, whatever its Hydra is like."""
-    try:
-        config_name, overrides = typed(*arguments)
-        return look(subject, overrides, config_name)
-    except Exception as failure:
-        logger.warning("ckpt_component could not look for a better text than Hydra's: %r", failure)
-        return None
-
-
-def _explanation(error: Exception, overrides: Sequence[str], config_name: str | None) -> str | None:
-    return what_was_meant(error, overrides, config_name, _roots.get())
 
 
 def _added_in_silence(config: Any, overrides: Sequence[str], config_name: str | None) -> str | None:

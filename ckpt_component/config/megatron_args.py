@@ -1,4 +1,4 @@
-"""The checkpoint config of scripts with argparse, Megatron's above all (HYDRA 1.5).
+"""The checkpoint config of scripts with argparse, Megatron's above all.
 
     pretrain(..., extra_args_provider=add_checkpoint_args)      # Megatron-LM
     config = compose_from_args(args)                            # for build_checkpointer or build_manager
@@ -15,8 +15,16 @@ from omegaconf import DictConfig
 
 from .compose import compose_checkpoint
 
-#: What is taken where a script has said nothing about it.
+#: The preset of a script that does not choose one.
 _PRESET = "async_persistent"
+#: Megatron's option, our key, and the value besides None that asks for nothing.
+_OPTIONS: tuple[tuple[str, str, Any], ...] = (
+    ("save", "dir", None),
+    ("save_interval", "save.every_steps", None),
+    ("save_retain_interval", "keep.every_steps", None),
+    ("most_recent_k", "keep.last", -1),
+    ("ckpt_step", "resume", None),
+)
 #: Classes of `ionice`, which is what `--async-ckpt-io-priority` takes.
 _IO_CLASSES = {0: "normal", 1: "normal", 2: "low", 3: "idle"}
 
@@ -70,34 +78,26 @@ def megatron_overrides(args: argparse.Namespace, preset: str) -> list[str]:
         args: parsed options.
         preset: to which the overrides will be applied.
     """
-    found: list[str] = []
-
-    def take(option: str, key: str, *, not_for: Any = None) -> None:
+    # 1 worker is the default of Megatron, so it was not asked for.
+    options = list(_OPTIONS) + [("dist_ckpt_workers", "writer.workers", 1)] * (preset != "off")
+    if preset not in ("off", "sync"):
+        options.append(("async_ckpt_cpu_priority", "caller.nice", None))
+    overrides = []
+    for option, key, silent in options:
         value = getattr(args, option, None)
-        if value is not None and value != not_for:
-            found.append(f"checkpoint.{key}={_quoted(value)}")
-
-    take("save", "dir")
-    take("save_interval", "save.every_steps")
-    take("save_retain_interval", "keep.every_steps")
-    take("most_recent_k", "keep.last", not_for=-1)
+        if value is not None and value != silent:
+            overrides.append(f"checkpoint.{key}={_quoted(value)}")
     if getattr(args, "save", None) is not None and getattr(args, "most_recent_k", None) == -1:
-        found.append("checkpoint.keep.last=null")  # Megatron keeps all
+        overrides.append("checkpoint.keep.last=null")  # Megatron keeps all
     if getattr(args, "exit_on_missing_checkpoint", False):
-        found.append("checkpoint.resume=must")
-    take("ckpt_step", "resume")
-    if preset == "off":
-        return found
-    # 1 is the default there, and means that nobody has thought about it.
-    take("dist_ckpt_workers", "writer.workers", not_for=1)
-    if preset != "sync":
-        take("async_ckpt_cpu_priority", "caller.nice")
+        overrides.append("checkpoint.resume=must")
+    if preset not in ("off", "sync"):
         io_class = _IO_CLASSES.get(getattr(args, "async_ckpt_io_priority", -1))
         if io_class is not None:
-            found.append(f"checkpoint.caller.io_priority={io_class}")
+            overrides.append(f"checkpoint.caller.io_priority={io_class}")
         if getattr(args, "async_ckpt_use_cpu_shm", False):
-            found.append("checkpoint/stager=shared_memory")
-    return found
+            overrides.append("checkpoint/stager=shared_memory")
+    return overrides
 
 
 def _preset_of(args: argparse.Namespace) -> str:

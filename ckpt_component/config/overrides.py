@@ -9,6 +9,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 
+from ..spelling import typed
 from .errors import HydraConfigError
 
 _NAME = re.compile(r"[\w./@]+")
@@ -35,10 +36,9 @@ def parse_override(text: str, several: bool = True) -> Override:
             raise HydraConfigError(
                 f"{text!r} is not of the form key=value, such as checkpoint=async_persistent."
             ) from None
-        quoted = value.replace("\\", "\\\\").replace('"', '\\"')
         raise HydraConfigError(
             f"{text} cannot be read ({_first_line(error)}). A value with special characters needs quotes, in "
-            f"the shell two pairs of them: '{key}=\"{quoted}\"'."
+            f"the shell two pairs of them: {typed(key, value)}."
         ) from None
     if override.is_sweep_override() and not several:
         raise HydraConfigError(

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Mapping
 from enum import Enum
-from importlib import import_module
 from typing import Any
 
-from ..spelling import closest
-from .checks import HYDRA_KEYS, unknown_key_text
+from hydra._internal.utils import _locate as locate  # `hydra.utils.get_class` logs its own text besides
+
+from ..spelling import closest, other_word
+from .checks import HYDRA_KEYS
+from .composable import is_enum
 from .errors import CheckpointConfigError, HydraConfigError, for_hydra
+from .explain import unknown_key_of
 
 
 def build_part(kind: str, plain: Mapping[str, Any], base: type[Any]) -> Any:
@@ -57,49 +61,42 @@ def part_class(kind: str, plain: Mapping[str, Any], base: type[Any]) -> type[Any
     where = f"checkpoint.{kind}._target_={target}"
     if not isinstance(target, str) or "." not in target:
         raise HydraConfigError(f"{where} is not the full name of a class, such as my_package.my_module.MyClass.")
-    found = _locate(where, target)
-    if not isinstance(found, type):
-        raise HydraConfigError(f"{where} is a {type(found).__name__}, not a class.")
-    _refuse_other_kinds(kind, found, base)
-    _refuse_unfit_keys(kind, found, _settings(plain), _parameters(found))
-    return found
+    cls = _located(where, target)
+    if not isinstance(cls, type):
+        raise HydraConfigError(f"{where} is a {type(cls).__name__}, not a class.")
+    _refuse_other_kinds(kind, cls, base)
+    _refuse_unfit_keys(kind, cls, _settings(plain), _parameters(cls))
+    return cls
 
 
-def _locate(where: str, target: str) -> Any:
-    """Import the longest module of a dotted name, and go on by attributes: classes may be nested."""
-    names = target.split(".")
-    for length in range(len(names) - 1, 0, -1):
-        module_name = ".".join(names[:length])
-        try:
-            return _attribute(where, import_module(module_name), names[length:])
-        except ModuleNotFoundError as error:
-            if module_name != error.name and not module_name.startswith(f"{error.name}."):
-                raise HydraConfigError(f"{where} cannot be imported: {module_name} needs {error.name}.") from error
-            if length == 1:
-                raise HydraConfigError(
-                    f"{where} cannot be imported: there is no module {error.name}. Is it installed, or its "
-                    "folder on PYTHONPATH?"
-                ) from error
-        except CheckpointConfigError:
-            raise
-        except Exception as error:  # a module may raise anything while it is imported
-            raise HydraConfigError(
-                f"{where} cannot be imported: {module_name} raised {type(error).__name__}: {error}"
-            ) from error
-    raise AssertionError("a dotted name has at least one module")
+def _located(where: str, target: str) -> Any:
+    """What a dotted name means, as Hydra imports it; with a text that says which part of the name is wrong."""
+    try:
+        return locate(target)
+    except Exception as error:  # a module may raise anything while it is imported
+        cause = error.__cause__ or error
+        raise HydraConfigError(_not_located(where, target, cause)) from cause
 
 
-def _attribute(where: str, module: Any, names: Sequence[str]) -> Any:
-    """What dotted names mean in a module. A room's lazy names are imported here."""
-    found = module
-    for name in names:
-        try:
-            found = getattr(found, name)
-        except AttributeError as error:
-            meant = closest(name, dir(found))
-            hint = f" Did you mean {meant}?" if meant else ""
-            raise HydraConfigError(f"{where}: {found.__name__} has no {name}.{hint}") from error
-    return found
+def _not_located(where: str, target: str, cause: BaseException) -> str:
+    if not isinstance(cause, (ModuleNotFoundError, AttributeError)):
+        return f"{where} cannot be imported: {type(cause).__name__}: {cause}"
+    missing = str(cause.name)
+    if isinstance(cause, AttributeError):
+        owner: Any = cause.obj
+        name = missing
+    elif not f"{target}.".startswith(f"{missing}."):
+        return f"{where} cannot be imported: it needs {missing}, which is not installed."
+    elif "." not in missing:
+        return (
+            f"{where} cannot be imported: there is no module {missing}. Is it installed, or its folder on PYTHONPATH?"
+        )
+    else:
+        parent, _, name = missing.rpartition(".")
+        owner = sys.modules[parent]
+    meant = closest(name, dir(owner))
+    hint = f" Did you mean {meant}?" if meant else ""
+    return f"{where}: {owner.__name__} has no {name}.{hint}"
 
 
 def _refuse_other_kinds(kind: str, cls: type, base: type) -> None:
@@ -108,17 +105,17 @@ def _refuse_other_kinds(kind: str, cls: type, base: type) -> None:
             missing = ", ".join(sorted(getattr(cls, "__abstractmethods__", ())))
             raise HydraConfigError(f"checkpoint.{kind}: {_full_name(cls)} does not define {missing}.")
         return
-    wanted = [name for name, value in vars(base).items() if not name.startswith("_") and _is_behaviour(value)]
-    missing = ", ".join(name for name in wanted if not hasattr(cls, name))
-    if missing or not wanted:
+    methods = [
+        name
+        for name, value in vars(base).items()
+        if not name.startswith("_") and (inspect.isfunction(value) or isinstance(value, property))
+    ]
+    missing = ", ".join(name for name in methods if not hasattr(cls, name))
+    if missing or not methods:
         raise HydraConfigError(
             f"checkpoint.{kind}: {_full_name(cls)} is no {kind}: it does not derive from {_full_name(base)}"
             + (f", and has no {missing}." if missing else ".")
         )
-
-
-def _is_behaviour(value: Any) -> bool:
-    return inspect.isfunction(value) or isinstance(value, property)
 
 
 def _settings(plain: Mapping[str, Any]) -> dict[str, Any]:
@@ -142,7 +139,7 @@ def _refuse_unfit_keys(
     if len(named) == len(parameters):  # with **kwargs the class itself must say what it does not know
         for key in values:
             if key not in named:
-                raise HydraConfigError(unknown_key_text(f"checkpoint.{kind}.{key}", key, list(named)))
+                raise HydraConfigError(unknown_key_of(f"checkpoint.{kind}", key, list(named)))
     for name, entry in named.items():
         if entry.default is inspect.Parameter.empty and name not in values:
             raise HydraConfigError(f"checkpoint.{kind}.{name} is missing; {_full_name(cls)} needs it.")
@@ -150,16 +147,16 @@ def _refuse_unfit_keys(
 
 def _enum_member(full_key: str, value: Any, cls: type, parameter: inspect.Parameter) -> Any:
     """The member that a text names, where the constructor's default or annotation is an enum."""
-    wanted = parameter.annotation
-    if isinstance(wanted, str):  # `from __future__ import annotations`
-        wanted = getattr(inspect.getmodule(cls), wanted, None)
+    enum = parameter.annotation
+    if isinstance(enum, str):  # `from __future__ import annotations`
+        enum = getattr(inspect.getmodule(cls), enum, None)
     if isinstance(parameter.default, Enum):
-        wanted = type(parameter.default)
-    if not (isinstance(wanted, type) and issubclass(wanted, Enum)) or not isinstance(value, str):
+        enum = type(parameter.default)
+    if not is_enum(enum) or not isinstance(value, str):
         return value
-    if value not in wanted.__members__:
-        raise HydraConfigError(f"{full_key} must be {', '.join(wanted.__members__)}, got {value}.")
-    return wanted[value]
+    if value not in enum.__members__:
+        raise HydraConfigError(other_word(full_key, value, list(enum.__members__)))
+    return enum[value]
 
 
 def _full_name(cls: type) -> str:

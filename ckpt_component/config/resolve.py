@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import is_dataclass
 from typing import Any
@@ -15,20 +14,20 @@ from omegaconf.errors import OmegaConfBaseException
 from ..managing.policies import checked_resume
 from ..saving.folders import expanded
 from .checks import (
+    HYDRA_KEYS,
     refuse_bad_dir,
     refuse_contradictions,
     refuse_missing,
-    refuse_out_of_range,
     refuse_text_parts,
     refuse_unknown_keys,
     refuse_unknown_part_keys,
     refuse_whole_app,
 )
-from .composable import as_numbers
 from .compose import checked_overrides, compose_checkpoint, compose_part, plain_dict
 from .errors import HydraConfigError, for_hydra
 from .explain import dotted_keys, unknown_group, unknown_key
 from .overrides import parse_override
+from .read import omegaconf_text, read
 from .schema import PARTS, Checkpoint, part_schema
 
 _GROUPS = {f"checkpoint/{kind}": list(options) for kind, options in PARTS.items()}
@@ -64,13 +63,11 @@ def resolve_config(
     for kind, part in parts.items():
         refuse_unknown_part_keys(kind, part)
 
-    checkpoint = _typed(Checkpoint, {**tree, **{kind: {} for kind in PARTS}}, "checkpoint")
+    checkpoint = read(Checkpoint, {**tree, **{kind: {} for kind in PARTS}}, "checkpoint")
     refuse_bad_dir(checkpoint.dir)
     with for_hydra():
         checkpoint.dir = expanded(checkpoint.dir, "checkpoint.dir")
-    with for_hydra():
         checkpoint.resume = checked_resume(checkpoint.resume)
-    refuse_out_of_range(Checkpoint, checkpoint, "checkpoint")
     refuse_contradictions(checkpoint)
     for kind, part in parts.items():
         setattr(checkpoint, kind, _complete(kind, part))
@@ -82,13 +79,8 @@ def _complete(kind: str, part: dict[str, Any]) -> dict[str, Any]:
     schema = part_schema(kind, str(part.get("_target_")))
     if schema is None:
         return part
-    typed = _typed(
-        schema,
-        {key: part[key] for key in part if key not in ("_convert_", "_recursive_")},
-        f"checkpoint.{kind}",
-    )
-    refuse_out_of_range(schema, typed, f"checkpoint.{kind}")
-    return plain_dict(OmegaConf.structured(typed), resolve=False)
+    values = {key: value for key, value in part.items() if key == "_target_" or key not in HYDRA_KEYS}
+    return plain_dict(OmegaConf.structured(read(schema, values, f"checkpoint.{kind}")), resolve=False)
 
 
 def _plain(config: Any) -> dict[str, Any]:
@@ -148,25 +140,6 @@ def _readable(text: str, tree: Mapping[str, Any]) -> Override:
             unknown_key(key, keys, value, _GROUPS) or f"{text} is not below checkpoint, such as checkpoint.dir=x."
         )
     return override
-
-
-def _typed(schema: type, values: Mapping[str, Any], name: str) -> Any:
-    """An instance of a schema."""
-    numbers = as_numbers(schema, values, name)
-    try:
-        return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), numbers))
-    except OmegaConfBaseException as error:
-        raise HydraConfigError(omegaconf_text(error, name)) from None
-
-
-def omegaconf_text(error: OmegaConfBaseException, name: str) -> str:
-    """OmegaConf's first line, with the key that it is about in front."""
-    key = getattr(error, "full_key", None) or ""
-    full = key if key.startswith(name) else ".".join(part for part in (name, key) if part)
-    line = next(iter(str(error).splitlines()), type(error).__name__)
-    variable = re.fullmatch(r"Interpolation key '([A-Z][A-Z0-9_]*)' not found", line)
-    hint = f" An environment variable is ${{oc.env:{variable[1]}}}." if variable else ""
-    return f"{full}: {line.rstrip('.')}.{hint}"
 
 
 def _path_text(value: Any) -> Any:

@@ -6,32 +6,54 @@ the class that it is for, and the keys of that class's constructor.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from omegaconf import MISSING
 
-from ..options import ChecksumName, Commit, Durability, IoMode, IoPriority, Naming, OnError, Overlap, Verify
+from ..options import (
+    ARENAS,
+    BLOCK_BYTES,
+    BYTES_PER_SECOND,
+    DEVICE_BUFFER_BYTES,
+    NICE,
+    WORKERS,
+    ChecksumName,
+    Commit,
+    Durability,
+    IoMode,
+    IoPriority,
+    Naming,
+    OnError,
+    Overlap,
+    Range,
+    Verify,
+)
 from .quantities import BYTES, SECONDS
 
 T = TypeVar("T")
 
 
-def at_least(limit: int, default: T, unit: str | None = None) -> T:
-    """A field whose number, when it is not None, is not below `limit`; with a unit it may be a text such as `8MB`."""
-    return field(default=default, metadata={"at_least": limit, "unit": unit})
+def within(limits: Range, default: T, unit: str | None = None) -> T:
+    """A field whose number is in a range, or None where its type allows it.
+
+    Args:
+        limits: the range.
+        default: of the field.
+        unit: BYTES or SECONDS: the number may be written with a unit, such as `8MB`.
+    """
+    return field(default=default, metadata={"range": limits, "unit": unit})
+
+
+def at_least(limit: float, default: T, unit: str | None = None) -> T:
+    """As `within`, for a number that is not below `limit`."""
+    return within(Range(limit), default, unit)
 
 
 def above(limit: float, default: T, unit: str | None = None) -> T:
-    """A field whose number, when it is not None, is above `limit` and finite; for `unit` see `at_least`."""
-    return field(default=default, metadata={"above": limit, "unit": unit})
-
-
-def between(low: int, high: int, default: T, unit: str | None = None) -> T:
-    """A field whose number is from `low` to `high`; for `unit` see `at_least`."""
-    return field(default=default, metadata={"between": (low, high), "unit": unit})
+    """As `within`, for a finite number above `limit`."""
+    return within(Range.finite_above(limit), default, unit)
 
 
 @dataclass
@@ -53,7 +75,7 @@ class Keep:
     last: int | None = at_least(1, 3)
     """Keep this many of the newest checkpoints; null: all of them."""
     every_steps: int | None = at_least(1, None)
-    """Keep those of every n-th step for ever, besides the newest; null: none."""
+    """Keep those of every n-th step permanently, besides the newest; null: none."""
 
 
 @dataclass
@@ -151,7 +173,7 @@ class LiveStager(Part):
 class PinnedStager(Part):
     """`checkpoint/stager=pinned`."""
 
-    arenas: int = between(1, 16, 1)
+    arenas: int = within(ARENAS, 1)
     """How many saves may be in flight, each with its own copy of the state in host memory."""
 
 
@@ -159,7 +181,7 @@ class PinnedStager(Part):
 class SharedMemoryStager(Part):
     """`checkpoint/stager=shared_memory`."""
 
-    arenas: int = between(1, 16, 1)
+    arenas: int = within(ARENAS, 1)
     """How many saves may be in flight, each with its own copy of the state in host memory."""
 
 
@@ -167,9 +189,9 @@ class SharedMemoryStager(Part):
 class ZeroOverheadStager(Part):
     """`checkpoint/stager=zero_overhead`."""
 
-    arenas: int = between(1, 16, 2)
+    arenas: int = within(ARENAS, 2)
     """How many saves may be in flight, each with its own copy of the state in host memory."""
-    device_buffer_bytes: int = at_least(0, 0, BYTES)
+    device_buffer_bytes: int = within(DEVICE_BUFFER_BYTES, 0, BYTES)
     """The most memory of each CUDA device that a snapshot may take; what fits into it needs no fence. 0: none."""
 
 
@@ -182,35 +204,35 @@ class InlineCaller(Part):
 class TemporalCaller(Part):
     """`checkpoint/caller=temporal`."""
 
-    nice: int = between(0, 19, 10)
+    nice: int = within(NICE, 10)
     """How much the writer process yields the CPU to training: 0 not at all, 19 most."""
     io_priority: IoPriority = IoPriority.low
-    """How the writer process queues for the disk: `normal`, `low`, or `idle` (when nobody else wants it)."""
+    """How the writer process queues for the disk: `normal`, `low`, or `idle` (when no other process uses it)."""
 
 
 @dataclass
 class PersistentCaller(Part):
     """`checkpoint/caller=persistent`."""
 
-    nice: int = between(0, 19, 10)
+    nice: int = within(NICE, 10)
     """How much the writer process yields the CPU to training: 0 not at all, 19 most."""
     io_priority: IoPriority = IoPriority.low
-    """How the writer process queues for the disk: `normal`, `low`, or `idle` (when nobody else wants it)."""
+    """How the writer process queues for the disk: `normal`, `low`, or `idle` (when no other process uses it)."""
 
 
 @dataclass
 class WriterPart(Part):
     """What every writer has."""
 
-    workers: int = between(1, 128, 2)
+    workers: int = within(WORKERS, 2)
     """How many parallel writers a rank has, at most 128: threads with two blocks each; `dcp`: with a file each."""
-    block_bytes: int = between(4096, 1 << 30, 8 << 20, BYTES)
+    block_bytes: int = within(BLOCK_BYTES, 8 << 20, BYTES)
     """How many bytes one write call takes, at most 1 GiB: each worker holds two such blocks."""
     checksum: ChecksumName = ChecksumName.crc32
     """Checksum of every item: `crc32`; `crc32c` or `xxh3_64`, with their packages; `auto`: the fastest installed."""
     io: IoMode = IoMode.auto
     """How files are written: `buffered`, `direct` (past the page cache), or `auto`: a trial per disk says which."""
-    max_bytes_per_second: float | None = above(0, None, BYTES)
+    max_bytes_per_second: float | None = within(BYTES_PER_SECOND, None, BYTES)
     """The most that a rank writes in a second, where others use the storage too; null: no limit."""
 
 
@@ -247,8 +269,8 @@ PARTS: Mapping[str, Mapping[str, type[Part]]] = {
 
 def part_option(kind: str, target: str) -> str | None:
     """The option of `checkpoint/<kind>` whose `_target_` this is, or None for a class of the user's."""
-    room, _, name = target.rpartition(".")
-    if room != f"ckpt_component.{kind}s":
+    module, _, name = target.rpartition(".")
+    if module != f"ckpt_component.{kind}s":
         return None
     return next((option for option, schema in PARTS[kind].items() if schema.__name__ == name), None)
 
@@ -257,30 +279,3 @@ def part_schema(kind: str, target: str) -> type[Part] | None:
     """The schema of one of our own parts, or None for a class of the user's."""
     option = part_option(kind, target)
     return None if option is None else PARTS[kind][option]
-
-
-def range_of(schema: type, key: str) -> str | None:
-    """What a number may be, in words: `at least 1`; None without a limit."""
-    limits = next(item.metadata for item in fields(schema) if item.name == key)
-    if "at_least" in limits:
-        return f"at least {limits['at_least']}"
-    if "above" in limits:
-        return f"a finite number above {limits['above']}"
-    if "between" in limits:
-        return "from {} to {}".format(*limits["between"])
-    return None
-
-
-def in_range(schema: type, key: str, value: Any) -> bool:
-    """Whether a value keeps to the limits of its key. None does where the type allows it."""
-    limits = next(item.metadata for item in fields(schema) if item.name == key)
-    if value is None:
-        return True
-    if "at_least" in limits:
-        return bool(value >= limits["at_least"])
-    if "above" in limits:
-        return limits["above"] < value < math.inf
-    if "between" in limits:
-        low, high = limits["between"]
-        return bool(low <= value <= high)
-    return True

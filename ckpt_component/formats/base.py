@@ -17,9 +17,10 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from ..errors import CheckpointConfigError, CheckpointStageError
-from ..image.layout import Layout, Structure
-from ..options import ChecksumName, IoMode
+from ..image.layout import Layout
+from ..options import BLOCK_BYTES, BYTES_PER_SECOND, WORKERS, ChecksumName, IoMode
 from ..state.flatten import key_of
+from ..state.structure import Structure
 from ..storage.checksum import ChecksumMissingError, fastest, find_checksum, install_text
 from ..writing.range_writer import Lane, Places
 from ..writing.write_job import Extra, FileSpec, WriteOptions, WriteTable
@@ -103,14 +104,9 @@ class Writer(ABC):
         io: IoMode = IoMode.auto,
         max_bytes_per_second: float | None = None,
     ) -> None:
-        if workers < 1:
-            raise CheckpointConfigError(f"checkpoint.writer.workers must be at least 1, got {workers}.")
-        if block_bytes < 4096:
-            raise CheckpointConfigError(f"checkpoint.writer.block_bytes must be at least 4096, got {block_bytes}.")
-        if max_bytes_per_second is not None and max_bytes_per_second <= 0:
-            raise CheckpointConfigError(
-                f"checkpoint.writer.max_bytes_per_second must be above 0, got {max_bytes_per_second}; null is no limit."
-            )
+        WORKERS.check("checkpoint.writer.workers", workers)
+        BLOCK_BYTES.check("checkpoint.writer.block_bytes", block_bytes)
+        BYTES_PER_SECOND.check("checkpoint.writer.max_bytes_per_second", max_bytes_per_second)
         self.workers = workers
         self.options = WriteOptions(block_bytes, io.value, max_bytes_per_second)
         self.checksum = _installed(checksum)

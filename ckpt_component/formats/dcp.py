@@ -15,11 +15,12 @@ from typing import Any
 
 from ..errors import CheckpointConfigError
 from ..image.items import ItemTemplates
-from ..image.layout import ITEM_ALIGNMENT, ImageFile, Item, Items, Layout, Structure
+from ..image.layout import ITEM_ALIGNMENT, ImageFile, Item, Items, Layout
 from ..memory.huge_pages import PAGE, align
 from ..options import ChecksumName, IoMode
 from ..state import objects as object_codec
 from ..state.flatten import Path, key_of
+from ..state.structure import Structure
 from ..writing.range_writer import Lane, Places
 from ..writing.write_job import Extra, WriteTable
 from .base import FormatPlan, Sealed, Writer, balanced, describe, make_table

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 
 from ..errors import CheckpointStageError
-from ..image.layout import ImageFile, Item, Items, Layout, Structure
+from ..image.layout import ImageFile, Item, Items, Layout
 from ..state.flatten import key_of
+from ..state.structure import Structure
 from .base import FormatPlan, Sealed, Writer, describe, lanes_by_bytes, make_table, refuse_parts
 
 DTYPES = {

@@ -17,12 +17,12 @@ from typing import Any
 import torch
 
 from ..image.arena import tensor_bytes
-from ..image.layout import ITEM_ALIGNMENT, ImageFile, Item, Items, Layout, Stored, Structure
+from ..image.layout import ITEM_ALIGNMENT, ImageFile, Item, Items, Layout
 from ..image.torch_archive import central_header, end_of_directory, local_header
 from ..memory.huge_pages import align
 from ..state import objects as object_codec
 from ..state.flatten import Path, key_of, unflatten
-from ..state.structure import contiguous_stride
+from ..state.structure import Stored, Structure, contiguous_stride
 from ..writing.write_job import Extra
 from .base import FormatPlan, Sealed, Writer, describe, lanes_by_bytes, make_table, refuse_parts
 

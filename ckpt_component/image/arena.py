@@ -6,27 +6,70 @@ for a run and not one per tensor. Page-locked, once, when CUDA tensors are copie
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 import logging
-import mmap
 import os
 import threading
 import time
+from array import array
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any
 
 import psutil
 import torch
 
 from ..errors import CheckpointError, CheckpointTimeoutError
-from ..memory.huge_pages import PAGE, align, map_shared
-from ..memory.pages import reserve, want_huge_pages
+from ..memory.huge_pages import align, allocate_pages, map_private, map_shared
+from ..memory.int_columns import column_of
+from ..memory.libc import memory_at
 from .layout import Layout
-from .slots import Slots
 
 logger = logging.getLogger(__name__)
 
-#: Numbers tell arenas apart towards a writer process; no state is shared through them.
+#: Arenas are numbered for the writer process; no state is shared through the numbers.
 _numbers = itertools.count(1)
+
+
+class Slots(Sequence[torch.Tensor]):
+    """Where the payloads of a layout's items belong in an arena: addresses at once, tensors when they are asked for.
+
+    Copies of small tensors in host memory need the addresses alone, and a tensor takes microseconds and a kilobyte.
+
+    Args:
+        slab: the arena's bytes.
+        layout: of the image in there.
+
+    Attributes:
+        layout: as given.
+        addresses: of the payloads, int64.
+        sizes: of the payloads in bytes, int64.
+        plans: how these slots are filled, for the stager that does so; by whatever tells its plans apart.
+    """
+
+    def __init__(self, slab: torch.Tensor, layout: Layout) -> None:
+        self.layout = layout
+        self.plans: dict[Any, Any] = {}
+        self._starts = array("q", [layout.files[item.file].base + item.payload for item in layout.items])
+        self._slab = slab
+        self._tensors: list[torch.Tensor | None] = [None] * len(self._starts)
+        self.addresses = column_of(self._starts) + slab.data_ptr()
+        self.sizes = column_of(item.nbytes for item in layout.items)
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def __getitem__(self, number: Any) -> Any:
+        tensor = self._tensors[number]
+        if tensor is None:
+            entry, start = self.layout.stored[self.layout.items[number].stored], self._starts[number]
+            tensor = self._slab[start : start + entry.nbytes].view(entry.dtype).view(entry.shape)
+            self._tensors[number] = tensor
+        return tensor
+
+    def release(self) -> None:
+        """Let go of the arena's memory."""
+        self.plans, self._slab, self._tensors = {}, torch.empty(0), []
 
 
 class Arena:
@@ -36,95 +79,77 @@ class Arena:
         nbytes: size; rounded up to whole pages.
         shared: another process must be able to map it.
 
+    Attributes:
+        memory: the block as bytes; empty once the arena is closed.
+        slab: the same as a tensor.
+
     Raises:
-        CheckpointError: the memory is not to be had.
+        CheckpointError: there is not enough memory.
     """
 
     def __init__(self, nbytes: int, *, shared: bool) -> None:
         self.number = next(_numbers)
-        self.nbytes = align(max(nbytes, 1), PAGE)
+        self.nbytes = align(max(nbytes, 1))
+        self.closed = False
         self.fd: int | None = None
-        self._memory: memoryview | None = None
         self._locked = False
-        # Asked beforehand: reserving more than there is does not fail, it has the kernel kill processes.
-        available = psutil.virtual_memory().available
-        if self.nbytes > available:
-            raise CheckpointError(
-                f"A checkpoint arena needs {self.nbytes / 1e9:.2f} GB of host memory and {available / 1e9:.2f} GB are "
-                "available; use checkpoint/stager=none with checkpoint/caller=inline, or fewer arenas."
-            )
+        self._slots: Slots | None = None
         try:
+            # Checked beforehand: reserving more than there is does not fail, it has the kernel kill processes.
+            available = psutil.virtual_memory().available
+            if self.nbytes > available:
+                raise OSError(f"{available / 1e9:.2f} GB are available")
             if shared:
                 self.fd = os.memfd_create("ckpt-arena", os.MFD_CLOEXEC)
                 os.ftruncate(self.fd, self.nbytes)
-                self._memory = map_shared(self.fd, self.nbytes)
-                reserve(self._memory, self.fd)
+                self.memory = map_shared(self.fd, self.nbytes)
+                allocate_pages(self.memory, self.fd, torch.get_num_threads())
             else:
-                block = mmap.mmap(-1, self.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-                want_huge_pages(block)
-                self._memory = memoryview(block)
+                self.memory = memoryview(map_private(self.nbytes))
         except OSError as error:
             self.close()
             raise CheckpointError(
-                f"{self.nbytes / 1e9:.2f} GB of host memory for a checkpoint arena could not be reserved ({error}); "
-                "use checkpoint/stager=none with checkpoint/caller=inline, or fewer arenas."
+                f"A checkpoint arena of {self.nbytes / 1e9:.2f} GB of host memory cannot be reserved ({error}); use "
+                "checkpoint/stager=none with checkpoint/caller=inline, or fewer arenas."
             ) from error
-        self.slab = torch.frombuffer(self._memory, dtype=torch.uint8)
-        self._layout: Layout | None = None
-        self._slots = Slots(self.slab, [], [])
-
-    @property
-    def memory(self) -> memoryview:
-        """The block as bytes; valid as long as the arena.
-
-        Raises:
-            CheckpointError: the arena is closed.
-        """
-        if self._memory is None:
-            raise CheckpointError("This checkpoint arena is closed; build a new checkpointer.")
-        return self._memory
-
-    @property
-    def closed(self) -> bool:
-        """Whether the memory was given back."""
-        return self._memory is None
+        self.slab = torch.frombuffer(self.memory, dtype=torch.uint8)
 
     def slots(self, layout: Layout) -> Slots:
-        """A destination tensor for every item of the layout; fixed bytes are put in when the layout changes."""
-        if self._layout is not layout:
-            block = self.memory
+        """A destination for every item of the layout; fixed bytes are written when the layout changes."""
+        slots = self._slots
+        if slots is None or slots.layout is not layout:
             for position, data in layout.fixed_parts():
-                block[position : position + len(data)] = data
-            starts = [layout.files[item.file].base + item.payload for item in layout.items]
-            self._slots = Slots(self.slab, starts, [layout.stored[item.stored] for item in layout.items])
-            self._layout = layout
-        return self._slots
+                self.memory[position : position + len(data)] = data
+            if slots is not None:
+                slots.release()
+            slots = self._slots = Slots(self.slab, layout)
+        return slots
 
     def page_lock(self, device: torch.device) -> None:
         """Register the block with CUDA, once, so that copies from `device` run at full speed and in the background."""
         if self._locked:
             return
         with torch.cuda.device(device):
-            code = torch.cuda.cudart().cudaHostRegister(self.slab.data_ptr(), self.nbytes, 1)
-        if int(code) != 0:
+            code = int(torch.cuda.cudart().cudaHostRegister(self.slab.data_ptr(), self.nbytes, 1))
+        self._locked = code == 0
+        if not self._locked:
             logger.warning(
                 "the checkpoint arena of %.2f GB could not be page-locked (CUDA error %d); copies are slower",
                 self.nbytes / 1e9,
-                int(code),
+                code,
             )
-            return
-        self._locked = True
 
     def close(self) -> None:
-        """Give the memory back; the views that `slots` gave must not be used any more."""
+        """Give the memory back; what `slots` returned must not be used any more."""
+        self.closed = True
         if self._locked:
             torch.cuda.cudart().cudaHostUnregister(self.slab.data_ptr())
             self._locked = False
-        self._slots.release()
-        self._layout = None
-        # The mapping goes with the last tensor or view that looks into it.
-        self.slab = torch.empty(0, dtype=torch.uint8)
-        self._memory = None
+        if self._slots is not None:
+            self._slots.release()
+            self._slots = None
+        # It is unmapped with the last tensor or view of it.
+        self.slab, self.memory = torch.empty(0, dtype=torch.uint8), memoryview(b"")
         if self.fd is not None:
             os.close(self.fd)
             self.fd = None
@@ -145,7 +170,7 @@ class ArenaPool:
 
     Args:
         count: how many saves may be in flight.
-        shared: see `Arena`.
+        shared: as for `Arena`.
     """
 
     def __init__(self, count: int, *, shared: bool) -> None:
@@ -155,12 +180,6 @@ class ArenaPool:
         self._leased = 0
         self._closed = False
         self._changed = threading.Condition()
-
-    @property
-    def busy(self) -> bool:
-        """Whether `lease` would have to wait."""
-        with self._changed:
-            return self._leased >= self._count
 
     @property
     def idle_bytes(self) -> int:
@@ -181,19 +200,17 @@ class ArenaPool:
         Raises:
             CheckpointTimeoutError: all arenas stayed busy for `timeout` seconds.
         """
-        deadline = time.monotonic() + timeout
         with self._changed:
-            while self._leased >= self._count:
-                if not self._changed.wait(max(deadline - time.monotonic(), 0)) and time.monotonic() >= deadline:
-                    raise CheckpointTimeoutError(
-                        f"All {self._count} checkpoint arena(s) were still being written after {timeout:g} s "
-                        "(timeouts.stage); save less often, or raise checkpoint.stager.arenas."
-                    )
+            if self._leased >= self._count and not self.wait_free(time.monotonic() + timeout):
+                raise CheckpointTimeoutError(
+                    f"All {self._count} checkpoint arena(s) were still being written after {timeout:g} s "
+                    "(timeouts.stage); save less often, or raise checkpoint.stager.arenas."
+                )
             self._leased += 1
-            fitting = next((arena for arena in self._free if arena.nbytes >= nbytes), None)
-            if fitting is not None:
-                self._free.remove(fitting)
-                return fitting
+            for arena in self._free:
+                if arena.nbytes >= nbytes:
+                    self._free.remove(arena)
+                    return arena
             outgrown = self._free.pop() if self._free and self._leased + len(self._free) > self._count else None
         try:
             if outgrown is not None:
@@ -205,8 +222,8 @@ class ArenaPool:
                 self._changed.notify()
             raise
 
-    def give_back(self, arena: Arena) -> None:
-        """End a lease: the save was committed or given up."""
+    def give_back(self, arena: Arena, staged: Future[None] | None = None) -> None:
+        """End a lease: the save was committed or given up. Can be a callback of the future of the copy into it."""
         with self._changed:
             self._leased -= 1
             if self._closed:
@@ -225,9 +242,4 @@ class ArenaPool:
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
     """The memory of a contiguous CPU tensor as bytes, without a copy; the view keeps the tensor alive."""
-    nbytes = tensor.numel() * tensor.element_size()
-    if nbytes == 0:
-        return memoryview(b"")
-    block = (ctypes.c_ubyte * nbytes).from_address(tensor.data_ptr())
-    block.owner = tensor  # type: ignore[attr-defined]  # a view on the block refers to the block, and so to this
-    return memoryview(block).cast("B")
+    return memory_at(tensor.data_ptr(), tensor.numel() * tensor.element_size(), tensor)

@@ -1,259 +1,187 @@
-"""Copies between tensors in host memory, at the speed of the memory.
+"""Copy the tensors of a state into their slots: planned once per structure, and cut into tasks that threads take.
 
-The work is cut into portions, once per structure, which a few threads take one after the other. Of a large tensor each
-is a `memmove` of as much as leaves work for all threads: glibc writes past the caches only from a size on that it takes
-from the last cache (99 MB on a virtual machine with 260 MB), and is 1.6 times faster then. Small ones are gathered by
-system calls that take their addresses as columns: `torch._foreach_copy_` needs as long again for what it does around
-each copy, and touches every tensor.
+A large tensor in host memory is copied by a few `memmove`s, each as large as leaves work for all threads: glibc writes
+past the caches from a size on that depends on the last cache, and is faster then. Small ones are copied many at a time
+by one system call, which takes their addresses as columns; `torch._foreach_copy_` touches every tensor. From a CUDA
+device everything is copied by a side stream.
 """
 
 from __future__ import annotations
 
-import ctypes
+import logging
 import math
+import os
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
+from array import array
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from functools import partial
+from typing import Any
 
 import torch
 
-from ..memory.int_columns import column_of, picked
-from .copy_progress import Marks, Reached, Tracks
-from .gather import MOST_PIECES, ROW_BYTES, Gather
-from .slots import Slots
+from ..memory import libc
+from ..memory.int_columns import column_of
+from ..memory.libc import IOV_BYTES, IOV_MAX
+from ..state.flatten import FlatState
+from .arena import Slots
+from .layout import Layout
 
-_PORTION_BYTES = 8 << 20
-#: Of one tensor at most so much at a time: a copy that is to stop, or to be helped with, must not be long in coming.
-_MOST_BYTES = 256 << 20
-#: From here on a tensor is worth portions of its own.
-_LARGE_BYTES = 512 << 10
-#: Below this torch copies with one thread (its grain size), and a portion may hold many of them.
+logger = logging.getLogger(__name__)
+
+_TASK_BYTES = 8 << 20
+#: The most of one tensor in a task: a copy that is to stop, or to be helped with, must be between two tasks soon.
+_MAX_TASK_BYTES = 256 << 20
+#: From here on a tensor has tasks of its own.
+LARGE_BYTES = 512 << 10
+#: Below this torch copies with one thread (its grain size), and a task may have many of them.
 _GRAIN_ELEMENTS = 32768
 
 
-class HostCopy:
-    """How tensors are copied into their slots.
+def sources_of(layout: Layout, flat: FlatState) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """The tensor to copy for every item of a layout, and the addresses of their memory; to be used under `no_grad`.
+
+    Args:
+        layout: of the items.
+        flat: a state of the layout's structure, with its `pointers`.
+    """
+    sources = list(layout.pick(flat.tensors))
+    pointers = array("Q", flat.pointers) or array("Q", [0])
+    addresses = torch.frombuffer(pointers, dtype=torch.int64).index_select(0, layout.tensor_column)
+    for number, (start, count) in layout.windows.items():
+        tensor = sources[number]
+        sources[number] = tensor.as_strided((count,), (1,), tensor.storage_offset() + start)
+        addresses[number] = sources[number].data_ptr()
+    return sources, addresses
+
+
+class CopyPlan:
+    """How tensors of one structure are copied into their slots.
 
     Args:
         slots: contiguous tensors in CPU memory, each of its source's shape and dtype.
-        sources: CPU tensors of any strides. Later copies take others of the same shapes, dtypes, strides, and with
-            the same of them conjugated and negated views.
-        tracks: begin and end, as addresses, of the ranges that are to advance together; ascending.
+        sources: tensors of any strides. Later copies take others of the same shapes, dtypes, strides and devices, and
+            with the same of them conjugated and negated views.
+        numbers: of those that are copied; None: all.
+
+    Attributes:
+        numbers: as given.
+        device: a CUDA device that some of them lie on, or None.
 
     Raises:
         RuntimeError: a source does not fit its slot.
     """
 
     def __init__(
-        self, slots: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], tracks: Sequence[tuple[int, int]] = ()
+        self, slots: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], numbers: Iterable[int] | None = None
     ) -> None:
-        self._slots = slots
+        self.slots = slots
+        self.numbers = list(range(len(sources)) if numbers is None else numbers)
+        #: By device the numbers of what lies there.
+        self.on_device: dict[torch.device, list[int]] = defaultdict(list)
+        self.gather = Gather()
+        #: Methods of `CopyTasks` with their arguments. Bound ones would keep the arena's memory alive by a cycle.
+        self.tasks: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
         if isinstance(slots, Slots):
             targets, sizes = slots.addresses, slots.sizes
         else:
             targets = column_of(slot.data_ptr() for slot in slots)
             sizes = column_of(slot.nbytes for slot in slots)
-        most = min(_MOST_BYTES, int(sizes.sum()) // (2 * torch.get_num_threads()))
-        small: list[int] = []
-        odd: list[int] = []
-        wide: list[int] = []
-        portions: list[_Portion] = []
-        for number, (source, size) in enumerate(zip(sources, sizes.tolist(), strict=True)):
+        nbytes = sizes.tolist()
+        small, large, strided, strided_large = (list[int]() for _ in range(4))
+        for number in self.numbers:
+            source, size = sources[number], nbytes[number]
             if source.nbytes != size:
                 raise RuntimeError(f"A tensor of {source.nbytes} bytes does not fit its slot of {size}.")
-            if size == 0:
-                continue
-            if not source.is_contiguous() or source.is_conj() or source.is_neg():
-                (odd if source.numel() < _GRAIN_ELEMENTS else wide).append(number)
-            elif size < _LARGE_BYTES:
-                small.append(number)
-            else:
-                target = int(targets[number])
-                step = max(_PORTION_BYTES, min(size, most))
-                for start in range(0, size, step):
-                    nbytes = min(step, size - start)
-                    work = partial(
-                        HostCopy._copy_large, target=target + start, number=number, start=start, nbytes=nbytes
-                    )
-                    portions.append(_Portion(target + start, target + start + nbytes, work))
-        #: Rows of address and bytes of the small ones' slots, and their numbers.
-        self._numbers = column_of(small)
-        self._pieces = torch.stack([picked(targets, self._numbers), picked(sizes, self._numbers)], 1)
-        for first, last, nbytes in _cut(self._pieces[:, 1].tolist()):
-            work = partial(HostCopy._copy_small, first=first, last=last, nbytes=nbytes)
-            portions.append(_Portion(*_extent(targets, sizes, small[first:last]), work))
-        # Those that only torch can copy, because their memory is not what is to be stored; large ones together, because
-        # torch copies each of them with all its threads.
-        groups = [odd[first:last] for first, last, _ in _cut(sizes[odd].tolist())]
-        for numbers in [*groups, wide] if wide else groups:
-            work = partial(HostCopy._copy_odd, numbers=numbers)
-            portions.append(_Portion(*_extent(targets, sizes, numbers), work))
-        self._portions = portions
-        self._tracks = Tracks(tracks, [(portion.start, portion.end) for portion in portions])
-        self._gather = Gather()
-
-    def begin(
-        self,
-        sources: Sequence[torch.Tensor],
-        addresses: torch.Tensor | None = None,
-        reached: Reached | None = None,
-    ) -> Portions:
-        """A copy that is yet to be done, by whoever calls `Portions.drain`.
-
-        Args:
-            sources: what is copied.
-            addresses: where the memory of each source begins, int64, where that is known; else every portion looks.
-            reached: is told how far each of the tracks is complete, by whichever thread has come so far.
-        """
-        origins = None
-        if addresses is not None:
-            origins = torch.stack([picked(addresses, self._numbers), self._pieces[:, 1]], 1)
-        work: deque[tuple[int, Callable[[], object]]] = deque(
-            (number, partial(self._portions[number].copy, self, sources, origins)) for number in self._tracks.order
-        )
-        return Portions(work, None if reached is None else Marks(self._tracks, reached))
-
-    def _copy_large(
-        self, sources: Sequence[torch.Tensor], _: object, *, target: int, number: int, start: int, nbytes: int
-    ) -> None:
-        # ctypes gives up the GIL, and the C library's copy does not read what it is about to overwrite.
-        ctypes.memmove(target, sources[number].data_ptr() + start, nbytes)
-
-    def _copy_small(
-        self, sources: Sequence[torch.Tensor], origins: torch.Tensor | None, *, first: int, last: int, nbytes: int
-    ) -> None:
-        if origins is None:
-            found = [sources[number].data_ptr() for number in self._numbers[first:last].tolist()]
-            origins = torch.stack([column_of(found), self._pieces[first:last, 1]], 1)
-            at = origins.data_ptr()
-        else:
-            at = origins.data_ptr() + first * ROW_BYTES
-        if not self._gather(at, self._pieces.data_ptr() + first * ROW_BYTES, last - first, nbytes):
-            self._copy_by_torch(self._numbers[first:last].tolist(), sources)
-
-    def _copy_odd(self, sources: Sequence[torch.Tensor], _: object, *, numbers: Sequence[int]) -> None:
-        self._copy_by_torch(numbers, sources)
-
-    def _copy_by_torch(self, numbers: Sequence[int], sources: Sequence[torch.Tensor]) -> None:
-        torch._foreach_copy_([self._slots[number] for number in numbers], [sources[number] for number in numbers])
+            if source.is_cuda:
+                self.on_device[source.device].append(number)
+            elif size and (not source.is_contiguous() or source.is_conj() or source.is_neg()):
+                (strided if source.numel() < _GRAIN_ELEMENTS else strided_large).append(number)
+            elif size:
+                (small if size < LARGE_BYTES else large).append(number)
+        self.device = next(iter(self.on_device), None)
+        self.streams = {device: torch.cuda.Stream(device) for device in self.on_device}
+        most = sum(nbytes[number] for number in self.numbers) // (2 * torch.get_num_threads())
+        for number in large:
+            step = max(_TASK_BYTES, min(nbytes[number], most, _MAX_TASK_BYTES))
+            for start in range(0, nbytes[number], step):
+                task = int(targets[number]) + start, number, start, min(step, nbytes[number] - start)
+                self.tasks.append((CopyTasks._copy_large, task))
+        self.small = column_of(small)
+        #: Rows of address and length of the small ones' slots.
+        self.pieces = torch.stack([targets.index_select(0, self.small), sizes.index_select(0, self.small)], 1)
+        self.tasks += [(CopyTasks._copy_small, task) for task in _batches([nbytes[number] for number in small])]
+        # Those whose memory is not what is to be stored, only torch can copy; large ones together, because torch copies
+        # each of them with all its threads.
+        together = [strided[first:last] for first, last, _ in _batches([nbytes[number] for number in strided])]
+        together += [strided_large] if strided_large else []
+        self.tasks += [(CopyTasks._copy_strided, (numbers,)) for numbers in together]
 
 
-@dataclass(frozen=True)
-class _Portion:
-    """What one thread copies at a time: between which addresses it ends up, and which method copies it.
+class CopyTasks:
+    """One copy, on its way. Any number of threads may work on it.
 
-    A method of whatever `HostCopy`: bound to its own, it would keep an arena's memory until the collector comes.
-    """
-
-    start: int
-    end: int
-    copy: Callable[[HostCopy, Sequence[torch.Tensor], torch.Tensor | None], object]
-
-
-def _extent(targets: torch.Tensor, sizes: torch.Tensor, numbers: Sequence[int]) -> tuple[int, int]:
-    """Between which addresses the slots of these tensors lie."""
-    starts = targets[numbers]
-    return int(starts.min()), int((starts + sizes[numbers]).max())
-
-
-def _cut(sizes: Sequence[int]) -> list[tuple[int, int, int]]:
-    """(first, behind the last, bytes) of small tensors that make up a portion."""
-    portions, first, nbytes = [], 0, 0
-    for number, size in enumerate(sizes, 1):
-        nbytes += size
-        if nbytes >= _PORTION_BYTES or number - first == MOST_PIECES or number == len(sizes):
-            portions.append((first, number, nbytes))
-            first, nbytes = number, 0
-    return portions
-
-
-class Portions:
-    """One copy, portion by portion. Any number of threads may work on it.
+    Copies from CUDA devices are started at once. A side stream first waits for what the trainer's current stream has
+    been given so far, so that they see finished values; `record_stream` keeps the sources' memory from being reused
+    before they are done.
 
     Args:
-        work: what is to be done, by number.
-        marks: is told of every portion that is done, but while training waits for the copy of none: who follows it
-            would take processors and the memory's bandwidth away from it.
+        plan: of the tensors' structure.
+        sources: what is copied, among others; by number.
+        addresses: where the memory of each begins (int64), if that cannot change before it is copied; None: looked up
+            when it is copied.
     """
 
-    def __init__(self, work: deque[tuple[int, Callable[[], object]]], marks: Marks | None = None) -> None:
-        self._work = work
-        self._marks = marks
+    def __init__(self, plan: CopyPlan, sources: Sequence[torch.Tensor], addresses: torch.Tensor | None = None) -> None:
+        self._plan = plan
+        self._sources = sources
+        self._origins: torch.Tensor | None = None
+        if addresses is not None:
+            self._origins = torch.stack([addresses.index_select(0, plan.small), plan.pieces[:, 1]], 1)
+        self._todo = deque(plan.tasks)
         self._running = 0
-        self._awaited = False
-        self._untold: list[int] = []
         self._changed = threading.Condition()
         self._error: BaseException | None = None
+        self._events: list[torch.cuda.Event] = []
+        for device, numbers in plan.on_device.items():
+            self._events.append(self._start_on(device, numbers))
 
     def drain(self, until: float = math.inf) -> None:
-        """Take portions until none is left; others may still be at work on theirs. `finish` tells what failed.
+        """Do tasks until none is left; other threads may still be at work on theirs. `finish` raises what failed.
 
         Args:
-            until: take no further one then (monotonic seconds).
+            until: begin no further task after this time (monotonic seconds).
         """
         with torch.no_grad():  # holds for one thread alone
             while True:
                 with self._changed:
-                    if not self._work or time.monotonic() >= until:
+                    if not self._todo or time.monotonic() >= until:
                         return
-                    number, portion = self._work.popleft()
+                    copy, arguments = self._todo.popleft()
                     self._running += 1
-                failed: BaseException | None = None
                 try:
-                    portion()
+                    copy(self, *arguments)
                 except BaseException as error:
-                    failed = error
+                    self._error = error
+                    self.stop()
                 with self._changed:
                     self._running -= 1
-                    if failed is not None:
-                        self._work.clear()
-                        self._error = failed
-                    elif self._marks is not None:
-                        self._untold.append(number)
-                        self._tell(self._marks)
                     self._changed.notify_all()
 
     def stop(self) -> None:
-        """Leave the rest undone: nobody needs the copy any more."""
+        """Leave the rest undone: the copy is not needed any more."""
         with self._changed:
-            self._work.clear()
+            self._todo.clear()
 
     def help(self, threads: int, until: float = math.inf) -> None:
-        """Copy what is left with as many threads, this one included, because training waits for it now.
+        """Do what is left with this many threads, the calling one and those at work already included.
 
         Args:
-            threads: how many, with those that are at work already.
+            threads: how many.
             until: as for `drain`.
         """
-        with self._changed:
-            self._awaited = True
-        try:
-            self._drain_with(threads, until)
-        finally:
-            with self._changed:
-                self._awaited = False
-                if self._marks is not None:
-                    self._tell(self._marks)
-
-    def finish(self, threads: int) -> None:
-        """Get it done; when this returns, everything is copied.
-
-        Raises:
-            RuntimeError: a portion could not be copied.
-        """
-        self._drain_with(threads)
-        with self._changed:
-            while self._running:  # memory copies; nothing here waits for anything outside
-                self._changed.wait()
-            if self._error is not None:
-                raise self._error
-
-    def _drain_with(self, threads: int, until: float = math.inf) -> None:
-        helpers = min(threads - self._running, len(self._work)) - 1
+        helpers = min(threads - self._running, len(self._todo)) - 1
         if helpers > 0:
             with ThreadPoolExecutor(helpers, thread_name_prefix="ckpt-copy") as pool:
                 for _ in range(helpers):
@@ -262,12 +190,81 @@ class Portions:
         else:
             self.drain(until)
 
-    def _tell(self, marks: Marks) -> None:
-        """Let those who follow the copy know how far it has come; under the lock."""
-        if not self._awaited:
-            for number in self._untold:
-                marks.done(number)
-            self._untold.clear()
+    def finish(self, threads: int) -> None:
+        """Do what is left; when this returns or raises, nothing is copied any more.
+
+        Raises:
+            RuntimeError: something could not be copied.
+        """
+        try:
+            self.help(threads)
+        finally:
+            with self._changed:
+                while self._running:  # memory copies, which wait for nothing
+                    self._changed.wait()
+            for event in self._events:
+                event.synchronize()
+        if self._error is not None:
+            raise self._error
+
+    def _copy_large(self, target: int, number: int, start: int, nbytes: int) -> None:
+        libc.memmove(target, self._sources[number].data_ptr() + start, nbytes)
+
+    def _copy_small(self, first: int, last: int, nbytes: int) -> None:
+        plan, origins, at = self._plan, self._origins, first * IOV_BYTES
+        if origins is None:
+            addresses = column_of(self._sources[number].data_ptr() for number in plan.small[first:last].tolist())
+            origins, at = torch.stack([addresses, plan.pieces[first:last, 1]], 1), 0
+        targets = plan.pieces.data_ptr() + first * IOV_BYTES
+        plan.gather(origins.data_ptr() + at, targets, last - first, nbytes)
+
+    def _copy_strided(self, numbers: Sequence[int]) -> None:
+        slots, sources = self._plan.slots, self._sources
+        torch._foreach_copy_([slots[number] for number in numbers], [sources[number] for number in numbers])
+
+    def _start_on(self, device: torch.device, numbers: Sequence[int]) -> torch.cuda.Event:
+        stream = self._plan.streams[device]
+        values = [self._sources[number] for number in numbers]
+        with torch.cuda.device(device):
+            stream.wait_stream(torch.cuda.current_stream(device))
+            with torch.cuda.stream(stream):
+                torch._foreach_copy_([self._plan.slots[number] for number in numbers], values, non_blocking=True)
+                for value in values:
+                    value.record_stream(stream)
+                event = torch.cuda.Event()
+                event.record(stream)
+        return event
+
+
+class Gather:
+    """Copies many pieces of this process's memory in one system call, which does not hold the GIL."""
+
+    def __init__(self) -> None:
+        self._available = True
+
+    def __call__(self, origins: int, targets: int, pieces: int, nbytes: int) -> None:
+        """Copy each piece to its target.
+
+        Args:
+            origins: address of a table of the pieces: rows of address and length, 64 bits each.
+            targets: address of a table of as many targets, of the same lengths.
+            pieces: how many there are; at most `IOV_MAX`.
+            nbytes: of all pieces together.
+        """
+        if self._available:
+            # Made for the memory of another process; for its own it needs no permission.
+            writev = libc.process_vm_writev
+            copied = None if writev is None else writev(os.getpid(), origins, pieces, targets, pieces, 0)
+            if copied == nbytes:
+                return
+            self._available = False
+            reason = f"{copied} of {nbytes} bytes were copied" if writev else "this C library does not have it"
+            reason = str(libc.last_error().strerror) if copied == -1 else reason
+            text = "process_vm_writev is unavailable (%s): copying small tensors one by one, which is slower"
+            logger.warning(text, reason)
+        rows = [libc.memory_at(table, pieces * IOV_BYTES, None).cast("Q") for table in (origins, targets)]
+        for piece in range(0, 2 * pieces, 2):
+            libc.memmove(rows[1][piece], rows[0][piece], rows[0][piece + 1])
 
 
 def copy_on_host(slots: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], threads: int) -> None:
@@ -278,4 +275,15 @@ def copy_on_host(slots: Sequence[torch.Tensor], sources: Sequence[torch.Tensor],
         sources: CPU tensors of any strides.
         threads: how many may copy at the same time, this one included.
     """
-    HostCopy(slots, sources).begin(sources).finish(threads)
+    CopyTasks(CopyPlan(slots, sources), sources).finish(threads)
+
+
+def _batches(sizes: Sequence[int]) -> list[tuple[int, int, int]]:
+    """(first, behind the last, bytes) of small tensors that make up a task."""
+    batches, first, nbytes = [], 0, 0
+    for number, size in enumerate(sizes, 1):
+        nbytes += size
+        if nbytes >= _TASK_BYTES or number - first == IOV_MAX or number == len(sizes):
+            batches.append((first, number, nbytes))
+            first, nbytes = number, 0
+    return batches

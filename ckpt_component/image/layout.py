@@ -7,20 +7,19 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from operator import itemgetter
-from typing import Any, NamedTuple, overload
+from typing import Any, NamedTuple
 
 import torch
 
 from ..memory.int_columns import column_of
-from ..state.structure import Stored as Stored  # as much a part of a layout as items and files
-from ..state.structure import Structure as Structure
+from ..state.structure import Stored, Structure
 
-#: Every item and every file starts at such a boundary of the image, so that slots are aligned for any dtype,
-#: and whole files for direct I/O.
+#: Every item and every file starts at a multiple of this in the image: slots are aligned for any dtype, and whole files
+#: for direct I/O.
 ITEM_ALIGNMENT = 64
 
 
-class Item(NamedTuple):  # there may be a hundred thousand, and a dataclass takes longer to make
+class Item(NamedTuple):  # there may be a hundred thousand, and a dataclass is slower to make
     """Where one stored tensor lies.
 
     Attributes:
@@ -41,7 +40,7 @@ class Item(NamedTuple):  # there may be a hundred thousand, and a dataclass take
 
 
 class Items(Sequence[Item]):
-    """Items as columns of numbers: a tuple of them would take five times the memory, for as long as the layout.
+    """Items as columns of numbers, which take a fraction of the memory of a tuple of items.
 
     Args:
         items: in order.
@@ -58,16 +57,9 @@ class Items(Sequence[Item]):
     def __iter__(self) -> Iterator[Item]:
         return map(Item, *self._columns)
 
-    @overload
-    def __getitem__(self, number: int) -> Item: ...
-
-    @overload
-    def __getitem__(self, number: slice) -> Items: ...
-
-    def __getitem__(self, number: int | slice) -> Item | Items:
-        if isinstance(number, slice):
-            return Items(map(Item, *(column[number] for column in self._columns)))
-        return Item(*(column[number] for column in self._columns))
+    def __getitem__(self, number: Any) -> Any:
+        values = [column[number] for column in self._columns]
+        return Items(map(Item, *values)) if isinstance(number, slice) else Item(*values)
 
 
 @dataclass(frozen=True)
@@ -90,8 +82,8 @@ class Layout:
         items: the stored tensors, ordered by file and offset.
         arena_bytes: how large the arena must be.
         constants: (place in the arena, bytes) that belong to no item, such as a file's header.
-        around: prefix and suffix of an item. Asked whenever an arena is filled: kept, they would take
-            more memory than all else that is known of small tensors. None: items are payloads alone.
+        around: gives prefix and suffix of an item, each time an arena is laid out: kept, they would take more memory
+            than all else of a small tensor. None: items are payloads alone.
     """
 
     structure: Structure
@@ -108,22 +100,35 @@ class Layout:
         return sum(item.nbytes for item in self.items)
 
     @cached_property
-    def sources(self) -> list[int]:
+    def tensor_of(self) -> list[int]:
         """For every item the number of its tensor."""
         return [self.stored[item.stored].tensor for item in self.items]
 
     @cached_property
+    def tensor_column(self) -> torch.Tensor:
+        """`tensor_of` as int64."""
+        return column_of(self.tensor_of)
+
+    @cached_property
+    def pick(self) -> Callable[[Sequence[Any]], Sequence[Any]]:
+        """A function that gives for every item the value at its tensor's number in a sequence."""
+        numbers = self.tensor_of
+        if len(numbers) > 1:
+            return itemgetter(*numbers)  # loops in C
+        return lambda values: [values[number] for number in numbers]
+
+    @cached_property
     def windows(self) -> dict[int, tuple[int, int]]:
         """The windows of items that are not the whole of their tensor, by number."""
-        found = {number: self.stored[item.stored].window for number, item in enumerate(self.items)}
-        return {number: window for number, window in found.items() if window is not None}
+        windows = {number: self.stored[item.stored].window for number, item in enumerate(self.items)}
+        return {number: window for number, window in windows.items() if window is not None}
 
     def payload_at(self, item: Item) -> int:
         """Where an item's payload lies in the arena."""
         return self.files[item.file].base + item.payload
 
     def fixed_parts(self) -> Iterator[tuple[int, bytes]]:
-        """Everything in the arena that is the same on every save: (place, bytes)."""
+        """What is the same on every save: (place in the arena, bytes)."""
         yield from self.constants
         if self.around is None:
             return
@@ -133,34 +138,3 @@ class Layout:
             start = bases[item.file] + item.offset
             yield start, prefix
             yield start + item.length - len(suffix), suffix
-
-    @cached_property
-    def pick(self) -> Callable[[Sequence[Any]], Sequence[Any]]:
-        """A function that gives for every item what stands at its tensor's number in a sequence."""
-        numbers = self.sources
-        if len(numbers) > 1:
-            return itemgetter(*numbers)  # the numbers are walked through in C
-        return lambda values: [values[number] for number in numbers]
-
-
-def sources_of(layout: Layout, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The tensor to copy for every item, in the order of the items; to be used under `no_grad`."""
-    found = list(layout.pick(tensors))
-    for position, (start, count) in layout.windows.items():
-        tensor = found[position]
-        found[position] = tensor.as_strided((count,), (1,), tensor.storage_offset() + start)
-    return found
-
-
-def addresses_of(layout: Layout, pointers: Sequence[int], sources: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Where the memory of every source begins, as int64.
-
-    Args:
-        layout: of the items.
-        pointers: of `FlatState`.
-        sources: of `sources_of`.
-    """
-    found = column_of(layout.pick(pointers))
-    for position in layout.windows:
-        found[position] = sources[position].data_ptr()
-    return found

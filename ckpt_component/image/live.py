@@ -3,29 +3,25 @@
 from __future__ import annotations
 
 import bisect
-import ctypes
 import mmap
 import threading
 from array import array
-from dataclasses import dataclass, field
 
-from ..memory.huge_pages import PAGE, address_of, align
-from ..memory.pages import want_huge_pages
+from ..memory.huge_pages import address_of, align, map_private
+from ..memory.libc import IOV_MAX, memmove, memset
 from ..state.dense_tensors import plain_addresses
 from ..state.flatten import FlatState
 from .arena import tensor_bytes
-from .gather import MOST_PIECES, Gather
-from .layout import Layout, sources_of
-
-#: From here on a piece is worth a call of its own.
-_LARGE_BYTES = 512 << 10
+from .copy import LARGE_BYTES, Gather, sources_of
+from .layout import Layout
 
 
 class LiveSource:
-    """The bytes of an image by range, block by block, as a writer comes to them.
+    """The bytes of an image by range, block by block, as a writer asks for them.
 
-    Each thread has two blocks of memory in turn, so that the one before may still be summed. Nothing else is copied but
-    tensors that are not contiguous in host memory, one at a time. The tensors must not change until all is written.
+    Each thread has two blocks of memory in turn, so that the previous one stays valid for its checksum. Nothing else is
+    copied but tensors that are not contiguous in host memory, one at a time. The tensors must not change until all is
+    written.
 
     Args:
         layout: of the image.
@@ -38,10 +34,9 @@ class LiveSource:
     def __init__(self, layout: Layout, flat: FlatState) -> None:
         self.nbytes = layout.arena_bytes
         self._layout = layout
-        self._bases = [file.base for file in layout.files]
-        self._sources = sources_of(layout, flat.tensors)
+        self._sources, _ = sources_of(layout, flat)
         self._addresses = plain_addresses(self._sources)
-        self._starts = array("q", [self._bases[item.file] + item.offset for item in layout.items])
+        self._starts = array("q", [layout.files[item.file].base + item.offset for item in layout.items])
         self._gather = Gather()
         self._of_thread = threading.local()
 
@@ -50,9 +45,9 @@ class LiveSource:
         first = max(bisect.bisect_right(self._starts, start) - 1, 0)
         last = bisect.bisect_left(self._starts, end)
         if last - first == 1 and not whole:
-            found = self._within_payload(first, start, end)
-            if found is not None:
-                return [found]
+            inside = self._within_payload(first, start, end)
+            if inside is not None:
+                return [inside]
         block = self._next_block(start, end)
         for number in range(first, last):
             self._put_item(block, number)
@@ -63,12 +58,11 @@ class LiveSource:
         return [block.view]
 
     def wait_whole(self) -> None:
-        """The tensors are what they are."""
+        """Nothing to wait for."""
 
     def _put_item(self, block: _Block, number: int) -> None:
         item = self._layout.items[number]
-        at, around = self._starts[number], self._layout.around
-        payload = self._layout.payload_at(item)
+        at, payload, around = self._starts[number], self._layout.payload_at(item), self._layout.around
         if at + item.length <= block.start:
             return
         block.fill_up_to(at)
@@ -80,7 +74,7 @@ class LiveSource:
         if address is None:
             block.put(payload, self._copied(number))
         else:
-            block.take(payload, address, item.nbytes)
+            block.copy(payload, address, item.nbytes)
         block.filled = at + item.length
 
     def _within_payload(self, number: int, start: int, end: int) -> memoryview | None:
@@ -93,77 +87,66 @@ class LiveSource:
 
     def _copied(self, number: int) -> memoryview:
         # A writer goes through its items in order, so one copy per thread is enough; it lives until the next one.
-        held = getattr(self._of_thread, "copied", None)
-        if held is None or held[0] != number:
+        last = getattr(self._of_thread, "copied", None)
+        if last is None or last[0] != number:
             copied = self._sources[number].cpu().resolve_conj().resolve_neg().contiguous()
-            held = self._of_thread.copied = (number, copied)
-        return tensor_bytes(held[1])
+            last = self._of_thread.copied = (number, copied)
+        return tensor_bytes(last[1])
 
     def _next_block(self, start: int, end: int) -> _Block:
-        mine = self._of_thread
-        blocks = mine.blocks = getattr(mine, "blocks", [])
-        spare = blocks.pop(0) if len(blocks) == 2 else None
-        if spare is None or len(spare) < end - start:
-            spare = mmap.mmap(-1, align(end - start, PAGE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            want_huge_pages(spare)
-        blocks.append(spare)
-        return _Block(start, end, spare)
+        blocks = self._of_thread.blocks = getattr(self._of_thread, "blocks", [])
+        memory = blocks.pop(0) if len(blocks) == 2 else None
+        if memory is None or len(memory) < end - start:
+            memory = map_private(align(end - start))
+        blocks.append(memory)
+        return _Block(start, end, memory)
 
 
-@dataclass
 class _Block:
     """A range of an image that is put together in memory.
 
-    Attributes:
-        start, end: of the range; what is put outside of it is left out.
+    Args:
+        start: of the range; what is put outside of it is left out.
+        end: of the range.
         memory: begins at a page boundary.
-        filled: up to where in the image everything is there, or will be with `finish`.
+
+    Attributes:
+        view: the bytes of the range; valid after `finish`.
+        filled: up to where in the image everything is there, or will be after `finish`.
     """
 
-    start: int
-    end: int
-    memory: mmap.mmap
-    filled: int = 0
-    _origins: array[int] = field(default_factory=lambda: array("Q"))
-    _targets: array[int] = field(default_factory=lambda: array("Q"))
-
-    def __post_init__(self) -> None:
-        self.filled = self.start
-        self.view = memoryview(self.memory)[: self.end - self.start]
-        self._address = address_of(memoryview(self.memory))
+    def __init__(self, start: int, end: int, memory: mmap.mmap) -> None:
+        self.start, self.end, self.filled = start, end, start
+        self.view = memoryview(memory)[: end - start]
+        #: The address that the image's first byte would have.
+        self._base = address_of(memoryview(memory)) - start
+        #: Rows of address and length, of what `finish` copies.
+        self._origins, self._targets = array("Q"), array("Q")
 
     def put(self, position: int, data: bytes | memoryview) -> None:
         """Put bytes at a place of the image."""
-        at, behind = position - self.start, position - self.start + len(data)
-        if at >= 0 and behind <= len(self.view):
-            self.view[at:behind] = data
-        elif at < len(self.view) and behind > 0:
-            data = memoryview(data)[max(-at, 0) : len(self.view) - at]
-            self.view[max(at, 0) : max(at, 0) + len(data)] = data
+        first, last = max(position, self.start), min(position + len(data), self.end)
+        if first < last:
+            self.view[first - self.start : last - self.start] = memoryview(data)[first - position : last - position]
 
     def fill_up_to(self, position: int) -> None:
         """Put zeros where nothing is before a place of the image."""
         position = min(position, self.end)
         if position > self.filled:
-            ctypes.memset(self._address + self.filled - self.start, 0, position - self.filled)
+            memset(self._base + self.filled, 0, position - self.filled)
             self.filled = position
 
-    def take(self, position: int, address: int, nbytes: int) -> None:
-        """Copy bytes from somewhere in memory to a place of the image; done with `finish`."""
+    def copy(self, position: int, address: int, nbytes: int) -> None:
+        """Copy bytes from an address to a place of the image; small ones are copied by `finish`."""
         first, last = max(position, self.start), min(position + nbytes, self.end)
-        if last - first >= _LARGE_BYTES:
-            # ctypes gives up the GIL meanwhile.
-            ctypes.memmove(self._address + first - self.start, address + first - position, last - first)
+        if last - first >= LARGE_BYTES:
+            memmove(self._base + first, address + first - position, last - first)
         elif first < last:
             self._origins.extend((address + first - position, last - first))
-            self._targets.extend((self._address + first - self.start, last - first))
+            self._targets.extend((self._base + first, last - first))
 
     def finish(self, gather: Gather) -> None:
-        """Do the copies of `take`."""
-        rows = len(self._origins) // 2
-        for first in range(0, rows, MOST_PIECES):
-            last = min(first + MOST_PIECES, rows)
-            origins, targets = self._origins[2 * first : 2 * last], self._targets[2 * first : 2 * last]
-            if not gather(origins.buffer_info()[0], targets.buffer_info()[0], last - first, sum(origins[1::2])):
-                for origin, target, nbytes in zip(origins[::2], targets[::2], origins[1::2], strict=True):
-                    ctypes.memmove(target, origin, nbytes)
+        """Do the copies that are left."""
+        for first in range(0, len(self._origins), 2 * IOV_MAX):
+            origins, targets = self._origins[first : first + 2 * IOV_MAX], self._targets[first : first + 2 * IOV_MAX]
+            gather(origins.buffer_info()[0], targets.buffer_info()[0], len(origins) // 2, sum(origins[1::2]))

@@ -1,4 +1,4 @@
-"""What a run that is to begin finds beside its own checkpoints: other names, other programs, a path that was named."""
+"""What a starting run may find beside its own checkpoints: another naming, other programs, a path to resume from."""
 
 from __future__ import annotations
 
@@ -7,43 +7,47 @@ import os
 from collections.abc import Sequence
 
 from ..errors import CheckpointNotFoundError
+from ..spelling import typed
 from ..storage.fs import FsOps
 from ..storage.manifest import read_manifest
-from ..storage.names import MANIFEST, NAMINGS, SINGLE_FILES, StepNames, step_in_name
+from ..storage.names import MANIFEST, NAMINGS, SINGLE_FILES, step_in_name
 from ..storage.safe_open import read_failure
 from ..storage.scan import Scan, foreign_checkpoints, read_pointer, scan_steps
-from .rollback import named, typed
+from .run_context import RunContext, steps_text
 
 logger = logging.getLogger(__name__)
 
 _FROM_SCRATCH = "to start from scratch, a new checkpoint.dir"
 
 
-def refuse_absent_step(step: int, committed: Sequence[int], root: str, other: tuple[str, Sequence[int]] | None) -> None:
+#: The steps committed under the other naming, with its name; None: none are. See `committed_under_other_names`.
+OtherNaming = tuple[str, Sequence[int]] | None
+
+
+def refuse_absent_step(step: int, committed: Sequence[int], root: str, other: OtherNaming) -> None:
     """Raise CheckpointNotFoundError unless a step is committed; with the steps that are, under either naming."""
     if step in committed:
         return
-    known = f"there are {named(list(committed))}" if committed else "there is none at all"
+    others = f"there are {steps_text(list(committed))}" if committed else "there is none at all"
     if other is not None and step in other[1]:
-        known += f"; with checkpoint.naming={other[0]} it is there"
-    raise CheckpointNotFoundError(f"checkpoint.resume={step}, but {root} has no such checkpoint; {known}.")
+        others += f"; with checkpoint.naming={other[0]} it is there"
+    raise CheckpointNotFoundError(f"checkpoint.resume={step}, but {root} has no such checkpoint; {others}.")
 
 
-def refuse_others(fs: FsOps, root: str, scan: Scan, names: StepNames, other: tuple[str, Sequence[int]] | None) -> None:
+def refuse_others(run: RunContext, scan: Scan, other: OtherNaming) -> None:
     """Refuse to start from scratch, without a checkpoint of one's own, beside checkpoints that may be meant.
 
     What has no step in its name, such as a pretrained model, is warned about and left alone.
 
     Args:
-        fs: where effects go.
-        root: folder of the run's checkpoints.
-        scan: of it.
-        names: how steps are named.
-        other: see `committed_under_other_names`.
+        run: that begins.
+        scan: of its folder.
+        other: what is there under the other naming.
 
     Raises:
         CheckpointNotFoundError: with what to type.
     """
+    fs, root, names = run.fs, run.root, run.names
     if other is not None:
         word, steps = other
         raise CheckpointNotFoundError(
@@ -79,8 +83,8 @@ def _is_readable(fs: FsOps, path: str) -> bool:
     """Whether a checkpoint of another program is one that a reader takes; of Megatron before DCP there is none."""
     if not os.path.isdir(path):
         return True
-    found = fs.names(path)
-    return MANIFEST in found or ".metadata" in found or sum(name.endswith(SINGLE_FILES) for name in found) == 1
+    files = fs.names(path)
+    return MANIFEST in files or ".metadata" in files or sum(name.endswith(SINGLE_FILES) for name in files) == 1
 
 
 def step_of_checkpoint(fs: FsOps, path: str) -> int:

@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
+import signal
 import time
 from collections.abc import Mapping
-from dataclasses import replace
 from types import TracebackType
-from typing import Any
+from typing import Any, cast
 
 from ..checkpointer import Checkpointer
-from ..coordination import Coordinator, LocalCoordinator, Meetings, StepQuestions
+from ..coordination import Meetings, StepQuestions
 from ..errors import CheckpointBusyError, CheckpointError, CheckpointTimeoutError
-from ..saving.pending import PendingSaves
-from ..saving.report import SaveReport, Timeouts
-from ..storage.fencing import Ownership
-from ..storage.fs import FsOps
-from ..storage.names import StepNames
-from ..storage.scan import committed_steps
-from .policies import KeepPolicy, ResumePolicy, SavePolicy, checked_step
-from .restore import Resumption
-from .retention import Retention
-from .rollback import Rollback
+from ..saving.pipeline import InFlightSaves, SavePipeline
+from ..saving.report import SaveReport
+from .policies import SavePolicy, checked_step
+from .restore import Restorer
+from .run_context import RunContext, job_ranks
+from .stop_signals import StopSignals
 
 logger = logging.getLogger(__name__)
 
@@ -33,63 +30,51 @@ class CheckpointManager:
     Args:
         checkpointer: does the saving; owned and closed by the manager. None: nothing is saved or restored
             (`checkpoint=off`).
-        root: folder of the run's checkpoints.
-        names: how steps are named on disk.
-        fs: where effects go.
+        run: the folder of the checkpoints, the ranks, and deadlines.
         save: when to save.
-        keep: what to keep.
-        resume: where to begin.
+        restorer: loads what the run begins with; None without a checkpointer.
         overlap: what to do when a save comes while earlier ones hold all memory: `wait`, `skip` or `error`.
-        timeouts: deadlines.
         warn: `on_error: warn`; what keeps a save from beginning is then logged and reported, and not raised.
 
     Attributes:
         reports: one `SaveReport` per ended or skipped save, in order.
         idle: set by `close`: the step that was restored when none came after it, so that nothing was trained.
+        stopped_by: the signal by which `should_stop` ends the loop, or None.
     """
 
     def __init__(
         self,
         checkpointer: Checkpointer | None,
-        root: str,
-        names: StepNames,
-        fs: FsOps,
+        run: RunContext,
         save: SavePolicy,
-        keep: KeepPolicy,
-        resume: ResumePolicy,
+        restorer: Restorer | None,
         overlap: str,
-        timeouts: Timeouts,
         warn: bool,
     ) -> None:
         self._checkpointer = checkpointer
-        self._root = os.path.abspath(root)
-        self._names = names
-        self._fs = fs
+        self._run = run
+        self._ranks = run.ranks
+        self._timeouts = run.timeouts
         self._save_policy = save
         self._overlap = overlap
-        self._timeouts = timeouts
         self._warn = warn
         self._last_save = time.monotonic()
         self._seen: tuple[int, Mapping[Any, Any]] | None = None
         self._saved_step: int | None = None
         self._restored: int | None = None
         self._closed = False
-        self._ranks: Coordinator = LocalCoordinator() if checkpointer is None else checkpointer.ranks
         self._due = StepQuestions(self._ranks, "maybe_save")
         self._restores = Meetings(self._ranks, "restore")
         self.reports: list[SaveReport] = []
         self.idle: int | None = None
-        self._pending = PendingSaves(self.reports)
-        self._warned: set[str] = set()
-        if checkpointer is None:
+        self._saves = InFlightSaves()
+        self._signals: StopSignals | None = None
+        self.stopped_by: signal.Signals | None = None
+        if checkpointer is None or restorer is None:
             return
-        retention = Retention(fs, self._root, names, keep, self._warned)
-        ownership = Ownership(fs, self._root, names)
-        rollback = Rollback(fs, self._root, names, resume, ownership)
-        checkpointer.own(ownership, rollback.admit, retention.point_to, retention.delete_old)
-        self._resumption = Resumption(
-            checkpointer, self._ranks, fs, self._root, names, resume, rollback, save.ever, timeouts, self._warned
-        )
+        self._restorer = restorer
+        self._pipeline = cast(SavePipeline, checkpointer.saver)  # a manager is built with parts of ours
+        self._saves = self._pipeline.saves
 
     @property
     def enabled(self) -> bool:
@@ -98,11 +83,11 @@ class CheckpointManager:
 
     def path_of(self, step: int) -> str:
         """Where the checkpoint of a step is, or would be."""
-        return os.path.join(self._root, self._names.folder(checked_step(step)))
+        return self._run.path_of(checked_step(step))
 
     def steps(self) -> list[int]:
         """The steps of committed checkpoints, oldest first."""
-        return committed_steps(self._fs, self._root, self._names, self._warned)
+        return self._run.committed()
 
     def guard(self, optimizer: Any) -> None:
         """Let `optimizer.step()` wait for a snapshot that is still being copied. Needed by `zero_overhead` alone.
@@ -148,15 +133,15 @@ class CheckpointManager:
             return None
         self._ranks.world.check()
         self._ranks.world.warn_if_alone()
-        step = self._resumption.load(state, strict, allow_dtype_cast, self._restores)
+        step = self._restorer.load(state, strict, allow_dtype_cast, self._restores)
         if step is not None:
             self._ranks.resumed(step)
             self._due.restart(self._restores.tag)
             self._restored = step
-            here = os.path.realpath(self._resumption.loaded or "") == os.path.realpath(self.path_of(step))
+            here = os.path.realpath(self._restorer.loaded or "") == os.path.realpath(self.path_of(step))
             self._saved_step = step if here else None
             self._last_save = time.monotonic()
-            if self._save_policy.ever and self._seen is None:
+            if self._save_policy.enabled and self._seen is None:
                 self._prewarm_loaded(state)
         return step
 
@@ -192,10 +177,10 @@ class CheckpointManager:
     def _is_due(self, step: int) -> bool:
         policy = self._save_policy
         if self._ranks.world_size == 1 or policy.every_seconds is None:
-            return policy.due(step, time.monotonic() - self._last_save)
+            return policy.should_save(step, time.monotonic() - self._last_save)
         # The ranks' clocks differ, so rank 0's is asked.
         deadline, since = time.monotonic() + self._timeouts.waiting, self._last_save
-        return bool(self._due.ask(step, lambda: policy.due(step, time.monotonic() - since), deadline))
+        return bool(self._due.ask(step, lambda: policy.should_save(step, time.monotonic() - since), deadline))
 
     def save(self, step: int, state: Mapping[Any, Any]) -> bool:
         """Save now. Returns whether a save was started.
@@ -220,7 +205,7 @@ class CheckpointManager:
             self._collect()
         before, self._last_save = self._last_save, time.monotonic()
         try:
-            futures = self._checkpointer.save(state, self.path_of(step), may_wait=self._overlap == "wait")
+            _, save = self._pipeline.save(state, self.path_of(step), step=step, may_wait=self._overlap == "wait")
         except CheckpointBusyError as error:
             self._last_save = before
             text = f"step {step} came while an earlier save was still running"
@@ -231,19 +216,11 @@ class CheckpointManager:
             return self._skip(step, f"{text} (checkpoint.overlap=skip)")
         finally:
             if self._ranks.world_size > 1:
-                # The save itself tells of earlier ones that failed, so that all ranks hear of it together.
-                self._collect(only_told=True)
-        if futures is not None:
-            self._saved_step = step
-            self._pending.add(step, futures[1])
-            if futures[1].begun:
-                return True
-            self._collect(only_told=True)
-            return False
-        report = self._checkpointer.last_report
-        if report is not None:
-            self.reports.append(replace(report, step=step))
-            if report.outcome != "committed":
+                # The save itself raises what earlier ones failed with, so that it is raised on all ranks together.
+                self._collect(0)
+        if not (save.begun and self._pipeline.caller.in_other_process):  # it has ended
+            self._collect(0)
+            if save.report.outcome != "committed":
                 return False
         self._saved_step = step
         return True
@@ -267,13 +244,41 @@ class CheckpointManager:
         if self._checkpointer is not None:
             self._checkpointer.prewarm(state)
 
+    def stop_on_signals(self) -> None:
+        """From now on and until `close`, note SIGTERM, SIGINT and SIGUSR1 for `should_stop`, and do not end by them.
+
+        Call it on every rank, in the main thread. A SIGINT after another of these signals ends the process at once.
+        """
+        if self._signals is not None or self._closed:
+            return
+        # Without a checkpointer the ranks agree on nothing else, and have no coordinator.
+        ranks = self._ranks if self.enabled else job_ranks("stop_signals", self._timeouts)
+        self._signals = StopSignals(ranks, self._timeouts.stage, owns_ranks=not self.enabled)
+
+    def should_stop(self) -> bool:
+        """Whether a signal asks to stop: the same answer on all ranks. Call it once after every step.
+
+        When it is true, leave the loop: the end of the `with` block then saves the last step that `maybe_save` saw,
+        whatever `save.at_end` says, and takes no longer than `timeouts` allow. A signal is acted upon within about a
+        second and a step.
+
+        Raises:
+            CheckpointError: `stop_on_signals` was not called.
+            CheckpointTimeoutError: a rank did not call in time.
+            RanksError: a rank is dead, or has gone on without the call.
+        """
+        if self._signals is None:
+            raise CheckpointError("Call stop_on_signals() before the loop; should_stop() reports what it notes.")
+        self.stopped_by = self._signals.agreed()
+        return self.stopped_by is not None
+
     def wait(self) -> None:
         """Return when every save that was started is committed, or raise what went wrong.
 
         Raises:
             CheckpointTimeoutError: a save hung; see timeouts.write.
         """
-        self._pending.wait(self._timeouts.whole_save)
+        self._saves.wait(self._timeouts.whole_save)
         self._collect()
 
     def close(self) -> None:
@@ -287,12 +292,13 @@ class CheckpointManager:
         self._closed = True
         self._warn_if_idle()
         self._seen = None
-        if self._checkpointer is None:
-            return
         try:
-            self._checkpointer.close()
+            if self._checkpointer is not None:
+                self._checkpointer.close()
         finally:
-            self._collect(tell=False)
+            if self._signals is not None:
+                self._signals.close()
+            self._collect(math.inf, raises=False)
 
     def __enter__(self) -> CheckpointManager:
         return self
@@ -309,40 +315,42 @@ class CheckpointManager:
                 logger.error("while closing the checkpoint manager: %s", failure)
             return
         try:
-            if self._save_policy.at_end and self._seen is not None:
+            if (self._save_policy.at_end or self.stopped_by is not None) and self._seen is not None:
                 self._save_last(*self._seen)
         finally:
             self.close()
 
     def _warn_if_idle(self) -> None:
-        if self._restored is None or not self._save_policy.ever:
+        if self._restored is None or not self._save_policy.enabled:
             return  # what only evaluates has no steps
         if self._seen is None or self._seen[0] == self._restored:
             self.idle = self._restored
             if self._ranks.leads:
                 logger.warning(
-                    "restored step %d from %s and saw no further step: nothing was trained", self.idle, self._root
+                    "restored step %d from %s and saw no further step: nothing was trained", self.idle, self._run.root
                 )
 
     def _save_last(self, step: int, state: Mapping[Any, Any]) -> None:
         """Save the last step: `overlap` must not skip it, nor an earlier save's error keep it from being tried."""
-        self._pending.wait(self._timeouts.whole_save)
-        failures = self._pending.take_failures()
+        self._saves.wait(self._timeouts.whole_save)
+        failures = self._collect(math.inf, raises=False)
         try:
             self.save(step, state)
         finally:
             if failures:
                 raise failures[0]  # the others are in the log and in the reports
 
-    def _collect(self, tell: bool = True, only_told: bool = False) -> None:
+    def _collect(self, errors: float = 1, *, raises: bool = True) -> list[BaseException]:
         """Turn ended saves into reports, and raise the first error that nobody has seen yet.
 
         Args:
-            tell: False: raise nothing.
-            only_told: leave failures that nobody has seen for later.
+            errors: how many such errors are accounted for now; saves with further ones are left for later.
+            raises: False: return the errors instead.
         """
-        failed_steps, failure = self._pending.collect(only_told)
-        if self._saved_step in failed_steps:
+        reports, failures = self._saves.collect(errors)
+        self.reports += reports
+        if any(report.step == self._saved_step and report.outcome != "committed" for report in reports):
             self._saved_step = None
-        if failure is not None and tell:
-            raise failure
+        if failures and raises:
+            raise failures[0]
+        return failures

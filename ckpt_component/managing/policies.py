@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..errors import CheckpointConfigError, CheckpointStepError
-from ..spelling import closest
+from ..spelling import other_word
 from ..storage.names import MAX_STEP
 
 RESUME_WORDS = ("auto", "must", "never")
@@ -29,11 +29,7 @@ def checked_resume(value: int | str) -> int | str:
                 f"checkpoint.resume={value} is a URL, and checkpoints are loaded from local or mounted folders only."
             )
         return value
-    meant = closest(str(value), RESUME_WORDS)
-    raise CheckpointConfigError(
-        f"checkpoint.resume must be {', '.join(RESUME_WORDS)}, a step or a path, got {value}."
-        + (f" Did you mean checkpoint.resume={meant}?" if meant else "")
-    )
+    raise CheckpointConfigError(other_word("checkpoint.resume", value, RESUME_WORDS, ["a step", "a path"]))
 
 
 @dataclass(frozen=True)
@@ -51,11 +47,11 @@ class SavePolicy:
     at_end: bool = True
 
     @property
-    def ever(self) -> bool:
+    def enabled(self) -> bool:
         """Whether it saves at all, unasked."""
         return self.at_end or self.every_steps is not None or self.every_seconds is not None
 
-    def due(self, step: int, seconds_since_last: float) -> bool:
+    def should_save(self, step: int, seconds_since_last: float) -> bool:
         """Whether to save at this step."""
         if self.every_steps is not None and step % self.every_steps == 0:
             return True
@@ -63,19 +59,19 @@ class SavePolicy:
 
 
 @dataclass(frozen=True)
-class KeepPolicy:
-    """Keep the newest checkpoints, and some for ever.
+class RetentionPolicy:
+    """Keep the newest checkpoints, and some permanently.
 
     Attributes:
         last: how many of the newest; None: all.
-        every_steps: those whose step is a multiple stay for ever; None: none does.
+        every_steps: those whose step is a multiple are never deleted; None: none is.
     """
 
     last: int | None = 3
     every_steps: int | None = None
 
-    def victims(self, committed: Sequence[int]) -> list[int]:
-        """Which of the committed steps may go; never the newest."""
+    def to_delete(self, committed: Sequence[int]) -> list[int]:
+        """Which of the committed steps to delete; never the newest."""
         if self.last is None:
             return []
         old = sorted(committed)[: -max(self.last, 1)]
@@ -105,15 +101,6 @@ class ResumePolicy:
         if isinstance(self.choice, int) or self.searches or self.choice == "never":
             return None
         return os.path.abspath(os.path.expanduser(self.choice))
-
-    @classmethod
-    def parse(cls, value: str | int, rewind: bool = False) -> ResumePolicy:
-        """The policy of `checkpoint.resume` and `checkpoint.rewind`.
-
-        Raises:
-            CheckpointConfigError: any other text.
-        """
-        return cls(checked_resume(value), rewind)
 
 
 def checked_step(step: object) -> int:

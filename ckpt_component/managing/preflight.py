@@ -1,4 +1,4 @@
-"""Before the first step: can every rank write to the folder of the checkpoints? Better now than after hours."""
+"""Before the first step: check that every rank can write to the folder of the checkpoints."""
 
 from __future__ import annotations
 
@@ -6,41 +6,35 @@ import logging
 import time
 from typing import Any
 
-from ..coordination import Coordinator
 from ..errors import CheckpointConfigError, CheckpointError
-from ..saving.report import Timeouts
 from ..storage.fencing import Ownership
-from ..storage.fs import FsOps
+from ..storage.fs import FsOps, wait_visible
 from ..storage.names import TRIAL_PREFIX, new_token
 from ..storage.space import FULL
-from ..storage.visibility import wait_visible
+from .run_context import RunContext
 
 logger = logging.getLogger(__name__)
 
 
-def check_root(fs: FsOps, root: str, ranks: Coordinator, timeouts: Timeouts) -> None:
+def check_root(run: RunContext) -> None:
     """Make the folder where there is none, and a small file in it from every rank, which is deleted at once.
 
     Warns when another run that saves in the folder is alive on this host.
 
-    Args:
-        fs: where effects go.
-        root: absolute path of the folder.
-        ranks: how the ranks agree.
-        timeouts: until all have come, and until all see the folder.
-
     Raises:
         CheckpointConfigError: a rank cannot write there; the same on all ranks.
-        CheckpointTimeoutError: a rank did not come.
+        CheckpointTimeoutError: a rank did not take part.
     """
-    deadline = time.monotonic() + timeouts.stage + timeouts.visible
+    fs, root, ranks = run.fs, run.root, run.ranks
+    deadline = time.monotonic() + run.timeouts.stage + run.timeouts.visible
     try:
         # Rank 0 makes the folder, and the others find it.
         ranks.lead("root/made", lambda: _trial(fs, root, make=True), deadline)
-        ranks.pool("root/tried", None if ranks.leads else _said(fs, root, timeouts.visible), _refuse_failed, deadline)
+        failure = None if ranks.leads else _failure(fs, root, run.timeouts.visible)
+        ranks.pool("root/tried", failure, _refuse_failed, deadline)
     except CheckpointError as error:
         if type(error) is not CheckpointError:
-            raise  # a rank is gone, or did not come
+            raise  # a rank is dead, or did not take part
         raise CheckpointConfigError(str(error)) from error
     if ranks.leads:
         _warn_of_living_owner(fs, root)
@@ -77,7 +71,7 @@ def _trial(fs: FsOps, root: str, *, make: bool) -> None:
         ) from error
 
 
-def _said(fs: FsOps, root: str, visible: float) -> str | None:
+def _failure(fs: FsOps, root: str, visible: float) -> str | None:
     try:
         wait_visible(lambda: fs.is_folder(root), f"checkpoint.dir={root}", visible)
         _trial(fs, root, make=False)
@@ -86,7 +80,7 @@ def _said(fs: FsOps, root: str, visible: float) -> str | None:
     return None
 
 
-def _refuse_failed(said: list[Any]) -> None:
-    for rank, text in enumerate(said):
+def _refuse_failed(failures: list[Any]) -> None:
+    for rank, text in enumerate(failures):
         if text is not None:
             raise CheckpointError(f"On rank {rank}: {text}")

@@ -1,4 +1,4 @@
-"""Where a run begins: rank 0 looks what is committed, all ranks load the same step, and fall back together."""
+"""Where a run begins: rank 0 scans what is committed, all ranks load the same step, and fall back together."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import time
 from typing import Any
 
 from ..checkpointer import Checkpointer
-from ..coordination import Coordinator, Meetings
+from ..coordination import Meetings
 from ..errors import (
     CheckpointCorruptError,
     CheckpointError,
@@ -16,17 +16,15 @@ from ..errors import (
     CheckpointNotFoundError,
     CheckpointUnreadableError,
 )
-from ..saving.report import Timeouts
 from ..storage.cleanup import living_attempts, sweep
-from ..storage.fs import FsOps
-from ..storage.names import StepNames
-from ..storage.quarantine import quarantine
-from ..storage.scan import Scan, committed_under_other_names, repair_pointer, scan_steps
+from ..storage.fs import wait_visible
+from ..storage.layout import quarantine
+from ..storage.scan import Scan, committed_under_other_names, repair_pointer
 from ..storage.space import amount
-from ..storage.visibility import wait_visible
 from .lookup import refuse_absent_step, refuse_others, size_of_checkpoint, step_of_checkpoint
 from .policies import ResumePolicy
-from .rollback import Rollback, named
+from .rollback import Rollback
+from .run_context import RunContext, steps_text
 
 logger = logging.getLogger(__name__)
 
@@ -34,20 +32,15 @@ logger = logging.getLogger(__name__)
 _ORDER: tuple[type[CheckpointError], ...] = (CheckpointCorruptError, CheckpointUnreadableError, CheckpointLoadError)
 
 
-class Resumption:
+class Restorer:
     """Searches for the checkpoint to begin with.
 
     Args:
         checkpointer: loads.
-        ranks: how the ranks agree.
-        fs: where effects go.
-        root: folder of the run's checkpoints.
-        names: how steps are named on disk.
+        run: that begins.
         policy: which steps to try.
         rollback: what becomes of those that follow.
         saves: whether the run is going to save by itself.
-        timeouts: deadlines.
-        warned: what was warned about already; see `committed_steps`.
 
     Attributes:
         loaded: the path of the checkpoint that was loaded last.
@@ -56,27 +49,16 @@ class Resumption:
     def __init__(
         self,
         checkpointer: Checkpointer,
-        ranks: Coordinator,
-        fs: FsOps,
-        root: str,
-        names: StepNames,
+        run: RunContext,
         policy: ResumePolicy,
         rollback: Rollback,
         saves: bool,
-        timeouts: Timeouts,
-        warned: set[str],
     ) -> None:
         self._checkpointer = checkpointer
-        self._ranks = ranks
-        self._fs = fs
-        self._root = root
-        self._names = names
+        self._run = run
         self._policy = policy
         self._rollback = rollback
         self._saves = saves
-        self._timeouts = timeouts
-        self._warned = warned
-        self._size: tuple[int, bool] = (0, False)
         self.loaded: str | None = None
 
     def load(self, state: dict[str, Any], strict: bool, allow_dtype_cast: bool, meetings: Meetings) -> int | None:
@@ -91,14 +73,44 @@ class Resumption:
             allow_dtype_cast: let the state's tensors take values of another dtype.
             meetings: where all ranks meet that restore.
         """
-        deadline = time.monotonic() + self._timeouts.stage + self._timeouts.close
-        more = {"allow_dtype_cast": True} if allow_dtype_cast else {}  # a reader of one's own may not know it
+        deadline = time.monotonic() + self._run.timeouts.stage + self._run.timeouts.close
+        options = {"strict": strict}
+        if allow_dtype_cast:
+            options["allow_dtype_cast"] = True  # a reader of one's own may not know it
         candidates, committed, suspects, occupied = meetings.ask(None, lambda _: self._look(), deadline)
         tag = meetings.tag
+        step, path = self._load_first(candidates, suspects, state, tag, options)
+        later = [other for other in occupied if step is None or other > step]
+        moved = self._tidy_together(suspects, committed, later if self._policy.rewind else [], tag)
+        left = [other for other in later if other not in moved]
+        if self._run.ranks.leads and step is None:
+            never = self._policy.choice == "never"
+            why = "checkpoint.resume=never" if never else f"no checkpoint in {self._run.root}"
+            logger.info("%s: starting from scratch", why)
+        elif self._run.ranks.leads and left:
+            logger.warning(
+                "resumed from step %d although %s follow(s); saving those steps again will be refused "
+                "(checkpoint.rewind=true retires them)",
+                step,
+                steps_text(left),
+            )
+        self.loaded = path
+        self._rollback.settled = self._saves
+        return step
+
+    def _load_first(
+        self,
+        candidates: list[tuple[int, str]],
+        suspects: list[int],
+        state: dict[str, Any],
+        tag: str,
+        options: dict[str, bool],
+    ) -> tuple[int | None, str | None]:
+        """Load the first candidate that is whole, and add the damaged ones before it to the suspects."""
         for number, (step, path) in enumerate(candidates):
             started = time.perf_counter()
             try:
-                self._load_together(path, state, f"{tag}/{number}", strict=strict, **more)
+                size = self._load_together(path, state, f"{tag}/{number}", options)
             except CheckpointCorruptError as error:
                 if number + 1 == len(candidates):
                     raise
@@ -107,28 +119,10 @@ class Resumption:
                 if not isinstance(error, CheckpointUnreadableError):
                     suspects.append(step)
                 continue
-            self._log_loaded(step, path, time.perf_counter() - started)
-            later = [other for other in occupied if other > step]
-            moved = self._tidy_together(suspects, committed, later if self._policy.rewind else [], tag)
-            left = [other for other in later if other not in moved]
-            if left and self._ranks.leads:
-                logger.warning(
-                    "resumed from step %d although %s follow(s); saving those steps again will be refused "
-                    "(checkpoint.rewind=true retires them)",
-                    step,
-                    named(left),
-                )
-            self.loaded = path
-            self._rollback.settled = self._saves
-            return int(step)
-        self._tidy_together(suspects, committed, occupied if self._policy.rewind else [], tag)
-        if self._ranks.leads:
-            never = self._policy.choice == "never"
-            why = "checkpoint.resume=never" if never else f"no checkpoint in {self._root}"
-            logger.info("%s: starting from scratch", why)
-        self.loaded = None
-        self._rollback.settled = self._saves
-        return None
+            if self._run.ranks.leads:
+                self._log_loaded(step, path, time.perf_counter() - started, *size)
+            return step, path
+        return None, None
 
     def _look(self) -> list[Any]:
         """On the leading rank.
@@ -138,7 +132,7 @@ class Resumption:
             save would meet.
         """
         self._clean_up()
-        scan = scan_steps(self._fs, self._root, self._names)
+        scan = self._run.scan()
         bad = {**scan.damaged, **scan.torn, **scan.unusable}
         for step, why in sorted(bad.items()):
             logger.error("step %d is not a usable checkpoint: %s", step, why)
@@ -146,7 +140,7 @@ class Resumption:
             logger.warning("%s; it is no checkpoint, and left alone", why)
         for why in scan.foreign.values():
             logger.warning("%s, so it is not taken for a checkpoint of this run and left alone", why)
-        self._warned.update(bad.values(), scan.foreign.values())
+        self._run.warned.update(bad.values(), scan.foreign.values())
         candidates = self._candidates(scan)
         if self._saves and not self._policy.searches and not self._policy.rewind:
             chosen = candidates[0][0] if candidates else None
@@ -157,50 +151,43 @@ class Resumption:
     def _candidates(self, scan: Scan) -> list[tuple[int, str]]:
         policy, bad = self._policy, {**scan.damaged, **scan.torn, **scan.unusable}
         if policy.path is not None:
-            return [(step_of_checkpoint(self._fs, policy.path), policy.path)]
-        other = committed_under_other_names(self._fs, self._root, self._names)
+            return [(step_of_checkpoint(self._run.fs, policy.path), policy.path)]
+        other = committed_under_other_names(self._run.fs, self._run.root, self._run.names)
         if isinstance(policy.choice, int):
             if policy.choice in bad:
                 raise _kind_of(policy.choice, scan)(
                     f"checkpoint.resume={policy.choice}, and that checkpoint cannot be used: {bad[policy.choice]}"
                 )
-            refuse_absent_step(policy.choice, scan.committed, self._root, other)
-            return [(policy.choice, self._path_of(policy.choice))]
+            refuse_absent_step(policy.choice, scan.committed, self._run.root, other)
+            return [(policy.choice, self._run.path_of(policy.choice))]
         if policy.choice == "never":
             return []
-        # A folder that has a manifest was a checkpoint once. To begin from scratch beside it is nobody's wish.
+        # A folder that has a manifest was a checkpoint once, so starting from scratch beside it is surely not meant.
         lost = {**scan.damaged, **scan.unusable}
         if lost and not scan.committed:
             newest = max(lost)
             raise _kind_of(newest, scan)(
-                f"{self._root} holds checkpoints, and none that can be used; the newest: {lost[newest]} To start from "
-                "scratch, use checkpoint.resume=never with another checkpoint.dir, or with checkpoint.rewind=true."
+                f"{self._run.root} holds checkpoints, and none that can be used; the newest: {lost[newest]} To start "
+                "from scratch, use checkpoint.resume=never with another checkpoint.dir, or with checkpoint.rewind=true."
             )
         if scan.committed:
             if other is not None:
                 logger.warning(
                     "%s also holds checkpoints up to step %d of checkpoint.naming=%s, which are not looked at",
-                    self._root,
+                    self._run.root,
                     other[1][-1],
                     other[0],
                 )
-            return [(step, self._path_of(step)) for step in reversed(scan.committed)]
-        refuse_others(self._fs, self._root, scan, self._names, other)
+            return [(step, self._run.path_of(step)) for step in reversed(scan.committed)]
+        refuse_others(self._run, scan, other)
         if policy.choice == "must":
             raise CheckpointNotFoundError(
-                f"checkpoint.resume=must, but {self._root} has no committed checkpoint; "
+                f"checkpoint.resume=must, but {self._run.root} has no committed checkpoint; "
                 "use resume=auto to start from scratch."
             )
         return []
 
-    def _path_of(self, step: int) -> str:
-        return os.path.join(self._root, self._names.folder(step))
-
-    def _log_loaded(self, step: int, path: str, seconds: float) -> None:
-        """One line on the leading rank: what was loaded."""
-        if not self._ranks.leads:
-            return
-        size, checksums = self._size
+    def _log_loaded(self, step: int, path: str, seconds: float, size: int, checksums: bool) -> None:
         if not checksums:
             verified = "not verified: it has no checksums"
         else:
@@ -215,71 +202,74 @@ class Resumption:
         """
         if self._policy.choice == "never" and not later:
             return []
-        deadline = time.monotonic() + self._timeouts.stage
-        return list(self._ranks.lead(f"{tag}/tidy", lambda: self._tidy(suspects, committed, later), deadline))
+        deadline = time.monotonic() + self._run.timeouts.stage
+        return list(self._run.ranks.lead(f"{tag}/tidy", lambda: self._tidy(suspects, committed, later), deadline))
 
     def _tidy(self, suspects: list[int], committed: list[int], later: list[int]) -> list[int]:
         moved = self._rollback.retire(later)
         for step in sorted(set(suspects) - set(moved)):
-            path = self._path_of(step)
+            path = self._run.path_of(step)
             try:
-                target = quarantine(self._fs, path)
+                target = quarantine(self._run.fs, path)
             except OSError as error:
                 logger.error("%s is damaged and could not be put out of the way: %s", path, error)
                 continue
             logger.error("%s is damaged; it is kept as %s, which nothing uses or deletes", path, target)
             moved.append(step)
-        repair_pointer(self._fs, self._root, self._names, [step for step in committed if step not in moved])
+        repair_pointer(self._run.fs, self._run.root, self._run.names, [step for step in committed if step not in moved])
         return moved
 
-    def _load_together(self, path: str, state: dict[str, Any], tag: str, **options: bool) -> None:
+    def _load_together(self, path: str, state: dict[str, Any], tag: str, options: dict[str, bool]) -> tuple[int, bool]:
         """Load a checkpoint on all ranks; what fails on one fails on all, and corrupt bytes are the worst.
 
-        `options` are those of `Checkpointer.load`.
+        Returns:
+            On the leading rank the bytes of the checkpoint, and whether it has checksums.
         """
+        run, size = self._run, (0, False)
         failure: Exception | None = None
         try:
-            if self._ranks.leads:
-                self._size = size_of_checkpoint(self._fs, path)
+            if run.ranks.leads:
+                size = size_of_checkpoint(run.fs, path)
             else:
                 # A path that was named may be that of a file.
-                wait_visible(lambda: self._fs.is_folder(path) or os.path.isfile(path), path, self._timeouts.visible)
+                wait_visible(lambda: run.fs.is_folder(path) or os.path.isfile(path), path, run.timeouts.visible)
             self._checkpointer.load_to_resume(path, state, **options)
         except Exception as error:
             failure = error
-        if self._ranks.world_size == 1:
+        if run.ranks.world_size == 1:
             if failure is not None:
                 raise failure
-            return
-        said = None if failure is None else [_ORDER.index(_named(failure)), str(failure)]
+            return size
+        outcome = None if failure is None else [_ORDER.index(_kind_of_failure(failure)), str(failure)]
         # As long as the slowest rank needs to read its part.
-        deadline = time.monotonic() + self._timeouts.stage + self._timeouts.write
-        told = self._ranks.pool(tag, said, _first_failure, deadline)
-        if told is not None:
-            raise _ORDER[told[0]](told[1]) from failure
+        deadline = time.monotonic() + run.timeouts.stage + run.timeouts.write
+        worst = run.ranks.pool(tag, outcome, _worst_failure, deadline)
+        if worst is not None:
+            raise _ORDER[worst[0]](worst[1]) from failure
+        return size
 
     def _clean_up(self) -> None:
         """Wait, bounded, for what a dead run's writer still finishes; then delete what dead runs left."""
-        deadline = time.monotonic() + self._timeouts.close
-        said = False
-        while living := living_attempts(self._fs, self._root, self._names):
-            if not said:
+        deadline = time.monotonic() + self._run.timeouts.close
+        logged = False
+        while living := living_attempts(self._run.fs, self._run.root, self._run.names):
+            if not logged:
                 logger.info(
                     "waiting up to %g s for a checkpoint that another process finishes: %s",
-                    self._timeouts.close,
+                    self._run.timeouts.close,
                     living,
                 )
-                said = True
+                logged = True
             if time.monotonic() > deadline:
                 logger.warning("%s is still being written by another process; going on without it", living)
                 break
             time.sleep(0.05)
-        for name in sweep(self._fs, self._root, self._names):
+        for name in sweep(self._run.fs, self._run.root, self._run.names):
             logger.info("deleted %s, which a dead run left", name)
 
 
-def _named(failure: Exception) -> type[CheckpointError]:
-    """Under which of these the other ranks hear of a failure."""
+def _kind_of_failure(failure: Exception) -> type[CheckpointError]:
+    """The error type under which the other ranks learn of a failure."""
     for kind in (CheckpointUnreadableError, CheckpointCorruptError):
         if isinstance(failure, kind):
             return kind
@@ -290,9 +280,9 @@ def _kind_of(step: int, scan: Scan) -> type[CheckpointError]:
     return CheckpointUnreadableError if step in scan.unusable else CheckpointCorruptError
 
 
-def _first_failure(said: list[Any]) -> Any:
-    """The failure that all ranks are to hear of, and which rank's it is."""
-    failures = [(order, rank, text) for rank, (order, text) in ((r, each) for r, each in enumerate(said) if each)]
+def _worst_failure(outcomes: list[Any]) -> Any:
+    """The failure that all ranks raise, with its rank in the text; None when every rank loaded its part."""
+    failures = [(outcome[0], rank, outcome[1]) for rank, outcome in enumerate(outcomes) if outcome is not None]
     if not failures:
         return None
     order, rank, text = min(failures)

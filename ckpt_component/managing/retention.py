@@ -1,15 +1,14 @@
-"""After a commit: the pointer to the newest checkpoint is set, and checkpoints that `keep` has no room for go."""
+"""After a commit: update the latest-pointer, and delete checkpoints that retention no longer keeps."""
 
 from __future__ import annotations
 
 import logging
 import os
 
-from ..storage.cleanup import discard
-from ..storage.fs import FsOps
-from ..storage.names import StepNames
-from ..storage.scan import committed_steps, write_pointer
-from .policies import KeepPolicy
+from ..storage.layout import discard
+from ..storage.scan import write_pointer
+from .policies import RetentionPolicy
+from .run_context import RunContext
 
 logger = logging.getLogger(__name__)
 
@@ -18,38 +17,32 @@ class Retention:
     """Keeps one run's folder of checkpoints in order; on rank 0 alone.
 
     Args:
-        fs: where effects go.
-        root: folder of the run's checkpoints.
-        names: how steps are named on disk.
-        keep: what to keep.
-        warned: what was warned about already; see `committed_steps`.
+        run: whose folder it is.
+        policy: what to keep.
     """
 
-    def __init__(self, fs: FsOps, root: str, names: StepNames, keep: KeepPolicy, warned: set[str]) -> None:
-        self._fs = fs
-        self._root = root
-        self._names = names
-        self._keep = keep
-        self._warned = warned
+    def __init__(self, run: RunContext, policy: RetentionPolicy) -> None:
+        self._run = run
+        self._policy = policy
 
     def point_to(self, path: str) -> None:
         """Set the pointer to a new checkpoint. A failure is a warning: the checkpoint itself is committed."""
-        step = self._names.step(os.path.basename(path))
+        step = self._run.names.step(os.path.basename(path))
         if step is None:
             return
         try:
-            write_pointer(self._fs, self._root, self._names, step)
+            write_pointer(self._run.fs, self._run.root, self._run.names, step)
         except OSError as error:
             logger.warning("step %d is committed, but its pointer file could not be written: %s", step, error)
 
     def delete_old(self, path: str) -> None:
-        """Delete what `keep` has no room for beside a new checkpoint; a failure is a warning."""
-        step = self._names.step(os.path.basename(path))
+        """Delete what the policy no longer keeps beside a new checkpoint. A failure is a warning."""
+        step = self._run.names.step(os.path.basename(path))
         if step is None:
             return
         try:
-            for victim in self._keep.victims(committed_steps(self._fs, self._root, self._names, self._warned)):
-                logger.info("deleting the checkpoint of step %d (checkpoint.keep)", victim)
-                discard(self._fs, os.path.join(self._root, self._names.folder(victim)))
+            for old in self._policy.to_delete(self._run.committed()):
+                logger.info("deleting the checkpoint of step %d (checkpoint.keep)", old)
+                discard(self._run.fs, self._run.path_of(old))
         except OSError as error:
-            logger.warning("step %d is committed, but older ones could not be looked through: %s", step, error)
+            logger.warning("step %d is committed, but listing or deleting older checkpoints failed: %s", step, error)

@@ -8,22 +8,19 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 from collections.abc import Iterable
 
 from ..errors import CheckpointExistsError, CheckpointSaveError
+from ..spelling import typed
 from ..storage.commit import refuse_existing
 from ..storage.fencing import Owner, Ownership
-from ..storage.fs import FsOps
-from ..storage.names import StepNames
-from ..storage.quarantine import quarantine
-from ..storage.scan import read_pointer, scan_steps
+from ..storage.layout import quarantine
+from ..storage.scan import read_pointer
 from .policies import ResumePolicy
+from .run_context import RunContext, steps_text
 
 logger = logging.getLogger(__name__)
 
-#: How many steps a message names one by one.
-_NAMED = 8
 #: By these torchrun and Slurm count how often they started a job again.
 _RESTARTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
 _RESTORE_ONLY = "A script that only restores sets checkpoint.save.every_steps=null checkpoint.save.at_end=false."
@@ -33,20 +30,17 @@ class Rollback:
     """Decides on rank 0, for one run's folder of checkpoints.
 
     Args:
-        fs: where effects go.
-        root: folder of the run's checkpoints.
-        names: how steps are named on disk.
+        run: whose folder it is.
         policy: where the run begins, and whether it may retire what follows.
-        ownership: of the root.
+        ownership: of the folder.
 
     Attributes:
         settled: a restore has dealt with what follows, so that the first save need not.
     """
 
-    def __init__(self, fs: FsOps, root: str, names: StepNames, policy: ResumePolicy, ownership: Ownership) -> None:
-        self._fs = fs
-        self._root = root
-        self._names = names
+    def __init__(self, run: RunContext, policy: ResumePolicy, ownership: Ownership) -> None:
+        self._run = run
+        self._root = run.root
         self._policy = policy
         self._ownership = ownership
         self.settled = False
@@ -64,7 +58,7 @@ class Rollback:
         later = sorted(later)
         if not later:
             return
-        steps = f"{'step' if len(later) == 1 else 'steps'} {named(later)}"
+        steps = f"{'step' if len(later) == 1 else 'steps'} {steps_text(later)}"
         retire = "to retire them (they are renamed, not deleted), checkpoint.rewind=true"
         if step is None:
             text = (
@@ -72,7 +66,7 @@ class Rollback:
                 f"type checkpoint.resume=auto; to keep them, a new checkpoint.dir; {retire}."
             )
         else:
-            path = self._policy.path or os.path.join(self._root, self._names.folder(step))
+            path = self._policy.path or self._run.path_of(step)
             text = (
                 f"checkpoint.resume={self._policy.choice}, and in {self._root} {steps} would follow step {step}. To "
                 f"keep them, type {typed('checkpoint.resume', path)} checkpoint.dir=<new folder>; {retire}; to go on "
@@ -97,26 +91,27 @@ class Rollback:
         if restart is not None:
             raise CheckpointExistsError(
                 f"checkpoint.rewind=true retires nothing in a job that was restarted ({restart}), because "
-                f"{named(steps)} in {self._root} may be its own. To go on from the newest, type checkpoint.resume=auto "
-                "checkpoint.rewind=false; to go back once more, start a new job."
+                f"{steps_text(steps)} in {self._root} may be its own. To go on from the newest, type "
+                "checkpoint.resume=auto checkpoint.rewind=false; to go back once more, start a new job."
             )
         other = self._ownership.neighbor()
         if other is not None and other.alive:
             raise CheckpointSaveError(
-                f"checkpoint.rewind=true would retire {named(steps)} in {self._root}, and {self._runs(other)}. "
+                f"checkpoint.rewind=true would retire {steps_text(steps)} in {self._root}, and {self._runs(other)}. "
                 "End it first, or use another checkpoint.dir."
             )
-        pointer = os.path.join(self._root, self._names.pointer)
+        pointer = os.path.join(self._root, self._run.names.pointer)
         try:
             self._ownership.claim()
-            if read_pointer(self._fs, self._root, self._names) in steps:
-                self._fs.unlink(pointer)  # what is left is pointed to afterwards
+            if read_pointer(self._run.fs, self._root, self._run.names) in steps:
+                self._run.fs.unlink(pointer)  # what is left is pointed to afterwards
             for step in reversed(steps):
-                target = quarantine(self._fs, os.path.join(self._root, self._names.folder(step)))
+                target = quarantine(self._run.fs, self._run.path_of(step))
                 logger.info("retired step %d (checkpoint.rewind=true): kept as %s", step, target)
         except OSError as error:
             raise CheckpointSaveError(
-                f"checkpoint.rewind=true could not retire {named(steps)} in {self._root}: {error}.", error.errno
+                f"checkpoint.rewind=true could not retire {steps_text(steps)} in {self._root}: {error}.",
+                error.errno,
             ) from error
         return steps
 
@@ -131,17 +126,17 @@ class Rollback:
             self._settle(path)
             self.settled = True
         try:
-            refuse_existing(path, by_rename=self._fs.atomic_rename)
+            refuse_existing(path, by_rename=self._run.fs.atomic_rename)
         except CheckpointExistsError as error:
             raise CheckpointExistsError(self._beside_others(str(error))) from error
 
     def _settle(self, path: str) -> None:
         folder, name = os.path.split(path)
-        step = self._names.step(name)
+        step = self._run.names.step(name)
         if step is None or folder != self._root:
             return
         try:
-            occupied = scan_steps(self._fs, self._root, self._names).occupied
+            occupied = self._run.scan().occupied
         except OSError as error:
             raise CheckpointSaveError(f"{self._root} cannot be listed: {error}.", error.errno) from error
         never = self._policy.choice == "never"
@@ -154,7 +149,7 @@ class Rollback:
             raise CheckpointExistsError(
                 self._beside_others(
                     f"Step {step} is the first that this run saves, and {self._root} holds checkpoints of steps "
-                    f"{named(sorted(later))}. To go on from the newest, call restore() before training, with "
+                    f"{steps_text(sorted(later))}. To go on from the newest, call restore() before training, with "
                     "checkpoint.resume=auto; to keep them, type a new checkpoint.dir; to retire them (they are "
                     "renamed, not deleted), checkpoint.rewind=true."
                 )
@@ -172,19 +167,3 @@ class Rollback:
     @staticmethod
     def _runs(other: Owner) -> str:
         return f"{other} {'still runs' if other.alive else 'may still run'}"
-
-
-def typed(key: str, path: str) -> str:
-    """`key=path` as it is typed in a shell for Hydra."""
-    if re.fullmatch(r"[\w/.+@%:-]+", path):
-        return f"{key}={path}"
-    quoted = path.replace("\\", "\\\\").replace('"', '\\"')
-    return f"'{key}=\"{quoted}\"'"
-
-
-def named(steps: list[int]) -> str:
-    """Steps for a message; the first and the last of many."""
-    shown = list(map(str, steps))
-    if len(shown) > _NAMED:
-        shown = [*shown[: _NAMED - 1], f"... ({len(steps)} in all), {shown[-1]}"]
-    return ", ".join(shown)

@@ -1,7 +1,7 @@
-"""Columns of numbers, one for each of many tensors, handled by one thread.
+"""Columns of integers, one for each of many tensors, handled by one thread.
 
-Some of torch's operations, such as an index by numbers, wake all of its threads for a few thousand numbers: 8 ms on two
-cores where a copy of 20,000 numbers takes 0.2 ms. A save or a load has a dozen such columns.
+Some of torch's operations, such as `column[numbers]`, wake all of its threads for a few thousand numbers, which takes
+longer than the operation.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ Row = TypeVar("Row", bound=tuple[Any, ...])
 
 
 def rows_of(kind: type[Row], *columns: Iterable[Any]) -> Iterator[Row]:
-    """Named tuples of columns, one for each field: their own constructor is Python, and takes twice the time."""
+    """Named tuples of columns, one for each field; faster than their own constructor, which is Python."""
     return map(partial(tuple.__new__, kind), zip(*columns, strict=False))
 
 
 def column_of(values: Iterable[int]) -> torch.Tensor:
-    """Integers below 2^63 as a column, int64; a third of the time that `torch.tensor` takes.
+    """Integers below 2^63 as a column, int64; faster than `torch.tensor`.
 
     Raises:
         OverflowError: one has more bits.

@@ -1,179 +1,165 @@
 """The beginning of a save: all ranks agree that it takes place, before anything is copied.
 
 It is the one moment at which training waits for other ranks: each says where it wants to save, whether its state has
-changed its structure, and what went wrong; rank 0 looks whether the path is free and gives the attempt its token.
+changed its structure, and what went wrong; rank 0 checks that the path is free and gives the attempt its token.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from typing import TypedDict, cast
 
 from ..coordination import Coordinator, Meetings
-from ..errors import CheckpointSaveError, CheckpointStallError, RanksError
-from ..storage.commit import refuse_existing
+from ..errors import (
+    CheckpointSaveError,
+    CheckpointStallError,
+    CheckpointTimeoutError,
+    RanksError,
+    describe_error,
+    ranks_failed,
+)
 from ..storage.names import new_token
+from .transaction import PendingSave
 
 
-@dataclass(frozen=True)
-class Proposal:
-    """What one rank says about the next save.
+class SaveProposal(TypedDict, total=False):
+    """What one rank says about the next save, as JSON values.
 
     Attributes:
         path: where to, absolute.
         changed: its state has to be planned anew.
         error: why it cannot take part.
-        untold: earlier saves whose failure its caller has not been told, by number.
+        cause: the error's type.
+        failed: earlier saves whose error its caller has not seen, as numbers and texts.
         busy: it would have to wait for an earlier save, and must not (`overlap`).
-        stalled: what it waited for in vain, as long as training may wait.
+        stalled: what it has waited for, as long as training may wait.
     """
 
     path: str
-    changed: bool = False
-    error: Exception | None = None
-    untold: Mapping[int, str] = field(default_factory=dict)
-    busy: bool = False
-    stalled: str | None = None
-
-    def as_message(self) -> dict[str, Any]:
-        """As plain JSON."""
-        return {
-            "path": self.path,
-            "changed": self.changed,
-            "error": None if self.error is None else f"{type(self.error).__name__}: {self.error}",
-            "untold": {str(number): text for number, text in self.untold.items()},
-            "busy": self.busy,
-            "stalled": self.stalled,
-        }
+    changed: bool
+    error: str
+    cause: str
+    failed: list[tuple[int, str]]
+    busy: bool
+    stalled: str
 
 
-@dataclass(frozen=True)
-class Agreement:
-    """What the ranks agreed on.
+class SaveDecision(TypedDict, total=False):
+    """What the ranks agreed on, as JSON values.
 
     Attributes:
         token: names the attempt.
         replan: a rank's state has another structure than before.
-        untold: instead of all that: the number of an earlier save that failed, and why. All ranks raise that first.
-        busy: instead of all that: a rank would have to wait for an earlier save.
+        failed: instead of a token: the number of an earlier save that failed, and why. All ranks raise that first.
     """
 
-    token: str = ""
-    replan: bool = False
-    untold: tuple[int, str] | None = None
-    busy: bool = False
+    token: str
+    replan: bool
+    failed: tuple[int, str]
 
 
-class Schedule:
-    """Numbers the saves of a checkpointer.
+class SaveAdmission:
+    """Numbers the saves of a checkpointer, and lets the ranks agree on each.
 
     Args:
         ranks: who has to agree.
-        bounded: training must not wait beyond the deadline, not even for storage that hangs.
-        by_rename: how saves are committed, and so what stands in the way of one (`refuse_existing`).
-
-    Attributes:
-        admit: called on the leading rank with the path of every save, in place of `refuse_existing`.
+        check_path: called on the leading rank with the path of every save; what it raises stops the save.
+        max_stall: seconds that a save may keep training waiting, even where storage hangs; None: no limit.
     """
 
-    def __init__(self, ranks: Coordinator, *, bounded: bool, by_rename: bool) -> None:
+    def __init__(self, ranks: Coordinator, check_path: Callable[[str], None], max_stall: float | None) -> None:
         self._ranks = ranks
-        self._bounded = bounded
-        self._by_rename = by_rename
+        self._check_path = check_path
+        self._max_stall = max_stall
         self._meetings = Meetings(ranks, "save")
-        self.admit: Callable[[str], None] | None = None
 
-    @property
-    def number(self) -> int:
-        """Of the last save that was proposed, from 1; alike on all ranks."""
-        return self._meetings.number
-
-    def agree(self, mine: Proposal, deadline: float) -> Agreement:
-        """Agree on the next save.
+    def decide(self, save: PendingSave, proposal: SaveProposal, deadline: float) -> SaveDecision:
+        """Agree on the next save, which gets its number; an empty decision says that a rank is busy.
 
         Args:
-            mine: what this rank says.
+            save: with its error, if this rank cannot take part.
+            proposal: what else this rank says.
             deadline: monotonic seconds; what is not agreed then does not take place, on any rank.
 
         Raises:
             CheckpointExistsError: the path is taken.
             RanksError: a rank cannot take part, or has gone on without this save; with one rank its own error instead.
-            CheckpointStallError: a rank waited in vain for what it needs.
+            CheckpointStallError: a rank waited too long for what it needs.
             CheckpointTimeoutError: a rank did not come.
         """
-        if mine.error is not None and self._ranks.world_size == 1:
-            self._meetings.number += 1
-            raise mine.error
-        look_until = deadline if self._bounded else None
+        error, proposal["path"] = save.error, save.path
+        if error is not None:
+            proposal["error"], proposal["cause"] = describe_error(error), type(error).__name__
+            if self._ranks.world_size == 1:
+                raise error
         try:
-            agreed = self._meetings.ask(
-                mine.as_message(), lambda said: _decide(said, self._refuse_taken, look_until), deadline, mine.path
-            )
+            decision = self._meetings.ask(proposal, partial(self._decide, deadline), deadline, save.path)
         except RanksError as failure:
-            raise failure from mine.error
-        told = agreed["untold"]
-        return Agreement(
-            agreed["token"], agreed["replan"], None if told is None else (told[0], told[1]), agreed["busy"]
-        )
+            raise failure from error
+        except CheckpointTimeoutError as late:
+            if self._max_stall is None or isinstance(late, CheckpointStallError):
+                raise
+            limit = f"Training waits {self._max_stall:g} s at most (checkpoint.max_stall_s)."
+            raise CheckpointStallError(f"{save.path} was not saved: {late} {limit}") from late
+        finally:
+            save.number = self._meetings.number
+        return cast(SaveDecision, decision)
 
-    def _refuse_taken(self, path: str) -> None:
-        if self.admit is None:
-            refuse_existing(path, by_rename=self._by_rename)
+    def _decide(self, deadline: float, proposals: list[SaveProposal]) -> SaveDecision:
+        """On the leading rank: what becomes of a save, from what every rank proposes."""
+        failures, causes, stalled = dict[int, str](), dict[int, str](), dict[int, str]()
+        paths, earlier = dict[str, int](), dict[int, str]()
+        replan = busy = False
+        for rank, proposal in enumerate(proposals):
+            paths.setdefault(proposal["path"], rank)
+            replan = replan or proposal.get("changed", False)
+            busy = busy or proposal.get("busy", False)
+            earlier.update(proposal.get("failed", ()))
+            if "error" in proposal:
+                failures[rank], causes[rank] = proposal["error"], proposal["cause"]
+            if "stalled" in proposal:
+                stalled[rank] = proposal["stalled"]
+        if failures:
+            raise ranks_failed(failures, causes=causes)
+        if len(paths) > 1:
+            (first, rank), (other, other_rank) = sorted(paths.items())[:2]
+            raise CheckpointSaveError(
+                f"The ranks must save to one path, and rank {rank} named {first}, rank {other_rank} {other}. save "
+                "must be called on every rank for the same step."
+            )
+        path = next(iter(paths))
+        if earlier:
+            number = min(earlier)
+            return {"failed": (number, earlier[number])}
+        if busy:
+            return {}
+        if stalled:
+            rank, text = next(iter(stalled.items()))
+            on = "" if len(proposals) == 1 else f" on rank {rank}"
+            raise CheckpointStallError(f"{path} was not saved: no staging memory became free{on} within {text}")
+        if self._max_stall is None:
+            self._check_path(path)
         else:
-            self.admit(path)
+            self._check_path_until(path, deadline)
+        return {"token": new_token(), "replan": replan}
 
+    def _check_path_until(self, path: str, deadline: float) -> None:
+        """`check_path` on a thread that is left behind when the storage does not answer."""
+        failures: list[Exception] = []
 
-def _decide(
-    said: list[dict[str, Any]], refuse_taken: Callable[[str], None], look_until: float | None
-) -> dict[str, Any]:
-    """On the leading rank: what becomes of a save, from what every rank says."""
-    errors = {rank: each["error"] for rank, each in enumerate(said) if each["error"] is not None}
-    if errors:
-        named = " | ".join(f"rank {rank}: {text}" for rank, text in list(errors.items())[:8])
-        raise RanksError(f"Nothing was saved, because {len(errors)} of {len(said)} ranks failed. {named}", None, errors)
-    paths = sorted({each["path"] for each in said})
-    if len(paths) > 1:
-        where = [next(rank for rank, each in enumerate(said) if each["path"] == path) for path in paths[:2]]
-        raise CheckpointSaveError(
-            f"The ranks must save to one path, and rank {where[0]} named {paths[0]}, rank {where[1]} {paths[1]}. save "
-            "must be called on every rank for the same step."
-        )
-    answer: dict[str, Any] = {"token": "", "replan": False, "untold": None, "busy": False}
-    untold = {int(number): text for each in said for number, text in each["untold"].items()}
-    if untold:
-        first = min(untold)
-        return {**answer, "untold": [first, untold[first]]}
-    if any(each["busy"] for each in said):
-        return {**answer, "busy": True}
-    stalled = {rank: each["stalled"] for rank, each in enumerate(said) if each["stalled"] is not None}
-    if stalled:
-        rank, text = next(iter(stalled.items()))
-        who = "Training" if len(said) == 1 else f"Rank {rank}"
-        raise CheckpointStallError(f"{paths[0]} is not saved: {who} waited in vain for {text}.")
-    if look_until is None:
-        refuse_taken(paths[0])
-    else:
-        _refuse_taken_until(refuse_taken, paths[0], look_until)
-    return {**answer, "token": new_token(), "replan": any(each["changed"] for each in said)}
+        def check() -> None:
+            try:
+                self._check_path(path)
+            except Exception as error:
+                failures.append(error)
 
-
-def _refuse_taken_until(refuse_taken: Callable[[str], None], path: str, deadline: float) -> None:
-    """`refuse_taken` on a thread that is left behind when the storage does not answer."""
-    failures: list[Exception] = []
-
-    def look() -> None:
-        try:
-            refuse_taken(path)
-        except Exception as error:
-            failures.append(error)
-
-    looking = threading.Thread(target=look, name="ckpt-look", daemon=True)
-    looking.start()
-    looking.join(max(deadline - time.monotonic(), 0))
-    if looking.is_alive():
-        raise CheckpointStallError(f"{path} is not saved: its storage did not answer whether the path is free.")
-    if failures:
-        raise failures[0]
+        checking = threading.Thread(target=check, name="ckpt-look", daemon=True)
+        checking.start()
+        checking.join(max(deadline - time.monotonic(), 0))
+        if checking.is_alive():
+            raise CheckpointStallError(f"{path} was not saved: its storage did not answer whether the path is free.")
+        if failures:
+            raise failures[0]

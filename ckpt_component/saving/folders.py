@@ -1,4 +1,4 @@
-"""Folders as people write them: `~/checkpoints`, `$SCRATCH/run`."""
+"""Paths as people write them: `~/checkpoints`, `$SCRATCH/run`."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def expanded(path: str | os.PathLike[str], name: str) -> str:
     """
     text = os.fspath(path)
 
-    def value_of(found: re.Match[str]) -> str:
-        variable = found[1] or found[2]
+    def value_of(match: re.Match[str]) -> str:
+        variable = match[1] or match[2]
         if not os.environ.get(variable):
             raise CheckpointConfigError(
                 f"{name}={text}: the environment variable {variable} is not set; set it, or write the folder out."

@@ -1,6 +1,6 @@
 """One attempt to make a checkpoint: staging folder, this rank's write, the vote of all ranks, the commit.
 
-Runs on the saving thread. Every step is a question to the coordinator, so that all ranks learn one decision.
+It runs on the save thread. Every step is a question to the coordinator, so that all ranks learn one decision.
 """
 
 from __future__ import annotations
@@ -9,27 +9,34 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
-from ..callers.job import WriteJob
 from ..callers.write_callers import WriteCaller
-from ..coordination import Coordinator, ranks_failed
-from ..coordination.messages import pack, unpack
-from ..errors import CheckpointError, CheckpointSaveError, CheckpointStorageFullError, CheckpointTimeoutError
+from ..coordination import Coordinator
+from ..errors import (
+    CheckpointError,
+    CheckpointSaveError,
+    CheckpointStorageFullError,
+    CheckpointTimeoutError,
+    describe_error,
+    ranks_failed,
+)
 from ..formats.base import Writer
 from ..memory.gc_control import give_back_freed
-from ..stagers.snapshot import Comparison, Snapshot
+from ..options import ResolvedTimeouts
+from ..stagers.base import Snapshot
 from ..state.replicas import differing
 from ..storage import commit
 from ..storage.commit import Attempt
 from ..storage.fencing import Ownership
-from ..storage.fs import FsOps
-from ..storage.liveness import AttemptLock
+from ..storage.fs import FsOps, wait_visible
 from ..storage.space import FULL, amount, full_text, refuse_without_room
-from ..storage.visibility import wait_visible
-from .report import SaveReport, Timeouts
+from ..writing.request import WriteRequest
+from .report import SaveReport
 
 logger = logging.getLogger(__name__)
 
@@ -38,32 +45,107 @@ _NAMED_KEYS = 10
 
 
 @dataclass(frozen=True)
-class Scheduled:
-    """A save that all ranks agreed on.
+class RunHooks:
+    """What a run adds to each of its saves. The calls take a checkpoint's path, on rank 0 alone.
 
     Attributes:
-        attempt: target and token.
-        snapshot: what this rank writes; None when it could not be taken.
-        error: why it could not.
-        started: when the save began (`time.perf_counter`).
+        ownership: of the folder of checkpoints, which the first save takes over.
+        check_path: called before a save begins; what it raises stops the save.
+        after_commit: called on the save thread before the save's future is done.
+        after_save: the same, after the future is done; the next save and `close` wait for it.
+    """
+
+    ownership: Ownership
+    check_path: Callable[[str], None]
+    after_commit: Callable[[str], None]
+    after_save: Callable[[str], None]
+
+
+class PendingSave(Future[SaveReport]):
+    """One save from its call to its end: the future that the caller of `save` holds, and what the save thread needs.
+
+    Args:
+        path: the checkpoint's, absolute.
+        step: the training step, where a manager saves.
+
+    Attributes:
+        number: counts the saves of a checkpointer, alike on all ranks.
+        started: when it began (`time.perf_counter`).
+        stall_s: how long the call took.
+        token: names the save, as all ranks agreed.
+        attempt: the current one; its token is that of the save, or follows from it.
+        attempts: how many there were so far.
+        snapshot: what this rank writes; None when it could not be taken, and once the save has ended.
+        error: why this rank has no snapshot.
+        written: what this rank wrote.
+        begun: False when nothing was copied, because the save could not begin.
+        delivered: the error was raised or asked for, or it was logged and that is enough.
+        tolerated: the failure was logged (`on_error: warn`) and is not raised.
+        report: once it has ended.
     """
 
     attempt: Attempt
-    snapshot: Snapshot | None
-    error: Exception | None
-    started: float
+    report: SaveReport
+
+    def __init__(self, path: str, step: int | None = None) -> None:
+        super().__init__()
+        self.path = path
+        self.step = step
+        self.number = 0
+        self.started = time.perf_counter()
+        self.stall_s = 0.0
+        self.token = ""
+        self.attempts = 1
+        self.snapshot: Snapshot | None = None
+        self.error: Exception | None = None
+        self.written: Mapping[str, Any] = {}
+        self.begun = True
+        self.delivered = False
+        self.tolerated = False
+
+    def finish(self, report: SaveReport) -> None:
+        """End it: the checkpoint is committed."""
+        self.report = report
+        self.set_result(report)
+
+    def fail(self, error: BaseException, *, tolerated: bool, outcome: str) -> None:
+        """End it with an error; for `tolerated` see the attribute, for `outcome` the report's."""
+        self.tolerated = self.delivered = tolerated
+        self.report = SaveReport(self.path, outcome, self.step, str(error), attempts=self.attempts)
+        self.set_exception(error)
+
+    def release(self) -> None:
+        """Give the snapshot's memory back."""
+        snapshot, self.snapshot = self.snapshot, None
+        if snapshot is not None:
+            snapshot.release()
+
+    def result(self, timeout: float | None = None) -> SaveReport:
+        """The report, or the save's error raised."""
+        try:
+            return super().result(timeout)
+        except BaseException:
+            self.delivered = self.done()
+            raise
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """The save's error, or None."""
+        error = super().exception(timeout)
+        self.delivered = True
+        return error
 
 
-class AttemptRunner:
-    """Takes scheduled saves to their end, one after the other.
+class SaveTransaction:
+    """Makes attempts, one after the other.
 
     Args:
-        caller: who runs the write job.
+        caller: who runs the write request.
         writer: the format.
         ranks: how the ranks agree.
         fs: where effects go.
         timeouts: deadlines.
-        min_free_bytes: what has to stay free beside a checkpoint; None: nobody looks beforehand.
+        min_free_bytes: what has to stay free beside a checkpoint; None: free space is not checked beforehand.
+        hooks: what the run adds to a save.
     """
 
     def __init__(
@@ -72,114 +154,127 @@ class AttemptRunner:
         writer: Writer,
         ranks: Coordinator,
         fs: FsOps,
-        timeouts: Timeouts,
+        timeouts: ResolvedTimeouts,
         min_free_bytes: int | None,
+        hooks: RunHooks | None = None,
     ) -> None:
         self._caller = caller
         self._writer = writer
         self._ranks = ranks
+        self._leads = ranks.leads
         self._fs = fs
         self._timeouts = timeouts
         self._min_free_bytes = min_free_bytes
-        #: The claim to the folder of checkpoints, where a manager made one.
-        self.ownership: Ownership | None = None
-        #: The table whose catalog the leading rank has; and there, every rank's catalog (packed; a single rank's is not
-        #: needed again) and the index of all.
+        self._hooks = hooks
+        self._manifest_fields = {"format": writer.format}
+        #: The table whose catalog the leading rank has. All ranks replan together, so it gets all catalogs or none; it
+        #: keeps the index that they made, and the tables that this is of.
         self._catalog_sent: int | None = None
-        self._catalogs: dict[int, bytes] = {}
+        self._indexed: list[int] = []
         self._sidecars: Mapping[str, bytes] = {}
         #: Keys of values that differ by rank and were warned about.
         self._warned: set[str] = set()
-        #: By device: how it is written to fastest, where a job has tried that.
-        self._io: dict[int, str] = {}
+        #: By device: how it is written to fastest, where a request has tried that.
+        self._fastest_io: dict[int, str] = {}
 
-    def run(self, scheduled: Scheduled) -> SaveReport:
+    def run(self, save: PendingSave) -> SaveReport:
         """Write and commit; returns when the checkpoint is committed, on all ranks.
 
         Raises:
             CheckpointError: nothing became visible; with several ranks the same error on all of them.
         """
-        attempt, ranks = scheduled.attempt, self._ranks
-        name, token = os.path.basename(attempt.target), attempt.token
-        ownership = self.ownership
+        attempt, token, snapshot = save.attempt, save.attempt.token, save.snapshot
         deadline = time.monotonic() + self._timeouts.stage + self._timeouts.write
-        locks: list[AttemptLock] = []
-        job: WriteJob | None = None
-        mine: dict[str, Any] = {}
-
-        def begin(said: list[dict[str, Any]]) -> list[list[int]]:
-            self._learn_catalogs(said)
-            needed = sum(each["bytes"] for each in said)
-            with self._as_save_error(attempt.target, needed):
-                if ownership is not None:
-                    ownership.claim()  # which makes room, where an earlier run left something
-                if self._min_free_bytes is not None:
-                    refuse_without_room(self._fs, attempt.target, needed, self._min_free_bytes)
-                commit.begin(self._fs, attempt)
-                locks.append(commit.lock(self._fs, attempt))
-            return differing([each.get("digests", {}) for each in said])
-
-        def write() -> dict[str, Any]:
-            nonlocal job
-            if not ranks.leads:
-                staging = attempt.staging
-                wait_visible(lambda: self._fs.is_folder(staging), staging, self._timeouts.visible)
-            job = self._job(scheduled)
-            mine.update(self._write(job, scheduled.snapshot))
-            return mine
-
-        try:
-            different = ranks.pool(f"{token}/begin", self._said(scheduled), begin, deadline)
-            if scheduled.snapshot is not None:
-                self._catalog_sent = scheduled.snapshot.sealed.table_number
-                self._warn_of_lost(scheduled.snapshot.comparison, different)
-            votes = ranks.vote(f"{token}/written", write, self._caller.progress, deadline)
-            written_s = time.perf_counter() - scheduled.started
-            files = ranks.lead(f"{token}/commit", lambda: self._publish(attempt, votes), deadline)
-            if job is None or scheduled.snapshot is None:
-                raise CheckpointSaveError(f"{attempt.target} was committed without this rank's part.")
-            self._caller.decided(job)
-        except BaseException:
-            # First the writer process forgets the job, so that nobody commits what is being taken away.
-            if job is not None:
-                self._caller.decided(job)
-            if ranks.leads:
-                commit.abandon(self._fs, attempt)
-            raise
-        finally:
-            for lock in locks:
-                lock.close()
-        committed_s = time.perf_counter() - scheduled.started
-        logger.info("%s committed after %.2f s", name, committed_s)
-        sealed = scheduled.snapshot.sealed
+        with contextlib.ExitStack() as locks:
+            try:
+                begin = partial(self._begin, attempt, locks)
+                different = self._ranks.pool(f"{token}/begin", self._announce(save), begin, deadline)
+                if snapshot is None:
+                    raise CheckpointSaveError(f"{attempt.target} was begun without a snapshot of this rank.")
+                self._catalog_sent = snapshot.sealed.table_number
+                if different:
+                    self._warn_of_lost(snapshot, different)
+                write = partial(self._write, save, snapshot)
+                votes = self._ranks.vote(f"{token}/written", write, self._caller.progress, deadline)
+                written_s = time.perf_counter() - save.started
+                files = self._ranks.lead(f"{token}/commit", partial(self._publish, attempt, votes), deadline)
+            except BaseException:
+                # First the writer process forgets the save, so that it does not commit what is being taken away.
+                self._caller.settle()
+                self._catalog_sent = None
+                if self._leads:
+                    commit.abandon(self._fs, attempt)
+                raise
+            self._caller.settle()
+        committed_s = time.perf_counter() - save.started
+        logger.info("%s committed after %.2f s", os.path.basename(attempt.target), committed_s)
+        if self._hooks is not None and self._leads:
+            notify(self._hooks.after_commit, attempt.target)
+        items = snapshot.sealed.table.item_count
+        for extra in snapshot.sealed.extras:
+            items += len(extra.items)
         return SaveReport(
             path=attempt.target,
-            bytes=mine["bytes"],
+            step=save.step,
+            bytes=save.written["bytes"],
             files=files,
-            items=sealed.table.item_count + sum(len(extra.items) for extra in sealed.extras),
-            staged_s=scheduled.snapshot.staged_at - scheduled.started,
+            items=items,
+            stall_s=save.stall_s if self._caller.in_other_process else time.perf_counter() - save.started,
+            staged_s=snapshot.staged_at - save.started,
             written_s=written_s,
             committed_s=committed_s,
-            write_s=mine["seconds"],
+            write_s=save.written["seconds"],
+            attempts=save.attempts,
         )
 
-    def _said(self, scheduled: Scheduled) -> dict[str, Any]:
-        """Why this rank has nothing to write; or how much, and where it will stand unless that is known."""
-        if scheduled.snapshot is None:
-            error = scheduled.error
-            return {"error": f"{type(error).__name__}: {error}", "cause": type(error).__name__}
-        sealed = scheduled.snapshot.sealed
-        said: dict[str, Any] = {"bytes": sealed.file_bytes}
-        if scheduled.snapshot.comparison is not None:
-            said["digests"] = scheduled.snapshot.comparison.message
-        return said if sealed.table_number == self._catalog_sent else {**said, "catalog": sealed.catalog}
+    def _announce(self, save: PendingSave) -> dict[str, Any]:
+        """For the leading rank: how much this rank writes, and its catalog unless that is known there; or its error."""
+        snapshot = save.snapshot
+        if snapshot is None:
+            error = save.error or CheckpointSaveError("there is no snapshot")
+            return {"error": describe_error(error), "cause": type(error).__name__}
+        message: dict[str, Any] = {"bytes": snapshot.sealed.file_bytes, "table": snapshot.sealed.table_number}
+        if snapshot.comparison is not None:
+            message["digests"] = snapshot.comparison.message
+        if snapshot.sealed.table_number != self._catalog_sent:
+            message["catalog"] = snapshot.sealed.catalog
+        return message
 
-    def _warn_of_lost(self, comparison: Comparison | None, different: Sequence[Sequence[int]]) -> None:
+    def _begin(
+        self, attempt: Attempt, locks: contextlib.ExitStack, messages: Sequence[Mapping[str, Any]]
+    ) -> list[list[int]]:
+        """On the leading rank: make the staging folder. Returns which values differ by rank, and whose are stored."""
+        failures: dict[int, str] = {}
+        digests, tables, needed = [], [], 0
+        for rank, message in enumerate(messages):
+            if "error" in message:
+                failures[rank] = message["error"]
+                continue
+            needed += message["bytes"]
+            tables.append(message["table"])
+            digests.append(message.get("digests", {}))
+        if failures:
+            raise ranks_failed(failures, causes={rank: messages[rank]["cause"] for rank in failures})
+        if tables != self._indexed:
+            # Before the write: rank 0's writer process may have to commit when the trainers have died.
+            self._sidecars = self._writer.index([message["catalog"] for message in messages])
+            self._indexed = tables
+            give_back_freed()
+        with self._typed_errors(attempt.target, needed):
+            if self._hooks is not None:
+                self._hooks.ownership.claim()  # which makes room, where an earlier run left something
+            if self._min_free_bytes is not None:
+                refuse_without_room(self._fs, attempt.target, needed, self._min_free_bytes)
+            commit.begin(self._fs, attempt)
+            locks.callback(commit.lock(self._fs, attempt).close)
+        return differing(digests) if len(messages) > 1 else []
+
+    def _warn_of_lost(self, snapshot: Snapshot, different: Sequence[Sequence[int]]) -> None:
         """Name what differs by rank although the ranks share it; the first rank that has a value, and once."""
-        mine = {group for group, rank in different if rank == self._ranks.rank}
-        if comparison is None or not mine:
+        groups = {group for group, rank in different if rank == self._ranks.rank}
+        if snapshot.comparison is None or not groups:
             return
-        keys = [key for key in comparison.replicas.keys(mine) if key not in self._warned]
+        keys = [key for key in snapshot.comparison.replicas.keys(groups) if key not in self._warned]
         self._warned.update(keys)
         if keys:
             more = f" and {len(keys) - _NAMED_KEYS} more" if len(keys) > _NAMED_KEYS else ""
@@ -192,106 +287,66 @@ class AttemptRunner:
                 more,
             )
 
-    def _learn_catalogs(self, said: Sequence[Mapping[str, Any]]) -> None:
-        """On the leading rank, before the write: its writer process may have to commit when the trainers are gone."""
-        errors = {rank: each["error"] for rank, each in enumerate(said) if "error" in each}
-        if errors:
-            raise ranks_failed(errors, causes={rank: said[rank]["cause"] for rank in errors})
-        fresh = {rank: each["catalog"] for rank, each in enumerate(said) if "catalog" in each}
-        if not fresh:
-            return
-        if len(said) > 1:
-            self._catalogs.update({rank: pack(catalog) for rank, catalog in fresh.items()})
-        self._sidecars = self._writer.index(
-            [fresh[rank] if rank in fresh else unpack(self._catalogs[rank]) for rank in range(len(said))]
+    def _write(self, save: PendingSave, snapshot: Snapshot) -> Mapping[str, Any]:
+        """This rank's vote: what it wrote, once its snapshot is complete."""
+        attempt, sealed, options = save.attempt, snapshot.sealed, self._writer.options
+        if not self._leads:
+            wait_visible(lambda: self._fs.is_folder(attempt.staging), attempt.staging, self._timeouts.visible)
+        self._await_staged(save, snapshot)
+        device = -1
+        if options.io == "auto":
+            device = os.stat(os.path.dirname(attempt.target)).st_dev
+            options = replace(options, io=self._fastest_io.get(device, "auto"))
+        request = WriteRequest(
+            self._fs,
+            attempt,
+            self._ranks.rank,
+            self._ranks.world_size,
+            sealed.table,
+            sealed.table_number,
+            sealed.extras,
+            snapshot.source,
+            options,
+            self._manifest_fields,
+            self._timeouts,
+            snapshot.arena,
+            self._sidecars,
         )
-        give_back_freed()
-
-    def _job(self, scheduled: Scheduled) -> WriteJob:
-        """This rank's write job; its snapshot is complete, unless the writer can follow while it is being taken."""
-        snapshot = scheduled.snapshot
-        if snapshot is None:
-            raise CheckpointSaveError(f"There is no snapshot for {scheduled.attempt.target}.")
-        follows = snapshot.progress is not None and self._caller.in_other_process and not snapshot.staged.done()
-        if not follows:
-            self._await_staged(snapshot, scheduled.attempt.target)
-        return WriteJob(
-            fs=self._fs,
-            attempt=scheduled.attempt,
-            rank=self._ranks.rank,
-            world_size=self._ranks.world_size,
-            sealed=snapshot.sealed,
-            sidecars=self._sidecars,
-            source=snapshot.source,
-            arena=snapshot.arena,
-            options=replace(self._writer.options, io=self._io_for(scheduled.attempt)),
-            about=self._about,
-            patience=self._timeouts.heartbeat,
-            visible=self._timeouts.visible,
-            progress=snapshot.progress if follows else None,
-            stage_seconds=self._timeouts.stage if follows else 0.0,
-        )
-
-    def _await_staged(self, snapshot: Snapshot, target: str) -> None:
-        """Return when the snapshot is complete; raise what made it worthless, or that it takes too long."""
-        try:
-            snapshot.staged.result(timeout=self._timeouts.stage)
-        except TimeoutError as error:
-            if not snapshot.staged.done():
-                raise self._late(target) from error
-            raise
-        size = amount(snapshot.layout.payload_bytes)
-        logger.info("%s staged: %s in %.3f s", os.path.basename(target), size, snapshot.staged_at - snapshot.started)
-
-    def _late(self, target: str) -> CheckpointTimeoutError:
-        return CheckpointTimeoutError(
-            f"The snapshot for {target} was not complete after {self._timeouts.stage:g} s (timeouts.stage)."
-        )
-
-    @property
-    def _about(self) -> dict[str, Any]:
-        return {"format": self._writer.format}
-
-    def _io_for(self, attempt: Attempt) -> str:
-        wanted = self._writer.options.io
-        return self._io.get(_device_of(attempt), wanted) if wanted == "auto" else wanted
-
-    def _write(self, job: WriteJob, snapshot: Snapshot | None) -> dict[str, Any]:
-        """This rank's vote: what it wrote. Where that fails because of the snapshot, the snapshot's error is raised."""
-        began = time.monotonic()
-        deadline = began + self._timeouts.write + job.stage_seconds
-        target = job.attempt.target
-        try:
-            with self._as_save_error(target, job.sealed.file_bytes):
-                mine = dict(self._caller.run(job, deadline))
-        except CheckpointError as error:
-            if job.progress is not None and snapshot is not None:
-                if snapshot.staged.done():
-                    self._await_staged(snapshot, target)
-                elif time.monotonic() - began >= job.stage_seconds:
-                    raise self._late(target) from error
-            raise
-        if job.progress is not None and snapshot is not None:
-            self._await_staged(snapshot, target)
-        if job.options.io == "auto" and mine["io"] != "auto":
-            self._io[_device_of(job.attempt)] = mine["io"]
-            logger.info("checkpoint.writer.io=auto: %s, which a trial found to be faster there", mine["io"])
+        with self._typed_errors(attempt.target, sealed.file_bytes):
+            save.written = written = self._caller.run(request, time.monotonic() + self._timeouts.write)
+        if options.io == "auto" and written["io"] != "auto":
+            self._fastest_io[device] = written["io"]
+            logger.info("checkpoint.writer.io=auto: %s, which a trial found to be faster there", written["io"])
         logger.info(
             "%s written: %s in %.2f s (%.2f GB/s)",
-            os.path.basename(job.attempt.target),
-            amount(mine["bytes"]),
-            mine["seconds"],
-            mine["bytes"] / 1e9 / max(mine["seconds"], 1e-9),
+            os.path.basename(attempt.target),
+            amount(written["bytes"]),
+            written["seconds"],
+            written["bytes"] / 1e9 / max(written["seconds"], 1e-9),
         )
-        return mine
+        return written
 
-    def _publish(self, attempt: Attempt, votes: Sequence[dict[str, Any]]) -> int:
+    def _await_staged(self, save: PendingSave, snapshot: Snapshot) -> None:
+        """Return when the snapshot is complete; raise what made it worthless, or that it takes too long."""
+        try:
+            snapshot.staged.result(self._timeouts.stage)
+        except TimeoutError as error:
+            if snapshot.staged.done():
+                raise
+            raise CheckpointTimeoutError(
+                f"The snapshot for {save.path} was not complete after {self._timeouts.stage:g} s (timeouts.stage)."
+            ) from error
+        size = amount(snapshot.layout.payload_bytes)
+        logger.info("%s staged: %s in %.3f s", os.path.basename(save.path), size, snapshot.staged_at - snapshot.started)
+
+    def _publish(self, attempt: Attempt, votes: Sequence[Mapping[str, Any]]) -> int:
         """On the leading rank: commit what all have written. Returns how many files the checkpoint has."""
-        with self._as_save_error(attempt.target, sum(map(len, self._sidecars.values()))):
-            return commit.publish(self._fs, attempt, votes, self._sidecars, self._about, self._timeouts.visible)
+        with self._typed_errors(attempt.target, sum(map(len, self._sidecars.values()))):
+            visible = self._timeouts.visible
+            return commit.publish(self._fs, attempt, votes, self._sidecars, self._manifest_fields, visible)
 
     @contextlib.contextmanager
-    def _as_save_error(self, path: str, needed: int) -> Iterator[None]:
+    def _typed_errors(self, path: str, needed: int) -> Iterator[None]:
         """Turn errors of the file system into typed ones; a full disk is reported with the numbers.
 
         A run that lost the root raises CheckpointFencedError: the new owner may have deleted its files.
@@ -299,18 +354,22 @@ class AttemptRunner:
         try:
             yield
         except (CheckpointSaveError, OSError) as error:
-            if self._ranks.leads and self.ownership is not None:
-                self.ownership.check_after(error)
-            known = isinstance(error, CheckpointSaveError)
+            if self._leads and self._hooks is not None:
+                self._hooks.ownership.check_after(error)
+            typed = isinstance(error, CheckpointSaveError)
             if error.errno in FULL and not isinstance(error, CheckpointStorageFullError):
-                text = str(error) if known else f"{path} could not be saved: {error}."
+                text = str(error) if typed else f"{path} could not be saved: {error}."
                 numbers = full_text(self._fs, path, needed, error.errno)
                 full = CheckpointStorageFullError(f"{text} {numbers}", error.errno)
-                raise full from (error.__cause__ if known else error)
+                raise full from (error.__cause__ if typed else error)
             if isinstance(error, CheckpointError):
                 raise
             raise CheckpointSaveError(f"{path} could not be saved: {error}.", error.errno) from error
 
 
-def _device_of(attempt: Attempt) -> int:
-    return os.stat(os.path.dirname(attempt.target)).st_dev
+def notify(hook: Callable[[str], None], path: str) -> None:
+    """Call a hook of a checkpoint that is committed, whatever the hook raises."""
+    try:
+        hook(path)
+    except Exception:
+        logger.exception("%s is committed, but what follows a commit failed", path)

@@ -1,56 +1,140 @@
-"""What a stager is, and the plan that all of them make."""
+"""What a stager is: it inspects a state dict, plans its image once per structure, and takes snapshots."""
 
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
 
-from ..coordination import Coordinator, Meetings, ranks_failed
-from ..errors import CheckpointError, RanksError
-from ..formats.base import FormatPlan, Writer
-from ..image.layout import Structure
+from ..coordination import Coordinator, Meetings
+from ..errors import CheckpointError, RanksError, ranks_failed
+from ..formats.base import FormatPlan, Sealed, Writer
+from ..image.arena import Arena
+from ..image.layout import Layout
 from ..memory.gc_control import collector_paused
 from ..state.dedup import Selection, holdings, share_out
 from ..state.flatten import FlatState, flatten, key_of
 from ..state.objects import encode
 from ..state.replicas import Replicas
+from ..state.structure import Structure
+from ..writing.range_writer import ByteSource
 from .optimizers import optimizers_in
-from .snapshot import Comparison, Snapshot, Survey
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class StatePlan:
+    """A state dict as a save found it, and whether its layout is known.
+
+    Attributes:
+        flat: its tensors and objects.
+        structure: of them.
+        changed: the layout must be made anew, for this rank's or for another rank's sake.
+        started: when `inspect` was called (`time.perf_counter`).
+        wait_until: monotonic seconds, beyond which `take` must not wait (`max_stall_s`).
+    """
+
+    flat: FlatState
+    structure: Structure
+    changed: bool
+    started: float
+    wait_until: float = math.inf
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What several ranks hold alike, to be compared when they begin to write.
+
+    Attributes:
+        replicas: knows their keys.
+        message: digests, for rank 0.
+    """
+
+    replicas: Replicas
+    message: dict[str, Any]
+
+
+@dataclass(eq=False)
+class Snapshot:
+    """A state dict at one moment, laid out for writing. Owned by the save, which calls `release` when it ended.
+
+    Attributes:
+        layout: what lies where.
+        sealed: the constant tables, and the encoded objects of this save.
+        source: the bytes of the image; complete once `staged` is done.
+        started: when the save began (`time.perf_counter`).
+        arena: the leased memory, or None where there is none.
+        give_back: ends the lease; called with the arena and `staged`.
+        comparison: what to compare with other ranks, in the saves in which they do so.
+        staged: done when the image is complete; training may change every tensor by then, with a device buffer
+            sooner (`Stager.wait_staged`). Has the error when staging failed.
+        staged_at: when that was.
+    """
+
+    layout: Layout
+    sealed: Sealed
+    source: ByteSource
+    started: float
+    arena: Arena | None = None
+    give_back: Callable[[Arena, Future[None]], None] | None = None
+    comparison: Comparison | None = None
+    staged: Future[None] = field(default_factory=Future)
+    staged_at: float = 0.0
+    progress: None = None  # until the write job needs none
+
+    def mark_staged(self, error: BaseException | None = None) -> None:
+        """Settle `staged`."""
+        self.staged_at = time.perf_counter()
+        if error is None:
+            self.staged.set_result(None)
+        else:
+            self.staged.set_exception(error)
+
+    def release(self) -> None:
+        """Return the arena to its pool, once nothing is copied into it any more; the second call does nothing."""
+        arena, self.arena = self.arena, None
+        give_back = self.give_back
+        if arena is not None and give_back is not None:
+            # A save may be given up while its copy still runs. The callback runs at once when it does not.
+            self.staged.add_done_callback(partial(give_back, arena))
 
 
 class Stager(ABC):
     """Takes the snapshot of a state dict, so that training may go on.
 
-    A stager of one's own derives from this, takes its settings in `__init__`, and defines `take`. The factory calls
-    `connect` with what the rest of the graph decides, before the first save.
+    A stager of your own derives from this, takes its settings in `__init__`, and defines `take`. The factory calls
+    `connect` with the rest of the graph before the first save.
     """
 
     #: False: the writer reads the live tensors, so the trainer has to wait for it (`caller=inline`).
     takes_snapshot: ClassVar[bool] = True
-    #: Seconds that a save may keep training waiting, where there is such a limit; set by the factory.
-    max_stall: float | None = None
 
-    def connect(self, writer: Writer, *, ranks: Coordinator, shared: bool, timeout: float) -> None:
-        """Learn the rest of the graph.
+    def connect(
+        self, writer: Writer, *, ranks: Coordinator, shared: bool, timeout: float, max_stall: float | None = None
+    ) -> None:
+        """Set the parts of the graph that a stager works with.
 
         Args:
             writer: lays out the image.
             ranks: whose image it is, and who else stores the same things.
             shared: another process writes, so the memory must be visible to it.
             timeout: seconds that a snapshot may wait for memory that is still being written, and for other ranks.
+            max_stall: seconds that a save may keep training waiting; None: no such limit.
         """
         self._writer = writer
         self._ranks = ranks
-        self._shared = shared
         self._timeout = timeout
+        self._max_stall = max_stall
         self._structure: Structure | None = None
         self._plan: FormatPlan | None = None
         self._selection: Selection | None = None
@@ -59,8 +143,8 @@ class Stager(ABC):
         self._prewarms = Meetings(ranks, "prewarm")
         self._lock = threading.Lock()
 
-    def survey(self, state_dict: Mapping[Any, Any]) -> Survey:
-        """Look at a state dict, and whether it still has the structure that is planned for.
+    def inspect(self, state_dict: Mapping[Any, Any]) -> StatePlan:
+        """Flatten a state dict, and see whether it still has the structure that is planned for.
 
         Raises:
             CheckpointStageError: a value that cannot be checkpointed, by key.
@@ -68,14 +152,14 @@ class Stager(ABC):
         started = time.perf_counter()
         with collector_paused(), torch.no_grad():
             flat = flatten(state_dict, self._ranks.rank, self._ranks.world_size)
-            known = self._structure
-            if known is not None and known.matches(flat):
-                return Survey(flat, known, False, started)
-            return Survey(flat, Structure(flat), True, started)
+            structure = self._structure
+            if structure is not None and structure.matches(flat):
+                return StatePlan(flat, structure, False, started)
+            return StatePlan(flat, Structure(flat), True, started)
 
     @abstractmethod
-    def take(self, survey: Survey) -> Snapshot:
-        """Take a snapshot of what was surveyed just now. `Snapshot.staged` tells when it is complete.
+    def take(self, plan: StatePlan) -> Snapshot:
+        """Take a snapshot of what was inspected just now. `Snapshot.staged` is done when it is complete.
 
         With several ranks all call this together: where the structure changed on one, they plan together.
 
@@ -84,24 +168,24 @@ class Stager(ABC):
             CheckpointTimeoutError: no memory became free in time.
         """
 
-    def compare(self, survey: Survey, number: int) -> Comparison | None:
-        """What other ranks hold too of the state that `take` was called with, in digests. None: nobody looks this time.
+    def compare(self, plan: StatePlan, number: int) -> Comparison | None:
+        """Digests of what other ranks hold too, of the state that `take` was called with; None: not in this save.
 
-        All look when the plan is new, and at the saves 2, 4, 8 and so on: what is equal at first may part later.
+        Values are compared when the plan is new, and in saves 2, 4, 8 and so on: what is equal at first may differ
+        later.
 
         Args:
-            survey: of the save.
-            number: of the save, alike on all ranks.
+            plan: of the save.
+            number: of the save, the same on all ranks.
         """
-        if self._replicas is None or not (survey.changed or number & (number - 1) == 0):
+        if self._replicas is None or not (plan.changed or number & (number - 1) == 0):
             return None
         started = time.perf_counter()
         try:
             with torch.no_grad():
-                message = self._replicas.message(survey.flat, number.bit_length())
-        except Exception as error:
-            # The save is none the worse for it.
-            logger.warning("whether values differ by rank cannot be looked at: %s: %s", type(error).__name__, error)
+                message = self._replicas.message(plan.flat, number.bit_length())
+        except Exception as error:  # the save does not need it
+            logger.warning("cannot compare what the ranks share: %s: %s", type(error).__name__, error)
             return None
         logger.debug("digests of what the ranks share in %.3f s", time.perf_counter() - started)
         return Comparison(self._replicas, message)
@@ -116,7 +200,7 @@ class Stager(ABC):
         return not self.busy
 
     def guard(self, optimizer: Any) -> None:
-        """Keep an optimizer from changing weights that are still being copied. Nothing to do for most stagers.
+        """Keep an optimizer from changing weights that are still being copied. Most stagers need nothing for that.
 
         Args:
             optimizer: a torch optimizer, a list of them, or a wrapper with the attribute `optimizer`.
@@ -134,79 +218,76 @@ class Stager(ABC):
         """Return when every tensor may be changed. At once for stagers that are done when `take` returns."""
 
     def prewarm(self, state_dict: Mapping[Any, Any]) -> None:
-        """Plan for a state dict of this structure, and take the memory, so that the first save costs what others do."""
-        self._plan_for(self._surveyed_together(state_dict))
+        """Plan for a state dict of this structure, and allocate memory, so that the first save is as fast as others."""
+        self._plan_for(self._inspect_together(state_dict))
 
     def close(self) -> None:
         """Free the memory that no save uses; the rest is freed when its save ends."""
 
-    def _surveyed_together(self, state_dict: Mapping[Any, Any]) -> Survey:
-        """A survey outside of a save, after which all ranks know whether they have to plan.
+    def _inspect_together(self, state_dict: Mapping[Any, Any]) -> StatePlan:
+        """Inspect outside of a save, and agree with the other ranks whether they plan anew.
 
         Raises:
             CheckpointStageError: a value that cannot be checkpointed; with several ranks a RanksError on all.
         """
         self._ranks.world.check()
-        survey, failure = None, None
+        plan, failure = None, None
         try:
-            survey = self.survey(state_dict)
-            for path, value in zip(survey.flat.object_paths, survey.flat.objects, strict=True):
+            plan = self.inspect(state_dict)
+            for path, value in zip(plan.flat.object_paths, plan.flat.objects, strict=True):
                 encode(value, key_of(path))  # refuses, by key, what a save would refuse
         except Exception as error:  # the other ranks wait for this one
             if self._ranks.world_size == 1:
                 raise
             failure = error
         deadline = time.monotonic() + self._timeout
-        answer = [survey is not None and survey.changed, None if failure is None else str(failure)]
+        answer = [plan is not None and plan.changed, None if failure is None else str(failure)]
         try:
             changed = self._prewarms.ask(answer, _any_changed, deadline)
         except RanksError as error:
             raise error from failure
-        if survey is None:
+        if plan is None:
             raise CheckpointError("The ranks agreed on a plan that this one cannot take part in.") from failure
-        survey.changed = changed
-        return survey
+        return replace(plan, changed=changed)
 
-    def _plan_for(self, survey: Survey) -> tuple[FormatPlan, FlatState]:
-        """The plan for what this rank stores, and that part of the state: the last plan, or a new one."""
+    def _plan_for(self, plan: StatePlan) -> tuple[FormatPlan, FlatState]:
+        """The layout of what this rank stores, and that part of the state."""
         with self._lock:
-            if survey.changed:
+            if plan.changed or self._plan is None:
                 started = time.perf_counter()
-                known, self._structure = self._plan is not None, None
-                selection = self._select(survey)
-                mine = survey.structure if selection is None else Structure(selection.of(survey.flat))
-                self._plan = self._writer.plan(mine, self._ranks.rank)
+                replans, self._structure = self._plan is not None, None
+                selection = self._select(plan)
+                structure = plan.structure if selection is None else Structure(selection.of(plan.flat))
+                self._plan = self._writer.plan(structure, self._ranks.rank)
                 # Only now: a plan that failed must be made again next time.
-                self._structure, self._selection = survey.structure, selection
+                self._structure, self._selection = plan.structure, selection
                 logger.info(
                     "planned %d tensors and %d objects in %.2f s%s",
-                    len(mine.tensor_paths),
-                    len(mine.object_paths),
+                    len(structure.tensor_paths),
+                    len(structure.object_paths),
                     time.perf_counter() - started,
-                    ": the structure changed" if known else "",
+                    ": the structure changed" if replans else "",
                 )
                 self._planned(self._plan)
-            if self._plan is None:
-                raise CheckpointError("A snapshot was asked for before its state was surveyed.")
-            return self._plan, survey.flat if self._selection is None else self._selection.of(survey.flat)
+            return self._plan, plan.flat if self._selection is None else self._selection.of(plan.flat)
 
     def _planned(self, plan: FormatPlan) -> None:
-        """A new plan was made."""
+        """Called after a new plan was made."""
 
-    def _select(self, survey: Survey) -> Selection | None:
+    def _select(self, plan: StatePlan) -> Selection | None:
         """Agree with the other ranks who stores what; None: this rank stores all that it has."""
         if self._ranks.world_size == 1 or not self._writer.shared:
             return None
         self._plans += 1
-        deadline = min(time.monotonic() + self._timeout, survey.wait_until)
-        mine = self._ranks.deal(f"plan/{self._plans}", holdings(survey.structure), share_out, deadline)
+        deadline = min(time.monotonic() + self._timeout, plan.wait_until)
+        mine = self._ranks.deal(f"plan/{self._plans}", holdings(plan.structure), share_out, deadline)
         objects, tensors = mine["alike"]
-        self._replicas = Replicas(survey.structure, objects, tensors, mine["groups"], self._ranks.world_size)
-        return Selection(survey.structure, mine)
+        self._replicas = Replicas(plan.structure, objects, tensors, mine["groups"], self._ranks.world_size)
+        return Selection(plan.structure, mine)
 
 
 def _any_changed(answers: list[tuple[bool, str | None]]) -> bool:
-    """On the leading rank: whether the ranks have to plan; raises what kept one from looking at its state."""
+    """On the leading rank: whether the ranks have to plan; raises what kept one from inspecting its state."""
     failures = {rank: text for rank, (_, text) in enumerate(answers) if text is not None}
     if failures:
         raise ranks_failed(failures)

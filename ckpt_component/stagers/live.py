@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+import torch
+
 from ..image.live import LiveSource
-from .base import Stager
-from .snapshot import Snapshot, Survey
+from .base import Snapshot, Stager, StatePlan
 
 
 class LiveStager(Stager):
@@ -15,10 +16,12 @@ class LiveStager(Stager):
     option: ClassVar[str] = "none"
     takes_snapshot: ClassVar[bool] = False
 
-    def take(self, survey: Survey) -> Snapshot:
+    def take(self, plan: StatePlan) -> Snapshot:
         """Lay the state out; its tensors are read when the writer comes to them."""
-        plan, flat = self._plan_for(survey)
-        source = LiveSource(plan.layout, flat)
-        snapshot = Snapshot(plan.layout, plan.seal(flat.objects), source, survey.started)
+        format_plan, flat = self._plan_for(plan)
+        sealed = format_plan.seal(flat.objects)
+        with torch.no_grad():
+            source = LiveSource(format_plan.layout, flat)
+        snapshot = Snapshot(format_plan.layout, sealed, source, plan.started)
         snapshot.mark_staged()
         return snapshot

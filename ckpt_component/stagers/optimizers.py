@@ -29,7 +29,7 @@ def _inside(given: Any, outer: list[Any]) -> list[torch.optim.Optimizer]:
     if isinstance(items, (list, tuple)) and items:
         return [optimizer for item in items for optimizer in _inside(item, outer)]
     inner = next((getattr(given, name) for name in _INSIDE if getattr(given, name, None) is not None), None)
-    if inner is not None and all(inner is not known for known in [*outer, given]):
+    if inner is not None and all(inner is not wrapper for wrapper in [*outer, given]):
         return _inside(inner, [*outer, given])
     if isinstance(given, torch.optim.Optimizer):
         return [given]

@@ -1,4 +1,4 @@
-"""Is it worth while to copy beside training? Measured, not believed: on some machines overlap costs ten times more.
+"""Is it worth while to copy beside training? Measured, not assumed: on some machines overlap costs far more.
 
 The optimizer steps are the clock. A step that a copy ran beside is compared with the undisturbed ones before it; what
 it took longer is the cost of the overlap. An awaited copy costs the time that it takes.
@@ -15,14 +15,14 @@ logger = logging.getLogger(__name__)
 #: So many undisturbed steps are the measure, and so many overlapped copies are judged together.
 _STEPS = 8
 _SAVES = 3
-#: No awaited copy is slower than this (bytes a second, one thread); overlap that costs less is not looked at.
+#: No awaited copy is slower than this (bytes a second, one thread); overlap that costs less is not examined.
 _SLOWEST_MEMORY = 2e9
 #: How much more overlap must cost than an awaited copy.
 _FACTOR = 1.5
 
 
-class OverlapWatch:
-    """Decides for one stager, from what it is told, whether the next copy is awaited.
+class OverlapMonitor:
+    """Decides for one stager, from what it reports, whether the next copy is awaited.
 
     Attributes:
         awaits: whether copies are awaited from now on, because overlap was found to cost more.
@@ -34,14 +34,14 @@ class OverlapWatch:
         self._undisturbed: deque[float] = deque(maxlen=_STEPS)
         self._costs: deque[float] = deque(maxlen=_SAVES)
         self._awaited: float | None = None
-        #: Bytes of the copy that began since the last step.
+        #: Bytes of the copy that began since the last step, and of the last one that was judged.
         self._beside: int | None = None
         self._copied = 0
 
     @property
     def wants_trial(self) -> bool:
         """Whether the next copy should be awaited once, to learn what that costs."""
-        return not self.awaits and self._awaited is None and self._looks_dear()
+        return self._awaited is None and self._cost > self._copied / _SLOWEST_MEMORY
 
     def began(self, nbytes: int) -> None:
         """A copy began beside training."""
@@ -74,18 +74,18 @@ class OverlapWatch:
             self._copied = beside
             self._decide()
 
-    def _looks_dear(self) -> bool:
-        return len(self._costs) == _SAVES and statistics.median(self._costs) > self._copied / _SLOWEST_MEMORY
+    @property
+    def _cost(self) -> float:
+        """Seconds that overlap costs a save; 0 while too few were measured."""
+        return statistics.median(self._costs) if len(self._costs) == _SAVES else 0.0
 
     def _decide(self) -> None:
-        if self.awaits or self._awaited is None or len(self._costs) < _SAVES:
+        if self.awaits or self._awaited is None or self._cost <= _FACTOR * self._awaited:
             return
-        cost = statistics.median(self._costs)
-        if cost > _FACTOR * self._awaited:
-            self.awaits = True
-            logger.warning(
-                "checkpoint/stager=zero_overhead: copying beside training cost it %.3f s a save, and waiting for the "
-                "copy costs %.3f s, so copies are awaited from now on",
-                cost,
-                self._awaited,
-            )
+        self.awaits = True
+        logger.warning(
+            "checkpoint/stager=zero_overhead: copying beside training cost it %.3f s a save, and waiting for the copy "
+            "costs %.3f s, so copies are awaited from now on",
+            self._cost,
+            self._awaited,
+        )

@@ -8,28 +8,9 @@ from typing import ClassVar
 import torch
 
 from ..image.arena import Arena
-from .arena_stager import Filling
 from .shared_memory import SharedMemoryStager
 
 logger = logging.getLogger(__name__)
-
-
-class PageLock:
-    """Page-locks an arena when tensors come from CUDA; says once when there is nothing to lock for."""
-
-    def __init__(self, stager: str) -> None:
-        self._stager = stager
-        self._said = False
-
-    def apply(self, arena: Arena, device: torch.device | None) -> None:
-        """Lock an arena that is filled from `device`; the second time it is locked already."""
-        if device is not None:
-            arena.page_lock(device)
-        elif not self._said:
-            self._said = True
-            logger.info(
-                "checkpoint/stager=%s: no tensor is on a CUDA device, so memory is not page-locked", self._stager
-            )
 
 
 class PinnedStager(SharedMemoryStager):
@@ -43,8 +24,14 @@ class PinnedStager(SharedMemoryStager):
 
     def __init__(self, arenas: int = 1) -> None:
         super().__init__(arenas)
-        self._page_lock = PageLock("pinned")
+        self._logged_pageable = False
 
-    def _warm(self, filling: Filling) -> None:
-        self._page_lock.apply(filling.arena, self._plan_of(filling).device)
-        super()._warm(filling)
+    def _prepare(self, arena: Arena, device: torch.device | None) -> None:
+        """Lock an arena that is filled from `device`; the second time it is locked already."""
+        if device is not None:
+            arena.page_lock(device)
+        elif not self._logged_pageable:
+            self._logged_pageable = True
+            logger.info(
+                "checkpoint/stager=%s: no tensor is on a CUDA device, so memory is not page-locked", self.option
+            )

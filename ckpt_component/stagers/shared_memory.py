@@ -2,39 +2,147 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
-from ..image.layout import addresses_of
-from .arena_stager import ArenaStager, Filling
-from .copying import ArenaCopies, CopyPlan, copy_now
-from .snapshot import Snapshot
+import psutil
+import torch
+
+from ..coordination import Coordinator
+from ..errors import CheckpointConfigError
+from ..formats.base import FormatPlan, Writer
+from ..image.arena import Arena, ArenaPool, Slots
+from ..image.copy import CopyPlan, CopyTasks, sources_of
+from ..memory.gc_control import collector_paused
+from ..state.flatten import FlatState
+from ..writing.write_job import MemorySource
+from .base import Snapshot, Stager, StatePlan
+
+logger = logging.getLogger(__name__)
+
+#: Called once, when everything is copied, or with the error that kept it from being so.
+Settle = Callable[[BaseException | None], None]
 
 
-class SharedMemoryStager(ArenaStager):
-    """`take` returns when the copy is done.
+@dataclass(frozen=True)
+class ArenaFill:
+    """An arena and what is copied into it.
+
+    Attributes:
+        arena: leased.
+        flat: the state.
+        slots: of the arena, one for every item of the layout.
+        sources: what is copied into each.
+        addresses: where the memory of each source begins, int64.
+    """
+
+    arena: Arena
+    flat: FlatState
+    slots: Slots
+    sources: list[torch.Tensor]
+    addresses: torch.Tensor
+
+
+class SharedMemoryStager(Stager):
+    """Copies into arenas, each leased to one save. `take` returns when the copy is done.
 
     Args:
         arenas: how many saves may be in flight, each with its own copy of the state in host memory.
+
+    Raises:
+        CheckpointConfigError: `arenas` is less than 1.
     """
 
     option: ClassVar[str] = "shared_memory"
 
     def __init__(self, arenas: int = 1) -> None:
-        super().__init__(arenas)
-        self._copies = ArenaCopies()
+        if arenas < 1:
+            raise CheckpointConfigError(f"checkpoint.stager.arenas must be at least 1, got {arenas}.")
+        self._arenas = arenas
 
-    def _copy(self, filling: Filling, snapshot: Snapshot) -> None:
-        self._warm(filling)
-        snapshot.mark_staged()
+    def connect(
+        self, writer: Writer, *, ranks: Coordinator, shared: bool, timeout: float, max_stall: float | None = None
+    ) -> None:
+        """Set the parts of the graph; see `Stager.connect`."""
+        super().connect(writer, ranks=ranks, shared=shared, timeout=timeout, max_stall=max_stall)
+        self._pool = ArenaPool(self._arenas, shared=shared)
 
-    def _warm(self, filling: Filling) -> None:
-        addresses = addresses_of(filling.layout, filling.flat.pointers, filling.sources)
-        copy_now(self._plan_of(filling), filling.sources, addresses)
+    @property
+    def busy(self) -> bool:
+        """Whether all arenas are being written."""
+        return not self._pool.wait_free(0)
 
-    def _plan_of(self, filling: Filling) -> CopyPlan:
-        return self._copies.plan(filling.arena.number, filling.slots, filling.sources)
+    def wait_free(self, deadline: float) -> bool:
+        """Wait for an arena; see `Stager.wait_free`."""
+        return self._pool.wait_free(deadline)
+
+    def take(self, plan: StatePlan) -> Snapshot:
+        """Copy everything into an arena; see `Stager.take`."""
+        with collector_paused(), torch.no_grad():
+            format_plan, flat = self._plan_for(plan)
+            layout, sealed = format_plan.layout, format_plan.seal(flat.objects)
+            patience = min(self._timeout, max(plan.wait_until - time.monotonic(), 0))
+            arena = self._pool.lease(layout.arena_bytes, patience)
+            source = MemorySource(arena.memory)
+            snapshot = Snapshot(layout, sealed, source, plan.started, arena, self._pool.give_back)
+            try:
+                fill = ArenaFill(arena, flat, arena.slots(layout), *sources_of(layout, flat))
+                self._fill(fill, snapshot.mark_staged)
+            except BaseException as error:
+                snapshot.mark_staged(error)
+                snapshot.release()
+                raise
+        return snapshot
+
+    def _planned(self, plan: FormatPlan) -> None:
+        """Warn of more arenas than there is memory for: they are allocated when saves come close to each other."""
+        each = plan.layout.arena_bytes
+        available = psutil.virtual_memory().available + self._pool.idle_bytes
+        if self._arenas > 1 and self._arenas * each > available:
+            logger.warning(
+                "checkpoint.stager.arenas=%d may take %.2f GB of memory (%.2f GB each), and %.2f GB are available; "
+                "use %d, or saves that come close to each other will fail",
+                self._arenas,
+                self._arenas * each / 1e9,
+                each / 1e9,
+                available / 1e9,
+                max(int(available // each), 1),
+            )
+
+    def _fill(self, fill: ArenaFill, settle: Settle) -> None:
+        """Copy what goes into the arena, and call `settle` now or later."""
+        plan = fill.slots.plans.get("all")
+        if plan is None:
+            plan = CopyPlan(fill.slots, fill.sources)
+            self._prepare(fill.arena, plan.device)
+            fill.slots.plans["all"] = plan
+        CopyTasks(plan, fill.sources, fill.addresses).finish(torch.get_num_threads())
+        settle(None)
+
+    def _prepare(self, arena: Arena, device: torch.device | None) -> None:
+        """Called before the first copy of a structure into an arena, with a CUDA device that it copies from."""
+
+    def prewarm(self, state_dict: Mapping[Any, Any]) -> None:
+        """Plan, and fill every arena once, so that its pages exist before the first save."""
+        plan, flat = self._plan_for(self._inspect_together(state_dict))
+        arenas: list[Arena] = []
+        try:
+            for _ in range(self._arenas):
+                arenas.append(self._pool.lease(plan.layout.arena_bytes, self._timeout))
+            with torch.no_grad():
+                for arena in arenas:
+                    self._warm(ArenaFill(arena, flat, arena.slots(plan.layout), *sources_of(plan.layout, flat)))
+        finally:
+            for arena in arenas:
+                self._pool.give_back(arena)
+
+    def _warm(self, fill: ArenaFill) -> None:
+        """Fill an arena that no save uses."""
+        self._fill(fill, lambda error: None)
 
     def close(self) -> None:
         """Free the arenas."""
-        self._copies.forget()
-        super().close()
+        self._pool.close()

@@ -1,41 +1,39 @@
 """`zero_overhead`: `take` returns at once, and the copy runs beside forward and backward.
 
-The fence keeps the snapshot whole: no optimizer step begins before the copy has ended. What forward itself may
-change (buffers such as BatchNorm's) is copied before `take` returns. Version counters are compared at the end, so a
-tensor that changed all the same fails the save by name.
+The fence keeps the snapshot whole: no optimizer step begins before the copy has ended. What forward itself may change
+(buffers such as BatchNorm's) is copied before `take` returns. Version counters are compared at the end, so a tensor
+that changed all the same fails the save by name.
 
-In host memory one thread copies, a few megabytes at a time, so that the other cores are training's; whoever comes to
-the fence before it is done helps with as many threads as torch has. What is copied is written at once: training does
-not wait for it, so nothing is lost when writing and copying share the memory's bandwidth. What a device buffer takes
-needs no fence.
+In host memory one thread copies, a few megabytes at a time, so that the other cores are training's; a thread that
+reaches the fence before the copy is done helps with as many threads as torch has. What a device buffer takes needs no
+fence.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import wait as wait_futures
-from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
 
-from ..errors import CheckpointConfigError, CheckpointTimeoutError
-from ..image.copy_progress import Reached
-from ..writing.progress import Progress
-from .arena_stager import ArenaStager, Filling
-from .copying import ArenaCopies, copy_now
-from .device_buffer import DeviceBuffer, Lease, Placement
-from .division import Division, Divisions
-from .fence import FencedCopy
-from .overlap import OverlapWatch
-from .pinned import PageLock
-from .snapshot import Snapshot
+from ..errors import CheckpointTimeoutError
+from ..image.arena import Slots
+from ..image.copy import CopyTasks
+from ..options import DEVICE_BUFFER_BYTES
+from .background_copy import BackgroundCopy
+from .copy_split import CopySplit
+from .device_buffer import DeviceBuffer
+from .overlap import OverlapMonitor
+from .pinned import PinnedStager
+from .shared_memory import ArenaFill, Settle
 
 
-class ZeroOverheadStager(ArenaStager):
+class ZeroOverheadStager(PinnedStager):
     """Overlaps the copy with training.
 
     Args:
@@ -52,33 +50,25 @@ class ZeroOverheadStager(ArenaStager):
 
     def __init__(self, arenas: int = 2, device_buffer_bytes: int = 0) -> None:
         super().__init__(arenas)
-        if device_buffer_bytes < 0:
-            raise CheckpointConfigError(
-                f"checkpoint.stager.device_buffer_bytes must be at least 0, got {device_buffer_bytes}."
-            )
-        self._now_copies = ArenaCopies()
-        self._later_copies = ArenaCopies()
+        DEVICE_BUFFER_BYTES.check("checkpoint.stager.device_buffer_bytes", device_buffer_bytes)
         self._buffer = DeviceBuffer(device_buffer_bytes)
-        self._divisions = Divisions(self._buffer)
-        self._page_lock = PageLock("zero_overhead")
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="ckpt-stage")
+        self._optimizers: list[torch.optim.Optimizer] = []
+        self._hooks: list[Any] = []
+        self._copy_thread = ThreadPoolExecutor(1, thread_name_prefix="ckpt-stage")
         # A thread of its own: the next snapshot's fence must not wait until the last one has left the device.
         self._drain_thread = ThreadPoolExecutor(1, thread_name_prefix="ckpt-drain")
-        self._pending: list[FencedCopy] = []
+        self._pending: list[BackgroundCopy] = []
         self._pending_lock = threading.Lock()
-        self._overlap = OverlapWatch()
-        self._hooks: list[Any] = []
+        self._overlap = OverlapMonitor()
 
     def _guard(self, optimizer: torch.optim.Optimizer) -> None:
         """Make `optimizer.step()` wait until the running copy has ended.
 
         It also tells the stager which tensors only the optimizer changes; all others are copied before `take` returns.
         """
-        guarded = self._divisions.optimizers
-        if not any(known is optimizer for known in guarded):
-            guarded.append(optimizer)
+        if not any(guarded is optimizer for guarded in self._optimizers):
+            self._optimizers.append(optimizer)
             self._hooks.append(optimizer.register_step_pre_hook(self._before_step))
-            self._divisions.forget()
 
     def wait_staged(self, timeout: float | None = None) -> None:
         """Return when every tensor may be changed.
@@ -89,129 +79,117 @@ class ZeroOverheadStager(ArenaStager):
         Raises:
             CheckpointTimeoutError: the copy did not end within `timeout` seconds (default: timeouts.stage).
         """
-        limit = self._timeout if timeout is None else timeout
-        bound = timeout is None and self.max_stall is not None
-        if bound and self.max_stall is not None:
-            limit = min(limit, self.max_stall)
+        limit, may_discard = self._timeout if timeout is None else timeout, False
+        if timeout is None and self._max_stall is not None:
+            limit, may_discard = min(limit, self._max_stall), True
         until = time.monotonic() + limit
         with self._pending_lock:
-            self._pending = [copying for copying in self._pending if not copying.done.done()]
-            pending = [copying for copying in self._pending if not bound or copying.given_up is None]
-        for copying in pending:
-            copying.help(until)
+            self._pending = [copy for copy in self._pending if not copy.done.done()]
+            pending = [copy for copy in self._pending if not may_discard or copy.discarded is None]
+        for copy in pending:
+            copy.help(until)
         left = max(until - time.monotonic(), 0)
-        if wait_futures([copying.done for copying in pending], timeout=left).not_done:
-            if not bound:
+        if wait_futures([copy.done for copy in pending], timeout=left).not_done:
+            if not may_discard:
                 raise CheckpointTimeoutError(f"A snapshot was still being copied after {limit:g} s (timeouts.stage).")
-            for copying in pending:
-                copying.give_up(
+            for copy in pending:
+                copy.discard(
                     f"The snapshot was thrown away, because it was still being copied after {limit:g} s, when the "
                     "optimizer had to change the weights (checkpoint.max_stall_s)."
                 )
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         self.wait_staged()
-        if optimizer is self._divisions.optimizers[0]:
+        if optimizer is self._optimizers[0]:
             self._overlap.stepped(time.monotonic())
 
-    def _copy(self, filling: Filling, snapshot: Snapshot) -> None:
-        lease = self._buffer.lease()
+    def _fill(self, fill: ArenaFill, settle: Settle) -> None:
+        buffered = self._buffer.acquire()
         try:
-            division = self._divisions.of(filling, lease)
-            self._page_lock.apply(filling.arena, division.device)
-            drain = None
-            if lease is not None and division.placement is not None:
-                # First, so that what the fence waits for is copied after it, and not it after that.
-                division.placement.fill(filling.sources)
-                drain = _Drain(division.placement, filling.slots, lease)
-            elif lease is not None:
-                lease.give_back()
-            self._copy_divided(filling, division, drain, snapshot)
+            split = self._split(fill, buffered)
+            if buffered and not split.buffered:
+                self._buffer.release()
+                buffered = False
+            if buffered:
+                # First, so that what the fence waits for is copied after it.
+                self._buffer.fill(fill.sources)
+                settle = partial(self._drain_later, fill.slots, settle)
+            self._copy(fill, split, buffered, settle)
         except BaseException:
-            if lease is not None:
-                lease.give_back()
+            if buffered:
+                self._buffer.release()
             raise
 
-    def _copy_divided(self, filling: Filling, division: Division, drain: _Drain | None, snapshot: Snapshot) -> None:
+    def _split(self, fill: ArenaFill, buffered: bool) -> CopySplit:
+        """How a state is split for an arena; made anew only when it could be another."""
+        split: CopySplit | None = fill.slots.plans.get(buffered)
+        if (
+            split is None
+            or (buffered and split.buffered is not self._buffer.numbers)
+            or not split.fits(fill.flat, self._optimizers)
+        ):
+            split = CopySplit(fill, self._optimizers, self._buffer if buffered else None)
+            self._prepare(fill.arena, next((source.device for source in fill.sources if source.is_cuda), None))
+            fill.slots.plans[buffered] = split
+        return split
+
+    def _copy(self, fill: ArenaFill, split: CopySplit, buffered: bool, settle: Settle) -> None:
         """Copy what the device buffer has not taken, and see to it that the snapshot is completed."""
-        key = filling.arena.number, drain is not None
-        now, later = division.now.of(filling.sources), division.later.of(filling.sources)
-        copy_now(self._now_copies.plan(key, division.now.slots, now), now)
-        late = self._later_copies.plan(key, division.later.slots, later, _addresses(filling))
+        threads = torch.get_num_threads()
+        CopyTasks(split.now, fill.sources, fill.addresses).finish(threads)
         # Overlap is judged by whole copies alone: part of one, beside a drain, is no measure of it.
-        if drain is not None:
+        if buffered:
             self._overlap.beside_other()
-        if self._overlap.awaits or (drain is None and self._overlap.wants_trial):
-            started = time.monotonic()
-            copy_now(late, later)
-            if drain is None:
-                self._overlap.awaited(time.monotonic() - started)
-            self._complete(snapshot, drain, None)
-        elif not later:
-            self._complete(snapshot, drain, None)
+        if self._overlap.awaits or (not buffered and self._overlap.wants_trial):
+            seconds = _copy_now(split, fill)
+            if not buffered:
+                self._overlap.awaited(seconds)
+            settle(None)
+        elif not split.later.numbers:
+            settle(None)
         else:
-            # Copies from a device are over at once, next to what a disk takes; those in host memory are not.
-            follows = drain is None and late.device is None
-            reached = _follow(filling, snapshot) if follows else None
-            copying = FencedCopy(filling.flat, division.watched, late, later, reached)
+            # Addresses are looked up when it copies: a tensor may be given other memory before that.
+            copy = BackgroundCopy(fill.flat, split.watched, CopyTasks(split.later, fill.sources))
             with self._pending_lock:
-                self._pending.append(copying)
-            if drain is None:
-                self._overlap.began(filling.layout.payload_bytes)
-            self._thread.submit(self._finish, copying, snapshot, drain)
+                self._pending.append(copy)
+            if not buffered:
+                self._overlap.began(fill.slots.layout.payload_bytes)
+            self._copy_thread.submit(copy.run, settle)
 
-    def _finish(self, copying: FencedCopy, snapshot: Snapshot, drain: _Drain | None) -> None:
-        try:
-            self._complete(snapshot, drain, copying.finish())
-        finally:
-            copying.open()
-
-    def _complete(self, snapshot: Snapshot, drain: _Drain | None, error: BaseException | None) -> None:
-        """The copies under the fence have ended. What lies in the device buffer follows, unless they were in vain."""
-        if drain is None:
-            snapshot.mark_staged(error)
-        elif error is not None:
-            drain.lease.give_back()
-            snapshot.mark_staged(error)
-        else:
+    def _drain_later(self, slots: Slots, settle: Settle, error: BaseException | None) -> None:
+        """The copies under the fence have ended; what lies in the device buffer follows, unless one of them failed."""
+        if error is None:
             try:
-                self._drain_thread.submit(self._drain, drain, snapshot)
+                self._drain_thread.submit(self._drain, slots, settle)
+                return
             except RuntimeError as closed:  # close() did not wait for as long as the copy took
-                drain.lease.give_back()
-                snapshot.mark_staged(closed)
+                error = closed
+        self._buffer.release()
+        settle(error)
 
-    def _drain(self, drain: _Drain, snapshot: Snapshot) -> None:
+    def _drain(self, slots: Slots, settle: Settle) -> None:
         error: BaseException | None = None
         try:
-            drain.placement.drain(drain.targets)
+            self._buffer.drain(slots)
         except Exception as failure:
             error = failure
-        drain.lease.give_back()
-        snapshot.mark_staged(error)
+        self._buffer.release()
+        settle(error)
 
-    def _warm(self, filling: Filling) -> None:
-        division = self._divisions.of(filling, None)
-        self._page_lock.apply(filling.arena, division.device)
-        for part, copies in ((division.now, self._now_copies), (division.later, self._later_copies)):
-            tensors = part.of(filling.sources)
-            tracks = _addresses(filling) if part is division.later else ()
-            plan = copies.plan((filling.arena.number, False), part.slots, tensors, tracks)
-            copy_now(plan, tensors)
-        # Now that its pages are there: what a copy costs that training waits for.
-        started = time.monotonic()
-        copy_now(plan, tensors)
-        self._overlap.awaited(time.monotonic() - started)
-        lease = self._buffer.lease()
-        if lease is not None:
+    def _warm(self, fill: ArenaFill) -> None:
+        split = self._split(fill, False)
+        CopyTasks(split.now, fill.sources, fill.addresses).finish(torch.get_num_threads())
+        _copy_now(split, fill)
+        self._overlap.awaited(_copy_now(split, fill))  # with its pages there: what an awaited copy costs
+        if self._buffer.acquire():
             try:
-                placement = self._divisions.of(filling, lease).placement
-                if placement is not None:
-                    placement.fill(filling.sources)
-                    placement.drain(filling.slots)
+                if self._split(fill, True).buffered:
+                    self._buffer.fill(fill.sources)
+                    self._buffer.drain(fill.slots)
             finally:
-                lease.give_back()
+                self._buffer.release()
 
-    def prewarm(self, state_dict: Any) -> None:
+    def prewarm(self, state_dict: Mapping[Any, Any]) -> None:
         """As for every arena; no copy may be running."""
         self.wait_staged(self._timeout)
         super().prewarm(state_dict)
@@ -226,34 +204,15 @@ class ZeroOverheadStager(ArenaStager):
         finally:
             while self._hooks:
                 self._hooks.pop().remove()
-            self._divisions.optimizers.clear()
-            self._thread.shutdown(wait=False)
+            self._optimizers.clear()
+            self._copy_thread.shutdown(wait=False)
             self._drain_thread.shutdown(wait=False)
-            self._divisions.forget()
-            self._now_copies.forget()
-            self._later_copies.forget()
             self._buffer.close()
             super().close()
 
 
-def _addresses(filling: Filling) -> list[tuple[int, int]]:
-    return [(filling.base + start, filling.base + end) for start, end in filling.tracks]
-
-
-def _follow(filling: Filling, snapshot: Snapshot) -> Reached:
-    """Let a writer begin with a snapshot while it is copied. Returns what is to be told how far it has come."""
-    progress = snapshot.progress = Progress(filling.tracks)
-
-    def reached(track: int, address: int) -> None:
-        progress.reached(track, address - filling.base)
-
-    return reached
-
-
-@dataclass(frozen=True)
-class _Drain:
-    """A snapshot in the device buffer that is yet to be copied to the arena's slots."""
-
-    placement: Placement
-    targets: Sequence[torch.Tensor]
-    lease: Lease
+def _copy_now(split: CopySplit, fill: ArenaFill) -> float:
+    """Copy with all threads what otherwise is copied beside training. Returns the seconds that it took."""
+    started = time.monotonic()
+    CopyTasks(split.later, fill.sources, fill.addresses).finish(torch.get_num_threads())
+    return time.monotonic() - started

@@ -79,7 +79,7 @@ def test_a_run_shows_a_table_and_leaves_its_figures_and_nothing_else(bench: Benc
         ("state=larg", "Did you mean state=large?"),
         ("target=tape", "Use disk, tmpfs."),
         ("rows=torch.save", "Did you mean rows=torch_save?"),
-        ("repeats=0", "repeats=0 is out of range; it must be at least 1."),
+        ("repeats=0", "repeats must be at least 1, got 0."),
         ("repeat=3", "Did you mean repeats=3?"),
         ("action=chek", "chek"),
         ("dir=/nowhere", "dir=/nowhere: no folder can be made there"),

@@ -193,7 +193,7 @@ def test_resume_is_a_word_or_a_step(value: Any, expected: Any) -> None:
         # contradictions
         (
             {"timeouts": {"heartbeat": 300, "stall": 300}},
-            "checkpoint.timeouts.heartbeat=300 must be less than checkpoint.timeouts.stall=300; else a rank that is gone "
+            "checkpoint.timeouts.heartbeat=300 must be less than checkpoint.timeouts.stall=300; else a dead rank "
             "would be taken for one that hangs.",
         ),
         (

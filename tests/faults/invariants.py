@@ -65,7 +65,7 @@ def differences(found: Any, expected: Any, key: str = "") -> list[str]:
 
 def tidied(manager: CheckpointManager) -> CheckpointManager:
     """Wait for what follows the save that is over: the deletion of old checkpoints."""
-    task = manager._checkpointer._saver()._last_task  # type: ignore[union-attr]
+    task = manager._checkpointer.saver._last_task  # type: ignore[union-attr]
     if task is not None:
         task.result(60)
     return manager

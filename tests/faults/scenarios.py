@@ -42,7 +42,7 @@ def manager_at(root: str, preset: str, *overrides: str) -> CheckpointManager:
 
 
 def worker_pid(manager: CheckpointManager) -> int | None:
-    return getattr(manager._checkpointer._saver().caller, "pid", None)  # type: ignore[union-attr]
+    return getattr(manager._checkpointer.saver.caller, "pid", None)  # type: ignore[union-attr]
 
 
 def saved(manager: CheckpointManager, step: int) -> CheckpointSaveError | None:

@@ -16,8 +16,8 @@ from ckpt_component.formats.base import Writer
 from ckpt_component.formats.dcp import DcpWriter
 from ckpt_component.formats.safetensors import SafetensorsWriter
 from ckpt_component.formats.torch_save import TorchSaveWriter
-from ckpt_component.image import gather
 from ckpt_component.image.live import LiveSource
+from ckpt_component.memory import libc
 from ckpt_component.stagers.base import Stager
 from ckpt_component.stagers.live import LiveStager
 from ckpt_component.stagers.shared_memory import SharedMemoryStager
@@ -36,7 +36,7 @@ STATE: Mapping[str, Any] = {
 
 def snapshot_of(stager: Stager, writer: Writer, state: Mapping[str, Any]) -> Any:
     stager.connect(writer, ranks=LocalCoordinator(), shared=False, timeout=10)
-    return stager.take(stager.survey(state))
+    return stager.take(stager.inspect(state))
 
 
 @pytest.fixture(params=[DcpWriter, TorchSaveWriter, SafetensorsWriter])
@@ -81,8 +81,8 @@ def test_where_the_system_call_is_refused(
     both: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING)
-    monkeypatch.setattr(gather, "_writev", None)
+    monkeypatch.setattr(libc, "process_vm_writev", None)
     source, image = both
     for _ in range(2):
         assert b"".join(source.buffers(0, len(image), whole=True)) == image
-    assert caplog.text.count("small tensors are copied one by one") == 1
+    assert caplog.text.count("copying small tensors one by one") == 1

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from ckpt_component.image.layout import Structure
 from ckpt_component.state.dedup import Selection, holdings, share_out
 from ckpt_component.state.flatten import flatten, key_of
 from ckpt_component.state.per_rank import PerRank
+from ckpt_component.state.structure import Structure
 
 
 def held_by(world_size: int, tied: bool = False) -> list[tuple[Structure, dict[str, object]]]:

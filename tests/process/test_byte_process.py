@@ -70,7 +70,7 @@ def test_a_frame_of_an_unknown_kind_fails_the_save_that_is_under_way_and_no_othe
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with build_checkpointer("async_persistent") as checkpointer:
-        caller = checkpointer._checkpoint_process.caller  # type: ignore[attr-defined]
+        caller = checkpointer.saver.caller  # type: ignore[attr-defined]
         process = caller._process
         send = process.send
 
@@ -92,7 +92,7 @@ def test_an_answer_that_was_not_asked_for_fails_the_save(
     answer: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with build_checkpointer("async_persistent") as checkpointer:
-        caller = checkpointer._checkpoint_process.caller  # type: ignore[attr-defined]
+        caller = checkpointer.saver.caller  # type: ignore[attr-defined]
         monkeypatch.setattr(caller._process, "receive", lambda deadline, key: answer)
         state = {"weight": torch.ones(3)}
         with pytest.raises(CheckpointSaveError, match=f"answered request 0 with a frame '{answer['kind']}'"):

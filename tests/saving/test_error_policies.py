@@ -30,8 +30,8 @@ from ckpt_component import (
     build_checkpointer,
     build_manager,
 )
-from ckpt_component.saving.failures import ErrorPolicy, FailureCount, worth_another_try
-from ckpt_component.saving.pipeline import Saver
+from ckpt_component.saving.pipeline import SavePipeline
+from ckpt_component.saving.retry import ConsecutiveFailures, ErrorPolicy, is_retryable
 from ckpt_component.storage.fs import FsOps
 
 QUICK = ("checkpoint.retry.backoff_seconds=0.01", "checkpoint.save.at_end=false")
@@ -46,8 +46,8 @@ def manager_in(root: Path, *overrides: str, preset: str = "async_persistent") ->
     return build_manager(preset, [*QUICK, *overrides], dir=root)
 
 
-def saver_of(manager: CheckpointManager) -> Saver:
-    saver = manager._checkpointer._saver()  # type: ignore[union-attr]
+def saver_of(manager: CheckpointManager) -> SavePipeline:
+    saver = manager._checkpointer.saver  # type: ignore[union-attr]
     assert saver is not None
     return saver
 
@@ -68,7 +68,7 @@ def checkpoints_in(root: Path) -> list[str]:
 class FailingRuns:
     """Has the writing fail with the given errors, one after the other, and then work."""
 
-    def __init__(self, saver: Saver, *errors: BaseException) -> None:
+    def __init__(self, saver: SavePipeline, *errors: BaseException) -> None:
         self._run = saver.caller.run
         self._errors = list(errors)
         self.calls = 0
@@ -226,8 +226,8 @@ def test_which_errors_are_worth_another_try() -> None:
         RanksError("the store is gone"),
         ValueError("a bug"),
     ]
-    assert all(worth_another_try(error) for error in passing)
-    assert not any(worth_another_try(error) for error in lasting)
+    assert all(is_retryable(error) for error in passing)
+    assert not any(is_retryable(error) for error in lasting)
 
 
 def test_pauses_double_up_to_a_limit() -> None:
@@ -357,13 +357,13 @@ def test_with_retry_a_save_counts_once_however_often_it_was_tried(tmp_path: Path
 
 
 def test_failures_are_counted_in_a_row() -> None:
-    count = FailureCount(2)
-    assert count.failed(disk_error()) is None
-    count.succeeded()
-    assert count.failed(disk_error()) is None
-    given_up = count.failed(disk_error())
+    count = ConsecutiveFailures(2)
+    assert count.add(disk_error()) is None
+    count.reset()
+    assert count.add(disk_error()) is None
+    given_up = count.add(disk_error())
     assert given_up is not None and given_up.errno == errno.EIO
-    assert FailureCount(None).failed(disk_error()) is None
+    assert ConsecutiveFailures(None).add(disk_error()) is None
 
 
 def test_raise_is_what_happens_without_a_word(tmp_path: Path) -> None:
@@ -456,7 +456,7 @@ def test_row_34_a_huge_error_of_the_writer_process_arrives_as_text(tmp_path: Pat
     """Errors cross as text, however long and of whatever kind; the process lives on."""
     with build_checkpointer("async_persistent") as checkpointer:
         assert isinstance(checkpointer, AsyncCheckpointer)
-        caller: Any = checkpointer._checkpoint_process.caller
+        caller: Any = checkpointer.saver.caller
         pid, process = caller.pid, caller._process
         send = process.send
 
@@ -479,7 +479,7 @@ def test_the_log_tells_failures_at_their_level(tmp_path: Path, caplog: pytest.Lo
     for policy, level in (("raise", logging.ERROR), ("warn", logging.WARNING)):
         caplog.clear()
         with build_checkpointer("async_persistent", [f"checkpoint.on_error={policy}"]) as checkpointer:
-            saver = checkpointer._saver()
+            saver = checkpointer.saver
             assert saver is not None
             FailingRuns(saver, disk_error())
             futures = checkpointer.save(state_of(1), tmp_path / policy)

@@ -23,8 +23,8 @@ from ckpt_component import (
     WorkerDiedError,
     build_checkpointer,
 )
-from ckpt_component.image.copy import Portions
-from ckpt_component.stagers.fence import FencedCopy
+from ckpt_component.image.copy import CopyTasks
+from ckpt_component.stagers.background_copy import BackgroundCopy
 
 
 def state_of(value: float) -> dict[str, Any]:
@@ -38,7 +38,7 @@ def build(*overrides: str, preset: str = "async_persistent") -> AsyncCheckpointe
 
 
 def worker_of(checkpointer: AsyncCheckpointer) -> int:
-    pid = checkpointer._checkpoint_process.caller.pid
+    pid = checkpointer.saver.caller.pid
     assert pid is not None
     return int(pid)
 
@@ -49,7 +49,7 @@ def test_row_04_a_killed_worker_fails_its_save_with_the_signal_and_is_replaced(
     with build() as checkpointer:
         stopped = worker_of(checkpointer)
         os.kill(stopped, signal.SIGSTOP)
-        process = checkpointer._checkpoint_process.caller._process
+        process = checkpointer.saver.caller._process
         receive = process.receive
 
         def kill_and_receive(deadline: float, key: str) -> dict[str, Any]:
@@ -197,7 +197,7 @@ def main():
     state = {"weight": torch.full((1000,), 5.0), "step": 5}
     if sys.argv[3] == "kill":
         # All is written when the trainer comes to publish; then it dies.
-        runner = checkpointer._checkpoint_process._runner
+        runner = checkpointer.saver._transaction
         runner._publish = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
     stage, write = checkpointer.save(state, sys.argv[1])
     if sys.argv[3] == "kill":
@@ -247,8 +247,8 @@ def test_a_copy_that_fails_before_save_returns_gives_its_memory_back(
 
     with build("checkpoint.stager.arenas=1", preset=preset) as checkpointer:
         with monkeypatch.context() as patch:
-            patch.setattr(Portions, "finish", failing)
-            patch.setattr(FencedCopy, "__init__", failing)
+            patch.setattr(CopyTasks, "finish", failing)
+            patch.setattr(BackgroundCopy, "__init__", failing)
             with pytest.raises(RuntimeError, match="no such memory"):
                 checkpointer.save(state_of(1), tmp_path / "one")
         assert not checkpointer.busy

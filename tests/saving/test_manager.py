@@ -19,7 +19,7 @@ from ckpt_component import (
     build_checkpointer,
     build_manager,
 )
-from ckpt_component.managing.policies import KeepPolicy, ResumePolicy, SavePolicy
+from ckpt_component.managing.policies import ResumePolicy, RetentionPolicy, SavePolicy, checked_resume
 
 RESTORES_ONLY = ("checkpoint.save.every_steps=null", "checkpoint.save.at_end=false")
 
@@ -152,7 +152,7 @@ def test_what_a_dead_run_left_is_deleted_and_nothing_else(tmp_path: Path) -> Non
 def test_overlapping_saves(overlap: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     go = threading.Event()
     with manager_in(tmp_path, f"checkpoint.overlap={overlap}", "checkpoint.save.at_end=false") as manager:
-        caller = manager._checkpointer._checkpoint_process.caller  # type: ignore[union-attr]
+        caller = manager._checkpointer.saver.caller  # type: ignore[union-attr]
         run_job = caller.run
 
         def slow(job: Any, deadline: float) -> Any:
@@ -182,7 +182,7 @@ def test_overlapping_saves(overlap: str, tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_a_failed_save_is_told_once_and_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with manager_in(tmp_path, "checkpoint.save.at_end=false") as manager:
-        caller = manager._checkpointer._checkpoint_process.caller  # type: ignore[union-attr]
+        caller = manager._checkpointer.saver.caller  # type: ignore[union-attr]
 
         def fail(job: Any, deadline: float) -> Any:
             raise CheckpointSaveError("the disk is on fire", 5)
@@ -207,7 +207,7 @@ def test_the_last_step_is_saved_although_earlier_saves_run_or_failed(
         pytest.raises(CheckpointSaveError, match="first"),
         manager_in(tmp_path, "checkpoint.save.every_steps=null", f"checkpoint.overlap={overlap}") as manager,
     ):
-        caller = manager._checkpointer._checkpoint_process.caller  # type: ignore[union-attr]
+        caller = manager._checkpointer.saver.caller  # type: ignore[union-attr]
         run_job, jobs, go = caller.run, [1, 2], threading.Event()
 
         def hold_then_fail_once(job: Any, deadline: float) -> Any:
@@ -236,11 +236,12 @@ def test_off_does_nothing(tmp_path: Path) -> None:
 
 
 def test_policies() -> None:
-    assert SavePolicy(every_steps=None, every_seconds=5.0).due(3, 5.1)
-    assert not SavePolicy(every_steps=None, every_seconds=5.0).due(3, 4.9)
-    assert KeepPolicy(last=1).victims([1, 2, 3]) == [1, 2]
-    assert KeepPolicy(last=1, every_steps=2).victims([1, 2, 3, 4, 5]) == [1, 3]
-    assert KeepPolicy(last=None).victims([1, 2]) == []
-    assert ResumePolicy.parse("12").choice == 12 and ResumePolicy.parse("12").path is None
+    assert SavePolicy(every_steps=None, every_seconds=5.0).should_save(3, 5.1)
+    assert not SavePolicy(every_steps=None, every_seconds=5.0).should_save(3, 4.9)
+    assert RetentionPolicy(last=1).to_delete([1, 2, 3]) == [1, 2]
+    assert RetentionPolicy(last=1, every_steps=2).to_delete([1, 2, 3, 4, 5]) == [1, 3]
+    assert RetentionPolicy(last=None).to_delete([1, 2]) == []
+    assert ResumePolicy(12).path is None and ResumePolicy("runs/x").path == os.path.abspath("runs/x")
+    assert checked_resume("12") == 12
     with pytest.raises(CheckpointConfigError, match="auto, must, never"):
-        ResumePolicy.parse("sometimes")
+        checked_resume("sometimes")

@@ -62,7 +62,7 @@ def test_close_waits_for_deletions_no_longer_than_its_timeout(
         assert "deleting old checkpoints took longer than 0.5 s (timeouts.close)" in caplog.text
     finally:
         held.set()
-        manager._checkpointer._saver()._last_task.result(60)  # type: ignore[union-attr]
+        manager._checkpointer.saver._last_task.result(60)  # type: ignore[union-attr]
     assert manager.steps() == [2]
 
 

@@ -115,7 +115,7 @@ def test_a_disk_that_fills_up_meanwhile_is_the_same_error_with_numbers(
 def test_a_file_that_grows_too_large_in_the_writer_process(tmp_path: Path) -> None:
     with build_checkpointer("async_persistent") as checkpointer:
         assert isinstance(checkpointer, AsyncCheckpointer)
-        pid = checkpointer._checkpoint_process.caller.pid
+        pid = checkpointer.saver.caller.pid
         resource.prlimit(pid, resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
         _, saved = checkpointer.save(state(), tmp_path / "one")
         with pytest.raises(

@@ -20,9 +20,9 @@ from ckpt_component import (
     TornSnapshotError,
     build_checkpointer,
 )
-from ckpt_component.stagers import device_lane, zero_overhead
+from ckpt_component.stagers import device_buffer, zero_overhead
+from ckpt_component.stagers.background_copy import BackgroundCopy
 from ckpt_component.stagers.device_buffer import DeviceBuffer
-from ckpt_component.stagers.fence import FencedCopy
 
 ON_DEVICE = torch.device("cuda:0")
 KEY = "checkpoint.stager.device_buffer_bytes"
@@ -81,13 +81,13 @@ Build = Callable[..., AsyncCheckpointer]
 @pytest.fixture
 def rig(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
     rig = Rig()
-    finish = FencedCopy.finish
+    finish = BackgroundCopy._finish
 
-    def held_back(copying: FencedCopy) -> BaseException | None:
+    def held_back(copying: BackgroundCopy) -> BaseException | None:
         assert rig.fence.wait(30)
         return finish(copying)
 
-    monkeypatch.setattr(FencedCopy, "finish", held_back)
+    monkeypatch.setattr(BackgroundCopy, "_finish", held_back)
     yield rig
     rig.drains.set()
     rig.fence.set()
@@ -188,10 +188,11 @@ def test_what_save_would_wait_for_goes_first(build: Build, rig: Rig, tmp_path: P
     with build(128) as ours:  # room for a few of them; the running mean and variance are in the middle
         ours.guard(optimizer)
         ours.save({"model": model, "optimizer": optimizer}, tmp_path / "one")[1].result(30)
-        division = next(iter(ours._checkpoint_stager._divisions._known.values()))
+        [arena] = ours._checkpoint_stager._pool._free
+        split = arena._slots.plans[True]
         # Nothing but the number of batches, a scalar, and the step counts: no tensor of the device.
-        assert all(slot.dim() == 0 for slot in division.now.slots) and division.later.slots
-        assert len(division.placement.numbers) == 2
+        assert all(split.now.slots[number].dim() == 0 for number in split.now.numbers) and split.later.numbers
+        assert len(split.buffered) == 2
 
 
 def test_a_save_that_finds_the_buffer_taken_copies_under_the_fence(
@@ -264,7 +265,7 @@ def test_memory_is_taken_once_and_anew_only_for_more(build: Build, rig: Rig, tmp
             assert ours.load(tmp_path / str(number))["a"].eq(number).all()
         assert list(buffer_of(ours)._memory) == [ON_DEVICE]
     assert rig.taken == [(ON_DEVICE, 128), (ON_DEVICE, 256), (ON_DEVICE, 800)]
-    assert not buffer_of(ours)._memory and buffer_of(ours).current is None
+    assert not buffer_of(ours)._memory and not buffer_of(ours).numbers
 
 
 def test_a_snapshot_in_the_buffer_is_saved_although_all_is_closed(
@@ -368,7 +369,7 @@ def test_where_copies_are_awaited_the_rest_is_copied_when_save_returns(build: Bu
 def test_many_host_tensors_keep_the_fence(
     build: Build, rig: Rig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ckpt_component.stagers.division._AT_ONCE_BYTES", 4)
+    monkeypatch.setattr("ckpt_component.stagers.copy_split._AT_ONCE_BYTES", 4)
     state = {"device": torch.ones(10), "one": torch.tensor(1.0), "two": torch.tensor(1.0)}
     with build(1 << 20) as ours:
         rig.fence.clear()
@@ -451,11 +452,11 @@ def test_the_streams_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> Non
         cuda.said.append(f"copy {len(targets)} on {cuda.on}")
         copy(targets, sources)
 
-    monkeypatch.setattr(device_lane.torch, "cuda", cuda)
-    monkeypatch.setattr(device_lane.torch, "_foreach_copy_", noted)
+    monkeypatch.setattr(device_buffer.torch, "cuda", cuda)
+    monkeypatch.setattr(device_buffer.torch, "_foreach_copy_", noted)
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, stream: cuda.said.append(f"used on {stream.name}"))
-    monkeypatch.setattr(device_lane, "_STARTED", 2)
-    lane = device_lane.CudaLane(torch.device("cpu"))
+    monkeypatch.setattr(device_buffer, "_STARTED", 2)
+    lane = device_buffer.CudaLane(torch.device("cpu"))
     with torch.inference_mode():
         memory = lane.memory(12)
     assert not memory.is_inference()
@@ -532,21 +533,20 @@ def test_cuda_a_buffer_that_is_too_small_takes_what_fits(tmp_path: Path) -> None
         ours.wait_staged()
         state["large"].zero_()
         write.result(60)
-        placement = buffer_of(ours).current
-        assert placement is not None and len(placement.numbers) == 1
+        assert len(buffer_of(ours).numbers) == 1
         assert all(value.eq(1).all() for value in ours.load(tmp_path / "one").values())
 
 
 @pytest.mark.gpu
 @on_cuda
 def test_cuda_a_buffer_that_is_taken_is_not_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    go, drain = threading.Event(), device_lane.CudaLane.drain
+    go, drain = threading.Event(), device_buffer.CudaLane.drain
 
-    def held_back(lane: device_lane.CudaLane, *arguments: Any) -> None:
+    def held_back(lane: device_buffer.CudaLane, *arguments: Any) -> None:
         assert go.wait(60)
         drain(lane, *arguments)
 
-    monkeypatch.setattr(device_lane.CudaLane, "drain", held_back)
+    monkeypatch.setattr(device_buffer.CudaLane, "drain", held_back)
     weight = torch.ones(1 << 22, device="cuda")
     with cuda_checkpointer(1 << 30) as ours:
         _, one = ours.save({"weight": weight}, tmp_path / "one")

@@ -74,9 +74,7 @@ def test_anything_else_is_a_type_error_that_says_what_to_pass(
 def test_more_arenas_than_there_is_memory_for_are_warned_of(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(
-        "ckpt_component.stagers.arena_stager.psutil.virtual_memory", lambda: SimpleNamespace(available=40_000_000)
-    )
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=40_000_000))
     with build_manager("async_persistent", ["checkpoint.stager.arenas=10"], dir=tmp_path) as manager:
         manager.save(1, {"w": torch.zeros(2_000_000)})
     assert "checkpoint.stager.arenas=10 may take 0.08 GB of memory" in caplog.text and "use 4" in caplog.text

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ckpt_component import AsyncCheckpointer, build_checkpointer
-from ckpt_component.stagers.overlap import OverlapWatch
+from ckpt_component.stagers.overlap import OverlapMonitor
 
 GB = 1_000_000_000
 
@@ -17,7 +17,7 @@ GB = 1_000_000_000
 class Loop:
     """A training loop with a clock of its own; every 12th step has a copy beside it, which makes it slower."""
 
-    def __init__(self, watch: OverlapWatch, slower: float) -> None:
+    def __init__(self, watch: OverlapMonitor, slower: float) -> None:
         self.watch, self.slower, self.now = watch, slower, 0.0
 
     def run(self, saves: int) -> None:
@@ -34,7 +34,7 @@ class Loop:
 def test_overlap_that_costs_more_than_waiting_is_given_up_and_said_once(
     slower: float, awaits: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    watch = OverlapWatch()
+    watch = OverlapMonitor()
     watch.awaited(0.4)
     loop = Loop(watch, slower)
     loop.run(2)
@@ -45,7 +45,7 @@ def test_overlap_that_costs_more_than_waiting_is_given_up_and_said_once(
 
 
 def test_a_trial_is_asked_for_only_when_overlap_looks_dear() -> None:
-    cheap, dear = OverlapWatch(), OverlapWatch()
+    cheap, dear = OverlapMonitor(), OverlapMonitor()
     Loop(cheap, 0.3).run(4)
     Loop(dear, 0.7).run(4)
     assert not cheap.wants_trial and dear.wants_trial
@@ -54,7 +54,7 @@ def test_a_trial_is_asked_for_only_when_overlap_looks_dear() -> None:
 
 
 def test_a_step_beside_a_drain_counts_for_nothing() -> None:
-    watch = OverlapWatch()
+    watch = OverlapMonitor()
     loop = Loop(watch, 0.3)
     loop.run(1)
     undisturbed = list(watch._undisturbed)

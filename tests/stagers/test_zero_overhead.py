@@ -16,28 +16,28 @@ class SlowCopies:
     """Holds copies back until they are let go; not those that are done before `save` returns."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        from ckpt_component.image.copy import Portions
+        from ckpt_component.image.copy import CopyTasks
         from ckpt_component.stagers.zero_overhead import ZeroOverheadStager
 
         self.go = threading.Event()
         self.helped = False
-        drain, take = Portions.drain, ZeroOverheadStager.take
+        drain, take = CopyTasks.drain, ZeroOverheadStager.take
         taking = threading.local()
 
-        def slow_drain(portions: Portions, *until: float) -> None:
+        def slow_drain(tasks: CopyTasks, *until: float) -> None:
             if not getattr(taking, "now", False):
                 self.helped |= threading.current_thread() is threading.main_thread()
                 assert self.go.wait(30)
-            drain(portions, *until)
+            drain(tasks, *until)
 
-        def quick_take(stager: ZeroOverheadStager, survey: Any) -> Any:
+        def quick_take(stager: ZeroOverheadStager, plan: Any) -> Any:
             taking.now = True
             try:
-                return take(stager, survey)
+                return take(stager, plan)
             finally:
                 taking.now = False
 
-        monkeypatch.setattr(Portions, "drain", slow_drain)
+        monkeypatch.setattr(CopyTasks, "drain", slow_drain)
         monkeypatch.setattr(ZeroOverheadStager, "take", quick_take)
 
 

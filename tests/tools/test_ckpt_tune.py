@@ -87,7 +87,7 @@ def test_a_stopped_one_leaves_nothing(target: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        (["--state=larg"], "--state=larg is unknown. Did you mean --state=large?"),
+        (["--state=larg"], "got larg. Did you mean --state=large?"),
         (
             ["--size=big"],
             "--size must be a number of bytes, or one with a unit: 500MB (MB = 1e6), 8MiB (MiB = 2^20), 2GB; got big.",
@@ -96,7 +96,7 @@ def test_a_stopped_one_leaves_nothing(target: Path) -> None:
         (["--size=1e6TB"], "type a smaller --size"),
         (["--seconds=0"], "--seconds=0 is out of range"),
         (["--repeats=1"], "--repeats=1 is out of range"),
-        (["--writers=dpc"], "--writers=dpc is unknown; use some of dcp, torch_save, safetensors."),
+        (["--writers=dpc"], "--writers must be dcp, torch_save or safetensors, got dpc. Did you mean --writers=dcp?"),
         (["--override=writer.workers=2"], "--override=writer.workers=2 is no setting of checkpoint"),
         (["--override=checkpoint.writer.worker=2"], "Did you mean checkpoint.writer.workers=2?"),
         (["--name=../up"], "cannot be a recipe's name"),

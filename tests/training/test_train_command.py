@@ -93,7 +93,7 @@ def test_a_sweep_is_reported_when_a_job_fails_and_when_it_is_killed(
     report(run_dir / "sweep")
     lines = capsys.readouterr().out.splitlines()
     assert any(line.endswith("completed") and "train.steps=2 " in line for line in lines)
-    assert any("failed: train.steps=0 is out of range" in line for line in lines)
+    assert any("failed: train.steps must be at least 1, got 0" in line for line in lines)
     assert any("not finished (it runs, or was killed)" in line and "train.steps=1000000" in line for line in lines)
 
 
@@ -126,7 +126,7 @@ def test_parts_that_do_not_fit_end_a_single_run_in_words(train: Trained, run_dir
         ("train.step=3", "Did you mean train.steps=3?"),
         ("model=gpt_mano", "Did you mean model=gpt_nano?"),
         ("data.path=/nowhere", "data.path=/nowhere does not exist"),
-        ("train.steps=0", "train.steps=0 is out of range"),
+        ("train.steps=0", "train.steps must be at least 1, got 0"),
         ("train.device=gpu", "gpu"),
         ("checkpoint.resume=must", "has no committed checkpoint"),
     ],

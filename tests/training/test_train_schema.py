@@ -36,12 +36,12 @@ def test_every_key_has_a_line_on_what_it_does(node: type) -> None:
 @pytest.mark.parametrize(
     ("override", "text"),
     [
-        ("train.steps=0", "train.steps=0 is out of range; it must be at least 1."),
-        ("train.lr=0", "train.lr=0.0 is out of range; it must be a finite number above 0."),
-        ("train.eval_every=0", "train.eval_every=0 is out of range; it must be at least 1."),
-        ("model.dropout=1.5", "model.dropout=1.5 is out of range; it must be from 0 to 1."),
-        ("data.max_bytes=0", "data.max_bytes=0 is out of range; it must be at least 1."),
-        ("model.width=???", "model.width has no value; give it one: model.width=..."),
+        ("train.steps=0", "train.steps must be at least 1, got 0."),
+        ("train.lr=0", "train.lr must be a finite number above 0, got 0.0."),
+        ("train.eval_every=0", "train.eval_every must be at least 1, got 0."),
+        ("model.dropout=1.5", "model.dropout must be from 0 to 1, got 1.5."),
+        ("data.max_bytes=0", "data.max_bytes must be at least 1, got 0."),
+        ("model.width=???", "model.width is missing; give it a value: model.width=..."),
     ],
 )
 def test_a_value_out_of_range_is_refused_in_one_sentence(compose_job: Composed, override: str, text: str) -> None:

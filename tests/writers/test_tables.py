@@ -14,8 +14,8 @@ from ckpt_component import CheckpointStageError
 from ckpt_component.formats import dcp_metadata
 from ckpt_component.formats.dcp import DcpWriter
 from ckpt_component.formats.dcp_metadata import metadata_of
-from ckpt_component.image.layout import Structure
 from ckpt_component.state.flatten import flatten
+from ckpt_component.state.structure import Structure
 from ckpt_component.writing.write_job import WriteTable
 
 

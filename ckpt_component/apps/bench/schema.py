@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from hydra.core.config_store import ConfigStore
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
-from ...config.composable import as_numbers, composable
+from ...config.composable import composable
+from ...config.compose import plain_dict
 from ...config.errors import HydraConfigError, for_hydra
 from ...config.quantities import SECONDS
-from ...config.schema import above, at_least, in_range, range_of
+from ...config.read import read as read_values
+from ...config.schema import above, at_least
 from ...config.store import PROVIDER, SCHEMAS, registered, store_files
 from ...config.store import register as register_checkpoint_configs
 from ...saving.folders import expanded
-from ...spelling import closest
+from ...spelling import other_word
 from .measure.names import FAMILIES, ROWS, rows_of
 
 #: Name -> gigabytes (1e9), not less than it has.
@@ -113,23 +115,18 @@ def read(config: DictConfig) -> Request:
     Raises:
         CheckpointConfigError: a value that is out of its range, or a name that is none; the text says what to type.
     """
-    given = cast(Mapping[str, Any], OmegaConf.to_container(config, resolve=True, enum_to_str=True))
+    values = plain_dict(config, resolve=True)
     with for_hydra():
-        folders = {key: expanded(given[key], key) for key in _FOLDERS if isinstance(given[key], str)}
-    node = OmegaConf.merge(OmegaConf.structured(Bench), as_numbers(Bench, {**given, **folders}, ""))
-    values = cast(Mapping[str, Any], OmegaConf.to_container(node, resolve=True))
-    for item in fields(Bench):
-        if not in_range(Bench, item.name, values[item.name]):
-            limits = range_of(Bench, item.name)
-            raise HydraConfigError(f"{item.name}={values[item.name]} is out of range; it must be {limits}.")
-    names = _names("rows", values["rows"], [*ROWS, *FAMILIES, "all"])
+        folders = {key: expanded(values[key], key) for key in _FOLDERS if isinstance(values[key], str)}
+    bench = read_values(Bench, {**values, **folders}, "")
+    names = _names("rows", bench.rows, [*ROWS, *FAMILIES, "all"])
     chosen = {row for name in names for row in (rows_of(*FAMILIES) if name == "all" else rows_of(name) or [name])}
     return Request(
-        bench=cast(Bench, OmegaConf.to_object(node)),
-        states=_names("state", values["state"], list(STATES)),
-        targets=_names("target", values["target"], TARGETS),
+        bench=bench,
+        states=_names("state", bench.state, list(STATES)),
+        targets=_names("target", bench.target, TARGETS),
         rows=[row for row in ROWS if row in chosen],
-        sizes={axis: _sizes(axis, values[axis]) for axis in ("items", "ranks")},
+        sizes={axis: _sizes(axis, getattr(bench, axis)) for axis in ("items", "ranks")},
     )
 
 
@@ -141,13 +138,11 @@ def _sizes(key: str, value: Any) -> list[int]:
     return sorted(set(sizes))
 
 
-def _names(key: str, value: Any, known: Sequence[str]) -> list[str]:
+def _names(key: str, value: Any, words: Sequence[str]) -> list[str]:
     names = list(dict.fromkeys(value if isinstance(value, list) else [value]))
     if not names:
-        raise HydraConfigError(f"{key} is empty; give it some of {', '.join(known)}.")
+        raise HydraConfigError(f"{key} is empty; give it some of {', '.join(words)}.")
     for name in names:
-        if name not in known:
-            near = closest(str(name), known)
-            advice = f"Did you mean {key}={near}?" if near else f"Use {', '.join(known)}."
-            raise HydraConfigError(f"{key}={name} is unknown. {advice}")
+        if name not in words:
+            raise HydraConfigError(other_word(key, name, words))
     return names

@@ -12,6 +12,7 @@ import psutil
 
 from ...config.errors import HydraConfigError
 from ...config.quantities import BYTES, quantity
+from ...spelling import other_word
 
 #: The state, two snapshots of it (zero_overhead has two arenas), and a margin.
 _IN_MEMORY = 3.3
@@ -136,7 +137,7 @@ def _writers(text: str) -> list[str]:
     writers = list(dict.fromkeys(text.split(",")))
     for writer in writers:
         if writer not in PARTS["writer"]:
-            raise HydraConfigError(f"--writers={writer} is unknown; use some of {', '.join(PARTS['writer'])}.")
+            raise HydraConfigError(other_word("--writers", writer, list(PARTS["writer"])))
     return writers
 
 
@@ -153,13 +154,10 @@ def _refuse_overrides(preset: str, overrides: Sequence[str]) -> None:
 
 def _refuse_too_large(state: str, nbytes: int | None, folder: Path) -> float:
     """The size of the state."""
-    from ...spelling import closest
     from ..bench.schema import STATES
 
     if state not in STATES:
-        near = closest(state, list(STATES))
-        advice = f"Did you mean --state={near}?" if near else f"Use {', '.join(STATES)}."
-        raise HydraConfigError(f"--state={state} is unknown. {advice}")
+        raise HydraConfigError(other_word("--state", state, list(STATES)))
     size = nbytes or STATES[state] * 1e9
     for free, needed, what in (
         (psutil.virtual_memory().available, _IN_MEMORY * size, "of memory"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import signal
 import time
 from typing import Any
 
@@ -15,7 +14,6 @@ from ...factory import build_manager
 from ...managing.manager import CheckpointManager
 from .job import Job, StepResult
 from .report import Stopwatch, Summary, time_fence
-from .signals import AgreedStop, StopSignals
 
 logger = logging.getLogger(__name__)
 
@@ -37,30 +35,22 @@ def run(job: Job, checkpoint: Any, checkpoint_dir: str | None) -> Summary:
     """
     _refuse_tensors_only(checkpoint)
     summary = Summary()
-    stopped_by: signal.Signals | None = None
-    with StopSignals() as signals, AgreedStop(signals, job.ranks, job.settings.timeout) as stop:
-        with build_manager(checkpoint, dir=checkpoint_dir) as manager:
-            saving, fence = Stopwatch(), time_fence(job.optimizer, manager.guard)
-            start = manager.restore(job.state) or 0
-            _say_where_it_begins(job, manager, start)
-            began = time.perf_counter()
-            losses = _Losses(job, summary)
-            for step in range(start + 1, job.settings.steps + 1):
-                losses.add(step, job.train_step())
-                with saving:
-                    manager.maybe_save(step, job.state)
-                stopped_by = stop.after_step()
-                if stopped_by is not None:
-                    break
-            ended = time.perf_counter()
-            if job.progress.step >= job.settings.steps:
-                stopped_by = None
-            manager.wait()
-            if stopped_by is not None:
-                # The step may be unsaved, and leaving the block saves it only when save.at_end says so.
-                manager.save(job.progress.step, job.state)
-                manager.wait()
-        closed = time.perf_counter()
+    with build_manager(checkpoint, dir=checkpoint_dir) as manager:
+        manager.stop_on_signals()
+        saving, fence = Stopwatch(), time_fence(job.optimizer, manager.guard)
+        start = manager.restore(job.state) or 0
+        _say_where_it_begins(job, manager, start)
+        began = time.perf_counter()
+        losses = _Losses(job, summary)
+        for step in range(start + 1, job.settings.steps + 1):
+            losses.add(step, job.train_step())
+            with saving:
+                manager.maybe_save(step, job.state)
+            if manager.should_stop():
+                break
+        ended = time.perf_counter()
+    closed = time.perf_counter()
+    stopped_by = manager.stopped_by if job.progress.step < job.settings.steps else None
     summary.start, summary.step = start, job.progress.step
     summary.seconds, summary.saving_s, summary.fence_s = closed - began, saving.seconds, fence.seconds
     summary.closing_s = closed - ended

@@ -5,22 +5,24 @@ Imports no torch, so that `ckpt-train --help` and shell completion are quick.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from enum import Enum
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from hydra.core.config_store import ConfigStore
-from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf import MISSING, DictConfig
 
-from ...config.composable import as_numbers, composable
+from ...config.composable import composable
+from ...config.compose import plain_dict
 from ...config.errors import HydraConfigError
 from ...config.quantities import BYTES, SECONDS
-from ...config.schema import above, at_least, in_range, range_of
+from ...config.read import read as read_values
+from ...config.schema import above, at_least, within
 from ...config.store import PROVIDER, SCHEMAS, recipe_dir, registered, store_files
 from ...config.store import register as register_checkpoint_configs
-from ...spelling import closest
+from ...options import Range
+from ...spelling import other_word
 
 T = TypeVar("T")
 
@@ -50,7 +52,7 @@ class Parallel(Enum):
 
 def fraction(default: float) -> float:
     """A field from 0 to 1."""
-    return field(default=default, metadata={"between": (0, 1)})
+    return within(Range(0, 1), default)
 
 
 @dataclass
@@ -142,14 +144,11 @@ def read_parallel(config: DictConfig) -> Parallel:
     Raises:
         CheckpointConfigError: another text than these.
     """
-    name = config.get("parallel", Parallel.ddp.value)
-    try:
-        return name if isinstance(name, Parallel) else Parallel(name)
-    except ValueError as error:
-        names = [kind.value for kind in Parallel]
-        near = closest(str(name), names)
-        advice = f"Did you mean parallel={near}?" if near else f"Use {', '.join(names[:-1])} or {names[-1]}."
-        raise HydraConfigError(f"parallel={name} is unknown. {advice}") from error
+    word = config.get("parallel", Parallel.ddp.value)
+    words = [kind.value for kind in Parallel]
+    if not isinstance(word, Parallel) and word not in words:
+        raise HydraConfigError(other_word("parallel", word, words))
+    return Parallel(word)
 
 
 def read(config: DictConfig, key: str, schema: type[T]) -> T:
@@ -167,15 +166,4 @@ def read(config: DictConfig, key: str, schema: type[T]) -> T:
         raise HydraConfigError(
             f"{key} cannot itself be {config[key]}; set its keys, such as {key}.{fields(cast(Any, schema))[0].name}=..."
         )
-    given = cast(Mapping[str, Any], OmegaConf.to_container(config[key], resolve=True, enum_to_str=True))
-    node = OmegaConf.merge(OmegaConf.structured(schema), as_numbers(cast(Any, schema), given, key))
-    missing = OmegaConf.missing_keys(node)
-    if missing:
-        raise HydraConfigError(f"{key}.{min(missing)} has no value; give it one: {key}.{min(missing)}=...")
-    values = cast(Mapping[str, Any], OmegaConf.to_container(node, resolve=True))
-    for item in fields(cast(Any, schema)):
-        value = values[item.name]
-        if not in_range(schema, item.name, value):
-            limits = range_of(schema, item.name)
-            raise HydraConfigError(f"{key}.{item.name}={value} is out of range; it must be {limits}.")
-    return cast(T, OmegaConf.to_object(node))
+    return read_values(schema, plain_dict(config[key], resolve=True), key)

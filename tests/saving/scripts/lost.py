@@ -28,7 +28,7 @@ def checkpointer_of(folder: Path, **timeouts: float) -> Checkpointer:
 
 
 def runner_of(checkpointer: Checkpointer) -> Any:
-    return checkpointer._checkpoint_process._runner  # type: ignore[attr-defined]
+    return checkpointer.saver._transaction  # type: ignore[attr-defined]
 
 
 def save(checkpointer: Checkpointer, path: Path) -> Any:
@@ -94,7 +94,7 @@ def all_killed_in_mid_write(rank: int, world_size: int, folder: Path) -> None:
     checkpointer = checkpointer_of(folder, heartbeat=2.0)
     if os.environ["SAVED_BEFORE"] == "1":
         save(checkpointer, folder / "run" / "one")
-    caller = checkpointer._checkpoint_process.caller  # type: ignore[attr-defined]
+    caller = checkpointer.saver.caller  # type: ignore[attr-defined]
     (folder / f"writer-{rank}").write_text(str(caller.pid))
     os.kill(caller.pid, signal.SIGSTOP)
     send = caller._send
@@ -114,12 +114,12 @@ def stopped_rank(rank: int, world_size: int, folder: Path) -> None:
     """Rank 1 stops for longer than the heartbeat allows, and goes on: it learns that it came too late."""
     with checkpointer_of(folder, heartbeat=1.0) as checkpointer:
         save(checkpointer, folder / "run" / "one")
-        runner = runner_of(checkpointer)
+        caller = checkpointer.saver.caller  # type: ignore[attr-defined]
         if rank == 1:
-            write = runner._write
+            write = caller.run
 
             def stop_then_write(*args: Any) -> Any:
-                runner._write = write
+                caller.run = write
                 pid = os.getpid()
                 before = time.monotonic()
                 deadline = before + 30
@@ -129,7 +129,7 @@ def stopped_rank(rank: int, world_size: int, folder: Path) -> None:
                     time.sleep(0.05)
                 return write(*args)
 
-            runner._write = stop_then_write
+            caller.run = stop_then_write
         with pytest.raises(RanksError, match="no heartbeat") as caught:
             save(checkpointer, folder / "run" / "two")
         assert set(caught.value.failures) == {1}
@@ -145,7 +145,7 @@ def stopped_worker(rank: int, world_size: int, folder: Path) -> None:
     with checkpointer_of(folder, heartbeat=1.0, stall=1.5, write=2.0) as checkpointer:
         save(checkpointer, folder / "run" / "one")
         if rank == 1:
-            os.kill(checkpointer._checkpoint_process.caller.pid, signal.SIGSTOP)  # type: ignore[attr-defined]
+            os.kill(checkpointer.saver.caller.pid, signal.SIGSTOP)  # type: ignore[attr-defined]
         with pytest.raises(RanksError, match=r"timeouts\.(stall|write)") as caught:
             save(checkpointer, folder / "run" / "two")
         assert set(caught.value.failures) == {1}

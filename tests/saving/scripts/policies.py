@@ -41,7 +41,7 @@ def manager_in(root: Path, *overrides: str) -> CheckpointManager:
 
 
 def caller_of(manager: CheckpointManager) -> Any:
-    return manager._checkpointer._saver().caller  # type: ignore[union-attr]
+    return manager._checkpointer.saver.caller  # type: ignore[union-attr]
 
 
 def outcomes(manager: CheckpointManager) -> list[tuple[int | None, str, int]]:

@@ -176,7 +176,7 @@ def failures(rank: int, world_size: int, folder: Path) -> None:
             futures[1].result(60)
         works("two")
         # A writer process that is killed with its job.
-        caller = checkpointer._checkpoint_process.caller  # type: ignore[attr-defined]
+        caller = checkpointer.saver.caller  # type: ignore[attr-defined]
         if rank == 1:
             send = caller._send
 
@@ -194,13 +194,13 @@ def failures(rank: int, world_size: int, folder: Path) -> None:
         works("three")
         # An error that nobody asked for is told at the next save, on all ranks.
         if rank == 0:
-            checkpointer._checkpoint_process._runner._publish = _disk_full  # type: ignore[attr-defined]
+            checkpointer.saver._transaction._publish = _disk_full  # type: ignore[attr-defined]
         futures = checkpointer.save(state, folder / "four")
         assert futures is not None and futures[0].result(60) is None
         while not futures[1].done():
             checkpointer.wait_staged(1)
         if rank == 0:
-            del checkpointer._checkpoint_process._runner._publish  # type: ignore[attr-defined]
+            del checkpointer.saver._transaction._publish  # type: ignore[attr-defined]
         with pytest.raises(Exception, match="No space left"):
             checkpointer.save(state, folder / "four")
         works("four")

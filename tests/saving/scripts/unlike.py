@@ -28,9 +28,9 @@ def warned(manager: CheckpointManager, steps: list[int], state_of: Any) -> list[
     """At which of the steps this rank warned."""
     found: list[int] = []
     for step in steps:
-        before = len(manager._checkpointer._saver()._runner._warned)  # type: ignore[union-attr]
+        before = len(manager._checkpointer.saver._transaction._warned)  # type: ignore[union-attr]
         save(manager, step, state_of(step))
-        found += [step] * (len(manager._checkpointer._saver()._runner._warned) > before)  # type: ignore[union-attr]
+        found += [step] * (len(manager._checkpointer.saver._transaction._warned) > before)  # type: ignore[union-attr]
     return found
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,6 @@ from ckpt_component.apps.training.job import Job
 from ckpt_component.apps.training.loop import run
 from ckpt_component.apps.training.ranks import Ranks
 from ckpt_component.apps.training.schema import register
-from ckpt_component.apps.training.signals import AgreedStop, StopSignals
 from ckpt_component.config import config_dir
 from ckpt_component.config.errors import CheckpointConfigError
 from ckpt_component.state.flatten import flatten, key_of
@@ -118,16 +115,3 @@ def tp_refuses(rank: int, world_size: int, folder: Path) -> None:
         assert "parallel=tp shares out model.heads=1, which 2 ranks do not divide" in str(error)
     else:
         raise AssertionError("not refused")
-
-
-def stops(rank: int, world_size: int, folder: Path) -> None:
-    """A signal that one rank alone gets stops all after the same step."""
-    ranks = Ranks(rank, world_size, rank)
-    with StopSignals() as signals, AgreedStop(signals, ranks, 60) as stop:
-        answers = []
-        for step in range(1, 8):
-            if step == 3 and rank == 1:
-                os.kill(os.getpid(), signal.SIGUSR1)
-            answers.append(stop.after_step())
-        first = next(number for number, answer in enumerate(answers, 1) if answer is not None)
-        assert first == 4 and answers[3] is signal.SIGUSR1, answers

@@ -14,11 +14,11 @@ from ....coordination.messages import pack
 from ....factory import build_checkpointer
 from ....formats.dcp import DcpWriter
 from ....image.arena import Arena
+from ....image.copy import CopyPlan, CopyTasks, sources_of
 from ....image.items import ItemTemplates
-from ....image.layout import Structure, sources_of
 from ....memory.gc_control import collector_paused
-from ....stagers.copying import CopyPlan, copy_now
 from ....state.flatten import flatten
+from ....state.structure import Structure
 from ....storage.names import MANIFEST, integrity_name
 from ..measure.files import fill_cache, remove
 
@@ -79,8 +79,9 @@ def _planned(state: dict[str, Any], saves: int) -> dict[str, float]:
     indexed = time.perf_counter()
     arena = Arena(plan.layout.arena_bytes, shared=False)
     slots = arena.slots(plan.layout)
-    copies = CopyPlan(slots, sources_of(plan.layout, flat.tensors), {})
-    copy_now(copies, sources_of(plan.layout, flat.tensors))
+    copies = CopyPlan(slots, sources_of(plan.layout, flat)[0])
+    threads = torch.get_num_threads()
+    CopyTasks(copies, *sources_of(plan.layout, flat)).finish(threads)
     walks, checks, stages = [], [], []
     for _ in range(saves):
         began = time.perf_counter()
@@ -90,7 +91,7 @@ def _planned(state: dict[str, Any], saves: int) -> dict[str, float]:
             raise RuntimeError("An unchanged state was taken for a changed one.")
         plan.seal(flat.objects)
         checked = time.perf_counter()
-        copy_now(copies, sources_of(plan.layout, flat.tensors))
+        CopyTasks(copies, *sources_of(plan.layout, flat)).finish(threads)
         walks.append(walked - began)
         checks.append(checked - walked)
         stages.append(time.perf_counter() - checked)

@@ -13,24 +13,25 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any, ClassVar
 
 import torch
 from torch.distributed import TCPStore
 
-from ....callers.job import WriteJob
 from ....callers.write_callers import WriteCaller
 from ....coordination import RankStore, StoreCoordinator
 from ....formats.dcp import DcpWriter
-from ....saving.admission import Proposal, Schedule
-from ....saving.report import Timeouts
-from ....saving.transaction import AttemptRunner, Scheduled
+from ....options import ResolvedTimeouts
+from ....saving.admission import SaveAdmission
+from ....saving.transaction import PendingSave, SaveTransaction
 from ....stagers.live import LiveStager
-from ....storage.commit import Attempt
+from ....storage.commit import Attempt, refuse_existing
 from ....storage.file_system import file_system
 from ....storage.fs import FsOps
 from ....storage.names import integrity_name
+from ....writing.request import WriteRequest
 from ..measure.files import remove
 from .connection import CountedConnection, Counts
 
@@ -196,9 +197,9 @@ class _Rank:
         self._ranks = StoreCoordinator(RankStore(connection, rank, world_size, f"{world_size}/"))
         self._stager = LiveStager()
         self._stager.connect(writer, ranks=self._ranks, shared=False, timeout=_SECONDS)
-        self._schedule = Schedule(self._ranks, bounded=False, by_rename=fs.atomic_rename)
-        timeouts = Timeouts(stage=_SECONDS, write=_SECONDS)
-        self._runner = AttemptRunner(_StandIn(), writer, self._ranks, fs, timeouts, 0)
+        self._admission = SaveAdmission(self._ranks, refuse_existing, None)
+        timeouts = ResolvedTimeouts(stage=_SECONDS, write=_SECONDS)
+        self._transaction = SaveTransaction(_StandIn(), writer, self._ranks, fs, timeouts, 0)
         self._state: dict[str, Any] = {
             "own": {f"rank_{rank}_{number}": torch.ones(8) for number in range(_OWN)},
             "alike": {f"weight_{number}": torch.ones(8) for number in range(_ALIKE)},
@@ -206,12 +207,12 @@ class _Rank:
 
     def save(self, path: str) -> None:
         """A save from its beginning to its end, on one thread."""
-        started = time.perf_counter()
-        survey = self._stager.survey(self._state)
-        agreed = self._schedule.agree(Proposal(path, survey.changed), time.monotonic() + _SECONDS)
-        survey.changed = agreed.replan
-        snapshot = self._stager.take(survey)
-        self._runner.run(Scheduled(Attempt(path, agreed.token), snapshot, None, started))
+        save = PendingSave(path)
+        plan = self._stager.inspect(self._state)
+        decision = self._admission.decide(save, {"changed": plan.changed}, time.monotonic() + _SECONDS)
+        save.snapshot = self._stager.take(replace(plan, changed=decision["replan"]))
+        save.attempt = Attempt(path, decision["token"])
+        self._transaction.run(save)
 
     def close(self) -> None:
         """Stop the heartbeats."""
@@ -223,13 +224,13 @@ class _StandIn(WriteCaller):
 
     in_other_process: ClassVar[bool] = False
 
-    def run(self, job: WriteJob, deadline: float) -> Mapping[str, Any]:
-        """See `WriteCaller`."""
+    def run(self, request: WriteRequest, deadline: float) -> Mapping[str, Any]:
+        """Write the two files."""
         files = []
-        for name in (f"__{job.rank}_0.distcp", integrity_name(job.rank)):
-            job.fs.write_new(os.path.join(job.attempt.staging, name), b"{}")
+        for name in (f"__{request.rank}_0.distcp", integrity_name(request.rank)):
+            request.fs.write_new(os.path.join(request.attempt.staging, name), b"{}")
             files.append({"name": name, "size": 2, "crc32": 0})
-        return {"rank": job.rank, "files": files, "bytes": 4, "seconds": 0.0, "io": "buffered"}
+        return {"rank": request.rank, "files": files, "bytes": 4, "seconds": 0.0, "io": "buffered"}
 
 
 def _median(values: list[float]) -> float:

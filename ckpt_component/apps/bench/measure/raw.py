@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from ....memory.pages import want_huge_pages
+from ....memory.huge_pages import map_private
 
 Checksum = Callable[[memoryview], int]
 
@@ -25,8 +25,7 @@ _READERS = 2
 
 def block_of(nbytes: int) -> mmap.mmap:
     """Memory that starts at a page, as direct I/O needs it, in huge pages, which disks take best, and there already."""
-    block = mmap.mmap(-1, rounded(nbytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    want_huge_pages(block)
+    block = map_private(rounded(nbytes))
     torch.frombuffer(block, dtype=torch.uint8).fill_(1)
     return block
 

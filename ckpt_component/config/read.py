@@ -1,0 +1,96 @@
+"""From plain values to an instance of their schema: units, words, types, what is missing, ranges."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from typing import Any, TypeVar, cast, get_type_hints
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from ..spelling import other_word
+from .composable import is_enum
+from .errors import HydraConfigError
+from .quantities import quantity
+
+T = TypeVar("T")
+
+
+def read(schema: type[T], values: Mapping[str, Any], name: str) -> T:
+    """An instance of a schema.
+
+    Args:
+        schema: a dataclass, whose fields may have a range and a unit; see `schema.within`.
+        values: plain, those of inner nodes included; the schema's defaults stand for the others.
+        name: in front of a key, for errors; empty for a config's top.
+
+    Raises:
+        CheckpointConfigError: a key has no value, or one of another type, with another unit, or out of its range.
+    """
+    try:
+        node = OmegaConf.merge(OmegaConf.structured(schema), _converted(schema, values, name))
+    except OmegaConfBaseException as error:
+        raise HydraConfigError(omegaconf_text(error, name)) from None
+    missing = OmegaConf.missing_keys(node)
+    if missing:
+        raise HydraConfigError(missing_text(_full(name, min(missing))))
+    instance = OmegaConf.to_object(node)
+    _refuse_out_of_range(instance, name)
+    return cast(T, instance)
+
+
+def missing_text(key: str) -> str:
+    """The text for a key without a value."""
+    return f"{key} is missing; give it a value: {key}=..."
+
+
+def omegaconf_text(error: OmegaConfBaseException, name: str) -> str:
+    """OmegaConf's first line, with the key that it is about in front."""
+    key = getattr(error, "full_key", None) or ""
+    full = key if key.startswith(name) else _full(name, key)
+    line = next(iter(str(error).splitlines()), type(error).__name__)
+    variable = re.fullmatch(r"Interpolation key '([A-Z][A-Z0-9_]*)' not found", line)
+    hint = f" An environment variable is ${{oc.env:{variable[1]}}}." if variable else ""
+    return f"{full}: {line.rstrip('.')}.{hint}"
+
+
+def _converted(schema: type, values: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """The values with numbers for what was written with a unit; refuses other words than an enum's."""
+    hints, items = get_type_hints(schema), {item.name: item for item in fields(schema)}
+    result = dict(values)
+    for key in result.keys() & items.keys():
+        value, hint, unit = values[key], hints[key], items[key].metadata.get("unit")
+        if is_dataclass(hint) and isinstance(value, Mapping):
+            result[key] = _converted(cast(type, hint), value, _full(name, key))
+        elif value == "???":
+            continue
+        elif unit and isinstance(value, str):
+            result[key] = quantity(value, unit, _full(name, key))
+        elif is_enum(hint):
+            _refuse_other_words(_full(name, key), value, list(hint.__members__))
+    return result
+
+
+def _refuse_other_words(key: str, value: Any, words: list[str]) -> None:
+    if isinstance(value, Enum) or value in words:
+        return
+    text = other_word(key, "null" if value is None else value, words)
+    if value is False and "off" in words:
+        text += " YAML reads off as false; quote it: 'off'."
+    raise HydraConfigError(text)
+
+
+def _refuse_out_of_range(instance: Any, name: str) -> None:
+    for item in fields(instance):
+        key, value, limits = _full(name, item.name), getattr(instance, item.name), item.metadata.get("range")
+        if is_dataclass(value):
+            _refuse_out_of_range(value, key)
+        elif limits is not None and value not in limits:
+            raise HydraConfigError(f"{key} must be {limits}, got {value}.")
+
+
+def _full(name: str, key: str) -> str:
+    return ".".join(part for part in (name, key) if part)

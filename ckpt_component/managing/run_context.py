@@ -1,0 +1,62 @@
+"""What the parts of a manager share: where the checkpoints of the run lie, how they are named, and who saves them."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+
+from ..coordination import Coordinator, LocalCoordinator, RankStore, StoreCoordinator
+from ..options import ResolvedTimeouts
+from ..storage.fs import FsOps
+from ..storage.names import StepNames
+from ..storage.scan import Scan, committed_steps, scan_steps
+
+#: How many steps a message names one by one.
+_NAMED = 8
+
+
+@dataclass(frozen=True)
+class RunContext:
+    """One run and its folder of checkpoints.
+
+    Attributes:
+        fs: where effects go.
+        root: absolute path of the folder.
+        names: how steps are named on disk.
+        ranks: how the ranks agree.
+        timeouts: deadlines.
+        warned: warnings that were given already; see `committed_steps`.
+    """
+
+    fs: FsOps
+    root: str
+    names: StepNames
+    ranks: Coordinator
+    timeouts: ResolvedTimeouts
+    warned: set[str] = field(default_factory=set)
+
+    def path_of(self, step: int) -> str:
+        """Where the checkpoint of a step is, or would be."""
+        return os.path.join(self.root, self.names.folder(step))
+
+    def scan(self) -> Scan:
+        """What the folder holds."""
+        return scan_steps(self.fs, self.root, self.names)
+
+    def committed(self) -> list[int]:
+        """The steps of committed checkpoints, oldest first."""
+        return committed_steps(self.fs, self.root, self.names, self.warned)
+
+
+def job_ranks(purpose: str, timeouts: ResolvedTimeouts) -> Coordinator:
+    """One rank, or those of `torch.distributed` where the script has initialized it."""
+    store = RankStore.of_job(purpose)
+    return LocalCoordinator() if store is None else StoreCoordinator(store, timeouts.heartbeat, timeouts.stall)
+
+
+def steps_text(steps: list[int]) -> str:
+    """Steps for a message; the first and the last of many."""
+    shown = list(map(str, steps))
+    if len(shown) > _NAMED:
+        shown = [*shown[: _NAMED - 1], f"... ({len(steps)} in all), {shown[-1]}"]
+    return ", ".join(shown)

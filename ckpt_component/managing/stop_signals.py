@@ -1,0 +1,87 @@
+"""Stop signals: noted when they come, and acted upon by all ranks after the same training step."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+import time
+from types import FrameType
+from typing import Any
+
+from ..coordination import Coordinator, Meetings
+
+logger = logging.getLogger(__name__)
+
+#: How a scheduler or a person asks a job to stop; Slurm's --signal=USR1 is the usual early warning.
+STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+#: The ranks compare what they have caught about this often, and at least once in so many steps.
+_SECONDS_BETWEEN, _MOST_STEPS_BETWEEN = 1.0, 100
+
+
+class StopSignals:
+    """Notes stop signals until it is closed. A SIGINT after another signal ends the process at once.
+
+    A signal reaches the ranks at different moments, and perhaps one of them alone. So about once a second they exchange
+    what they have caught. After how many steps they do so again is decided by the leading rank, for all of them.
+
+    Args:
+        ranks: who stops together.
+        timeout: seconds to wait for the other ranks.
+        owns_ranks: close the ranks too.
+    """
+
+    def __init__(self, ranks: Coordinator, timeout: float, *, owns_ranks: bool = False) -> None:
+        self._timeout = timeout
+        self._ranks = ranks
+        self._owns_ranks = owns_ranks
+        self._meetings = Meetings(ranks, "should_stop")
+        self._caught: signal.Signals | None = None
+        self._agreed: signal.Signals | None = None
+        self._steps, self._steps_left, self._asked_at = 1, 1, time.monotonic()
+        self._handlers: dict[int, Any] = {}
+        if threading.current_thread() is not threading.main_thread():
+            logger.warning("training runs outside the main thread, so a SIGTERM will end it without a save")
+            return
+        for number in STOPPING:
+            self._handlers[number] = signal.signal(number, self._note)
+
+    def agreed(self) -> signal.Signals | None:
+        """The signal by which all ranks stop now, or None. All ranks must call it after the same steps.
+
+        Raises:
+            CheckpointTimeoutError: a rank did not call in time.
+            RanksError: a rank is dead, or has gone on without the call.
+        """
+        if self._ranks.world_size == 1:
+            return self._caught
+        self._steps_left -= 1
+        if self._agreed is None and self._steps_left <= 0:
+            deadline = time.monotonic() + self._timeout
+            number, self._steps = self._meetings.ask(self._caught or 0, self._decide, deadline)
+            self._agreed = signal.Signals(number) if number else None
+            self._steps_left, self._asked_at = self._steps, time.monotonic()
+        return self._agreed
+
+    def close(self) -> None:
+        """Handle signals as before. Safe to call twice."""
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+        self._handlers = {}
+        if self._owns_ranks:
+            self._ranks.close()
+
+    def _decide(self, caught: list[int]) -> list[int]:
+        """On the leading rank: the signal to stop by, or 0, and after how many steps to ask again."""
+        seconds_per_step = max(time.monotonic() - self._asked_at, 1e-6) / self._steps
+        return [max(caught), max(1, min(int(_SECONDS_BETWEEN / seconds_per_step), _MOST_STEPS_BETWEEN))]
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT and self._caught is not None:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGINT)
+        if self._caught is None:
+            self._caught = signal.Signals(number)
+            # Not by logging or print, which may be half-way through a line of their own when a signal comes.
+            os.write(2, f"{self._caught.name}: stopping after this step\n".encode())

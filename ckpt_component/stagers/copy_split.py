@@ -1,0 +1,127 @@
+"""How `zero_overhead` splits a state: what is copied at once, what beside training, what the device buffer takes.
+
+What forward itself may change (buffers such as BatchNorm's) is copied at once, and what the optimizer alone changes may
+wait. The device buffer takes what lies on its device, first that which training would have to wait for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from ..image.copy import CopyPlan
+from ..state.flatten import FlatState
+from ..state.shards import local_parts
+from .device_buffer import DeviceBuffer
+from .shared_memory import ArenaFill
+
+#: Beside a device buffer, so much of host memory is copied at once: with PyTorch's optimizers the step counts lie
+#: there, which then need no fence either.
+_AT_ONCE_BYTES = 16 << 20
+
+
+class CopySplit:
+    """How states of one structure are split for one arena.
+
+    Args:
+        fill: the arena, and a state.
+        optimizers: those that wait at the fence.
+        buffer: takes what it can; None: the snapshot does without.
+
+    Attributes:
+        now: copies at once.
+        later: copies beside training, until the fence.
+        buffered: numbers of the items that the device buffer takes.
+        watched: numbers of the tensors that must not change before the fence.
+    """
+
+    def __init__(
+        self, fill: ArenaFill, optimizers: Sequence[torch.optim.Optimizer], buffer: DeviceBuffer | None
+    ) -> None:
+        layout, sources = fill.slots.layout, fill.sources
+        self._guarded = len(optimizers)
+        self._pointers = fill.flat.pointers
+        #: For every tensor whether its copy may wait.
+        self._late = late = _changed_by_optimizers_alone(fill.flat, optimizers)
+        self.buffered = frozenset[int]()
+        if buffer is not None:
+            # Of joined tensors one stands for all, and whether each of them may be changed would be hard to tell.
+            alone = (number for number in range(len(sources)) if number not in layout.windows)
+            order = sorted(alone, key=lambda number: late[layout.tensor_of[number]])
+            self.buffered = buffer.place(sources, order)
+        at_once = _few_on_host(fill, late, buffer) if buffer is not None and self.buffered else set[int]()
+        now: list[int] = []
+        later: list[int] = []
+        for number, tensor in enumerate(layout.tensor_of):
+            if number not in self.buffered:
+                (later if late[tensor] and number not in at_once else now).append(number)
+        self.now = CopyPlan(fill.slots, sources, now)
+        self.later = CopyPlan(fill.slots, sources, later)
+        structure = layout.structure
+        free = {layout.tensor_of[number] for number in (*self.buffered, *at_once)}
+        stored = (structure.stored[number].tensor for number in structure.stored_of)
+        self.watched = [number for number, tensor in enumerate(stored) if late[number] and tensor not in free]
+
+    def fits(self, flat: FlatState, optimizers: Sequence[torch.optim.Optimizer]) -> bool:
+        """Whether no tensor that moved, such as an RNG state made anew for every save, belongs elsewhere now."""
+        if self._guarded != len(optimizers):
+            return False
+        before, self._pointers = self._pointers, flat.pointers
+        if before == flat.pointers:
+            return True
+        moved = [number for number, (a, b) in enumerate(zip(before, flat.pointers, strict=True)) if a != b]
+        if optimizers:
+            return not any(self._late[number] for number in moved)  # to copy at once is never wrong
+        buffers = set(_pointers(_module_buffers(flat)))
+        return all(
+            self._late[number] == (flat.pointers[number] not in buffers and not flat.tensors[number].is_inference())
+            for number in moved
+        )
+
+
+def _few_on_host(fill: ArenaFill, late: Sequence[bool], buffer: DeviceBuffer) -> set[int]:
+    """The items in host memory that could wait, where they are so few that it is quicker not to."""
+    layout, sources = fill.slots.layout, fill.sources
+    on_host = {
+        number
+        for number, tensor in enumerate(layout.tensor_of)
+        if late[tensor] and number not in layout.windows and buffer.device_of(sources[number]) is None
+    }
+    few = sum(sources[number].nbytes for number in on_host) <= _AT_ONCE_BYTES
+    return on_host if few else set()
+
+
+def _changed_by_optimizers_alone(flat: FlatState, optimizers: Sequence[torch.optim.Optimizer]) -> list[bool]:
+    """For every tensor: may its copy wait until the next optimizer step?
+
+    With guarded optimizers: their parameters and their state. Without: everything but the buffers of modules in the
+    state, and the version check finds what the caller changes too early.
+    """
+    owned = set(_pointers(_optimizer_tensors(optimizers)))
+    buffers = set(_pointers(_module_buffers(flat)))
+    late = []
+    for tensor, pointer in zip(flat.tensors, flat.pointers, strict=True):
+        may_wait = pointer in owned if optimizers else pointer not in buffers
+        late.append(may_wait and not tensor.is_inference())  # an inference tensor has no version
+    return late
+
+
+def _optimizer_tensors(optimizers: Iterable[torch.optim.Optimizer]) -> Iterable[torch.Tensor]:
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            yield from group["params"]
+        for state in optimizer.state.values():
+            yield from (value for value in state.values() if isinstance(value, torch.Tensor))
+
+
+def _module_buffers(flat: FlatState) -> Iterable[torch.Tensor]:
+    for _, value in flat.stateful:
+        if isinstance(value, torch.nn.Module):
+            yield from value.buffers()
+
+
+def _pointers(tensors: Iterable[torch.Tensor]) -> Iterable[int]:
+    for tensor in tensors:
+        for local, _ in local_parts(tensor, "a tensor of the optimizer"):
+            yield local.data_ptr()
