@@ -1,4 +1,4 @@
-"""Whether what stands in a target and what stands in a checkpoint under one key are of the same form."""
+"""Whether what a target and a checkpoint have under one key are of the same form."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..errors import CheckpointLoadError
-from ..state.flatten import FlatState, Path, StateDict, is_dict, is_stateful, key_of
+from ..state.flatten import Path, StateDict, is_dict, is_stateful, key_of
 from ..state.per_rank import PerRank, rank_name, rank_of
 from .source import Source
 
@@ -17,98 +17,80 @@ _NOTHING = object()
 
 
 class Forms:
-    """What both hold where, and the errors for what does not fit.
+    """What a target and a checkpoint have where, and the errors for what does not fit.
 
     A plain value of the target takes anything. A dict, list, tuple, set or tensor, or an object that is given its
     state, takes its like alone. The state of an object is that object's own business.
 
     Args:
         state_dict: the target.
-        flat: the same, flattened.
         source: the checkpoint.
         objects: where the target's objects with a state stand, the outer ones alone.
         owners: whose value each `PerRank` takes, by its path.
+
+    Attributes:
+        lists: keys of lists of the checkpoint.
+        empty: keys of empty dicts of the checkpoint.
     """
 
     def __init__(
-        self,
-        state_dict: StateDict,
-        flat: FlatState,
-        source: Source,
-        objects: Collection[Path],
-        owners: Mapping[Path, int | None],
+        self, state_dict: StateDict, source: Source, objects: Collection[Path], owners: Mapping[Path, int | None]
     ) -> None:
         self._state_dict = state_dict
-        self._flat = flat
         self._source = source
         self._objects = frozenset(objects)
         self._owners = owners
         containers = source.index.containers
-        self._lists = {key_of(path) for path, kind in containers if kind == "list"}
-        #: Keys of empty dicts of the checkpoint.
+        self.lists = {key_of(path) for path, kind in containers if kind == "list"}
         self.empty = {key_of(path) for path, kind in containers if kind == "empty" and path}
 
     @cached_property
     def below(self) -> dict[str, list[str]]:
         """For every inner node of the checkpoint, the keys below it."""
-        index, found = self._source.index, dict[str, list[str]]()
+        below: dict[str, list[str]] = {}
         nodes: dict[Path, list[list[str]]] = {}  # by the path of a container: the lists that its keys belong to
-        for key, path in [*((key, entry.path) for key, entry in index.tensors.items()), *index.objects.items()]:
-            around = path[:-1]
-            lists = nodes.get(around)
-            if lists is None:
-                names = [key_of(around[:depth]) for depth in range(1, len(around) + 1)]
-                lists = nodes[around] = [found.setdefault(name, []) for name in names]
-            for keys in lists:
+        for key, path in self._source.index.paths():
+            parent = path[:-1]
+            if parent not in nodes:
+                nodes[parent] = [below.setdefault(key_of(parent[:depth]), []) for depth in range(1, len(path))]
+            for keys in nodes[parent]:
                 keys.append(key)
-        return found
+        return below
 
     def owner(self, path: Path) -> Path | None:
         """The place of the target's object whose state a path is in."""
-        return next((path[:depth] for depth in range(1, len(path) + 1) if path[:depth] in self._objects), None)
-
-    def has_list(self, path: Path) -> bool:
-        """Whether the checkpoint has a list of values at a place."""
-        return key_of(path) in self._lists
+        if self._objects:
+            for depth in range(1, len(path) + 1):
+                if path[:depth] in self._objects:
+                    return path[:depth]
+        return None
 
     def has_container(self, path: Path) -> bool:
         """Whether the checkpoint has a dict or a list of values at a place."""
         key = key_of(path)
         return key in self.empty or key in self.below
 
-    def check_containers(self) -> None:
-        """Refuse a list of the one where the other has something else, and what has no state where an object stands."""
-        for path, kind in self._flat.containers:
-            if kind == "list" and self.owner(path) is None:
-                self.check(path)
-        for path, kind in self._source.index.containers:
-            if kind != "odict" and self.owner(path) is None:
-                self.check(path)
-        for path in self._objects:
-            self.check(path)
-
     def check(self, path: Path) -> None:
-        """Refuse another form at a place of the target, as far as it is known without reading; see `compare`."""
+        """Refuse another form at a place of the target, as far as it is known without reading; see `compare`.
+
+        Raises:
+            CheckpointLoadError: with the key.
+        """
         there, key = None, key_of(path)
         if key in self._source.index.tensors:
             there = "tensor"
-        elif key in self._lists:
+        elif key in self.lists:
             there = "list"
         elif key in self.empty or (key not in self._source.index.objects and key in self.below):
             there = "dict"
-        if there is not None and _form(self._here(path)) not in (None, there):
-            raise self._unlike(path, there)
-
-    def compare(self, path: Path, value: Any) -> None:
-        """Refuse another form at a place of the target than that of an object that was read. None is as nothing."""
-        if value is not None and _form(self._here(path)) not in (None, _form(value)):
-            raise self._unlike(path, type(value).__name__)
+        if there is not None and _form(self._target_value(path)) not in (None, there):
+            raise self._mismatch(path, there)
 
     def object_above(self, path: Path) -> Path | None:
         """Where an object of the checkpoint stands that a place of the target may be inside of.
 
         Raises:
-            CheckpointLoadError: there is a tensor.
+            CheckpointLoadError: a tensor stands there.
         """
         index, owner = self._source.index, self.owner(path)
         for depth in range(len(path) - 1, 0, -1):
@@ -116,26 +98,31 @@ class Forms:
             if above in index.objects:
                 return path[:depth]
             if above in index.tensors and (owner is None or depth <= len(owner)):
-                raise self._unlike(path[:depth], "tensor")
+                raise self._mismatch(path[:depth], "tensor")
         return None
 
-    def descend(self, path: Path, above: Path, value: Any) -> tuple[bool, Any]:
-        """What an object of the checkpoint has for a place of the target; (False, None) where it has nothing.
+    def compare(self, path: Path, above: Path, value: Any) -> tuple[bool, Any]:
+        """Compare a place of the target with an object that was read.
 
         Args:
             path: of the target.
             above: where the object stands.
             value: the object.
 
+        Returns:
+            Whether the object has something for the place, and what.
+
         Raises:
-            CheckpointLoadError: it is of another form on the way.
+            CheckpointLoadError: it is of another form, there or on the way.
         """
         owner = self.owner(path)
         for depth in range(len(above), len(path) + 1):
-            if owner is None or depth <= len(owner):
-                self.compare(path[:depth], value)
+            here = _form(self._target_value(path[:depth]))
+            outside = owner is None or depth <= len(owner)
+            if outside and value is not None and here not in (None, _form(value)):  # None is as nothing
+                raise self._mismatch(path[:depth], type(value).__name__)
             if depth == len(path):
-                return value is not None or _form(self._here(path)) != "tensor", value
+                return value is not None or here != "tensor", value
             if not isinstance(value, (Mapping, list, tuple)):
                 break
             try:
@@ -144,7 +131,7 @@ class Forms:
                 break
         return False, None
 
-    def _here(self, path: Path) -> Any:
+    def _target_value(self, path: Path) -> Any:
         """What the target has at a place, outside of the state of its objects."""
         value: Any = self._state_dict
         for depth, part in enumerate(path):
@@ -155,21 +142,19 @@ class Forms:
                 value = value.value
                 continue
             # Stock DCP turns every dict key into text.
-            parts = (part, int(part)) if isinstance(part, str) and part.isdecimal() else (part,)
-            if is_dict(value):
-                found = [each for each in parts if each in value]
-            elif isinstance(value, list):
-                found = [each for each in parts if type(each) is int and 0 <= each < len(value)]
+            for name in (part, int(part)) if isinstance(part, str) and part.isdecimal() else (part,):
+                in_list = isinstance(value, list) and type(name) is int and 0 <= name < len(value)
+                if in_list or (is_dict(value) and name in value):
+                    value = value[name]
+                    break
             else:
                 return _NOTHING
-            if not found:
-                return _NOTHING
-            value = value[found[0]]
         return value
 
-    def _unlike(self, path: Path, there: str) -> CheckpointLoadError:
-        here = _form(self._here(path))
-        here = type(self._here(path)).__name__ if here in (None, "dict") else here
+    def _mismatch(self, path: Path, there: str) -> CheckpointLoadError:
+        value = self._target_value(path)
+        here = _form(value)
+        here = type(value).__name__ if here in (None, "dict") else here
         return CheckpointLoadError(
             f"'{key_of(path)}' is of type {here} in the target and of type {there} in the checkpoint "
             f"{self._source.where}; give a target of that form, or None to take what the checkpoint has."
@@ -190,11 +175,8 @@ def _form(value: Any) -> str | None:
 def owner_of(path: Path, own: PerRank, source: Source, rank: int, world_size: int) -> int | None:
     """Whose value a rank takes: its own, that of rank 0, or none, when the checkpoint is of another number of ranks."""
     depth = len(path)
-    saved = {
-        found
-        for place in [*(entry.path for entry in source.index.tensors.values()), *source.index.objects.values()]
-        if place[:depth] == path and len(place) > depth and (found := rank_of(place[depth])) is not None
-    }
+    names = {place[depth] for _, place in source.index.paths() if place[:depth] == path and len(place) > depth}
+    saved = {number for number in map(rank_of, names) if number is not None}
     if not saved or (len(saved) == world_size and rank in saved):
         return rank
     if own.when_resized == "error":

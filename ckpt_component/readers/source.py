@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -82,13 +82,27 @@ class Index:
     objects: dict[str, Path] = field(default_factory=dict)
     containers: list[tuple[Path, str]] = field(default_factory=list)
 
+    def path_of(self, key: str) -> Path:
+        """Where the value of a key stands."""
+        entry = self.tensors.get(key)
+        return self.objects[key] if entry is None else entry.path
+
+    def paths(self) -> Iterator[tuple[str, Path]]:
+        """All keys, each with its path."""
+        yield from ((key, entry.path) for key, entry in self.tensors.items())
+        yield from self.objects.items()
+
 
 class Source(ABC):
-    """One checkpoint, opened."""
+    """One checkpoint, opened.
 
-    def __init__(self, where: str, index: Index) -> None:
-        self.where = where
-        self.index = index
+    Attributes:
+        where: its path.
+        index: what it holds.
+    """
+
+    where: str
+    index: Index
 
     @abstractmethod
     def read_tensors(self, requests: Sequence[Request]) -> None:
