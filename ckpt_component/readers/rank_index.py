@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..errors import CheckpointCorruptError
-from ..memory.int_columns import column_of, picked
+from ..memory.int_columns import column_of
 from ..state.flatten import Path
 from ..storage.fs import FsOps
 from ..storage.safe_open import read_failure
@@ -243,7 +243,7 @@ def tensor_items(
     )
     nbytes = elements * itemsize
     _refuse((file < 0) | (file >= len(names)), "it has an item in the file number {}", file)
-    size = picked(_column(sizes), file)
+    size = _column(sizes).index_select(0, file)
     _refuse((offset < 0) | (length < 0), "it has an item at {} of {} bytes", offset, length)
     # The differences below cannot overflow, because a file has fewer than 2^63 bytes.
     _refuse(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -86,11 +86,6 @@ class Index:
         """Where the value of a key stands."""
         entry = self.tensors.get(key)
         return self.objects[key] if entry is None else entry.path
-
-    def paths(self) -> Iterator[tuple[str, Path]]:
-        """All keys, each with its path."""
-        yield from ((key, entry.path) for key, entry in self.tensors.items())
-        yield from self.objects.items()
 
 
 class Source(ABC):

@@ -7,15 +7,15 @@ import random
 import pytest
 import torch
 
-from ckpt_component.readers import crc
-from ckpt_component.readers.crc import combined_crcs
+from ckpt_component.readers import coalesced
+from ckpt_component.readers.coalesced import combined_crcs
 from ckpt_component.storage.checksum import ChecksumMissingError, find_checksum
 
 
 @pytest.mark.parametrize("together", [7, 1 << 14])
 @pytest.mark.parametrize("name", ["crc32", "crc32c"])
 def test_pieces_make_up_ranges(name: str, together: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(crc, "_TOGETHER", together)
+    monkeypatch.setattr(coalesced, "_TOGETHER", together)
     try:
         checksum = find_checksum(name)
     except ChecksumMissingError as error:
