@@ -1,4 +1,4 @@
-"""How much of a file is in memory, so that the disk need not be asked for it."""
+"""How much of a file is in the page cache, so that the disk need not be asked for it."""
 
 from __future__ import annotations
 
@@ -7,16 +7,10 @@ import mmap
 import os
 from collections.abc import Iterator, Sequence
 
-_PAGE = mmap.PAGESIZE
-#: Places that are looked at, in all files together.
-_SAMPLES = 256
+from . import libc
 
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64)
-_libc.mmap.restype = ctypes.c_void_p
-_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
-_libc.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p)
-_FAILED = ctypes.c_void_p(-1).value
+#: Pages that are looked at, in all files together.
+_SAMPLES = 256
 
 
 def share_in_memory(ranges: Sequence[tuple[int, int, int]]) -> float | None:
@@ -29,50 +23,50 @@ def share_in_memory(ranges: Sequence[tuple[int, int, int]]) -> float | None:
         None where the system does not tell: files that this process may neither own nor write, or no bytes at all.
 
     Raises:
-        OSError: a file cannot be looked at.
+        OSError: a file cannot be queried.
     """
-    places = _samples(ranges)
-    if not places or not all(map(_is_told, places)):
+    offsets: dict[int, list[int]] = {}
+    for fd, offset in _samples(ranges):
+        offsets.setdefault(fd, []).append(offset)
+    if not offsets or not all(map(_may_query, offsets)):
         return None
-    answers = [found for fd, offsets in places.items() for found in _are_cached(fd, offsets)]
+    answers = [cached for fd in offsets for cached in are_cached(fd, offsets[fd])]
     return sum(answers) / len(answers)
 
 
-def _samples(ranges: Sequence[tuple[int, int, int]]) -> dict[int, list[int]]:
-    """Offsets by descriptor, evenly over all ranges."""
-    found: dict[int, list[int]] = {}
+def _samples(ranges: Sequence[tuple[int, int, int]]) -> Iterator[tuple[int, int]]:
+    """Descriptors and offsets, evenly over all ranges."""
     step = max(sum(length for _, _, length in ranges) / _SAMPLES, 1)
-    ahead = 0.0
+    position = 0.0
     for fd, offset, length in ranges:
-        while ahead < length:
-            found.setdefault(fd, []).append(offset + int(ahead))
-            ahead += step
-        ahead -= length
-    return found
+        while position < length:
+            yield fd, offset + int(position)
+            position += step
+        position -= length
 
 
-def _is_told(fd: int) -> bool:
-    """Linux answers truthfully for who owns a file or may write it, and says for all others that it is in memory."""
+def _may_query(fd: int) -> bool:
+    """Linux answers correctly to a file's owner and to who may write it, and tells all others that it is in memory."""
     return os.fstat(fd).st_uid == os.geteuid() or os.access(f"/proc/self/fd/{fd}", os.W_OK, effective_ids=True)
 
 
-def _are_cached(fd: int, offsets: Sequence[int]) -> Iterator[bool]:
-    """Of bytes of a file, whether they are in memory."""
+def are_cached(fd: int, offsets: Sequence[int]) -> list[bool]:
+    """Of bytes of a file, whether they are in memory.
+
+    Raises:
+        OSError: the file cannot be queried.
+    """
     size = max(offsets) + 1
     # Nothing is read through this mapping, so a disk that fails cannot end the process by a signal.
-    address = _libc.mmap(None, size, mmap.PROT_READ, mmap.MAP_SHARED, fd, 0)
-    if address == _FAILED:
-        raise _failure()
+    address = libc.mmap(None, size, mmap.PROT_READ, mmap.MAP_SHARED, fd, 0)
+    if address == libc.MAP_FAILED:
+        raise libc.last_error()
+    answers, page = [], ctypes.create_string_buffer(1)
     try:
-        answer = ctypes.create_string_buffer(1)
         for offset in offsets:
-            if _libc.mincore(address + offset // _PAGE * _PAGE, 1, answer) != 0:
-                raise _failure()
-            yield answer.raw[0] & 1 == 1
+            if libc.mincore(address + offset // mmap.PAGESIZE * mmap.PAGESIZE, 1, page) != 0:
+                raise libc.last_error()
+            answers.append(page.raw[0] & 1 == 1)
     finally:
-        _libc.munmap(address, size)
-
-
-def _failure() -> OSError:
-    code = ctypes.get_errno()
-    return OSError(code, os.strerror(code))
+        libc.munmap(address, size)
+    return answers

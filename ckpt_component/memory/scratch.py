@@ -1,68 +1,66 @@
-"""Memory that one system call spreads to many places. A file without a name, because calls spread what they read."""
+"""Memory to read through, whose bytes one system call copies to many places.
+
+It is a file without a name, because the system calls that fill many places read from a file.
+"""
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import TracebackType
 
 from ..errors import CheckpointError
-from .huge_pages import HUGE_PAGE, address_of, align, make_huge, map_shared
+from . import libc
+from .huge_pages import HUGE_PAGE, make_huge, map_shared
 
 logger = logging.getLogger(__name__)
 
-_preadv = ctypes.CDLL(None, use_errno=True).preadv
-_preadv.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_int64)
-_preadv.restype = ctypes.c_ssize_t
+#: Of a block: one huge page.
+BLOCK_BYTES = HUGE_PAGE
 
 
-class Block:
-    """Memory whose bytes the system can spread.
-
-    Args:
-        nbytes: how much.
+class ScratchBlock:
+    """`BLOCK_BYTES` of memory that begin at a page, as `view`.
 
     Raises:
-        CheckpointError: there is no memory or no descriptor for it.
+        CheckpointError: there is no memory or no file descriptor for it.
     """
 
-    def __init__(self, nbytes: int) -> None:
+    def __init__(self) -> None:
         try:
-            self._descriptor = os.memfd_create("ckpt-run", os.MFD_CLOEXEC)
+            self._descriptor = os.memfd_create("ckpt-read", os.MFD_CLOEXEC)
             try:
-                size = align(nbytes, HUGE_PAGE)
-                os.truncate(self._descriptor, size)
-                self.view = map_shared(self._descriptor, size)
+                os.truncate(self._descriptor, BLOCK_BYTES)
+                self.view = map_shared(self._descriptor, BLOCK_BYTES)
             except BaseException:
                 os.close(self._descriptor)
                 raise
         except OSError as error:
             raise CheckpointError(
-                f"{nbytes / 1e6:.1f} MB of memory to read a checkpoint through were not to be had ({error}); free host "
-                "memory or file descriptors (ulimit -n)."
+                f"could not allocate a {BLOCK_BYTES / 1e6:.1f} MB read buffer ({error}); free host memory or file "
+                "descriptors (ulimit -n)."
             ) from error
-        failed = make_huge(address_of(self.view), size)
-        if failed:
-            logger.debug("a block to read through is not in huge pages: %s", os.strerror(failed))
+        self.address = libc.address_of(self.view)
+        code = make_huge(self.address, BLOCK_BYTES)
+        if code:
+            logger.debug("a read buffer is not in huge pages: %s", os.strerror(code))
 
-    def spread(self, table: int, pieces: int, nbytes: int, position: int) -> None:
+    def scatter(self, table: int, pieces: int, nbytes: int, position: int) -> None:
         """Copy the bytes from `position` on to pieces of memory, in one system call.
 
         Args:
-            table: where rows of address and length lie, each of 64 bits.
-            pieces: how many those are; at most `MAX_BUFFERS`.
+            table: address of rows of address and length, each of 64 bits.
+            pieces: how many those are; at most `libc.IOV_MAX`.
             nbytes: of all pieces.
             position: in the block.
 
         Raises:
             OSError: the system refuses.
         """
-        while (copied := _preadv(self._descriptor, table, pieces, position)) != nbytes:
-            code = ctypes.get_errno() if copied < 0 else errno.EIO
+        while (copied := libc.preadv(self._descriptor, table, pieces, position)) != nbytes:
+            code = libc.get_errno() if copied < 0 else errno.EIO
             if code != errno.EINTR:
                 raise OSError(code, f"{os.strerror(code)}: {copied} of {nbytes} bytes were copied to tensors")
 
@@ -72,38 +70,25 @@ class Block:
         os.close(self._descriptor)
 
 
-class Blocks:
-    """Blocks of one size that threads take in turns. A context manager; on its end none may be taken any more.
+class ScratchPool:
+    """Blocks that threads take in turns."""
 
-    Args:
-        nbytes: of each.
-    """
-
-    def __init__(self, nbytes: int) -> None:
-        self._nbytes = nbytes
-        self._free: list[Block] = []
+    def __init__(self) -> None:
+        self._free: list[ScratchBlock] = []
 
     @contextmanager
-    def lent(self) -> Iterator[Block]:
-        """A block of which nobody else knows, for as long as the context is entered."""
+    def block(self) -> Iterator[ScratchBlock]:
+        """A block that no other thread uses while the context is entered."""
         try:
             block = self._free.pop()
         except IndexError:
-            block = Block(self._nbytes)
+            block = ScratchBlock()
         try:
             yield block
         finally:
             self._free.append(block)
 
     def close(self) -> None:
-        """Give back the memory of all; none may be taken any more."""
+        """Give back the memory of all blocks; none may be in use."""
         while self._free:
             self._free.pop().close()
-
-    def __enter__(self) -> Blocks:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()

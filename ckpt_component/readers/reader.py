@@ -18,29 +18,31 @@ from ..errors import (
 )
 from ..memory.gc_control import collector_paused
 from ..options import Verify
-from ..state.flatten import Path, StateDict, unflatten
+from ..state.flatten import StateDict, unflatten
 from ..storage.file_system import file_system
 from ..storage.manifest import check_files, data_folder, read_manifest
 from ..storage.names import SINGLE_FILES
 from ..storage.safe_open import read_failure
 from .foreign.safetensors import SafetensorsSource
 from .foreign.torch_file import TorchFileSource
-from .own_format import NativeSource, verify_file
+from .own_format import OwnSource, verify_file
+from .rank_index import read_rank_indexes
 from .source import Request, Source
-from .tables import read_tables
 from .target import Target
 
 logger = logging.getLogger(__name__)
+
+_ToDevice = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Reader:
     """Reads checkpoints: ours, verified by their checksums; and those of stock DCP, `torch.save` and safetensors.
 
     Args:
-        rank: who reads; what is this rank's own is looked for under it.
+        rank: who reads: the rank whose `PerRank` values and files are loaded.
         world_size: how many ranks there are.
         verify: when the checksums of what is read are compared. Sizes and structure always are.
-        shared: whether other ranks on this computer may read the same bytes; see `OpenFiles`.
+        shared: whether other ranks on this host may read the same bytes; see `FileSet`.
     """
 
     def __init__(
@@ -83,42 +85,25 @@ class Reader:
         Raises:
             CheckpointNotFoundError, CheckpointCorruptError, CheckpointLoadError: see `Checkpointer.load`.
         """
-        with collector_paused(), torch.no_grad():
-            # What reading took is freed before the collector runs again: it would look at all of it.
-            return self._read(path, state_dict, _placer(map_location), allow_dtype_cast, allow_unexpected, resuming)
-
-    def _read(
-        self,
-        path: str,
-        state_dict: StateDict | None,
-        place: Callable[[torch.Tensor], torch.Tensor],
-        allow_dtype_cast: bool,
-        allow_unexpected: bool,
-        resuming: bool,
-    ) -> tuple[StateDict, list[str]]:
         verify = self._verify is Verify.on_read or (resuming and self._verify is Verify.on_resume)
-        source = self._open(path, mapped=state_dict is not None, verify=verify)
-        if state_dict is None:
-            values = read_values(source, source.index.tensors, source.index.objects, place)
-            return _nested(source, values), []
-        target = Target(state_dict, source, self._rank, self._world_size, allow_dtype_cast=allow_dtype_cast)
-        loud = resuming or target.shortens_lists
-        self._tell_unexpected(path, target.unexpected, allowed=allow_unexpected, loud=loud)
-        fresh = read_values(source, target.new_tensors, target.objects, place)
-        target.check(fresh)
-        source.read_tensors(target.requests)
-        return state_dict, target.finish(fresh)
-
-    @staticmethod
-    def _tell_unexpected(path: str, keys: list[str], *, allowed: bool, loud: bool) -> None:
-        if not keys:
-            return
-        text = f"{path} has keys that the target does not have: {first_keys(keys)}"
-        if not allowed:
-            raise UnexpectedKeysError(f"{text}; pass allow_unexpected=True to leave them.", keys)
-        # To load a part is what a plain load is for. A run that begins again should find all that it saved, and a list
-        # is one thing.
-        logger.log(logging.WARNING if loud else logging.INFO, "%s; they are not loaded", text)
+        with collector_paused(), torch.no_grad():
+            to_device = _to_device(map_location)
+            source = self._open(path, mapped=state_dict is not None, verify=verify)
+            if state_dict is None:
+                return _load_all(source, to_device), []
+            target = Target(state_dict, source, self._rank, self._world_size, allow_dtype_cast=allow_dtype_cast)
+            if target.unexpected:
+                text = f"{path} has keys that the target does not have: {first_keys(target.unexpected)}"
+                if not allow_unexpected:
+                    raise UnexpectedKeysError(f"{text}; pass allow_unexpected=True to leave them.", target.unexpected)
+                # A plain load may be of a part. A run that resumes should find all that it saved, and a list is one
+                # value.
+                warns = resuming or target.shortens_lists
+                logger.log(logging.WARNING if warns else logging.INFO, "%s; they are not loaded", text)
+            loaded = _load_new(source, target.new_tensors, target.objects, to_device)
+            target.check(loaded)
+            source.read_tensors(target.requests)
+            return state_dict, target.finish(loaded)
 
     def _open(self, path: str, *, mapped: bool, verify: bool) -> Source:
         """Find out what is at `path`. The folder itself may be a link, which the caller named; nothing in it may."""
@@ -130,7 +115,7 @@ class Reader:
             return TorchFileSource(path, mapped=mapped)
         manifest = read_manifest(self._fs, path)
         if manifest is not None:
-            return self._open_ours(data_folder(path, manifest), manifest, mapped=mapped, verify=verify)
+            return self._open_own(data_folder(path, manifest), manifest, mapped=mapped, verify=verify)
         try:
             names = self._fs.names(path)
         except OSError as error:
@@ -143,85 +128,71 @@ class Reader:
         files = [name for name in names if name.endswith(SINGLE_FILES)]
         if len(files) == 1:
             return self._open(os.path.join(path, files[0]), mapped=mapped, verify=verify)
-        found = ", ".join(names[:5]) or "nothing"
         raise CheckpointNotFoundError(
-            f"{path} holds no checkpoint ({found}); name the folder of one, with manifest.json or .metadata, or a file."
+            f"{path} holds no checkpoint ({', '.join(names[:5]) or 'nothing'}); name the folder of one, with "
+            "manifest.json or .metadata, or a file."
         )
 
-    def _open_ours(self, path: str, manifest: Mapping[str, Any], *, mapped: bool, verify: bool) -> Source:
+    def _open_own(self, path: str, manifest: Mapping[str, Any], *, mapped: bool, verify: bool) -> Source:
         check_files(self._fs, path, manifest)
-        form = manifest.get("format")
-        if form == "dcp":
-            return NativeSource(path, read_tables(self._fs, path, manifest), verify=verify, shared=self._shared)
-        if form not in ("safetensors", "torch_save"):
-            raise CheckpointLoadError(f"{path} has the format {form!r:.200}, which no reader here knows.")
-        rank = self._own_rank(path, manifest)
-        (table,) = read_tables(self._fs, path, manifest, [rank])
-        if form == "safetensors":
-            return NativeSource(path, [table], verify=verify, shared=self._shared)
+        form, world_size, ranks = manifest.get("format"), manifest["world_size"], None
+        if form not in ("dcp", "safetensors", "torch_save"):
+            raise CheckpointLoadError(f"{path} has the format {form!r:.200}, which this release cannot read.")
+        rank = self._rank if world_size > 1 else 0
+        if form != "dcp":  # every rank has a file of its own
+            if world_size not in (1, self._world_size):
+                raise CheckpointLoadError(
+                    f"{path} was saved by {world_size} ranks with checkpoint/writer={form}, in which every rank's file "
+                    f"is its own, and there are {self._world_size} now; only checkpoints of checkpoint/writer=dcp load "
+                    "on another number of ranks."
+                )
+            ranks = [rank]
+        indexes = read_rank_indexes(self._fs, path, manifest, ranks)
+        if form != "torch_save":
+            return OwnSource(path, indexes, verify=verify, shared=self._shared)
         name = f"checkpoint_{rank}.pt"
         if name not in {entry["name"] for entry in manifest["files"]}:
             raise CheckpointCorruptError(f"{path} has no file of rank {rank}, {name}.")
         if verify:
-            verify_file(path, name, table)
+            verify_file(path, name, indexes[0])
         return TorchFileSource(os.path.join(path, name), mapped=mapped)
 
-    def _own_rank(self, path: str, manifest: Mapping[str, Any]) -> int:
-        """Whose part this rank takes, in a format in which every rank has a file of its own."""
-        if manifest["world_size"] not in (1, self._world_size):
-            raise CheckpointLoadError(
-                f"{path} was saved by {manifest['world_size']} ranks with checkpoint/writer={manifest['format']}, in "
-                f"which every rank's file is its own, and there are {self._world_size} now; only checkpoints of "
-                "checkpoint/writer=dcp load on another number of ranks."
-            )
-        return self._rank if manifest["world_size"] > 1 else 0
 
-
-def _nested(source: Source, values: Mapping[str, Any]) -> StateDict:
+def _load_all(source: Source, to_device: _ToDevice) -> StateDict:
+    index = source.index
+    values = _load_new(source, index.tensors, index.objects, to_device)
     try:
-        return unflatten({_path(source, key): value for key, value in values.items()}, source.index.containers)
+        return unflatten({index.path_of(key): value for key, value in values.items()}, index.containers)
     except (TypeError, ValueError, LookupError, AttributeError) as error:
         raise CheckpointCorruptError(f"The keys of {source.where} make up no state dict: {error}.") from error
 
 
-def read_values(
-    source: Source, tensors: Iterable[str], objects: Iterable[str], place: Callable[[torch.Tensor], torch.Tensor]
-) -> dict[str, Any]:
-    """New tensors and objects for these keys. Tensors that are stored once come back as one."""
-    found: dict[str, Any] = {}
-    landed: dict[Any, torch.Tensor] = {}
+def _load_new(source: Source, tensors: Iterable[str], objects: Iterable[str], to_device: _ToDevice) -> dict[str, Any]:
+    """Load these keys into new tensors and objects. Tensors that are stored once come back as one."""
+    loaded: dict[str, torch.Tensor] = {}
+    stored: dict[Any, torch.Tensor] = {}
     requests = []
-    tensors = list(tensors)
     for key in tensors:
         entry = source.index.tensors[key]
-        ready = source.tied(key)
-        if ready is not None:
-            found[key] = ready
-        elif entry.same_as not in landed:
-            landed[entry.same_as] = torch.empty(entry.shape, dtype=entry.dtype)
-            requests.append(Request.into(key, landed[entry.same_as]))
+        tied = source.tied(key)
+        if tied is not None:
+            loaded[key] = tied
+            continue
+        if entry.same_as not in stored:
+            stored[entry.same_as] = torch.empty(entry.shape, dtype=entry.dtype)
+            requests.append(Request.into(key, stored[entry.same_as]))
+        loaded[key] = stored[entry.same_as]
     source.read_tensors(requests)
-    moved: dict[int, torch.Tensor] = {}
-    for key in tensors:
-        tensor = found[key] if key in found else landed[source.index.tensors[key].same_as]
-        if id(tensor) not in moved:
-            moved[id(tensor)] = place(tensor)
-        found[key] = moved[id(tensor)]
-    found.update(source.read_objects(list(objects)))
-    return found
+    moved = {id(tensor): to_device(tensor) for tensor in {id(tensor): tensor for tensor in loaded.values()}.values()}
+    return {**{key: moved[id(tensor)] for key, tensor in loaded.items()}, **source.read_objects(list(objects))}
 
 
-def _path(source: Source, key: str) -> Path:
-    entry = source.index.tensors.get(key)
-    return source.index.objects[key] if entry is None else entry.path
-
-
-def _placer(map_location: Any) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Where new tensors go, in the ways that `torch.load` takes: device, dict, or function."""
+def _to_device(map_location: Any) -> _ToDevice:
+    """What moves new tensors, in the ways that `torch.load` takes: device, dict, or function."""
+    if isinstance(map_location, Mapping):
+        map_location = map_location.get("cpu")
     if map_location is None:
         return lambda tensor: tensor
-    if isinstance(map_location, Mapping):
-        return _placer(map_location.get("cpu"))
     if isinstance(map_location, (str, torch.device)):
         device = torch.device(map_location)
         return lambda tensor: tensor.to(device)

@@ -15,21 +15,21 @@ from ..state.shards import Box
 DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
 
 #: No operator of torch takes tensors of more.
-MOST_DIMENSIONS = 64
+MAX_DIMENSIONS = 64
 #: Above it, torch's own arithmetic of sizes and strides would overflow.
-MOST_ELEMENTS = 1 << 62
+MAX_ELEMENTS = 1 << 62
 
 
 def is_shape(value: Any) -> bool:
     """Whether a list or tuple from a file may be used as a shape: exact ints, none negative, no overflow."""
-    if len(value) > MOST_DIMENSIONS:
+    if len(value) > MAX_DIMENSIONS:
         return False
     elements = 1
     for size in value:
         if type(size) is not int or size < 0:
             return False
         elements *= size or 1
-    return elements < MOST_ELEMENTS
+    return elements < MAX_ELEMENTS
 
 
 def check_cover(what: str, whole: Sequence[int], boxes: Sequence[Box]) -> None:

@@ -82,13 +82,22 @@ class Index:
     objects: dict[str, Path] = field(default_factory=dict)
     containers: list[tuple[Path, str]] = field(default_factory=list)
 
+    def path_of(self, key: str) -> Path:
+        """Where the value of a key stands."""
+        entry = self.tensors.get(key)
+        return self.objects[key] if entry is None else entry.path
+
 
 class Source(ABC):
-    """One checkpoint, opened."""
+    """One checkpoint, opened.
 
-    def __init__(self, where: str, index: Index) -> None:
-        self.where = where
-        self.index = index
+    Attributes:
+        where: its path.
+        index: what it holds.
+    """
+
+    where: str
+    index: Index
 
     @abstractmethod
     def read_tensors(self, requests: Sequence[Request]) -> None:

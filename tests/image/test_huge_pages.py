@@ -16,7 +16,7 @@ import torch
 from ckpt_component.image.arena import Arena
 from ckpt_component.memory import huge_pages, libc, scratch
 from ckpt_component.memory.huge_pages import HUGE_PAGE, address_of, make_huge, map_shared
-from ckpt_component.memory.scratch import Block
+from ckpt_component.memory.scratch import ScratchBlock
 
 SIZE = 3 * HUGE_PAGE + 5 * mmap.PAGESIZE
 DATA = bytes(range(256)) * (SIZE // 256)
@@ -146,8 +146,8 @@ def test_an_arena_for_another_process_is_in_huge_pages() -> None:
 
 @pytest.mark.usefixtures("huge_pages_given")
 def test_a_block_to_read_through_is_in_huge_pages() -> None:
-    block = Block(HUGE_PAGE + 1)
-    assert huge_bytes(block.view) == 2 * HUGE_PAGE
+    block = ScratchBlock()
+    assert huge_bytes(block.view) == HUGE_PAGE
     block.close()
 
 
@@ -182,11 +182,11 @@ def test_without_huge_pages_a_block_has_small_ones_and_says_so(
 ) -> None:
     monkeypatch.setattr(huge_pages, "advise", lambda *_: errno.EINVAL)
     caplog.set_level(logging.DEBUG, logger=scratch.__name__)
-    block = Block(HUGE_PAGE + 1)
-    block.view[HUGE_PAGE] = 7
+    block = ScratchBlock()
+    block.view[HUGE_PAGE - 8] = 7
     target = torch.zeros(8, dtype=torch.uint8)
     table = array("q", (target.data_ptr(), 8))
-    block.spread(table.buffer_info()[0], 1, 8, HUGE_PAGE)
+    block.scatter(table.buffer_info()[0], 1, 8, HUGE_PAGE - 8)
     assert target.tolist() == [7] + 7 * [0]
     (said,) = caplog.messages
     assert "Invalid argument" in said

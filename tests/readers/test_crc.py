@@ -7,15 +7,15 @@ import random
 import pytest
 import torch
 
-from ckpt_component.readers import crc
-from ckpt_component.readers.crc import CrcOfRanges
+from ckpt_component.readers import coalesced
+from ckpt_component.readers.coalesced import combined_crcs
 from ckpt_component.storage.checksum import ChecksumMissingError, find_checksum
 
 
 @pytest.mark.parametrize("together", [7, 1 << 14])
 @pytest.mark.parametrize("name", ["crc32", "crc32c"])
 def test_pieces_make_up_ranges(name: str, together: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(crc, "_TOGETHER", together)
+    monkeypatch.setattr(coalesced, "_TOGETHER", together)
     try:
         checksum = find_checksum(name)
     except ChecksumMissingError as error:
@@ -29,10 +29,10 @@ def test_pieces_make_up_ranges(name: str, together: int, monkeypatch: pytest.Mon
     begin = end - torch.tensor(list(map(len, pieces)))
     bounds = [0, 1, 2, 60, 61, 899, 900]
     first, last = torch.tensor(bounds[:-1]), torch.tensor(bounds[1:])
-    ranges = CrcOfRanges(checksum.polynomial)
     data = b"".join(bytes(gap) + piece for piece, gap in zip(pieces, gaps, strict=True))
     wholes = [data[start:stop] for start, stop in zip(begin[first].tolist(), end[last - 1].tolist(), strict=True)]
-    assert ranges.combined(crcs, begin, end, first, last) == [checksum.of(memoryview(whole)) for whole in wholes]
+    combined = combined_crcs(checksum.polynomial, crcs, begin, end, first, last)
+    assert combined == [checksum.of(memoryview(whole)) for whole in wholes]
 
 
 def test_a_hash_is_no_crc() -> None:

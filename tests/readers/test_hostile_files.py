@@ -199,7 +199,7 @@ def test_row_30_names_stay_in_the_folder(name: Any, stock: Path, native: Path, o
         ours.load(native)
     edit_manifest(native, lambda manifest: manifest["files"].pop() and None)
     edit_table(native, lambda table: table["layout"]["files"].__setitem__(0, name))
-    with pytest.raises(CheckpointCorruptError, match=r"integrity-0\.json makes no sense"):
+    with pytest.raises(CheckpointCorruptError, match=r"integrity-0\.json is invalid"):
         ours.load(native)
 
 

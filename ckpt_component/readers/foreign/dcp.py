@@ -13,7 +13,7 @@ from ...errors import CheckpointCorruptError
 from ...state.shards import Box, overlap
 from ...storage.fs import FsOps
 from ...storage.safe_open import read_failure
-from ..ranges import OpenFiles, Piece
+from ..file_set import FileSet, RangeRead
 from ..source import Index, Request, Source, TensorEntry, copy_into
 from .archives import load_archive, load_object
 from .dcp_metadata import Place, load_metadata
@@ -28,7 +28,7 @@ class StockDcpSource(Source):
     Args:
         fs: reads what is small.
         folder: of the checkpoint.
-        shared: as for `OpenFiles`.
+        shared: as for `FileSet`.
 
     Raises:
         CheckpointCorruptError: `.metadata` is damaged, or says what cannot be.
@@ -50,11 +50,11 @@ class StockDcpSource(Source):
             index.tensors[key] = TensorEntry(paths.get(key, (key,)), tensor.dtype, tuple(tensor.shape), key)
         for key in self._metadata.objects:
             index.objects[key] = paths.get(key, (key,))
-        super().__init__(folder, index)
+        self.where, self.index = folder, index
 
     def read_tensors(self, requests: Sequence[Request]) -> None:
         """Load the chunks of every tensor, and copy what each has of the parts that are asked for."""
-        with OpenFiles(self.where, shared=self._shared) as files:
+        with FileSet(self.where, shared=self._shared) as files:
 
             def read(request: Request, sizes: Sequence[int], place: Place, common: Any) -> None:
                 theirs, ours, _ = common
@@ -68,7 +68,7 @@ class StockDcpSource(Source):
 
             files.read_all(
                 [
-                    Piece(place.file, place.offset, place.length, partial(read, request, sizes, place, common))
+                    RangeRead(place.file, place.offset, place.length, partial(read, request, sizes, place, common))
                     for request in requests
                     for (_, sizes), place, common in self._chunks(request)
                 ]
@@ -77,7 +77,7 @@ class StockDcpSource(Source):
     def read_objects(self, keys: Sequence[str]) -> Mapping[str, Any]:
         """Load the objects, each with `weights_only`."""
         found = {}
-        with OpenFiles(self.where) as files:
+        with FileSet(self.where) as files:
             for key in keys:
                 place = self._metadata.objects[key]
                 found[key] = load_object(self._bytes(files, place, key), self._name(key, place))
@@ -89,7 +89,7 @@ class StockDcpSource(Source):
         pieces = [(box, place, overlap(box, request.box)) for box, place in chunks]
         return [(box, place, common) for box, place, common in pieces if common is not None]
 
-    def _bytes(self, files: OpenFiles, place: Place, key: str) -> bytearray:
+    def _bytes(self, files: FileSet, place: Place, key: str) -> bytearray:
         data = bytearray(place.length)
         if not files.fill(place.file, memoryview(data), place.offset):
             raise CheckpointCorruptError(f"{self._name(key, place)} is not whole: the file ends before.")

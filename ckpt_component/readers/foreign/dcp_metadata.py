@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,40 +19,24 @@ from .safe_unpickle import Record, load_inert
 
 _DCP = "torch.distributed.checkpoint"
 _MEGATRON = "megatron.core.dist_checkpointing.strategies"
-_RECORDS = [
-    *(
-        (f"{_DCP}.metadata", name)
-        for name in (
-            "Metadata",
-            "MetadataIndex",
-            "StorageMeta",
-            "TensorStorageMetadata",
-            "BytesStorageMetadata",
-            "ChunkStorageMetadata",
-            "TensorProperties",
-            "_MEM_FORMAT_ENCODING",
-        )
-    ),
+_PATHS = ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
+_TENSORS = ("TensorStorageMetadata", "ChunkStorageMetadata", "TensorProperties", "_MEM_FORMAT_ENCODING")
+#: Names of classes, by module.
+_CLASSES: Mapping[str, Sequence[str]] = {
+    f"{_DCP}.metadata": ("Metadata", "MetadataIndex", "StorageMeta", "BytesStorageMetadata", *_TENSORS),
     # Megatron and NVRx keep every rank's plan in there, for their own next save.
-    *(
-        (f"{_DCP}.planner", name)
-        for name in ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData")
-    ),
-    (f"{_DCP}.filesystem", "_StoragePrefix"),
-    (f"{_MEGATRON}.torch", "MCoreMetadata"),
-    (f"{_MEGATRON}.torch", "MCoreSavePlan"),
-    (f"{_DCP}.filesystem", "_StorageInfo"),
-    ("torch.serialization", "_get_layout"),
+    f"{_DCP}.planner": ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData"),
+    f"{_DCP}.filesystem": ("_StoragePrefix", "_StorageInfo"),
+    f"{_MEGATRON}.torch": ("MCoreMetadata", "MCoreSavePlan"),
+    "torch.serialization": ("_get_layout",),
     # With Python 3.11.0 to 3.11.3 a member of an enumeration is pickled as the attribute of a class. A record as all
     # others: it keeps what it was asked for, and gets nothing from anywhere.
-    ("builtins", "getattr"),
+    "builtins": ("getattr",),
     # DCP notes the checkpoint's own path as an object, of a class that not every Python has.
-    *(
-        (module, name)
-        for module in ("pathlib", "pathlib._local")
-        for name in ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
-    ),
-]
+    "pathlib": _PATHS,
+    "pathlib._local": _PATHS,
+}
+_RECORDS = [(module, name) for module, names in _CLASSES.items() for name in names]
 
 _WHOLE = ("Metadata", "MCoreMetadata")
 

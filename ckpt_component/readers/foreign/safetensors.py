@@ -15,7 +15,7 @@ import torch
 from ...errors import CheckpointCorruptError, CheckpointLoadError
 from ...formats.safetensors import DTYPES
 from ...image.arena import tensor_bytes
-from ..ranges import OpenFiles, Piece
+from ..file_set import FileSet, RangeRead
 from ..shapes import is_shape
 from ..source import Index, Request, Source, TensorEntry, copy_into
 
@@ -28,7 +28,7 @@ class SafetensorsSource(Source):
 
     Args:
         path: the file.
-        shared: as for `OpenFiles`.
+        shared: as for `FileSet`.
 
     Raises:
         CheckpointCorruptError: it is no regular file, or its header cannot be: offsets that overlap or leave gaps, that
@@ -40,7 +40,7 @@ class SafetensorsSource(Source):
     def __init__(self, path: str, *, shared: bool = True) -> None:
         self._shared = shared
         self._folder, self._name = os.path.split(os.path.abspath(path))
-        with OpenFiles(self._folder) as files:
+        with FileSet(self._folder) as files:
             size = os.fstat(files.descriptor(self._name)).st_size
             header, self._start = _read_header(path, files, self._name, size)
         metadata = header.pop("__metadata__", {})
@@ -56,11 +56,11 @@ class SafetensorsSource(Source):
                 found = index.tensors[kept]
                 self._places[alias] = self._places[kept]
                 index.tensors[alias] = TensorEntry((alias,), found.dtype, found.shape, found.same_as)
-        super().__init__(path, index)
+        self.where, self.index = path, index
 
     def read_tensors(self, requests: Sequence[Request]) -> None:
         """Read in parallel."""
-        with OpenFiles(self._folder, shared=self._shared) as files:
+        with FileSet(self._folder, shared=self._shared) as files:
 
             def read(request: Request) -> None:
                 begin, _ = self._places[request.key]
@@ -73,7 +73,7 @@ class SafetensorsSource(Source):
             pieces = []
             for request in requests:
                 begin, end = self._places[request.key]
-                pieces.append(Piece(self._name, self._start + begin, end - begin, partial(read, request)))
+                pieces.append(RangeRead(self._name, self._start + begin, end - begin, partial(read, request)))
             files.read_all(pieces)
 
     def read_objects(self, keys: Sequence[str]) -> Mapping[str, Any]:
@@ -81,7 +81,7 @@ class SafetensorsSource(Source):
         return {}
 
 
-def _read_header(path: str, files: OpenFiles, name: str, size: int) -> tuple[dict[str, Any], int]:
+def _read_header(path: str, files: FileSet, name: str, size: int) -> tuple[dict[str, Any], int]:
     length = memoryview(bytearray(8))
     if not files.fill(name, length, 0):
         raise CheckpointCorruptError(f"{path} is too short for a safetensors file.")

@@ -60,7 +60,7 @@ class TorchFileSource(Source):
         for place, tensor in zip(flat.tensor_paths, flat.tensors, strict=True):
             index.tensors[key_of(place)] = TensorEntry(place, tensor.dtype, tuple(tensor.shape), key_of(place))
         index.objects = {key_of(place): place for place in flat.object_paths}
-        super().__init__(path, index)
+        self.where, self.index = path, index
 
     def read_tensors(self, requests: Sequence[Request]) -> None:
         """Copy from the loaded or mapped tensors."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import itertools
@@ -20,9 +21,10 @@ from safetensors.torch import save_file
 from ckpt_component import CheckpointCorruptError, build_checkpointer, factory
 from ckpt_component.memory import page_cache
 from ckpt_component.memory.page_cache import share_in_memory
-from ckpt_component.readers import direct_io, ranges
-from ckpt_component.readers.direct_io import PastCache
-from ckpt_component.readers.ranges import OpenFiles
+from ckpt_component.memory.scratch import ScratchPool
+from ckpt_component.readers import direct_io, file_set
+from ckpt_component.readers.direct_io import DirectReader
+from ckpt_component.readers.file_set import FileSet, RangeRead
 from ckpt_component.storage.fs_type import kind_of
 
 STATE: dict[str, Any] = {
@@ -65,7 +67,7 @@ def cached_share(path: Path) -> float:
     """How much of a file is in memory."""
     with open(path, "rb") as file:
         pages = range(0, path.stat().st_size, 4096)
-        return sum(page_cache._are_cached(file.fileno(), pages)) / len(pages)
+        return sum(page_cache.are_cached(file.fileno(), pages)) / len(pages)
 
 
 def direct_opens(monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -164,7 +166,18 @@ def test_a_flipped_bit_is_found(disk: Path) -> None:
         checkpointer.load(path)
 
 
-LEAST, BLOCK = direct_io._LEAST_BYTES, direct_io._BLOCK_BYTES
+@contextlib.contextmanager
+def direct_reader(folder: Path, fd: int) -> Iterator[DirectReader]:
+    pool = ScratchPool()
+    reader = DirectReader(str(folder), [fd], pool)
+    try:
+        yield reader
+    finally:
+        reader.close()
+        pool.close()
+
+
+LEAST, BLOCK = direct_io._MIN_BYTES, direct_io._MAX_BYTES
 
 
 @pytest.mark.parametrize("offset", [0, 1, 511, 4095, 4096, 70_001])
@@ -175,7 +188,7 @@ def test_any_range(disk: Path, offset: int, length: int) -> None:
     fd = os.open(disk / "file", os.O_RDONLY)
     buffer = memoryview(bytearray(length + 1))
     try:
-        with PastCache(str(disk), [fd]) as reads:
+        with direct_reader(disk, fd) as reads:
             read = 0
             while length - read >= LEAST:
                 count = reads.read(fd, buffer[read:length], offset + read)
@@ -195,7 +208,7 @@ def test_any_range_into_a_block(disk: Path, offset: int, length: int) -> None:
     fd = os.open(disk / "file", os.O_RDONLY)
     try:
         block = memoryview(mmap.mmap(-1, length + 2 * 4096))
-        with PastCache(str(disk), [fd]) as reads:
+        with direct_reader(disk, fd) as reads:
             begin = reads.read_into(fd, block, offset, length)
             assert begin is not None
             assert block[begin : begin + length] == data[offset : offset + length]
@@ -213,7 +226,7 @@ def test_the_end_of_a_file(disk: Path, size: int) -> None:
     fd = os.open(disk / "file", os.O_RDONLY)
     buffer = bytearray(LEAST * 2)
     try:
-        with PastCache(str(disk), [fd]) as reads:
+        with direct_reader(disk, fd) as reads:
             assert reads.read(fd, memoryview(buffer), 0) == size
             assert buffer[:size] == data
             assert reads.read(fd, memoryview(buffer), size) == 0
@@ -227,9 +240,9 @@ def test_a_file_that_was_cut_is_told(disk: Path, monkeypatch: pytest.MonkeyPatch
     forget(disk)
     opens = direct_opens(monkeypatch)
     found = []
-    with OpenFiles(str(disk), shared=False) as files:
+    with FileSet(str(disk), shared=False) as files:
         buffer = memoryview(bytearray(600_000))
-        files.read_all([ranges.Piece("file", 0, 600_000, lambda: found.append(files.fill("file", buffer, 0)))])
+        files.read_all([RangeRead("file", 0, 600_000, lambda: found.append(files.fill("file", buffer, 0)))])
     assert found == [False] and opens
 
 
@@ -267,8 +280,8 @@ def test_where_it_fails_reads_are_ordinary_and_one_line_says_so(
     with build_checkpointer("sync") as checkpointer, caplog.at_level(logging.INFO):
         refuse(monkeypatch)
         check_loaded(checkpointer.load(path))
-    told = [record.message for record in caplog.records if "page cache" in record.message]
-    assert len(told) == 1 and str(path) in told[0] and "because direct reads fail there" in told[0]
+    lines = [record.message for record in caplog.records if "page cache" in record.message]
+    assert len(lines) == 1 and str(path) in lines[0] and "direct I/O failed" in lines[0]
 
 
 def test_a_cache_that_cannot_be_looked_at(
@@ -278,13 +291,13 @@ def test_a_cache_that_cannot_be_looked_at(
     forget(path)
     opens = direct_opens(monkeypatch)
 
-    def failing(fd: int, offsets: Sequence[int]) -> Iterator[bool]:
+    def failing(fd: int, offsets: Sequence[int]) -> list[bool]:
         raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
 
-    monkeypatch.setattr(page_cache, "_are_cached", failing)
+    monkeypatch.setattr(page_cache, "are_cached", failing)
     with build_checkpointer("sync") as checkpointer, caplog.at_level(logging.INFO):
         check_loaded(checkpointer.load(path))
-    assert not opens and sum("cannot be known" in record.message for record in caplog.records) == 1
+    assert not opens and sum("cannot query the page cache" in record.message for record in caplog.records) == 1
 
 
 def test_a_folder_of_which_nothing_is_known(
@@ -296,10 +309,10 @@ def test_a_folder_of_which_nothing_is_known(
     def failing(folder: str) -> bool:
         raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
 
-    monkeypatch.setattr(ranges, "is_on_disk", failing)
+    monkeypatch.setattr(file_set, "is_on_disk", failing)
     with build_checkpointer("sync") as checkpointer, caplog.at_level(logging.INFO):
         check_loaded(checkpointer.load(path))
-    assert sum("cannot be known" in record.message for record in caplog.records) == 1
+    assert sum("cannot query the page cache" in record.message for record in caplog.records) == 1
 
 
 def test_no_descriptor_is_left(disk: Path) -> None:
@@ -336,11 +349,11 @@ def test_how_much_is_in_memory(disk: Path) -> None:
 
 def test_samples_are_spread_over_all_ranges() -> None:
     small = [(number % 3, 1000 * number, 700) for number in range(10_000)]
-    found = page_cache._samples(small)
-    numbers = sorted(offset // 1000 for offsets in found.values() for offset in offsets)
+    samples = list(page_cache._samples(small))
+    numbers = [offset // 1000 for _, offset in samples]
     assert len(numbers) == pytest.approx(page_cache._SAMPLES, abs=1)
     assert all(later - number in (39, 40) for number, later in itertools.pairwise(numbers))
-    assert all(offset // 1000 % 3 == fd and offset % 1000 < 700 for fd, offsets in found.items() for offset in offsets)
+    assert all(offset // 1000 % 3 == fd and offset % 1000 < 700 for fd, offset in samples)
 
 
 def test_files_of_others_are_not_told(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -361,7 +374,7 @@ def test_half_of_it_in_memory(disk: Path, monkeypatch: pytest.MonkeyPatch) -> No
     forget(path)
     opens = direct_opens(monkeypatch)
     for share, past in ((0.51, False), (0.49, True)):
-        monkeypatch.setattr(ranges, "share_in_memory", lambda _, share=share: share)
+        monkeypatch.setattr(file_set, "share_in_memory", lambda _, share=share: share)
         with build_checkpointer("sync") as checkpointer:
             check_loaded(checkpointer.load(path))
         assert bool(opens) is past
@@ -372,7 +385,7 @@ def test_nothing_of_it_on_a_tmpfs(monkeypatch: pytest.MonkeyPatch) -> None:
     if kind_of("/dev/shm") != "tmpfs":
         pytest.skip("/dev/shm is no tmpfs here")
     opens = direct_opens(monkeypatch)
-    monkeypatch.setattr(ranges, "share_in_memory", lambda _: 0.0)
+    monkeypatch.setattr(file_set, "share_in_memory", lambda _: 0.0)
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder, build_checkpointer("sync") as checkpointer:
         check_loaded(checkpointer.load(saved(Path(folder))))
     assert not opens

@@ -15,13 +15,13 @@ import pytest
 import torch
 
 from ckpt_component import CheckpointError, CheckpointUnreadableError
-from ckpt_component.memory import scratch
-from ckpt_component.memory.scratch import Block, Blocks
-from ckpt_component.readers.coalesced import BLOCK_BYTES, SMALL_BYTES, Landings
-from ckpt_component.readers.items import tensor_items
-from ckpt_component.readers.ranges import OpenFiles
+from ckpt_component.memory import libc
+from ckpt_component.memory.scratch import ScratchBlock
+from ckpt_component.readers.coalesced import SMALL_BYTES, ReadTargets
+from ckpt_component.readers.file_set import FileSet
+from ckpt_component.readers.rank_index import tensor_items
+from ckpt_component.readers.source import Request
 from ckpt_component.storage.checksum import Checksum, find_checksum
-from ckpt_component.storage.fs import MAX_BUFFERS
 
 #: What lies around a payload, as an archive's header and its end do.
 BEFORE, AFTER = 11, 5
@@ -51,19 +51,13 @@ class Stored:
 
     def read(self, numbers: list[int], checksum: Checksum | None) -> tuple[list[torch.Tensor], list[int], int]:
         """The tensors of these items, the places of those that are damaged, and how many runs they were read in."""
-        items = tensor_items(self.rows, self.sums, self.names, self.sizes)
-        targets = [torch.zeros_like(self.payloads[number]) for number in numbers]
-        addresses = torch.tensor([target.data_ptr() for target in targets])
-        landings = Landings(items, torch.tensor(numbers), targets, addresses, checksum)
-        wrong, count = [], 0
-        with OpenFiles(str(self.folder)) as files, Blocks(BLOCK_BYTES) as free:
-            for run in landings.runs():
-                with free.lent() as block:
-                    found = run.read(files, block)
-                count += 1
-                if found is not None:
-                    wrong.append(landings.order[found])
-        return targets, wrong, count
+        items = tensor_items(self.rows, self.sums, self.names, list(self.sizes.values()))
+        tensors = [torch.zeros_like(self.payloads[number]) for number in numbers]
+        requests = [Request.into(str(place), tensor) for place, tensor in enumerate(tensors)]
+        targets = ReadTargets(items, numbers, requests, checksum)
+        with FileSet(str(self.folder)) as files:
+            failed = [targets.fill(read, files) for read in targets.reads]
+        return tensors, [int(request.key) for request in failed if request is not None], len(targets.reads)
 
 
 def stored(folder: Path, count: int = 3000) -> Stored:
@@ -75,7 +69,7 @@ def stored(folder: Path, count: int = 3000) -> Stored:
 
 @pytest.mark.parametrize("most", [None, 7], ids=["whole calls", "interrupted calls"])
 def test_every_payload_lands_in_its_tensor(most: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real, calls = scratch._preadv, 0
+    real, calls = libc.preadv, 0
 
     def interrupted(fd: int, address: int, count: int, offset: int) -> int:
         nonlocal calls
@@ -86,7 +80,7 @@ def test_every_payload_lands_in_its_tensor(most: int | None, tmp_path: Path, mon
         return int(real(fd, address, count, offset))
 
     if most is not None:
-        monkeypatch.setattr(scratch, "_preadv", interrupted)
+        monkeypatch.setattr(libc, "preadv", interrupted)
     files = stored(tmp_path)
     numbers = list(range(len(files.payloads)))
     random.Random(1).shuffle(numbers)
@@ -101,7 +95,7 @@ def test_every_payload_lands_in_its_tensor(most: int | None, tmp_path: Path, mon
 def test_tiny_neighbours_are_no_more_than_one_call_takes(tmp_path: Path) -> None:
     files = Stored(tmp_path, [8] * 2000, [0] * 2000, files=1)
     targets, wrong, count = files.read(list(range(2000)), find_checksum("crc32"))
-    assert wrong == [] and 2 * 2000 / MAX_BUFFERS <= count < 10
+    assert wrong == [] and 2 * 2000 / libc.IOV_MAX <= count < 10
     assert all(torch.equal(target, payload) for target, payload in zip(targets, files.payloads, strict=True))
 
 
@@ -153,15 +147,15 @@ def test_a_file_that_ends_before_a_run_names_its_last_item(tmp_path: Path) -> No
 
 
 def test_a_copy_that_the_system_refuses_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    block = Block(1000)
+    block = ScratchBlock()
     try:
         table = array("q", (8, 100))  # an address that is not the process's
         nowhere = table.buffer_info()[0], 1, 100, 0
         with pytest.raises(OSError, match="Bad address: -1 of 100 bytes"):
-            block.spread(*nowhere)
-        monkeypatch.setattr(scratch, "_preadv", lambda *_: 3)
+            block.scatter(*nowhere)
+        monkeypatch.setattr(libc, "preadv", lambda *_: 3)
         with pytest.raises(OSError, match="3 of 100 bytes"):
-            block.spread(*nowhere)
+            block.scatter(*nowhere)
     finally:
         block.close()
 
@@ -186,11 +180,11 @@ def test_no_descriptor_for_a_block_is_told(monkeypatch: pytest.MonkeyPatch) -> N
     with monkeypatch.context() as patched:
         patched.setattr(os, "memfd_create", none_left)
         with pytest.raises(
-            CheckpointError, match=r"0\.5 MB of memory .* not to be had .*Too many open files.*ulimit -n"
+            CheckpointError, match=r"could not allocate a 2\.1 MB read buffer .*Too many open files.*ulimit -n"
         ):
-            Block(500_000)
+            ScratchBlock()
         patched.undo()
         patched.setattr(os, "truncate", none_left)
-        with pytest.raises(CheckpointError, match="not to be had"):
-            Block(500_000)
+        with pytest.raises(CheckpointError, match="could not allocate"):
+            ScratchBlock()
     assert os.listdir("/proc/self/fd") == before
