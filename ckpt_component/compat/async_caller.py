@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from functools import cached_property
 
-from .ranks import Ranks
+from .peers import Peers
 from .request import AsyncRequest
 
 
@@ -17,9 +17,9 @@ class AsyncCaller(ABC):
     """
 
     @cached_property
-    def ranks(self) -> Ranks:
-        """How this caller agrees with those of other ranks. The callers of one queue share this."""
-        return Ranks()
+    def peers(self) -> Peers:
+        """The callers of the other ranks. The callers of one queue share this."""
+        return Peers()
 
     @abstractmethod
     def schedule_async_call(self, async_req: AsyncRequest) -> None:
@@ -42,8 +42,7 @@ class AsyncCaller(ABC):
     def is_current_async_call_done(self, blocking: bool = False, no_dist: bool = False) -> bool:
         """Whether the current call is done on all ranks. Call this on all ranks, in the same way.
 
-        All ranks get the same answer to the n-th question, without a collective: rank 0 tells the others ahead. With
-        several ranks it is therefore known one question later than it could be, unless `blocking`.
+        All ranks get the same answer to the n-th question, without a collective: it is the one that rank 0 got.
 
         Args:
             blocking: wait until it is done, at most as long as its deadline allows.
@@ -56,7 +55,7 @@ class AsyncCaller(ABC):
             CheckpointSaveError: the call failed; raised once. The call is then over, and the next one is the current
                 one. With several ranks it is a RanksError, the same on all of them as soon as one has failed; where
                 the call failed, that error is the cause.
-            CheckpointTimeoutError: the call, or rank 0's word on it, did not come before the deadline.
+            CheckpointTimeoutError: the call, or rank 0's decision, did not come before the deadline.
         """
 
     def sync_all_async_calls(self, is_alive: int) -> bool:
@@ -65,9 +64,9 @@ class AsyncCaller(ABC):
         Args:
             is_alive: nonzero when this rank's current call is not done.
         """
-        agreement = self.ranks.agreement()
+        session = self.peers.session()
         alive = int(bool(is_alive))
-        return (alive if agreement is None else agreement.total(alive)) == 0
+        return (alive if session is None else session.total(alive)) == 0
 
     @abstractmethod
     def close(self, abort: bool = False) -> None:

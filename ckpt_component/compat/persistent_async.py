@@ -8,11 +8,11 @@ from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
-from . import ranks
 from .call_loop import serve_calls
 from .call_process import CallProcess
 from .call_worker import CallWorker
-from .process_caller import Call, ProcessCaller, payload_of
+from .peers import this_rank
+from .process_caller import ProcessCaller, ScheduledCall, payload_of
 from .request import AsyncRequest
 
 logger = logging.getLogger(__name__)
@@ -82,7 +82,7 @@ class PersistentAsyncCaller(ProcessCaller):
         worker = self._open_worker()
         return worker.submit(payload, timeout=self._write_timeout, what=request.name), worker
 
-    def _give_up(self, call: Call) -> None:
+    def _give_up(self, call: ScheduledCall) -> None:
         call.result.cancel()  # does nothing to a call that runs
 
     def _take_workers(self) -> list[CallWorker]:
@@ -95,7 +95,7 @@ class PersistentAsyncCaller(ProcessCaller):
             self._worker = CallWorker(
                 partial(
                     CallProcess,
-                    partial(PersistentAsyncCaller.async_loop, ranks.rank()),
+                    partial(PersistentAsyncCaller.async_loop, this_rank()),
                     (log_level,),
                     start_method=self._start_method,
                     start_timeout=self._start_timeout,

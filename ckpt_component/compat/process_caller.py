@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import CheckpointError, CheckpointSaveError, CheckpointTimeoutError
-from .agreement import Agreement, Question
 from .async_caller import AsyncCaller
 from .call_process import check_start_method
 from .call_worker import CallWorker
+from .peers import Call, PeerSession
 from .pickling import snapshot
 from .request import AsyncRequest
 
@@ -20,29 +20,17 @@ from .request import AsyncRequest
 _STOP_SECONDS = 10.0
 
 
-@dataclass
-class Call:
-    """One request at work. `worker` is None where there was nothing to do, or it failed before a process had it."""
+@dataclass(eq=False)
+class ScheduledCall(Call):
+    """A call of a `ProcessCaller`.
 
-    what: str
-    result: Future[Any]
-    worker: CallWorker | None
-    agreement: Agreement | None = None
-    question: Question | None = None  # to all ranks, where there are several
+    Attributes:
+        worker: None where there was nothing to do, or it failed before a process had it.
+        session: with the other ranks; None where there are none.
+    """
 
-    def error(self) -> CheckpointError | None:
-        """Why it failed, of this package's family whatever it was; None while it runs."""
-        error = self.result.exception(0) if self.result.done() else None
-        if error is None or isinstance(error, CheckpointError):
-            return error
-        told = CheckpointSaveError(f"{self.what} could not be run: {type(error).__name__}: {error}")
-        told.__cause__ = error
-        return told
-
-    def withdraw(self, failure: CheckpointSaveError | None) -> None:
-        """Ask other ranks no more; see `Agreement.withdraw`."""
-        if self.agreement is not None and self.question is not None:
-            self.agreement.withdraw(self.question, failure)
+    worker: CallWorker | None = None
+    session: PeerSession | None = None
 
 
 class ProcessCaller(AsyncCaller):
@@ -71,12 +59,13 @@ class ProcessCaller(AsyncCaller):
         self._start_timeout = start_timeout
         self._write_timeout = write_timeout
         self._close_timeout = close_timeout
-        self._calls: deque[Call] = deque()
+        self._calls: deque[ScheduledCall] = deque()
 
     def schedule_async_call(self, async_req: AsyncRequest) -> None:
         """See `AsyncCaller.schedule_async_call`."""
-        agreement = self.ranks.agreement()
-        call = Call(f"Request {getattr(async_req, 'call_idx', 0)}", Future(), None)
+        session = self.peers.session()
+        allowed = (self._start_timeout + self._write_timeout + _STOP_SECONDS) * (len(self._calls) + 1)
+        call = ScheduledCall(f"Request {getattr(async_req, 'call_idx', 0)}", timeout=allowed, session=session)
         try:
             request = AsyncRequest.of(async_req)
             request.check()
@@ -85,13 +74,11 @@ class ProcessCaller(AsyncCaller):
             else:
                 call.result, call.worker = self._begin(request, _preloaded(request))
         except Exception as error:
-            if agreement is None and not isinstance(error, CheckpointSaveError):
+            if session is None and not isinstance(error, CheckpointSaveError):
                 raise
             call.result.set_exception(error)
-        if agreement is not None:
-            allowed = self._start_timeout + self._write_timeout + _STOP_SECONDS
-            call.agreement = agreement
-            call.question = agreement.ask(call.what, call.result, allowed * (len(self._calls) + 1))
+        if session is not None:
+            session.add(call)
         self._calls.append(call)
 
     def is_current_async_call_done(self, blocking: bool = False, no_dist: bool = False) -> bool:
@@ -99,23 +86,16 @@ class ProcessCaller(AsyncCaller):
         if not self._calls:
             return True
         call = self._calls[0]
-        if no_dist and call.agreement is not None:
-            call.agreement.look_alone()
-        if no_dist or call.agreement is None or call.question is None:
+        if no_dist or call.session is None:
             return self._is_done_here(call, blocking)
         try:
-            verdict = call.agreement.look(call.question, blocking)
+            if not call.session.look(call, blocking):
+                return False
         except CheckpointError:
             self._calls.popleft()
             self._give_up(call)
             raise
-        if verdict is None:
-            return False
         self._calls.popleft()
-        failure = verdict.to_raise(call.what, call.agreement.world_size, call.error())
-        if failure is not None:
-            self._give_up(call)
-            raise failure
         return True
 
     def close(self, abort: bool = False) -> None:
@@ -127,8 +107,9 @@ class ProcessCaller(AsyncCaller):
                 worker.close()
         while abort and self._calls:
             call = self._calls.popleft()
-            call.withdraw(CheckpointSaveError(f"{call.what} was given up by close(abort=True)."))
-        self.ranks.rest()
+            if call.session is not None:
+                call.session.give_up(call, CheckpointSaveError(f"{call.what} was given up by close(abort=True)."))
+        self.peers.rest()
 
     @abstractmethod
     def _begin(self, request: AsyncRequest, args: tuple[Any, ...]) -> tuple[Future[Any], CallWorker]:
@@ -140,24 +121,28 @@ class ProcessCaller(AsyncCaller):
         """
 
     @abstractmethod
-    def _give_up(self, call: Call) -> None:
+    def _give_up(self, call: ScheduledCall) -> None:
         """What to do with a call that failed on another rank, and may still run here."""
 
     @abstractmethod
     def _take_workers(self) -> list[CallWorker]:
         """The workers to close; they get no more calls."""
 
-    def _is_done_here(self, call: Call, blocking: bool) -> bool:
-        patience = 0.0 if call.worker is None else call.worker.patience
+    def _is_done_here(self, call: ScheduledCall, blocking: bool) -> bool:
+        if call.session is not None:
+            call.session.look_alone()
         if blocking:
-            wait([call.result], patience)
+            wait([call.result], 0.0 if call.worker is None else call.worker.patience)
         done = call.result.done()
         if not done and not blocking:
             return False
         self._calls.popleft()
-        late = None if done else CheckpointTimeoutError(f"{call.what} was not done within its deadline.")
-        call.withdraw(CheckpointSaveError(str(late)) if late is not None else None)
-        error = late or call.error()
+        error = call.error() if done else CheckpointTimeoutError(f"{call.what} was not done within its deadline.")
+        if call.session is not None:
+            if done:
+                call.session.finish_alone(call)
+            else:
+                call.session.give_up(call, CheckpointSaveError(str(error)))
         if error is not None:
             raise error
         return True

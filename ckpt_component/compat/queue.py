@@ -11,10 +11,9 @@ from multiprocessing.util import Finalize
 from typing import Any, NamedTuple
 
 from ..errors import CheckpointError, CheckpointSaveError
-from .agreement import Agreement
 from .async_caller import AsyncCaller
+from .peers import Peers, PeerSession
 from .persistent_async import PersistentAsyncCaller
-from .ranks import Ranks
 from .request import AsyncRequest
 from .temporal_async import TemporalAsyncCaller
 from .torch_errors import as_checkpoint_exception
@@ -80,7 +79,7 @@ class AsyncCallsQueue:
         self._persistent_caller = PersistentAsyncCaller(**self._options) if persistent else None
         if not persistent:
             TemporalAsyncCaller(**self._options)  # refuses a wrong option now, and not at the first save
-        self._ranks = Ranks()
+        self._peers = Peers()
         self._unreported: list[int] = []
         # Also runs at the exit of a child of multiprocessing, which knows no atexit.
         at_exit = Finalize(None, _close_at_exit, (weakref.ref(self),), exitpriority=_EXIT_PRIORITY)
@@ -118,8 +117,7 @@ class AsyncCallsQueue:
         """Finalize the requests that are done, oldest first, up to the first that is not. Call this on all ranks.
 
         All ranks get the same answer in the n-th call, and finalize in it; they wait for each other only when there is
-        something to finalize, and until all have done so. With several ranks, a call without `blocking` tells what
-        was known in the call before it.
+        something to finalize, and until all have done so.
 
         Args:
             blocking: wait for all of them, each at most until its deadline.
@@ -132,10 +130,10 @@ class AsyncCallsQueue:
             CheckpointSaveError: a request failed, or a finalize function did. It is raised once, and that request is
                 over; call again for the ones after it. With several ranks it is a RanksError, the same on all of them;
                 where it failed, that error is the cause.
-            CheckpointTimeoutError: rank 0 did not say in time how it went.
+            CheckpointTimeoutError: rank 0 did not decide in time.
         """
-        agreement = None if no_dist or not self.async_calls else self._ranks.current
-        while self.async_calls and self._finalize_first(agreement, blocking, no_dist):
+        session = None if no_dist else self._peers.current
+        while self.async_calls and self._finalize_first(session, blocking, no_dist):
             pass
         finalized, self._unreported = self._unreported, []
         return finalized
@@ -173,11 +171,11 @@ class AsyncCallsQueue:
             self.async_calls.clear()
             for caller in callers:
                 caller.close(abort=abort)
-            self._ranks.rest()
+            self._peers.rest()
         if first is not None:
             raise first
 
-    def _finalize_first(self, agreement: Agreement | None, blocking: bool, no_dist: bool) -> bool:
+    def _finalize_first(self, session: PeerSession | None, blocking: bool, no_dist: bool) -> bool:
         """Finalize the oldest request if it is done."""
         active = self.async_calls[0]
         try:
@@ -188,22 +186,22 @@ class AsyncCallsQueue:
             raise
         self.async_calls.popleft()
         finalize = partial(_finalize, active.async_request)
-        if agreement is None:
+        if session is None:
             finalize()
         else:
             what = f"Finalizing request {active.idx}"
-            agreement.together(f"finalize/{active.idx}", finalize, what, self._options["write_timeout"])
+            session.run_step(f"finalize/{active.idx}", finalize, what, self._options["write_timeout"])
         self._unreported.append(active.idx)
         return True
 
     def _get_async_caller(self) -> AsyncCaller:
         """The caller for the next request."""
         caller = self._persistent_caller or TemporalAsyncCaller(**self._options)
-        caller.ranks = self._ranks
+        caller.peers = self._peers
         return caller
 
     def _close_at_exit(self) -> None:
-        if self._ranks.current is not None and self.async_calls:
+        if self._peers.current is not None and self.async_calls:
             # Finalizing is done by all ranks together, and nobody knows whether the others are still there.
             logger.error(
                 "the interpreter exits with %d requests that were not finalized; call close() on all ranks before",

@@ -12,7 +12,7 @@ from .call_loop import serve_calls, serve_inherited_call
 from .call_process import CallProcess, check_start_method
 from .call_worker import CallWorker
 from .pickling import snapshot
-from .process_caller import Call, ProcessCaller, payload_of
+from .process_caller import ProcessCaller, ScheduledCall, payload_of
 from .request import AsyncRequest
 
 _NAME = "temporal checkpoint process"
@@ -55,7 +55,7 @@ class TemporalAsyncCaller(ProcessCaller):
         worker.finish()  # its process ends with this request
         return result, worker
 
-    def _give_up(self, call: Call) -> None:
+    def _give_up(self, call: ScheduledCall) -> None:
         if call.worker is not None:
             call.worker.abort()
 

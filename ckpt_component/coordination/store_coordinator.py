@@ -8,6 +8,7 @@ every rank has read the answer. Protocol: RELIABILITY 6.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 import weakref
@@ -18,11 +19,13 @@ from typing import Any
 from ..errors import CheckpointError, CheckpointTimeoutError, RanksError
 from .calls import AnotherCall, Call, Lookout, Place
 from .coordinator import Coordinator, named, ranks_failed
-from .heartbeat import Heartbeat, Watch, Work
+from .heartbeat import RESTING, Heartbeat, Watch, Work
 from .messages import as_error, as_plain, pack, unpack
 from .rank_store import RankStore
 from .votes import count_votes, missing, said
 from .world import World
+
+logger = logging.getLogger(__name__)
 
 #: So many questions are kept for ranks that have not read the answer.
 _KEPT = 64
@@ -153,29 +156,109 @@ class StoreCoordinator(Coordinator):
 
     def vote(self, tag: str, work: Callable[[], Any], progress: Callable[[], int], deadline: float) -> list[Any]:
         """See `Coordinator.vote`."""
-        store = self._store()
-        mine, failure = None, None
+        result, failure = None, None
         with self._work.under_way(progress):
             try:
-                mine = work()
+                result = work()
             except Exception as error:
                 failure = error
-            self._say(store, tag, {"work": mine} if failure is None else {"error": as_plain(failure)})
-            if failure is not None:
-                store.add(f"{tag}/failed", 1)
+            self.cast(tag, result, failure)
         try:
-            if self.leads:
-                votes: list[Any] = []
-                watch = self._watch(store, self._stall_timeout)
-                self._answer(store, tag, lambda: votes.extend(count_votes(store, tag, watch, deadline)))
-                return votes
-            self._learn(store, tag, deadline)
-            return []
+            return self.count(tag, deadline)
         except RanksError as error:
             raise error from failure
 
+    def cast(self, tag: str, result: Any, failure: Exception | None = None, store: RankStore | None = None) -> None:
+        """The first half of `vote`: send how this rank's part went. Does not wait.
+
+        Args:
+            tag: of this question.
+            result: of this rank's part.
+            failure: of this rank's part.
+            store: a connection to use; None: this thread's.
+        """
+        store = self._store() if store is None else store
+        self._say(store, tag, {"work": result} if failure is None else {"error": as_plain(failure)})
+        if failure is not None:
+            store.add(f"{tag}/failed", 1)
+
+    def is_counted(self, tag: str, watch: Watch) -> bool:
+        """On the leading rank: whether `count` has nothing to wait for. `watch` is kept from one look to the next."""
+        store = self._store()
+        if store.add(f"{tag}/count", 0) >= self.world_size or store.add(f"{tag}/failed", 0):
+            return True
+        return bool(watch.lost(lambda: missing(store, tag)))
+
+    def count(
+        self,
+        tag: str,
+        deadline: float,
+        check: Callable[[list[Any]], None] = lambda results: None,
+        watch: Watch | None = None,
+    ) -> list[Any]:
+        """The second half of `vote`: wait for the votes of all ranks, or the first failure.
+
+        Args:
+            tag: of this question.
+            deadline: monotonic seconds.
+            check: called on the leading rank with all results; what it raises is raised on all ranks.
+            watch: of the heartbeats; None: one for this question alone.
+
+        Raises:
+            RanksError: as `vote`.
+        """
+        store = self._store()
+        if not self.leads:
+            self._learn(store, tag, deadline)
+            return []
+        results: list[Any] = []
+
+        def decide() -> None:
+            results.extend(count_votes(store, tag, watch or self._watch(store, self._stall_timeout), deadline))
+            check(results)
+
+        self._answer(store, tag, decide)
+        return results
+
+    def look(self, tag: str, number: int, is_over: Callable[[], bool], deadline: float) -> bool:
+        """Whether something is over, the same on all ranks in their look of the same number.
+
+        A rank waits only while the leading one has yet to make this look. All ranks call `leave` after the last.
+
+        Args:
+            tag: of these looks, however many there are.
+            number: of this look, from 0.
+            is_over: asked on the leading rank; when it returned True, that was its last look.
+            deadline: monotonic seconds.
+        """
+        store = self._store()
+        if self.leads:
+            over = is_over()
+            store.set(f"{tag}/answer", pack({"result": [number, over]}))
+            return over
+        data = self._await_answer(store, tag, deadline, reached=lambda data: unpack(data)["result"][0] >= number)
+        return bool(unpack(data)["result"] == [number, True])
+
+    def refuse(self, tag: str, failure: CheckpointError) -> None:
+        """On the leading rank: answer a question with an error, whatever the ranks send. Does not wait."""
+        store = self._store()
+        store.set(f"{tag}/answer", pack({"error": as_plain(failure)}))
+        self._tidy(store, tag)
+
+    def leave(self, tag: str) -> None:
+        """Nothing more is asked here about this question; its keys are removed when all ranks have left it."""
+        self._leave(self._store(), tag)
+
+    def rest(self) -> None:
+        """As `close`, but the other ranks do not count this one as dead: it may start another coordinator."""
+        self.close()
+        try:
+            self._first.set(f"beat/{self.rank}", RESTING)
+        except RanksError as error:
+            logger.debug("%s", error)
+
     def close(self) -> None:
-        """Give no more signs of life; the keys of the last questions stay, for ranks that have yet to read them."""
+        """Send no more heartbeats; the keys of the last questions stay, for ranks that have yet to read them."""
         if self._stop_heart.detach() is not None:
             self._work.place = Place(closed=True)
             self._heart.end()
@@ -239,13 +322,20 @@ class StoreCoordinator(Coordinator):
     def _learn(self, store: RankStore, tag: str, deadline: float) -> Any:
         return self._read_answer(store, tag, self._await_answer(store, tag, deadline))
 
-    def _await_answer(self, store: RankStore, tag: str, deadline: float, lookout: Lookout | None = None) -> bytes:
+    def _await_answer(
+        self,
+        store: RankStore,
+        tag: str,
+        deadline: float,
+        lookout: Lookout | None = None,
+        reached: Callable[[bytes], bool] = lambda data: True,
+    ) -> bytes:
         found: list[bytes] = []
         watch = self._watch(store, None)
 
         def answered() -> bool:
             data = store.peek(f"{tag}/answer")
-            if data is not None:
+            if data is not None and reached(data):
                 found.append(data)
                 return True
             lost = watch.lost(lambda: [0])

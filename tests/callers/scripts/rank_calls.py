@@ -16,7 +16,7 @@ import worker_calls as calls
 from torch.distributed.checkpoint.api import CheckpointException
 from waiting import eventually, is_gone, pid_in
 
-from ckpt_component.compat import life
+from ckpt_component.compat import peers
 from ckpt_component.compat.queue import AsyncCallsQueue
 from ckpt_component.compat.request import AsyncRequest
 from ckpt_component.compat.temporal_async import TemporalAsyncCaller
@@ -384,7 +384,7 @@ def another_order(rank: int, world_size: int, folder: Path) -> None:
 
 def dead_rank(rank: int, world_size: int, folder: Path) -> None:
     """The rank that the test names is killed in the middle of a save; the others must not wait for it."""
-    life._HEARTBEAT_SECONDS = 2.0
+    peers.HEARTBEAT_SECONDS = 2.0
     queue = AsyncCallsQueue(True, start_method=METHOD)
     queue.schedule_async_request(AsyncRequest(calls.start_and_wait, (str(folder / f"at.{rank}"), os.devnull)))
     assert queue.maybe_finalize_async_calls(blocking=True) == [0]
