@@ -1,4 +1,4 @@
-"""A checkpoint writer that lives in a process of its own (seed 000).
+"""A checkpoint writer that lives in a process of its own.
 
 The writer is any object with `write(state_dict, path, **kwargs)`. It is built in the process by a function of the
 user's, and is called there for every save. Beneath is the call loop; its requests here are `WorkerRequest`s.
@@ -17,11 +17,11 @@ from typing import Any, Protocol
 
 from ..errors import CheckpointError
 from ..writing.remote_error import Failure, as_local_error, describe_failure
-from .call_loop import serve
-from .call_process import FIX_FOR_SPAWN, CallProcess
-from .call_worker import CallWorker
-from .pickling import snapshot
+from .pickling import pickle_by_value
 from .spawn import ProcessContext
+from .worker_client import WorkerClient
+from .worker_main import serve
+from .worker_process import FIX_FOR_SPAWN, CallProcess
 
 __all__ = [
     "CheckpointProcess",
@@ -139,12 +139,13 @@ class CheckpointProcess:
             return process
 
         self._contexts = contexts
-        self._worker = CallWorker(
+        self._worker = WorkerClient(
             make_process,
             start_timeout=start_timeout,
             close_timeout=config.subprocess_shutdown_timeout_secs,
             exit_timeout=config.subprocess_shutdown_timeout_secs,
             farewell=_message(WorkerRequest(RequestType.TERMINATE_PROCESS)),
+            owner=self,
         )
         self.process_creation_future: Future[None] = self._worker.submit(
             _message(WorkerRequest(RequestType.PING)), timeout=start_timeout, what="the first ping", finish=_check
@@ -260,7 +261,7 @@ def _serve_writer(
 
 def _message(request: WorkerRequest, shared: list[Any] | None = None) -> bytes:
     what = "A request to the checkpoint process"
-    return snapshot(request, what, parts=request.payload, fix=FIX_FOR_SPAWN, shared=shared)
+    return pickle_by_value(request, what, parts=request.payload, fix=FIX_FOR_SPAWN, shared=shared)
 
 
 def _check(response: WorkerResponse, what: str = "Pinging") -> None:

@@ -1,4 +1,4 @@
-"""`FileSystemWriterAsync`: NVRx's storage writer for torch.distributed.checkpoint, built on the image (seed 001).
+"""`FileSystemWriterAsync`: NVRx's storage writer for torch.distributed.checkpoint, built on the image.
 
 It starts no process: it gives out a function that writes, and its arguments, for a caller to run wherever it likes.
 Results come back through memory of this process that the function opens, one for each save. So they need no manager

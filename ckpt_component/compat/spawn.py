@@ -1,6 +1,6 @@
 """Start a few processes, join them under supervision, and learn how each one failed.
 
-The contract is that of `torch.multiprocessing.spawn` (seed 004), without torch and without its surprises: a child
+The contract is that of `torch.multiprocessing.spawn`, without torch and without its surprises: a child
 does not depend on the thread that started it, error texts leave no file behind, and nothing outlasts a failure.
 """
 

@@ -19,12 +19,10 @@ import worker_calls as calls
 from waiting import eventually, is_gone, pid_in
 
 import ckpt_component.callers as room
-from ckpt_component.compat import call_process
-from ckpt_component.compat.async_caller import AsyncCaller
-from ckpt_component.compat.persistent_async import PersistentAsyncCaller
-from ckpt_component.compat.request import AsyncRequest
+from ckpt_component.compat import worker_process
+from ckpt_component.compat.async_callers import AsyncCaller, PersistentAsyncCaller, TemporalAsyncCaller
+from ckpt_component.compat.async_request import AsyncRequest
 from ckpt_component.compat.spawn import StartMethodError
-from ckpt_component.compat.temporal_async import TemporalAsyncCaller
 from ckpt_component.errors import CheckpointSaveError, CheckpointStageError, CheckpointTimeoutError, WorkerDiedError
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
@@ -278,7 +276,7 @@ def test_a_system_that_refuses_a_process_fails_the_request(
 
     caller = make(kind)
     with monkeypatch.context() as patch:
-        patch.setattr(call_process, "start_processes", refuse)
+        patch.setattr(worker_process, "start_processes", refuse)
         caller.schedule_async_call(AsyncRequest(calls.facts))
         with pytest.raises(CheckpointSaveError, match="temporarily unavailable") as caught:
             caller.is_current_async_call_done(blocking=True)
@@ -292,7 +290,7 @@ def test_whatever_stops_a_start_is_an_error_of_the_family(make: Make, monkeypatc
         raise RuntimeError("An attempt has been made to start a new process before ...")
 
     caller = make(PersistentAsyncCaller)
-    monkeypatch.setattr(call_process, "start_processes", bootstrapping)
+    monkeypatch.setattr(worker_process, "start_processes", bootstrapping)
     caller.schedule_async_call(AsyncRequest(calls.facts))
     with pytest.raises(CheckpointSaveError, match="Request 0 could not be run: RuntimeError: An attempt"):
         caller.is_current_async_call_done(blocking=True)
@@ -314,13 +312,13 @@ def test_warm_up_starts_the_process_before_the_first_request(make: Make) -> None
 def test_the_loop_of_the_reference_is_what_the_process_runs(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(inspect.signature(PersistentAsyncCaller.async_loop).parameters) == ["rank", "connection", "log_level"]
     ran: list[Any] = []
-    original = call_process.CallProcess.__init__
+    original = worker_process.CallProcess.__init__
 
     def spy(self: Any, loop: Any, *args: Any, **kwargs: Any) -> None:
         ran.append(loop.func)
         original(self, loop, *args, **kwargs)
 
-    monkeypatch.setattr(call_process.CallProcess, "__init__", spy)
+    monkeypatch.setattr(worker_process.CallProcess, "__init__", spy)
     make(PersistentAsyncCaller).warm_up()
     assert ran == [PersistentAsyncCaller.async_loop]
 

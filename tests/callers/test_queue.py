@@ -15,8 +15,8 @@ import pytest
 import worker_calls as calls
 from waiting import eventually, is_gone, pid_in
 
-from ckpt_component.compat.queue import AsyncCallsQueue, _ActiveAsyncRequest
-from ckpt_component.compat.request import AsyncRequest
+from ckpt_component.compat.async_queue import AsyncCallsQueue, _ActiveAsyncRequest
+from ckpt_component.compat.async_request import AsyncRequest
 from ckpt_component.compat.spawn import StartMethodError
 from ckpt_component.errors import CheckpointSaveError, CheckpointStageError, WorkerDiedError
 

@@ -167,7 +167,7 @@ def test_a_tensor_in_shared_memory_reaches_the_writer_as_that_memory(
 ) -> None:
     import torch
 
-    from ckpt_component.compat.call_process import CallProcess
+    from ckpt_component.compat.worker_process import CallProcess
 
     sent: list[int] = []
     call = CallProcess.call

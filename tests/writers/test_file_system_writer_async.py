@@ -24,9 +24,9 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
 
+from ckpt_component.compat.async_queue import AsyncCallsQueue
+from ckpt_component.compat.async_request import AsyncRequest
 from ckpt_component.compat.file_system_writer_async import FileSystemWriterAsync
-from ckpt_component.compat.queue import AsyncCallsQueue
-from ckpt_component.compat.request import AsyncRequest
 from ckpt_component.config.errors import CheckpointConfigError
 from ckpt_component.errors import CheckpointSaveError, CheckpointStageError, WorkerDiedError
 

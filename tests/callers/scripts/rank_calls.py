@@ -17,9 +17,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 from waiting import eventually, is_gone, pid_in
 
 from ckpt_component.compat import peers
-from ckpt_component.compat.queue import AsyncCallsQueue
-from ckpt_component.compat.request import AsyncRequest
-from ckpt_component.compat.temporal_async import TemporalAsyncCaller
+from ckpt_component.compat.async_callers import TemporalAsyncCaller
+from ckpt_component.compat.async_queue import AsyncCallsQueue
+from ckpt_component.compat.async_request import AsyncRequest
 from ckpt_component.errors import (
     CheckpointSaveError,
     CheckpointStageError,

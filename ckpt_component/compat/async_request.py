@@ -1,4 +1,4 @@
-"""`AsyncRequest`: what to run in the background, and what to run on the trainer afterwards (seed 002)."""
+"""`AsyncRequest`: what to run in the background, and what to run on the trainer afterwards."""
 
 from __future__ import annotations
 

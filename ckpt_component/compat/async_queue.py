@@ -1,4 +1,4 @@
-"""`AsyncCallsQueue`: schedules requests, and finalizes them in order on all ranks (seed 002)."""
+"""`AsyncCallsQueue`: schedules requests, and finalizes them in order on all ranks."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ from multiprocessing.util import Finalize
 from typing import Any, NamedTuple
 
 from ..errors import CheckpointError, CheckpointSaveError
-from .async_caller import AsyncCaller
+from .async_callers import AsyncCaller, PersistentAsyncCaller, TemporalAsyncCaller
+from .async_request import AsyncRequest
 from .peers import Peers, PeerSession
-from .persistent_async import PersistentAsyncCaller
-from .request import AsyncRequest
-from .temporal_async import TemporalAsyncCaller
 from .torch_errors import as_checkpoint_exception
+from .worker_process import check_start_method
 
 logger = logging.getLogger(__name__)
 
@@ -76,14 +75,13 @@ class AsyncCallsQueue:
             "write_timeout": write_timeout,
             "close_timeout": close_timeout,
         }
+        check_start_method(start_method)  # now, and not at the first save
         self._persistent_caller = PersistentAsyncCaller(**self._options) if persistent else None
-        if not persistent:
-            TemporalAsyncCaller(**self._options)  # refuses a wrong option now, and not at the first save
         self._peers = Peers()
         self._unreported: list[int] = []
         # Also runs at the exit of a child of multiprocessing, which knows no atexit.
         at_exit = Finalize(None, _close_at_exit, (weakref.ref(self),), exitpriority=_EXIT_PRIORITY)
-        weakref.finalize(self, _say_what_is_lost, at_exit, self.async_calls, os.getpid()).atexit = False
+        weakref.finalize(self, _log_what_is_lost, at_exit, self.async_calls, os.getpid()).atexit = False
 
     @as_checkpoint_exception()
     def schedule_async_request(self, async_request: AsyncRequest) -> int:
@@ -202,7 +200,7 @@ class AsyncCallsQueue:
 
     def _close_at_exit(self) -> None:
         if self._peers.current is not None and self.async_calls:
-            # Finalizing is done by all ranks together, and nobody knows whether the others are still there.
+            # Finalizing is done by all ranks together, and the others may have ended already.
             logger.error(
                 "the interpreter exits with %d requests that were not finalized; call close() on all ranks before",
                 len(self.async_calls),
@@ -233,7 +231,7 @@ def _close_at_exit(queue: weakref.ref[AsyncCallsQueue]) -> None:
         alive._close_at_exit()
 
 
-def _say_what_is_lost(at_exit: Finalize, calls: deque[_ActiveAsyncRequest], owner: int) -> None:
+def _log_what_is_lost(at_exit: Finalize, calls: deque[_ActiveAsyncRequest], owner: int) -> None:
     if os.getpid() != owner:
         return
     at_exit.cancel()
