@@ -36,8 +36,8 @@ from ..state.objects import check_tensor
 from ..storage.file_system import file_system
 from ..storage.fs import FsOps
 from . import bucket_io
-from .bucket_image import Custody, ImageMemory, WriteBucket, make_image, split_items
-from .host_image import ResultsSlot
+from .bucket_image import ImageLease, ImageMemory, WriteBucket, make_image, split_items
+from .host_image import ResultMailbox
 
 logger = logging.getLogger(__name__)
 
@@ -121,7 +121,7 @@ class FileSystemWriterAsync(FileSystemWriter):
         self.results_queue: Any = None
         self._ops = fs_ops or file_system(durable=self.sync_files)
         self.image_memory = image_memory
-        self._custody = Custody(image_memory)
+        self._lease = ImageLease(image_memory)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Make the folder, durably; else as torch does."""
@@ -143,7 +143,7 @@ class FileSystemWriterAsync(FileSystemWriter):
             CheckpointStageError: a tensor that cannot be stored, by key.
         """
         self.write_buckets = []
-        self._custody = Custody(self.image_memory)
+        self._lease = ImageLease(self.image_memory)
         for group, items in split_items(plan.items, self.thread_count, self.separation_hint):
             bytes_data = [
                 (item, bytes(planner.resolve_data(item).getbuffer()))  # type: ignore[union-attr]
@@ -153,7 +153,7 @@ class FileSystemWriterAsync(FileSystemWriter):
             tensor_data = [(item, _resolved(planner, item)) for item in items if item.type != WriteItemType.BYTE_IO]
             name = f"{group}{plan.storage_data.prefix}{len(self.write_buckets)}{DEFAULT_SUFFIX}"
             self.write_buckets.append((self.fs.concat_path(self.path, name), name, (bytes_data, tensor_data)))
-        self.results_queue = ResultsSlot() if self.write_buckets else None
+        self.results_queue = ResultMailbox() if self.write_buckets else None
 
     def get_save_function_and_args(
         self,
@@ -168,26 +168,26 @@ class FileSystemWriterAsync(FileSystemWriter):
             return None, None, ()
         return (
             functools.partial(self.write_preloaded_data_multiproc, [], ops=self._ops),
-            functools.partial(self.preload_tensors, self.write_buckets, True, self._custody),
+            functools.partial(self.preload_tensors, self.write_buckets, True, self._lease),
             [_rank(), self.write_buckets, self.results_queue],
         )
 
     @staticmethod
     def preload_tensors(
-        write_buckets: Sequence[WriteBucket], non_blocking: bool = True, custody: Custody | None = None
+        write_buckets: Sequence[WriteBucket], non_blocking: bool = True, lease: ImageLease | None = None
     ) -> list[bucket_io.ImageBucket]:
         """Copy all that is to be written, CPU tensors too; what training does afterwards changes nothing.
 
         Args:
             write_buckets: of `prepare_write_data`.
             non_blocking: lets copies from a device run together.
-            custody: keeps the copy until the writing process has opened it. Without it the caller has to keep the
+            lease: keeps the copy until the writing process has opened it. Without it the caller has to keep the
                 result for as long.
 
         Returns:
             The buckets to write. Pickled they are references to the copy, not the bytes.
         """
-        return make_image(write_buckets, non_blocking, custody)
+        return make_image(write_buckets, non_blocking, lease)
 
     write_preloaded_data_multiproc = staticmethod(bucket_io.write_preloaded_data_multiproc)
     write_preloaded_data = staticmethod(bucket_io.write_preloaded_data)
@@ -210,13 +210,13 @@ class FileSystemWriterAsync(FileSystemWriter):
         try:
             found = self.results_queue.get_nowait()
         except queue.Empty:
-            self._custody.end(written=False)
+            self._lease.end(written=False)
             return _wrap_exception(
                 CheckpointSaveError(
                     f"Rank {_rank()} wrote no results: the process that writes has died, or is not done yet."
                 )
             )
-        self._custody.end(written=True)
+        self._lease.end(written=True)
         if isinstance(found, BaseException):
             frames = getattr(found, "frames", [])
             return found, traceback.StackSummary.from_list(frames)

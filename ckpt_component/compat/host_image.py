@@ -78,14 +78,14 @@ class HostImage:
         return HostImage, (self._file, self._nbytes)
 
 
-class ResultsSlot:
+class ResultMailbox:
     """Where a save's one result comes back, from whichever process wrote it. It belongs to one save alone.
 
     `put` and `get_nowait` are those of a queue, so that any queue can take its place.
     """
 
     def __init__(self) -> None:
-        self._file = SharedFile(os.memfd_create("ckpt-results", os.MFD_CLOEXEC))
+        self._file = SharedFile(os.memfd_create("ckpt-result", os.MFD_CLOEXEC))
 
     def put(self, result: Any) -> None:
         """Leave the result; a second one takes the place of the first."""

@@ -191,7 +191,7 @@ class PeerSession:
             raise  # these wait for no other rank
         except BaseException as error:  # torch's CheckpointException is no Exception
             failure = error
-        coordinator.cast(tag, self._place, _as_save_error(failure))
+        coordinator.cast(tag, self._place, as_save_error(failure))
         try:
             coordinator.count(tag, self._deadline(timeout), self._check_order, watch)
         except RanksError as error:
@@ -253,7 +253,7 @@ class PeerSession:
         with self._casting:
             is_cast, call.is_cast = call.is_cast, True
             if not is_cast:
-                self._coordinate().cast(self._tag(call), self._place, _as_save_error(error), self._cast_store)
+                self._coordinate().cast(self._tag(call), self._place, as_save_error(error), self._cast_store)
 
     def _check_order(self, places: list[list[int]]) -> None:
         """Refuse ranks that take part with another queue than rank 0; looked for until it was right once."""
@@ -361,7 +361,7 @@ def this_rank() -> int:
     return 0 if dist is None else int(dist.get_rank())
 
 
-def _as_save_error(error: BaseException | None) -> Exception | None:
+def as_save_error(error: BaseException | None) -> Exception | None:
     """An error whose text says what it was, however it is sent."""
     if error is None or isinstance(error, CheckpointError):
         return error
