@@ -18,7 +18,7 @@ from .peers import Call, Peers, PeerSession, this_rank
 from .pickling import pickle_by_value
 from .worker_client import WorkerClient
 from .worker_main import serve_calls, serve_inherited_call
-from .worker_process import CallProcess, check_start_method
+from .worker_process import check_start_method
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ class AsyncCaller(ABC):
 
         Everything that the request needs is taken by value before this returns, and `preload_fn` has run. Waits for
         no other rank: with several, a request that cannot be scheduled on one of them is a call that failed there,
-        which all ranks are told when they ask about it.
+        which all ranks learn when they ask about it.
 
         Args:
             async_req: without `async_fn` there is nothing to run.
@@ -52,7 +52,7 @@ class AsyncCaller(ABC):
         Raises:
             CheckpointStageError: something of the request cannot be sent to another process; with one rank.
             StartMethodError: fork where CUDA is in use; with one rank.
-            RanksError: the store that all ranks share is gone.
+            RanksError: the store that all ranks share cannot be reached.
         """
 
     @abstractmethod
@@ -141,16 +141,14 @@ class ProcessCaller(AsyncCaller):
         return logging.getLogger("ckpt_component").getEffectiveLevel()
 
     def _make_client(self, loop: Callable[..., None], args: tuple[Any, ...], name: str) -> WorkerClient:
-        make_process = partial(
-            CallProcess,
+        return WorkerClient(
             loop,
             args,
+            name=name,
             start_method=self._start_method,
             start_timeout=self._start_timeout,
-            name=name,
-        )
-        return WorkerClient(
-            make_process, start_timeout=self._start_timeout, close_timeout=self._close_timeout, owner=self
+            close_timeout=self._close_timeout,
+            owner=self,
         )
 
     def schedule_async_call(self, async_req: AsyncRequest) -> None:
@@ -208,7 +206,7 @@ class ProcessCaller(AsyncCaller):
         """Give a request to a process.
 
         Raises:
-            CheckpointStageError: something cannot be pickled; the text names it and what to do.
+            CheckpointStageError: something cannot be pickled; the message names it and what to do.
             CheckpointSaveError: the system refused another process.
         """
 
@@ -350,7 +348,7 @@ def _payload_of(request: AsyncRequest, args: tuple[Any, ...]) -> bytes:
     """The call that a request asks for, by value as of now.
 
     Raises:
-        CheckpointStageError: something cannot be pickled; the text names it and what to do.
+        CheckpointStageError: something cannot be pickled; the message names it and what to do.
     """
     return pickle_by_value(
         (request.async_fn, args, request.async_fn_kwargs),

@@ -35,7 +35,7 @@ class AsyncCallsQueue:
     """Runs requests in the background and calls their finalize functions on the trainer, in order.
 
     All methods that say so must be called on all ranks, in the same order. They agree by small messages in the store of
-    `torch.distributed`: no collective, nothing on a device. A rank whose process is gone fails the requests of the
+    `torch.distributed`: no collective, nothing on a device. A rank whose process has died fails the requests of the
     others within about half a minute; one that lives but does not call, when the deadline of the request is over.
 
     The queues of the ranks belong together in the order in which they are first asked on all ranks. So a rank may have
@@ -97,8 +97,8 @@ class AsyncCallsQueue:
         Raises:
             CheckpointStageError: with one rank, something of it cannot be sent to another process, and nothing is
                 scheduled. With several, no rank waits here to learn how it went elsewhere: the request has its number
-                on all ranks, and `maybe_finalize_async_calls` tells them all that it failed.
-            RanksError: the store that all ranks share is gone.
+                on all ranks, and `maybe_finalize_async_calls` raises on all that it failed.
+            RanksError: the store that all ranks share cannot be reached.
         """
         idx = self.call_idx + 1
         request = AsyncRequest.of(async_request).freeze()._replace(call_idx=idx)
@@ -202,7 +202,7 @@ class AsyncCallsQueue:
         if self._peers.current is not None and self.async_calls:
             # Finalizing is done by all ranks together, and the others may have ended already.
             logger.error(
-                "the interpreter exits with %d requests that were not finalized; call close() on all ranks before",
+                "the interpreter exits with %d requests that were not finalized; call close() on all ranks first",
                 len(self.async_calls),
             )
             return

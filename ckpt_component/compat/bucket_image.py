@@ -20,8 +20,9 @@ from ..image.arena import Arena
 from ..image.copy import copy_on_host
 from ..image.items import ItemTemplates
 from ..image.layout import ITEM_ALIGNMENT
+from ..image.slots import Slots
 from ..memory.huge_pages import PAGE, align
-from ..state.structure import element_bytes
+from ..state.structure import Stored, element_bytes
 from .bucket_io import FileImage, ImageBucket, Place
 from .host_image import HostImage, SharedFile
 
@@ -82,7 +83,7 @@ class Block:
     slab: torch.Tensor
     form: Any = None  # what it is laid out for: lengths of bytes, dtypes and shapes, by file
     starts: list[int] = field(default_factory=list)  # of the bytes items, then of the slots
-    slots: list[torch.Tensor] = field(default_factory=list)
+    slots: Sequence[torch.Tensor] = ()
     files: list[FileImage] = field(default_factory=list)
 
     @classmethod
@@ -122,7 +123,7 @@ class ImageMemory:
         return fitting[-1] if fitting else Block.of_size(nbytes)
 
     def give_back(self, block: Block) -> None:
-        """Nobody writes from it any more."""
+        """No process writes from it any more."""
         with self._taking:
             self._free.append(block)
 
@@ -147,7 +148,7 @@ class ImageLease:
         return ImageLease, ()
 
     def end(self, *, written: bool) -> None:
-        """The save is over; its memory may be used again if it is known that nobody writes from it."""
+        """The save is over; its memory is used again if the writing process is certainly done with it."""
         block, self.block = self.block, None
         if block is not None and written:
             self.memory.give_back(block)
@@ -176,10 +177,10 @@ def make_image(
         block = _laid_out(form, lease.memory)
     lease.block = block
     for start, data in zip(
-        block.starts, [data for _, _, (found, _) in write_buckets for _, data in found], strict=True
+        block.starts, [data for _, _, (items, _) in write_buckets for _, data in items], strict=True
     ):
         block.image.memory[start : start + len(data)] = data
-    _copy(block.slots, [tensor for _, _, (_, found) in write_buckets for _, tensor in found], non_blocking)
+    _copy(block.slots, [tensor for _, _, (_, items) in write_buckets for _, tensor in items], non_blocking)
     return [
         ImageBucket(os.fspath(path), key, file) for (path, key, _), file in zip(write_buckets, block.files, strict=True)
     ]
@@ -190,7 +191,8 @@ def _laid_out(form: Sequence[tuple[list[int], list[tuple[torch.dtype, torch.Size
     templates = ItemTemplates()
     fixed: list[tuple[int, bytes]] = []
     starts: list[int] = []
-    payloads: list[tuple[int, torch.dtype, torch.Size]] = []
+    payloads: list[int] = []
+    stored: list[Stored] = []
     files: list[tuple[int, int, list[Place]]] = []
     base = 0
     for lengths, tensors in form:
@@ -206,7 +208,8 @@ def _laid_out(form: Sequence[tuple[list[int], list[tuple[torch.dtype, torch.Size
             payload = position + len(prefix)
             after = payload + element_bytes(dtype, shape)
             fixed += [(position, prefix), (after, suffix)]
-            payloads.append((payload, dtype, shape))
+            payloads.append(payload)
+            stored.append(Stored(len(stored), dtype, shape))
             end = after + len(suffix)
             places.append((position - base, end - position))
             position = align(end, ITEM_ALIGNMENT)
@@ -216,10 +219,7 @@ def _laid_out(form: Sequence[tuple[list[int], list[tuple[torch.dtype, torch.Size
     for position, data in fixed:
         block.image.memory[position : position + len(data)] = data
     block.starts = starts
-    block.slots = [
-        block.slab[start : start + element_bytes(dtype, shape)].view(dtype).view(shape)
-        for start, dtype, shape in payloads
-    ]
+    block.slots = Slots(block.slab, payloads, stored)
     block.files = [FileImage(block.image, *file) for file in files]
     block.form = form
     return block

@@ -153,7 +153,7 @@ def _write_all(ops: FsOps, buckets: Sequence[ImageBucket]) -> None:
         _publish(ops, buckets, suffix)
     except BaseException:
         for bucket in buckets:
-            with contextlib.suppress(OSError):  # a draft is in nobody's way; the first error counts
+            with contextlib.suppress(OSError):  # a draft that stays does no harm; the first error counts
                 ops.unlink(bucket.path + suffix)
         raise
 

@@ -1,4 +1,4 @@
-"""A checkpoint writer that lives in a process of its own.
+"""A checkpoint writer in a process of its own.
 
 The writer is any object with `write(state_dict, path, **kwargs)`. It is built in the process by a function of the
 user's, and is called there for every save. Beneath is the call loop; its requests here are `WorkerRequest`s.
@@ -21,7 +21,7 @@ from .pickling import pickle_by_value
 from .spawn import ProcessContext
 from .worker_client import WorkerClient
 from .worker_main import serve
-from .worker_process import FIX_FOR_SPAWN, CallProcess
+from .worker_process import FIX_FOR_SPAWN
 
 __all__ = [
     "CheckpointProcess",
@@ -131,16 +131,10 @@ class CheckpointProcess:
             checkpoint_writer_init_fn,
             {"rank_info": rank_info, **checkpoint_writer_init_args},
         )
-        contexts: list[ProcessContext] = []  # no reference from the worker to this object, or it is never collected
-
-        def make_process() -> CallProcess:
-            process = CallProcess(_serve_writer, args, start_timeout=start_timeout, name=_NAME)
-            contexts[:] = [process.context]
-            return process
-
-        self._contexts = contexts
         self._worker = WorkerClient(
-            make_process,
+            _serve_writer,
+            args,
+            name=_NAME,
             start_timeout=start_timeout,
             close_timeout=config.subprocess_shutdown_timeout_secs,
             exit_timeout=config.subprocess_shutdown_timeout_secs,
@@ -154,7 +148,7 @@ class CheckpointProcess:
     @property
     def process(self) -> ProcessContext | None:
         """The process of now, or the last one there was; None before the first."""
-        return self._contexts[0] if self._contexts else None
+        return self._worker.context
 
     def write(self, state_dict: dict[str, Any] | Future[dict[str, Any]], path: str, **kwargs: Any) -> Future[None]:
         """Have a state dict written; writes are done in the order of these calls.
@@ -171,7 +165,7 @@ class CheckpointProcess:
             the process, WorkerDiedError, CheckpointTimeoutError, or what the given future failed with.
 
         Raises:
-            CheckpointStageError: something cannot be pickled; the text names it.
+            CheckpointStageError: something cannot be pickled; the message names it.
             CheckpointSaveError: this object is closed.
         """
         shared: list[Any] = []  # lives as long as the request
@@ -193,7 +187,7 @@ class CheckpointProcess:
         )
 
     def close(self) -> None:
-        """Finish what was asked for, tell the process to end, and wait, all within the shut-down timeout.
+        """Finish what was asked for, ask the process to end, and wait, all within the shut-down timeout.
 
         What is not done by then has failed, and the process is killed. Safe to call twice.
         """
@@ -222,8 +216,8 @@ class _WriterSession:
             if request.request_type is RequestType.WRITE_CHECKPOINT:
                 self._write(**request.payload)
             elif request.request_type is not RequestType.PING:
-                known = ", ".join(known.name for known in RequestType)
-                raise CheckpointError(f"There is no request type {request.request_type!r}; there are {known}.")
+                names = ", ".join(kind.name for kind in RequestType)
+                raise CheckpointError(f"There is no request type {request.request_type!r}; there are {names}.")
         except Exception as error:
             failure = describe_failure(error)
             details = {"error": failure["error"], "errno": failure["errno"]}

@@ -30,7 +30,6 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from ..config.errors import CheckpointConfigError
-from ..coordination.rank_store import distributed
 from ..errors import CheckpointSaveError
 from ..state.objects import check_tensor
 from ..storage.file_system import file_system
@@ -38,6 +37,7 @@ from ..storage.fs import FsOps
 from . import bucket_io
 from .bucket_image import ImageLease, ImageMemory, WriteBucket, make_image, split_items
 from .host_image import ResultMailbox
+from .peers import this_rank
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ class FileSystemWriterAsync(FileSystemWriter):
         separation_hint: keys that start with this text go to files of their own, whose names start with it too; needs
             `thread_count` of at least 2.
         use_msc: of the reference; refused, for there is no object storage here.
-        is_multiproc_io: how NVRx moves data; it does nothing here, and the log says so once. So with the next two.
+        is_multiproc_io: how NVRx moves data; it does nothing here, which is logged once. So with the next two.
         use_cached_data_structure: as above.
         use_cpu_shm_for_gpu_tensors: as above.
         fs_ops: where effects go; None: the file system, durably if `sync_files`.
@@ -115,7 +115,7 @@ class FileSystemWriterAsync(FileSystemWriter):
                 log_once(f"FileSystemWriterAsync({name}=True) does nothing: {_INSTEAD[name]}.")
         self.separation_hint = separation_hint
         self.can_run_decentralized_global_plan = True
-        #: What `prepare_write_data` found to write, as (path, name, (bytes items, tensor items)).
+        #: What there is to write, from `prepare_write_data`, as (path, name, (bytes items, tensor items)).
         self.write_buckets: list[WriteBucket] | None = None
         #: Anything with `put` and `get_nowait` that reaches the process that writes. None: there is nothing to write.
         self.results_queue: Any = None
@@ -130,7 +130,7 @@ class FileSystemWriterAsync(FileSystemWriter):
 
     def prepare_decentralized_global_plan(self, local_plan: SavePlan) -> SavePlan:
         """Name this rank's files by its rank, which is what the coordinator would do, without asking it."""
-        return dataclasses.replace(local_plan, storage_data=_StoragePrefix(f"__{_rank()}_"))
+        return dataclasses.replace(local_plan, storage_data=_StoragePrefix(f"__{this_rank()}_"))
 
     def prepare_write_data(self, plan: SavePlan, planner: SavePlanner) -> None:
         """Look up what is to be written, and into which file. Bytes are taken now, tensors when they are preloaded.
@@ -169,7 +169,7 @@ class FileSystemWriterAsync(FileSystemWriter):
         return (
             functools.partial(self.write_preloaded_data_multiproc, [], ops=self._ops),
             functools.partial(self.preload_tensors, self.write_buckets, True, self._lease),
-            [_rank(), self.write_buckets, self.results_queue],
+            [this_rank(), self.write_buckets, self.results_queue],
         )
 
     @staticmethod
@@ -199,7 +199,7 @@ class FileSystemWriterAsync(FileSystemWriter):
         )
 
     def retrieve_write_results(self) -> list[WriteResult] | WrappedException:
-        """What the save function wrote on this rank, or why it did not; it never waits, and never raises for that.
+        """What the save function wrote on this rank, or the error; it never waits, and never raises that error.
 
         Call it when the function is done. The copy of the tensors is given up.
         """
@@ -208,26 +208,26 @@ class FileSystemWriterAsync(FileSystemWriter):
         if self.results_queue is None:
             return []
         try:
-            found = self.results_queue.get_nowait()
+            result = self.results_queue.get_nowait()
         except queue.Empty:
             self._lease.end(written=False)
             return _wrap_exception(
                 CheckpointSaveError(
-                    f"Rank {_rank()} wrote no results: the process that writes has died, or is not done yet."
+                    f"Rank {this_rank()} wrote no results: the process that writes has died, or is not done yet."
                 )
             )
         self._lease.end(written=True)
-        if isinstance(found, BaseException):
-            frames = getattr(found, "frames", [])
-            return found, traceback.StackSummary.from_list(frames)
-        if len(found) != len(self.write_buckets):
+        if isinstance(result, BaseException):
+            frames = getattr(result, "frames", [])
+            return result, traceback.StackSummary.from_list(frames)
+        if len(result) != len(self.write_buckets):
             return _wrap_exception(
-                CheckpointSaveError(f"Rank {_rank()} wrote {len(found)} of {len(self.write_buckets)} files.")
+                CheckpointSaveError(f"Rank {this_rank()} wrote {len(result)} of {len(self.write_buckets)} files.")
             )
         return [
             WriteResult(item.index, length, _StorageInfo(key, offset, length))
             for number, (_, key, (bytes_data, tensor_data)) in enumerate(self.write_buckets)
-            for (item, _), (offset, length) in zip((*bytes_data, *tensor_data), found[number], strict=True)
+            for (item, _), (offset, length) in zip((*bytes_data, *tensor_data), result[number], strict=True)
         ]
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -261,7 +261,7 @@ class FileSystemWriterAsync(FileSystemWriter):
 
 @functools.cache
 def log_once(text: str) -> None:
-    """Warn; there is a writer for each save, which would say the same each time."""
+    """Warn; there is a writer for each save, which would log the same each time."""
     logger.warning(text)
 
 
@@ -271,8 +271,3 @@ def _resolved(planner: SavePlanner, item: WriteItem) -> torch.Tensor:
     tensor = tensor.detach()
     check_tensor(tensor, item.index.fqn)
     return tensor
-
-
-def _rank() -> int:
-    dist = distributed()
-    return 0 if dist is None else int(dist.get_rank())

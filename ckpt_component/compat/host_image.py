@@ -45,19 +45,19 @@ def open_of(pid: int, fd: int, number: int) -> SharedFile:
         number: of the file's inode.
 
     Raises:
-        CheckpointSaveError: the process is gone, or has closed the file.
+        CheckpointSaveError: the process has died, or has closed the file.
     """
     try:
-        found = SharedFile(os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC))
+        file = SharedFile(os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC))
     except OSError as error:
         raise CheckpointSaveError(
-            f"The snapshot in the memory of process {pid} cannot be opened ({error.strerror}): that process is gone or "
-            "has given the save up, or this one may not look at it.",
+            f"The snapshot in the memory of process {pid} cannot be opened ({error.strerror}): that process has "
+            "ended or has given the save up, or this one may not look at it.",
             error.errno,
         ) from error
-    if os.fstat(found.fd).st_ino != number:
+    if os.fstat(file.fd).st_ino != number:
         raise CheckpointSaveError(f"Process {pid} has given up the save whose snapshot was to be written.")
-    return found
+    return file
 
 
 class HostImage:

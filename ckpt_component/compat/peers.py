@@ -51,7 +51,7 @@ class Call:
     timeout: float = _STEP_SECONDS
     number: int = 0
     looks: int = 0
-    is_cast: bool = False  # the other ranks were told how it went here, or need not be any more
+    is_cast: bool = False  # how it went here was sent to rank 0, or need not be any more
 
     def error(self) -> CheckpointError | None:
         """Why it failed, as an error of this package; None while it runs."""
@@ -86,14 +86,14 @@ class PeerSession:
         self._sums = 0
         self._open: list[Call] = []
         self._casting = threading.Lock()
-        #: For the threads in which calls end. Made now: a new connection to a store that is gone takes minutes to fail.
+        #: For the threads in which calls end. Made now: a new connection to a dead store takes minutes to fail.
         self._cast_store = store.clone()
 
     def add(self, call: Call) -> None:
         """A call begins, on all ranks. Waits for none of them.
 
         Raises:
-            RanksError: the store is gone.
+            RanksError: the store cannot be reached.
         """
         call.number = self._calls
         self._calls += 1
@@ -121,7 +121,7 @@ class PeerSession:
 
         Raises:
             RanksError: it failed on a rank; the same on all of them, with this rank's own error as its cause. Or rank 0
-                or the store is gone.
+                has died, or the store cannot be reached.
             CheckpointTimeoutError: rank 0 did not decide in time.
         """
         coordinator, watch = self._join()
@@ -165,7 +165,7 @@ class PeerSession:
                 else:
                     coordinator.leave(tag)
         except CheckpointError as error:
-            logger.warning("the other ranks could not be told that %s is over here: %s", call.what, error)
+            logger.warning("could not tell the other ranks that %s is over on this one: %s", call.what, error)
         finally:
             self._close(call)
 
@@ -202,7 +202,7 @@ class PeerSession:
 
         Raises:
             CheckpointTimeoutError: not all ranks took part in time.
-            RanksError: a rank or the store is gone.
+            RanksError: a rank or the store is.
         """
         coordinator, _ = self._join()
         self._sums += 1
@@ -245,7 +245,7 @@ class PeerSession:
                 if not result.cancelled():
                     self._cast(call, result.exception(0))
             except CheckpointError as error:
-                logger.warning("rank 0 could not be told how %s went here: %s", call.what, error)
+                logger.warning("could not tell rank 0 how %s went on this rank: %s", call.what, error)
 
         call.result.add_done_callback(cast)
 
@@ -259,7 +259,7 @@ class PeerSession:
         """Refuse ranks that take part with another queue than rank 0; looked for until it was right once."""
         if self._is_in_place:
             return
-        # Ranks may have queues of their own that wait, and then nothing is known about those before.
+        # Ranks may have queues of their own that wait, which says nothing about those before.
         strangers = [
             rank
             for rank, (passed, before, waiting) in enumerate(places)
@@ -342,8 +342,8 @@ class Peers:
         """The session with the ranks of the present default process group; None where there is one rank."""
         dist = distributed()
         group = None if dist is None else dist.group.WORLD
-        known = None if self._group is None else self._group()
-        if group is not known or group is None:
+        previous = None if self._group is None else self._group()
+        if group is not previous or group is None:
             store = RankStore.shared("callers")
             self.current = None if store is None else PeerSession(store, self._made)
             self._group = None if group is None else weakref.ref(group)
@@ -362,7 +362,7 @@ def this_rank() -> int:
 
 
 def as_save_error(error: BaseException | None) -> Exception | None:
-    """An error whose text says what it was, however it is sent."""
+    """An error of this package, whose message names the type of the original one."""
     if error is None or isinstance(error, CheckpointError):
         return error
     plain = describe_failure(error)

@@ -27,14 +27,14 @@ def pickle_by_value(
 
     Args:
         value: anything that plain `pickle` takes; tensors go by value.
-        what: names the whole in the error text.
+        what: names the whole in the error message.
         parts: the members of `value` by the names that the user knows them by.
         fix: what to do about a value that cannot be pickled, as a clause.
         shared: tensors in shared memory go by reference, and this gets what must live until they have been used. None:
             they go by value too.
 
     Raises:
-        CheckpointStageError: something cannot be pickled; the text names it.
+        CheckpointStageError: something cannot be pickled; the message names it.
     """
     try:
         if shared is None:

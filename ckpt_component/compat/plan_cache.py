@@ -1,4 +1,4 @@
-"""What planning keeps from one save to the next, and the fingerprint that says whether it still holds."""
+"""What planning keeps from one save to the next, and the fingerprint that shows whether it still holds."""
 
 from __future__ import annotations
 

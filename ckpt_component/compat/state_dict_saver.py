@@ -124,7 +124,7 @@ def save_state_dict_async_plan(
         coordinator_rank: 0; another one is refused.
         planner: None: torch's DefaultSavePlanner.
         enable_cache: of NVRx, which keeps plans in a global. Here they are kept in `metadata_cache`, and nowhere else;
-            without one, the log says so once.
+            without one, a warning is logged once.
         metadata_cache: keeps plans between saves. None: each save is planned afresh.
         timeout: seconds that ranks wait for each other at each step.
 

@@ -14,15 +14,17 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.util import Finalize
 from typing import Any
 
 from ..errors import CheckpointError, CheckpointSaveError, CheckpointTimeoutError, WorkerDiedError
+from .spawn import ProcessContext
 from .worker_process import CallProcess, RequestNotDeliveredError
 
 logger = logging.getLogger(__name__)
 
-#: An idle thread looks this often whether its process is dead, or the client was told to finish.
+#: An idle thread looks this often whether its process is dead, or the client is to finish.
 _POLL_SECONDS = 0.5
 #: Beyond its deadline, what the thread may need to stop a process that does not react.
 _STOP_SECONDS = 10.0
@@ -53,8 +55,12 @@ class WorkerClient:
     it finishes what it was asked to do, and ends; failures are logged.
 
     Args:
-        make_process: starts the process; called again when it has died and there is more to do.
-        start_timeout: seconds that `make_process` allows for the start, for the bounds of waits.
+        loop: what the process runs, and `args` its further arguments; see `CallProcess`. It is started again when it
+            has died and there is more to do.
+        args: as above.
+        name: what errors call the process.
+        start_method: `spawn`, `forkserver` or `fork`.
+        start_timeout: seconds for the process to start.
         close_timeout: seconds for the process to leave when it is asked to.
         exit_timeout: seconds for everything when the interpreter exits; None lets requests have their own time.
         farewell: a pickled request that the process gets last.
@@ -62,19 +68,24 @@ class WorkerClient:
 
     Attributes:
         process: the one that runs now, or None.
+        context: of the last one that was started, or None.
     """
 
     def __init__(
         self,
-        make_process: Callable[[], CallProcess],
+        loop: Callable[..., None],
+        args: tuple[Any, ...] = (),
         *,
+        name: str = "worker process",
+        start_method: str = "spawn",
         start_timeout: float = 30.0,
         close_timeout: float = 60.0,
         exit_timeout: float | None = None,
         farewell: bytes = b"",
         owner: Any,
     ) -> None:
-        self._make_process = make_process
+        options = {"name": name, "start_method": start_method, "start_timeout": start_timeout}
+        self._new_process: Callable[[], CallProcess] = partial(CallProcess, loop, args, **options)  # type: ignore[arg-type]
         self._start_timeout = start_timeout
         self._close_timeout = close_timeout
         self._farewell = farewell
@@ -88,6 +99,7 @@ class WorkerClient:
         self._stopped: str | None = None  # why everything must end now
         self._is_abandoned = False  # failures are logged, because no caller is left to ask for results
         self.process: CallProcess | None = None
+        self.context: ProcessContext | None = None
         self._thread = threading.Thread(target=self._run, name="ckpt-worker-client", daemon=True)
         self._abandon = weakref.finalize(owner, self.abandon)
         self._abandon.atexit = False  # the exit handler waits for the work; this would not
@@ -102,11 +114,10 @@ class WorkerClient:
             return sum(self._start_timeout + request.timeout for request in waiting) + _STOP_SECONDS
 
     def start(self) -> None:
-        """Start the process now, from this thread; requests do so otherwise. Raises what `make_process` raises."""
+        """Start the process now, from this thread; requests do so otherwise. Raises as `CallProcess`."""
         with self._changed:
             self._check_open()
-            if self.process is None:
-                self.process = self._make_process()
+            self._ensure_process()
             self._ensure_thread()
 
     def submit(
@@ -213,6 +224,12 @@ class WorkerClient:
         if self._closing:
             raise CheckpointSaveError("This worker is closed; make a new one.")
 
+    def _ensure_process(self) -> CallProcess:
+        if self.process is None:
+            self.process = self._new_process()
+            self.context = self.process.context
+        return self.process
+
     def _ensure_thread(self) -> None:
         if not self._thread.is_alive():
             self._thread.start()
@@ -290,9 +307,7 @@ class WorkerClient:
         with self._changed:
             if self._stopped:
                 raise WorkerDiedError("It was never sent.")
-            if self.process is None:
-                self.process = self._make_process()
-            process = self.process
+            process = self._ensure_process()
         try:
             process.await_ready()
         except CheckpointError:

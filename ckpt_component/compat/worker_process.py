@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 #: A dead process is noticed by its pipe or sentinel at once, or by this poll when another process holds those open.
 _POLL_SECONDS = 0.25
-#: How long a process that closed its pipe may take to be gone.
+#: How long a process that closed its pipe may take to end.
 _EXIT_SECONDS = 0.5
 #: Between SIGTERM and SIGKILL.
 _TERMINATE_SECONDS = 0.5
@@ -194,7 +194,7 @@ class CallProcess:
     def stop(self) -> None:
         """End the process: SIGTERM, and half a second later SIGKILL. Nothing happens to one that has ended."""
         with self._closing:
-            self._connection.close()  # tells the process that this SIGTERM is meant for it
+            self._connection.close()  # shows the process that this SIGTERM is meant for it
         if self.alive:
             self._process.terminate()
             self._process.join(_TERMINATE_SECONDS)
@@ -217,7 +217,7 @@ class CallProcess:
                     copy.shutdown(socket.SHUT_RDWR)  # OSError: the other side was faster
 
     def death(self) -> WorkerDiedError:
-        """The error that says how an idle process ended."""
+        """The error that describes how an idle process ended."""
         return self._died("")
 
     def _send(self, number: int, body: bytes, deadline: float, late: str, doing: str) -> None:
@@ -242,7 +242,7 @@ class CallProcess:
 
     @contextlib.contextmanager
     def _as_death(self, doing: str) -> Iterator[None]:
-        """The end of the pipe becomes the error that says how the process ended."""
+        """The end of the pipe becomes the error that describes how the process ended."""
         try:
             yield
         except CheckpointTimeoutError:  # an OSError too

@@ -59,8 +59,7 @@ def make_worker() -> Iterator[Callable[..., WorkerClient]]:
     made = Clients()
 
     def make(start_method: str = "fork", **options: Any) -> WorkerClient:
-        make_process = partial(CallProcess, calls.serve_with, (calls.run,), start_method=start_method)
-        made.append(WorkerClient(make_process, owner=made, **options))
+        made.append(WorkerClient(calls.serve_with, (calls.run,), start_method=start_method, owner=made, **options))
         return made[-1]
 
     yield make
@@ -323,8 +322,7 @@ def submit(worker, *request):
     return worker.submit(pickle_by_value(request, "it", parts={{}}, fix=""), timeout=60, what="it")
 
 def make(start_method="spawn", **options):
-    process = partial(CallProcess, calls.serve_with, (calls.run,), start_method=start_method)
-    return WorkerClient(process, owner=make, **options)
+    return WorkerClient(calls.serve_with, (calls.run,), start_method=start_method, owner=make, **options)
 
 """
 
@@ -486,14 +484,16 @@ def test_a_request_past_its_deadline_is_given_up_and_the_next_one_works(
 
 
 def test_a_start_that_fails_is_tried_again_for_the_next_request(tmp_path: Path) -> None:
-    attempts = []
+    first_is_over = tmp_path / "first"
 
-    def make_process() -> CallProcess:
-        attempts.append(1)
-        loop, args = (calls.serve_broken, ()) if len(attempts) == 1 else (calls.serve_with, (calls.run,))
-        return CallProcess(loop, args, start_method="fork")
+    def loop(connection: Any) -> None:
+        if first_is_over.exists():
+            calls.serve_with(connection, calls.run)
+        else:
+            first_is_over.touch()
+            calls.serve_broken(connection)
 
-    worker = WorkerClient(make_process, owner=test_a_start_that_fails_is_tried_again_for_the_next_request)
+    worker = WorkerClient(loop, start_method="fork", owner=loop)
     first, second = submit(worker, calls.facts), submit(worker, calls.facts)
     with pytest.raises(CheckpointSaveError, match="could not start"):
         first.result(20)
@@ -589,8 +589,8 @@ def test_abort_kills_at_once(make_worker: Callable[..., WorkerClient], tmp_path:
 
 
 def test_a_process_that_still_starts_does_not_hold_up_close(tmp_path: Path) -> None:
-    make = partial(CallProcess, calls.serve_never, (str(tmp_path / "at"),), start_method="fork")
-    worker = WorkerClient(make, owner=test_a_process_that_still_starts_does_not_hold_up_close)
+    owner = Clients()
+    worker = WorkerClient(calls.serve_never, (str(tmp_path / "at"),), start_method="fork", owner=owner)
     result = submit(worker, calls.facts)
     pid = pid_in(tmp_path / "at")
     worker.close(0.2)
@@ -602,9 +602,8 @@ def test_a_process_that_still_starts_does_not_hold_up_close(tmp_path: Path) -> N
 def test_a_worker_whose_owner_is_dropped_finishes_and_ends(
     make_worker: Callable[..., WorkerClient], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    make = partial(CallProcess, calls.serve_with, (calls.run,), start_method="fork")
     owner = Clients()
-    worker = WorkerClient(make, owner=owner)
+    worker = WorkerClient(calls.serve_with, (calls.run,), start_method="fork", owner=owner)
     gate, out = tmp_path / "gate", tmp_path / "out"
     submit(worker, calls.start_and_append, str(tmp_path / "at"), str(gate), str(out), "done")
     submit(worker, calls.fail)
@@ -638,9 +637,9 @@ def test_a_forked_copy_leaves_the_process_alone(make_worker: Callable[..., Worke
     assert submit(worker, calls.facts).result(20)["pid"] == pid
 
 
-def test_threads_and_descriptors_do_not_add_up(make_worker: Callable[..., WorkerClient]) -> None:
+def test_threads_and_descriptors_do_not_add_up() -> None:
     def use() -> None:
-        worker = make_worker("spawn")
+        worker = WorkerClient(calls.serve_with, (calls.run,), owner=use)
         submit(worker, calls.facts).result(20)
         worker.close()
 
