@@ -134,6 +134,7 @@ class ProcessCaller(AsyncCaller):
         self._write_timeout = write_timeout
         self._close_timeout = close_timeout
         self._calls: deque[ScheduledCall] = deque()
+        self.peers = Peers()  # now: ranks compare the order in which their callers were made
 
     @property
     def _log_level(self) -> int:

@@ -8,14 +8,13 @@ import weakref
 from collections import deque
 from functools import partial
 from multiprocessing.util import Finalize
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ..errors import CheckpointError, CheckpointSaveError
 from .async_callers import AsyncCaller, PersistentAsyncCaller, TemporalAsyncCaller
 from .async_request import AsyncRequest
-from .peers import Peers, PeerSession
+from .peers import PeerSession
 from .torch_errors import as_checkpoint_exception
-from .worker_process import check_start_method
 
 logger = logging.getLogger(__name__)
 
@@ -69,15 +68,11 @@ class AsyncCallsQueue:
         self.persistent = persistent
         self.call_idx = -1
         self.async_calls: deque[_ActiveAsyncRequest] = deque()
-        self._options: dict[str, Any] = {
-            "start_method": start_method,
-            "start_timeout": start_timeout,
-            "write_timeout": write_timeout,
-            "close_timeout": close_timeout,
-        }
-        check_start_method(start_method)  # now, and not at the first save
-        self._persistent_caller = PersistentAsyncCaller(**self._options) if persistent else None
-        self._peers = Peers()
+        self._write_timeout = write_timeout
+        kind = PersistentAsyncCaller if persistent else TemporalAsyncCaller
+        self._caller = kind(
+            start_method, start_timeout=start_timeout, write_timeout=write_timeout, close_timeout=close_timeout
+        )
         self._unreported: list[int] = []
         # Also runs at the exit of a child of multiprocessing, which knows no atexit.
         at_exit = Finalize(None, _close_at_exit, (weakref.ref(self),), exitpriority=_EXIT_PRIORITY)
@@ -102,12 +97,11 @@ class AsyncCallsQueue:
         """
         idx = self.call_idx + 1
         request = AsyncRequest.of(async_request).freeze()._replace(call_idx=idx)
-        caller = self._get_async_caller()
-        caller.schedule_async_call(request._replace(finalize_fns=[]))
+        self._caller.schedule_async_call(request._replace(finalize_fns=[]))
         self.call_idx = idx
         # What the process was given is not needed here any more, and may be as large as the model.
         kept = request._replace(async_fn=None, async_fn_args=(), async_fn_kwargs={}, preload_fn=None)
-        self.async_calls.append(_ActiveAsyncRequest(idx, caller, kept))
+        self.async_calls.append(_ActiveAsyncRequest(idx, self._caller, kept))
         return idx
 
     @as_checkpoint_exception()
@@ -130,7 +124,7 @@ class AsyncCallsQueue:
                 where it failed, that error is the cause.
             CheckpointTimeoutError: rank 0 did not decide in time.
         """
-        session = None if no_dist else self._peers.current
+        session = None if no_dist else self._caller.peers.current
         while self.async_calls and self._finalize_first(session, blocking, no_dist):
             pass
         finalized, self._unreported = self._unreported, []
@@ -163,13 +157,8 @@ class AsyncCallsQueue:
                     else:
                         logger.error("%s", error)
         finally:
-            callers = dict.fromkeys(active.async_caller for active in self.async_calls)
-            if self._persistent_caller is not None:
-                callers[self._persistent_caller] = None
             self.async_calls.clear()
-            for caller in callers:
-                caller.close(abort=abort)
-            self._peers.rest()
+            self._caller.close(abort=abort)
         if first is not None:
             raise first
 
@@ -188,18 +177,12 @@ class AsyncCallsQueue:
             finalize()
         else:
             what = f"Finalizing request {active.idx}"
-            session.run_step(f"finalize/{active.idx}", finalize, what, self._options["write_timeout"])
+            session.run_step(f"finalize/{active.idx}", finalize, what, self._write_timeout)
         self._unreported.append(active.idx)
         return True
 
-    def _get_async_caller(self) -> AsyncCaller:
-        """The caller for the next request."""
-        caller = self._persistent_caller or TemporalAsyncCaller(**self._options)
-        caller.peers = self._peers
-        return caller
-
     def _close_at_exit(self) -> None:
-        if self._peers.current is not None and self.async_calls:
+        if self._caller.peers.current is not None and self.async_calls:
             # Finalizing is done by all ranks together, and the others may have ended already.
             logger.error(
                 "the interpreter exits with %d requests that were not finalized; call close() on all ranks first",

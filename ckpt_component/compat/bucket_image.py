@@ -20,9 +20,8 @@ from ..image.arena import Arena
 from ..image.copy import copy_on_host
 from ..image.items import ItemTemplates
 from ..image.layout import ITEM_ALIGNMENT
-from ..image.slots import Slots
 from ..memory.huge_pages import PAGE, align
-from ..state.structure import Stored, element_bytes
+from ..state.structure import element_bytes
 from .bucket_io import FileImage, ImageBucket, Place
 from .host_image import HostImage, SharedFile
 
@@ -83,7 +82,7 @@ class Block:
     slab: torch.Tensor
     form: Any = None  # what it is laid out for: lengths of bytes, dtypes and shapes, by file
     starts: list[int] = field(default_factory=list)  # of the bytes items, then of the slots
-    slots: Sequence[torch.Tensor] = ()
+    slots: list[torch.Tensor] = field(default_factory=list)
     files: list[FileImage] = field(default_factory=list)
 
     @classmethod
@@ -191,8 +190,7 @@ def _laid_out(form: Sequence[tuple[list[int], list[tuple[torch.dtype, torch.Size
     templates = ItemTemplates()
     fixed: list[tuple[int, bytes]] = []
     starts: list[int] = []
-    payloads: list[int] = []
-    stored: list[Stored] = []
+    payloads: list[tuple[int, torch.dtype, torch.Size]] = []
     files: list[tuple[int, int, list[Place]]] = []
     base = 0
     for lengths, tensors in form:
@@ -208,8 +206,7 @@ def _laid_out(form: Sequence[tuple[list[int], list[tuple[torch.dtype, torch.Size
             payload = position + len(prefix)
             after = payload + element_bytes(dtype, shape)
             fixed += [(position, prefix), (after, suffix)]
-            payloads.append(payload)
-            stored.append(Stored(len(stored), dtype, shape))
+            payloads.append((payload, dtype, shape))
             end = after + len(suffix)
             places.append((position - base, end - position))
             position = align(end, ITEM_ALIGNMENT)
@@ -219,7 +216,10 @@ def _laid_out(form: Sequence[tuple[list[int], list[tuple[torch.dtype, torch.Size
     for position, data in fixed:
         block.image.memory[position : position + len(data)] = data
     block.starts = starts
-    block.slots = Slots(block.slab, payloads, stored)
+    block.slots = [
+        block.slab[start : start + element_bytes(dtype, shape)].view(dtype).view(shape)
+        for start, dtype, shape in payloads
+    ]
     block.files = [FileImage(block.image, *file) for file in files]
     block.form = form
     return block
