@@ -14,7 +14,7 @@ from typing import Any
 
 from ..errors import CheckpointError, CheckpointSaveError, CheckpointTimeoutError
 from .async_request import AsyncRequest
-from .peers import Call, Peers, PeerSession, this_rank
+from .peers import Peers, PeerSession, SharedCall, this_rank
 from .pickling import pickle_by_value
 from .worker_client import WorkerClient
 from .worker_main import serve_calls, serve_inherited_call
@@ -95,7 +95,7 @@ class AsyncCaller(ABC):
 
 
 @dataclass(eq=False)
-class ScheduledCall(Call):
+class ScheduledCall(SharedCall):
     """A call of a `ProcessCaller`.
 
     Attributes:

@@ -37,7 +37,7 @@ _REMEMBERED = 64
 
 
 @dataclass(eq=False)
-class Call:
+class SharedCall:
     """One request in flight.
 
     Attributes:
@@ -84,12 +84,12 @@ class PeerSession:
         self._alone = False
         self._calls = 0
         self._sums = 0
-        self._open: list[Call] = []
+        self._open: list[SharedCall] = []
         self._casting = threading.Lock()
         #: For the threads in which calls end. Made now: a new connection to a dead store takes minutes to fail.
         self._cast_store = store.clone()
 
-    def add(self, call: Call) -> None:
+    def add(self, call: SharedCall) -> None:
         """A call begins, on all ranks. Waits for none of them.
 
         Raises:
@@ -110,7 +110,7 @@ class PeerSession:
             self._alone = True
             self._order.forget()
 
-    def look(self, call: Call, blocking: bool) -> bool:
+    def look(self, call: SharedCall, blocking: bool) -> bool:
         """Whether the oldest open call is done on all ranks. Call this on all ranks, in the same way.
 
         All ranks get the same answer in the n-th look at a call.
@@ -143,14 +143,14 @@ class PeerSession:
         self._close(call)
         return True
 
-    def finish_alone(self, call: Call) -> None:
+    def finish_alone(self, call: SharedCall) -> None:
         """A call is over here, and this rank will not ask the others about it."""
         if self._prefix is not None:
             self._cast(call, call.result.exception(0))
             self._coordinate().leave(self._tag(call))
         self._close(call)
 
-    def give_up(self, call: Call, failure: CheckpointError) -> None:
+    def give_up(self, call: SharedCall, failure: CheckpointError) -> None:
         """Close a call that other ranks may still ask about: it failed here. Never raises."""
         try:
             if not self._alone:
@@ -233,13 +233,13 @@ class PeerSession:
                 self._cast_when_done(call)
         return coordinator, self._watch
 
-    def _tag(self, call: Call) -> str:
+    def _tag(self, call: SharedCall) -> str:
         return f"{self._prefix}/call/{call.number}"
 
     def _deadline(self, timeout: float) -> float:
         return time.monotonic() + timeout + (0 if self.leads else GRACE_SECONDS)
 
-    def _cast_when_done(self, call: Call) -> None:
+    def _cast_when_done(self, call: SharedCall) -> None:
         def cast(result: Future[Any]) -> None:
             try:
                 if not result.cancelled():
@@ -249,7 +249,7 @@ class PeerSession:
 
         call.result.add_done_callback(cast)
 
-    def _cast(self, call: Call, error: BaseException | None) -> None:
+    def _cast(self, call: SharedCall, error: BaseException | None) -> None:
         with self._casting:
             is_cast, call.is_cast = call.is_cast, True
             if not is_cast:
@@ -275,7 +275,7 @@ class PeerSession:
         text = f"{what} did not succeed on all {self.world_size} ranks{code}. {error}"
         return RanksError(text, error.errno, error.failures, error.causes)
 
-    def _close(self, call: Call) -> None:
+    def _close(self, call: SharedCall) -> None:
         with self._casting:
             call.is_cast = True
         self._open.remove(call)

@@ -66,7 +66,7 @@ def test_a_request_runs_elsewhere_with_its_arguments(kind: Any, start_method: st
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_asking_does_not_wait_unless_told_to(kind: Any, make: Make, tmp_path: Path) -> None:
+def test_asking_waits_only_where_it_is_blocking(kind: Any, make: Make, tmp_path: Path) -> None:
     caller, gate = make(kind), tmp_path / "gate"
     caller.schedule_async_call(AsyncRequest(calls.start_and_wait, (str(tmp_path / "at"), str(gate))))
     pid_in(tmp_path / "at")
@@ -193,7 +193,7 @@ def test_a_request_past_its_deadline_is_given_up(kind: Any, make: Make, tmp_path
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_several_requests_are_told_in_order(kind: Any, make: Make, tmp_path: Path, out: Path) -> None:
+def test_several_requests_are_reported_in_order(kind: Any, make: Make, tmp_path: Path, out: Path) -> None:
     caller, gate = make(kind), tmp_path / "gate"
     caller.schedule_async_call(AsyncRequest(calls.start_and_wait, (str(tmp_path / "at"), str(gate))))
     caller.schedule_async_call(AsyncRequest(calls.fail, ()))
@@ -323,7 +323,7 @@ def test_the_loop_of_the_reference_is_what_the_process_runs(make: Make, monkeypa
     assert ran == [PersistentAsyncCaller.async_loop]
 
 
-def test_a_process_that_is_done_is_gone(make: Make, tmp_path: Path) -> None:
+def test_a_process_that_is_done_has_ended(make: Make, tmp_path: Path) -> None:
     caller = make(TemporalAsyncCaller)
     caller.schedule_async_call(AsyncRequest(calls.start_and_wait, (str(tmp_path / "at"), os.devnull)))
     assert caller.is_current_async_call_done(blocking=True)

@@ -13,7 +13,7 @@ import pytest
 from waiting import eventually
 
 from ckpt_component.compat import peers
-from ckpt_component.compat.peers import Call, PeerSession
+from ckpt_component.compat.peers import PeerSession, SharedCall
 from ckpt_component.coordination import RankStore
 from ckpt_component.coordination.heartbeat import RESTING
 from ckpt_component.errors import CheckpointSaveError, CheckpointTimeoutError, RanksError
@@ -78,20 +78,20 @@ def on_ranks(world_size: int, work: Callable[[PeerSession, int], Any], store: St
         return list(pool.map(run, range(world_size)))
 
 
-def call(number: int = 0, timeout: float = 60, *, done: bool = True) -> Call:
-    made = Call(f"Call {number}", timeout=timeout)
+def call(number: int = 0, timeout: float = 60, *, done: bool = True) -> SharedCall:
+    made = SharedCall(f"Call {number}", timeout=timeout)
     if done:
         made.result.set_result(None)
     return made
 
 
-def added(session: PeerSession, *calls: Call) -> tuple[Call, ...]:
+def added(session: PeerSession, *calls: SharedCall) -> tuple[SharedCall, ...]:
     for each in calls:
         session.add(each)
     return calls
 
 
-def answer(session: PeerSession, each: Call, blocking: bool = True) -> Any:
+def answer(session: PeerSession, each: SharedCall, blocking: bool = True) -> Any:
     """What a look says: whether the call is done, or the ranks on which it failed."""
     try:
         return session.look(each, blocking)
@@ -114,7 +114,7 @@ def test_all_ranks_get_the_same_answer_in_the_same_look(seed: int) -> None:
 
     def work(session: PeerSession, rank: int) -> list[Any]:
         chance = random.Random(seed * 100 + rank)
-        calls: list[Call] = []
+        calls: list[SharedCall] = []
         answers: list[Any] = []
         for number in range(count + ahead):
             if number < count:
@@ -252,7 +252,7 @@ def test_a_rank_whose_heart_stops_is_dead(dead: int, blocking: bool, monkeypatch
     assert set(failures) == {dead} and "considered dead" in failures[dead]
 
 
-def test_a_store_that_is_gone_is_an_error() -> None:
+def test_a_dead_store_is_an_error() -> None:
     store = Store()
     session = PeerSession(Connection(store, 0, 2, "test/"), 0)
     first, second = added(session, call(0), call(1))

@@ -232,7 +232,7 @@ def test_a_failed_write_fails_alone_and_the_process_lives_on(make: Make, out: Pa
     assert f"pid {pid_of(process)}" in out.read_text()
 
 
-def test_a_process_killed_in_a_write_is_told_and_replaced(make: Make, tmp_path: Path, out: Path) -> None:
+def test_a_process_killed_in_a_write_is_reported_and_replaced(make: Make, tmp_path: Path, out: Path) -> None:
     process = make()
     bad = process.write({"call": (calls.start_and_hang, str(tmp_path / "at"))}, str(out))
     pid = pid_in(tmp_path / "at")
@@ -243,7 +243,7 @@ def test_a_process_killed_in_a_write_is_told_and_replaced(make: Make, tmp_path: 
     assert pid_of(process) != pid
 
 
-def test_an_idle_process_that_is_killed_is_told_and_replaced(
+def test_an_idle_process_that_is_killed_is_reported_and_replaced(
     make: Make, out: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     process = make()

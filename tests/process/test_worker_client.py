@@ -84,10 +84,10 @@ def test_a_call_is_answered_from_a_process_without_torch(
 ) -> None:
     process = make_process(start_method=start_method)
     process.await_ready()
-    told = process.call(0, message(calls.facts), 20, "facts")
-    assert told["pid"] == process.pid != os.getpid() and process.alive
+    answer = process.call(0, message(calls.facts), 20, "facts")
+    assert answer["pid"] == process.pid != os.getpid() and process.alive
     if start_method != "fork":
-        assert not told["torch"]
+        assert not answer["torch"]
     process.end(20)
     assert not process.alive and process.context.processes[0].exitcode == 0
 
@@ -180,7 +180,7 @@ def test_a_death_is_seen_although_others_hold_the_pipe_open(
         process.await_ready()
         with pytest.raises(WorkerDiedError, match="SIGKILL"):
             process.call(0, message(calls.kill_me, signal.SIGKILL), 60, "it")
-        with pytest.raises(RequestNotDeliveredError, match="SIGKILL"):  # more than the pipe holds, and nobody reads
+        with pytest.raises(RequestNotDeliveredError, match="SIGKILL"):  # more than the pipe holds, and no process reads
             process.call(1, message(len, bytes(1 << 22)), 60, "it")
     finally:
         gate.touch()
@@ -334,7 +334,7 @@ def script(body: str, folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("start_method", ["spawn", "forkserver"])
-def test_a_main_script_without_a_guard_is_told_about_it(start_method: str, tmp_path: Path) -> None:
+def test_a_main_script_without_a_guard_is_named_in_the_error(start_method: str, tmp_path: Path) -> None:
     body = f"process = CallProcess(serve_calls, (20,), start_method={start_method!r})\nprocess.await_ready()\n"
     done = subprocess.run(script(body, tmp_path), capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 1
@@ -446,7 +446,7 @@ def test_a_killed_process_fails_its_request_and_is_replaced_for_the_next(
     assert last.result(20)["pid"] != pid
 
 
-def test_the_death_of_an_idle_process_is_told_and_costs_nothing(
+def test_the_death_of_an_idle_process_is_logged_and_costs_nothing(
     make_worker: Callable[..., WorkerClient], caplog: pytest.LogCaptureFixture
 ) -> None:
     worker = make_worker()
@@ -611,11 +611,11 @@ def test_a_worker_whose_owner_is_dropped_finishes_and_ends(
     before = time.monotonic()
     del owner
     gc.collect()
-    assert time.monotonic() - before < 10 and not is_gone(pid)  # nobody waited, and nothing was killed
+    assert time.monotonic() - before < 10 and not is_gone(pid)  # no wait, and nothing was killed
     gate.touch()
     eventually(lambda: is_gone(pid))
     assert out.read_text() == "done"
-    eventually(lambda: "broken on purpose" in caplog.text)  # nobody else will tell
+    eventually(lambda: "broken on purpose" in caplog.text)  # it appears nowhere else
 
 
 def test_a_forked_copy_leaves_the_process_alone(make_worker: Callable[..., WorkerClient], tmp_path: Path) -> None:
@@ -623,17 +623,17 @@ def test_a_forked_copy_leaves_the_process_alone(make_worker: Callable[..., Worke
     pid = submit(worker, calls.facts).result(20)["pid"]
     copy = os.fork()
     if copy == 0:
-        told = tmp_path / "told"
+        refusal = tmp_path / "refusal"
         try:
             submit(worker, calls.facts)
         except CheckpointSaveError as error:
-            told.write_text(str(error))
+            refusal.write_text(str(error))
         worker.close()
         worker.abort()
         worker.abandon()
         os._exit(0)
     assert os.waitpid(copy, 0)[1] == 0
-    assert "belongs to the process that made it" in (tmp_path / "told").read_text()
+    assert "belongs to the process that made it" in (tmp_path / "refusal").read_text()
     assert submit(worker, calls.facts).result(20)["pid"] == pid
 
 

@@ -280,7 +280,7 @@ def test_an_error_of_a_bucket_is_a_result(
     assert isinstance(found[0], CheckpointSaveError) and found[0].errno == 28
     assert "No space left" in str(found[0])
     assert any(frame.filename.endswith("gated_fs.py") for frame in found[1])
-    pickle.dumps(found)  # ranks are told
+    pickle.dumps(found)  # it goes to the other ranks
     assert os.listdir(tmp_path / "ck") == []  # the other bucket was not published either
 
 
