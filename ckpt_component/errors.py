@@ -1,10 +1,14 @@
-"""The one family of errors.
+"""The one family of errors, and how an error crosses to another process or rank.
 
 Every error that a caller may want to catch derives from `CheckpointError`, and from the builtin that a
-reader would expect beside it. This module imports nothing, because the torch-free writer process loads it.
+reader would expect beside it. The torch-free writer process loads this module, so it imports the standard library
+alone.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 __all__ = [
     "CheckpointBusyError",
@@ -164,3 +168,88 @@ class CheckpointUnreadableError(CheckpointCorruptError):
     def __init__(self, message: str, errno: int | None = None) -> None:
         super().__init__(message)
         self.errno = errno
+
+
+#: An error's text travels as a message of the store, and a state's keys can make it long.
+_LONGEST_TEXT = 20_000
+#: How many ranks a message names one by one.
+_NAMED_RANKS = 8
+
+
+class RemoteTraceback(Exception):
+    """The traceback of another process, as the cause of the error raised here."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.text = text
+
+    def __str__(self) -> str:
+        return f"\n{self.text}"
+
+
+def describe_error(error: BaseException) -> str:
+    """An error as `Type: text`, also where its text cannot be made."""
+    try:
+        text = str(error)
+    except Exception as broken:
+        text = f"<its text cannot be shown: {type(broken).__name__}>"
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def errno_of(error: BaseException | None) -> int | None:
+    """The error's own errno, or that of the first OSError in its chain."""
+    code = getattr(error, "errno", None)
+    seen: set[int] = set()
+    while code is None and error is not None and id(error) not in seen:
+        seen.add(id(error))
+        code = error.errno if isinstance(error, OSError) else None
+        error = error.__cause__ or error.__context__
+    return code if isinstance(code, int) else None
+
+
+def error_as_plain(error: BaseException) -> dict[str, Any]:
+    """An error as JSON values, for another rank; the family's own types come back as themselves."""
+    plain: dict[str, Any] = {"kind": type(error).__name__, "text": _shortened(str(error)), "errno": errno_of(error)}
+    if isinstance(error, RanksError):
+        plain["failures"] = {str(rank): _shortened(text) for rank, text in error.failures.items()}
+        plain["causes"] = {str(rank): cause for rank, cause in error.causes.items()}
+    return plain
+
+
+def error_from_plain(plain: Mapping[str, Any]) -> CheckpointError:
+    """The inverse of `error_as_plain`; what is not of the family becomes a CheckpointSaveError."""
+    kind, text, code = globals().get(plain["kind"]), plain["text"], plain["errno"]
+    if kind is RanksError:
+        failures = {int(rank): failure for rank, failure in plain["failures"].items()}
+        return RanksError(text, code, failures, {int(rank): cause for rank, cause in plain["causes"].items()})
+    if isinstance(kind, type) and issubclass(kind, CheckpointSaveError):
+        return kind(text, code)
+    if (
+        isinstance(kind, type)
+        and issubclass(kind, CheckpointError)
+        and kind not in (MissingKeysError, UnexpectedKeysError)
+    ):
+        return kind(text)
+    return CheckpointSaveError(f"On the leading rank: {plain['kind']}: {text}", code)
+
+
+def ranks_failed(
+    failures: Mapping[int, str], errno: int | None = None, causes: Mapping[int, str] | None = None
+) -> RanksError:
+    """The error that names every failed rank, with the texts of the first of them; for `causes` see `RanksError`."""
+    ranks = sorted(failures)
+    first = " | ".join(f"rank {rank}: {failures[rank]}" for rank in ranks[:_NAMED_RANKS])
+    more = f" (and {len(ranks) - _NAMED_RANKS} more)" if len(ranks) > _NAMED_RANKS else ""
+    return RanksError(f"{name_ranks(ranks)} failed. {first}{more}", errno, dict(failures), dict(causes or {}))
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """Ranks for a message: `Rank 3`, `Ranks 0, 3, 4`; the first few of many."""
+    shown = ", ".join(map(str, ranks[:_NAMED_RANKS])) + (", ..." if len(ranks) > _NAMED_RANKS else "")
+    return f"{'Rank' if len(ranks) == 1 else 'Ranks'} {shown}"
+
+
+def _shortened(text: str) -> str:
+    if len(text) <= _LONGEST_TEXT:
+        return text
+    return f"{text[:_LONGEST_TEXT]} ... ({len(text) - _LONGEST_TEXT} more characters in the log of that rank)"

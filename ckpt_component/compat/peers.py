@@ -18,10 +18,10 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..coordination import RankStore, StoreCoordinator, ranks_failed
+from ..coordination import RankStore, StoreCoordinator
 from ..coordination.heartbeat import Watch
 from ..coordination.rank_store import distributed
-from ..errors import CheckpointError, CheckpointSaveError, RanksError
+from ..errors import CheckpointError, CheckpointSaveError, RanksError, ranks_failed
 from ..writing.remote_error import describe_failure
 
 logger = logging.getLogger(__name__)

@@ -21,9 +21,9 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.checkpoint.utils import _DistWrapper
 
 from ..config.errors import CheckpointConfigError
-from ..coordination import Coordinator, LocalCoordinator, RankStore, StoreCoordinator, ranks_failed
+from ..coordination import Coordinator, LocalCoordinator, RankStore, StoreCoordinator
 from ..coordination.rank_store import another_connection, distributed
-from ..errors import CheckpointError, RanksError
+from ..errors import CheckpointError, RanksError, ranks_failed
 from ..writing.remote_error import describe_failure
 from .file_system_writer_async import FileSystemWriterAsync, log_once
 from .peers import as_save_error

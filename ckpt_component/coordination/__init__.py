@@ -1,7 +1,7 @@
 """How ranks agree on one decision per save."""
 
 from .calls import Call, Meetings, StepQuestions
-from .coordinator import Coordinator, LocalCoordinator, ranks_failed
+from .coordinator import Coordinator, LocalCoordinator
 from .rank_store import RankStore
 from .store_coordinator import StoreCoordinator
 
@@ -13,5 +13,4 @@ __all__ = [
     "RankStore",
     "StepQuestions",
     "StoreCoordinator",
-    "ranks_failed",
 ]

@@ -1,21 +1,18 @@
-"""One decision on all ranks: the leading rank decides from what every rank says, and every rank learns it.
+"""One decision on all ranks: the leader decides from every rank's value, and every rank gets the decision.
 
-Three questions are enough for a save or a load: `pool` (everyone says something, rank 0 decides), `lead` (rank 0 alone
-does something, all learn the result) and `vote` (everyone says how its part went). With one rank nobody is asked.
+A save or a load asks in four ways: `pool` (every rank sends a value, rank 0 decides), `deal` (the same, with a part of
+the decision for each rank), `lead` (rank 0 alone does something, all get the result) and `vote` (every rank reports how
+its part went). With one rank, all of them are plain calls.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any
 
-from ..errors import RanksError
 from .calls import Call
 from .world import World
-
-#: How many ranks a message names one by one.
-_NAMED = 8
 
 
 class Coordinator(ABC):
@@ -36,21 +33,21 @@ class Coordinator(ABC):
         return self.rank == 0
 
     def at_step(self, step: int) -> None:
-        """This rank is at a training step: for the others, should they wait for it. Costs nothing."""
+        """Note the training step of this rank, for ranks that wait for it. Costs nothing."""
 
     def resumed(self, step: int) -> None:
-        """All ranks go on from an earlier step."""
+        """All ranks continue from an earlier step."""
 
     @abstractmethod
     def pool(
         self, tag: str, value: Any, decide: Callable[[list[Any]], Any], deadline: float, call: Call | None = None
     ) -> Any:
-        """Say something and learn what the leading rank makes of what all said.
+        """Send a value to the leader and return the leader's decision.
 
         Args:
             tag: of this question.
             value: this rank's.
-            decide: called on the leading rank with all values, by rank.
+            decide: called on the leader with all values, by rank.
             deadline: monotonic seconds.
             call: what begins with this question, so that a rank which called alone learns it soon (`Meetings`).
 
@@ -59,37 +56,38 @@ class Coordinator(ABC):
 
         Raises:
             CheckpointError: what `decide` raised, on all ranks.
-            CheckpointTimeoutError: a rank did not say anything in time, or the leading one did not decide.
-            RanksError: a rank is gone; or it has gone on without the call.
+            CheckpointTimeoutError: a rank did not send its value in time, or the leader did not decide.
+            RanksError: a rank is dead, or it has gone on without the call.
             AnotherCall: the question was withdrawn by a rank that asked it for another call.
         """
 
     @abstractmethod
     def deal(self, tag: str, value: Any, decide: Callable[[list[Any]], list[Any]], deadline: float) -> Any:
-        """As `pool`, but every rank learns its own part of the decision alone.
+        """As `pool`, but each rank gets only its own part of the decision.
 
-        For what has a part for every rank: told as a whole to all, it would cost ranks times ranks.
+        Sending all parts to all ranks would cost ranks times ranks.
 
         Args:
             tag: of this question.
             value: this rank's.
-            decide: called on the leading rank with all values, by rank; returns the parts, by rank.
+            decide: called on the leader with all values, by rank; returns the parts, by rank.
             deadline: monotonic seconds.
         """
 
+    @abstractmethod
     def lead(self, tag: str, action: Callable[[], Any], deadline: float, call: Call | None = None) -> Any:
-        """Have the leading rank do something; all learn what it returned or raised.
+        """Have the leader do something; all ranks get what it returned or raised.
 
         Args:
             tag: of this question.
-            action: called on the leading rank alone.
+            action: called on the leader alone.
             deadline: monotonic seconds.
             call: what begins with this question; see `pool`.
         """
-        return action()
 
+    @abstractmethod
     def vote(self, tag: str, work: Callable[[], Any], progress: Callable[[], int], deadline: float) -> list[Any]:
-        """Do this rank's part, tell the leading rank, and learn whether every rank's went well.
+        """Do this rank's part and learn whether every rank's part succeeded.
 
         Args:
             tag: of this question.
@@ -98,36 +96,19 @@ class Coordinator(ABC):
             deadline: monotonic seconds.
 
         Returns:
-            On the leading rank what `work` returned, by rank. An empty list on the others: to tell them all of it would
-            cost ranks times ranks.
+            On the leader what `work` returned, by rank. An empty list on the others: sending it to all would cost
+            ranks times ranks.
 
         Raises:
-            RanksError: a rank's part failed, or a rank is gone; the same on all ranks, naming them.
+            RanksError: a rank's part failed, or a rank is dead; the same on all ranks, naming them.
         """
-        return [work()]
 
     def close(self) -> None:
         """Give up the connections. Safe to call twice."""
 
 
-def ranks_failed(
-    failures: Mapping[int, str], errno: int | None = None, causes: Mapping[int, str] | None = None
-) -> RanksError:
-    """The error that names every failed rank, and what the first of them said; for `causes` see `RanksError`."""
-    ranks = sorted(failures)
-    first = [f"rank {rank}: {failures[rank]}" for rank in ranks[:_NAMED]]
-    more = f" (and {len(ranks) - _NAMED} more)" if len(ranks) > _NAMED else ""
-    return RanksError(f"{named(ranks)} failed. {' | '.join(first)}{more}", errno, dict(failures), dict(causes or {}))
-
-
-def named(ranks: Sequence[int]) -> str:
-    """Ranks for a message; the first few of many."""
-    shown = ", ".join(map(str, ranks[:_NAMED])) + (", ..." if len(ranks) > _NAMED else "")
-    return f"{'Rank' if len(ranks) == 1 else 'Ranks'} {shown}"
-
-
 class LocalCoordinator(Coordinator):
-    """One rank: what it says is the decision."""
+    """One rank: it leads, and its value is the only one."""
 
     rank = 0
     world_size = 1
@@ -138,9 +119,17 @@ class LocalCoordinator(Coordinator):
     def pool(
         self, tag: str, value: Any, decide: Callable[[list[Any]], Any], deadline: float, call: Call | None = None
     ) -> Any:
-        """What `decide` makes of the one value."""
+        """Decide from the one value."""
         return decide([value])
 
     def deal(self, tag: str, value: Any, decide: Callable[[list[Any]], list[Any]], deadline: float) -> Any:
-        """The one part of what `decide` makes of the one value."""
+        """Decide from the one value; there is one part."""
         return decide([value])[0]
+
+    def lead(self, tag: str, action: Callable[[], Any], deadline: float, call: Call | None = None) -> Any:
+        """Do it."""
+        return action()
+
+    def vote(self, tag: str, work: Callable[[], Any], progress: Callable[[], int], deadline: float) -> list[Any]:
+        """Do it."""
+        return [work()]

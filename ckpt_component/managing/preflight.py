@@ -10,10 +10,9 @@ from ..coordination import Coordinator
 from ..errors import CheckpointConfigError, CheckpointError
 from ..saving.report import Timeouts
 from ..storage.fencing import Ownership
-from ..storage.fs import FsOps
+from ..storage.fs import FsOps, wait_visible
 from ..storage.names import TRIAL_PREFIX, new_token
 from ..storage.space import FULL
-from ..storage.visibility import wait_visible
 
 logger = logging.getLogger(__name__)
 

@@ -18,12 +18,11 @@ from ..errors import (
 )
 from ..saving.report import Timeouts
 from ..storage.cleanup import living_attempts, sweep
-from ..storage.fs import FsOps
+from ..storage.fs import FsOps, wait_visible
+from ..storage.layout import quarantine
 from ..storage.names import StepNames
-from ..storage.quarantine import quarantine
 from ..storage.scan import Scan, committed_under_other_names, repair_pointer, scan_steps
 from ..storage.space import amount
-from ..storage.visibility import wait_visible
 from .lookup import refuse_absent_step, refuse_others, size_of_checkpoint, step_of_checkpoint
 from .policies import ResumePolicy
 from .rollback import Rollback, named

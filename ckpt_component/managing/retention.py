@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import os
 
-from ..storage.cleanup import discard
 from ..storage.fs import FsOps
+from ..storage.layout import discard
 from ..storage.names import StepNames
 from ..storage.scan import committed_steps, write_pointer
 from .policies import KeepPolicy

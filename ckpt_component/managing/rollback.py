@@ -15,8 +15,8 @@ from ..errors import CheckpointExistsError, CheckpointSaveError
 from ..storage.commit import refuse_existing
 from ..storage.fencing import Owner, Ownership
 from ..storage.fs import FsOps
+from ..storage.layout import quarantine
 from ..storage.names import StepNames
-from ..storage.quarantine import quarantine
 from ..storage.scan import read_pointer, scan_steps
 from .policies import ResumePolicy
 

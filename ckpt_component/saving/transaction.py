@@ -15,9 +15,15 @@ from typing import Any
 
 from ..callers.job import WriteJob
 from ..callers.write_callers import WriteCaller
-from ..coordination import Coordinator, ranks_failed
+from ..coordination import Coordinator
 from ..coordination.messages import pack, unpack
-from ..errors import CheckpointError, CheckpointSaveError, CheckpointStorageFullError, CheckpointTimeoutError
+from ..errors import (
+    CheckpointError,
+    CheckpointSaveError,
+    CheckpointStorageFullError,
+    CheckpointTimeoutError,
+    ranks_failed,
+)
 from ..formats.base import Writer
 from ..memory.gc_control import give_back_freed
 from ..stagers.snapshot import Comparison, Snapshot
@@ -25,10 +31,9 @@ from ..state.replicas import differing
 from ..storage import commit
 from ..storage.commit import Attempt
 from ..storage.fencing import Ownership
-from ..storage.fs import FsOps
+from ..storage.fs import FsOps, wait_visible
 from ..storage.liveness import AttemptLock
 from ..storage.space import FULL, amount, full_text, refuse_without_room
-from ..storage.visibility import wait_visible
 from .report import SaveReport, Timeouts
 
 logger = logging.getLogger(__name__)

@@ -11,8 +11,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from ..coordination import Coordinator, Meetings, ranks_failed
-from ..errors import CheckpointError, RanksError
+from ..coordination import Coordinator, Meetings
+from ..errors import CheckpointError, RanksError, ranks_failed
 from ..formats.base import FormatPlan, Writer
 from ..image.layout import Structure
 from ..memory.gc_control import collector_paused

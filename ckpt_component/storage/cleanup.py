@@ -1,31 +1,24 @@
-"""What saves leave behind, and who may delete it: retired checkpoints, failed attempts, and what dead processes left.
-
-Where folders can be renamed, what goes is renamed out of sight first. Elsewhere the manifest goes first, which is what
-makes a checkpoint; the attempts of one step have folders of their own below the step's, and none touches another's.
-"""
+"""What dead runs leave under a root, and who may delete it: unfinished saves, and half-deleted checkpoints."""
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 from collections.abc import Collection, Iterator
 
 from ..errors import CheckpointError
 from .fs import FsOps
+from .layout import attempts_in, is_folder, is_quarantined, remove_if_empty
 from .liveness import LifeSigns
-from .manifest import data_folder, read_manifest
+from .manifest import read_manifest
 from .names import (
     ALIVE_PREFIX,
-    MANIFEST,
-    QUARANTINED,
     STAGING_PREFIX,
     TRASH_PREFIX,
     TRIAL_PREFIX,
     StepNames,
     is_debris_of_this_host,
     is_owned_token,
-    is_token,
     is_token_of_this_host,
     token_of_staging,
     trash_path,
@@ -33,41 +26,8 @@ from .names import (
 
 logger = logging.getLogger(__name__)
 
+#: A folder this young may not have been locked by its process yet.
 _YOUNG_SECONDS = 5.0
-
-
-def discard(fs: FsOps, path: str) -> bool:
-    """Delete a checkpoint or a staging folder, manifest first. Returns False, and warns, when that failed."""
-    try:
-        if fs.atomic_rename and not attempts_in(fs, path):
-            _discard_by_rename(fs, path)
-        else:
-            _discard_in_place(fs, path)
-    except (CheckpointError, OSError) as error:
-        logger.warning("%s could not be deleted (%s); it is not a checkpoint and may be deleted by hand", path, error)
-        return False
-    return True
-
-
-def attempts_in(fs: FsOps, folder: str) -> list[str]:
-    """The names of the attempts that have their files inside a checkpoint's folder, committed or not."""
-    if not _is_folder(folder):
-        return []
-    return [name for name in fs.names(folder) if is_token(name) and _is_folder(os.path.join(folder, name))]
-
-
-def is_quarantined(fs: FsOps, folder: str) -> bool:
-    """Whether the data in a folder is kept for whoever wants to look at it, and nothing more."""
-    return fs.size(os.path.join(folder, QUARANTINED)) is not None
-
-
-def remove_if_empty(fs: FsOps, folder: str) -> None:
-    """Delete a folder unless something stands in it."""
-    try:
-        fs.remove_folder(folder)
-    except OSError as error:
-        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT):
-            raise
 
 
 def sweep(fs: FsOps, root: str, steps: StepNames, fenced: Collection[str] = ()) -> list[str]:
@@ -95,7 +55,7 @@ def sweep(fs: FsOps, root: str, steps: StepNames, fenced: Collection[str] = ()) 
         try:
             if not _is_dead(fs, signs, name, here):
                 continue
-            if _is_folder(path):
+            if is_folder(path):
                 _remove_folder(fs, path)
             else:
                 fs.unlink(path)
@@ -144,14 +104,14 @@ def _attempts(fs: FsOps, root: str, steps: StepNames, names: list[str]) -> Itera
         if steps.step(name) is not None:
             for token in attempts_in(fs, path):
                 yield f"{name}/{token}", os.path.join(path, token), token
-        elif name.startswith(STAGING_PREFIX) and _is_folder(path):
+        elif name.startswith(STAGING_PREFIX) and is_folder(path):
             yield name, path, token_of_staging(name)
 
 
 def _is_dead(fs: FsOps, signs: LifeSigns, name: str, here: bool) -> bool:
     """Whether nobody needs a folder or a small file of ours in the root any more."""
     path = os.path.join(signs.root, name)
-    if _is_folder(path):
+    if is_folder(path):
         # A very young folder may not have been locked by its owner yet.
         return not signs.is_alive(path, token_of_staging(name), here=here) and not _is_young(signs, path)
     if fs.size(path) is None:
@@ -170,26 +130,6 @@ def _remove_folder(fs: FsOps, path: str) -> None:
     fs.remove_tree(path)
 
 
-def _discard_by_rename(fs: FsOps, path: str) -> None:
-    trash = trash_path(path)
-    fs.rename_new(path, trash)
-    fs.sync_folder(os.path.dirname(path))
-    if fs.size(os.path.join(trash, MANIFEST)) is not None:
-        fs.unlink(os.path.join(trash, MANIFEST))
-    fs.remove_tree(trash)
-
-
-def _discard_in_place(fs: FsOps, path: str) -> None:
-    manifest, data = read_manifest(fs, path), path
-    if manifest is not None:
-        data = data_folder(path, manifest)
-        fs.unlink(os.path.join(path, MANIFEST))
-        fs.sync_folder(path)
-    fs.remove_tree(data)
-    if data != path:
-        remove_if_empty(fs, path)  # beside it there may be what is quarantined, or an attempt that came too late
-
-
 def _sweep_step(fs: FsOps, signs: LifeSigns, folder: str, fenced: Collection[str]) -> list[str]:
     """The same for the attempts inside one step's folder; returns their names below the root."""
     gone, step = [], os.path.basename(folder)
@@ -204,7 +144,7 @@ def _sweep_step(fs: FsOps, signs: LifeSigns, folder: str, fenced: Collection[str
             fs.remove_tree(path)
             gone.append(f"{step}/{token}")
         # Without renames an empty folder is what is left of an attempt that began or ended there.
-        begun = not fs.atomic_rename and _is_folder(folder) and not fs.names(folder) and not _is_young(signs, folder)
+        begun = not fs.atomic_rename and is_folder(folder) and not fs.names(folder) and not _is_young(signs, folder)
         if begun or (gone and not fs.names(folder)):
             remove_if_empty(fs, folder)
     except FileNotFoundError:
@@ -223,10 +163,6 @@ def _is_kept(fs: FsOps, folder: str, attempt: str) -> bool:
     except CheckpointError:
         return True  # whose data it names cannot be known; the scan tells what is wrong with it
     return manifest is not None and manifest.get("at") == attempt
-
-
-def _is_folder(path: str) -> bool:
-    return os.path.isdir(path) and not os.path.islink(path)
 
 
 def _is_young(signs: LifeSigns, path: str) -> bool:

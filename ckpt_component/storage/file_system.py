@@ -1,4 +1,4 @@
-"""How the package gets its `FsOps`: the plain one, or for a test the one that fails where the environment says so."""
+"""The one place that picks the `FsOps` of a process: the plain one, or the failing one when a test asks for it."""
 
 from __future__ import annotations
 
@@ -23,9 +23,8 @@ def file_system(*, durable: bool, atomic_rename: bool = True, process: str = "tr
     Raises:
         FailpointError: the environment variables are set and cannot be understood.
     """
-    spec, log = os.environ.get(SPEC, ""), os.environ.get(LOG, "")
-    if not spec and not log:
+    if not (os.environ.get(SPEC) or os.environ.get(LOG)):
         return FsOps(durable=durable, atomic_rename=atomic_rename, warns=process == "trainer")
-    from ..testing.failpoint_fs import failpoint_fs  # nothing of it is loaded where no test asks for it
+    from ..testing.failpoint_fs import FailpointFs  # only tests set these variables; production never loads it
 
-    return failpoint_fs(spec, log, durable=durable, atomic_rename=atomic_rename, process=process)
+    return FailpointFs.from_environment(durable=durable, atomic_rename=atomic_rename, process=process)

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import logging
 import os
 import stat
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+from ..errors import CheckpointTimeoutError
 from .fs_type import kind_of
-from .locks import FolderLocks
 from .safe_open import open_regular
 
 logger = logging.getLogger(__name__)
@@ -25,12 +26,18 @@ MAX_BUFFERS = 1024
 
 #: What a hard link is answered where the file system has none: object stores that are mounted, FAT, some FUSE.
 _NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS})
+#: What a lock is answered where the file system has none: NFS without lockd, Lustre without `-o flock`, some FUSE.
+_NO_LOCKS = frozenset({errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS})
+
+#: What another rank made is looked for this often: network file systems cache names, for up to half a minute.
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.02, 1.0
 
 _RENAME_NOREPLACE = 1
 _AT_FDCWD = -100
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 
-class FsOps(FolderLocks):
+class FsOps:
     """The file-system calls that a save is made of.
 
     Args:
@@ -38,13 +45,13 @@ class FsOps(FolderLocks):
             them do nothing (safe against the death of processes alone, several times faster on small saves).
         atomic_rename: whether a folder can be renamed in one step. `False`, for object stores that are mounted: nothing
             is renamed, checkpoints are committed by `put_new`, and files are overwritten where they stand.
-        warns: see `FolderLocks`.
+        warns: whether to warn, once, if the file system has no locks. A writer process leaves that to its trainer.
     """
 
     def __init__(self, *, durable: bool = True, atomic_rename: bool = True, warns: bool = True) -> None:
-        super().__init__(warns=warns)
         self.durable = durable
         self.atomic_rename = atomic_rename
+        self._warns = warns
         #: By folder: what the clock of its file system is ahead of `time.monotonic()`.
         self._clocks: dict[str, float] = {}
 
@@ -131,12 +138,9 @@ class FsOps(FolderLocks):
         """Close a descriptor of `create`."""
         os.close(fd)
 
-    def write_new(self, path: str, data: bytes) -> None:
-        """Write one small new file and make its bytes durable."""
-        self._fill(self.create(path), data)
-
-    def _fill(self, fd: int, data: bytes) -> None:
-        """Write all of a small file durably, and close it."""
+    def write_new(self, path: str, data: bytes, *, over: bool = False) -> None:
+        """Write one small file durably: a new one, or `over` what is there."""
+        fd = self.open_over(path) if over else self.create(path)
         try:
             self.write(fd, [memoryview(data)], 0)
             self.sync(fd)
@@ -169,32 +173,28 @@ class FsOps(FolderLocks):
 
         Without renames the file is overwritten where it stands, which an object store makes visible at the close.
         """
-        if not self.atomic_rename:
-            self._overwrite(path, data)
-            return
-        fresh = f"{path}.new"
-        if self.size(fresh) is not None:
-            self.unlink(fresh)  # of a process that died just here
-        try:
-            self.write_new(fresh, data)
-            self.replace(fresh, path)
-        except BaseException:
-            with contextlib.suppress(OSError):  # the first error counts
-                self.unlink(fresh)
-            raise
-        self.sync_folder(os.path.dirname(path))
-
-    def _overwrite(self, path: str, data: bytes) -> None:
-        if self.size(path) is None and os.path.lexists(path):
-            self.unlink(path)  # a link or a FIFO is replaced, and not written through
-        self._fill(self.open_over(path), data)
+        if self.atomic_rename:
+            fresh = f"{path}.new"
+            if self.size(fresh) is not None:
+                self.unlink(fresh)  # of a process that died just here
+            try:
+                self.write_new(fresh, data)
+                self.replace(fresh, path)
+            except BaseException:
+                with contextlib.suppress(OSError):  # the first error counts
+                    self.unlink(fresh)
+                raise
+        else:
+            if self.size(path) is None and os.path.lexists(path):
+                self.unlink(path)  # a link or a FIFO is replaced, and not written through
+            self.write_new(path, data, over=True)
         self.sync_folder(os.path.dirname(path))
 
     def sync_folder(self, path: str) -> None:
         """Make a folder's entries durable (new, renamed and deleted names)."""
         if not self.durable:
             return
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        fd = os.open(path, _FOLDER)
         try:
             os.fsync(fd)
         finally:
@@ -206,10 +206,19 @@ class FsOps(FolderLocks):
         A plain rename silently replaces an empty folder, so this asks the kernel for RENAME_NOREPLACE; where a
         file system lacks that, the check and the rename are two steps.
         """
-        if not _rename_noreplace(source, target):
-            if os.path.lexists(target):
-                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), target)
-            os.rename(source, target)
+        import ctypes  # 5 ms, and only a commit needs it
+
+        rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+        code = errno.ENOSYS
+        if rename is not None:
+            if rename(_AT_FDCWD, os.fsencode(source), _AT_FDCWD, os.fsencode(target), _RENAME_NOREPLACE) == 0:
+                return
+            code = ctypes.get_errno()
+        if code not in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
+            raise OSError(code, os.strerror(code), source, None, target)
+        if os.path.lexists(target):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), target)
+        os.rename(source, target)
 
     def replace(self, source: str, target: str) -> None:
         """Rename over an existing file, atomically."""
@@ -325,18 +334,85 @@ class FsOps(FolderLocks):
                         times.append(entry.stat(follow_symlinks=False).st_mtime)
         return max(times)
 
+    def lock_shared(self, path: str) -> int | None:
+        """Open a folder and hold a shared lock on it, which tells others that its owner lives.
 
-def _rename_noreplace(source: str, target: str) -> bool:
-    """Try renameat2(RENAME_NOREPLACE). False: this libc or file system does not have it."""
-    import ctypes  # 5 ms, and only a commit needs it
+        Returns a descriptor; closing it, or the death of the process, gives the lock back. None: there are no locks
+        here.
 
-    try:
-        call = ctypes.CDLL(None, use_errno=True).renameat2
-    except AttributeError:
-        return False
-    if call(_AT_FDCWD, os.fsencode(source), _AT_FDCWD, os.fsencode(target), _RENAME_NOREPLACE) == 0:
+        Raises:
+            BlockingIOError: another process looks at this moment whether the folder is locked.
+        """
+        fd, locked = os.open(path, _FOLDER), None
+        try:
+            locked = self._try_lock(fd, fcntl.LOCK_SH, path)
+        finally:
+            if not locked:
+                os.close(fd)
+        if locked is False:
+            raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN), path)
+        return fd if locked else None
+
+    def locked_by_others(self, fd: int, path: str) -> bool:
+        """Whether another living process holds `lock_shared` on a folder, which this one keeps locked by `fd`."""
+        try:
+            return self._try_lock(fd, fcntl.LOCK_EX, path) is False
+        finally:
+            # A conversion that fails gives the shared lock up as well (flock(2)).
+            self._try_lock(fd, fcntl.LOCK_SH, path)
+
+    def is_locked(self, path: str) -> bool | None:
+        """Whether a living process holds `lock_shared` on the folder; None: there are no locks here."""
+        fd = os.open(path, _FOLDER)
+        try:
+            locked = self._try_lock(fd, fcntl.LOCK_EX, path)
+        finally:
+            os.close(fd)
+        return None if locked is None else not locked
+
+    def flock(self, fd: int, how: int) -> None:
+        """The system call."""
+        fcntl.flock(fd, how)
+
+    def _try_lock(self, fd: int, how: int, path: str) -> bool | None:
+        """Lock a folder without waiting. False: another process holds it; None: the file system has no locks."""
+        try:
+            self.flock(fd, how | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+            if self._warns:
+                self._warns = False
+                logger.warning(
+                    "there are no file locks at %s (%s); instead, each process that saves there touches a small file "
+                    "every few seconds, and what was not touched for a minute counts as left by a dead run",
+                    os.path.dirname(path),
+                    error.strerror,
+                )
+            return None
         return True
-    code = ctypes.get_errno()
-    if code in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
-        return False
-    raise OSError(code, os.strerror(code), source, None, target)
+
+
+def wait_visible(seen: Callable[[], bool], what: str, seconds: float) -> None:
+    """Return when `seen` says so.
+
+    Args:
+        seen: looks whether what another rank made is there.
+        what: for the message.
+        seconds: `timeouts.visible`.
+
+    Raises:
+        CheckpointTimeoutError: it did not appear.
+    """
+    deadline, pause = time.monotonic() + seconds, _FIRST_PAUSE
+    while not seen():
+        remaining = deadline - time.monotonic()
+        if remaining <= 0:
+            raise CheckpointTimeoutError(
+                f"{what}, which another rank made, cannot be seen from here after {seconds:g} s (timeouts.visible); "
+                "all ranks need one checkpoint.dir on a file system that they share."
+            )
+        time.sleep(min(pause, remaining))
+        pause = min(2 * pause, _LONGEST_PAUSE)

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ..errors import CheckpointCorruptError, CheckpointError, CheckpointUnreadableError
-from .cleanup import attempts_in, is_quarantined
 from .fs import FsOps
+from .layout import attempts_in, is_quarantined
 from .manifest import check_files, data_folder, read_manifest
 from .names import MANIFEST, NAMINGS, QUARANTINED, STEP_DIGITS, StepNames
 

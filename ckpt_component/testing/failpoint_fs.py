@@ -1,4 +1,4 @@
-"""The file system that counts its operations, and that fails at the n-th one where the environment says so.
+"""A file system that counts its operations and fails at the n-th one, as the environment says.
 
 `CKPT_FAILPOINT` and `CKPT_FAILPOINT_LOG` are inherited by the writer process, and operations are counted over all
 processes in the one log, so that "the 7th operation of the save" is the same place in every run.
@@ -7,23 +7,23 @@ processes in the one log, so that "the 7th operation of the save" is the same pl
 from __future__ import annotations
 
 import errno
+import functools
 import os
 import signal
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from ..storage.file_system import LOG, SPEC
 from ..storage.fs import FsOps
-from .failpoints import EFFECTS, Failpoint, FailpointError, parse_failpoints
+from .failpoints import EFFECTS, LOOKS, Failpoint, FailpointError, parse_failpoints
 from .operation_log import append, record
 
-
-def failpoint_fs(spec: str, log: str, *, durable: bool, atomic_rename: bool, process: str) -> FailpointFs:
-    """The file system for what the two environment variables say; see `file_system`."""
-    if not log:
-        raise FailpointError(f"{SPEC} is set and {LOG} is not; set it to a new file, in which operations are counted.")
-    return FailpointFs(parse_failpoints(spec), log, durable=durable, atomic_rename=atomic_rename, process=process)
+#: Operations of two paths: the second one is what changes.
+_WITH_TARGET = ("link", "rename_new", "replace")
+#: Operations whose result the caller needs, which therefore cannot be skipped.
+_WITH_RESULT = ("create", "open_direct", "open_over", *LOOKS)
 
 
 class FailpointFs(FsOps):
@@ -49,23 +49,18 @@ class FailpointFs(FsOps):
         #: By thread: how its next write is to be cut, "short" or "torn".
         self._cut: dict[int, str] = {}
 
-    def make_folder(self, path: str) -> None:
-        """See `FsOps`."""
-        if self._reach("make_folder", path):
-            super().make_folder(path)
-
-    def create(self, path: str, size: int = 0) -> int:
-        """See `FsOps`."""
-        self._reach("create", path)
-        return super().create(path, size)
-
-    def write(self, fd: int, buffers: Sequence[memoryview], offset: int) -> None:
-        """See `FsOps`."""
-        if self._reach("write", _path_of(fd)):
-            super().write(fd, buffers, offset)
+    @classmethod
+    def from_environment(cls, *, durable: bool, atomic_rename: bool, process: str) -> FailpointFs:
+        """The file system that the two environment variables ask for; see `file_system`."""
+        spec, log = os.environ.get(SPEC, ""), os.environ.get(LOG, "")
+        if not log:
+            raise FailpointError(
+                f"{SPEC} is set and {LOG} is not; set it to a new file, in which operations are counted."
+            )
+        return cls(parse_failpoints(spec), log, durable=durable, atomic_rename=atomic_rename, process=process)
 
     def write_some(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        """See `FsOps`."""
+        """One system call, which a failpoint may cut in half."""
         cut = self._cut.pop(threading.get_ident(), None)
         if cut is None:
             return super().write_some(fd, buffers, offset)
@@ -75,104 +70,23 @@ class FailpointFs(FsOps):
             _die()
         return written
 
-    def open_direct(self, path: str) -> int:
-        """See `FsOps`."""
-        self._reach("open_direct", path)
-        return super().open_direct(path)
-
-    def open_over(self, path: str) -> int:
-        """See `FsOps`."""
-        self._reach("open_over", path)
-        return super().open_over(path)
-
-    def link(self, source: str, target: str) -> None:
-        """See `FsOps`."""
-        if self._reach("link", target):
-            super().link(source, target)
-
-    def truncate(self, fd: int, size: int) -> None:
-        """See `FsOps`."""
-        if self._reach("truncate", _path_of(fd)):
-            super().truncate(fd, size)
-
-    def sync(self, fd: int) -> None:
-        """See `FsOps`."""
-        if self._reach("sync", _path_of(fd)):
-            super().sync(fd)
-
-    def close(self, fd: int) -> None:
-        """See `FsOps`."""
-        try:
-            self._reach("close", _path_of(fd))
-        finally:
-            super().close(fd)  # as in Linux, whose close() frees the descriptor also when it fails
-
-    def sync_folder(self, path: str) -> None:
-        """See `FsOps`."""
-        if self._reach("sync_folder", path):
-            super().sync_folder(path)
-
-    def rename_new(self, source: str, target: str) -> None:
-        """See `FsOps`."""
-        if self._reach("rename_new", target):
-            super().rename_new(source, target)
-
-    def replace(self, source: str, target: str) -> None:
-        """See `FsOps`."""
-        if self._reach("replace", target):
-            super().replace(source, target)
-
-    def unlink(self, path: str) -> None:
-        """See `FsOps`."""
-        if self._reach("unlink", path):
-            super().unlink(path)
-
-    def remove_folder(self, path: str) -> None:
-        """See `FsOps`."""
-        if self._reach("remove_folder", path):
-            super().remove_folder(path)
-
-    def names(self, path: str) -> list[str]:
-        """See `FsOps`."""
-        self._reach("names", path)
-        return super().names(path)
-
-    def size(self, path: str) -> int | None:
-        """See `FsOps`."""
-        self._reach("size", path)
-        return super().size(path)
-
-    def read(self, path: str, limit: int) -> bytes:
-        """See `FsOps`."""
-        self._reach("read", path)
-        return super().read(path, limit)
-
-    def modified(self, path: str) -> float:
-        """See `FsOps`."""
-        self._reach("modified", path)
-        return super().modified(path)
-
-    def flock(self, fd: int, how: int) -> None:
-        """See `FsOps`."""
-        self._reach("flock", _path_of(fd))
-        super().flock(fd, how)
-
-    def _reach(self, operation: str, path: str) -> bool:
+    def reach(self, operation: str, path: str) -> bool:
         """An operation is about to happen. Returns whether it is to be done at all."""
+        entry = functools.partial(record, os.getpid(), self._rank, self._process, operation, path)
         if operation in EFFECTS:
-            append(self._log, record(os.getpid(), self._rank, self._process, operation, path))
-        wanted = True
+            append(self._log, entry())
+        do_it = True
         for place, failpoint in enumerate(self._failpoints):
             if not failpoint.matches(operation, path, self._rank, self._process):
                 continue
             number = append(f"{self._log}.{place}", b".")
             if failpoint.first <= number and (failpoint.last is None or number <= failpoint.last):
-                wanted = self._act(failpoint, operation, path) and wanted
-        return wanted
+                append(f"{self._log}.fired", entry())
+                do_it = self._act(failpoint, path) and do_it
+        return do_it
 
-    def _act(self, failpoint: Failpoint, operation: str, path: str) -> bool:
+    def _act(self, failpoint: Failpoint, path: str) -> bool:
         action = failpoint.action
-        append(f"{self._log}.fired", record(os.getpid(), self._rank, self._process, operation, path))
         if action == "kill":
             _die()
         elif action == "stop":
@@ -188,10 +102,29 @@ class FailpointFs(FsOps):
         return action != "skip"
 
 
+def _counted(operation: str) -> Callable[..., Any]:
+    """The method of `FsOps`, counted and made to fail."""
+    method = getattr(FsOps, operation)
+    index = 1 if operation in _WITH_TARGET else 0
+
+    @functools.wraps(method)
+    def run(fs: FailpointFs, *args: Any, **kwargs: Any) -> Any:
+        path = args[index] if isinstance(args[index], str) else os.readlink(f"/proc/self/fd/{args[index]}")
+        try:
+            do_it = fs.reach(operation, path) or operation in _WITH_RESULT
+        except OSError:
+            if operation == "close":
+                method(fs, *args)  # as in Linux, whose close() frees the descriptor also when it fails
+            raise
+        return method(fs, *args, **kwargs) if do_it or operation == "close" else None
+
+    return run
+
+
+for _operation in (*EFFECTS, *LOOKS):
+    setattr(FailpointFs, _operation, _counted(_operation))
+
+
 def _die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
     signal.pause()
-
-
-def _path_of(fd: int) -> str:
-    return os.readlink(f"/proc/self/fd/{fd}")

@@ -95,7 +95,7 @@ def parse_failpoints(text: str) -> list[Failpoint]:
 def _parse(text: str) -> Failpoint:
     operation, *rest = text.split(":")
     if operation not in (*EFFECTS, *LOOKS, "any"):
-        raise FailpointError(f"{SPEC}: {operation!r} is no operation; use any, or one of {', '.join(EFFECTS + LOOKS)}.")
+        raise FailpointError(f"{SPEC}: unknown operation {operation!r}; use any, {', '.join(EFFECTS + LOOKS)}.")
     values: dict[str, str] = {}
     argument = ""
     for piece in rest:
@@ -117,15 +117,7 @@ def _parse(text: str) -> Failpoint:
         raise FailpointError(f"{SPEC}: action={given!r} in {text!r}; use kill, stop, raise:ENOSPC, sleep:5, short, ...")
     number = values.get("nth", values.get("from", "1"))
     if not number.isdigit() or int(number) < 1:
-        raise FailpointError(f"{SPEC}: {number!r} in {text!r} is no number of an operation; the first one is 1.")
+        raise FailpointError(f"{SPEC}: {number!r} in {text!r} is not the number of an operation; the first one is 1.")
     last = int(number) if "nth" in values else None
-    return Failpoint(
-        operation,
-        action,
-        argument,
-        int(number),
-        last,
-        values.get("rank"),
-        values.get("process"),
-        values.get("path", ""),
-    )
+    where = values.get("path", "")
+    return Failpoint(operation, action, argument, int(number), last, values.get("rank"), values.get("process"), where)

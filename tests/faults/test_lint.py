@@ -26,7 +26,6 @@ PATH_METHODS = {"write_text", "write_bytes", "touch", "rmdir", "symlink_to", "ha
 #: Where such calls are all the same, and why.
 EXCEPTIONS = {
     "storage/fs.py": "it is FsOps",
-    "storage/locks.py": "its part that locks: opens a folder",
     "testing/operation_log.py": "the log in which the tests count operations; unset in production",
     "image/arena.py": "memory (memfd), no file",
     "memory/pages.py": "memory (memfd), no file",

@@ -29,12 +29,12 @@ from ckpt_component import (
     factory,
 )
 from ckpt_component.storage import commit
-from ckpt_component.storage.cleanup import discard, living_attempts, sweep
+from ckpt_component.storage.cleanup import living_attempts, sweep
 from ckpt_component.storage.fencing import Ownership
 from ckpt_component.storage.fs import FsOps
+from ckpt_component.storage.layout import discard, quarantine
 from ckpt_component.storage.manifest import check_files, data_folder, read_manifest
 from ckpt_component.storage.names import MANIFEST, MEGATRON, QUARANTINED, new_token
-from ckpt_component.storage.quarantine import quarantine
 from ckpt_component.storage.scan import committed_steps, scan_steps
 
 pytestmark = pytest.mark.slow
@@ -169,7 +169,7 @@ def test_row_40_an_outcome_that_cannot_be_seen_is_said_and_the_disk_decides_late
     store = ObjectStore(uploads, puts=[outcome])
     attempt = written(store, root, 1)
     store.unreadable = 1000
-    with pytest.raises(CheckpointSaveError, match="was committed is not known.*next start decides"):
+    with pytest.raises(CheckpointSaveError, match="Could not find out whether .* was committed.*next start decides"):
         commit.publish(store, attempt, [RANK], {}, {}, 0.2)
     commit.abandon(store, attempt)
     assert os.path.isfile(os.path.join(attempt.staging, "data"))  # it may be a checkpoint's

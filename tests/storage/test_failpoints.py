@@ -43,7 +43,7 @@ def test_a_failpoint_without_a_log_is_refused(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("fly:action=kill", "'fly' is no operation"),
+        ("fly:action=kill", "unknown operation 'fly'"),
         ("write", "action=''"),
         ("write:action=explode", "action='explode'"),
         ("write:action=raise:EWRONG", "action='raise:EWRONG'"),

@@ -16,9 +16,9 @@ from ckpt_component import CheckpointFencedError, CheckpointManager, build_manag
 from ckpt_component.storage import commit
 from ckpt_component.storage.fencing import Ownership
 from ckpt_component.storage.fs import FsOps
+from ckpt_component.storage.layout import quarantine
 from ckpt_component.storage.liveness import AttemptLock
 from ckpt_component.storage.names import ALIVE_PREFIX, MEGATRON, new_token, owned_token, trash_path
-from ckpt_component.storage.quarantine import quarantine
 
 COMMITS = pytest.mark.parametrize("mode", ["manifest", "rename"])
 STATE = {"weight": torch.ones(3)}
@@ -123,7 +123,7 @@ def test_a_run_whose_files_its_successor_deleted_learns_that_it_was_fenced(
     monkeypatch.setattr(factory, "file_system", lambda **of: Frozen(atomic_rename=of["atomic_rename"]))
 
     class Frozen(NoLocks):
-        def write_new(self, path: str, data: bytes) -> None:
+        def write_new(self, path: str, data: bytes, *, over: bool = False) -> None:
             if path.endswith("integrity-0.json") and "iter_0000002" in path:
                 for each in (*tmp_path.glob(".*"), *tmp_path.glob("iter_0000002/*"), tmp_path / "iter_0000002"):
                     if each.exists():
@@ -132,7 +132,7 @@ def test_a_run_whose_files_its_successor_deleted_learns_that_it_was_fenced(
                 with manager_in(tmp_path, mode) as new:
                     new.save(3, STATE)
                 assert not os.path.exists(os.path.dirname(path))
-            super().write_new(path, data)
+            super().write_new(path, data, over=over)
 
     on_host("pod-1")
     with manager_in(tmp_path, mode) as old:

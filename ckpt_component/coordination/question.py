@@ -1,0 +1,106 @@
+"""One question to all ranks: what each rank posts, and what the leader answers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from typing import Any
+
+from ..errors import CheckpointTimeoutError, name_ranks, ranks_failed
+from .heartbeat import Watch
+from .messages import pack, unpack
+from .rank_store import RankStore
+
+#: After the first rank failed, others that fail in the same moment get this long to be named too.
+_COMPANY_SECONDS = 0.2
+
+
+class Question:
+    """The keys `<tag>/...` of the store that all ranks share.
+
+    Args:
+        store: this thread's connection.
+        tag: of the question.
+    """
+
+    def __init__(self, store: RankStore, tag: str) -> None:
+        self.store = store
+        self.tag = tag
+
+    def count(self, counter: str, amount: int = 0) -> int:
+        """Add to one of the question's counters; returns its new value."""
+        return self.store.add(f"{self.tag}/{counter}", amount)
+
+    def post(self, value: Any) -> None:
+        """Post this rank's value."""
+        self.store.set(f"{self.tag}/said/{self.store.rank}", pack(value))
+        self.count("count", 1)
+
+    def has_posted(self, rank: int) -> bool:
+        """Whether a rank has posted."""
+        return self.store.has(f"{self.tag}/said/{rank}")
+
+    def missing(self) -> list[int]:
+        """The ranks that have not posted."""
+        return [rank for rank in range(self.store.world_size) if not self.has_posted(rank)]
+
+    def missing_names(self) -> str:
+        """These ranks, for a message."""
+        ranks = self.missing()
+        return name_ranks(ranks).lower() if ranks else "the last rank"  # which came just now
+
+    def values(self, ranks: Iterable[int]) -> list[Any]:
+        """What these ranks have posted."""
+        return [unpack(data) for data in self.store.read([f"{self.tag}/said/{rank}" for rank in ranks])]
+
+    def answer(self, **fields: Any) -> None:
+        """Give all ranks the answer."""
+        self.store.set(f"{self.tag}/answer", pack(fields))
+
+    def give_part(self, rank: int, part: Any) -> None:
+        """Give one rank its own part of the answer."""
+        self.store.set(f"{self.tag}/part/{rank}", pack(part))
+
+    def take_part(self) -> Any:
+        """This rank's part of the answer; only this rank reads it."""
+        key = f"{self.tag}/part/{self.store.rank}"
+        (data,) = self.store.read([key])
+        self.store.delete([key])
+        return unpack(data)
+
+    def delete(self) -> None:
+        """Remove all its keys."""
+        names = [f"said/{rank}" for rank in range(self.store.world_size)]
+        self.store.delete([f"{self.tag}/{name}" for name in (*names, "count", "failed", "closed", "answer", "left")])
+
+    def outcomes(self, watch: Watch, deadline: float) -> list[Any]:
+        """On the leader: what every rank's work returned, by rank, once all have finished.
+
+        Raises:
+            RanksError: a rank failed, died or hangs, or did not finish in time.
+        """
+        world_size = self.store.world_size
+        lost: dict[int, str] = {}
+
+        def is_decided() -> bool:
+            if self.count("count") >= world_size or self.count("failed"):
+                return True
+            lost.update(watch.lost(self.missing))
+            return bool(lost)
+
+        try:
+            self.store.wait_until(is_decided, deadline, lambda: f"{self.missing_names()} to write (timeouts.write)")
+        except CheckpointTimeoutError as error:
+            late = dict.fromkeys(self.missing(), "did not finish before timeouts.write was over")
+            raise ranks_failed(late, causes=dict.fromkeys(late, CheckpointTimeoutError.__name__)) from error
+        if self.count("failed"):
+            time.sleep(_COMPANY_SECONDS)
+        silent = set(self.missing()) if self.count("count") < world_size else set()
+        present = [rank for rank in range(world_size) if rank not in silent]
+        votes = dict(zip(present, self.values(present), strict=True))
+        failures = {rank: vote["error"] for rank, vote in votes.items() if "error" in vote}
+        if failures or lost:
+            errno = next((plain["errno"] for plain in failures.values() if plain["errno"] is not None), None)
+            causes = {rank: str(plain["kind"]) for rank, plain in failures.items()} | watch.causes(lost)
+            raise ranks_failed({rank: plain["text"] for rank, plain in failures.items()} | lost, errno, causes)
+        return [vote["work"] for vote in votes.values()]
