@@ -174,17 +174,15 @@ class CheckpointProcess:
             payload = {"state_dict": state, "path": path, "kwargs": kwargs}
             return _message(WorkerRequest(RequestType.WRITE_CHECKPOINT, payload), shared)
 
-        def finish(response: WorkerResponse) -> None:
-            shared.clear()
-            _check(response, f"Writing {path}")
-
         ready = _mapped(state_dict, message) if isinstance(state_dict, Future) else message(state_dict)
-        return self._worker.submit(
+        written = self._worker.submit(
             ready,
             timeout=self._config.subprocess_write_timeout_secs,
             what=f"writing {path}",
-            finish=finish,
+            finish=lambda response: _check(response, f"Writing {path}"),
         )
+        written.add_done_callback(lambda _: shared.clear())
+        return written
 
     def close(self) -> None:
         """Finish what was asked for, ask the process to end, and wait, all within the shut-down timeout.
