@@ -11,21 +11,17 @@ from typing import TYPE_CHECKING
 from .._lazy import lazy
 
 if TYPE_CHECKING:
-    from ..compat.async_caller import AsyncCaller
-    from ..compat.persistent_async import PersistentAsyncCaller
-    from ..compat.queue import AsyncCallsQueue
-    from ..compat.request import AsyncRequest
-    from ..compat.temporal_async import TemporalAsyncCaller
+    from ..compat.async_callers import AsyncCaller, PersistentAsyncCaller, TemporalAsyncCaller
+    from ..compat.async_queue import AsyncCallsQueue
+    from ..compat.async_request import AsyncRequest
     from .write_callers import InlineCaller, IoPriority, PersistentCaller, TemporalCaller, WriteCaller
 
 __all__, __getattr__, __dir__ = lazy(
     __name__,
     {
         ".write_callers": "InlineCaller IoPriority PersistentCaller TemporalCaller WriteCaller",
-        "..compat.async_caller": "AsyncCaller",
-        "..compat.persistent_async": "PersistentAsyncCaller",
-        "..compat.queue": "AsyncCallsQueue",
-        "..compat.request": "AsyncRequest",
-        "..compat.temporal_async": "TemporalAsyncCaller",
+        "..compat.async_callers": "AsyncCaller PersistentAsyncCaller TemporalAsyncCaller",
+        "..compat.async_queue": "AsyncCallsQueue",
+        "..compat.async_request": "AsyncRequest",
     },
 )

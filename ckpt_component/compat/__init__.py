@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 from .._lazy import lazy
 
 if TYPE_CHECKING:
-    from .async_caller import AsyncCaller
-    from .call_process import CallProcess
-    from .call_worker import CallWorker
+    from .async_callers import AsyncCaller, PersistentAsyncCaller, TemporalAsyncCaller
+    from .async_queue import AsyncCallsQueue
+    from .async_request import AsyncRequest
     from .checkpoint_process import (
         CheckpointProcess,
         CheckpointProcessConfig,
@@ -23,10 +23,7 @@ if TYPE_CHECKING:
         WorkerResponse,
     )
     from .file_system_writer_async import FileSystemWriterAsync
-    from .persistent_async import PersistentAsyncCaller
     from .plan_cache import CheckpointMetadataCache
-    from .queue import AsyncCallsQueue
-    from .request import AsyncRequest
     from .spawn import (
         ProcessContext,
         ProcessException,
@@ -37,18 +34,17 @@ if TYPE_CHECKING:
         start_processes,
     )
     from .state_dict_saver import save_state_dict_async_finalize, save_state_dict_async_plan
-    from .temporal_async import TemporalAsyncCaller
+    from .worker_client import WorkerClient
+    from .worker_process import CallProcess
 
 __all__, __getattr__, __dir__ = lazy(
     __name__,
     {
-        ".async_caller": "AsyncCaller",
-        ".persistent_async": "PersistentAsyncCaller",
-        ".queue": "AsyncCallsQueue",
-        ".request": "AsyncRequest",
-        ".temporal_async": "TemporalAsyncCaller",
-        ".call_process": "CallProcess",
-        ".call_worker": "CallWorker",
+        ".async_callers": "AsyncCaller PersistentAsyncCaller TemporalAsyncCaller",
+        ".async_queue": "AsyncCallsQueue",
+        ".async_request": "AsyncRequest",
+        ".worker_process": "CallProcess",
+        ".worker_client": "WorkerClient",
         ".checkpoint_process": (
             "CheckpointProcess CheckpointProcessConfig CheckpointWriter RankInfo RequestType WorkerRequest "
             "WorkerResponse"

@@ -122,7 +122,7 @@ class ImageMemory:
         return fitting[-1] if fitting else Block.of_size(nbytes)
 
     def give_back(self, block: Block) -> None:
-        """Nobody writes from it any more."""
+        """No process writes from it any more."""
         with self._taking:
             self._free.append(block)
 
@@ -132,7 +132,7 @@ class ImageMemory:
             self._free.clear()
 
 
-class Custody:
+class ImageLease:
     """Has the image of a save for as long as another process may still have to open it; a copy has nothing.
 
     Args:
@@ -144,42 +144,42 @@ class Custody:
         self.block: Block | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Custody, ()
+        return ImageLease, ()
 
     def end(self, *, written: bool) -> None:
-        """The save is over; its memory may be used again if it is known that nobody writes from it."""
+        """The save is over; its memory is used again if the writing process is certainly done with it."""
         block, self.block = self.block, None
         if block is not None and written:
             self.memory.give_back(block)
 
 
 def make_image(
-    write_buckets: Sequence[WriteBucket], non_blocking: bool, custody: Custody | None = None
+    write_buckets: Sequence[WriteBucket], non_blocking: bool, lease: ImageLease | None = None
 ) -> list[ImageBucket]:
     """Copy everything into one block of host memory that is laid out as the files will be. Done on return.
 
     Args:
         write_buckets: what to copy.
         non_blocking: lets copies from a device run together; they are waited for at the end.
-        custody: gets the image, so that it stays until the process that writes has it.
+        lease: gets the image, so that it stays until the process that writes has it.
 
     Raises:
         CheckpointError: there is not enough host memory.
     """
-    custody = custody or Custody()
+    lease = lease or ImageLease()
     form = [
         ([len(data) for _, data in bytes_data], [(tensor.dtype, tensor.shape) for _, tensor in tensor_data])
         for _, _, (bytes_data, tensor_data) in write_buckets
     ]
-    block = custody.memory.take(form)
+    block = lease.memory.take(form)
     if block is None:
-        block = _laid_out(form, custody.memory)
-    custody.block = block
+        block = _laid_out(form, lease.memory)
+    lease.block = block
     for start, data in zip(
-        block.starts, [data for _, _, (found, _) in write_buckets for _, data in found], strict=True
+        block.starts, [data for _, _, (items, _) in write_buckets for _, data in items], strict=True
     ):
         block.image.memory[start : start + len(data)] = data
-    _copy(block.slots, [tensor for _, _, (_, found) in write_buckets for _, tensor in found], non_blocking)
+    _copy(block.slots, [tensor for _, _, (_, items) in write_buckets for _, tensor in items], non_blocking)
     return [
         ImageBucket(os.fspath(path), key, file) for (path, key, _), file in zip(write_buckets, block.files, strict=True)
     ]

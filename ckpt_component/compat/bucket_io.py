@@ -46,7 +46,7 @@ class ImageBucket(NamedTuple):
 
 
 class ResultsQueue(Protocol):
-    """What takes the results: a `ResultsSlot`, or a queue of any kind."""
+    """What takes the results: a `ResultMailbox`, or a queue of any kind."""
 
     def put(self, result: Any) -> None:
         """Take one result."""
@@ -72,16 +72,13 @@ def write_preloaded_data_multiproc(
         global_results_queue: gets {number of the bucket: places of its items}, or the first error.
         ops: where effects go; None: the file system, durably.
     """
-    ops = ops or file_system(durable=True, process="writer")
-    result: dict[int, Sequence[Place]] | CheckpointSaveError
-    try:
-        _refuse_transforms(transform_list)
-        buckets = _preloaded(write_buckets)
-        _write_all(ops, buckets)
-        result = {number: bucket.data.places for number, bucket in enumerate(buckets)}
-    except Exception as error:
-        result = _as_result(error, f"Rank {rank} could not write its part of the checkpoint")
-    global_results_queue.put(result)
+    written = _try_to_write(
+        transform_list,
+        write_buckets,
+        ops or file_system(durable=True, process="writer"),
+        f"Rank {rank} could not write its part of the checkpoint",
+    )
+    global_results_queue.put(written if isinstance(written, CheckpointSaveError) else dict(enumerate(written)))
 
 
 def write_preloaded_data(
@@ -102,23 +99,29 @@ def write_preloaded_data(
         count_queue: a joinable queue that holds one token, taken when the bucket is done; or None.
         use_fsync: whether the file is to be durable.
     """
-    output: Sequence[Place] | CheckpointSaveError
-    try:
-        _refuse_transforms(transform_list)
-        (bucket,) = _preloaded([write_bucket])
-        _write_all(file_system(durable=use_fsync, process="writer"), [bucket])
-        output = bucket.data.places
-    except Exception as error:
-        output = _as_result(error, f"Bucket {local_proc_idx} could not be written")
-    results_queue.put((local_proc_idx, output))
+    ops = file_system(durable=use_fsync, process="writer")
+    written = _try_to_write(transform_list, [write_bucket], ops, f"Bucket {local_proc_idx} could not be written")
+    results_queue.put((local_proc_idx, written if isinstance(written, CheckpointSaveError) else written[0]))
     if count_queue is not None:
         count_queue.get()
         count_queue.task_done()
 
 
-def _refuse_transforms(transform_list: Sequence[Any]) -> None:
-    if any(getattr(transforms, "extensions", None) for transforms in transform_list):
-        raise CheckpointSaveError("Stream transforms are not supported: the bytes of a file are fixed beforehand.")
+def _try_to_write(
+    transform_list: Sequence[Any], write_buckets: Sequence[Any], ops: FsOps, what: str
+) -> list[Sequence[Place]] | CheckpointSaveError:
+    """The places of the items of each bucket; or an error that any process can unpickle, with its `frames`."""
+    try:
+        if any(getattr(transforms, "extensions", None) for transforms in transform_list):
+            raise CheckpointSaveError("Stream transforms are not supported: the bytes of a file are fixed beforehand.")
+        buckets = _preloaded(write_buckets)
+        _write_all(ops, buckets)
+        return [bucket.data.places for bucket in buckets]
+    except Exception as error:
+        failure = CheckpointSaveError(f"{what}: {type(error).__name__}: {error}", getattr(error, "errno", None))
+        frames = traceback.extract_tb(error.__traceback__)
+        failure.frames = [tuple(frame)[:4] for frame in frames]  # type: ignore[attr-defined]
+        return failure
 
 
 def _preloaded(buckets: Sequence[Any]) -> list[ImageBucket]:
@@ -150,7 +153,7 @@ def _write_all(ops: FsOps, buckets: Sequence[ImageBucket]) -> None:
         _publish(ops, buckets, suffix)
     except BaseException:
         for bucket in buckets:
-            with contextlib.suppress(OSError):  # a draft is in nobody's way; the first error counts
+            with contextlib.suppress(OSError):  # a draft that stays does no harm; the first error counts
                 ops.unlink(bucket.path + suffix)
         raise
 
@@ -180,11 +183,3 @@ def _publish(ops: FsOps, buckets: Sequence[ImageBucket], suffix: str) -> None:
         ops.replace(bucket.path + suffix, bucket.path)
     for folder in folders:
         ops.sync_folder(folder)
-
-
-def _as_result(error: Exception, what: str) -> CheckpointSaveError:
-    """The error in a form that any process can unpickle; `frames` has its traceback."""
-    told = CheckpointSaveError(f"{what}: {type(error).__name__}: {error}", getattr(error, "errno", None))
-    frames = traceback.extract_tb(error.__traceback__)
-    told.frames = [(frame.filename, frame.lineno, frame.name, frame.line) for frame in frames]  # type: ignore[attr-defined]
-    return told

@@ -1,4 +1,4 @@
-"""A checkpoint writer that lives in a process of its own (seed 000).
+"""A checkpoint writer in a process of its own.
 
 The writer is any object with `write(state_dict, path, **kwargs)`. It is built in the process by a function of the
 user's, and is called there for every save. Beneath is the call loop; its requests here are `WorkerRequest`s.
@@ -17,11 +17,11 @@ from typing import Any, Protocol
 
 from ..errors import CheckpointError
 from ..writing.remote_error import Failure, as_local_error, describe_failure
-from .call_loop import serve
-from .call_process import FIX_FOR_SPAWN, CallProcess
-from .call_worker import CallWorker
-from .pickling import snapshot
+from .pickling import pickle_by_value
 from .spawn import ProcessContext
+from .worker_client import WorkerClient
+from .worker_main import serve
+from .worker_process import FIX_FOR_SPAWN
 
 __all__ = [
     "CheckpointProcess",
@@ -131,20 +131,15 @@ class CheckpointProcess:
             checkpoint_writer_init_fn,
             {"rank_info": rank_info, **checkpoint_writer_init_args},
         )
-        contexts: list[ProcessContext] = []  # no reference from the worker to this object, or it is never collected
-
-        def make_process() -> CallProcess:
-            process = CallProcess(_serve_writer, args, start_timeout=start_timeout, name=_NAME)
-            contexts[:] = [process.context]
-            return process
-
-        self._contexts = contexts
-        self._worker = CallWorker(
-            make_process,
+        self._worker = WorkerClient(
+            _serve_writer,
+            args,
+            name=_NAME,
             start_timeout=start_timeout,
             close_timeout=config.subprocess_shutdown_timeout_secs,
             exit_timeout=config.subprocess_shutdown_timeout_secs,
             farewell=_message(WorkerRequest(RequestType.TERMINATE_PROCESS)),
+            owner=self,
         )
         self.process_creation_future: Future[None] = self._worker.submit(
             _message(WorkerRequest(RequestType.PING)), timeout=start_timeout, what="the first ping", finish=_check
@@ -153,7 +148,7 @@ class CheckpointProcess:
     @property
     def process(self) -> ProcessContext | None:
         """The process of now, or the last one there was; None before the first."""
-        return self._contexts[0] if self._contexts else None
+        return self._worker.context
 
     def write(self, state_dict: dict[str, Any] | Future[dict[str, Any]], path: str, **kwargs: Any) -> Future[None]:
         """Have a state dict written; writes are done in the order of these calls.
@@ -170,7 +165,7 @@ class CheckpointProcess:
             the process, WorkerDiedError, CheckpointTimeoutError, or what the given future failed with.
 
         Raises:
-            CheckpointStageError: something cannot be pickled; the text names it.
+            CheckpointStageError: something cannot be pickled; the message names it.
             CheckpointSaveError: this object is closed.
         """
         shared: list[Any] = []  # lives as long as the request
@@ -179,20 +174,18 @@ class CheckpointProcess:
             payload = {"state_dict": state, "path": path, "kwargs": kwargs}
             return _message(WorkerRequest(RequestType.WRITE_CHECKPOINT, payload), shared)
 
-        def finish(response: WorkerResponse) -> None:
-            shared.clear()
-            _check(response, f"Writing {path}")
-
         ready = _mapped(state_dict, message) if isinstance(state_dict, Future) else message(state_dict)
-        return self._worker.submit(
+        written = self._worker.submit(
             ready,
             timeout=self._config.subprocess_write_timeout_secs,
             what=f"writing {path}",
-            finish=finish,
+            finish=lambda response: _check(response, f"Writing {path}"),
         )
+        written.add_done_callback(lambda _: shared.clear())
+        return written
 
     def close(self) -> None:
-        """Finish what was asked for, tell the process to end, and wait, all within the shut-down timeout.
+        """Finish what was asked for, ask the process to end, and wait, all within the shut-down timeout.
 
         What is not done by then has failed, and the process is killed. Safe to call twice.
         """
@@ -221,8 +214,8 @@ class _WriterSession:
             if request.request_type is RequestType.WRITE_CHECKPOINT:
                 self._write(**request.payload)
             elif request.request_type is not RequestType.PING:
-                known = ", ".join(known.name for known in RequestType)
-                raise CheckpointError(f"There is no request type {request.request_type!r}; there are {known}.")
+                names = ", ".join(kind.name for kind in RequestType)
+                raise CheckpointError(f"There is no request type {request.request_type!r}; there are {names}.")
         except Exception as error:
             failure = describe_failure(error)
             details = {"error": failure["error"], "errno": failure["errno"]}
@@ -260,7 +253,7 @@ def _serve_writer(
 
 def _message(request: WorkerRequest, shared: list[Any] | None = None) -> bytes:
     what = "A request to the checkpoint process"
-    return snapshot(request, what, parts=request.payload, fix=FIX_FOR_SPAWN, shared=shared)
+    return pickle_by_value(request, what, parts=request.payload, fix=FIX_FOR_SPAWN, shared=shared)
 
 
 def _check(response: WorkerResponse, what: str = "Pinging") -> None:

@@ -1,4 +1,4 @@
-"""`FileSystemWriterAsync`: NVRx's storage writer for torch.distributed.checkpoint, built on the image (seed 001).
+"""`FileSystemWriterAsync`: NVRx's storage writer for torch.distributed.checkpoint, built on the image.
 
 It starts no process: it gives out a function that writes, and its arguments, for a caller to run wherever it likes.
 Results come back through memory of this process that the function opens, one for each save. So they need no manager
@@ -30,14 +30,14 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from ..config.errors import CheckpointConfigError
-from ..coordination.rank_store import distributed
 from ..errors import CheckpointSaveError
 from ..state.objects import check_tensor
 from ..storage.file_system import file_system
 from ..storage.fs import FsOps
 from . import bucket_io
-from .bucket_image import Custody, ImageMemory, WriteBucket, make_image, split_items
-from .host_image import ResultsSlot
+from .bucket_image import ImageLease, ImageMemory, WriteBucket, make_image, split_items
+from .host_image import ResultMailbox
+from .peers import this_rank
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ class FileSystemWriterAsync(FileSystemWriter):
         separation_hint: keys that start with this text go to files of their own, whose names start with it too; needs
             `thread_count` of at least 2.
         use_msc: of the reference; refused, for there is no object storage here.
-        is_multiproc_io: how NVRx moves data; it does nothing here, and the log says so once. So with the next two.
+        is_multiproc_io: how NVRx moves data; it does nothing here, which is logged once. So with the next two.
         use_cached_data_structure: as above.
         use_cpu_shm_for_gpu_tensors: as above.
         fs_ops: where effects go; None: the file system, durably if `sync_files`.
@@ -115,13 +115,13 @@ class FileSystemWriterAsync(FileSystemWriter):
                 log_once(f"FileSystemWriterAsync({name}=True) does nothing: {_INSTEAD[name]}.")
         self.separation_hint = separation_hint
         self.can_run_decentralized_global_plan = True
-        #: What `prepare_write_data` found to write, as (path, name, (bytes items, tensor items)).
+        #: What there is to write, from `prepare_write_data`, as (path, name, (bytes items, tensor items)).
         self.write_buckets: list[WriteBucket] | None = None
         #: Anything with `put` and `get_nowait` that reaches the process that writes. None: there is nothing to write.
         self.results_queue: Any = None
         self._ops = fs_ops or file_system(durable=self.sync_files)
         self.image_memory = image_memory
-        self._custody = Custody(image_memory)
+        self._lease = ImageLease(image_memory)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Make the folder, durably; else as torch does."""
@@ -130,7 +130,7 @@ class FileSystemWriterAsync(FileSystemWriter):
 
     def prepare_decentralized_global_plan(self, local_plan: SavePlan) -> SavePlan:
         """Name this rank's files by its rank, which is what the coordinator would do, without asking it."""
-        return dataclasses.replace(local_plan, storage_data=_StoragePrefix(f"__{_rank()}_"))
+        return dataclasses.replace(local_plan, storage_data=_StoragePrefix(f"__{this_rank()}_"))
 
     def prepare_write_data(self, plan: SavePlan, planner: SavePlanner) -> None:
         """Look up what is to be written, and into which file. Bytes are taken now, tensors when they are preloaded.
@@ -143,7 +143,7 @@ class FileSystemWriterAsync(FileSystemWriter):
             CheckpointStageError: a tensor that cannot be stored, by key.
         """
         self.write_buckets = []
-        self._custody = Custody(self.image_memory)
+        self._lease = ImageLease(self.image_memory)
         for group, items in split_items(plan.items, self.thread_count, self.separation_hint):
             bytes_data = [
                 (item, bytes(planner.resolve_data(item).getbuffer()))  # type: ignore[union-attr]
@@ -153,7 +153,7 @@ class FileSystemWriterAsync(FileSystemWriter):
             tensor_data = [(item, _resolved(planner, item)) for item in items if item.type != WriteItemType.BYTE_IO]
             name = f"{group}{plan.storage_data.prefix}{len(self.write_buckets)}{DEFAULT_SUFFIX}"
             self.write_buckets.append((self.fs.concat_path(self.path, name), name, (bytes_data, tensor_data)))
-        self.results_queue = ResultsSlot() if self.write_buckets else None
+        self.results_queue = ResultMailbox() if self.write_buckets else None
 
     def get_save_function_and_args(
         self,
@@ -168,26 +168,26 @@ class FileSystemWriterAsync(FileSystemWriter):
             return None, None, ()
         return (
             functools.partial(self.write_preloaded_data_multiproc, [], ops=self._ops),
-            functools.partial(self.preload_tensors, self.write_buckets, True, self._custody),
-            [_rank(), self.write_buckets, self.results_queue],
+            functools.partial(self.preload_tensors, self.write_buckets, True, self._lease),
+            [this_rank(), self.write_buckets, self.results_queue],
         )
 
     @staticmethod
     def preload_tensors(
-        write_buckets: Sequence[WriteBucket], non_blocking: bool = True, custody: Custody | None = None
+        write_buckets: Sequence[WriteBucket], non_blocking: bool = True, lease: ImageLease | None = None
     ) -> list[bucket_io.ImageBucket]:
         """Copy all that is to be written, CPU tensors too; what training does afterwards changes nothing.
 
         Args:
             write_buckets: of `prepare_write_data`.
             non_blocking: lets copies from a device run together.
-            custody: keeps the copy until the writing process has opened it. Without it the caller has to keep the
+            lease: keeps the copy until the writing process has opened it. Without it the caller has to keep the
                 result for as long.
 
         Returns:
             The buckets to write. Pickled they are references to the copy, not the bytes.
         """
-        return make_image(write_buckets, non_blocking, custody)
+        return make_image(write_buckets, non_blocking, lease)
 
     write_preloaded_data_multiproc = staticmethod(bucket_io.write_preloaded_data_multiproc)
     write_preloaded_data = staticmethod(bucket_io.write_preloaded_data)
@@ -199,7 +199,7 @@ class FileSystemWriterAsync(FileSystemWriter):
         )
 
     def retrieve_write_results(self) -> list[WriteResult] | WrappedException:
-        """What the save function wrote on this rank, or why it did not; it never waits, and never raises for that.
+        """What the save function wrote on this rank, or the error; it never waits, and never raises that error.
 
         Call it when the function is done. The copy of the tensors is given up.
         """
@@ -208,26 +208,26 @@ class FileSystemWriterAsync(FileSystemWriter):
         if self.results_queue is None:
             return []
         try:
-            found = self.results_queue.get_nowait()
+            result = self.results_queue.get_nowait()
         except queue.Empty:
-            self._custody.end(written=False)
+            self._lease.end(written=False)
             return _wrap_exception(
                 CheckpointSaveError(
-                    f"Rank {_rank()} wrote no results: the process that writes has died, or is not done yet."
+                    f"Rank {this_rank()} wrote no results: the process that writes has died, or is not done yet."
                 )
             )
-        self._custody.end(written=True)
-        if isinstance(found, BaseException):
-            frames = getattr(found, "frames", [])
-            return found, traceback.StackSummary.from_list(frames)
-        if len(found) != len(self.write_buckets):
+        self._lease.end(written=True)
+        if isinstance(result, BaseException):
+            frames = getattr(result, "frames", [])
+            return result, traceback.StackSummary.from_list(frames)
+        if len(result) != len(self.write_buckets):
             return _wrap_exception(
-                CheckpointSaveError(f"Rank {_rank()} wrote {len(found)} of {len(self.write_buckets)} files.")
+                CheckpointSaveError(f"Rank {this_rank()} wrote {len(result)} of {len(self.write_buckets)} files.")
             )
         return [
             WriteResult(item.index, length, _StorageInfo(key, offset, length))
             for number, (_, key, (bytes_data, tensor_data)) in enumerate(self.write_buckets)
-            for (item, _), (offset, length) in zip((*bytes_data, *tensor_data), found[number], strict=True)
+            for (item, _), (offset, length) in zip((*bytes_data, *tensor_data), result[number], strict=True)
         ]
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -261,7 +261,7 @@ class FileSystemWriterAsync(FileSystemWriter):
 
 @functools.cache
 def log_once(text: str) -> None:
-    """Warn; there is a writer for each save, which would say the same each time."""
+    """Warn; there is a writer for each save, which would log the same each time."""
     logger.warning(text)
 
 
@@ -271,8 +271,3 @@ def _resolved(planner: SavePlanner, item: WriteItem) -> torch.Tensor:
     tensor = tensor.detach()
     check_tensor(tensor, item.index.fqn)
     return tensor
-
-
-def _rank() -> int:
-    dist = distributed()
-    return 0 if dist is None else int(dist.get_rank())

@@ -45,19 +45,19 @@ def open_of(pid: int, fd: int, number: int) -> SharedFile:
         number: of the file's inode.
 
     Raises:
-        CheckpointSaveError: the process is gone, or has closed the file.
+        CheckpointSaveError: the process has died, or has closed the file.
     """
     try:
-        found = SharedFile(os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC))
+        file = SharedFile(os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC))
     except OSError as error:
         raise CheckpointSaveError(
-            f"The snapshot in the memory of process {pid} cannot be opened ({error.strerror}): that process is gone or "
-            "has given the save up, or this one may not look at it.",
+            f"The snapshot in the memory of process {pid} cannot be opened ({error.strerror}): that process has "
+            "ended or has given the save up, or this one may not look at it.",
             error.errno,
         ) from error
-    if os.fstat(found.fd).st_ino != number:
+    if os.fstat(file.fd).st_ino != number:
         raise CheckpointSaveError(f"Process {pid} has given up the save whose snapshot was to be written.")
-    return found
+    return file
 
 
 class HostImage:
@@ -78,14 +78,14 @@ class HostImage:
         return HostImage, (self._file, self._nbytes)
 
 
-class ResultsSlot:
+class ResultMailbox:
     """Where a save's one result comes back, from whichever process wrote it. It belongs to one save alone.
 
     `put` and `get_nowait` are those of a queue, so that any queue can take its place.
     """
 
     def __init__(self) -> None:
-        self._file = SharedFile(os.memfd_create("ckpt-results", os.MFD_CLOEXEC))
+        self._file = SharedFile(os.memfd_create("ckpt-result", os.MFD_CLOEXEC))
 
     def put(self, result: Any) -> None:
         """Leave the result; a second one takes the place of the first."""

@@ -1,7 +1,7 @@
 """Numbered messages over a `multiprocessing` connection, in pieces that never block for long.
 
-A blocking send of a large message to a process that is stopped, or dead with its pipe held open by a sibling, would
-wait for ever. So a message goes in pieces that fit the buffer of the pipe, and the sender looks around before each.
+To a process that is stopped, or dead with its pipe held open by a sibling, a send of a large message would never end.
+So a message goes in pieces that fit the buffer of the pipe, and the sender checks on the process before each.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _PIECE_BYTES = 1 << 16
 READY = -1
 #: The number of the last message to a process.
 END = -2
-#: The number of the message that says that a request has arrived whole, and is about to run.
+#: The number of the message that confirms a request: it has arrived whole, and is about to run.
 TAKEN = -3
 
 
@@ -32,12 +32,12 @@ def send_message(
 
     Args:
         connection: one end of a duplex pipe.
-        number: says what the message belongs to.
+        number: what the message belongs to.
         body: any number of bytes.
         before_piece: returns when the next piece can be sent without blocking, or raises.
 
     Raises:
-        OSError: the other side is gone.
+        OSError: the other side has closed.
     """
     view = memoryview(body)
     if before_piece is not None:
@@ -57,7 +57,7 @@ def receive_message(connection: Connection, before_piece: Callable[[], None] | N
         before_piece: returns when the next piece is there, or raises.
 
     Raises:
-        EOFError, OSError: the other side is gone.
+        EOFError, OSError: the other side has closed.
     """
     if before_piece is not None:
         before_piece()

@@ -1,4 +1,4 @@
-"""A Python value as bytes, taken now: what the caller changes afterwards changes nothing in the bytes.
+"""Pickle a value now, so that later changes by the caller have no effect.
 
 Plain `pickle`, and not the pickler of `multiprocessing`: that one moves the storage of every CPU tensor to shared
 memory and sends a descriptor, so that the receiver sees later changes, and needs a descriptor per tensor. Only where
@@ -20,19 +20,21 @@ from .shared_storage import SharingPickler
 _MAX_DEPTH = 16
 
 
-def snapshot(value: Any, what: str, *, parts: Mapping[str, Any], fix: str, shared: list[Any] | None = None) -> bytes:
+def pickle_by_value(
+    value: Any, what: str, *, parts: Mapping[str, Any], fix: str, shared: list[Any] | None = None
+) -> bytes:
     """Pickle a value.
 
     Args:
         value: anything that plain `pickle` takes; tensors go by value.
-        what: names the whole in the error text.
+        what: names the whole in the error message.
         parts: the members of `value` by the names that the user knows them by.
         fix: what to do about a value that cannot be pickled, as a clause.
         shared: tensors in shared memory go by reference, and this gets what must live until they have been used. None:
             they go by value too.
 
     Raises:
-        CheckpointStageError: something cannot be pickled; the text names it.
+        CheckpointStageError: something cannot be pickled; the message names it.
     """
     try:
         if shared is None:
@@ -43,9 +45,9 @@ def snapshot(value: Any, what: str, *, parts: Mapping[str, Any], fix: str, share
     except (MemoryError, OSError):
         raise
     except Exception as error:  # __reduce__ of a foreign class may raise anything
-        found = _find_culprit(parts)
-        because = f", because {found[0]} is {_describe(found[1])}" if found else ""
-        detail = found[2] if found else error
+        culprit = _find_culprit(parts)
+        because = f", because {culprit[0]} is {_describe(culprit[1])}" if culprit else ""
+        detail = culprit[2] if culprit else error
         raise CheckpointStageError(
             f"{what} cannot be sent to another process{because} ({type(detail).__name__}: {detail}). {fix}"
         ) from error
@@ -53,18 +55,18 @@ def snapshot(value: Any, what: str, *, parts: Mapping[str, Any], fix: str, share
 
 def _find_culprit(parts: Mapping[str, Any]) -> tuple[str, Any, Exception] | None:
     """The innermost part that cannot be pickled: its name, itself, and why."""
-    found: tuple[str, Any, Exception] | None = None
+    culprit: tuple[str, Any, Exception] | None = None
     members = list(parts.items())
     for _ in range(_MAX_DEPTH):
         for name, member in members:
             error = _pickling_error(member)
             if error is not None:
-                found = (name, member, error)
+                culprit = (name, member, error)
                 members = list(_members_of(name, member))
                 break
         else:
             break
-    return found
+    return culprit
 
 
 def _pickling_error(value: Any) -> Exception | None:

@@ -1,9 +1,9 @@
-"""What planning keeps from one save to the next, and the fingerprint that says whether it still holds."""
+"""What planning keeps from one save to the next, and the fingerprint that shows whether it still holds."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -33,26 +33,22 @@ class CheckpointMetadataCache:
         self.results: tuple[list[str], list[list[WriteResult]]] | None = None
         #: For the writers of the saves, one after the other.
         self.memory = ImageMemory()
-        self._ranks: tuple[list[int], Coordinator] | None = None
+        self._coordinator: Coordinator | None = None
+        self._ranks: list[int] = []
         self._saves = 0
 
-    def coordinator(self, ranks: list[int]) -> Coordinator | None:
-        """The one kept for these ranks of the present process group."""
-        if self._ranks is None or self._ranks[0] != ranks or self._ranks[1].world.fault() is not None:
-            return None
-        return self._ranks[1]
+    def next_save(self, ranks: list[int], connect: Callable[[], Coordinator]) -> tuple[Coordinator, int]:
+        """The coordinator of these ranks, and a number for the save that is the same on all of them.
 
-    def keep_coordinator(self, ranks: list[int], coordinator: Coordinator) -> None:
-        """Use this one from now on."""
-        if self._ranks is not None:
-            self._ranks[1].close()
-        self._ranks = (ranks, coordinator)
-        self.forget()
-
-    def next_save(self) -> int:
-        """A new number for a save, the same on all ranks."""
+        Args:
+            ranks: of the save. Where they or the process group are others than before, all is forgotten.
+            connect: makes a coordinator of these ranks.
+        """
+        if self._coordinator is None or self._ranks != ranks or self._coordinator.world.fault() is not None:
+            self.close()
+            self._coordinator, self._ranks = connect(), ranks
         self._saves += 1
-        return self._saves
+        return self._coordinator, self._saves
 
     def forget(self) -> None:
         """Plan afresh next time."""
@@ -62,9 +58,9 @@ class CheckpointMetadataCache:
         """Give up the connection and the memory, and forget all."""
         self.forget()
         self.memory.clear()
-        if self._ranks is not None:
-            self._ranks[1].close()
-            self._ranks = None
+        if self._coordinator is not None:
+            self._coordinator.close()
+            self._coordinator = None
 
 
 def fingerprint_of(plan: SavePlan, planner: SavePlanner, state_dict: Any, world_size: int) -> str:

@@ -1,7 +1,7 @@
 """Tensors in shared memory reach another process as that memory, as they do with `torch.multiprocessing`.
 
 A reference goes over the pipe, and the other process maps the same memory. With torch's strategy `file_descriptor` it
-opens the descriptor by its place in `/proc` of this process, so that nothing is left to a server thread, and nothing
+opens the descriptor by its place in `/proc` of this process, so that no server thread is needed, and nothing
 stays open for a process that dies. With `file_system` the memory has a name, which torch removes with its last user.
 Imports torch only where something is mapped.
 """
@@ -27,7 +27,7 @@ class SharingPickler(pickle.Pickler):
     def __init__(self, file: Any, kept: list[Any]) -> None:
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
         self._kept = kept
-        self._torch = sys.modules.get("torch")  # where nobody has imported it, there are no tensors
+        self._torch = sys.modules.get("torch")  # where it was not imported, there are no tensors
         self._references: dict[int, _Reference] = {}
 
     def reducer_override(self, value: Any) -> Any:

@@ -1,6 +1,6 @@
 """Start a few processes, join them under supervision, and learn how each one failed.
 
-The contract is that of `torch.multiprocessing.spawn` (seed 004), without torch and without its surprises: a child
+The contract is that of `torch.multiprocessing.spawn`, without torch and without its surprises: a child
 does not depend on the thread that started it, error texts leave no file behind, and nothing outlasts a failure.
 """
 
@@ -56,7 +56,7 @@ _KILL_SECONDS = 5.0
 
 
 class StartMethodError(CheckpointError, ValueError):
-    """The start method does not exist, or must not be used here; the text says which one to take."""
+    """The start method does not exist, or must not be used here; the message names the one to take."""
 
 
 class ProcessException(CheckpointError):
@@ -109,7 +109,7 @@ class ProcessContext:
 
     Args:
         processes: started, and not yet joined.
-        error_files: for each of them the path where it leaves its traceback as text. They lie in one private folder,
+        error_files: for each of them the path where it leaves its traceback. They lie in one private folder,
             which a process that fails makes; it is removed when all are joined or this object is collected.
     """
 
@@ -145,7 +145,7 @@ class ProcessContext:
         failed = [index for index in ended if self.processes[index].exitcode != 0]
         if failed:
             self._end_all(grace_period)
-            # Of several that failed in the same moment, the one that says why.
+            # Of several that failed in the same moment, the one with a traceback.
             error = self._error_of(next((index for index in failed if self.error_text(index)), failed[0]))
             self.discard_error_files()
             raise error
@@ -236,7 +236,7 @@ def start_processes(
     """Run `fn(i, *args)` in `nprocs` processes, i from 0.
 
     With `forkserver` and TORCH_MP_PARALLEL_START=1 in the environment they are started at the same time. A child whose
-    parent is gone (`kill -9` too) is interrupted as by Ctrl-C, and a second later it exits.
+    parent has died (`kill -9` too) is interrupted as by Ctrl-C, and a second later it exits.
 
     Args:
         fn: with spawn and forkserver a function at the top level of a module.
@@ -321,7 +321,7 @@ def _run(fn: Callable[..., Any], index: int, args: tuple[Any, ...], error_file: 
     try:
         fn(index, *args)
     except KeyboardInterrupt:
-        pass  # the parent is gone, or the user pressed Ctrl-C, which the parent reports
+        pass  # the parent has died, or the user pressed Ctrl-C, which the parent reports
     except Exception:
         text = traceback.format_exc()
         try:

@@ -1,7 +1,7 @@
-"""Plan and finalize around an asynchronous save with `FileSystemWriterAsync`: NVRx's pair of functions (MEGATRON 1.7).
+"""Plan and finalize an asynchronous save with `FileSystemWriterAsync`: NVRx's pair of functions.
 
-What ranks say to each other goes over the job's store: a few bytes each, and an error of any rank, the coordinator's
-too, is raised on all of them. Errors are also torch's `CheckpointException`. Plans and results are gathered by a
+Ranks agree over the job's store, by a few bytes each, and an error of any rank, the coordinator's too, is raised on
+all of them. Errors are also torch's `CheckpointException`. Plans and results are gathered by a
 collective, and only when they are new.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch.distributed.checkpoint.api import _is_wrapped_exception
@@ -22,8 +23,10 @@ from torch.distributed.checkpoint.utils import _DistWrapper
 from ..config.errors import CheckpointConfigError
 from ..coordination import Coordinator, LocalCoordinator, RankStore, StoreCoordinator
 from ..coordination.rank_store import another_connection, distributed
-from ..errors import CheckpointError, RanksError
+from ..errors import CheckpointError, RanksError, ranks_failed
+from ..writing.remote_error import describe_failure
 from .file_system_writer_async import FileSystemWriterAsync, log_once
+from .peers import as_save_error
 from .plan_cache import CheckpointMetadataCache, digest_of, fingerprint_of
 from .torch_errors import as_checkpoint_exception
 
@@ -41,49 +44,41 @@ class SaveRanks(_DistWrapper):
         super().__init__(process_group, distributed() is not None, 0)
         self.cache = cache
         self._timeout = timeout
-        self._owned: Coordinator | None = None  # by this save alone
-        ranks, number = _ranks_of(process_group), 0
-        found = None
-        if cache is not None:
-            found, number = cache.coordinator(ranks), cache.next_save()
-        if found is None:
-            found = _connect(process_group, ranks)
-            if cache is not None:
-                cache.keep_coordinator(ranks, found)
-            else:
-                self._owned = found
-        self._coordinator = found
-        self._prefix = f"save-{number}"
+        ranks = _ranks_of(process_group)
+        connect = partial(_connect, process_group, ranks)
+        self._coordinator, self._save = (connect(), 0) if cache is None else cache.next_save(ranks, connect)
 
     @property
     def world_size(self) -> int:
         """How many ranks take part."""
         return self._coordinator.world_size
 
-    def pool(self, step: str, said: dict[str, Any], failure: BaseException | None, decide: Callable[..., Any]) -> Any:
-        """Have the coordinator decide from what all ranks say.
+    def pool(self, step: str, value: dict[str, Any], failure: BaseException | None, decide: Callable[..., Any]) -> Any:
+        """Have the coordinator decide from the values of all ranks.
 
         Args:
             step: of the save.
-            said: by this rank, if nothing failed.
+            value: this rank's, if nothing failed.
             failure: of this rank.
-            decide: called on the coordinator with what all said, unless a rank failed.
+            decide: called on the coordinator with all values, unless a rank failed.
 
         Raises:
             RanksError: a rank failed, or `decide` did; on all ranks. One that is alone raises its own error.
         """
         if failure is not None and self.world_size == 1 and isinstance(failure, CheckpointError):
             raise failure
+        error = as_save_error(failure)
+        own = value if error is None else {"error": str(error), "errno": getattr(error, "errno", None)}
 
-        def judge(all_said: list[dict[str, Any]]) -> Any:
-            failures = {rank: said["error"] for rank, said in enumerate(all_said) if "error" in said}
+        def judge(values: list[dict[str, Any]]) -> Any:
+            failures = {rank: value["error"] for rank, value in enumerate(values) if "error" in value}
             if failures:
-                errno = next((said["errno"] for said in all_said if said.get("errno") is not None), None)
-                raise _ranks_error(failures, errno)
-            return decide(all_said)
+                errno = next((value["errno"] for value in values if value.get("errno") is not None), None)
+                raise ranks_failed(failures, errno)
+            return decide(values)
 
         try:
-            return self._coordinator.pool(self._tag(step), _plain(said, failure), _told(judge), self._deadline())
+            return self._coordinator.pool(self._tag(step), own, partial(_as_rank_0, judge), self._deadline())
         except RanksError as error:
             if failure is not None:
                 raise error from failure
@@ -91,15 +86,15 @@ class SaveRanks(_DistWrapper):
 
     def lead(self, step: str, action: Callable[[], Any]) -> None:
         """Have the coordinator do something; what it raises is raised on all ranks, as RanksError."""
-        self._coordinator.lead(self._tag(step), _told(action), self._deadline())
+        self._coordinator.lead(self._tag(step), partial(_as_rank_0, action), self._deadline())
 
     def close(self) -> None:
-        """Give up the connection of this save."""
-        if self._owned is not None:
-            self._owned.close()
+        """Give up the connection, unless it is the cache's."""
+        if self.cache is None:
+            self._coordinator.close()
 
     def _tag(self, step: str) -> str:
-        return f"{self._prefix}/{step}"
+        return f"save-{self._save}/{step}"
 
     def _deadline(self) -> float:
         return time.monotonic() + self._timeout
@@ -129,7 +124,7 @@ def save_state_dict_async_plan(
         coordinator_rank: 0; another one is refused.
         planner: None: torch's DefaultSavePlanner.
         enable_cache: of NVRx, which keeps plans in a global. Here they are kept in `metadata_cache`, and nowhere else;
-            without one, the log says so once.
+            without one, a warning is logged once.
         metadata_cache: keeps plans between saves. None: each save is planned afresh.
         timeout: seconds that ranks wait for each other at each step.
 
@@ -161,26 +156,23 @@ def save_state_dict_async_plan(
         if cache is not None:
             fingerprint = fingerprint_of(local, planner, state_dict, ranks.world_size)
             if cache.plan is not None and cache.plan[0] == fingerprint:
-                # Now, so that an error of this too is told by the one question that a known structure needs.
+                # Now, so that the one question of a known structure covers an error of this too.
                 storage_writer.prepare_write_data(planner.finish_plan(cache.plan[1]), planner)
             else:
                 cache.plan = None
     except Exception as error:
         failure = error
 
-    def is_known(all_said: list[dict[str, Any]]) -> bool:
-        if cache is None or cache.whole is None or not all(said["cached"] for said in all_said):
+    fingerprints: list[str] = []
+
+    def is_known(values: list[dict[str, Any]]) -> bool:
+        fingerprints.extend(value["fingerprint"] for value in values)
+        if cache is None or cache.whole is None or not all(value["cached"] for value in values):
             return False
-        return [said["fingerprint"] for said in all_said] == cache.whole[0]
+        return fingerprints == cache.whole[0]
 
-    gathered: list[str] = []
-
-    def judge(all_said: list[dict[str, Any]]) -> bool:
-        gathered.extend(said["fingerprint"] for said in all_said)
-        return is_known(all_said)
-
-    said = {"fingerprint": fingerprint, "cached": cache is not None and cache.plan is not None}
-    if ranks.pool("structure", said, failure, judge):
+    value = {"fingerprint": fingerprint, "cached": cache is not None and cache.plan is not None}
+    if ranks.pool("structure", value, failure, is_known):
         metadata = cache.whole[1] if cache is not None and cache.whole is not None else None
         return storage_writer, metadata, ranks
     assert local is not None  # otherwise there was a failure
@@ -194,7 +186,7 @@ def save_state_dict_async_plan(
     ranks.pool("prepared", {}, failure, lambda _: None)
     if cache is not None:
         cache.plan = (fingerprint, central)
-        cache.whole = None if metadata is None else (gathered, metadata)
+        cache.whole = None if metadata is None else (fingerprints, metadata)
     return storage_writer, metadata, ranks
 
 
@@ -216,9 +208,9 @@ def save_state_dict_async_finalize(
     """
     ranks = dist_wrapper if isinstance(dist_wrapper, SaveRanks) else SaveRanks(dist_wrapper.group, None, 600.0)
     cache = ranks.cache
-    found: Any = storage_writer.retrieve_write_results()
-    failure = found[0] if _is_wrapped_exception(found) else None
-    written: list[WriteResult] = [] if failure is not None else found
+    result: Any = storage_writer.retrieve_write_results()
+    failure = result[0] if _is_wrapped_exception(result) else None
+    written: list[WriteResult] = [] if failure is not None else result
 
     def finish(results: list[list[WriteResult]]) -> None:
         if global_metadata is None:
@@ -227,8 +219,8 @@ def save_state_dict_async_finalize(
 
     digests: list[str] = []
 
-    def finish_if_known(all_said: list[dict[str, Any]]) -> bool:
-        digests.extend(said["digest"] for said in all_said)
+    def finish_if_known(values: list[dict[str, Any]]) -> bool:
+        digests.extend(value["digest"] for value in values)
         if ranks.world_size == 1:
             finish([written])
         elif cache is not None and cache.results is not None and cache.results[0] == digests:
@@ -288,34 +280,18 @@ def _connect(process_group: Any, ranks: list[int]) -> Coordinator:
         assert store is not None  # as there are several ranks
         return StoreCoordinator(store)
     # Groups that have the same ranks share the counter; they take turns in the same order on all of them.
-    rank = int(dist.get_rank(process_group))
-    own = another_connection(dist, dist.distributed_c10d._get_default_store())
-    base = f"ckpt/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/dcp-save/{'-'.join(map(str, ranks))}"
-    number = own.add(f"{base}/made-by-{rank}", 1)
-    return StoreCoordinator(RankStore(own, rank, len(ranks), f"{base}/{number}/"))
+    connection = another_connection(dist, dist.distributed_c10d._get_default_store())
+    generation = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    prefix = f"ckpt/{generation}/dcp-save/{'-'.join(map(str, ranks))}/"
+    return StoreCoordinator(RankStore(connection, int(dist.get_rank(process_group)), len(ranks), prefix).own())
 
 
-def _plain(said: dict[str, Any], failure: BaseException | None) -> dict[str, Any]:
-    if failure is None:
-        return said
-    return {"error": f"{type(failure).__name__}: {failure}", "errno": getattr(failure, "errno", None)}
-
-
-def _told(action: Callable[..., Any]) -> Callable[..., Any]:
-    """An action of the coordinator whose errors are of one type on all ranks."""
-
-    def run(*args: Any) -> Any:
-        try:
-            return action(*args)
-        except CheckpointError:
-            raise
-        except Exception as error:
-            failures = {0: f"{type(error).__name__}: {error}"}
-            raise _ranks_error(failures, getattr(error, "errno", None)) from error
-
-    return run
-
-
-def _ranks_error(failures: dict[int, str], errno: int | None) -> RanksError:
-    told = " | ".join(f"rank {rank}: {text}" for rank, text in list(failures.items())[:8])
-    return RanksError(f"The checkpoint failed on {len(failures)} rank(s). {told}", errno, failures)
+def _as_rank_0(action: Callable[..., Any], *args: Any) -> Any:
+    """An action of the coordinator, whose errors are of one type on all ranks."""
+    try:
+        return action(*args)
+    except CheckpointError:
+        raise
+    except Exception as error:
+        failure = describe_failure(error)
+        raise ranks_failed({0: failure["error"]}, failure["errno"]) from error

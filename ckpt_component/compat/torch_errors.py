@@ -1,8 +1,8 @@
 """Errors of the reference classes are torch's `CheckpointException` too, which callers written for those expect.
 
-An error keeps its type, its text and its cause; it only gets torch's class as a further base, and `failures` as that
-class has them, with exceptions where `RanksError` has texts. Imports no torch: where nobody has imported the class,
-nobody can catch it.
+An error keeps its type, its message and its cause; it only gets torch's class as a further base, and `failures` as that
+class has them, with exceptions where `RanksError` has messages. Imports no torch: where the class was not imported,
+no code can catch it.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import sys
 import traceback
 from collections.abc import Iterator
 
-from ..coordination.rank_store import distributed
 from ..errors import CheckpointError, CheckpointSaveError, RanksError
+from .peers import this_rank
 
 
 @contextlib.contextmanager
@@ -44,10 +44,9 @@ def _both(own: type[CheckpointError], torchs: type[BaseException]) -> type[Check
 
 
 def _failures(error: CheckpointError) -> dict[int, tuple[BaseException, traceback.StackSummary]]:
-    """As torch has them: the exception of each failed rank and its traceback, which does not come with a text."""
+    """As torch has them: the exception of each failed rank and its traceback; none for another rank."""
     no_frames = traceback.StackSummary()
     if isinstance(error, RanksError) and vars(error)["failures"]:
         texts = vars(error)["failures"]
         return {rank: (CheckpointSaveError(text, error.errno), no_frames) for rank, text in texts.items()}
-    dist = distributed()
-    return {0 if dist is None else int(dist.get_rank()): (error, traceback.extract_tb(error.__traceback__))}
+    return {this_rank(): (error, traceback.extract_tb(error.__traceback__))}

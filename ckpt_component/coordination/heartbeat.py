@@ -18,6 +18,8 @@ from .rank_store import RankStore
 logger = logging.getLogger(__name__)
 
 _BEAT_SECONDS = 2.0
+#: In place of a heartbeat: none is to be expected, and the rank is not missed.
+RESTING = b"[0, -1]"
 #: Between tries when the others take the rank for lost already.
 _LATE_PAUSE = 30.0
 #: How long the last sign waits for one that is under way.
@@ -145,6 +147,8 @@ class Watch:
             if rank not in self._seen:
                 continue
             beat = self._store.peek(f"beat/{rank}")
+            if beat == RESTING:
+                beat = None
             if beat != self._seen[rank][0]:
                 self._seen[rank] = (beat, now)
             elif beat is not None and now - self._seen[rank][1] >= self._timeout:

@@ -7,6 +7,7 @@ removes old questions once every rank has read the answer.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 import weakref
@@ -24,11 +25,13 @@ from ..errors import (
 )
 from .calls import AnotherCall, Call, Lookout, Place
 from .coordinator import Coordinator
-from .heartbeat import Heartbeat, Watch, Work
+from .heartbeat import RESTING, Heartbeat, Watch, Work
 from .messages import unpack
 from .question import Question
 from .rank_store import RankStore
 from .world import World
+
+logger = logging.getLogger(__name__)
 
 #: So many questions are kept for ranks that have not read the answer.
 _KEPT = 64
@@ -137,26 +140,106 @@ class StoreCoordinator(Coordinator):
 
     def vote(self, tag: str, work: Callable[[], Any], progress: Callable[[], int], deadline: float) -> list[Any]:
         """Each rank posts what its part returned or raised; the leader answers with an error or with nothing."""
-        question = self._question(tag)
         result, failure = None, None
         with self._work.under_way(progress):
             try:
                 result = work()
             except Exception as error:
                 failure = error
-            question.post({"work": result} if failure is None else {"error": error_as_plain(failure)})
-            if failure is not None:
-                question.count("failed", 1)
-        votes: list[Any] = []
+            self.cast(tag, result, failure)
         try:
-            if self.leads:
-                watch = self._watch(question.store, self._stall_timeout)
-                self._answer(question, lambda: votes.extend(question.outcomes(watch, deadline)))
-            else:
-                self._read_answer(question, self._await_answer(question, deadline))
+            return self.count(tag, deadline)
         except RanksError as error:
             raise error from failure
-        return votes
+
+    def cast(self, tag: str, result: Any, failure: Exception | None = None, store: RankStore | None = None) -> None:
+        """The first half of `vote`: post how this rank's part went. Does not wait.
+
+        Args:
+            tag: of this question.
+            result: of this rank's part.
+            failure: of this rank's part.
+            store: a connection to use; None: this thread's.
+        """
+        question = Question(self._store() if store is None else store, tag)
+        question.post({"work": result} if failure is None else {"error": error_as_plain(failure)})
+        if failure is not None:
+            question.count("failed", 1)
+
+    def is_counted(self, tag: str, watch: Watch) -> bool:
+        """On the leader: whether `count` has nothing to wait for. `watch` is kept from one look to the next."""
+        question = self._question(tag)
+        if question.count("count") >= self.world_size or question.count("failed"):
+            return True
+        return bool(watch.lost(question.missing))
+
+    def count(
+        self,
+        tag: str,
+        deadline: float,
+        check: Callable[[list[Any]], None] = lambda results: None,
+        watch: Watch | None = None,
+    ) -> list[Any]:
+        """The second half of `vote`: wait for the votes of all ranks, or the first failure.
+
+        Args:
+            tag: of this question.
+            deadline: monotonic seconds.
+            check: called on the leader with all results; what it raises is raised on all ranks.
+            watch: of the heartbeats; None: one for this question alone.
+
+        Raises:
+            RanksError: as `vote`.
+        """
+        question = self._question(tag)
+        results: list[Any] = []
+        if not self.leads:
+            self._read_answer(question, self._await_answer(question, deadline))
+            return results
+
+        def decide() -> None:
+            results.extend(question.outcomes(watch or self._watch(question.store, self._stall_timeout), deadline))
+            check(results)
+
+        self._answer(question, decide)
+        return results
+
+    def look(self, tag: str, number: int, is_over: Callable[[], bool], deadline: float) -> bool:
+        """Whether something is over, the same on all ranks in their look of the same number.
+
+        A rank waits only while the leader has yet to make this look. All ranks call `leave` after the last.
+
+        Args:
+            tag: of these looks, however many there are.
+            number: of this look, from 0.
+            is_over: asked on the leader; when it returned True, that was its last look.
+            deadline: monotonic seconds.
+        """
+        question = self._question(tag)
+        if self.leads:
+            over = is_over()
+            question.answer(result=[number, over])
+            return over
+        data = self._await_answer(question, deadline, reached=lambda data: unpack(data)["result"][0] >= number)
+        return bool(unpack(data)["result"] == [number, True])
+
+    def refuse(self, tag: str, failure: CheckpointError) -> None:
+        """On the leader: answer a question with an error, whatever the ranks post. Does not wait."""
+        question = self._question(tag)
+        question.answer(error=error_as_plain(failure))
+        self._tidy(question)
+
+    def leave(self, tag: str) -> None:
+        """Nothing more is asked here about this question; its keys are removed when all ranks have left it."""
+        self._leave(self._question(tag))
+
+    def rest(self) -> None:
+        """As `close`, but the other ranks do not count this one as dead: it may start another coordinator."""
+        self.close()
+        try:
+            self._first.set(f"beat/{self.rank}", RESTING)
+        except RanksError as error:
+            logger.debug("%s", error)
 
     def close(self) -> None:
         """Send no more heartbeats; the keys of the last questions stay, for ranks that have yet to read them."""
@@ -200,12 +283,18 @@ class StoreCoordinator(Coordinator):
             all_posted, deadline, lambda: f"{question.missing_names()} to take part in '{question.tag}'"
         )
 
-    def _await_answer(self, question: Question, deadline: float, lookout: Lookout | None = None) -> bytes:
+    def _await_answer(
+        self,
+        question: Question,
+        deadline: float,
+        lookout: Lookout | None = None,
+        reached: Callable[[bytes], bool] = lambda data: True,
+    ) -> bytes:
         watch, key, answer = self._watch(question.store, None), f"{question.tag}/answer", []
 
         def is_answered() -> bool:
             data = question.store.peek(key)
-            if data is not None:
+            if data is not None and reached(data):
                 answer.append(data)
                 return True
             _raise_lost(watch, lambda: [0])

@@ -19,12 +19,10 @@ import worker_calls as calls
 from waiting import eventually, is_gone, pid_in
 
 import ckpt_component.callers as room
-from ckpt_component.compat import call_process
-from ckpt_component.compat.async_caller import AsyncCaller
-from ckpt_component.compat.persistent_async import PersistentAsyncCaller
-from ckpt_component.compat.request import AsyncRequest
+from ckpt_component.compat import worker_process
+from ckpt_component.compat.async_callers import AsyncCaller, PersistentAsyncCaller, TemporalAsyncCaller
+from ckpt_component.compat.async_request import AsyncRequest
 from ckpt_component.compat.spawn import StartMethodError
-from ckpt_component.compat.temporal_async import TemporalAsyncCaller
 from ckpt_component.errors import CheckpointSaveError, CheckpointStageError, CheckpointTimeoutError, WorkerDiedError
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
@@ -68,7 +66,7 @@ def test_a_request_runs_elsewhere_with_its_arguments(kind: Any, start_method: st
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_asking_does_not_wait_unless_told_to(kind: Any, make: Make, tmp_path: Path) -> None:
+def test_asking_waits_only_where_it_is_blocking(kind: Any, make: Make, tmp_path: Path) -> None:
     caller, gate = make(kind), tmp_path / "gate"
     caller.schedule_async_call(AsyncRequest(calls.start_and_wait, (str(tmp_path / "at"), str(gate))))
     pid_in(tmp_path / "at")
@@ -195,7 +193,7 @@ def test_a_request_past_its_deadline_is_given_up(kind: Any, make: Make, tmp_path
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_several_requests_are_told_in_order(kind: Any, make: Make, tmp_path: Path, out: Path) -> None:
+def test_several_requests_are_reported_in_order(kind: Any, make: Make, tmp_path: Path, out: Path) -> None:
     caller, gate = make(kind), tmp_path / "gate"
     caller.schedule_async_call(AsyncRequest(calls.start_and_wait, (str(tmp_path / "at"), str(gate))))
     caller.schedule_async_call(AsyncRequest(calls.fail, ()))
@@ -278,7 +276,7 @@ def test_a_system_that_refuses_a_process_fails_the_request(
 
     caller = make(kind)
     with monkeypatch.context() as patch:
-        patch.setattr(call_process, "start_processes", refuse)
+        patch.setattr(worker_process, "start_processes", refuse)
         caller.schedule_async_call(AsyncRequest(calls.facts))
         with pytest.raises(CheckpointSaveError, match="temporarily unavailable") as caught:
             caller.is_current_async_call_done(blocking=True)
@@ -292,7 +290,7 @@ def test_whatever_stops_a_start_is_an_error_of_the_family(make: Make, monkeypatc
         raise RuntimeError("An attempt has been made to start a new process before ...")
 
     caller = make(PersistentAsyncCaller)
-    monkeypatch.setattr(call_process, "start_processes", bootstrapping)
+    monkeypatch.setattr(worker_process, "start_processes", bootstrapping)
     caller.schedule_async_call(AsyncRequest(calls.facts))
     with pytest.raises(CheckpointSaveError, match="Request 0 could not be run: RuntimeError: An attempt"):
         caller.is_current_async_call_done(blocking=True)
@@ -314,18 +312,18 @@ def test_warm_up_starts_the_process_before_the_first_request(make: Make) -> None
 def test_the_loop_of_the_reference_is_what_the_process_runs(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(inspect.signature(PersistentAsyncCaller.async_loop).parameters) == ["rank", "connection", "log_level"]
     ran: list[Any] = []
-    original = call_process.CallProcess.__init__
+    original = worker_process.CallProcess.__init__
 
     def spy(self: Any, loop: Any, *args: Any, **kwargs: Any) -> None:
         ran.append(loop.func)
         original(self, loop, *args, **kwargs)
 
-    monkeypatch.setattr(call_process.CallProcess, "__init__", spy)
+    monkeypatch.setattr(worker_process.CallProcess, "__init__", spy)
     make(PersistentAsyncCaller).warm_up()
     assert ran == [PersistentAsyncCaller.async_loop]
 
 
-def test_a_process_that_is_done_is_gone(make: Make, tmp_path: Path) -> None:
+def test_a_process_that_is_done_has_ended(make: Make, tmp_path: Path) -> None:
     caller = make(TemporalAsyncCaller)
     caller.schedule_async_call(AsyncRequest(calls.start_and_wait, (str(tmp_path / "at"), os.devnull)))
     assert caller.is_current_async_call_done(blocking=True)

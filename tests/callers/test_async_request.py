@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from ckpt_component.compat.request import AsyncRequest
+from ckpt_component.compat.async_request import AsyncRequest
 from ckpt_component.errors import CheckpointStageError
 
 

@@ -15,8 +15,8 @@ import pytest
 import worker_calls as calls
 from waiting import eventually, is_gone, pid_in
 
-from ckpt_component.compat.queue import AsyncCallsQueue, _ActiveAsyncRequest
-from ckpt_component.compat.request import AsyncRequest
+from ckpt_component.compat.async_queue import AsyncCallsQueue, _ActiveAsyncRequest
+from ckpt_component.compat.async_request import AsyncRequest
 from ckpt_component.compat.spawn import StartMethodError
 from ckpt_component.errors import CheckpointSaveError, CheckpointStageError, WorkerDiedError
 
@@ -100,9 +100,9 @@ def test_finalize_goes_only_up_to_the_first_that_is_not_done(make: Make, log: Lo
     first = queue.schedule_async_request(AsyncRequest(calls.facts, (), [log.note("first")]))
     queue.schedule_async_request(AsyncRequest(calls.wait_for, (str(gate),), [log.note("second")]))
     queue.schedule_async_request(AsyncRequest(None, (), [log.note("third")]))
-    told: list[int] = []
-    eventually(lambda: told.extend(queue.maybe_finalize_async_calls()) or told)
-    assert told == [first] and log == ["first"] and queue.get_num_unfinalized_calls() == 2
+    finalized: list[int] = []
+    eventually(lambda: finalized.extend(queue.maybe_finalize_async_calls()) or finalized)
+    assert finalized == [first] and log == ["first"] and queue.get_num_unfinalized_calls() == 2
     gate.touch()
     assert queue.maybe_finalize_async_calls(blocking=True, no_dist=True) == [1, 2]
     assert log == ["first", "second", "third"]
@@ -175,7 +175,7 @@ def test_a_process_that_is_killed_at_work(make: Make, log: Log, tmp_path: Path) 
     assert log == ["behind it", "next"]
 
 
-def test_a_death_is_told_without_blocking(make: Make, tmp_path: Path) -> None:
+def test_a_death_is_reported_without_blocking(make: Make, tmp_path: Path) -> None:
     queue = make()
     queue.schedule_async_request(AsyncRequest(calls.start_and_hang, (str(tmp_path / "at"),)))
     os.kill(pid_in(tmp_path / "at"), signal.SIGKILL)
@@ -307,7 +307,7 @@ def test_a_script_that_forgets_close_finalizes_at_exit(persistent: bool, where: 
     assert text == " finalized a finalized b" and errors == ""
 
 
-def test_a_script_that_forgets_close_hears_of_a_failure(persistent: bool, tmp_path: Path) -> None:
+def test_a_script_that_forgets_close_logs_a_failure(persistent: bool, tmp_path: Path) -> None:
     more = "queue.schedule_async_request(AsyncRequest(calls.fail))"
     text, errors = run_script(tmp_path, persistent, "train()", more)
     assert text == " finalized a finalized b"

@@ -1,4 +1,4 @@
-"""The reference classes on two ranks: one order, one answer, one error, and nobody waits for the dead."""
+"""The reference classes on two ranks: one order, one answer, one error, and no wait for a dead rank."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FOLDERS = [SCRIPT.parent, SCRIPT.parents[2] / "process", os.environ.get("PYTHONP
 PATHS = {"PYTHONPATH": os.pathsep.join(map(str, FOLDERS))}
 
 
-def test_two_ranks_tell_the_same_whatever_happens(tmp_path: Path) -> None:
+def test_two_ranks_report_the_same_whatever_happens(tmp_path: Path) -> None:
     run_ranks(SCRIPT, "queues", 2, tmp_path, timeout=100, **PATHS)
     here, there = (json.loads((tmp_path / f"texts.{rank}").read_text()) for rank in (0, 1))
     assert here == there and len(here) > 10
@@ -35,6 +35,6 @@ def test_queues_asked_in_another_order_are_an_error_on_all_ranks(tmp_path: Path)
 def test_a_dead_rank_is_an_error_and_no_wait(gone: int, tmp_path: Path) -> None:
     (tmp_path / "gone").write_text(str(gone))
     results = finish_ranks(start_ranks(SCRIPT, "dead_rank", 2, tmp_path, **PATHS), timeout=60)
-    told = [result.output for result in results]
-    assert results[gone].code == -9 and results[1 - gone].code == 0, told
-    assert "told: " in told[1 - gone] and re.search("considered dead|gone", told[1 - gone]), told
+    outputs = [result.output for result in results]
+    assert results[gone].code == -9 and results[1 - gone].code == 0, outputs
+    assert "raised: " in outputs[1 - gone] and re.search("considered dead|gone", outputs[1 - gone]), outputs

@@ -167,7 +167,7 @@ def test_a_tensor_in_shared_memory_reaches_the_writer_as_that_memory(
 ) -> None:
     import torch
 
-    from ckpt_component.compat.call_process import CallProcess
+    from ckpt_component.compat.worker_process import CallProcess
 
     sent: list[int] = []
     call = CallProcess.call
@@ -193,6 +193,7 @@ def test_a_tensor_in_shared_memory_reaches_the_writer_as_that_memory(
     eventually(lambda: not shared_memory_of(pid))  # the writer keeps nothing
     process.close()
     del weights, state
+    gc.collect()  # errors of tests before this one hold their frames
     assert shared_memory_of(os.getpid()) == []
 
 
@@ -232,7 +233,7 @@ def test_a_failed_write_fails_alone_and_the_process_lives_on(make: Make, out: Pa
     assert f"pid {pid_of(process)}" in out.read_text()
 
 
-def test_a_process_killed_in_a_write_is_told_and_replaced(make: Make, tmp_path: Path, out: Path) -> None:
+def test_a_process_killed_in_a_write_is_reported_and_replaced(make: Make, tmp_path: Path, out: Path) -> None:
     process = make()
     bad = process.write({"call": (calls.start_and_hang, str(tmp_path / "at"))}, str(out))
     pid = pid_in(tmp_path / "at")
@@ -243,7 +244,7 @@ def test_a_process_killed_in_a_write_is_told_and_replaced(make: Make, tmp_path: 
     assert pid_of(process) != pid
 
 
-def test_an_idle_process_that_is_killed_is_told_and_replaced(
+def test_an_idle_process_that_is_killed_is_reported_and_replaced(
     make: Make, out: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     process = make()

@@ -59,9 +59,9 @@ def join(context: ProcessContext, seconds: float = 20) -> bool:
 @pytest.mark.parametrize("start_method", METHODS)
 def test_every_process_gets_its_index(start_method: str, tmp_path: Path, temp: Path) -> None:
     assert start_processes(calls.append_index, (str(tmp_path / "out"),), 2, start_method=start_method) is None
-    told = [(tmp_path / f"out.{index}").read_text().split(" of ") for index in range(2)]
-    assert [index for index, _ in told] == ["0", "1"]
-    assert len({pid for _, pid in told} | {str(os.getpid())}) == 3
+    outputs = [(tmp_path / f"out.{index}").read_text().split(" of ") for index in range(2)]
+    assert [index for index, _ in outputs] == ["0", "1"]
+    assert len({pid for _, pid in outputs} | {str(os.getpid())}) == 3
     assert not list(temp.glob("ckpt*"))
 
 
@@ -118,7 +118,7 @@ def test_the_old_name_of_the_context_still_works() -> None:
         assert SpawnContext([], []).join() is True
 
 
-def test_join_tells_whether_all_have_ended(tmp_path: Path) -> None:
+def test_join_returns_whether_all_have_ended(tmp_path: Path) -> None:
     gate = tmp_path / "gate"
     context = started(calls.start_and_wait_at, (str(tmp_path / "at"), str(gate)), 2)
     assert context.pids() == [pid_in(tmp_path / "at.0"), pid_in(tmp_path / "at.1")]
@@ -260,7 +260,7 @@ def test_start_methods_are_checked() -> None:
         start_processes(calls.append_index, start_method="spoon")
 
 
-def test_a_daemon_is_told_that_it_can_start_nothing() -> None:
+def test_a_daemon_can_start_nothing() -> None:
     with pytest.raises(ProcessRaisedException, match="start this one with daemon=False"):
         start_processes(start_another, daemon=True, start_method="fork")
 
@@ -269,7 +269,7 @@ def start_another(index: int) -> None:
     start_processes(calls.interrupt_at, start_method="fork")
 
 
-def test_spawn_spawns_whatever_it_is_told(tmp_path: Path) -> None:
+def test_spawn_starts_by_spawn_whatever_it_is_given(tmp_path: Path) -> None:
     with pytest.warns(FutureWarning, match="not by 'fork'"):
         assert spawn(calls.append_index, (str(tmp_path / "out"),), start_method="fork") is None
     assert (tmp_path / "out.0").exists()

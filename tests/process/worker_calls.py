@@ -136,13 +136,13 @@ def facts(_request: Any = None) -> dict[str, Any]:
 
 
 def serve_with(connection: Any, handler: Any) -> None:
-    from ckpt_component.compat.call_loop import serve
+    from ckpt_component.compat.worker_main import serve
 
     serve(connection, lambda: handler)
 
 
 def serve_broken(connection: Any) -> None:
-    from ckpt_component.compat.call_loop import serve
+    from ckpt_component.compat.worker_main import serve
 
     serve(connection, fail)  # type: ignore[arg-type]
 

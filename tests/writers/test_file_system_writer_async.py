@@ -24,9 +24,9 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
 
+from ckpt_component.compat.async_queue import AsyncCallsQueue
+from ckpt_component.compat.async_request import AsyncRequest
 from ckpt_component.compat.file_system_writer_async import FileSystemWriterAsync
-from ckpt_component.compat.queue import AsyncCallsQueue
-from ckpt_component.compat.request import AsyncRequest
 from ckpt_component.config.errors import CheckpointConfigError
 from ckpt_component.errors import CheckpointSaveError, CheckpointStageError, WorkerDiedError
 
@@ -280,7 +280,7 @@ def test_an_error_of_a_bucket_is_a_result(
     assert isinstance(found[0], CheckpointSaveError) and found[0].errno == 28
     assert "No space left" in str(found[0])
     assert any(frame.filename.endswith("gated_fs.py") for frame in found[1])
-    pickle.dumps(found)  # ranks are told
+    pickle.dumps(found)  # it goes to the other ranks
     assert os.listdir(tmp_path / "ck") == []  # the other bucket was not published either
 
 

@@ -109,7 +109,7 @@ def test_a_changed_structure_is_noticed(
         assert torch.equal(found[key], value) if isinstance(value, torch.Tensor) else found[key] == value
 
 
-def test_keys_that_flatten_alike_are_told_apart() -> None:
+def test_keys_that_flatten_alike_are_different() -> None:
     def fingerprint(values: dict[str, Any], world_size: int = 1) -> str:
         planner = DefaultSavePlanner()
         planner.set_up_planner(values, None, True)

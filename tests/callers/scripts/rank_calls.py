@@ -16,10 +16,10 @@ import worker_calls as calls
 from torch.distributed.checkpoint.api import CheckpointException
 from waiting import eventually, is_gone, pid_in
 
-from ckpt_component.compat import life
-from ckpt_component.compat.queue import AsyncCallsQueue
-from ckpt_component.compat.request import AsyncRequest
-from ckpt_component.compat.temporal_async import TemporalAsyncCaller
+from ckpt_component.compat import peers
+from ckpt_component.compat.async_callers import TemporalAsyncCaller
+from ckpt_component.compat.async_queue import AsyncCallsQueue
+from ckpt_component.compat.async_request import AsyncRequest
 from ckpt_component.errors import (
     CheckpointSaveError,
     CheckpointStageError,
@@ -81,13 +81,13 @@ class Bench:
         while True:
             polls += 1
             try:
-                told = self.queue.maybe_finalize_async_calls(blocking=blocking)
+                finalized = self.queue.maybe_finalize_async_calls(blocking=blocking)
             except CheckpointException as error:
                 assert isinstance(error, RanksError)
                 assert all(str(cause) in str(error) and frames == [] for cause, frames in error.failures.values())
                 self.texts.append(f"{'' if blocking else f'in poll {polls} '}{error} {error.errno} {error.failures}")
                 return error
-            assert told == [] and not blocking, told
+            assert finalized == [] and not blocking, finalized
 
     def next_save(self) -> None:
         """What must work after everything."""
@@ -213,7 +213,7 @@ def abort_on_one(bench: Bench) -> None:
 
 
 def alone(bench: Bench) -> None:
-    """no_dist=True asks nobody."""
+    """no_dist=True asks no other rank."""
     gate = bench.path("alone")
     number = bench.schedule(calls.wait_for, str(gate), finalize="alone")
     assert bench.queue.maybe_finalize_async_calls(no_dist=True) == []
@@ -292,8 +292,8 @@ def callers_and_sync(rank: int) -> None:
     caller = TemporalAsyncCaller(METHOD)
     for function in (calls.facts, calls.fail if rank == 0 else calls.facts, None):
         caller.schedule_async_call(AsyncRequest(function))
-    assert caller.is_current_async_call_done() is False  # what all are told of a first look
-    assert caller.is_current_async_call_done(blocking=True) is True
+    if not caller.is_current_async_call_done():  # the same on both ranks
+        assert caller.is_current_async_call_done(blocking=True) is True
     try:
         caller.is_current_async_call_done(blocking=True)
     except RanksError as error:
@@ -363,11 +363,11 @@ def another_order(rank: int, world_size: int, folder: Path) -> None:
         queue.schedule_async_request(AsyncRequest(calls.facts, (), [lambda: finalized.append("wrong")]))
     for queue in (first, second) if rank == 0 else (second, first):
         try:
-            told = queue.maybe_finalize_async_calls(blocking=True)
+            numbers = queue.maybe_finalize_async_calls(blocking=True)
         except RanksError as error:
             assert set(error.failures) == {1} and "in the same order" in str(error), error
         else:
-            raise AssertionError(told)
+            raise AssertionError(numbers)
     assert finalized == []
     # Also where each is asked at once, as far as that can be known: at the second of them.
     later = [AsyncCallsQueue(True, start_method=METHOD, write_timeout=20) for _ in range(2)]
@@ -384,7 +384,7 @@ def another_order(rank: int, world_size: int, folder: Path) -> None:
 
 def dead_rank(rank: int, world_size: int, folder: Path) -> None:
     """The rank that the test names is killed in the middle of a save; the others must not wait for it."""
-    life._HEARTBEAT_SECONDS = 2.0
+    peers.HEARTBEAT_SECONDS = 2.0
     queue = AsyncCallsQueue(True, start_method=METHOD)
     queue.schedule_async_request(AsyncRequest(calls.start_and_wait, (str(folder / f"at.{rank}"), os.devnull)))
     assert queue.maybe_finalize_async_calls(blocking=True) == [0]
@@ -398,7 +398,7 @@ def dead_rank(rank: int, world_size: int, folder: Path) -> None:
     try:
         queue.maybe_finalize_async_calls(blocking=True)
     except (RanksError, CheckpointTimeoutError) as error:
-        print(f"told: {error}", flush=True)
+        print(f"raised: {error}", flush=True)
     queue.close(abort=True)
     # What follows in a script needs the others, and is not the queue's affair.
     os._exit(0)

@@ -16,10 +16,10 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from ckpt_component.compat.async_queue import AsyncCallsQueue
+from ckpt_component.compat.async_request import AsyncRequest
 from ckpt_component.compat.file_system_writer_async import FileSystemWriterAsync
 from ckpt_component.compat.plan_cache import CheckpointMetadataCache
-from ckpt_component.compat.queue import AsyncCallsQueue
-from ckpt_component.compat.request import AsyncRequest
 from ckpt_component.compat.state_dict_saver import SaveRanks, save_state_dict_async_finalize, save_state_dict_async_plan
 from ckpt_component.errors import CheckpointSaveError, RanksError
 from ckpt_component.storage.fs import FsOps

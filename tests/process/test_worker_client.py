@@ -22,12 +22,12 @@ import pytest
 import worker_calls as calls
 from waiting import eventually, is_gone, open_fds, pid_in
 
-from ckpt_component.compat import call_process, call_pump
-from ckpt_component.compat.call_loop import serve_calls
-from ckpt_component.compat.call_process import CallProcess, NeverTakenError
-from ckpt_component.compat.call_worker import CallWorker
-from ckpt_component.compat.pickling import snapshot
+from ckpt_component.compat import worker_client, worker_process
+from ckpt_component.compat.pickling import pickle_by_value
 from ckpt_component.compat.spawn import StartMethodError
+from ckpt_component.compat.worker_client import WorkerClient
+from ckpt_component.compat.worker_main import serve_calls
+from ckpt_component.compat.worker_process import CallProcess, RequestNotDeliveredError
 from ckpt_component.errors import CheckpointSaveError, CheckpointStageError, CheckpointTimeoutError, WorkerDiedError
 from ckpt_component.writing.remote_error import RemoteTraceback
 
@@ -37,7 +37,7 @@ METHODS = ("spawn", "forkserver", "fork")
 
 
 def message(*request: Any) -> bytes:
-    return snapshot(request, "the request", parts={"request": request}, fix="Do not.")
+    return pickle_by_value(request, "the request", parts={"request": request}, fix="Do not.")
 
 
 @pytest.fixture
@@ -55,12 +55,11 @@ def make_process() -> Iterator[Callable[..., CallProcess]]:
 
 
 @pytest.fixture
-def make_worker() -> Iterator[Callable[..., CallWorker]]:
-    made: list[CallWorker] = []
+def make_worker() -> Iterator[Callable[..., WorkerClient]]:
+    made = Clients()
 
-    def make(start_method: str = "fork", **options: Any) -> CallWorker:
-        make_process = partial(CallProcess, calls.serve_with, (calls.run,), start_method=start_method)
-        made.append(CallWorker(make_process, **options))
+    def make(start_method: str = "fork", **options: Any) -> WorkerClient:
+        made.append(WorkerClient(calls.serve_with, (calls.run,), start_method=start_method, owner=made, **options))
         return made[-1]
 
     yield make
@@ -68,7 +67,11 @@ def make_worker() -> Iterator[Callable[..., CallWorker]]:
         worker.abort()
 
 
-def submit(worker: CallWorker, *request: Any, timeout: float = 60) -> Future[Any]:
+class Clients(list[WorkerClient]):
+    """The owner of clients, which may be referred to weakly."""
+
+
+def submit(worker: WorkerClient, *request: Any, timeout: float = 60) -> Future[Any]:
     return worker.submit(message(*request), timeout=timeout, what=f"{request[0].__name__}")
 
 
@@ -81,10 +84,10 @@ def test_a_call_is_answered_from_a_process_without_torch(
 ) -> None:
     process = make_process(start_method=start_method)
     process.await_ready()
-    told = process.call(0, message(calls.facts), 20, "facts")
-    assert told["pid"] == process.pid != os.getpid() and process.alive
+    answer = process.call(0, message(calls.facts), 20, "facts")
+    assert answer["pid"] == process.pid != os.getpid() and process.alive
     if start_method != "fork":
-        assert not told["torch"]
+        assert not answer["torch"]
     process.end(20)
     assert not process.alive and process.context.processes[0].exitcode == 0
 
@@ -171,13 +174,13 @@ def test_a_death_is_seen_although_others_hold_the_pipe_open(
         return inner(*args, **kwargs)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(call_process, "start_processes", fork_a_holder_first)
+        patch.setattr(worker_process, "start_processes", fork_a_holder_first)
         process = make_process()
     try:
         process.await_ready()
         with pytest.raises(WorkerDiedError, match="SIGKILL"):
             process.call(0, message(calls.kill_me, signal.SIGKILL), 60, "it")
-        with pytest.raises(NeverTakenError, match="SIGKILL"):  # more than the pipe holds, and nobody reads
+        with pytest.raises(RequestNotDeliveredError, match="SIGKILL"):  # more than the pipe holds, and no process reads
             process.call(1, message(len, bytes(1 << 22)), 60, "it")
     finally:
         gate.touch()
@@ -296,7 +299,7 @@ def test_a_system_that_refuses_a_process(
     def refuse(*_args: Any, **_kwargs: Any) -> None:
         raise BlockingIOError(11, "Resource temporarily unavailable")
 
-    monkeypatch.setattr(call_process, "start_processes", refuse)
+    monkeypatch.setattr(worker_process, "start_processes", refuse)
     before = open_fds()
     with pytest.raises(CheckpointSaveError, match="could not be started: .*temporarily unavailable") as caught:
         make_process()
@@ -309,18 +312,17 @@ import sys
 sys.path[:0] = {path!r}
 import logging
 import worker_calls as calls
-from ckpt_component.compat.call_loop import serve_calls
-from ckpt_component.compat.call_process import CallProcess
-from ckpt_component.compat.call_worker import CallWorker
-from ckpt_component.compat.pickling import snapshot
+from ckpt_component.compat.worker_main import serve_calls
+from ckpt_component.compat.worker_process import CallProcess
+from ckpt_component.compat.worker_client import WorkerClient
+from ckpt_component.compat.pickling import pickle_by_value
 from functools import partial
 
 def submit(worker, *request):
-    return worker.submit(snapshot(request, "it", parts={{}}, fix=""), timeout=60, what="it")
+    return worker.submit(pickle_by_value(request, "it", parts={{}}, fix=""), timeout=60, what="it")
 
 def make(start_method="spawn", **options):
-    process = partial(CallProcess, calls.serve_with, (calls.run,), start_method=start_method)
-    return CallWorker(process, **options)
+    return WorkerClient(calls.serve_with, (calls.run,), start_method=start_method, owner=make, **options)
 
 """
 
@@ -332,7 +334,7 @@ def script(body: str, folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("start_method", ["spawn", "forkserver"])
-def test_a_main_script_without_a_guard_is_told_about_it(start_method: str, tmp_path: Path) -> None:
+def test_a_main_script_without_a_guard_is_named_in_the_error(start_method: str, tmp_path: Path) -> None:
     body = f"process = CallProcess(serve_calls, (20,), start_method={start_method!r})\nprocess.await_ready()\n"
     done = subprocess.run(script(body, tmp_path), capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 1
@@ -355,16 +357,16 @@ def test_start_methods_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, "torch", fake)
         if in_use:
             with pytest.raises(StartMethodError, match="where CUDA is in use.* Take 'spawn'"):
-                call_process.check_start_method("fork")
+                worker_process.check_start_method("fork")
         else:
-            call_process.check_start_method("fork")
-        call_process.check_start_method("spawn")
+            worker_process.check_start_method("fork")
+        worker_process.check_start_method("spawn")
 
 
 # What a request takes along.
 
 
-def test_a_request_is_what_it_was_when_it_was_made(make_worker: Callable[..., CallWorker]) -> None:
+def test_a_request_is_what_it_was_when_it_was_made(make_worker: Callable[..., WorkerClient]) -> None:
     state = {"list": [1], "bytes": bytearray(b"now")}
     result = submit(make_worker(), dict, state)
     state["list"].append(2)
@@ -397,7 +399,7 @@ class Holder:
 )
 def test_what_cannot_be_pickled_is_named(value: Any, text: str) -> None:
     with pytest.raises(CheckpointStageError, match=rf"^It cannot be sent to another process, because {text}.*Fix\.$"):
-        snapshot(value, "It", parts={"request": value}, fix="Fix.")
+        pickle_by_value(value, "It", parts={"request": value}, fix="Fix.")
 
 
 def test_a_loop_that_cannot_be_pickled_is_refused_before_anything_starts() -> None:
@@ -412,7 +414,7 @@ def test_a_loop_that_cannot_be_pickled_is_refused_before_anything_starts() -> No
 
 @pytest.mark.parametrize("start_method", METHODS)
 def test_requests_are_done_in_order_by_one_process(
-    start_method: str, make_worker: Callable[..., CallWorker], tmp_path: Path
+    start_method: str, make_worker: Callable[..., WorkerClient], tmp_path: Path
 ) -> None:
     worker = make_worker(start_method)
     results = [submit(worker, calls.append, str(tmp_path / "out"), text) for text in "abc"]
@@ -424,7 +426,7 @@ def test_requests_are_done_in_order_by_one_process(
     assert worker.process is None
 
 
-def test_a_failure_between_two_requests_is_its_own(make_worker: Callable[..., CallWorker]) -> None:
+def test_a_failure_between_two_requests_is_its_own(make_worker: Callable[..., WorkerClient]) -> None:
     worker = make_worker()
     first, bad, last = submit(worker, calls.facts), submit(worker, calls.fail), submit(worker, calls.facts)
     assert first.result(20)["pid"] == last.result(20)["pid"]
@@ -433,7 +435,7 @@ def test_a_failure_between_two_requests_is_its_own(make_worker: Callable[..., Ca
 
 
 def test_a_killed_process_fails_its_request_and_is_replaced_for_the_next(
-    make_worker: Callable[..., CallWorker], tmp_path: Path
+    make_worker: Callable[..., WorkerClient], tmp_path: Path
 ) -> None:
     worker, started = make_worker(), tmp_path / "at"
     bad, last = submit(worker, calls.start_and_hang, str(started)), submit(worker, calls.facts)
@@ -444,8 +446,8 @@ def test_a_killed_process_fails_its_request_and_is_replaced_for_the_next(
     assert last.result(20)["pid"] != pid
 
 
-def test_the_death_of_an_idle_process_is_told_and_costs_nothing(
-    make_worker: Callable[..., CallWorker], caplog: pytest.LogCaptureFixture
+def test_the_death_of_an_idle_process_is_logged_and_costs_nothing(
+    make_worker: Callable[..., WorkerClient], caplog: pytest.LogCaptureFixture
 ) -> None:
     worker = make_worker()
     pid = submit(worker, calls.facts).result(20)["pid"]
@@ -455,7 +457,7 @@ def test_the_death_of_an_idle_process_is_told_and_costs_nothing(
 
 
 def test_a_request_that_a_dying_process_never_took_goes_to_the_next_one(
-    make_worker: Callable[..., CallWorker], caplog: pytest.LogCaptureFixture
+    make_worker: Callable[..., WorkerClient], caplog: pytest.LogCaptureFixture
 ) -> None:
     worker = make_worker()
     pid = submit(worker, calls.facts).result(20)["pid"]
@@ -471,7 +473,7 @@ def test_a_request_that_a_dying_process_never_took_goes_to_the_next_one(
 
 
 def test_a_request_past_its_deadline_is_given_up_and_the_next_one_works(
-    make_worker: Callable[..., CallWorker], tmp_path: Path
+    make_worker: Callable[..., WorkerClient], tmp_path: Path
 ) -> None:
     worker = make_worker()
     late = submit(worker, calls.start_and_hang, str(tmp_path / "at"), timeout=0.3)
@@ -482,14 +484,16 @@ def test_a_request_past_its_deadline_is_given_up_and_the_next_one_works(
 
 
 def test_a_start_that_fails_is_tried_again_for_the_next_request(tmp_path: Path) -> None:
-    attempts = []
+    first_is_over = tmp_path / "first"
 
-    def make_process() -> CallProcess:
-        attempts.append(1)
-        loop, args = (calls.serve_broken, ()) if len(attempts) == 1 else (calls.serve_with, (calls.run,))
-        return CallProcess(loop, args, start_method="fork")
+    def loop(connection: Any) -> None:
+        if first_is_over.exists():
+            calls.serve_with(connection, calls.run)
+        else:
+            first_is_over.touch()
+            calls.serve_broken(connection)
 
-    worker = CallWorker(make_process)
+    worker = WorkerClient(loop, start_method="fork", owner=loop)
     first, second = submit(worker, calls.facts), submit(worker, calls.facts)
     with pytest.raises(CheckpointSaveError, match="could not start"):
         first.result(20)
@@ -498,7 +502,7 @@ def test_a_start_that_fails_is_tried_again_for_the_next_request(tmp_path: Path) 
 
 
 def test_a_payload_that_is_still_to_come_keeps_its_place(
-    make_worker: Callable[..., CallWorker], tmp_path: Path
+    make_worker: Callable[..., WorkerClient], tmp_path: Path
 ) -> None:
     worker, out = make_worker(), str(tmp_path / "out")
     payload: Future[bytes] = Future()
@@ -514,7 +518,7 @@ def test_a_payload_that_is_still_to_come_keeps_its_place(
     assert Path(out).read_text() == "first second"
 
 
-def test_a_cancelled_request_is_left_out(make_worker: Callable[..., CallWorker], tmp_path: Path) -> None:
+def test_a_cancelled_request_is_left_out(make_worker: Callable[..., WorkerClient], tmp_path: Path) -> None:
     worker, gate = make_worker(), tmp_path / "gate"
     first = submit(worker, calls.start_and_wait, str(tmp_path / "at"), str(gate))
     second = submit(worker, calls.append, str(tmp_path / "out"), "no")
@@ -527,7 +531,7 @@ def test_a_cancelled_request_is_left_out(make_worker: Callable[..., CallWorker],
 
 
 def test_close_finishes_what_was_asked_for_and_can_be_called_twice(
-    make_worker: Callable[..., CallWorker], tmp_path: Path
+    make_worker: Callable[..., WorkerClient], tmp_path: Path
 ) -> None:
     worker = make_worker()
     for text in "abc":
@@ -539,7 +543,7 @@ def test_close_finishes_what_was_asked_for_and_can_be_called_twice(
         submit(worker, calls.facts)
 
 
-def test_close_may_be_called_when_a_request_is_done(make_worker: Callable[..., CallWorker], tmp_path: Path) -> None:
+def test_close_may_be_called_when_a_request_is_done(make_worker: Callable[..., WorkerClient], tmp_path: Path) -> None:
     worker, gate = make_worker(), tmp_path / "gate"
     first = submit(worker, calls.start_and_wait, str(tmp_path / "at"), str(gate))
     second = submit(worker, calls.facts)
@@ -550,7 +554,7 @@ def test_close_may_be_called_when_a_request_is_done(make_worker: Callable[..., C
     assert worker.process is None
 
 
-def test_a_worker_that_never_had_a_request_closes(make_worker: Callable[..., CallWorker]) -> None:
+def test_a_worker_that_never_had_a_request_closes(make_worker: Callable[..., WorkerClient]) -> None:
     worker = make_worker()
     worker.close()
     worker.abort()
@@ -558,7 +562,7 @@ def test_a_worker_that_never_had_a_request_closes(make_worker: Callable[..., Cal
         worker.start()
 
 
-def test_close_is_bounded_when_the_work_hangs(make_worker: Callable[..., CallWorker], tmp_path: Path) -> None:
+def test_close_is_bounded_when_the_work_hangs(make_worker: Callable[..., WorkerClient], tmp_path: Path) -> None:
     worker = make_worker()
     hung = submit(worker, calls.hang_against_signals, str(tmp_path / "at"))
     waiting = submit(worker, calls.facts)
@@ -572,7 +576,7 @@ def test_close_is_bounded_when_the_work_hangs(make_worker: Callable[..., CallWor
             result.result(0)
 
 
-def test_abort_kills_at_once(make_worker: Callable[..., CallWorker], tmp_path: Path) -> None:
+def test_abort_kills_at_once(make_worker: Callable[..., WorkerClient], tmp_path: Path) -> None:
     worker = make_worker()
     results = [submit(worker, calls.start_and_hang, str(tmp_path / "at")), submit(worker, calls.facts)]
     pid = pid_in(tmp_path / "at")
@@ -585,7 +589,8 @@ def test_abort_kills_at_once(make_worker: Callable[..., CallWorker], tmp_path: P
 
 
 def test_a_process_that_still_starts_does_not_hold_up_close(tmp_path: Path) -> None:
-    worker = CallWorker(partial(CallProcess, calls.serve_never, (str(tmp_path / "at"),), start_method="fork"))
+    owner = Clients()
+    worker = WorkerClient(calls.serve_never, (str(tmp_path / "at"),), start_method="fork", owner=owner)
     result = submit(worker, calls.facts)
     pid = pid_in(tmp_path / "at")
     worker.close(0.2)
@@ -594,47 +599,47 @@ def test_a_process_that_still_starts_does_not_hold_up_close(tmp_path: Path) -> N
         result.result(0)
 
 
-def test_a_worker_that_is_dropped_finishes_and_ends(
-    make_worker: Callable[..., CallWorker], tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_a_worker_whose_owner_is_dropped_finishes_and_ends(
+    make_worker: Callable[..., WorkerClient], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    make = partial(CallProcess, calls.serve_with, (calls.run,), start_method="fork")
-    worker = CallWorker(make)
+    owner = Clients()
+    worker = WorkerClient(calls.serve_with, (calls.run,), start_method="fork", owner=owner)
     gate, out = tmp_path / "gate", tmp_path / "out"
     submit(worker, calls.start_and_append, str(tmp_path / "at"), str(gate), str(out), "done")
     submit(worker, calls.fail)
     pid = pid_in(tmp_path / "at")
     before = time.monotonic()
-    del worker
+    del owner
     gc.collect()
-    assert time.monotonic() - before < 10 and not is_gone(pid)  # nobody waited, and nothing was killed
+    assert time.monotonic() - before < 10 and not is_gone(pid)  # no wait, and nothing was killed
     gate.touch()
     eventually(lambda: is_gone(pid))
     assert out.read_text() == "done"
-    eventually(lambda: "broken on purpose" in caplog.text)  # nobody else will tell
+    eventually(lambda: "broken on purpose" in caplog.text)  # it appears nowhere else
 
 
-def test_a_forked_copy_leaves_the_process_alone(make_worker: Callable[..., CallWorker], tmp_path: Path) -> None:
+def test_a_forked_copy_leaves_the_process_alone(make_worker: Callable[..., WorkerClient], tmp_path: Path) -> None:
     worker = make_worker()
     pid = submit(worker, calls.facts).result(20)["pid"]
     copy = os.fork()
     if copy == 0:
-        told = tmp_path / "told"
+        refusal = tmp_path / "refusal"
         try:
             submit(worker, calls.facts)
         except CheckpointSaveError as error:
-            told.write_text(str(error))
+            refusal.write_text(str(error))
         worker.close()
         worker.abort()
-        worker._pump.abandon()
+        worker.abandon()
         os._exit(0)
     assert os.waitpid(copy, 0)[1] == 0
-    assert "belongs to the process that made it" in (tmp_path / "told").read_text()
+    assert "belongs to the process that made it" in (tmp_path / "refusal").read_text()
     assert submit(worker, calls.facts).result(20)["pid"] == pid
 
 
-def test_threads_and_descriptors_do_not_add_up(make_worker: Callable[..., CallWorker]) -> None:
+def test_threads_and_descriptors_do_not_add_up() -> None:
     def use() -> None:
-        worker = make_worker("spawn")
+        worker = WorkerClient(calls.serve_with, (calls.run,), owner=use)
         submit(worker, calls.facts).result(20)
         worker.close()
 
@@ -646,7 +651,7 @@ def test_threads_and_descriptors_do_not_add_up(make_worker: Callable[..., CallWo
     assert (open_fds(), threading.active_count()) == before
 
 
-def test_patience_covers_what_waits(make_worker: Callable[..., CallWorker], tmp_path: Path) -> None:
+def test_patience_covers_what_waits(make_worker: Callable[..., WorkerClient], tmp_path: Path) -> None:
     worker = make_worker(start_timeout=5)
     idle = worker.patience
     gate = tmp_path / "gate"
@@ -658,12 +663,12 @@ def test_patience_covers_what_waits(make_worker: Callable[..., CallWorker], tmp_
 
 
 def test_a_thread_that_breaks_fails_what_waits(
-    make_worker: Callable[..., CallWorker], monkeypatch: pytest.MonkeyPatch
+    make_worker: Callable[..., WorkerClient], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(_pump: Any) -> None:
         raise RuntimeError("broken thread")
 
-    monkeypatch.setattr(call_pump.CallPump, "_next", broken)
+    monkeypatch.setattr(worker_client.WorkerClient, "_next", broken)
     monkeypatch.setattr(threading, "excepthook", lambda _: None)
     with pytest.raises(CheckpointSaveError, match="thread of its worker ended"):
         submit(make_worker(), calls.facts).result(20)
@@ -758,7 +763,7 @@ if __name__ == "__main__":
 def test_log_level_reaches_the_process(make_process: Callable[..., CallProcess]) -> None:
     process = make_process(serve_calls, (logging.ERROR,))
     process.await_ready()
-    payload = snapshot((assert_level, (logging.ERROR,), {}), "it", parts={}, fix="")
+    payload = pickle_by_value((assert_level, (logging.ERROR,), {}), "it", parts={}, fix="")
     assert process.call(0, payload, 20, "it") is None
 
 

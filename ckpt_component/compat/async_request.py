@@ -1,4 +1,4 @@
-"""`AsyncRequest`: what to run in the background, and what to run on the trainer afterwards (seed 002)."""
+"""`AsyncRequest`: what to run in the background, and what to run on the trainer afterwards."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from ..errors import CheckpointStageError
-from .ranks import Ranks
+from .peers import Peers
 from .torch_errors import as_checkpoint_exception
 
 #: Which positional argument of `async_fn` the result of `preload_fn` replaces.
@@ -104,16 +104,16 @@ class AsyncRequest(_Fields):
                 own as its cause. If it was not a finalize function, no rank has called one.
             CheckpointTimeoutError: a rank was not done within half an hour of the others.
         """
-        agreement = Ranks().agreement()
-        if agreement is None:
+        session = Peers().session()
+        if session is None:
             self._run()
             self._finalize()
         else:
             try:
-                agreement.together("run", self._run, self.name)
-                agreement.together("finalize", self._finalize, f"Finalizing {self.name}")
+                session.run_step("run", self._run, self.name)
+                session.run_step("finalize", self._finalize, f"Finalizing {self.name}")
             finally:
-                agreement.rest()
+                session.rest()
 
     def check(self) -> None:
         """Refuse a request that cannot be run.

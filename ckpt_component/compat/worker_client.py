@@ -1,7 +1,6 @@
-"""The thread that brings requests to a supervised process and their answers back.
+"""A supervised process behind a queue of requests: first come, first served, and a dead process is replaced.
 
-It belongs to a `CallWorker`, and outlives a collected one until the work that was taken on is done. The thread holds
-the conversation, so that a large request never blocks whoever asked for it.
+A thread holds the conversation with the process, so that a large request never blocks the thread that asked for it.
 """
 
 from __future__ import annotations
@@ -10,19 +9,22 @@ import logging
 import os
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.util import Finalize
 from typing import Any
 
 from ..errors import CheckpointError, CheckpointSaveError, CheckpointTimeoutError, WorkerDiedError
-from .call_process import CallProcess, NeverTakenError
+from .spawn import ProcessContext
+from .worker_process import CallProcess, RequestNotDeliveredError
 
 logger = logging.getLogger(__name__)
 
-#: An idle thread looks this often whether its process is dead, or its owner gone.
+#: An idle thread looks this often whether its process is dead, or the client is to finish.
 _POLL_SECONDS = 0.5
 #: Beyond its deadline, what the thread may need to stop a process that does not react.
 _STOP_SECONDS = 10.0
@@ -42,26 +44,52 @@ class _Request:
     answer: Future[Any]
 
     @property
-    def is_there(self) -> bool:
+    def is_ready(self) -> bool:
         return isinstance(self.payload, bytes) or self.payload.done()
 
 
-class CallPump:
-    """The thread, the queue and the process of a `CallWorker`, whose arguments these are."""
+class WorkerClient:
+    """Runs requests in a process of its own, one after the other.
+
+    Closing is bounded, and happens by itself when the interpreter exits. When its owner is collected without `close()`,
+    it finishes what it was asked to do, and ends; failures are logged.
+
+    Args:
+        loop: what the process runs, and `args` its further arguments; see `CallProcess`. It is started again when it
+            has died and there is more to do.
+        args: as above.
+        name: what errors call the process.
+        start_method: `spawn`, `forkserver` or `fork`.
+        start_timeout: seconds for the process to start.
+        close_timeout: seconds for the process to leave when it is asked to.
+        exit_timeout: seconds for everything when the interpreter exits; None lets requests have their own time.
+        farewell: a pickled request that the process gets last.
+        owner: the object whose requests these are. The thread keeps the client itself alive.
+
+    Attributes:
+        process: the one that runs now, or None.
+        context: of the last one that was started, or None.
+    """
 
     def __init__(
         self,
-        make_process: Callable[[], CallProcess],
-        start_timeout: float,
-        close_timeout: float,
-        exit_timeout: float | None,
-        farewell: bytes,
+        loop: Callable[..., None],
+        args: tuple[Any, ...] = (),
+        *,
+        name: str = "worker process",
+        start_method: str = "spawn",
+        start_timeout: float = 30.0,
+        close_timeout: float = 60.0,
+        exit_timeout: float | None = None,
+        farewell: bytes = b"",
+        owner: Any,
     ) -> None:
-        self._make_process = make_process
+        options = {"name": name, "start_method": start_method, "start_timeout": start_timeout}
+        self._new_process: Callable[[], CallProcess] = partial(CallProcess, loop, args, **options)  # type: ignore[arg-type]
         self._start_timeout = start_timeout
         self._close_timeout = close_timeout
         self._farewell = farewell
-        self._owner = os.getpid()
+        self._pid = os.getpid()
         self._changed = threading.Condition()
         self._requests: deque[_Request] = deque()
         self._running: _Request | None = None
@@ -69,72 +97,97 @@ class CallPump:
         self._closing = False
         self._end_by: float | None = None
         self._stopped: str | None = None  # why everything must end now
-        self._unheard = False  # nobody is left to ask for results
+        self._is_abandoned = False  # failures are logged, because no caller is left to ask for results
         self.process: CallProcess | None = None
-        self._thread = threading.Thread(target=self._run, name="ckpt-call-worker", daemon=True)
+        self.context: ProcessContext | None = None
+        self._thread = threading.Thread(target=self._run, name="ckpt-worker-client", daemon=True)
+        self._abandon = weakref.finalize(owner, self.abandon)
+        self._abandon.atexit = False  # the exit handler waits for the work; this would not
         # Runs at the exit of the interpreter, and of a child of multiprocessing, which knows no atexit.
         self._exit_handler = Finalize(None, self._close_at_exit, (exit_timeout,), exitpriority=_EXIT_PRIORITY)
 
+    @property
+    def patience(self) -> float:
+        """Seconds after which everything asked for so far must be answered, one way or the other."""
+        with self._changed:
+            waiting = [*self._requests, *([self._running] if self._running else [])]
+            return sum(self._start_timeout + request.timeout for request in waiting) + _STOP_SECONDS
+
     def start(self) -> None:
-        """Start the process now, from this thread. Raises what `make_process` raises."""
+        """Start the process now, from this thread; requests do so otherwise. Raises as `CallProcess`."""
         with self._changed:
             self._check_open()
-            if self.process is None:
-                self.process = self._make_process()
-            if not self._thread.is_alive():
-                self._thread.start()
+            self._ensure_process()
+            self._ensure_thread()
 
     def submit(
-        self, payload: bytes | Future[bytes], timeout: float, what: str, finish: Callable[[Any], Any]
+        self,
+        payload: bytes | Future[bytes],
+        *,
+        timeout: float,
+        what: str,
+        finish: Callable[[Any], Any] = lambda answer: answer,
     ) -> Future[Any]:
-        """Queue a request; see `CallWorker.submit`."""
+        """Queue a request.
+
+        Args:
+            payload: the pickled request, or where it will be; later requests wait for it.
+            timeout: seconds for the request from the moment when the process gets it.
+            what: the request, for error texts.
+            finish: makes the result, or an exception, of the answer.
+
+        Returns:
+            The result, or the error: CheckpointSaveError when the request raised, WorkerDiedError when the process
+            died, CheckpointTimeoutError when it did not answer in time, and what the start of a process raised.
+
+        Raises:
+            CheckpointSaveError: the client is closed, or belongs to another process.
+        """
         answer: Future[Any] = Future()
         with self._changed:
             self._check_open()
             self._requests.append(_Request(self._count, what, timeout, payload, finish, answer))
             self._count += 1
-            if not self._thread.is_alive():
-                self._thread.start()
+            self._ensure_thread()
             self._changed.notify()
         if isinstance(payload, Future):
             payload.add_done_callback(lambda _: self._wake())
         return answer
 
-    def patience(self) -> float:
-        """Seconds after which all that is queued must be answered, one way or the other."""
-        with self._changed:
-            waiting = [*self._requests, *([self._running] if self._running else [])]
-            return sum(self._start_timeout + request.timeout for request in waiting) + _STOP_SECONDS
-
     def finish(self) -> None:
         """Take no more requests; end when those taken are done. Does not wait."""
         # No lock: the garbage collector calls this in any thread and state. The thread polls the flag.
-        if os.getpid() == self._owner:
+        if os.getpid() == self._pid:
             self._closing = True
             if self._thread.ident is None:  # never started: nothing to end
                 self._exit_handler.cancel()
 
     def abandon(self) -> None:
-        """As `finish`, and nobody will ask for results: failures are logged."""
-        self._unheard = True
+        """As `finish`, and no caller will ask for results: failures are logged."""
+        self._is_abandoned = True
         self.finish()
 
-    def close(self, timeout: float | None) -> None:
-        """Take no more requests, let those taken be done, and end the process; see `CallWorker.close`."""
-        if os.getpid() != self._owner:
+    def close(self, timeout: float | None = None) -> None:
+        """Take no more requests, let those taken be done, and end the process. Safe to call twice.
+
+        Args:
+            timeout: seconds for everything, after which the process is stopped and what is left has failed. None:
+                every request may take the time it was given.
+        """
+        if os.getpid() != self._pid:
             return  # a forked copy; the process is the original's
         with self._changed:
             self._closing = True
             if timeout is not None:
                 self._end_by = time.monotonic() + timeout
             self._changed.notify()
-        self._join(self.patience() + self._close_timeout if timeout is None else timeout)
+        self._join(self.patience + self._close_timeout if timeout is None else timeout)
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._stop("was still running when the time for close() was over", kill=False)
 
     def abort(self) -> None:
         """Kill the process now; what is not done has failed."""
-        if os.getpid() == self._owner:
+        if os.getpid() == self._pid:
             self._stop("was given up by abort", kill=True)
 
     def _stop(self, reason: str, *, kill: bool) -> None:
@@ -149,7 +202,7 @@ class CallPump:
             process.hang_up()
         self._join(_STOP_SECONDS)
         if self._thread.is_alive() and self._thread is not threading.current_thread():
-            logger.error("the thread of a %s did not end", process.name if process else "worker process")
+            logger.error("the thread of the %s did not end", process.name if process else "worker process")
 
     def _join(self, timeout: float) -> None:
         if self._thread.ident is None:
@@ -158,7 +211,7 @@ class CallPump:
             self._thread.join(timeout)
 
     def _close_at_exit(self, timeout: float | None) -> None:
-        self._unheard = True
+        self._is_abandoned = True
         try:
             self.close(timeout)
         except BaseException:  # Ctrl-C of a user who will not wait
@@ -166,10 +219,20 @@ class CallPump:
             raise
 
     def _check_open(self) -> None:
-        if os.getpid() != self._owner:
+        if os.getpid() != self._pid:
             raise CheckpointSaveError("This worker belongs to the process that made it, not to a forked copy of it.")
         if self._closing:
             raise CheckpointSaveError("This worker is closed; make a new one.")
+
+    def _ensure_process(self) -> CallProcess:
+        if self.process is None:
+            self.process = self._new_process()
+            self.context = self.process.context
+        return self.process
+
+    def _ensure_thread(self) -> None:
+        if not self._thread.is_alive():
+            self._thread.start()
 
     def _wake(self) -> None:
         with self._changed:
@@ -193,6 +256,7 @@ class CallPump:
                     self.process = None
         finally:
             self._exit_handler.cancel()
+            self._abandon.detach()
             with self._changed:
                 self._closing = True
                 requests, self._requests = list(self._requests), deque()
@@ -206,7 +270,7 @@ class CallPump:
             with self._changed:
                 if self._stopped or (self._closing and not self._requests):
                     return None
-                if self._requests and self._requests[0].is_there:
+                if self._requests and self._requests[0].is_ready:
                     self._running = self._requests.popleft()
                     return self._running
                 self._changed.wait(_POLL_SECONDS)
@@ -230,10 +294,10 @@ class CallPump:
     def _call(self, request: _Request, payload: bytes) -> Any:
         try:
             return self._ready_process().call(request.number, payload, request.timeout, request.what)
-        except NeverTakenError as error:
+        except RequestNotDeliveredError as error:
             if self._stopped:
                 raise
-            # It was killed while it was idle, or nearly so, and the request can do nothing for that. Once.
+            # It died while it was idle, or nearly so, and not by this request: one more try.
             logger.warning("%s Another process gets it.", error)
             self._drop_process()
             return self._ready_process().call(request.number, payload, request.timeout, request.what)
@@ -243,9 +307,7 @@ class CallPump:
         with self._changed:
             if self._stopped:
                 raise WorkerDiedError("It was never sent.")
-            if self.process is None:
-                self.process = self._make_process()
-            process = self.process
+            process = self._ensure_process()
         try:
             process.await_ready()
         except CheckpointError:
@@ -264,12 +326,12 @@ class CallPump:
             process.stop()
 
     def _given_up(self, request: _Request, error: BaseException) -> CheckpointSaveError:
-        told = CheckpointSaveError(f"{request.what} {self._stopped}.")
-        told.__cause__ = error
-        return told
+        failure = CheckpointSaveError(f"{request.what} {self._stopped}.")
+        failure.__cause__ = error
+        return failure
 
     def _fail(self, request: _Request, error: BaseException) -> None:
-        if self._unheard:
+        if self._is_abandoned:
             logger.error("%s", error)
         if request.answer.running() or request.answer.set_running_or_notify_cancel():
             request.answer.set_exception(error)

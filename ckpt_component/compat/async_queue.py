@@ -1,4 +1,4 @@
-"""`AsyncCallsQueue`: schedules requests, and finalizes them in order on all ranks (seed 002)."""
+"""`AsyncCallsQueue`: schedules requests, and finalizes them in order on all ranks."""
 
 from __future__ import annotations
 
@@ -8,15 +8,12 @@ import weakref
 from collections import deque
 from functools import partial
 from multiprocessing.util import Finalize
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ..errors import CheckpointError, CheckpointSaveError
-from .agreement import Agreement
-from .async_caller import AsyncCaller
-from .persistent_async import PersistentAsyncCaller
-from .ranks import Ranks
-from .request import AsyncRequest
-from .temporal_async import TemporalAsyncCaller
+from .async_callers import AsyncCaller, PersistentAsyncCaller, TemporalAsyncCaller
+from .async_request import AsyncRequest
+from .peers import PeerSession
 from .torch_errors import as_checkpoint_exception
 
 logger = logging.getLogger(__name__)
@@ -37,7 +34,7 @@ class AsyncCallsQueue:
     """Runs requests in the background and calls their finalize functions on the trainer, in order.
 
     All methods that say so must be called on all ranks, in the same order. They agree by small messages in the store of
-    `torch.distributed`: no collective, nothing on a device. A rank whose process is gone fails the requests of the
+    `torch.distributed`: no collective, nothing on a device. A rank whose process has died fails the requests of the
     others within about half a minute; one that lives but does not call, when the deadline of the request is over.
 
     The queues of the ranks belong together in the order in which they are first asked on all ranks. So a rank may have
@@ -71,20 +68,15 @@ class AsyncCallsQueue:
         self.persistent = persistent
         self.call_idx = -1
         self.async_calls: deque[_ActiveAsyncRequest] = deque()
-        self._options: dict[str, Any] = {
-            "start_method": start_method,
-            "start_timeout": start_timeout,
-            "write_timeout": write_timeout,
-            "close_timeout": close_timeout,
-        }
-        self._persistent_caller = PersistentAsyncCaller(**self._options) if persistent else None
-        if not persistent:
-            TemporalAsyncCaller(**self._options)  # refuses a wrong option now, and not at the first save
-        self._ranks = Ranks()
+        self._write_timeout = write_timeout
+        kind = PersistentAsyncCaller if persistent else TemporalAsyncCaller
+        self._caller = kind(
+            start_method, start_timeout=start_timeout, write_timeout=write_timeout, close_timeout=close_timeout
+        )
         self._unreported: list[int] = []
         # Also runs at the exit of a child of multiprocessing, which knows no atexit.
         at_exit = Finalize(None, _close_at_exit, (weakref.ref(self),), exitpriority=_EXIT_PRIORITY)
-        weakref.finalize(self, _say_what_is_lost, at_exit, self.async_calls, os.getpid()).atexit = False
+        weakref.finalize(self, _log_what_is_lost, at_exit, self.async_calls, os.getpid()).atexit = False
 
     @as_checkpoint_exception()
     def schedule_async_request(self, async_request: AsyncRequest) -> int:
@@ -100,17 +92,16 @@ class AsyncCallsQueue:
         Raises:
             CheckpointStageError: with one rank, something of it cannot be sent to another process, and nothing is
                 scheduled. With several, no rank waits here to learn how it went elsewhere: the request has its number
-                on all ranks, and `maybe_finalize_async_calls` tells them all that it failed.
-            RanksError: the store that all ranks share is gone.
+                on all ranks, and `maybe_finalize_async_calls` raises on all that it failed.
+            RanksError: the store that all ranks share cannot be reached.
         """
         idx = self.call_idx + 1
         request = AsyncRequest.of(async_request).freeze()._replace(call_idx=idx)
-        caller = self._get_async_caller()
-        caller.schedule_async_call(request._replace(finalize_fns=[]))
+        self._caller.schedule_async_call(request._replace(finalize_fns=[]))
         self.call_idx = idx
         # What the process was given is not needed here any more, and may be as large as the model.
         kept = request._replace(async_fn=None, async_fn_args=(), async_fn_kwargs={}, preload_fn=None)
-        self.async_calls.append(_ActiveAsyncRequest(idx, caller, kept))
+        self.async_calls.append(_ActiveAsyncRequest(idx, self._caller, kept))
         return idx
 
     @as_checkpoint_exception()
@@ -118,8 +109,7 @@ class AsyncCallsQueue:
         """Finalize the requests that are done, oldest first, up to the first that is not. Call this on all ranks.
 
         All ranks get the same answer in the n-th call, and finalize in it; they wait for each other only when there is
-        something to finalize, and until all have done so. With several ranks, a call without `blocking` tells what
-        was known in the call before it.
+        something to finalize, and until all have done so.
 
         Args:
             blocking: wait for all of them, each at most until its deadline.
@@ -132,10 +122,10 @@ class AsyncCallsQueue:
             CheckpointSaveError: a request failed, or a finalize function did. It is raised once, and that request is
                 over; call again for the ones after it. With several ranks it is a RanksError, the same on all of them;
                 where it failed, that error is the cause.
-            CheckpointTimeoutError: rank 0 did not say in time how it went.
+            CheckpointTimeoutError: rank 0 did not decide in time.
         """
-        agreement = None if no_dist or not self.async_calls else self._ranks.current
-        while self.async_calls and self._finalize_first(agreement, blocking, no_dist):
+        session = None if no_dist else self._caller.peers.current
+        while self.async_calls and self._finalize_first(session, blocking, no_dist):
             pass
         finalized, self._unreported = self._unreported, []
         return finalized
@@ -167,17 +157,12 @@ class AsyncCallsQueue:
                     else:
                         logger.error("%s", error)
         finally:
-            callers = dict.fromkeys(active.async_caller for active in self.async_calls)
-            if self._persistent_caller is not None:
-                callers[self._persistent_caller] = None
             self.async_calls.clear()
-            for caller in callers:
-                caller.close(abort=abort)
-            self._ranks.rest()
+            self._caller.close(abort=abort)
         if first is not None:
             raise first
 
-    def _finalize_first(self, agreement: Agreement | None, blocking: bool, no_dist: bool) -> bool:
+    def _finalize_first(self, session: PeerSession | None, blocking: bool, no_dist: bool) -> bool:
         """Finalize the oldest request if it is done."""
         active = self.async_calls[0]
         try:
@@ -188,25 +173,19 @@ class AsyncCallsQueue:
             raise
         self.async_calls.popleft()
         finalize = partial(_finalize, active.async_request)
-        if agreement is None:
+        if session is None:
             finalize()
         else:
             what = f"Finalizing request {active.idx}"
-            agreement.together(f"finalize/{active.idx}", finalize, what, self._options["write_timeout"])
+            session.run_step(f"finalize/{active.idx}", finalize, what, self._write_timeout)
         self._unreported.append(active.idx)
         return True
 
-    def _get_async_caller(self) -> AsyncCaller:
-        """The caller for the next request."""
-        caller = self._persistent_caller or TemporalAsyncCaller(**self._options)
-        caller.ranks = self._ranks
-        return caller
-
     def _close_at_exit(self) -> None:
-        if self._ranks.current is not None and self.async_calls:
-            # Finalizing is done by all ranks together, and nobody knows whether the others are still there.
+        if self._caller.peers.current is not None and self.async_calls:
+            # Finalizing is done by all ranks together, and the others may have ended already.
             logger.error(
-                "the interpreter exits with %d requests that were not finalized; call close() on all ranks before",
+                "the interpreter exits with %d requests that were not finalized; call close() on all ranks first",
                 len(self.async_calls),
             )
             return
@@ -235,7 +214,7 @@ def _close_at_exit(queue: weakref.ref[AsyncCallsQueue]) -> None:
         alive._close_at_exit()
 
 
-def _say_what_is_lost(at_exit: Finalize, calls: deque[_ActiveAsyncRequest], owner: int) -> None:
+def _log_what_is_lost(at_exit: Finalize, calls: deque[_ActiveAsyncRequest], owner: int) -> None:
     if os.getpid() != owner:
         return
     at_exit.cancel()

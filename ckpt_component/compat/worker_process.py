@@ -22,16 +22,16 @@ from typing import Any, cast
 from ..errors import CheckpointSaveError, CheckpointTimeoutError, WorkerDiedError
 from ..writing.exit_text import describe_exit
 from ..writing.remote_error import RemoteTraceback, as_local_error
-from .call_loop import GROUP_SIGNALS, enter
 from .messages import END, READY, TAKEN, receive_message, send_message
-from .pickling import snapshot
+from .pickling import pickle_by_value
 from .spawn import START_METHODS, ProcessContext, StartMethodError, start_processes
+from .worker_main import GROUP_SIGNALS, enter
 
 logger = logging.getLogger(__name__)
 
 #: A dead process is noticed by its pipe or sentinel at once, or by this poll when another process holds those open.
 _POLL_SECONDS = 0.25
-#: How long a process that closed its pipe may take to be gone.
+#: How long a process that closed its pipe may take to end.
 _EXIT_SECONDS = 0.5
 #: Between SIGTERM and SIGKILL.
 _TERMINATE_SECONDS = 0.5
@@ -49,19 +49,19 @@ def check_start_method(start_method: str) -> None:
     """
     if start_method not in START_METHODS:
         raise StartMethodError(f"There is no start method {start_method!r}; take one of {', '.join(START_METHODS)}.")
-    cuda = getattr(sys.modules.get("torch"), "cuda", None)  # this room does not import torch
+    cuda = getattr(sys.modules.get("torch"), "cuda", None)  # this module does not import torch
     if start_method == "fork" and cuda is not None and cuda.is_initialized():
         raise StartMethodError(
             "start_method='fork' cannot be used where CUDA is in use: a copied context does not work. Take 'spawn'."
         )
 
 
-class NeverTakenError(WorkerDiedError):
+class RequestNotDeliveredError(WorkerDiedError):
     """The process ended before it had the whole request, so that nothing of it was done."""
 
 
 class CallProcess:
-    """A process that runs a loop of `call_loop`. Used by one thread at a time, save for `kill` and `hang_up`.
+    """A process that runs a loop of `worker_main`. Used by one thread at a time, save for `kill` and `hang_up`.
 
     Args:
         loop: called in the process as `loop(connection, *args)`.
@@ -157,7 +157,7 @@ class CallProcess:
 
         Raises:
             CheckpointSaveError: the request raised in the process, which lives on.
-            WorkerDiedError: the process ended; NeverTakenError, when the request can be given to another one.
+            WorkerDiedError: the process ended; RequestNotDeliveredError, when the request can be given to another one.
             CheckpointTimeoutError: no answer in time; the process has to be stopped.
         """
         deadline = time.monotonic() + timeout
@@ -194,7 +194,7 @@ class CallProcess:
     def stop(self) -> None:
         """End the process: SIGTERM, and half a second later SIGKILL. Nothing happens to one that has ended."""
         with self._closing:
-            self._connection.close()  # tells the process that this SIGTERM is meant for it
+            self._connection.close()  # shows the process that this SIGTERM is meant for it
         if self.alive:
             self._process.terminate()
             self._process.join(_TERMINATE_SECONDS)
@@ -217,16 +217,16 @@ class CallProcess:
                     copy.shutdown(socket.SHUT_RDWR)  # OSError: the other side was faster
 
     def death(self) -> WorkerDiedError:
-        """The error that tells how an idle process ended."""
+        """The error that describes how an idle process ended."""
         return self._died("")
 
     def _send(self, number: int, body: bytes, deadline: float, late: str, doing: str) -> None:
-        with self._death_told(doing):
+        with self._as_death(doing):
             send_message(self._connection, number, body, lambda: self._wait(select.POLLOUT, deadline, late))
 
     def _result(self, number: int, deadline: float, late: str, what: str, doing: str = "") -> Any:
         """The content of the answer with this number."""
-        with self._death_told(doing):
+        with self._as_death(doing):
             while True:
                 answered, body = receive_message(self._connection, lambda: self._wait(select.POLLIN, deadline, late))
                 if answered == number:
@@ -241,8 +241,8 @@ class CallProcess:
         return pickle.loads(content) if content is not None else None
 
     @contextlib.contextmanager
-    def _death_told(self, doing: str) -> Iterator[None]:
-        """The end of the pipe becomes the error that tells how the process ended."""
+    def _as_death(self, doing: str) -> Iterator[None]:
+        """The end of the pipe becomes the error that describes how the process ended."""
         try:
             yield
         except CheckpointTimeoutError:  # an OSError too
@@ -275,7 +275,7 @@ class CallProcess:
         if not self._ready:
             where = " before it was ready"
         hint = "" if self._ready else self._start_hint(code)
-        kind = WorkerDiedError if self._taken else NeverTakenError
+        kind = WorkerDiedError if self._taken else RequestNotDeliveredError
         error = kind(f"The {self.name} (pid {self.pid}) {describe_exit(code, self.pid)}{where}.{hint}")
         text = self.context.error_text(0)
         if text is not None:
@@ -295,7 +295,7 @@ class CallProcess:
 
 def _pickled_work(loop: Callable[..., None], args: tuple[Any, ...], name: str) -> bytes:
     parts = {"its loop": loop, "args": args}
-    return snapshot((loop, args), f"What the {name} is to run", parts=parts, fix=FIX_FOR_SPAWN)
+    return pickle_by_value((loop, args), f"What the {name} is to run", parts=parts, fix=FIX_FOR_SPAWN)
 
 
 @contextlib.contextmanager

@@ -1,7 +1,7 @@
-"""The inside of a supervised process: it answers numbered requests until its parent says so, or is gone.
+"""What runs in a supervised process: it answers numbered requests until its parent ends the conversation or dies.
 
 One request at a time, each answered under its number. A request that fails is answered with its traceback as text,
-and the loop goes on. What a request means is the handler's affair. Standard library alone.
+and the loop goes on. The handler decides what a request means. Standard library alone.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .messages import END, READY, TAKEN, receive_message, send_message
 #: Held back in a process that starts, until its handlers for them are in place.
 GROUP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
-#: These end the process, whoever raises them. All else is an answer, such as torch's CheckpointException, which is a
+#: These end the process, wherever they are raised. All else is an answer, torch's CheckpointException too, which is a
 #: BaseException.
 _LEAVING = (SystemExit, KeyboardInterrupt, GeneratorExit)
 
@@ -32,7 +32,7 @@ def serve(connection: Connection, make_handler: Callable[[], Callable[[Any], Any
 
     Args:
         connection: the process's end of a duplex pipe.
-        make_handler: called once, before the process says that it is ready. It returns what is called with each
+        make_handler: called once, before the process reports that it is ready. It returns what is called with each
             unpickled request; what that returns is pickled as the answer.
     """
     try:
@@ -48,7 +48,7 @@ def serve(connection: Connection, make_handler: Callable[[], Callable[[Any], Any
         try:
             number, body = receive_message(connection)
         except (EOFError, ConnectionResetError):
-            return  # the parent is gone
+            return  # the parent has died
         if number == END and not body:
             return
         if not _send(connection, TAKEN, True, None) or not _answer(connection, number, body, handler):
@@ -105,7 +105,7 @@ def enter(
 
 
 def _answer(connection: Connection, number: int, body: bytearray, handler: Callable[[Any], Any]) -> bool:
-    """Handle one request; False when nobody is there to hear the answer."""
+    """Handle one request; False when the parent has died."""
     try:
         request = pickle.loads(body)
         body.clear()  # the state is there twice otherwise, for as long as the request runs
