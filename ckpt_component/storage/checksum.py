@@ -64,16 +64,16 @@ def find_checksum(name: str, home: Sequence[str] | None = None) -> Checksum:
         ValueError: there is no such algorithm.
     """
     if home is None:
-        provider, module = _load(_providers(name))
+        provider, module = _load(name)
     else:
-        provider = next(each for each in _providers(name) if each.package == home[0])
+        provider = next(each for each in PROVIDERS if (each.name, each.package) == (name, home[0]))
         module = _import_from(provider, home[1])
     return provider.make(provider, module)
 
 
 def fastest() -> Checksum:
     """The fastest that can be used here."""
-    provider, module = _load(PROVIDERS)
+    provider, module = _load(None)
     return provider.make(provider, module)
 
 
@@ -83,7 +83,7 @@ def home_of(name: str) -> list[str] | None:
     Raises:
         ChecksumMissingError: it is not installed.
     """
-    provider, _ = _load(_providers(name))
+    provider, _ = _load(name)
     if provider.package == "zlib":
         return None
     (own, *_) = list(sys.modules[provider.package].__path__)
@@ -92,7 +92,7 @@ def home_of(name: str) -> list[str] | None:
 
 def install_text(name: str) -> str:
     """What to type so that an algorithm can be used."""
-    return f"pip install {_providers(name)[0].package}"
+    return f"pip install {next(each.package for each in PROVIDERS if each.name == name)}"
 
 
 class _RunningStream:
@@ -164,31 +164,21 @@ PROVIDERS = (
 ALGORITHMS = tuple(dict.fromkeys(provider.name for provider in PROVIDERS))
 
 
-def _providers(name: str) -> Sequence[Provider]:
-    found = [provider for provider in PROVIDERS if provider.name == name]
-    if not found:
-        raise ValueError(f"{name!r} is no checksum algorithm; there are {', '.join(ALGORITHMS)}.")
-    return found
-
-
-def _load(providers: Sequence[Provider]) -> tuple[Provider, ModuleType]:
-    """The first of these whose module can be imported here."""
-    for provider in providers:
-        module = _imported(provider)
-        if module is not None:
+def _load(name: str | None) -> tuple[Provider, ModuleType]:
+    """The first provider of an algorithm, or of any, whose module can be imported here and is of use."""
+    if name is not None and name not in ALGORITHMS:
+        raise ValueError(f"{name!r} is not a checksum algorithm; use one of {', '.join(ALGORITHMS)}.")
+    for provider in PROVIDERS:
+        if name not in (None, provider.name):
+            continue
+        try:
+            module = import_module(provider.module)
+        except ImportError:
+            continue
+        # Without its C part, google_crc32c is a thousand times slower than zlib.
+        if getattr(module, "implementation", "c") != "python":
             return provider, module
-    name = providers[0].name
-    raise ChecksumMissingError(f"The checksum {name} needs a package that is not installed: {install_text(name)}.")
-
-
-def _imported(provider: Provider) -> ModuleType | None:
-    """A provider's module; None where it is not installed, or is so slow that it is of no use."""
-    try:
-        module = import_module(provider.module)
-    except ImportError:
-        return None
-    # Without its C part, google_crc32c is a thousand times slower than zlib.
-    return None if getattr(module, "implementation", "c") == "python" else module
+    raise ChecksumMissingError(f"The checksum {name} needs a package that is not installed: {install_text(str(name))}.")
 
 
 def _import_from(provider: Provider, folder: str) -> ModuleType:

@@ -22,6 +22,9 @@ from .layout import Layout, PutLayout, is_folder
 from .liveness import AttemptLock
 from .manifest import VERSION
 
+#: By `Attempt.by_rename`.
+_LAYOUTS: dict[bool, type[Layout]] = {True: Layout, False: PutLayout}
+
 
 @dataclass(frozen=True)
 class Attempt:
@@ -42,16 +45,12 @@ class Attempt:
     @property
     def staging(self) -> str:
         """The folder that collects the files: beside the target until the commit, or in it for good."""
-        return _layout(self.by_rename).staging(self.target, self.token)
-
-
-def _layout(by_rename: bool) -> type[Layout]:
-    return Layout if by_rename else PutLayout
+        return _LAYOUTS[self.by_rename].staging(self.target, self.token)
 
 
 def refuse_existing(path: str, *, by_rename: bool = True) -> None:
     """Raise CheckpointExistsError when `path` holds anything that the layout does not allow beside a new attempt."""
-    if not os.path.lexists(path) or (is_folder(path) and _layout(by_rename).is_free(os.listdir(path))):
+    if not os.path.lexists(path) or (is_folder(path) and _LAYOUTS[by_rename].is_free(os.listdir(path))):
         return
     raise CheckpointExistsError(
         f"{path} already exists, and a checkpoint is never written over anything; save to a new path, or move it away."
@@ -61,7 +60,7 @@ def refuse_existing(path: str, *, by_rename: bool = True) -> None:
 def begin(fs: FsOps, attempt: Attempt) -> None:
     """Make the staging folder of an attempt. Raises CheckpointExistsError when its target's path is taken."""
     refuse_existing(attempt.target, by_rename=attempt.by_rename)
-    _layout(attempt.by_rename)(fs).begin(attempt.staging)
+    _LAYOUTS[attempt.by_rename](fs).begin(attempt.staging)
 
 
 def lock(fs: FsOps, attempt: Attempt) -> AttemptLock:
@@ -98,10 +97,11 @@ def publish(
         OSError: from the file system; nothing is visible then, unless the file system refuses even to take back the
             last step, which is a warning.
     """
+    files: list[dict[str, Any]] = []
     for rank in ranks:
         for entry in rank["files"]:
             _check_size(fs, attempt, entry, visibility_timeout if rank["rank"] else 0.0)
-    files = [dict(entry) for rank in ranks for entry in rank["files"]]
+            files.append(dict(entry))
     for name, data in sidecars.items():
         fs.write_new(os.path.join(attempt.staging, name), data)
         files.append({"name": name, "size": len(data), "crc32": zlib.crc32(data)})
@@ -119,18 +119,18 @@ def publish(
         if attempt.owner:
             check_owner(fs, os.path.dirname(attempt.target), attempt.owner)
 
-    _layout(attempt.by_rename)(fs).commit(attempt.target, content, check, visibility_timeout)
+    _LAYOUTS[attempt.by_rename](fs).commit(attempt.target, content, check, visibility_timeout)
     return len(files) + 1
 
 
 def is_over(fs: FsOps, attempt: Attempt) -> bool:
     """Whether an attempt was committed or abandoned already. Raises CheckpointError when that cannot be seen."""
-    return _layout(attempt.by_rename)(fs).is_over(attempt.target, attempt.token)
+    return _LAYOUTS[attempt.by_rename](fs).is_over(attempt.target, attempt.token)
 
 
 def abandon(fs: FsOps, attempt: Attempt) -> None:
     """Remove what a failed attempt left. A failure here is logged: the save's own error matters more."""
-    _layout(attempt.by_rename)(fs).abandon(attempt.target, attempt.token)
+    _LAYOUTS[attempt.by_rename](fs).abandon(attempt.target, attempt.token)
 
 
 def _check_size(fs: FsOps, attempt: Attempt, entry: Mapping[str, Any], visibility_timeout: float) -> None:

@@ -1,7 +1,7 @@
-"""Who may commit under a root: the run that saved there first after all others, noted in one small file.
+"""Who may commit under a root: the run that took it over last, as one small file there says.
 
 A run that was stopped (a frozen node, SIGSTOP, a network cut) may wake up long after another one took its place. Before
-every commit the file is read again, and a run that does not own the root any more commits nothing (RELIABILITY 4.2 F).
+every commit the file is read again, and a run that does not own the root any more commits nothing.
 The root is taken at a run's first save, not when it restores: a script that only evaluates must not stop the training.
 """
 
@@ -73,15 +73,15 @@ class Ownership:
         self._root = root
         self._steps = steps
         self._taken = False
-        #: What earlier owners left, and can commit no more; gone through until nothing of it is there.
+        #: What earlier owners left and can no longer commit; cleaned up until nothing of it is there.
         self._fenced: set[str] = set()
         self.token = os.urandom(8).hex()
 
     def claim(self) -> None:
         """Take the root over at the first call; at later ones make sure that it is still ours. Rank 0 alone.
 
-        Then what earlier owners left is deleted, of whichever host, unless it may be alive: what stood there before
-        this run's name did can be committed by nobody any more.
+        Then what earlier owners left is deleted, on whichever host they ran, unless it may be alive: none of it can be
+        committed any more.
 
         Raises:
             CheckpointFencedError: another run took it meanwhile.
@@ -104,7 +104,7 @@ class Ownership:
             level = logging.DEBUG if alive is False else logging.WARNING if alive else logging.INFO
             logger.log(
                 level,
-                "this run takes over %s from %s%s, which can commit nothing there any more",
+                "took ownership of %s from %s%s, which can no longer commit there",
                 self._root,
                 before,
                 " (still running)" if alive else "",
@@ -137,7 +137,7 @@ class Ownership:
                 logger.info("deleted %s, which an earlier run left", os.path.join(self._root, name))
             self._fenced &= leftovers(self._fs, self._root, self._steps)
         except OSError as error:
-            logger.warning("%s could not be searched for what earlier runs left: %s", self._root, error)
+            logger.warning("could not search %s for what earlier runs left: %s", self._root, error)
 
 
 def check_owner(fs: FsOps, root: str, token: str) -> None:

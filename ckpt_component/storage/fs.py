@@ -87,7 +87,7 @@ class FsOps:
 
     def write(self, fd: int, buffers: Sequence[memoryview], offset: int) -> None:
         """Write all of `buffers`, one after the other, at `offset`; short writes are continued."""
-        pending = [view for view in buffers if view.nbytes]
+        pending = list(buffers)
         while pending:
             written = self.write_some(fd, pending[:MAX_BUFFERS], offset)
             offset += written

@@ -1,4 +1,4 @@
-"""Which attempts are alive: whoever works on one holds a lock on its folder, or touches a small file beside it.
+"""Which attempts are alive: a process that works on one holds a lock on its folder, or touches a file beside it.
 
 The file is for file systems without locks. It is touched every few seconds, and an attempt for which nothing was
 touched for a minute, by the clock of the file system, counts as dead.
@@ -20,13 +20,13 @@ logger = logging.getLogger(__name__)
 TOUCH_SECONDS = 5.0
 #: Without a lock to look at, what did not change for so long is dead.
 QUIET_SECONDS = 60.0
-#: Whoever looks at a lock holds it for microseconds.
+#: A process that looks at a lock holds it for microseconds.
 _LOOK_SECONDS = 5.0
 _LOOK_PAUSE = 0.01
 
 
 class AttemptLock:
-    """This process's sign of life for an attempt, until `close` or its death.
+    """Shows that this process works on an attempt, until `close` or its death.
 
     Args:
         fs: where effects go.
@@ -46,7 +46,16 @@ class AttemptLock:
         self._over = threading.Event()
         self._mark: str | None = None
         self._thread: threading.Thread | None = None
-        self._fd = self._lock()
+        self._fd: int | None = None
+        deadline = time.monotonic() + _LOOK_SECONDS
+        while True:
+            try:
+                self._fd = fs.lock_shared(staging)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise
+            time.sleep(_LOOK_PAUSE)
         if self._fd is None:
             self._mark = alive_path(root, token)
             fs.close(fs.create(self._mark))
@@ -77,16 +86,6 @@ class AttemptLock:
                 pass  # it was taken for that of a dead process
             except OSError as error:
                 logger.warning("%s stays until a later start: %s", self._mark, error)
-
-    def _lock(self) -> int | None:
-        deadline = time.monotonic() + _LOOK_SECONDS
-        while True:
-            try:
-                return self._fs.lock_shared(self._staging)
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise
-            time.sleep(_LOOK_PAUSE)
 
     def _touch(self, mark: str) -> None:
         warned = False

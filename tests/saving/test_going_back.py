@@ -500,7 +500,7 @@ def test_taking_over_is_as_loud_as_the_last_owner_may_be_alive(
     with manager_in(tmp_path) as manager:
         assert manager.restore(state_of(0)) == 1
         manager.save(2, state_of(2))
-    (record,) = [record for record in caplog.records if "takes over" in record.getMessage()]
+    (record,) = [record for record in caplog.records if "took ownership of" in record.getMessage()]
     assert record.levelname == level and ("still running" in record.getMessage()) == (which == "alive")
 
 
