@@ -1,8 +1,13 @@
 """One decision on all ranks: the leader decides from every rank's value, and every rank gets the decision.
 
-A save or a load asks in four ways: `pool` (every rank sends a value, rank 0 decides), `deal` (the same, with a part of
-the decision for each rank), `lead` (rank 0 alone does something, all get the result) and `vote` (every rank reports how
-its part went). With one rank, all of them are plain calls.
+A save or a load asks in four ways:
+
+- `pool`: every rank sends a value, rank 0 decides.
+- `deal`: the same, with a part of the decision for each rank.
+- `lead`: rank 0 alone does something, all ranks get the result.
+- `vote`: every rank does its part and learns whether all parts succeeded.
+
+With one rank, all of them are plain calls.
 """
 
 from __future__ import annotations

@@ -101,7 +101,8 @@ class StoreCoordinator(Coordinator):
                 return self._answer(question, lambda: decide(question.values(range(self.world_size))))
             if self.leads and call is None and failure is None:
                 failure = CheckpointTimeoutError(f"A rank gave up waiting for rank 0 to take part in '{tag}'.")
-            if failure is not None and (first or (call is None and (self.leads or isinstance(failure, RanksError)))):
+            may_give_up = call is None and (self.leads or isinstance(failure, RanksError))
+            if failure is not None and (first or may_give_up):
                 self._give_up(question, failure, call)
                 raise failure
             try:
