@@ -39,7 +39,7 @@ from .saving.pipeline import SavePipeline
 from .saving.retry import ErrorPolicy
 from .saving.transaction import RunHooks
 from .stagers.base import Stager
-from .storage.fencing import Ownership
+from .storage.fencing import FencingToken
 from .storage.file_system import file_system
 from .storage.fs import FsOps
 from .storage.names import NAMINGS
@@ -103,12 +103,12 @@ def build_manager(
         try:
             if job_root != root:
                 # Each rank's Hydra names the output folder by its own clock.
-                job_root = ranks.lead("root/job", lambda: job_root, time.monotonic() + timeouts.stage)
+                job_root = ranks.run_on_leader("root/job", lambda: job_root, time.monotonic() + timeouts.stage)
             run = RunContext(fs, os.path.abspath(job_root), names, ranks, timeouts)
             if save.enabled:
                 check_root(run)
             retention = Retention(run, RetentionPolicy(settings.keep.last, settings.keep.every_steps))
-            ownership = Ownership(fs, run.root, names)
+            ownership = FencingToken(fs, run.root, names)
             rollback = Rollback(run, resume, ownership)
             hooks = RunHooks(ownership, rollback.admit, retention.point_to, retention.delete_old)
             checkpointer = _build_graph(settings, parts, ranks, fs, timeouts, policy, hooks)

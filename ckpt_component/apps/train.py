@@ -145,5 +145,5 @@ def _launch_dir() -> str:
 
 
 def _result(ranks: Ranks, status: str, *, figures: dict[str, Any] | None = None, reason: str | None = None) -> None:
-    if ranks.leads:
+    if ranks.is_leader:
         write_job_result(status, figures=figures, reason=reason)

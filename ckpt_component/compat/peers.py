@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..coordination import RankStore, StoreCoordinator
-from ..coordination.heartbeat import Watch
+from ..coordination.heartbeat import FailureDetector
 from ..coordination.rank_store import distributed
 from ..errors import CheckpointError, CheckpointSaveError, RanksError, ranks_failed
 from ..writing.remote_error import describe_failure
@@ -73,11 +73,11 @@ class PeerSession:
 
     def __init__(self, store: RankStore, made: int) -> None:
         self.world_size = store.world_size
-        self.leads = store.rank == 0
+        self.is_leader = store.rank == 0
         self._store = store
         self._order = QueueOrder(store, made)
         self._coordinator: StoreCoordinator | None = None  # while requests are in flight
-        self._watch: Watch | None = None
+        self._watch: FailureDetector | None = None
         self._prefix: str | None = None  # of all tags, from the first use on all ranks together
         self._place: list[int] = []
         self._is_in_place = False  # on all ranks, as far as rank 0 has seen
@@ -157,7 +157,7 @@ class PeerSession:
                 coordinator, _ = self._join()
                 tag = self._tag(call)
                 self._cast(call, failure)
-                if self.leads:
+                if self.is_leader:
                     # A rank that is behind gets the answers to its earlier looks that this rank got.
                     coordinator.look(f"{tag}/look", call.looks, lambda: True, 0)
                     call.looks += 1
@@ -206,7 +206,7 @@ class PeerSession:
         """
         coordinator, _ = self._join()
         self._sums += 1
-        return int(coordinator.pool(f"{self._prefix}/sum/{self._sums}", value, sum, self._deadline(_STEP_SECONDS)))
+        return int(coordinator.decide(f"{self._prefix}/sum/{self._sums}", value, sum, self._deadline(_STEP_SECONDS)))
 
     def rest(self) -> None:
         """Send no more heartbeats until there is another call. Call this on all ranks when no call is open."""
@@ -220,11 +220,11 @@ class PeerSession:
             self._coordinator = StoreCoordinator(self._store, HEARTBEAT_SECONDS, stall_timeout=math.inf)
         return self._coordinator
 
-    def _join(self) -> tuple[StoreCoordinator, Watch]:
+    def _join(self) -> tuple[StoreCoordinator, FailureDetector]:
         """Take part with the other ranks: the n-th queue of each rank that does so belongs together."""
         coordinator = self._coordinate()
         if self._watch is None:
-            self._watch = Watch(self._store, range(1, self.world_size), HEARTBEAT_SECONDS, None)
+            self._watch = FailureDetector(self._store, range(1, self.world_size), HEARTBEAT_SECONDS, None)
         if self._prefix is None:
             self._place = self._order.join()
             self._prefix = str(self._store.add(f"joined-by-{self._store.rank}", 1))
@@ -237,7 +237,7 @@ class PeerSession:
         return f"{self._prefix}/call/{call.number}"
 
     def _deadline(self, timeout: float) -> float:
-        return time.monotonic() + timeout + (0 if self.leads else GRACE_SECONDS)
+        return time.monotonic() + timeout + (0 if self.is_leader else GRACE_SECONDS)
 
     def _cast_when_done(self, call: SharedCall) -> None:
         def cast(result: Future[Any]) -> None:

@@ -53,7 +53,9 @@ class SaveRanks(_DistWrapper):
         """How many ranks take part."""
         return self._coordinator.world_size
 
-    def pool(self, step: str, value: dict[str, Any], failure: BaseException | None, decide: Callable[..., Any]) -> Any:
+    def decide(
+        self, step: str, value: dict[str, Any], failure: BaseException | None, decide: Callable[..., Any]
+    ) -> Any:
         """Have the coordinator decide from the values of all ranks.
 
         Args:
@@ -78,15 +80,15 @@ class SaveRanks(_DistWrapper):
             return decide(values)
 
         try:
-            return self._coordinator.pool(self._tag(step), own, partial(_as_rank_0, judge), self._deadline())
+            return self._coordinator.decide(self._tag(step), own, partial(_as_rank_0, judge), self._deadline())
         except RanksError as error:
             if failure is not None:
                 raise error from failure
             raise
 
-    def lead(self, step: str, action: Callable[[], Any]) -> None:
+    def run_on_leader(self, step: str, action: Callable[[], Any]) -> None:
         """Have the coordinator do something; what it raises is raised on all ranks, as RanksError."""
-        self._coordinator.lead(self._tag(step), partial(_as_rank_0, action), self._deadline())
+        self._coordinator.run_on_leader(self._tag(step), partial(_as_rank_0, action), self._deadline())
 
     def close(self) -> None:
         """Give up the connection, unless it is the cache's."""
@@ -172,7 +174,7 @@ def save_state_dict_async_plan(
         return fingerprints == cache.whole[0]
 
     value = {"fingerprint": fingerprint, "cached": cache is not None and cache.plan is not None}
-    if ranks.pool("structure", value, failure, is_known):
+    if ranks.decide("structure", value, failure, is_known):
         metadata = cache.whole[1] if cache is not None and cache.whole is not None else None
         return storage_writer, metadata, ranks
     assert local is not None  # otherwise there was a failure
@@ -183,7 +185,7 @@ def save_state_dict_async_plan(
         storage_writer.prepare_write_data(planner.finish_plan(central), planner)
     except Exception as error:
         failure = error
-    ranks.pool("prepared", {}, failure, lambda _: None)
+    ranks.decide("prepared", {}, failure, lambda _: None)
     if cache is not None:
         cache.plan = (fingerprint, central)
         cache.whole = None if metadata is None else (fingerprints, metadata)
@@ -230,10 +232,10 @@ def save_state_dict_async_finalize(
         return True
 
     try:
-        if ranks.pool("written", {"digest": digest_of(written)}, failure, finish_if_known):
+        if ranks.decide("written", {"digest": digest_of(written)}, failure, finish_if_known):
             return
         results = ranks.gather_object(written)
-        ranks.lead("finish", lambda: finish(results or []))
+        ranks.run_on_leader("finish", lambda: finish(results or []))
         if cache is not None and results is not None:
             cache.results = (digests, results)
     finally:
@@ -254,7 +256,7 @@ def _plan_together(
         central, metadata = planner.create_global_plan(plans)
         made.extend([metadata, central if each_alone else storage_writer.prepare_global_plan(central)])
 
-    ranks.lead("plan", plan_all)
+    ranks.run_on_leader("plan", plan_all)
     metadata = made[0] if made else None
     if each_alone:
         alone = planner.create_decentralized_global_plan(local)

@@ -97,11 +97,11 @@ class Meetings:
         return f"{self._name}/{self.number}"
 
     def ask(self, value: Any, decide: Callable[[list[Any]], Any], deadline: float, about: str | None = None) -> Any:
-        """As `Coordinator.pool`, with the next number; see `Call` for `about`."""
+        """As `Coordinator.decide`, with the next number; see `Call` for `about`."""
         while True:
             self.number += 1
             try:
-                return self._ranks.pool(self.tag, value, decide, deadline, Call(self._name, about))
+                return self._ranks.decide(self.tag, value, decide, deadline, Call(self._name, about))
             except AnotherCall:
                 logger.debug("%s was withdrawn", self.tag)
 
@@ -126,7 +126,7 @@ class StepQuestions:
         self._ahead: list[Any] | None = None  # rank 0's answer for a step to which this rank has not come
 
     def ask(self, step: int, action: Callable[[], Any], deadline: float) -> Any:
-        """As `Coordinator.lead`, for this step. What rank 0 answered when it called alone is passed over.
+        """As `Coordinator.run_on_leader`, for this step. What rank 0 answered when it called alone is passed over.
 
         Raises:
             RanksError: rank 0 did not call for this step.
@@ -134,7 +134,7 @@ class StepQuestions:
         while True:
             if self._ahead is None:
                 tag = f"{self._tag}/{self._number + 1}"
-                self._ahead = self._ranks.lead(tag, lambda: [step, action()], deadline, Call(self._name))
+                self._ahead = self._ranks.run_on_leader(tag, lambda: [step, action()], deadline, Call(self._name))
                 self._number += 1
             asked, answer = self._ahead
             if asked > step:

@@ -2,10 +2,10 @@
 
 A save or a load asks in four ways:
 
-- `pool`: every rank sends a value, rank 0 decides.
-- `deal`: the same, with a part of the decision for each rank.
-- `lead`: rank 0 alone does something, all ranks get the result.
-- `vote`: every rank does its part and learns whether all parts succeeded.
+- `decide`: every rank sends a value, rank 0 decides.
+- `scatter`: the same, with a part of the decision for each rank.
+- `run_on_leader`: rank 0 alone does something, all ranks get the result.
+- `all_succeed`: every rank does its part and learns whether all parts succeeded.
 
 With one rank, all of them are plain calls.
 """
@@ -33,7 +33,7 @@ class Coordinator(ABC):
     world: World
 
     @property
-    def leads(self) -> bool:
+    def is_leader(self) -> bool:
         """Whether this rank decides, looks at the file system, and commits."""
         return self.rank == 0
 
@@ -44,7 +44,7 @@ class Coordinator(ABC):
         """All ranks continue from an earlier step."""
 
     @abstractmethod
-    def pool(
+    def decide(
         self, tag: str, value: Any, decide: Callable[[list[Any]], Any], deadline: float, call: Call | None = None
     ) -> Any:
         """Send a value to the leader and return the leader's decision.
@@ -67,8 +67,8 @@ class Coordinator(ABC):
         """
 
     @abstractmethod
-    def deal(self, tag: str, value: Any, decide: Callable[[list[Any]], list[Any]], deadline: float) -> Any:
-        """As `pool`, but each rank gets only its own part of the decision.
+    def scatter(self, tag: str, value: Any, decide: Callable[[list[Any]], list[Any]], deadline: float) -> Any:
+        """As `decide`, but each rank gets only its own part of the decision.
 
         Sending all parts to all ranks would cost ranks times ranks.
 
@@ -80,18 +80,18 @@ class Coordinator(ABC):
         """
 
     @abstractmethod
-    def lead(self, tag: str, action: Callable[[], Any], deadline: float, call: Call | None = None) -> Any:
+    def run_on_leader(self, tag: str, action: Callable[[], Any], deadline: float, call: Call | None = None) -> Any:
         """Have the leader do something; all ranks get what it returned or raised.
 
         Args:
             tag: of this question.
             action: called on the leader alone.
             deadline: monotonic seconds.
-            call: what begins with this question; see `pool`.
+            call: what begins with this question; see `decide`.
         """
 
     @abstractmethod
-    def vote(self, tag: str, work: Callable[[], Any], progress: Callable[[], int], deadline: float) -> list[Any]:
+    def all_succeed(self, tag: str, work: Callable[[], Any], progress: Callable[[], int], deadline: float) -> list[Any]:
         """Do this rank's part and learn whether every rank's part succeeded.
 
         Args:
@@ -121,20 +121,20 @@ class LocalCoordinator(Coordinator):
     def __init__(self) -> None:
         self.world = World()
 
-    def pool(
+    def decide(
         self, tag: str, value: Any, decide: Callable[[list[Any]], Any], deadline: float, call: Call | None = None
     ) -> Any:
         """Decide from the one value."""
         return decide([value])
 
-    def deal(self, tag: str, value: Any, decide: Callable[[list[Any]], list[Any]], deadline: float) -> Any:
+    def scatter(self, tag: str, value: Any, decide: Callable[[list[Any]], list[Any]], deadline: float) -> Any:
         """Decide from the one value; there is one part."""
         return decide([value])[0]
 
-    def lead(self, tag: str, action: Callable[[], Any], deadline: float, call: Call | None = None) -> Any:
+    def run_on_leader(self, tag: str, action: Callable[[], Any], deadline: float, call: Call | None = None) -> Any:
         """Do it."""
         return action()
 
-    def vote(self, tag: str, work: Callable[[], Any], progress: Callable[[], int], deadline: float) -> list[Any]:
+    def all_succeed(self, tag: str, work: Callable[[], Any], progress: Callable[[], int], deadline: float) -> list[Any]:
         """Do it."""
         return [work()]

@@ -115,7 +115,7 @@ class Heartbeat:
             raise
 
 
-class Watch:
+class FailureDetector:
     """Looks after the heartbeats of other ranks. One that has not begun to beat is not missed: it may still start.
 
     Args:
@@ -134,9 +134,9 @@ class Watch:
         self._bytes: dict[int, tuple[int, float]] = dict.fromkeys(self._seen, (-1, now))
         self._next = now
         #: Those of the lost ranks whose heart stopped; the others hang.
-        self.gone: set[int] = set()
+        self.dead: set[int] = set()
 
-    def lost(self, missing: Callable[[], Iterable[int]]) -> dict[int, str]:
+    def dead_ranks(self, missing: Callable[[], Iterable[int]]) -> dict[int, str]:
         """What became of those of the missing ranks that are gone or hang; looks at most every quarter timeout."""
         now = time.monotonic()
         if now < self._next:
@@ -152,7 +152,7 @@ class Watch:
             if beat != self._seen[rank][0]:
                 self._seen[rank] = (beat, now)
             elif beat is not None and now - self._seen[rank][1] >= self._timeout:
-                self.gone.add(rank)
+                self.dead.add(rank)
                 found[rank] = f"sent no heartbeat for {self._timeout:g} s (timeouts.heartbeat); considered dead"
                 continue
             written = json.loads(beat)[1] if beat is not None else -1
@@ -166,7 +166,7 @@ class Watch:
 
     def causes(self, lost: Iterable[int]) -> dict[int, str]:
         """For `RanksError`: a rank that is gone will not take part in another try, one that hangs may."""
-        return {rank: (RanksError if rank in self.gone else CheckpointTimeoutError).__name__ for rank in lost}
+        return {rank: (RanksError if rank in self.dead else CheckpointTimeoutError).__name__ for rank in lost}
 
 
 class Work:

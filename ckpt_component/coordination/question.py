@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from ..errors import CheckpointTimeoutError, name_ranks, ranks_failed
-from .heartbeat import Watch
+from .heartbeat import FailureDetector
 from .messages import pack, unpack
 from .rank_store import RankStore
 
@@ -73,7 +73,7 @@ class Question:
         names = [f"said/{rank}" for rank in range(self.store.world_size)]
         self.store.delete([f"{self.tag}/{name}" for name in (*names, "count", "failed", "closed", "answer", "left")])
 
-    def outcomes(self, watch: Watch, deadline: float) -> list[Any]:
+    def outcomes(self, watch: FailureDetector, deadline: float) -> list[Any]:
         """On the leader: what every rank's work returned, by rank, once all have finished.
 
         Raises:
@@ -85,7 +85,7 @@ class Question:
         def is_decided() -> bool:
             if self.count("count") >= world_size or self.count("failed"):
                 return True
-            lost.update(watch.lost(self.missing))
+            lost.update(watch.dead_ranks(self.missing))
             return bool(lost)
 
         try:

@@ -25,7 +25,7 @@ from ..errors import (
 )
 from .calls import AnotherCall, Call, Lookout, Place
 from .coordinator import Coordinator
-from .heartbeat import RESTING, Heartbeat, Watch, Work
+from .heartbeat import RESTING, FailureDetector, Heartbeat, Work
 from .messages import unpack
 from .question import Question
 from .rank_store import RankStore
@@ -73,7 +73,7 @@ class StoreCoordinator(Coordinator):
         """Note the step, and that it is an earlier one."""
         self._work.place = Place(self._work.place.turn + 1, step)
 
-    def pool(
+    def decide(
         self, tag: str, value: Any, decide: Callable[[list[Any]], Any], deadline: float, call: Call | None = None
     ) -> Any:
         """Post a value; the leader then waits for all and answers, the others wait for the answer."""
@@ -87,7 +87,7 @@ class StoreCoordinator(Coordinator):
             lookout = Lookout(question.store, call, self._work.place, question.missing, lambda: self._silent(question))
         failure, data = None, None
         try:
-            if self.leads:
+            if self.is_leader:
                 self._await_all(question, deadline, lookout)
             else:
                 data = self._await_answer(question, deadline, lookout)
@@ -99,9 +99,9 @@ class StoreCoordinator(Coordinator):
             first = question.count("closed", 1) == 1
             if first and failure is None:
                 return self._answer(question, lambda: decide(question.values(range(self.world_size))))
-            if self.leads and call is None and failure is None:
+            if self.is_leader and call is None and failure is None:
                 failure = CheckpointTimeoutError(f"A rank gave up waiting for rank 0 to take part in '{tag}'.")
-            may_give_up = call is None and (self.leads or isinstance(failure, RanksError))
+            may_give_up = call is None and (self.is_leader or isinstance(failure, RanksError))
             if failure is not None and (first or may_give_up):
                 self._give_up(question, failure, call)
                 raise failure
@@ -111,7 +111,7 @@ class StoreCoordinator(Coordinator):
                 raise failure or error from None
         return self._read_answer(question, data, call)
 
-    def deal(self, tag: str, value: Any, decide: Callable[[list[Any]], list[Any]], deadline: float) -> Any:
+    def scatter(self, tag: str, value: Any, decide: Callable[[list[Any]], list[Any]], deadline: float) -> Any:
         """The leader gives each rank its part before it answers."""
         question, own = self._question(tag), []
 
@@ -121,13 +121,13 @@ class StoreCoordinator(Coordinator):
             for rank, part in enumerate(parts[1:], 1):
                 question.give_part(rank, part)
 
-        self.pool(tag, value, give_parts, deadline)
-        return own[0] if self.leads else question.take_part()
+        self.decide(tag, value, give_parts, deadline)
+        return own[0] if self.is_leader else question.take_part()
 
-    def lead(self, tag: str, action: Callable[[], Any], deadline: float, call: Call | None = None) -> Any:
+    def run_on_leader(self, tag: str, action: Callable[[], Any], deadline: float, call: Call | None = None) -> Any:
         """The leader acts and answers, the others wait for the answer."""
         question = self._question(tag)
-        if self.leads:
+        if self.is_leader:
             return self._answer(question, action)
         lookout = None
         if call is not None:
@@ -139,7 +139,7 @@ class StoreCoordinator(Coordinator):
                 raise
             raise lookout.explain(error) from None
 
-    def vote(self, tag: str, work: Callable[[], Any], progress: Callable[[], int], deadline: float) -> list[Any]:
+    def all_succeed(self, tag: str, work: Callable[[], Any], progress: Callable[[], int], deadline: float) -> list[Any]:
         """Each rank posts what its part returned or raised; the leader answers with an error or with nothing."""
         result, failure = None, None
         with self._work.under_way(progress):
@@ -154,7 +154,7 @@ class StoreCoordinator(Coordinator):
             raise error from failure
 
     def cast(self, tag: str, result: Any, failure: Exception | None = None, store: RankStore | None = None) -> None:
-        """The first half of `vote`: post how this rank's part went. Does not wait.
+        """The first half of `all_succeed`: post how this rank's part went. Does not wait.
 
         Args:
             tag: of this question.
@@ -167,21 +167,21 @@ class StoreCoordinator(Coordinator):
         if failure is not None:
             question.count("failed", 1)
 
-    def is_counted(self, tag: str, watch: Watch) -> bool:
+    def is_counted(self, tag: str, watch: FailureDetector) -> bool:
         """On the leader: whether `count` has nothing to wait for. `watch` is kept from one look to the next."""
         question = self._question(tag)
         if question.count("count") >= self.world_size or question.count("failed"):
             return True
-        return bool(watch.lost(question.missing))
+        return bool(watch.dead_ranks(question.missing))
 
     def count(
         self,
         tag: str,
         deadline: float,
         check: Callable[[list[Any]], None] = lambda results: None,
-        watch: Watch | None = None,
+        watch: FailureDetector | None = None,
     ) -> list[Any]:
-        """The second half of `vote`: wait for the votes of all ranks, or the first failure.
+        """The second half of `all_succeed`: wait for the votes of all ranks, or the first failure.
 
         Args:
             tag: of this question.
@@ -190,11 +190,11 @@ class StoreCoordinator(Coordinator):
             watch: of the heartbeats; None: one for this question alone.
 
         Raises:
-            RanksError: as `vote`.
+            RanksError: as `all_succeed`.
         """
         question = self._question(tag)
         results: list[Any] = []
-        if not self.leads:
+        if not self.is_leader:
             self._read_answer(question, self._await_answer(question, deadline))
             return results
 
@@ -217,7 +217,7 @@ class StoreCoordinator(Coordinator):
             deadline: monotonic seconds.
         """
         question = self._question(tag)
-        if self.leads:
+        if self.is_leader:
             over = is_over()
             question.answer(result=[number, over])
             return over
@@ -259,14 +259,14 @@ class StoreCoordinator(Coordinator):
     def _question(self, tag: str) -> Question:
         return Question(self._store(), tag)
 
-    def _watch(self, store: RankStore, stall_timeout: float | None) -> Watch:
+    def _watch(self, store: RankStore, stall_timeout: float | None) -> FailureDetector:
         """On the leader of all other ranks, on the others of the leader."""
-        watched = range(1, self.world_size) if self.leads else [0]
-        return Watch(store, watched, self._heartbeat_timeout, stall_timeout)
+        watched = range(1, self.world_size) if self.is_leader else [0]
+        return FailureDetector(store, watched, self._heartbeat_timeout, stall_timeout)
 
     def _silent(self, question: Question) -> list[int]:
         """The ranks that have not posted, of those that this one looks after."""
-        return question.missing() if self.leads else [] if question.has_posted(0) else [0]
+        return question.missing() if self.is_leader else [] if question.has_posted(0) else [0]
 
     def _await_all(self, question: Question, deadline: float, lookout: Lookout | None) -> None:
         """On the leader: return when every rank has posted."""
@@ -335,13 +335,13 @@ class StoreCoordinator(Coordinator):
         if call is not None:
             question.answer(error=error_as_plain(failure), about=call.about)
             question.count("count", self.world_size)  # when the leader comes, it must not wait
-        elif self.leads:
+        elif self.is_leader:
             question.answer(error=error_as_plain(failure))
         self._leave(question)
 
     def _leave(self, question: Question) -> None:
         """This rank needs the answer no more."""
-        if self.leads:
+        if self.is_leader:
             self._tidy(question)
         else:
             question.count("left", 1)
@@ -359,8 +359,8 @@ class StoreCoordinator(Coordinator):
             self._answered.append(question.tag)
 
 
-def _raise_lost(watch: Watch, missing: Callable[[], list[int]]) -> None:
+def _raise_lost(watch: FailureDetector, missing: Callable[[], list[int]]) -> None:
     """Raise RanksError if one of the missing ranks is dead."""
-    lost = watch.lost(missing)
+    lost = watch.dead_ranks(missing)
     if lost:
         raise ranks_failed(lost, causes=watch.causes(lost))

@@ -325,7 +325,7 @@ class CheckpointManager:
             return  # what only evaluates has no steps
         if self._seen is None or self._seen[0] == self._restored:
             self.idle = self._restored
-            if self._ranks.leads:
+            if self._ranks.is_leader:
                 logger.warning(
                     "restored step %d from %s and saw no further step: nothing was trained", self.idle, self._run.root
                 )

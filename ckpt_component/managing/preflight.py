@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 from ..errors import CheckpointConfigError, CheckpointError
-from ..storage.fencing import Ownership
+from ..storage.fencing import FencingToken
 from ..storage.fs import FsOps, wait_visible
 from ..storage.names import TRIAL_PREFIX, new_token
 from ..storage.space import FULL
@@ -29,20 +29,20 @@ def check_root(run: RunContext) -> None:
     deadline = time.monotonic() + run.timeouts.stage + run.timeouts.visible
     try:
         # Rank 0 makes the folder, and the others find it.
-        ranks.lead("root/made", lambda: _trial(fs, root, make=True), deadline)
-        failure = None if ranks.leads else _failure(fs, root, run.timeouts.visible)
-        ranks.pool("root/tried", failure, _refuse_failed, deadline)
+        ranks.run_on_leader("root/made", lambda: _trial(fs, root, make=True), deadline)
+        failure = None if ranks.is_leader else _failure(fs, root, run.timeouts.visible)
+        ranks.decide("root/tried", failure, _refuse_failed, deadline)
     except CheckpointError as error:
         if type(error) is not CheckpointError:
             raise  # a rank is dead, or did not take part
         raise CheckpointConfigError(str(error)) from error
-    if ranks.leads:
+    if ranks.is_leader:
         _warn_of_living_owner(fs, root)
 
 
 def _warn_of_living_owner(fs: FsOps, root: str) -> None:
     try:
-        owner = Ownership(fs, root).neighbor()
+        owner = FencingToken(fs, root).neighbor()
     except OSError as error:
         logger.warning("the owner of %s could not be read: %s", root, error)
         return

@@ -83,11 +83,11 @@ class Restorer:
         later = [other for other in occupied if step is None or other > step]
         moved = self._tidy_together(suspects, committed, later if self._policy.rewind else [], tag)
         left = [other for other in later if other not in moved]
-        if self._run.ranks.leads and step is None:
+        if self._run.ranks.is_leader and step is None:
             never = self._policy.choice == "never"
             why = "checkpoint.resume=never" if never else f"no checkpoint in {self._run.root}"
             logger.info("%s: starting from scratch", why)
-        elif self._run.ranks.leads and left:
+        elif self._run.ranks.is_leader and left:
             logger.warning(
                 "resumed from step %d although %s follow(s); saving those steps again will be refused "
                 "(checkpoint.rewind=true retires them)",
@@ -119,7 +119,7 @@ class Restorer:
                 if not isinstance(error, CheckpointUnreadableError):
                     suspects.append(step)
                 continue
-            if self._run.ranks.leads:
+            if self._run.ranks.is_leader:
                 self._log_loaded(step, path, time.perf_counter() - started, *size)
             return step, path
         return None, None
@@ -203,7 +203,9 @@ class Restorer:
         if self._policy.choice == "never" and not later:
             return []
         deadline = time.monotonic() + self._run.timeouts.stage
-        return list(self._run.ranks.lead(f"{tag}/tidy", lambda: self._tidy(suspects, committed, later), deadline))
+        return list(
+            self._run.ranks.run_on_leader(f"{tag}/tidy", lambda: self._tidy(suspects, committed, later), deadline)
+        )
 
     def _tidy(self, suspects: list[int], committed: list[int], later: list[int]) -> list[int]:
         moved = self._rollback.retire(later)
@@ -228,7 +230,7 @@ class Restorer:
         run, size = self._run, (0, False)
         failure: Exception | None = None
         try:
-            if run.ranks.leads:
+            if run.ranks.is_leader:
                 size = size_of_checkpoint(run.fs, path)
             else:
                 # A path that was named may be that of a file.
@@ -243,7 +245,7 @@ class Restorer:
         outcome = None if failure is None else [_ORDER.index(_kind_of_failure(failure)), str(failure)]
         # As long as the slowest rank needs to read its part.
         deadline = time.monotonic() + run.timeouts.stage + run.timeouts.write
-        worst = run.ranks.pool(tag, outcome, _worst_failure, deadline)
+        worst = run.ranks.decide(tag, outcome, _worst_failure, deadline)
         if worst is not None:
             raise _ORDER[worst[0]](worst[1]) from failure
         return size

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from ..errors import CheckpointExistsError, CheckpointSaveError
 from ..spelling import typed
 from ..storage.commit import refuse_existing
-from ..storage.fencing import Owner, Ownership
+from ..storage.fencing import FencingToken, Owner
 from ..storage.layout import quarantine
 from ..storage.scan import read_pointer
 from .policies import ResumePolicy
@@ -38,7 +38,7 @@ class Rollback:
         settled: a restore has dealt with what follows, so that the first save need not.
     """
 
-    def __init__(self, run: RunContext, policy: ResumePolicy, ownership: Ownership) -> None:
+    def __init__(self, run: RunContext, policy: ResumePolicy, ownership: FencingToken) -> None:
         self._run = run
         self._root = run.root
         self._policy = policy
@@ -102,7 +102,7 @@ class Rollback:
             )
         pointer = os.path.join(self._root, self._run.names.pointer)
         try:
-            self._ownership.claim()
+            self._ownership.acquire()
             if read_pointer(self._run.fs, self._root, self._run.names) in steps:
                 self._run.fs.unlink(pointer)  # what is left is pointed to afterwards
             for step in reversed(steps):

@@ -315,7 +315,7 @@ class SavePipeline(Saver):
             self._failures.reset()
         self.last_report = report
         save.finish(report)
-        if self._hooks is not None and self.ranks.leads:
+        if self._hooks is not None and self.ranks.is_leader:
             notify(self._hooks.after_save, save.path)
 
     def _fail(self, save: PendingSave, error: BaseException, given_up: BaseException | None) -> None:

@@ -110,11 +110,11 @@ class RetryLoop:
 
     def _agree(self, token: str, error: Exception) -> bool:
         """The leading rank's decision, which all learn: its error is the one that counts."""
-        if not self._ranks.leads and isinstance(error, RanksError) and error.causes.get(0) == RanksError.__name__:
+        if not self._ranks.is_leader and isinstance(error, RanksError) and error.causes.get(0) == RanksError.__name__:
             return False  # rank 0 is dead and decides nothing
         try:
             deadline = time.monotonic() + self._patience
-            return bool(self._ranks.lead(f"{token}/again", lambda: is_retryable(error), deadline))
+            return bool(self._ranks.run_on_leader(f"{token}/again", lambda: is_retryable(error), deadline))
         except CheckpointError as failure:
             logger.error("could not get rank 0's retry decision, not retrying: %s", failure)
             return False

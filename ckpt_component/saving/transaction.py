@@ -32,7 +32,7 @@ from ..stagers.base import Snapshot
 from ..state.replicas import differing
 from ..storage import commit
 from ..storage.commit import Attempt
-from ..storage.fencing import Ownership
+from ..storage.fencing import FencingToken
 from ..storage.fs import FsOps, wait_visible
 from ..storage.space import FULL, amount, full_text, refuse_without_room
 from ..writing.request import WriteRequest
@@ -55,7 +55,7 @@ class RunHooks:
         after_save: the same, after the future is done; the next save and `close` wait for it.
     """
 
-    ownership: Ownership
+    ownership: FencingToken
     check_path: Callable[[str], None]
     after_commit: Callable[[str], None]
     after_save: Callable[[str], None]
@@ -161,7 +161,7 @@ class SaveTransaction:
         self._caller = caller
         self._writer = writer
         self._ranks = ranks
-        self._leads = ranks.leads
+        self._leads = ranks.is_leader
         self._fs = fs
         self._timeouts = timeouts
         self._min_free_bytes = min_free_bytes
@@ -188,16 +188,16 @@ class SaveTransaction:
         with contextlib.ExitStack() as locks:
             try:
                 begin = partial(self._begin, attempt, locks)
-                different = self._ranks.pool(f"{token}/begin", self._announce(save), begin, deadline)
+                different = self._ranks.decide(f"{token}/begin", self._announce(save), begin, deadline)
                 if snapshot is None:
                     raise CheckpointSaveError(f"{attempt.target} was begun without a snapshot of this rank.")
                 self._catalog_sent = snapshot.sealed.table_number
                 if different:
                     self._warn_of_lost(snapshot, different)
                 write = partial(self._write, save, snapshot)
-                votes = self._ranks.vote(f"{token}/written", write, self._caller.progress, deadline)
+                votes = self._ranks.all_succeed(f"{token}/written", write, self._caller.progress, deadline)
                 written_s = time.perf_counter() - save.started
-                files = self._ranks.lead(f"{token}/commit", partial(self._publish, attempt, votes), deadline)
+                files = self._ranks.run_on_leader(f"{token}/commit", partial(self._publish, attempt, votes), deadline)
             except BaseException:
                 # First the writer process forgets the save, so that it does not commit what is being taken away.
                 self._caller.settle()
@@ -262,7 +262,7 @@ class SaveTransaction:
             give_back_freed()
         with self._typed_errors(attempt.target, needed):
             if self._hooks is not None:
-                self._hooks.ownership.claim()  # which makes room, where an earlier run left something
+                self._hooks.ownership.acquire()  # which makes room, where an earlier run left something
             if self._min_free_bytes is not None:
                 refuse_without_room(self._fs, attempt.target, needed, self._min_free_bytes)
             commit.begin(self._fs, attempt)

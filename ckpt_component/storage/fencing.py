@@ -59,7 +59,7 @@ class Owner:
         return f"process {self.pid} on {self.host} since {when}"
 
 
-class Ownership:
+class FencingToken:
     """One run's claim to a root.
 
     Args:
@@ -77,7 +77,7 @@ class Ownership:
         self._fenced: set[str] = set()
         self.token = os.urandom(8).hex()
 
-    def claim(self) -> None:
+    def acquire(self) -> None:
         """Take the root over at the first call; at later ones make sure that it is still ours. Rank 0 alone.
 
         Then what earlier owners left is deleted, on whichever host they ran, unless it may be alive: none of it can be

@@ -47,7 +47,7 @@ def test_pool_gives_every_rank_the_decision_made_from_all(store: TCPStore) -> No
     ranks = coordinators(store, 5)
 
     def ask(coordinator: StoreCoordinator) -> list[int]:
-        return [coordinator.pool(f"sum/{n}", coordinator.rank * (n + 1), sum, soon()) for n in range(4)]
+        return [coordinator.decide(f"sum/{n}", coordinator.rank * (n + 1), sum, soon()) for n in range(4)]
 
     assert on_all(ranks, ask) == [[10, 20, 30, 40]] * 5
 
@@ -56,7 +56,7 @@ def test_deal_gives_every_rank_its_own_part_and_no_other(store: TCPStore) -> Non
     ranks = coordinators(store, 4)
 
     def ask(coordinator: StoreCoordinator) -> list[str]:
-        return [coordinator.deal(f"deal/{n}", coordinator.rank, _parts, soon()) for n in range(3)]
+        return [coordinator.scatter(f"deal/{n}", coordinator.rank, _parts, soon()) for n in range(3)]
 
     assert on_all(ranks, ask) == [[f"{rank} of 4"] * 3 for rank in range(4)]
     # Each took its part away; the keys of the last questions are the only ones left.
@@ -65,9 +65,9 @@ def test_deal_gives_every_rank_its_own_part_and_no_other(store: TCPStore) -> Non
     def refuse(said: list[int]) -> list[str]:
         raise CheckpointSaveError(f"{said} is too much")
 
-    found = on_all(ranks, lambda c: c.deal("no", c.rank, refuse, soon()))
+    found = on_all(ranks, lambda c: c.scatter("no", c.rank, refuse, soon()))
     assert {str(error) for error in found} == {"[0, 1, 2, 3] is too much"}
-    assert LocalCoordinator().deal("one", 0, _parts, soon()) == "0 of 1"
+    assert LocalCoordinator().scatter("one", 0, _parts, soon()) == "0 of 1"
 
 
 def _parts(said: list[int]) -> list[str]:
@@ -77,10 +77,10 @@ def _parts(said: list[int]) -> list[str]:
 def test_a_rank_that_gives_up_waiting_keeps_the_late_leading_rank_from_deciding_without_it(store: TCPStore) -> None:
     ranks = coordinators(store, 2)
     with pytest.raises(CheckpointTimeoutError, match="rank 0 to decide 'late'"):
-        ranks[1].pool("late", 1, sum, soon(0.05))
+        ranks[1].decide("late", 1, sum, soon(0.05))
     decided: list[int] = []
     with pytest.raises(CheckpointTimeoutError, match="gave up waiting for rank 0"):
-        ranks[0].pool("late", 2, decided.extend, soon())
+        ranks[0].decide("late", 2, decided.extend, soon())
     assert not decided
     # Nor does a leading rank that has begun to decide leave one behind whose time is up.
     deciding, go = threading.Event(), threading.Event()
@@ -91,14 +91,14 @@ def test_a_rank_that_gives_up_waiting_keeps_the_late_leading_rank_from_deciding_
         return sum(said)
 
     def ask(coordinator: StoreCoordinator) -> Any:
-        if coordinator.leads:
-            return coordinator.pool("slow", 1, decide, soon())
+        if coordinator.is_leader:
+            return coordinator.decide("slow", 1, decide, soon())
         threading.Timer(1.0, go.set).start()
         assert not deciding.is_set()
-        return coordinator.pool("slow", 2, sum, soon(0.5))
+        return coordinator.decide("slow", 2, sum, soon(0.5))
 
     assert on_all(ranks, ask) == [3, 3]
-    assert on_all(ranks, lambda rank: rank.pool("next", rank.rank, sum, soon())) == [1, 1]
+    assert on_all(ranks, lambda rank: rank.decide("next", rank.rank, sum, soon())) == [1, 1]
 
 
 def test_errors_tell_the_kind_of_each_ranks_failure_and_huge_ones_are_cut(store: TCPStore) -> None:
@@ -108,7 +108,7 @@ def test_errors_tell_the_kind_of_each_ranks_failure_and_huge_ones_are_cut(store:
         if coordinator.rank == 1:
             raise CheckpointSaveError("x" * 5_000_000, 28)
 
-    found = on_all(ranks, lambda rank: rank.vote("huge", lambda: work(rank), lambda: 0, soon()))
+    found = on_all(ranks, lambda rank: rank.all_succeed("huge", lambda: work(rank), lambda: 0, soon()))
     for error in found:
         assert isinstance(error, RanksError) and error.causes == {1: "CheckpointSaveError"} and error.errno == 28
         assert len(str(error)) < 50_000 and "more characters in the log of that rank" in str(error)
@@ -118,14 +118,14 @@ def test_what_the_leading_rank_raises_comes_as_the_same_error_everywhere(store: 
     def refuse() -> None:
         raise CheckpointExistsError("it is taken")
 
-    found = on_all(coordinators(store, 3), lambda c: c.lead("begin", refuse, soon()))
+    found = on_all(coordinators(store, 3), lambda c: c.run_on_leader("begin", refuse, soon()))
     assert [type(error) for error in found] == [CheckpointExistsError] * 3
     assert {str(error) for error in found} == {"it is taken"}
 
     def break_down() -> None:
         raise OSError(28, "No space left on device")
 
-    found = on_all(coordinators(store, 3), lambda c: c.lead("other", break_down, soon()))
+    found = on_all(coordinators(store, 3), lambda c: c.run_on_leader("other", break_down, soon()))
     assert isinstance(found[0], OSError)
     assert all(isinstance(error, CheckpointSaveError) and error.errno == 28 for error in found[1:])
 
@@ -138,14 +138,14 @@ def test_a_failed_part_fails_the_vote_on_all_ranks_with_the_same_names(store: TC
         return f"wrote {rank}"
 
     ranks = coordinators(store, 4)
-    found = on_all(ranks, lambda c: c.vote("v1", lambda: part(c.rank), lambda: 0, soon()))
+    found = on_all(ranks, lambda c: c.all_succeed("v1", lambda: part(c.rank), lambda: 0, soon()))
     assert all(isinstance(error, RanksError) and error.errno == 28 for error in found)
     assert len({str(error) for error in found}) == 1
     assert set(found[0].failures) <= failing and found[0].failures
     for rank in failing:
         assert isinstance(found[rank].__cause__, CheckpointSaveError)
     failing.clear()
-    assert on_all(ranks, lambda c: c.vote("v2", lambda: part(c.rank), lambda: 0, soon())) == [
+    assert on_all(ranks, lambda c: c.all_succeed("v2", lambda: part(c.rank), lambda: 0, soon())) == [
         [f"wrote {rank}" for rank in range(4)],
         [],
         [],
@@ -155,10 +155,10 @@ def test_a_failed_part_fails_the_vote_on_all_ranks_with_the_same_names(store: TC
 
 def test_a_rank_that_never_votes_is_named_when_its_heart_stops(store: TCPStore) -> None:
     ranks = coordinators(store, 3, heartbeat_timeout=0.5)
-    on_all(ranks, lambda c: c.pool("before", 1, sum, soon()))
+    on_all(ranks, lambda c: c.decide("before", 1, sum, soon()))
     ranks[2].close()  # as the death of its process would
     started = time.monotonic()
-    found = on_all(ranks[:2], lambda c: c.vote("v", lambda: 1, lambda: 0, soon()))
+    found = on_all(ranks[:2], lambda c: c.all_succeed("v", lambda: 1, lambda: 0, soon()))
     assert all(isinstance(error, RanksError) and set(error.failures) == {2} for error in found)
     assert "no heartbeat" in str(found[1])
     assert time.monotonic() - started < 20
@@ -170,7 +170,7 @@ def test_a_rank_that_lives_and_writes_nothing_hangs(store: TCPStore) -> None:
 
     def part(coordinator: StoreCoordinator) -> Any:
         try:
-            return coordinator.vote(
+            return coordinator.all_succeed(
                 "v", (lambda: over.wait(30)) if coordinator.rank == 1 else (lambda: 1), lambda: 7, soon()
             )
         finally:
@@ -182,13 +182,13 @@ def test_a_rank_that_lives_and_writes_nothing_hangs(store: TCPStore) -> None:
 
 def test_a_lost_leader_is_noticed(store: TCPStore) -> None:
     ranks = coordinators(store, 2, heartbeat_timeout=0.5)
-    on_all(ranks, lambda c: c.pool("before", 1, sum, soon()))
+    on_all(ranks, lambda c: c.decide("before", 1, sum, soon()))
     ranks[0].close()
     for number, call in enumerate(
         (
-            lambda c: c.vote("v", lambda: 1, lambda: 0, soon()),
-            lambda c: c.pool("p", 1, sum, soon()),
-            lambda c: c.lead("l", lambda: 1, soon()),
+            lambda c: c.all_succeed("v", lambda: 1, lambda: 0, soon()),
+            lambda c: c.decide("p", 1, sum, soon()),
+            lambda c: c.run_on_leader("l", lambda: 1, soon()),
         )
     ):
         (found,) = on_all(ranks[1:], call)
@@ -197,15 +197,15 @@ def test_a_lost_leader_is_noticed(store: TCPStore) -> None:
 
 def test_a_lost_rank_is_noticed_before_a_save_begins(store: TCPStore) -> None:
     ranks = coordinators(store, 3, heartbeat_timeout=0.5)
-    on_all(ranks, lambda c: c.pool("before", 1, sum, soon()))
+    on_all(ranks, lambda c: c.decide("before", 1, sum, soon()))
     ranks[1].close()
-    found = on_all([ranks[0], ranks[2]], lambda c: c.pool("save/1", 1, sum, soon()))
+    found = on_all([ranks[0], ranks[2]], lambda c: c.decide("save/1", 1, sum, soon()))
     assert all(isinstance(error, RanksError) and set(error.failures) == {1} for error in found)
 
 
 def test_a_rank_that_does_not_come_is_named_at_the_deadline(store: TCPStore) -> None:
     ranks = coordinators(store, 3)
-    found = on_all(ranks[:2], lambda c: c.pool("save/1", None, len, soon(1.0)))
+    found = on_all(ranks[:2], lambda c: c.decide("save/1", None, len, soon(1.0)))
     assert all(isinstance(error, CheckpointTimeoutError) for error in found)
     assert "2" in str(found[0])
 
@@ -216,12 +216,12 @@ def test_a_store_that_is_gone_is_said_so() -> None:
     assert coordinator._store().peek("nothing") is None
     del master
     with pytest.raises(RanksError, match="cannot reach the store"):
-        coordinator.pool("save/1", None, len, soon(5.0))
+        coordinator.decide("save/1", None, len, soon(5.0))
 
 
 def test_questions_are_removed_once_all_have_read_the_answer(store: TCPStore) -> None:
     ranks = coordinators(store, 4)
-    found = on_all(ranks, lambda c: [c.pool(f"q/{number}", 1, sum, soon()) for number in range(20)])
+    found = on_all(ranks, lambda c: [c.decide(f"q/{number}", 1, sum, soon()) for number in range(20)])
     assert found == [[4] * 20] * 4
     assert store.num_keys() < 40
 
@@ -235,15 +235,15 @@ def test_200_ranks_vote_commit_and_abort_and_the_cost_grows_with_the_ranks(
     everybody = [_Connection(lines[rank % len(lines)]) for rank in range(200)]
 
     def save(c: StoreCoordinator, name: str, fails: bool) -> Any:
-        c.pool(f"{name}/agree", c.rank, max, soon(60))
-        c.lead(f"{name}/begin", lambda: None, soon(60))
+        c.decide(f"{name}/agree", c.rank, max, soon(60))
+        c.run_on_leader(f"{name}/begin", lambda: None, soon(60))
 
         def part() -> int:
             if fails and c.rank == 17:
                 raise CheckpointSaveError("rank 17 is broken")
             return c.rank
 
-        return c.vote(f"{name}/vote", part, lambda: 0, soon(60))
+        return c.all_succeed(f"{name}/vote", part, lambda: 0, soon(60))
 
     def saves_of(world_size: int) -> None:
         connections = everybody[:world_size]

@@ -149,7 +149,7 @@ def check_all(manager: CheckpointManager, acknowledged: int) -> tuple[list[str],
     wrong = [f"I2: step {resumed}: {text}" for text in differences(target, state_of(resumed))]
     if resumed < acknowledged:
         wrong.append(f"I1: step {acknowledged} was acknowledged, and step {resumed} is the newest: {manager.steps()}")
-    for step in manager.steps() if manager._ranks.leads else ():
+    for step in manager.steps() if manager._ranks.is_leader else ():
         loaded = manager._checkpointer.load(manager.path_of(step))  # type: ignore[union-attr]
         wrong += [f"I1: step {step}: {text}" for text in differences(loaded, state_of(step))]
     return wrong, resumed

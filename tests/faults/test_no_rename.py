@@ -30,7 +30,7 @@ from ckpt_component import (
 )
 from ckpt_component.storage import commit
 from ckpt_component.storage.cleanup import living_attempts, sweep
-from ckpt_component.storage.fencing import Ownership
+from ckpt_component.storage.fencing import FencingToken
 from ckpt_component.storage.fs import FsOps
 from ckpt_component.storage.layout import discard, quarantine
 from ckpt_component.storage.manifest import check_files, data_folder, read_manifest
@@ -246,10 +246,10 @@ def test_row_40_a_late_writer_of_an_abandoned_attempt_harms_nobody(root: Path, u
 
 def test_row_40_a_run_that_lost_the_root_puts_nothing(root: Path, uploads: str) -> None:
     store = ObjectStore(uploads)
-    first = Ownership(store, str(root))
-    first.claim()
+    first = FencingToken(store, str(root))
+    first.acquire()
     attempt = written(store, root, 1, first.token)
-    Ownership(store, str(root)).claim()
+    FencingToken(store, str(root)).acquire()
     with pytest.raises(CheckpointFencedError):
         commit.publish(store, attempt, [RANK], {}, {})
     assert committed_steps(store, str(root), MEGATRON) == []

@@ -16,30 +16,30 @@ import torch
 
 from ckpt_component import CheckpointFencedError, build_checkpointer, build_manager
 from ckpt_component.storage import commit
-from ckpt_component.storage.fencing import Ownership, read_owner
+from ckpt_component.storage.fencing import FencingToken, read_owner
 from ckpt_component.storage.fs import FsOps
 from ckpt_component.storage.names import new_token
 
 
 def test_the_last_run_to_save_owns_the_root(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    first, second = Ownership(FsOps(), str(tmp_path)), Ownership(FsOps(), str(tmp_path))
-    first.claim()
-    first.claim()
-    second.claim()
+    first, second = FencingToken(FsOps(), str(tmp_path)), FencingToken(FsOps(), str(tmp_path))
+    first.acquire()
+    first.acquire()
+    second.acquire()
     owner = read_owner(FsOps(), str(tmp_path))
     assert owner is not None and (owner.generation, owner.token, owner.pid) == (2, second.token, os.getpid())
     assert f"from process {os.getpid()} on" in caplog.text
     with pytest.raises(CheckpointFencedError, match=f"Another run took over {tmp_path}"):
-        first.claim()
+        first.acquire()
 
 
 def test_an_attempt_of_a_run_that_lost_the_root_commits_nothing(tmp_path: Path) -> None:
-    fs, first = FsOps(), Ownership(FsOps(), str(tmp_path))
-    first.claim()
+    fs, first = FsOps(), FencingToken(FsOps(), str(tmp_path))
+    first.acquire()
     attempt = commit.Attempt(str(tmp_path / "one"), new_token(), first.token)
     commit.begin(fs, attempt)
-    Ownership(fs, str(tmp_path)).claim()
+    FencingToken(fs, str(tmp_path)).acquire()
     with pytest.raises(CheckpointFencedError):
         commit.publish(fs, attempt, [{"rank": 0, "files": []}], {}, {})
     assert not (tmp_path / "one").exists()
@@ -47,11 +47,11 @@ def test_an_attempt_of_a_run_that_lost_the_root_commits_nothing(tmp_path: Path) 
 
 @pytest.mark.parametrize("content", [None, b"", b"[]", b'{"generation": 1}'])
 def test_a_file_that_is_gone_or_damaged_is_written_again(content: bytes | None, tmp_path: Path) -> None:
-    ownership = Ownership(FsOps(), str(tmp_path))
-    ownership.claim()
+    ownership = FencingToken(FsOps(), str(tmp_path))
+    ownership.acquire()
     path = tmp_path / ".ckpt-owner.json"
     path.unlink() if content is None else path.write_bytes(content)
-    ownership.claim()
+    ownership.acquire()
     assert json.loads(path.read_bytes())["token"] == ownership.token
 
 

@@ -14,7 +14,7 @@ import torch
 
 from ckpt_component import CheckpointFencedError, CheckpointManager, build_manager, factory
 from ckpt_component.storage import commit
-from ckpt_component.storage.fencing import Ownership
+from ckpt_component.storage.fencing import FencingToken
 from ckpt_component.storage.fs import FsOps
 from ckpt_component.storage.layout import quarantine
 from ckpt_component.storage.liveness import AttemptLock
@@ -111,7 +111,7 @@ def test_what_is_quarantined_stays(tmp_path: Path, on_host: Any) -> None:
     quarantine(fs, kept.target)
     age(Path(kept.staging))
     on_host("pod-2")
-    Ownership(fs, str(tmp_path)).claim()
+    FencingToken(fs, str(tmp_path)).acquire()
     assert os.path.exists(os.path.join(kept.staging, "data"))
 
 

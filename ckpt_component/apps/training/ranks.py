@@ -47,7 +47,7 @@ class Ranks:
     store: Any = field(default=None, repr=False)
 
     @property
-    def leads(self) -> bool:
+    def is_leader(self) -> bool:
         """Whether this one writes the files and lines that are needed once."""
         return self.rank == 0
 
@@ -130,7 +130,7 @@ def part(ranks: Ranks) -> None:
 
 def quiet_console(ranks: Ranks) -> None:
     """The console shows what rank 0 says, and of the others their warnings, with the rank. Log files have it all."""
-    if ranks.leads:
+    if ranks.is_leader:
         return
     for handler in logging.getLogger().handlers:
         if isinstance(handler, logging.StreamHandler) and handler.stream in (sys.stdout, sys.stderr):
