@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ckpt_component.config import schema
-from ckpt_component.config.schema import PARTS, Checkpoint, range_of
+from ckpt_component.config.schema import PARTS, Checkpoint
 
 HEAD = """# Configuration
 
@@ -73,7 +73,7 @@ def rows_of(cls: type, prefix: str) -> list[str]:
         if is_dataclass(default):
             rows += rows_of(type(default), f"{prefix}{field.name}.")
             continue
-        limits = range_of(cls, field.name)
+        limits = field.metadata.get("range")
         text = texts[field.name].replace("|", "\\|") + (f" ({limits})" if limits else "")
         rows.append(f"| `{prefix}{field.name}` | {text_of(default)} | {text} |")
     return rows
