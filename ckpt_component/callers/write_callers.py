@@ -81,15 +81,7 @@ class InlineCaller(WriteCaller):
     def run(self, request: WriteRequest, deadline: float) -> Mapping[str, Any]:
         """Write with as many threads as the writer has workers. The deadline cannot interrupt a system call."""
         try:
-            result = run_write_job(
-                request.fs,
-                request.attempt.staging,
-                request.rank,
-                request.table,
-                request.source,
-                request.extras,
-                request.options,
-            )
+            result = run_write_job(request)
         except OSError as error:
             raise CheckpointSaveError(f"Writing {request.attempt.target} failed: {error}.", error.errno) from error
         return asdict(result)

@@ -23,7 +23,7 @@ from ..state.flatten import key_of
 from ..state.structure import Structure
 from ..storage.checksum import ChecksumMissingError, fastest, find_checksum, install_text
 from ..writing.range_writer import Lane, Places
-from ..writing.write_job import Extra, FileSpec, WriteOptions, WriteTable
+from ..writing.request import Extra, FileSpec, WriteOptions, WriteTable
 
 logger = logging.getLogger(__name__)
 

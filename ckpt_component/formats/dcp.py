@@ -22,7 +22,7 @@ from ..state import objects as object_codec
 from ..state.flatten import Path, key_of
 from ..state.structure import Structure
 from ..writing.range_writer import Lane, Places
-from ..writing.write_job import Extra, WriteTable
+from ..writing.request import Extra, WriteTable
 from .base import FormatPlan, Sealed, Writer, balanced, describe, make_table
 from .dcp_metadata import metadata_of
 

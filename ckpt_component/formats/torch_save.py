@@ -23,7 +23,7 @@ from ..memory.huge_pages import align
 from ..state import objects as object_codec
 from ..state.flatten import Path, key_of, unflatten
 from ..state.structure import Stored, Structure, contiguous_stride
-from ..writing.write_job import Extra
+from ..writing.request import Extra
 from .base import FormatPlan, Sealed, Writer, describe, lanes_by_bytes, make_table, refuse_parts
 
 #: Storage classes by dtype, as `torch.save` names them; newer dtypes have none and go as untyped storages.

@@ -57,9 +57,6 @@ class LiveSource:
         block.finish(self._gather)
         return [block.view]
 
-    def wait_whole(self) -> None:
-        """Nothing to wait for."""
-
     def _put_item(self, block: _Block, number: int) -> None:
         item = self._layout.items[number]
         at, payload, around = self._starts[number], self._layout.payload_at(item), self._layout.around

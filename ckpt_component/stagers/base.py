@@ -90,7 +90,6 @@ class Snapshot:
     comparison: Comparison | None = None
     staged: Future[None] = field(default_factory=Future)
     staged_at: float = 0.0
-    progress: None = None  # until the write job needs none
 
     def mark_staged(self, error: BaseException | None = None) -> None:
         """Settle `staged`."""

@@ -1,7 +1,7 @@
-"""Finish a save whose trainers are gone: rank 0's writer process commits what all ranks' writers have written.
+"""Finish a save whose trainers have died: rank 0's writer process commits what all ranks' writers have written.
 
-There is nobody left to ask, so the disk decides: every rank's integrity file in the staging folder, which is written
-last and after its data is durable, is that rank's vote (DESIGN 4).
+The disk decides: each rank's integrity file in the staging folder, which is written last and after its data is durable,
+is that rank's vote.
 """
 
 from __future__ import annotations
@@ -15,81 +15,83 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..errors import CheckpointError
-from ..storage.commit import Attempt, abandon, is_over, publish
+from ..storage.commit import abandon, is_over, publish
 from ..storage.fs import FsOps
 from ..storage.liveness import AttemptLock
 from ..storage.names import integrity_name
+from .request import WriteRequest
 
 _POLL_SECONDS = 0.1
 _MAX_BYTES = 1 << 30
 
 
 def finish(
-    fs: FsOps,
-    job: Mapping[str, Any],
-    mine: Mapping[str, Any],
+    request: WriteRequest,
+    result: Mapping[str, Any],
     sidecars: Mapping[str, bytes],
     lock: AttemptLock,
     until: float,
 ) -> None:
-    """Commit, or take the unfinished checkpoint away. Returns when either is done; says which on stderr.
+    """Commit, or delete the unfinished checkpoint, and print which of the two on stderr.
 
     Args:
-        fs: where effects go.
-        job: the write request.
-        mine: what this rank wrote.
+        request: of this rank.
+        result: what this rank wrote.
         sidecars: files that belong to the commit.
         lock: this process's lock on the staging folder.
         until: the save's deadline, monotonic seconds.
     """
-    attempt = attempt_of(job)
+    fs, attempt = request.fs, request.attempt
     try:
         if is_over(fs, attempt):
             return
-        votes = _votes(fs, attempt.staging, mine, job["world_size"], lock, job["patience"], until)
+        votes = _votes(request, result, lock, until)
         if votes is None:
-            _say(f"other ranks' writers did not finish, so {attempt.target} was given up")
+            _print(f"other ranks' writers did not finish, so {attempt.target} was given up")
             abandon(fs, attempt)
             return
-        publish(fs, attempt, votes, sidecars, {**job["about"], "committed_by": "writer"}, job["visible"])
+        publish(
+            fs,
+            attempt,
+            votes,
+            sidecars,
+            {**request.manifest_fields, "committed_by": "writer"},
+            request.timeouts.visible,
+        )
     except (CheckpointError, OSError) as error:
-        _say(f"{attempt.target} could not be committed: {error}")
+        _print(f"{attempt.target} could not be committed: {error}")
         abandon(fs, attempt)
         return
-    _say(f"committed {attempt.target}")
-
-
-def attempt_of(job: Mapping[str, Any]) -> Attempt:
-    """The attempt of a write request."""
-    return Attempt(job["target"], job["token"], job["owner"], job["atomic_rename"])
+    _print(f"committed {attempt.target}")
 
 
 def _votes(
-    fs: FsOps, staging: str, mine: Mapping[str, Any], world_size: int, lock: AttemptLock, patience: float, until: float
+    request: WriteRequest, result: Mapping[str, Any], lock: AttemptLock, until: float
 ) -> list[Mapping[str, Any]] | None:
-    """What every rank wrote; None when a rank's writer is gone without a vote.
+    """What every rank wrote; None when a rank's writer died without a vote.
 
-    A writer lives while it holds its lock on the folder, or touches its file. Where locks do not reach other hosts, a
-    change in the folder is the sign of life.
+    A writer is alive while it holds its lock on the folder, or touches its file. Where locks do not reach other hosts,
+    a change in the folder counts as well.
     """
-    found: dict[int, Mapping[str, Any]] = {mine["rank"]: mine}
-    heard, changed = time.monotonic(), (0.0, 0.0)
+    fs, staging = request.fs, request.attempt.staging
+    votes: dict[int, Mapping[str, Any]] = {request.rank: result}
+    alive_at, changed = time.monotonic(), (0.0, 0.0)
     while True:
-        for rank in range(world_size):
-            if rank not in found and (vote := _vote(fs, staging, rank)) is not None:
-                found[rank] = vote
-        if len(found) == world_size:
-            return [found[rank] for rank in range(world_size)]
+        for rank in range(request.world_size):
+            if rank not in votes and (vote := _vote(fs, staging, rank)) is not None:
+                votes[rank] = vote
+        if len(votes) == request.world_size:
+            return [votes[rank] for rank in range(request.world_size)]
         now, newest = time.monotonic(), (fs.modified(staging), lock.touched_by_others())
         if newest != changed or lock.held_by_others():
-            heard, changed = now, newest
-        if now - heard > patience or now > until:
+            alive_at, changed = now, newest
+        if now - alive_at > request.timeouts.heartbeat or now > until:
             return None
         time.sleep(_POLL_SECONDS)
 
 
 def _vote(fs: FsOps, staging: str, rank: int) -> Mapping[str, Any] | None:
-    """A rank's integrity file as its vote; None while there is none, or half of one."""
+    """A rank's integrity file as its vote; None while it is missing or incomplete."""
     name = integrity_name(rank)
     try:
         data = fs.read(os.path.join(staging, name), _MAX_BYTES)
@@ -99,6 +101,5 @@ def _vote(fs: FsOps, staging: str, rank: int) -> Mapping[str, Any] | None:
     return {"rank": rank, "files": [*files, {"name": name, "size": len(data), "crc32": zlib.crc32(data)}]}
 
 
-def _say(text: str) -> None:
-    """The terminal may be gone with the trainer; the checkpoint is what counts."""
-    print(f"ckpt writer: the trainer is gone; {text}", file=sys.stderr)
+def _print(text: str) -> None:
+    print(f"ckpt writer: the trainer has died; {text}", file=sys.stderr)

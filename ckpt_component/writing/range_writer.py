@@ -46,10 +46,6 @@ class ByteSource(Protocol):
         """
         ...
 
-    def wait_whole(self) -> None:
-        """Return when it is certain that what was given is the image; raises when it is not."""
-        ...
-
 
 class Places:
     """Offsets and lengths of items in a file, ascending. Numbers side by side: pairs would take ten times the memory.

@@ -11,11 +11,108 @@ from ..options import ResolvedTimeouts
 from ..storage.commit import Attempt
 from ..storage.file_system import file_system
 from ..storage.fs import FsOps
-from .range_writer import ByteSource
-from .write_job import Extra, WriteOptions, WriteTable
+from .range_writer import ByteSource, Lane, Places
 
 if TYPE_CHECKING:
     from ..image.arena import Arena
+
+
+@dataclass(frozen=True)
+class FileSpec:
+    """One file of the image: its name, where its bytes start in the image, and how many there are."""
+
+    name: str
+    base: int
+    size: int
+
+
+@dataclass(frozen=True)
+class WriteTable:
+    """The constant part of a rank's jobs: it is sent to the writer process once per structure.
+
+    Attributes:
+        files: the files whose bytes come from the image.
+        lanes: per parallel writer, what it writes, in order.
+        item_count: number of items over all lanes.
+        description: JSON text that describes items and keys for readers; copied into the integrity file as it is.
+        checksum: algorithm of the items' checksums.
+    """
+
+    files: Sequence[FileSpec]
+    lanes: Sequence[Sequence[Lane]]
+    item_count: int
+    description: bytes | memoryview
+    checksum: str = "crc32"
+
+    def to_parts(self) -> tuple[dict[str, Any], list[bytes | memoryview]]:
+        """As plain values for JSON, and what is too much for that: as bytes, not copied."""
+        places = [lane.items.numbers.cast("B") for group in self.lanes for lane in group]
+        plain = {
+            "files": [vars(spec) for spec in self.files],
+            "lanes": [[[lane.file, lane.start, lane.end, lane.first] for lane in group] for group in self.lanes],
+            "item_count": self.item_count,
+            "checksum": self.checksum,
+            "sizes": [len(self.description), *(data.nbytes for data in places)],
+        }
+        return plain, [self.description, *places]
+
+    @classmethod
+    def from_parts(cls, plain: Mapping[str, Any], parts: Sequence[memoryview]) -> WriteTable:
+        """The inverse of `to_parts`; `parts` have the sizes that stand in `plain`, and are not copied."""
+        description, *places = parts
+        lists = iter([Places(data.cast("Q")) for data in places])
+        return cls(
+            [FileSpec(**spec) for spec in plain["files"]],
+            [
+                [Lane(file, start, end, first, next(lists)) for file, start, end, first in lanes]
+                for lanes in plain["lanes"]
+            ],
+            plain["item_count"],
+            description,
+            plain["checksum"],
+        )
+
+
+@dataclass(frozen=True)
+class Extra:
+    """Bytes that are not in the image, because their length changes from save to save (Python objects).
+
+    `items` are (offset, length) relative to the file, and follow the image's items in the list of checksums.
+    """
+
+    file: str
+    offset: int
+    data: memoryview
+    items: Sequence[tuple[int, int]]
+
+
+@dataclass(frozen=True)
+class WriteOptions:
+    """How a writer writes.
+
+    Attributes:
+        block_bytes: how many bytes one write call takes.
+        io: `buffered`, `direct` (past the page cache), or `auto`: whichever is faster in this folder.
+        max_bytes_per_second: for all parallel writers of a rank together; None: no limit.
+    """
+
+    block_bytes: int = 8 << 20
+    io: str = "auto"
+    max_bytes_per_second: float | None = None
+
+
+@dataclass(frozen=True)
+class WriteResult:
+    """What one rank wrote: its files with sizes (and the integrity file's CRC), bytes, and seconds.
+
+    `io` is how it was written, for the next job in this folder; `auto` where that was not tried out.
+    """
+
+    rank: int
+    files: list[dict[str, Any]]
+    bytes: int
+    seconds: float
+    io: str = "auto"
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,9 @@
 """The background writer process: it writes staged images to files and imports no torch.
 
-Protocol, frame by frame (see `channel`): `arena` brings a memfd; `table` brings a structure's layout; `write` asks for
-one save and is answered by `done` or `failed`; it may bring a pipe, which tells how far its image is filled
-(`writers/progress`). `decided` says that the trainer committed or gave up the last one. End of file means that the
-trainer is gone: a save that was fully written but not decided is then finished by rank 0's process (`orphaned`), so
-that trainers that die after staging do not take their checkpoint along.
+Protocol, frame by frame (see `framing`): `arena` brings a memfd; `table` brings a structure's layout; `write` asks for
+one save and is answered by `done` or `failed`; `decided` means that the trainer committed or gave up the last one. End
+of file means that the trainer has died: rank 0's process then finishes a save that was written but not decided
+(`orphan_commit`).
 """
 
 from __future__ import annotations
@@ -23,24 +22,21 @@ from typing import Any
 
 from ..memory.huge_pages import map_shared
 from ..storage import commit
-from ..storage.file_system import file_system
-from ..storage.fs import FsOps
 from ..storage.liveness import AttemptLock
 from .framing import Frame, receive_frame, send_frame
-from .orphan_commit import attempt_of, finish
-from .progress import FilledSource
-from .range_writer import ByteSource
-from .write_job import Extra, MemorySource, WriteOptions, WriteResult, WriteTable, run_write_job
+from .orphan_commit import finish
+from .request import Extra, WriteRequest, WriteResult, WriteTable
+from .write_job import MemorySource, run_write_job
 
-#: How often an idle process looks whether its trainer lives.
+#: How often an idle process checks that its trainer lives.
 _POLL_SECONDS = 1.0
 
 
 @dataclass
 class _Undecided:
-    """A save that is written but not yet committed by anybody."""
+    """A save that is written but not yet committed."""
 
-    job: Mapping[str, Any]
+    request: WriteRequest
     result: WriteResult
     sidecars: dict[str, bytes]
     lock: AttemptLock
@@ -61,7 +57,7 @@ class ByteWorker:
         self._undecided: _Undecided | None = None
 
     def serve(self) -> None:
-        """Handle frames until the trainer says goodbye or is gone."""
+        """Handle frames until the trainer closes the connection or dies."""
         send_frame(self._sock, {"kind": "ready", "pid": os.getpid()})
         try:
             self._handle_frames()
@@ -81,7 +77,7 @@ class ByteWorker:
             elif kind == "table":
                 self._take_table(header, blob)
             elif kind == "write":
-                self._write(header, blob, *fds)
+                self._write(header, blob)
             elif kind == "decided":
                 self._forget()
             elif kind == "close":
@@ -127,26 +123,21 @@ class ByteWorker:
         sidecars = {name: zlib.compress(piece, 1) for (name, _), piece in zip(named, pieces[len(sizes) :], strict=True)}
         self._tables = {header["id"]: (table, sidecars, header["checksum_home"])}
 
-    def _write(self, job: Mapping[str, Any], blob: memoryview, pipe: int | None = None) -> None:
-        """One save: a failure is answered and fails this save alone. With a pipe, the image is still being filled."""
+    def _write(self, job: Mapping[str, Any], blob: memoryview) -> None:
+        """One save: a failure is answered and fails this save alone."""
         self._forget()
         lock: AttemptLock | None = None
         until = time.monotonic() + job["seconds"]
         try:
-            fs = _file_system(job)
             table, sidecars, checksum_home = self._tables[job["table"]]
-            lock = commit.lock(fs, attempt_of(job))
             extras = [
                 Extra(spec["file"], spec["offset"], data, spec["items"])
                 for spec, data in zip(job["extras"], _pieces(blob, [e["size"] for e in job["extras"]]), strict=True)
             ]
             memory = self._arenas[job["arena"]] if table.files else memoryview(b"")
-            options = WriteOptions(**job["options"])
-            source: ByteSource = MemorySource(memory)
-            if pipe is not None:
-                in_time = time.monotonic() + job["stage_seconds"]
-                source = FilledSource(memory, table.tracks, pipe, in_time, self._parent)
-            result = run_write_job(fs, job["staging"], job["rank"], table, source, extras, options, checksum_home)
+            request = WriteRequest.from_dict(job, table, extras, MemorySource(memory))
+            lock = commit.lock(request.fs, request.attempt)
+            result = run_write_job(request, checksum_home)
         except Exception as error:
             if lock is not None:
                 lock.close()
@@ -158,33 +149,25 @@ class ByteWorker:
                 "traceback": traceback.format_exc(),
             }
         else:
-            self._undecided = _Undecided(job, result, sidecars, lock, until)
+            self._undecided = _Undecided(request, result, sidecars, lock, until)
             answer = {"kind": "done", "id": job["id"], "result": asdict(result)}
-        finally:
-            if pipe is not None:
-                os.close(pipe)
         try:
             send_frame(self._sock, answer)
         except OSError:
-            # The trainer is gone; the next read sees the end of file and decides what to do.
+            # The trainer has died; the next read finds the end of file and decides what to do.
             if answer["kind"] == "failed":
-                print(f"ckpt writer: the trainer is gone and the save failed: {answer['error']}", file=sys.stderr)
+                print(f"ckpt writer: the trainer has died and the save failed: {answer['error']}", file=sys.stderr)
 
     def _finish_for_dead_trainer(self) -> None:
         save = self._undecided
-        if save is not None and save.job["rank"] == 0:
-            fs = _file_system(save.job)
+        if save is not None and save.request.rank == 0:
             sidecars = {name: zlib.decompress(data) for name, data in save.sidecars.items()}
-            finish(fs, save.job, asdict(save.result), sidecars, save.lock, save.until)
+            finish(save.request, asdict(save.result), sidecars, save.lock, save.until)
 
     def _forget(self) -> None:
         if self._undecided is not None:
             self._undecided.lock.close()
             self._undecided = None
-
-
-def _file_system(job: Mapping[str, Any]) -> FsOps:
-    return file_system(durable=job["durable"], atomic_rename=job["atomic_rename"], process="writer")
 
 
 def _pieces(blob: memoryview, sizes: list[int]) -> list[memoryview]:

@@ -14,14 +14,14 @@ import time
 import zlib  # integrity files themselves have a crc32 in the manifest, whatever the items have
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any
 
 from ..storage.checksum import find_checksum
 from ..storage.fs import FsOps
 from ..storage.names import integrity_name
 from .io_mode import BLOCK_BYTES, direct_is_faster, is_worth_trying
-from .range_writer import ByteSource, Lane, LaneWriter, Opened, Places, Throttle
+from .range_writer import ByteSource, LaneWriter, Opened, Throttle
+from .request import WriteRequest, WriteResult
 
 
 class MemorySource:
@@ -39,142 +39,20 @@ class MemorySource:
         """The one slice, whole in any case."""
         return [self._memory[start:end]]
 
-    def wait_whole(self) -> None:
-        """It is."""
 
-
-@dataclass(frozen=True)
-class FileSpec:
-    """One file of the image: its name, where its bytes start in the image, and how many there are."""
-
-    name: str
-    base: int
-    size: int
-
-
-@dataclass(frozen=True)
-class WriteTable:
-    """The constant part of a rank's jobs: it is sent to the writer process once per structure.
-
-    Attributes:
-        files: the files whose bytes come from the image.
-        lanes: per parallel writer, what it writes, in order.
-        item_count: number of items over all lanes.
-        description: JSON text that describes items and keys for readers; copied into the integrity file as it is.
-        checksum: algorithm of the items' checksums.
-    """
-
-    files: Sequence[FileSpec]
-    lanes: Sequence[Sequence[Lane]]
-    item_count: int
-    description: bytes | memoryview
-    checksum: str = "crc32"
-
-    @property
-    def tracks(self) -> list[tuple[int, int]]:
-        """Begin and end in the image of what each lane writes, ascending."""
-        bases = [spec.base for spec in self.files]
-        return sorted(
-            (bases[lane.file] + lane.start, bases[lane.file] + lane.end) for group in self.lanes for lane in group
-        )
-
-    def to_parts(self) -> tuple[dict[str, Any], list[bytes | memoryview]]:
-        """As plain values for JSON, and what is too much for that: as bytes, not copied."""
-        places = [lane.items.numbers.cast("B") for group in self.lanes for lane in group]
-        plain = {
-            "files": [vars(spec) for spec in self.files],
-            "lanes": [[[lane.file, lane.start, lane.end, lane.first] for lane in group] for group in self.lanes],
-            "item_count": self.item_count,
-            "checksum": self.checksum,
-            "sizes": [len(self.description), *(data.nbytes for data in places)],
-        }
-        return plain, [self.description, *places]
-
-    @classmethod
-    def from_parts(cls, plain: Mapping[str, Any], parts: Sequence[memoryview]) -> WriteTable:
-        """The inverse of `to_parts`; `parts` have the sizes that stand in `plain`, and are not copied."""
-        description, *places = parts
-        lists = iter([Places(data.cast("Q")) for data in places])
-        return cls(
-            [FileSpec(**spec) for spec in plain["files"]],
-            [
-                [Lane(file, start, end, first, next(lists)) for file, start, end, first in lanes]
-                for lanes in plain["lanes"]
-            ],
-            plain["item_count"],
-            description,
-            plain["checksum"],
-        )
-
-
-@dataclass(frozen=True)
-class Extra:
-    """Bytes that are not in the image, because their length changes from save to save (Python objects).
-
-    `items` are (offset, length) relative to the file, and follow the image's items in the list of checksums.
-    """
-
-    file: str
-    offset: int
-    data: memoryview
-    items: Sequence[tuple[int, int]]
-
-
-@dataclass(frozen=True)
-class WriteOptions:
-    """How a writer writes.
-
-    Attributes:
-        block_bytes: how many bytes one write call takes.
-        io: `buffered`, `direct` (past the page cache), or `auto`: whichever is faster in this folder.
-        max_bytes_per_second: for all parallel writers of a rank together; None: no limit.
-    """
-
-    block_bytes: int = 8 << 20
-    io: str = "auto"
-    max_bytes_per_second: float | None = None
-
-
-@dataclass(frozen=True)
-class WriteResult:
-    """What one rank wrote: its files with sizes (and the integrity file's CRC), bytes, and seconds.
-
-    `io` is how it was written, for the next job in this folder; `auto` where that was not tried out.
-    """
-
-    rank: int
-    files: list[dict[str, Any]]
-    bytes: int
-    seconds: float
-    io: str = "auto"
-
-
-def run_write_job(
-    fs: FsOps,
-    folder: str,
-    rank: int,
-    table: WriteTable,
-    source: ByteSource,
-    extras: Sequence[Extra],
-    options: WriteOptions,
-    checksum_home: Sequence[str] | None = None,
-) -> WriteResult:
+def run_write_job(request: WriteRequest, checksum_home: Sequence[str] | None = None) -> WriteResult:
     """Write a rank's files into the staging folder, each fsynced, and its integrity file last.
 
     Args:
-        fs: where effects go.
-        folder: the staging folder, which exists.
-        rank: whose files these are.
-        table: what goes where.
-        source: the image.
-        extras: bytes beside the image; their files come after the image's.
-        options: how to write it.
+        request: what to write, and where; the staging folder exists.
         checksum_home: where the package of the table's checksum is, for a process without site-packages.
 
     Raises:
         OSError: the first failure of any parallel writer, after all of them have stopped.
-        ChecksumMissingError: the package of the table's checksum is not there.
+        ChecksumMissingError: the package of the table's checksum is not installed.
     """
+    fs, folder, table, source = request.fs, request.attempt.staging, request.table, request.source
+    extras, options = request.extras, request.options
     started = time.perf_counter()
     checksum = find_checksum(table.checksum, checksum_home)
     in_memory = fs.in_memory(folder)
@@ -196,7 +74,6 @@ def run_write_job(
         throttle = Throttle(options.max_bytes_per_second)
         lanes = LaneWriter(fs, source, files, checksum, sums, options.block_bytes, throttle, in_memory=in_memory)
         lanes.run(table.lanes)
-        source.wait_whole()
         for spec in table.files if direct else ():
             fs.truncate(descriptors[spec.name], sizes[spec.name])  # the last page is written as a whole
         for extra in extras:
@@ -211,18 +88,18 @@ def run_write_job(
     places = [(extra.file, offset, length) for extra in extras for offset, length in extra.items]
     written: list[dict[str, Any]] = [{"name": name, "size": size} for name, size in sizes.items()]
     integrity = b'{"version":1,"rank":%d,"files":%s,"layout":%s,"extras":%s,"checksum":"%s","sums":%s}\n' % (
-        rank,
+        request.rank,
         json.dumps(written, separators=(",", ":")).encode(),
         table.description,
         json.dumps(places, separators=(",", ":")).encode(),
         table.checksum.encode(),
         json.dumps(sums, separators=(",", ":")).encode(),
     )
-    fs.write_new(os.path.join(folder, integrity_name(rank)), integrity)
+    fs.write_new(os.path.join(folder, integrity_name(request.rank)), integrity)
     fs.sync_folder(folder)
-    written.append({"name": integrity_name(rank), "size": len(integrity), "crc32": zlib.crc32(integrity)})
+    written.append({"name": integrity_name(request.rank), "size": len(integrity), "crc32": zlib.crc32(integrity)})
     total = sum(entry["size"] for entry in written)
-    return WriteResult(rank, written, total, time.perf_counter() - started, io)
+    return WriteResult(request.rank, written, total, time.perf_counter() - started, io)
 
 
 def _create(fs: FsOps, folder: str, sizes: Mapping[str, int], descriptors: dict[str, int]) -> None:

@@ -31,7 +31,6 @@ EXCEPTIONS = {
     "memory/pages.py": "memory (memfd), no file",
     "compat/host_image.py": "memory (memfd), no file",
     "memory/scratch.py": "memory (memfd), no file",
-    "writing/progress.py": "a pipe, no file",
     "storage/safe_open.py": "opens for reading",
     "compat/spawn.py": "tracebacks of a user's processes in a private temporary folder, as torch's spawn has it",
 }

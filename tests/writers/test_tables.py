@@ -16,7 +16,7 @@ from ckpt_component.formats.dcp import DcpWriter
 from ckpt_component.formats.dcp_metadata import metadata_of
 from ckpt_component.state.flatten import flatten
 from ckpt_component.state.structure import Structure
-from ckpt_component.writing.write_job import WriteTable
+from ckpt_component.writing.request import WriteTable
 
 
 def catalog_of(rank: int, tensors: int, offset: int = 0) -> dict[str, Any]:
