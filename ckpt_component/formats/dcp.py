@@ -1,6 +1,6 @@
 """Files of torch.distributed.checkpoint: what stock `dcp.load` reads, on any world size.
 
-A stored tensor is a complete `torch.save` archive; `.metadata` is the only index (TORCH 6.1). Objects are archives of
+A stored tensor is a complete `torch.save` archive; `.metadata` is the only index. Objects are archives of
 their own in one small file, each in a slot with some room, so that `.metadata` stays as it is while they fit.
 """
 

@@ -1,6 +1,6 @@
 """The bytes around a payload: what makes a tensor's own bytes an archive that `torch.load` reads.
 
-One stored tensor of a DCP file is a complete archive (TORCH 6.1). Everything in it but the payload depends on dtype and
+One stored tensor of a DCP file is a complete archive. Everything in it but the payload depends on dtype and
 shape alone. The pickle is the one of `torch.save`, asked once and reused; for shapes that are similar to a known one,
 the known one's with other numbers. Of the records beside it these archives have what loading needs, without padding
 between them: 650 bytes around a payload instead of 1,560, which is 3 % of a state of 20,000 tensors of 1 to 64 KB.

@@ -1,7 +1,7 @@
 """The zip records of a `torch.save` archive, written by hand so that every payload's place is known beforehand.
 
 Stored (uncompressed) records as torch writes them: names below `archive/`, tensors on 64-byte boundaries, padding in
-an extra field "FB", zip64 where 4 GiB are passed. Checksums are left 0: torch never verifies them (TORCH 4.3), and ours
+an extra field "FB", zip64 where 4 GiB are passed. Checksums are left 0: torch never verifies them, and ours
 stand in the integrity file.
 """
 

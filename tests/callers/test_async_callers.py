@@ -1,4 +1,4 @@
-"""`TemporalAsyncCaller` and `PersistentAsyncCaller`, seed 002."""
+"""`TemporalAsyncCaller` and `PersistentAsyncCaller`."""
 
 from __future__ import annotations
 

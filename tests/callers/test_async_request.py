@@ -1,4 +1,4 @@
-"""`AsyncRequest`, seed 002."""
+"""`AsyncRequest`."""
 
 from __future__ import annotations
 

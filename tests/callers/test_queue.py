@@ -1,4 +1,4 @@
-"""`AsyncCallsQueue`, seed 002: order, numbers, errors, abort, and the end."""
+"""`AsyncCallsQueue`: order, numbers, errors, abort, and the end."""
 
 from __future__ import annotations
 

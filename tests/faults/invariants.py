@@ -1,4 +1,4 @@
-"""What must hold after every fault (RELIABILITY 3.1): I1 to I3 and I5 on a root of checkpoints of known states.
+"""What must hold after every fault: I1 to I3 and I5 on a root of checkpoints of known states.
 
 I1: every acknowledged step loads bit-exact, or a newer one took its place. I2: so does the one that a run resumes
 from. I3: nothing uncommitted stands under a checkpoint's name. I5: the next save works, and nothing is left behind.

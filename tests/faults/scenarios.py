@@ -78,9 +78,6 @@ def failpoint(text: str, log: str) -> Iterator[None]:
         os.environ.pop(SPEC), os.environ.pop(LOG)
 
 
-# --- row 5 ----------------------------------------------------------------------------------------------------------
-
-
 def fill_disk(root: str, preset: str, overrides: list[str], inodes: bool = False) -> dict[str, Any]:
     """Save on a disk with room for 0, 1, 2 ... more pages (or inodes), until it succeeds; then make room and save."""
     mount_tmpfs(root, "size=16m,nr_inodes=1000")
@@ -113,9 +110,6 @@ def fill_disk(root: str, preset: str, overrides: list[str], inodes: bool = False
     wrong += wrong_after_failure(root, 3) if not wrong else []
     wrong += violations_at(root, 3)[0]
     return {"failures": failures, "wrong": wrong, "errors": sorted(told)}
-
-
-# --- row 16 ---------------------------------------------------------------------------------------------------------
 
 
 def fail_everywhere(
@@ -182,7 +176,7 @@ def open_files(root: str, manager: CheckpointManager) -> list[str]:
 
 
 def retried_syncs(log: str) -> list[str]:
-    """Files whose sync failed and was called once more: the second call would lie (RELIABILITY 1, PostgreSQL).
+    """Files whose sync failed and was called once more: the second call would lie.
 
     A file that was made anew under the same name is another file, and one that was opened to be written anew has no old
     bytes.
@@ -194,9 +188,6 @@ def retried_syncs(log: str) -> list[str]:
         return calls["create", path] + calls["open_over", path]
 
     return [f"{path} was synced again" for path in failed if calls["sync", path] > made(path)]
-
-
-# --- row 12 ---------------------------------------------------------------------------------------------------------
 
 
 def fail_block(root: str, preset: str, block: int, logs: str) -> dict[str, Any]:
@@ -225,9 +216,6 @@ def cut_writes(root: str, preset: str, logs: str) -> dict[str, Any]:
     with failpoint("write:action=short", log), manager_at(root, preset) as manager:
         error = saved(manager, 1)
     return {"fired": len(read_log(f"{log}.fired")), "error": error and str(error), "wrong": violations_at(root, 1)[0]}
-
-
-# --- rows 8, 24, 22 -------------------------------------------------------------------------------------------------
 
 
 def save_again(root: str, preset: str) -> dict[str, Any]:
@@ -315,9 +303,6 @@ def hang(root: str, operation: str, log: str) -> dict[str, Any]:
     }
 
 
-# --- row 23 ---------------------------------------------------------------------------------------------------------
-
-
 def save_with_small_shm(root: str, preset: str) -> dict[str, Any]:
     """Save 16 MB with a /dev/shm of 4 MB (which the test mounted), of which 3 are taken."""
     Path("/dev/shm/taken").write_bytes(bytes(3 << 20))
@@ -333,9 +318,6 @@ def save_with_small_shm(root: str, preset: str) -> dict[str, Any]:
         "left": left,
         "free": os.statvfs("/dev/shm").f_bfree,
     }
-
-
-# --- row 37 ---------------------------------------------------------------------------------------------------------
 
 
 def count_leaks(root: str, preset: str, saves: int) -> dict[str, list[int]]:
@@ -362,9 +344,6 @@ def footprint() -> dict[str, int]:
         "zombies": sum(process.status() == psutil.STATUS_ZOMBIE for process in family),
         "rss_mb": sum(process.memory_info().rss for process in family) >> 20,
     }
-
-
-# --- row 38 ---------------------------------------------------------------------------------------------------------
 
 
 def many_items(root: str, count: int) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Rows 12 and 16: each file operation of a save fails, once and for good; short writes; a block of one of two writers."""
+"""Each file operation of a save fails, once and for good; short writes; a block of one of two writers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.mark.parametrize("sticky", [False, True], ids=["once", "from_then_on"])
 @pytest.mark.parametrize("preset", ["sync", "async_persistent"])
-def test_row_16_every_operation_fails(preset: str, sticky: bool, forker: Forker, tmp_path: Path) -> None:
+def test_every_operation_fails(preset: str, sticky: bool, forker: Forker, tmp_path: Path) -> None:
     found = forker.run(
         "faults.scenarios:fail_everywhere",
         timeout=110,
@@ -38,7 +38,7 @@ def test_row_16_every_operation_fails(preset: str, sticky: bool, forker: Forker,
     ("preset", "rank", "process", "stride"),
     [("sync", 0, "trainer", 9), ("async_persistent", 1, "writer", 3)],
 )
-def test_row_16_operations_of_one_of_two_ranks_fail(
+def test_operations_of_one_of_two_ranks_fail(
     preset: str, rank: int, process: str, stride: int, forker: Forker, tmp_path: Path
 ) -> None:
     """Either both ranks hear of it with the errno and nothing is committed, or neither does and all is there."""
@@ -73,7 +73,7 @@ def test_row_16_operations_of_one_of_two_ranks_fail(
 
 @pytest.mark.parametrize("operation", ["names", "size", "read", "flock"])
 @pytest.mark.parametrize("preset", ["sync", "async_persistent"])
-def test_row_16_looking_fails(preset: str, operation: str, forker: Forker, tmp_path: Path) -> None:
+def test_looking_fails(preset: str, operation: str, forker: Forker, tmp_path: Path) -> None:
     found = forker.run(
         "faults.scenarios:fail_everywhere",
         root=str(tmp_path / "root"),
@@ -88,7 +88,7 @@ def test_row_16_looking_fails(preset: str, operation: str, forker: Forker, tmp_p
 
 
 @pytest.mark.parametrize("preset", ["sync", "async_persistent"])
-def test_row_16_short_writes_are_continued(preset: str, forker: Forker, tmp_path: Path) -> None:
+def test_short_writes_are_continued(preset: str, forker: Forker, tmp_path: Path) -> None:
     found = forker.run("faults.scenarios:cut_writes", root=str(tmp_path / "root"), preset=preset, logs=str(tmp_path))
     assert found["fired"] >= 5
     assert found["error"] is None and found["wrong"] == []
@@ -96,7 +96,7 @@ def test_row_16_short_writes_are_continued(preset: str, forker: Forker, tmp_path
 
 @pytest.mark.parametrize("block", [1, 2, 3, 5])
 @pytest.mark.parametrize("preset", ["sync", "async_persistent"])
-def test_row_12_a_writer_thread_fails_in_the_nth_block(preset: str, block: int, forker: Forker, tmp_path: Path) -> None:
+def test_a_writer_thread_fails_in_the_nth_block(preset: str, block: int, forker: Forker, tmp_path: Path) -> None:
     found = forker.run(
         "faults.scenarios:fail_block", root=str(tmp_path / "root"), preset=preset, block=block, logs=str(tmp_path)
     )

@@ -1,4 +1,4 @@
-"""Row 5: a disk that is full at any byte of a save, with one and two parallel writers."""
+"""A disk that is full at any byte of a save, with one and two parallel writers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def small_disk(forker: Forker, tmp_path: Path) -> Iterator[str]:
 
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("preset", ["sync", "async_persistent"])
-def test_row_05_a_disk_that_is_full_at_any_page(preset: str, workers: int, forker: Forker, small_disk: str) -> None:
+def test_a_disk_that_is_full_at_any_page(preset: str, workers: int, forker: Forker, small_disk: str) -> None:
     overrides = [f"checkpoint.writer.workers={workers}"]
     found = forker.run("faults.scenarios:fill_disk", root=small_disk, preset=preset, overrides=overrides)
     assert found["wrong"] == []
@@ -37,14 +37,14 @@ def test_row_05_a_disk_that_is_full_at_any_page(preset: str, workers: int, forke
 
 
 @pytest.mark.parametrize("preset", ["sync", "async_persistent"])
-def test_row_05_a_disk_without_inodes(preset: str, forker: Forker, small_disk: str) -> None:
+def test_a_disk_without_inodes(preset: str, forker: Forker, small_disk: str) -> None:
     found = forker.run("faults.scenarios:fill_disk", root=small_disk, preset=preset, overrides=[], inodes=True)
     assert found["wrong"] == []
     assert found["failures"] > 5
 
 
 @pytest.mark.parametrize("preset", ["sync", "async_persistent"])
-def test_row_05_a_disk_that_is_full_for_two_ranks(preset: str, forker: Forker, small_disk: str, tmp_path: Path) -> None:
+def test_a_disk_that_is_full_for_two_ranks(preset: str, forker: Forker, small_disk: str, tmp_path: Path) -> None:
     """Both ranks hear of it, nothing of the save is left, and the next run saves once there is room."""
     root, acks, failures = f"{small_disk}/root", str(tmp_path / "acks"), 0
     overrides = ["checkpoint.min_free_bytes=null"]  # nobody looks beforehand, so that the write itself meets it

@@ -1,4 +1,4 @@
-"""Row 2: kill -9 at every file operation of a save with retirement, until a run ends before its number comes up."""
+"""Kill -9 at every file operation of a save with retirement, until a run ends before its number comes up."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def enumerate_kills(
         wrong += [f"before {told}: {text}" for text in found]
         wrong += [f"after {told}: left {left}"] * bool(left)
         if fired and victim == "other" and fired[0].process == "writer":
-            # All was staged when the trainer died, so its writer process finishes the checkpoint (DESIGN 4).
+            # All was staged when the trainer died, so its writer process finishes the checkpoint.
             orphan = os.path.join(root, MEGATRON.folder(newest_ack(acks) + 1))
             wrong += [] if os.path.isdir(orphan) else [f"{told}: the writer process did not commit {orphan}"]
         # Killed, or a writer process was and the trainer went on.
@@ -112,7 +112,7 @@ def kill_at(stopped: int, trainer: int, victim: str) -> None:
         *(pytest.param(*case, 1, marks=pytest.mark.soak) for case in [("sync", "self"), *ASYNC_VICTIMS]),
     ],
 )
-def test_row_02_kill_at_every_operation(preset: str, victim: str, stride: int, forker: Forker, tmp_path: Path) -> None:
+def test_kill_at_every_operation(preset: str, victim: str, stride: int, forker: Forker, tmp_path: Path) -> None:
     kills, wrong = enumerate_kills(forker, tmp_path, preset, victim, stride=stride)
     print(f"{preset}, {victim}: {kills} kills, {len(wrong)} violations")
     assert not wrong, "\n".join(wrong)
@@ -129,7 +129,7 @@ def test_row_02_kill_at_every_operation(preset: str, victim: str, stride: int, f
         *(pytest.param(*case, 1, marks=[pytest.mark.soak, pytest.mark.timeout(900)]) for case in RANKS),
     ],
 )
-def test_row_02_kill_one_of_two_ranks(
+def test_kill_one_of_two_ranks(
     preset: str, rank: int, process: str, stride: int, forker: Forker, tmp_path: Path
 ) -> None:
     """Two ranks, three saves; one of the four processes is killed at every few operations.

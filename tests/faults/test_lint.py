@@ -28,10 +28,11 @@ EXCEPTIONS = {
     "storage/fs.py": "it is FsOps",
     "testing/operation_log.py": "the log in which the tests count operations; unset in production",
     "image/arena.py": "memory (memfd), no file",
-    "memory/pages.py": "memory (memfd), no file",
+    "memory/huge_pages.py": "memory (memfd), no file",
     "compat/host_image.py": "memory (memfd), no file",
     "memory/scratch.py": "memory (memfd), no file",
     "storage/safe_open.py": "opens for reading",
+    "managing/stop_signals.py": "a line on stderr from a signal handler",
     "compat/spawn.py": "tracebacks of a user's processes in a private temporary folder, as torch's spawn has it",
 }
 #: Rooms that no checkpoint of a user's passes through: the benchmark measures the bare file system and other

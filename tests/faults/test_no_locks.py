@@ -1,4 +1,4 @@
-"""Row 41: file systems without locks. Saves, restores and clean-up work; who touches a file beside an attempt lives."""
+"""File systems without locks. Saves, restores and clean-up work; who touches a file beside an attempt lives."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def manager_in(root: Path, *overrides: str, preset: str = "sync") -> CheckpointM
 @pytest.mark.parametrize("code", ["ENOLCK", "ENOSYS", "EOPNOTSUPP"])
 @pytest.mark.parametrize(("preset", "overrides"), [("sync", [MANIFEST_MODE]), ("async_persistent", [])])
 @pytest.mark.parametrize("sticky", [False, True], ids=["once", "from_then_on"])
-def test_row_41_no_lock_operation_of_a_save_needs_locks(
+def test_no_lock_operation_of_a_save_needs_locks(
     preset: str, overrides: list[str], code: str, sticky: bool, forker: Forker, tmp_path: Path
 ) -> None:
     found = forker.run(
@@ -84,7 +84,7 @@ def test_row_41_no_lock_operation_of_a_save_needs_locks(
         ("async_persistent", "all", [MANIFEST_MODE], 9),
     ],
 )
-def test_row_41_kills_without_locks(
+def test_kills_without_locks(
     preset: str, victim: str, overrides: list[str], stride: int, forker: Forker, tmp_path: Path
 ) -> None:
     kills, wrong = enumerate_kills(forker, tmp_path, preset, victim, overrides, stride, always=NO_LOCKS)
@@ -95,7 +95,7 @@ def test_row_41_kills_without_locks(
 
 @COMMITS
 @pytest.mark.usefixtures("without_locks")
-def test_row_41_what_a_dead_run_left_goes_and_one_warning_says_why(
+def test_what_a_dead_run_left_goes_and_one_warning_says_why(
     mode: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     root = tmp_path / "root"
@@ -120,9 +120,7 @@ def test_row_41_what_a_dead_run_left_goes_and_one_warning_says_why(
 
 @COMMITS
 @pytest.mark.usefixtures("without_locks")
-def test_row_41_who_lives_is_waited_for_and_not_deleted(
-    mode: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_who_lives_is_waited_for_and_not_deleted(mode: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     root = tmp_path / "root"
     attempt = begun(NoLocks(), root, 7, by_rename=mode != MANIFEST_MODE)
     lock = commit.lock(NoLocks(), attempt)
@@ -138,7 +136,7 @@ def test_row_41_who_lives_is_waited_for_and_not_deleted(
     assert not marks(root)
 
 
-def test_row_41_who_has_locks_sees_who_has_none(tmp_path: Path) -> None:
+def test_who_has_locks_sees_who_has_none(tmp_path: Path) -> None:
     attempt = begun(NoLocks(), tmp_path, 7)
     lock = commit.lock(NoLocks(), attempt)
     age(str(tmp_path))
@@ -150,7 +148,7 @@ def test_row_41_who_has_locks_sees_who_has_none(tmp_path: Path) -> None:
     assert sweep(FsOps(), str(tmp_path), MEGATRON) == [os.path.basename(attempt.staging)]
 
 
-def test_row_41_the_file_is_touched_again_and_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_file_is_touched_again_and_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(liveness, "TOUCH_SECONDS", 0.01)
     lock = commit.lock(NoLocks(), begun(NoLocks(), tmp_path, 7))
     (mark,) = marks(tmp_path)
@@ -165,9 +163,7 @@ def test_row_41_the_file_is_touched_again_and_again(tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.parametrize("ahead", [3600.0, -3600.0])
-def test_row_41_the_clock_is_that_of_the_file_system(
-    ahead: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_clock_is_that_of_the_file_system(ahead: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     dead, alive = begun(NoLocks(), tmp_path, 7), begun(NoLocks(), tmp_path, 8)
     past = time.time() - QUIET_SECONDS - 5
     for path in (os.path.join(dead.staging, "data"), dead.staging):
@@ -180,7 +176,7 @@ def test_row_41_the_clock_is_that_of_the_file_system(
     assert os.listdir(tmp_path) == [os.path.basename(alive.staging)]
 
 
-def test_row_41_a_folder_that_is_committed_while_it_is_looked_at_is_no_error(tmp_path: Path) -> None:
+def test_a_folder_that_is_committed_while_it_is_looked_at_is_no_error(tmp_path: Path) -> None:
     class Committed(FsOps):
         def is_locked(self, path: str) -> bool | None:
             os.rename(path, tmp_path / "iter_0000007")

@@ -1,4 +1,4 @@
-"""Row 40: storage without renames. A fake object store, puts whose answers are lost, racing attempts, late writers."""
+"""Storage without renames. A fake object store, puts whose answers are lost, racing attempts, late writers."""
 
 from __future__ import annotations
 
@@ -88,9 +88,7 @@ def age(path: Path) -> None:
 # --- the commit -----------------------------------------------------------------------------------------------------
 
 
-def test_row_40_the_put_of_the_manifest_is_the_last_thing_and_alone_makes_the_checkpoint(
-    root: Path, uploads: str
-) -> None:
+def test_the_put_of_the_manifest_is_the_last_thing_and_alone_makes_the_checkpoint(root: Path, uploads: str) -> None:
     seen: list[tuple[str, list[int]]] = []
     store = ObjectStore(
         uploads, before_put=lambda path: seen.append((path, committed_steps(FsOps(), str(root), MEGATRON)))
@@ -103,7 +101,7 @@ def test_row_40_the_put_of_the_manifest_is_the_last_thing_and_alone_makes_the_ch
     assert sorted(os.listdir(at_of(Path(attempt.target)))) == [".metadata", "data"]
 
 
-def test_row_40_with_hard_links_all_is_durable_before_the_put_and_the_put_before_success(root: Path) -> None:
+def test_with_hard_links_all_is_durable_before_the_put_and_the_put_before_success(root: Path) -> None:
     calls: list[str] = []
 
     class Recording(FsOps):
@@ -129,7 +127,7 @@ def test_row_40_with_hard_links_all_is_durable_before_the_put_and_the_put_before
 
 
 @pytest.mark.parametrize("unreadable", [0, 2])
-def test_row_40_a_put_that_was_done_and_not_answered_is_a_commit(unreadable: int, root: Path, uploads: str) -> None:
+def test_a_put_that_was_done_and_not_answered_is_a_commit(unreadable: int, root: Path, uploads: str) -> None:
     store = ObjectStore(uploads, puts=["lost"])
     attempt = written(store, root, 1)
     store.unreadable = unreadable
@@ -140,7 +138,7 @@ def test_row_40_a_put_that_was_done_and_not_answered_is_a_commit(unreadable: int
     assert committed_steps(store, str(root), MEGATRON) == [1]
 
 
-def test_row_40_a_put_that_the_mount_did_twice_finds_itself_and_is_a_commit(root: Path, uploads: str) -> None:
+def test_a_put_that_the_mount_did_twice_finds_itself_and_is_a_commit(root: Path, uploads: str) -> None:
     class Twice(ObjectStore):
         def put_new(self, path: str, data: bytes, draft: str) -> None:
             super().put_new(path, data, draft)
@@ -151,7 +149,7 @@ def test_row_40_a_put_that_the_mount_did_twice_finds_itself_and_is_a_commit(root
 
 
 @pytest.mark.parametrize("outcome", ["refused", "torn"])
-def test_row_40_a_put_that_was_not_done_leaves_nothing(outcome: str, root: Path, uploads: str) -> None:
+def test_a_put_that_was_not_done_leaves_nothing(outcome: str, root: Path, uploads: str) -> None:
     store = ObjectStore(uploads, puts=[outcome])
     attempt = written(store, root, 1)
     with pytest.raises(OSError, match="Input/output error"):
@@ -163,7 +161,7 @@ def test_row_40_a_put_that_was_not_done_leaves_nothing(outcome: str, root: Path,
 
 
 @pytest.mark.parametrize(("outcome", "found"), [("lost", [1]), ("refused", [])])
-def test_row_40_an_outcome_that_cannot_be_seen_is_said_and_the_disk_decides_later(
+def test_an_outcome_that_cannot_be_seen_is_said_and_the_disk_decides_later(
     outcome: str, found: list[int], root: Path, uploads: str
 ) -> None:
     store = ObjectStore(uploads, puts=[outcome])
@@ -181,7 +179,7 @@ def test_row_40_an_outcome_that_cannot_be_seen_is_said_and_the_disk_decides_late
     assert os.listdir(root) == [MEGATRON.folder(step) for step in found]
 
 
-def test_row_40_a_folder_that_cannot_be_synced_after_the_put_is_taken_back(root: Path) -> None:
+def test_a_folder_that_cannot_be_synced_after_the_put_is_taken_back(root: Path) -> None:
     class Failing(FsOps):
         def sync_folder(self, path: str) -> None:
             super().sync_folder(path)
@@ -197,7 +195,7 @@ def test_row_40_a_folder_that_cannot_be_synced_after_the_put_is_taken_back(root:
 
 
 @pytest.mark.parametrize("kind", ["store", "links"])
-def test_row_40_racing_attempts_commit_exactly_once(kind: str, root: Path, uploads: str) -> None:
+def test_racing_attempts_commit_exactly_once(kind: str, root: Path, uploads: str) -> None:
     """Six clients, one step; each either commits or is told that another did, and touches no other's files."""
     for step in range(1, 16):
         start, told = threading.Barrier(6), list[Any]()
@@ -227,7 +225,7 @@ def test_row_40_racing_attempts_commit_exactly_once(kind: str, root: Path, uploa
         assert sorted(os.listdir(root / MEGATRON.folder(step))) == sorted([winner, MANIFEST])
 
 
-def test_row_40_a_late_writer_of_an_abandoned_attempt_harms_nobody(root: Path, uploads: str) -> None:
+def test_a_late_writer_of_an_abandoned_attempt_harms_nobody(root: Path, uploads: str) -> None:
     store = ObjectStore(uploads)
     old = written(store, root, 1)
     late = store.create(os.path.join(old.staging, "late"))
@@ -244,7 +242,7 @@ def test_row_40_a_late_writer_of_an_abandoned_attempt_harms_nobody(root: Path, u
     assert at_of(Path(new.target)).name == new.token
 
 
-def test_row_40_a_run_that_lost_the_root_puts_nothing(root: Path, uploads: str) -> None:
+def test_a_run_that_lost_the_root_puts_nothing(root: Path, uploads: str) -> None:
     store = ObjectStore(uploads)
     first = FencingToken(store, str(root))
     first.acquire()
@@ -255,7 +253,7 @@ def test_row_40_a_run_that_lost_the_root_puts_nothing(root: Path, uploads: str) 
     assert committed_steps(store, str(root), MEGATRON) == []
 
 
-def test_row_40_what_is_in_the_way_of_a_save(root: Path, uploads: str) -> None:
+def test_what_is_in_the_way_of_a_save(root: Path, uploads: str) -> None:
     store = ObjectStore(uploads)
     written(store, root, 1)
     written(store, root, 1)  # two attempts side by side
@@ -273,7 +271,7 @@ def test_row_40_what_is_in_the_way_of_a_save(root: Path, uploads: str) -> None:
 # --- what is left, and what is damaged ------------------------------------------------------------------------------
 
 
-def test_row_40_a_sweep_takes_dead_attempts_of_this_host_alone(root: Path, uploads: str) -> None:
+def test_a_sweep_takes_dead_attempts_of_this_host_alone(root: Path, uploads: str) -> None:
     store = ObjectStore(uploads)
     dead, alive, young = (written(store, root, step) for step in (1, 2, 3))
     loser = written(store, root, 4)
@@ -310,7 +308,7 @@ def test_row_40_a_sweep_takes_dead_attempts_of_this_host_alone(root: Path, uploa
     assert sweep(FsOps(), str(root), MEGATRON) == [f"iter_0000002/{alive.token}", f"iter_0000003/{young.token}"]
 
 
-def test_row_40_retirement_takes_the_manifest_first_and_leaves_other_attempts(root: Path, uploads: str) -> None:
+def test_retirement_takes_the_manifest_first_and_leaves_other_attempts(root: Path, uploads: str) -> None:
     store = ObjectStore(uploads)
     attempt, other = committed(store, root, 1), committed(store, root, 2)
     loser = root / "iter_0000002" / FOREIGN_TOKEN
@@ -328,9 +326,7 @@ def test_row_40_retirement_takes_the_manifest_first_and_leaves_other_attempts(ro
 
 @pytest.mark.parametrize("damage", ["data", "manifest", "at"])
 @pytest.mark.parametrize("renames", [False, True])
-def test_row_40_quarantine_keeps_the_data_and_frees_the_name(
-    damage: str, renames: bool, root: Path, uploads: str
-) -> None:
+def test_quarantine_keeps_the_data_and_frees_the_name(damage: str, renames: bool, root: Path, uploads: str) -> None:
     store = ObjectStore(uploads)
     attempt = committed(store, root, 1)
     living = written(store, root, 9)
@@ -361,7 +357,7 @@ def test_row_40_quarantine_keeps_the_data_and_frees_the_name(
 
 
 @pytest.mark.parametrize("at", ["..", ".", "", "/etc", "a/b", 7, None, ["x"], "0badc0de-12345678/..", "x" * 300])
-def test_row_40_a_manifest_that_leads_out_of_its_folder_is_refused(at: Any, root: Path, uploads: str) -> None:
+def test_a_manifest_that_leads_out_of_its_folder_is_refused(at: Any, root: Path, uploads: str) -> None:
     attempt = committed(ObjectStore(uploads), root, 1)
     edit_manifest(Path(attempt.target), lambda manifest: manifest.__setitem__("at", at))
     assert list(scan_steps(FsOps(), str(root), MEGATRON).damaged) == [1]
@@ -370,7 +366,7 @@ def test_row_40_a_manifest_that_leads_out_of_its_folder_is_refused(at: Any, root
 
 
 @pytest.mark.parametrize("stands_there", ["link", "fifo", "file", "nothing"])
-def test_row_40_the_folder_of_the_files_is_a_folder(stands_there: str, root: Path, uploads: str) -> None:
+def test_the_folder_of_the_files_is_a_folder(stands_there: str, root: Path, uploads: str) -> None:
     attempt = committed(ObjectStore(uploads), root, 1)
     outside = root / "outside"
     os.rename(attempt.staging, outside)
@@ -402,7 +398,7 @@ def restored(root: Path, *overrides: str) -> int | None:
     return step
 
 
-def test_row_40_a_run_on_an_object_store(root: Path, uploads: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_on_an_object_store(root: Path, uploads: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Saves, retires, resumes, quarantines and saves again, without one rename; a lost answer is no failed save."""
     import torch.distributed.checkpoint as dcp
 
@@ -448,7 +444,7 @@ def test_row_40_a_run_on_an_object_store(root: Path, uploads: str, monkeypatch: 
 
 
 @pytest.mark.parametrize("writer", ["dcp", "torch_save", "safetensors"])
-def test_row_40_what_one_mode_saved_the_other_loads_and_retires(writer: str, root: Path) -> None:
+def test_what_one_mode_saved_the_other_loads_and_retires(writer: str, root: Path) -> None:
     def state(step: int) -> dict[str, Any]:
         return {"weight": torch.full((100,), float(step))}
 
@@ -466,7 +462,7 @@ def test_row_40_what_one_mode_saved_the_other_loads_and_retires(writer: str, roo
     assert len(os.listdir(root)) == 4
 
 
-def test_row_40_a_step_whose_attempt_lives_is_waited_for_and_not_quarantined(root: Path) -> None:
+def test_a_step_whose_attempt_lives_is_waited_for_and_not_quarantined(root: Path) -> None:
     fs = FsOps(atomic_rename=False)
     with manager_in(root, MANIFEST_MODE) as manager:
         manager.save(1, state_of(1))
@@ -485,7 +481,7 @@ def test_row_40_a_step_whose_attempt_lives_is_waited_for_and_not_quarantined(roo
     assert not Path(attempt.target).exists() and (root / "iter_0000003" / FOREIGN_TOKEN).exists()
 
 
-def test_row_40_an_overwritten_pointer_follows_no_link_and_waits_for_no_fifo(root: Path) -> None:
+def test_an_overwritten_pointer_follows_no_link_and_waits_for_no_fifo(root: Path) -> None:
     precious = root / "precious"
     precious.write_text("1")
     fs = FsOps(atomic_rename=False)
@@ -499,7 +495,7 @@ def test_row_40_an_overwritten_pointer_follows_no_link_and_waits_for_no_fifo(roo
     assert (root / POINTER).read_text() == "3"
 
 
-def test_row_40_direct_io_is_refused() -> None:
+def test_direct_io_is_refused() -> None:
     with pytest.raises(CheckpointConfigError, match=r"checkpoint\.writer\.io=direct.*checkpoint\.commit=manifest"):
         build_checkpointer("async_persistent", [MANIFEST_MODE, "checkpoint.writer.io=direct"])
 
@@ -511,13 +507,13 @@ def test_row_40_direct_io_is_refused() -> None:
     ("preset", "victim", "stride"),
     [("sync", "self", 4), ("async_persistent", "self", 9), ("async_persistent", "other", 9)],
 )
-def test_row_40_kill_at_every_operation(preset: str, victim: str, stride: int, forker: Forker, tmp_path: Path) -> None:
+def test_kill_at_every_operation(preset: str, victim: str, stride: int, forker: Forker, tmp_path: Path) -> None:
     check_kills(forker, tmp_path, preset, victim, stride)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize(("preset", "victim"), [("sync", "self"), *ASYNC_VICTIMS])
-def test_row_40_kill_at_every_single_operation(preset: str, victim: str, forker: Forker, tmp_path: Path) -> None:
+def test_kill_at_every_single_operation(preset: str, victim: str, forker: Forker, tmp_path: Path) -> None:
     check_kills(forker, tmp_path, preset, victim, 1)
 
 
@@ -531,7 +527,7 @@ def check_kills(forker: Forker, folder: Path, preset: str, victim: str, stride: 
 @pytest.mark.parametrize(
     "sticky", [pytest.param(False, id="once"), pytest.param(True, id="from_then_on", marks=pytest.mark.soak)]
 )
-def test_row_40_every_operation_fails(sticky: bool, forker: Forker, tmp_path: Path) -> None:
+def test_every_operation_fails(sticky: bool, forker: Forker, tmp_path: Path) -> None:
     found = forker.run(
         "faults.scenarios:fail_everywhere",
         timeout=110,

@@ -1,4 +1,4 @@
-"""Row 3: the power goes at every file operation of a save with retirement, on a real ext4 (a loop device; needs root).
+"""The power goes at every file operation of a save with retirement, on a real ext4 (a loop device; needs root).
 
 The same rig with a disk that takes no folder syncs must show violations, or it could not see any.
 """
@@ -136,7 +136,7 @@ def check_cuts(disk: Disk, folder: Path, preset: str, flag: int, stride: int) ->
         *(pytest.param(preset, flag, 1, marks=pytest.mark.soak) for preset in PRESETS for flag in FLAGS),
     ],
 )
-def test_row_03_power_cut_at_every_operation(preset: str, flag: int, stride: int, disk: Disk, tmp_path: Path) -> None:
+def test_power_cut_at_every_operation(preset: str, flag: int, stride: int, disk: Disk, tmp_path: Path) -> None:
     check_cuts(disk, tmp_path, preset, flag, stride)
 
 
@@ -144,7 +144,7 @@ def test_row_03_power_cut_at_every_operation(preset: str, flag: int, stride: int
     ("preset", "rank", "process", "stride"),
     [("sync", 0, "trainer", 20), ("async_persistent", 0, "trainer", 20), ("async_persistent", 1, "writer", 11)],
 )
-def test_row_03_power_cut_with_two_ranks(
+def test_power_cut_with_two_ranks(
     preset: str, rank: int, process: str, stride: int, disk: Disk, tmp_path: Path
 ) -> None:
     """Two ranks make two saves; the power goes at every few operations of one of their processes."""
@@ -187,7 +187,7 @@ NO_SYNC = f"{NO_FOLDER_SYNC};sync:action=skip"
     [("", NO_LOG_FLUSH, True, 4), (NO_FOLDER_SYNC, NO_LOG_FLUSH, True, 1), (NO_SYNC, LOG_FLUSH, False, 2)],
     ids=["all_syncs", "no_folder_syncs", "no_syncs"],
 )
-def test_row_03_the_rig_sees_what_is_lost_without_syncs(
+def test_the_rig_sees_what_is_lost_without_syncs(
     left_out: str, flag: int, bare: bool, stride: int, disk: Disk, tmp_path: Path
 ) -> None:
     cuts, wrong = enumerate_cuts(disk, tmp_path, "sync", flag, also=left_out, bare=bare, stride=stride)

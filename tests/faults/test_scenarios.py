@@ -1,4 +1,4 @@
-"""Rows 8, 22, 23, 24, 37 and 38, each by itself."""
+"""Scenarios that need no enumeration, each by itself."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PRESETS = ["sync", "async_temporal", "async_persistent", "async_zero_overhead"]
 
 
 @pytest.mark.parametrize("preset", ["sync", "async_persistent"])
-def test_row_08_a_step_that_is_there_is_refused_and_not_touched(preset: str, forker: Forker, tmp_path: Path) -> None:
+def test_a_step_that_is_there_is_refused_and_not_touched(preset: str, forker: Forker, tmp_path: Path) -> None:
     found = forker.run("faults.scenarios:save_again", root=str(tmp_path / "root"), preset=preset)
     assert found["error"] == "CheckpointExistsError"
     assert found["before"] == found["after"]  # names, bytes, and times of change
@@ -20,14 +20,14 @@ def test_row_08_a_step_that_is_there_is_refused_and_not_touched(preset: str, for
 
 
 @pytest.mark.parametrize("preset", ["sync", "async_persistent"])
-def test_row_24_the_last_good_step_outlives_failing_newer_ones(preset: str, forker: Forker, tmp_path: Path) -> None:
+def test_the_last_good_step_outlives_failing_newer_ones(preset: str, forker: Forker, tmp_path: Path) -> None:
     found = forker.run("faults.scenarios:fail_newest", root=str(tmp_path / "root"), preset=preset, logs=str(tmp_path))
     assert found["errors"] == 5
     assert found["wrong"] == []
 
 
 @pytest.mark.parametrize("operation", ["unlink", "remove_folder", "rename_new:path=.ckpt-trash"])
-def test_row_24_a_failing_delete_is_a_warning(operation: str, forker: Forker, tmp_path: Path) -> None:
+def test_a_failing_delete_is_a_warning(operation: str, forker: Forker, tmp_path: Path) -> None:
     found = forker.run(
         "faults.scenarios:fail_delete", root=str(tmp_path / "root"), operation=operation, logs=str(tmp_path)
     )
@@ -37,7 +37,7 @@ def test_row_24_a_failing_delete_is_a_warning(operation: str, forker: Forker, tm
 
 
 @pytest.mark.parametrize("operation", ["write", "sync", "create"])
-def test_row_22_hung_storage_fails_its_save_by_the_deadline(operation: str, forker: Forker, tmp_path: Path) -> None:
+def test_hung_storage_fails_its_save_by_the_deadline(operation: str, forker: Forker, tmp_path: Path) -> None:
     found = forker.run(
         "faults.scenarios:hang", root=str(tmp_path / "root"), operation=operation, log=str(tmp_path / "ops")
     )
@@ -53,7 +53,7 @@ def test_row_22_hung_storage_fails_its_save_by_the_deadline(operation: str, fork
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_row_23_a_small_dev_shm(preset: str, forker: Forker, tmp_path: Path) -> None:
+def test_a_small_dev_shm(preset: str, forker: Forker, tmp_path: Path) -> None:
     if forker.unmountable:
         pytest.skip(forker.unmountable)
     forker.here("faults.mounts:mount_tmpfs", folder="/dev/shm", options="size=4m")
@@ -66,14 +66,14 @@ def test_row_23_a_small_dev_shm(preset: str, forker: Forker, tmp_path: Path) -> 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("preset", PRESETS)
-def test_row_37_thirty_saves_leak_nothing(preset: str, forker: Forker, tmp_path: Path) -> None:
+def test_thirty_saves_leak_nothing(preset: str, forker: Forker, tmp_path: Path) -> None:
     check_leaks(forker.run("faults.scenarios:count_leaks", root=str(tmp_path / "root"), preset=preset, saves=20))
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("preset", PRESETS)
-def test_row_37_two_hundred_saves_leak_nothing(preset: str, forker: Forker, tmp_path: Path) -> None:
+def test_two_hundred_saves_leak_nothing(preset: str, forker: Forker, tmp_path: Path) -> None:
     check_leaks(
         forker.run("faults.scenarios:count_leaks", root=str(tmp_path / "root"), preset=preset, saves=200, timeout=1000)
     )
@@ -89,7 +89,7 @@ def check_leaks(found: dict[str, list[int]]) -> None:
 
 @pytest.mark.soak
 @pytest.mark.timeout(1200)
-def test_row_38_a_hundred_thousand_items(forker: Forker, tmp_path: Path) -> None:
+def test_a_hundred_thousand_items(forker: Forker, tmp_path: Path) -> None:
     found = forker.run("faults.scenarios:many_items", root=str(tmp_path / "root"), count=100_000, timeout=600)
     print(found)
     assert found["wrong"] == []
@@ -98,7 +98,7 @@ def test_row_38_a_hundred_thousand_items(forker: Forker, tmp_path: Path) -> None
 
 @pytest.mark.soak
 @pytest.mark.timeout(1200)
-def test_row_38_a_tensor_beyond_four_gigabytes(forker: Forker, tmp_path: Path) -> None:
+def test_a_tensor_beyond_four_gigabytes(forker: Forker, tmp_path: Path) -> None:
     disk = os.statvfs(tmp_path)
     if disk.f_bavail * disk.f_frsize < 12 << 30:
         pytest.skip("needs 12 GB of disk")

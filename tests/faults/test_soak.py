@@ -1,4 +1,4 @@
-"""Row 1: seeded random kills of writer process, trainer, rank, and all, over a loop of lives of a training job.
+"""Seeded random kills of writer process, trainer, rank, and all, over a loop of lives of a training job.
 
 pytest tests/faults/test_soak.py                                     the short form
 pytest -m soak tests/faults                                          500 kills, on one and on two ranks
@@ -135,7 +135,7 @@ def children_of(pid: int) -> list[int]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "kills"), [(1, 40), (2, 12)])
-def test_row_01_random_kills(ranks: int, kills: int, forker: Forker, tmp_path: Path) -> None:
+def test_random_kills(ranks: int, kills: int, forker: Forker, tmp_path: Path) -> None:
     soak = Soak(forker, tmp_path, ranks, SEED)
     print(soak.run(kills))
     assert not soak.wrong, f"seed {SEED}:\n" + "\n".join(soak.wrong)
@@ -144,7 +144,7 @@ def test_row_01_random_kills(ranks: int, kills: int, forker: Forker, tmp_path: P
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(("ranks", "share"), [(1, 0.6), (2, 0.4)])
-def test_row_01_many_random_kills(ranks: int, share: float, forker: Forker, tmp_path: Path) -> None:
+def test_many_random_kills(ranks: int, share: float, forker: Forker, tmp_path: Path) -> None:
     soak = Soak(forker, tmp_path, ranks, SEED)
     told = soak.run(round(share * int(os.environ.get("CKPT_SOAK_KILLS", "500"))))
     print(told)

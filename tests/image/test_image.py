@@ -162,7 +162,7 @@ def together(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     monkeypatch.setattr("ckpt_component.state.structure.TOGETHER", count)
 
 
-def test_row_29_a_changed_structure_is_always_noticed() -> None:
+def test_a_changed_structure_is_always_noticed() -> None:
     weight = torch.randn(4, 6)
     state: dict[str, Any] = {"w": weight, "tied": weight, "b": torch.zeros(3), "n": 1}
     structure, _ = structure_of(state)

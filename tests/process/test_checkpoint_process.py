@@ -1,4 +1,4 @@
-"""`CheckpointProcess`: the contract of seed 000, and what it lacked."""
+"""`CheckpointProcess`: the contract of the reference, and what it lacked."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Supervised processes: the contract of seed 004, and what it lacked."""
+"""Supervised processes: the contract of the reference, and what it lacked."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""RELIABILITY row 10: whatever happens to a checkpoint's bytes, it loads bit-exact or it says which file is damaged.
+"""Whatever happens to a checkpoint's bytes, it loads bit-exact or it says which file is damaged.
 
 The seed is printed, and taken from CKPT_TEST_SEED where that is set.
 """
@@ -67,7 +67,7 @@ def seed() -> int:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("writer", _WRITERS)
-def test_row_10_no_damage_loads_silently_wrong(writer: str, tmp_path: Path) -> None:
+def test_no_damage_loads_silently_wrong(writer: str, tmp_path: Path) -> None:
     rng = random.Random(f"{seed()} {writer}")
     outcomes: Counter[str] = Counter()
     objects = writer != "safetensors"
@@ -92,7 +92,7 @@ def test_row_10_no_damage_loads_silently_wrong(writer: str, tmp_path: Path) -> N
     assert outcomes["refused"] > outcomes["bit-exact"]
 
 
-def test_row_10_an_item_is_named(tmp_path: Path) -> None:
+def test_an_item_is_named(tmp_path: Path) -> None:
     with build_checkpointer("sync") as ours:
         ours.save({"model": {"weight": torch.ones(1000), "other": torch.ones(1000)}}, tmp_path / "one")
         path = tmp_path / "one" / "__0_1.distcp"
@@ -103,7 +103,7 @@ def test_row_10_an_item_is_named(tmp_path: Path) -> None:
             ours.load(tmp_path / "one")
 
 
-def test_row_10_a_file_that_is_missing_or_too_much(tmp_path: Path) -> None:
+def test_a_file_that_is_missing_or_too_much(tmp_path: Path) -> None:
     with build_checkpointer("sync") as ours:
         ours.save({"a": torch.ones(100), "n": 1}, tmp_path / "one")
         (tmp_path / "one" / "__0_9.distcp").write_bytes(b"not ours")

@@ -1,4 +1,4 @@
-"""RELIABILITY row 39: checkpoints that older versions made still load. `golden/make.py` made them."""
+"""Checkpoints that older versions made still load. `golden/make.py` made them."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_there_are_some_of_two_torch_versions_and_of_before_and_after_what_chang
 
 
 @pytest.mark.parametrize("path", MADE, ids=lambda path: f"{path.parent.name}-{path.name}")
-def test_row_39_golden_checkpoints_load(path: Path) -> None:
+def test_golden_checkpoints_load(path: Path) -> None:
     with build_checkpointer("sync") as ours:
         found = ours.load(path)
         state = wanted(path.name)
@@ -82,7 +82,7 @@ def test_row_39_golden_checkpoints_load(path: Path) -> None:
 
 
 @pytest.mark.parametrize("python", ["3.13", "Windows"])
-def test_row_39_paths_of_other_pythons_in_metadata(python: str, tmp_path: Path) -> None:
+def test_paths_of_other_pythons_in_metadata(python: str, tmp_path: Path) -> None:
     """DCP notes its folder as an object of pathlib, which Python 3.13 has in another module."""
     (tmp_path / "one").mkdir()
     for part in (GOLDEN / "torch-2.13" / "stock_dcp").iterdir():

@@ -1,4 +1,4 @@
-"""Files that want to do harm: RELIABILITY rows 9 (code), 30 (paths and special files) and 31 (shapes and keys)."""
+"""Files that want to do harm: code, paths and special files, shapes and keys."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def native(tmp_path: Path, ours: SyncCheckpointer) -> Path:
     return tmp_path / "native"
 
 
-# Row 9: nothing in a file is ever called.
+# Nothing in a file is ever called.
 
 
 def evil_pickles(marker: Path) -> dict[str, bytes]:
@@ -102,7 +102,7 @@ def evil_pickles(marker: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("case", sorted(evil_pickles(Path("x"))))
-def test_row_09_metadata_calls_nothing(case: str, stock: Path, ours: SyncCheckpointer, tmp_path: Path) -> None:
+def test_metadata_calls_nothing(case: str, stock: Path, ours: SyncCheckpointer, tmp_path: Path) -> None:
     marker = tmp_path / "called"
     (stock / ".metadata").write_bytes(evil_pickles(marker)[case])
     with pytest.raises(CheckpointCorruptError, match=r"\.metadata is not a DCP metadata file that can be trusted"):
@@ -119,7 +119,7 @@ def test_members_of_enumerations_as_python_3_11_2_pickles_them(
     assert torch.equal(ours.load(stock)["w"], torch.arange(6.0).view(2, 3))
 
 
-def test_row_09_a_pickle_cannot_change_the_classes_it_names() -> None:
+def test_a_pickle_cannot_change_the_classes_it_names() -> None:
     """BUILD with a state for attributes sets them on whatever is on the stack, a class too."""
     name = ("torch.distributed.checkpoint.metadata", "Metadata")
     code = b"\x80\x04" + b"".join(b"\x8c" + bytes([len(text)]) + text.encode() for text in name) + b"\x93"
@@ -131,7 +131,7 @@ def test_row_09_a_pickle_cannot_change_the_classes_it_names() -> None:
         load_inert(code, [name])
 
 
-def test_row_09_an_object_item_calls_nothing(stock: Path, native: Path, ours: SyncCheckpointer, tmp_path: Path) -> None:
+def test_an_object_item_calls_nothing(stock: Path, native: Path, ours: SyncCheckpointer, tmp_path: Path) -> None:
     marker = tmp_path / "called"
     stream = io.BytesIO()
     torch.save({"n": Malicious(marker)}, stream)
@@ -163,7 +163,7 @@ def test_row_09_an_object_item_calls_nothing(stock: Path, native: Path, ours: Sy
     assert not marker.exists()
 
 
-def test_row_09_plans_of_megatron_are_inert_data(stock: Path, ours: SyncCheckpointer) -> None:
+def test_plans_of_megatron_are_inert_data(stock: Path, ours: SyncCheckpointer) -> None:
     from torch.distributed.checkpoint.filesystem import _StoragePrefix
     from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
@@ -177,13 +177,13 @@ def test_row_09_plans_of_megatron_are_inert_data(stock: Path, ours: SyncCheckpoi
     assert torch.equal(ours.load(stock)["w"], torch.arange(6.0).view(2, 3))
 
 
-# Row 30: nothing outside of the folder, and nothing but regular files.
+# Nothing outside of the folder, and nothing but regular files.
 
 PLACES = ["../outside", "/etc/hostname", "sub/file", "..", ".", "", "a\0b", "x" * 300, "\udcff\ud800", 7, None]
 
 
 @pytest.mark.parametrize("name", PLACES, ids=lambda name: repr(name)[:20])
-def test_row_30_names_stay_in_the_folder(name: Any, stock: Path, native: Path, ours: SyncCheckpointer) -> None:
+def test_names_stay_in_the_folder(name: Any, stock: Path, native: Path, ours: SyncCheckpointer) -> None:
     (stock.parent / "outside").write_bytes((stock / "__0_0.distcp").read_bytes())
 
     def rename(metadata: Metadata) -> None:
@@ -229,7 +229,7 @@ SPECIAL: list[Callable[[Path], None]] = [link, fifo, folder, device]
 
 @pytest.mark.parametrize("replace_by", SPECIAL, ids=lambda made: made.__name__)
 @pytest.mark.parametrize("name", ["manifest.json", "integrity-0.json", "__0_0.distcp", "__0_1.distcp"])
-def test_row_30_no_special_file_in_ours(
+def test_no_special_file_in_ours(
     name: str, replace_by: Callable[[Path], None], native: Path, ours: SyncCheckpointer
 ) -> None:
     replace_by(native / name)
@@ -239,7 +239,7 @@ def test_row_30_no_special_file_in_ours(
 
 @pytest.mark.parametrize("replace_by", SPECIAL, ids=lambda made: made.__name__)
 @pytest.mark.parametrize("name", [".metadata", "__0_0.distcp"])
-def test_row_30_no_special_file_in_those_of_stock_dcp(
+def test_no_special_file_in_those_of_stock_dcp(
     name: str, replace_by: Callable[[Path], None], stock: Path, ours: SyncCheckpointer
 ) -> None:
     replace_by(stock / name)
@@ -249,7 +249,7 @@ def test_row_30_no_special_file_in_those_of_stock_dcp(
 
 @pytest.mark.parametrize("replace_by", [link, fifo, device], ids=lambda made: made.__name__)
 @pytest.mark.parametrize("name", ["file.pt", "file.safetensors"])
-def test_row_30_no_special_file_by_itself(
+def test_no_special_file_by_itself(
     name: str, replace_by: Callable[[Path], None], ours: SyncCheckpointer, tmp_path: Path
 ) -> None:
     from safetensors.torch import save_file
@@ -263,7 +263,7 @@ def test_row_30_no_special_file_by_itself(
             ours.load(path, target)
 
 
-def test_row_30_a_hard_link_is_a_file_like_any_other(native: Path, ours: SyncCheckpointer, tmp_path: Path) -> None:
+def test_a_hard_link_is_a_file_like_any_other(native: Path, ours: SyncCheckpointer, tmp_path: Path) -> None:
     """So are the copies of `cp -al` made, and their bytes are verified all the same."""
     copy = tmp_path / "copy"
     copy.mkdir()
@@ -273,13 +273,13 @@ def test_row_30_a_hard_link_is_a_file_like_any_other(native: Path, ours: SyncChe
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root reads what it likes")
-def test_row_30_what_may_not_be_read_is_not_called_corrupt(native: Path, ours: SyncCheckpointer) -> None:
+def test_what_may_not_be_read_is_not_called_corrupt(native: Path, ours: SyncCheckpointer) -> None:
     (native / "integrity-0.json").chmod(0)
     with pytest.raises(CheckpointUnreadableError, match="Permission denied"):
         ours.load(native)
 
 
-def test_row_30_a_read_error_is_not_called_corrupt(
+def test_a_read_error_is_not_called_corrupt(
     native: Path, ours: SyncCheckpointer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: Any) -> int:
@@ -291,7 +291,7 @@ def test_row_30_a_read_error_is_not_called_corrupt(
     assert caught.value.errno == 5
 
 
-# Row 31: sizes, holes, overlaps, dtypes, keys. All before anything is allocated.
+# Sizes, holes, overlaps, dtypes, keys. All before anything is allocated.
 
 
 def chunks(*boxes: tuple[tuple[int, ...], tuple[int, ...]]) -> Callable[[Metadata], None]:
@@ -366,7 +366,7 @@ BAD_METADATA: dict[str, tuple[Callable[[Metadata], None], str]] = {
 
 
 @pytest.mark.parametrize("case", sorted(BAD_METADATA))
-def test_row_31_metadata_that_cannot_be(case: str, stock: Path, ours: SyncCheckpointer) -> None:
+def test_metadata_that_cannot_be(case: str, stock: Path, ours: SyncCheckpointer) -> None:
     change, message = BAD_METADATA[case]
     edit_metadata(stock, change)
     with pytest.raises(CheckpointCorruptError, match=message) as caught:
@@ -374,7 +374,7 @@ def test_row_31_metadata_that_cannot_be(case: str, stock: Path, ours: SyncCheckp
     assert "stock" in str(caught.value)
 
 
-def test_row_31_chunks_that_make_up_the_tensor_load(stock: Path, ours: SyncCheckpointer) -> None:
+def test_chunks_that_make_up_the_tensor_load(stock: Path, ours: SyncCheckpointer) -> None:
     """The checks themselves let what is right through: two chunks, each stored."""
     halves = [torch.arange(3.0).view(1, 3), torch.arange(3.0, 6).view(1, 3)]
     blobs = []
@@ -396,7 +396,7 @@ def test_row_31_chunks_that_make_up_the_tensor_load(stock: Path, ours: SyncCheck
     assert torch.equal(ours.load(stock)["w"], torch.arange(6.0).view(2, 3))
 
 
-def test_row_31_a_chunk_of_another_dtype_or_shape(stock: Path, ours: SyncCheckpointer) -> None:
+def test_a_chunk_of_another_dtype_or_shape(stock: Path, ours: SyncCheckpointer) -> None:
     stream = io.BytesIO()
     torch.save(torch.arange(6, dtype=torch.int32).view(2, 3), stream)
     (stock / "other.distcp").write_bytes(stream.getvalue())
@@ -460,7 +460,7 @@ BAD_TABLES: dict[str, Callable[[dict[str, Any]], None]] = {
 
 
 @pytest.mark.parametrize("case", sorted(BAD_TABLES))
-def test_row_31_a_table_that_cannot_be(case: str, native: Path, ours: SyncCheckpointer) -> None:
+def test_a_table_that_cannot_be(case: str, native: Path, ours: SyncCheckpointer) -> None:
     edit_table(native, BAD_TABLES[case])
     for target in (None, {"w": torch.zeros(2, 3), "n": 0}):
         with pytest.raises(CheckpointCorruptError) as caught:
@@ -484,7 +484,7 @@ BAD_MANIFESTS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
 
 
 @pytest.mark.parametrize("case", sorted(BAD_MANIFESTS))
-def test_row_31_a_manifest_that_cannot_be(case: str, native: Path, ours: SyncCheckpointer) -> None:
+def test_a_manifest_that_cannot_be(case: str, native: Path, ours: SyncCheckpointer) -> None:
     change, message = BAD_MANIFESTS[case]
     edit_manifest(native, change)
     kinds = CheckpointLoadError if case in ("another release's", "a format of nobody's") else CheckpointCorruptError
@@ -492,7 +492,7 @@ def test_row_31_a_manifest_that_cannot_be(case: str, native: Path, ours: SyncChe
         ours.load(native)
 
 
-def test_row_31_json_that_is_too_deep(native: Path, ours: SyncCheckpointer) -> None:
+def test_json_that_is_too_deep(native: Path, ours: SyncCheckpointer) -> None:
     (native / "manifest.json").write_bytes(b"[" * 1_000_000)
     with pytest.raises(CheckpointCorruptError, match=r"manifest\.json is not a complete manifest"):
         ours.load(native)
@@ -530,14 +530,14 @@ BAD_HEADERS: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("case", sorted(BAD_HEADERS))
-def test_row_31_a_safetensors_header_that_cannot_be(case: str, ours: SyncCheckpointer, tmp_path: Path) -> None:
+def test_a_safetensors_header_that_cannot_be(case: str, ours: SyncCheckpointer, tmp_path: Path) -> None:
     header, message = BAD_HEADERS[case]
     header_file(tmp_path / "x.safetensors", header)
     with pytest.raises(CheckpointCorruptError, match=message):
         ours.load(tmp_path / "x.safetensors")
 
 
-def test_row_31_a_safetensors_header_that_is_not_there(ours: SyncCheckpointer, tmp_path: Path) -> None:
+def test_a_safetensors_header_that_is_not_there(ours: SyncCheckpointer, tmp_path: Path) -> None:
     for length in (9, 1 << 40, (1 << 64) - 1):
         header_file(tmp_path / "x.safetensors", b"{}", data=b"", length=length)
         with pytest.raises(CheckpointCorruptError, match="claims a header of"):
@@ -556,7 +556,7 @@ def rezip(path: Path, compression: int, change: Callable[[str, bytes], bytes] = 
 
 
 @pytest.mark.parametrize("target", [None, {"a": torch.zeros(4)}], ids=["new", "mapped"])
-def test_row_31_archives_that_torch_would_unpack(target: Any, ours: SyncCheckpointer, tmp_path: Path) -> None:
+def test_archives_that_torch_would_unpack(target: Any, ours: SyncCheckpointer, tmp_path: Path) -> None:
     path = tmp_path / "x.pt"
     torch.save({"a": torch.arange(4.0)}, path)
     rezip(path, zipfile.ZIP_DEFLATED)
@@ -582,7 +582,7 @@ def test_row_31_archives_that_torch_would_unpack(target: Any, ours: SyncCheckpoi
         ours.load(path, target)
 
 
-def test_row_31_a_tensor_that_repeats_itself_to_no_end(ours: SyncCheckpointer, tmp_path: Path) -> None:
+def test_a_tensor_that_repeats_itself_to_no_end(ours: SyncCheckpointer, tmp_path: Path) -> None:
     torch.save({"a": torch.zeros(1).expand(1 << 40)}, tmp_path / "x.pt")
     for target in (None, {"a": None}):
         with pytest.raises(CheckpointCorruptError, match=r"'a' in .*x\.pt has the shape \(1099511627776,\)"):
@@ -591,7 +591,7 @@ def test_row_31_a_tensor_that_repeats_itself_to_no_end(ours: SyncCheckpointer, t
     assert ours.load(tmp_path / "x.pt")["a"].shape == (1000,)
 
 
-def test_row_31_dtypes_shapes_and_keys_are_listed(native: Path, stock: Path, ours: SyncCheckpointer) -> None:
+def test_dtypes_shapes_and_keys_are_listed(native: Path, stock: Path, ours: SyncCheckpointer) -> None:
     for path in (native, stock):
         for dtype in (torch.float64, torch.bfloat16, torch.int32):
             with pytest.raises(CheckpointLoadError, match=r"'w' is torch\.\w+ in the target and torch\.float32 in"):

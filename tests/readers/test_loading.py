@@ -95,7 +95,7 @@ def test_non_contiguous_targets_and_map_location(ours: SyncCheckpointer, tmp_pat
         assert torch.equal(ours.load(tmp_path / "one", default_map_location=place)["a"], value)
 
 
-def test_row_14_stock_checkpoints_load(tmp_path: Path) -> None:
+def test_stock_checkpoints_load(tmp_path: Path) -> None:
     state = trained()
     plain = {key: part.state_dict() for key, part in state.items()}
     dcp.save({**plain, "n": 4, "list": [1, torch.ones(3)]}, checkpoint_id=tmp_path / "dcp")

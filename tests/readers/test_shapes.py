@@ -38,7 +38,7 @@ def is_cover(whole: tuple[int, ...], boxes: list[Box]) -> bool:
     return set(counts.values()) <= {1}
 
 
-def test_row_31_chunks_against_counting_every_element() -> None:
+def test_chunks_against_counting_every_element() -> None:
     seed = 7
     rng = random.Random(seed)
     outcomes = {True: 0, False: 0}

@@ -1,4 +1,4 @@
-"""`on_error`, `retry`, `give_up_after`: what becomes of a save that fails. Row 16 (fsync is never retried on a file)."""
+"""`on_error`, `retry`, `give_up_after`: what becomes of a save that fails. A failed fsync is never repeated."""
 
 from __future__ import annotations
 
@@ -377,14 +377,11 @@ def test_raise_is_what_happens_without_a_word(tmp_path: Path) -> None:
         assert runs.calls == 5
 
 
-# --- row 15
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [2, 5])
 @pytest.mark.parametrize("overlap", ["wait", "skip", "error"])
 @pytest.mark.parametrize("on_error", ["raise", "warn", "retry"])
-def test_row_15_overlapping_saves_keep_their_order_and_their_bytes(
+def test_overlapping_saves_keep_their_order_and_their_bytes(
     count: int, overlap: str, on_error: str, tmp_path: Path
 ) -> None:
     from ckpt_component import CheckpointBusyError
@@ -423,10 +420,7 @@ def test_row_15_overlapping_saves_keep_their_order_and_their_bytes(
         assert_holds(tmp_path, step, step)
 
 
-# --- row 33 and 34
-
-
-def test_row_33_an_exception_in_training_while_a_save_fails_goes_through_alone(
+def test_an_exception_in_training_while_a_save_fails_goes_through_alone(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with pytest.raises(ZeroDivisionError), manager_in(tmp_path) as manager:
@@ -439,7 +433,7 @@ def test_row_33_an_exception_in_training_while_a_save_fails_goes_through_alone(
 
 
 @pytest.mark.parametrize("preset", ["sync", "async_temporal", "async_persistent", "async_zero_overhead"])
-def test_row_33_closing_twice_or_from_two_threads_is_harmless(preset: str, tmp_path: Path) -> None:
+def test_closing_twice_or_from_two_threads_is_harmless(preset: str, tmp_path: Path) -> None:
     manager = manager_in(tmp_path, preset=preset)
     manager.save(1, state_of(1))
     closers = [threading.Thread(target=manager.close) for _ in range(2)]
@@ -452,7 +446,7 @@ def test_row_33_closing_twice_or_from_two_threads_is_harmless(preset: str, tmp_p
     assert manager.steps() == [1]
 
 
-def test_row_34_a_huge_error_of_the_writer_process_arrives_as_text(tmp_path: Path) -> None:
+def test_a_huge_error_of_the_writer_process_arrives_as_text(tmp_path: Path) -> None:
     """Errors cross as text, however long and of whatever kind; the process lives on."""
     with build_checkpointer("async_persistent") as checkpointer:
         assert isinstance(checkpointer, AsyncCheckpointer)

@@ -43,7 +43,7 @@ def worker_of(checkpointer: AsyncCheckpointer) -> int:
     return int(pid)
 
 
-def test_row_04_a_killed_worker_fails_its_save_with_the_signal_and_is_replaced(
+def test_a_killed_worker_fails_its_save_with_the_signal_and_is_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with build() as checkpointer:
@@ -166,7 +166,7 @@ def test_a_path_that_exists_is_never_written_into(preset: str, tmp_path: Path) -
         ({"t": {(1, 2): 3}}, "use str or int keys"),
     ],
 )
-def test_row_32_what_cannot_be_checkpointed_is_refused_by_key(state: dict[str, Any], key: str, tmp_path: Path) -> None:
+def test_what_cannot_be_checkpointed_is_refused_by_key(state: dict[str, Any], key: str, tmp_path: Path) -> None:
     with build_checkpointer("sync") as checkpointer, pytest.raises(CheckpointStageError, match=key):
         checkpointer.save(state, tmp_path / "one")
     assert os.listdir(tmp_path) == []

@@ -36,11 +36,11 @@ def run_with_a_killed_rank(function: str, killed: int, folder: Path) -> None:
     assert results[1 - killed].code == 0, told
 
 
-def test_row_18_a_rank_killed_in_the_vote(tmp_path: Path) -> None:
+def test_a_rank_killed_in_the_vote(tmp_path: Path) -> None:
     run_with_a_killed_rank("killed_in_vote", 1, tmp_path)
 
 
-def test_row_19_a_leader_killed_after_the_commit(tmp_path: Path) -> None:
+def test_a_leader_killed_after_the_commit(tmp_path: Path) -> None:
     run_with_a_killed_rank("leader_killed_after_commit", 0, tmp_path)
     with build_checkpointer("sync") as checkpointer:
         assert checkpointer.load(tmp_path / "run" / "one")["weight"].eq(3).all()
@@ -49,7 +49,7 @@ def test_row_19_a_leader_killed_after_the_commit(tmp_path: Path) -> None:
     assert not (tmp_path / "run" / "two").exists()
 
 
-def test_row_18_a_leader_killed_in_the_decision(tmp_path: Path) -> None:
+def test_a_leader_killed_in_the_decision(tmp_path: Path) -> None:
     run_with_a_killed_rank("leader_killed_in_the_decision", 0, tmp_path)
     wait_for(lambda: (tmp_path / "run" / "one").exists())
     with build_checkpointer("sync") as checkpointer:
@@ -83,7 +83,7 @@ def checkpoints_in(root: Path) -> list[str]:
 
 
 @pytest.mark.parametrize(("before", "locks"), [(0, True), (1, True), (1, False)])
-def test_row_13_writers_of_dead_trainers_commit_together(before: int, locks: bool, tmp_path: Path) -> None:
+def test_writers_of_dead_trainers_commit_together(before: int, locks: bool, tmp_path: Path) -> None:
     root = tmp_path / "run"
     with trainers_killed_in_mid_write(tmp_path, before, locks) as writers:
         writers[0].resume()
@@ -99,7 +99,7 @@ def test_row_13_writers_of_dead_trainers_commit_together(before: int, locks: boo
 
 
 @pytest.mark.parametrize("locks", [True, False])
-def test_row_13_a_writer_that_is_gone_too_leaves_nothing(locks: bool, tmp_path: Path) -> None:
+def test_a_writer_that_is_gone_too_leaves_nothing(locks: bool, tmp_path: Path) -> None:
     with trainers_killed_in_mid_write(tmp_path, 1, locks) as writers:
         writers[1].kill()
         writers[0].resume()
@@ -107,15 +107,15 @@ def test_row_13_a_writer_that_is_gone_too_leaves_nothing(locks: bool, tmp_path: 
 
 
 @pytest.mark.parametrize("function", ["stopped_rank", "stopped_worker"])
-def test_row_20_whoever_stops_past_the_deadline_commits_nothing(function: str, tmp_path: Path) -> None:
+def test_whoever_stops_past_the_deadline_commits_nothing(function: str, tmp_path: Path) -> None:
     run_ranks(SCRIPT, function, 2, tmp_path)
 
 
-def test_row_15_five_overlapping_saves_on_two_ranks(tmp_path: Path) -> None:
+def test_five_overlapping_saves_on_two_ranks(tmp_path: Path) -> None:
     run_ranks(SCRIPT, "overlapping", 2, tmp_path)
 
 
-def test_row_36_a_rank_that_sees_the_folder_late(tmp_path: Path) -> None:
+def test_a_rank_that_sees_the_folder_late(tmp_path: Path) -> None:
     run_ranks(SCRIPT, "late_view", 2, tmp_path)
 
 

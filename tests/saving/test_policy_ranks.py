@@ -17,7 +17,7 @@ def test_on_two_ranks(function: str, tmp_path: Path) -> None:
     run_ranks(SCRIPT, function, 2, tmp_path)
 
 
-def test_row_33_a_manager_that_nobody_closes_outlives_its_process_group_without_a_word(tmp_path: Path) -> None:
+def test_a_manager_that_nobody_closes_outlives_its_process_group_without_a_word(tmp_path: Path) -> None:
     for output in run_ranks(SCRIPT, "group_is_gone", 2, tmp_path, whole=True):
         assert output.strip().splitlines()[-1] == "the last line", output
         assert "Traceback" not in output and "Error" not in output

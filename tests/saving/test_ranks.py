@@ -42,7 +42,7 @@ def whole_target() -> dict[str, object]:
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize(("world_size", "other"), [(1, 4), (2, 3), (3, 4), (4, 2)])
-def test_row_27_shards_saved_by_some_ranks_load_on_others_and_by_stock_dcp(
+def test_shards_saved_by_some_ranks_load_on_others_and_by_stock_dcp(
     world_size: int, other: int, tmp_path: Path
 ) -> None:
     import torch.distributed.checkpoint as dcp
@@ -85,7 +85,7 @@ def test_values_of_a_ranks_own(tmp_path: Path) -> None:
     run_ranks(SCRIPT, "own_values", 3, tmp_path, SAVED_BY="2")
 
 
-def test_row_06_a_failure_of_one_rank_is_the_same_error_on_all_and_the_next_save_works(tmp_path: Path) -> None:
+def test_a_failure_of_one_rank_is_the_same_error_on_all_and_the_next_save_works(tmp_path: Path) -> None:
     run_ranks(SCRIPT, "failures", 2, tmp_path)
 
 

@@ -1,4 +1,4 @@
-"""What a resuming run does with what it finds: RELIABILITY rows 10 (damaged), 25 (pointer) and 26 (debris, foreign)."""
+"""What a resuming run does with what it finds: damaged checkpoints, the pointer file, leftovers, folders of other programs."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def quarantined(root: Path) -> list[str]:
     return sorted(name.removeprefix(QUARANTINE_PREFIX).partition(".")[0] for name in names)
 
 
-def test_row_10_a_damaged_newest_checkpoint_is_quarantined_and_its_step_can_be_saved_again(
+def test_a_damaged_newest_checkpoint_is_quarantined_and_its_step_can_be_saved_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     run(tmp_path, 1, 2, 3)
@@ -95,7 +95,7 @@ def test_row_10_a_damaged_newest_checkpoint_is_quarantined_and_its_step_can_be_s
     assert quarantined(tmp_path) == ["iter_0000003"] and restored(tmp_path) == 4
 
 
-def test_row_10_several_damaged_ones_are_passed_over_together(tmp_path: Path) -> None:
+def test_several_damaged_ones_are_passed_over_together(tmp_path: Path) -> None:
     run(tmp_path, 1, 2, 3, 4)
     for step in (3, 4):
         flip(tmp_path, step)
@@ -104,7 +104,7 @@ def test_row_10_several_damaged_ones_are_passed_over_together(tmp_path: Path) ->
     assert quarantined(tmp_path) == ["iter_0000002", "iter_0000003", "iter_0000004"]
 
 
-def test_row_10_the_only_checkpoint_is_never_renamed(tmp_path: Path) -> None:
+def test_the_only_checkpoint_is_never_renamed(tmp_path: Path) -> None:
     """There is nothing to fall back to: to begin from scratch would hide that all is lost."""
     run(tmp_path, 1)
     flip(tmp_path, 1)
@@ -121,7 +121,7 @@ def test_row_10_the_only_checkpoint_is_never_renamed(tmp_path: Path) -> None:
     assert quarantined(tmp_path) == [] and (tmp_path / "iter_0000001").is_dir()
 
 
-def test_row_10_a_step_that_was_asked_for_is_never_renamed(tmp_path: Path) -> None:
+def test_a_step_that_was_asked_for_is_never_renamed(tmp_path: Path) -> None:
     run(tmp_path, 1, 2, 3)
     flip(tmp_path, 3)
     with pytest.raises(CheckpointCorruptError, match=r"__0_0\.distcp is damaged"):
@@ -135,7 +135,7 @@ def test_row_10_a_step_that_was_asked_for_is_never_renamed(tmp_path: Path) -> No
     assert quarantined(tmp_path) == [] and restored(tmp_path, "checkpoint.resume=never", RESTORES_ONLY) is None
 
 
-def test_row_10_what_cannot_be_read_is_passed_over_and_stays(
+def test_what_cannot_be_read_is_passed_over_and_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A disk or a mount that fails says nothing about the bytes."""
@@ -158,7 +158,7 @@ def test_row_10_what_cannot_be_read_is_passed_over_and_stays(
     assert restored(tmp_path) == 2  # the disk is back
 
 
-def test_row_10_a_manifest_that_cannot_be_read_stops_a_run_that_would_begin_from_scratch(
+def test_a_manifest_that_cannot_be_read_stops_a_run_that_would_begin_from_scratch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run(tmp_path, 1)
@@ -222,7 +222,7 @@ def test_a_rename_that_fails_does_not_stop_the_run(
 
 
 @pytest.mark.parametrize("text", [b"", b"garbage", b"7", b"-1", b"\xff\xfe", b"9" * 100, b"1", None])
-def test_row_25_the_scan_wins_over_the_pointer_which_is_repaired(text: bytes | None, tmp_path: Path) -> None:
+def test_the_scan_wins_over_the_pointer_which_is_repaired(text: bytes | None, tmp_path: Path) -> None:
     """Empty, garbage, ahead of the data, negative, no text, too long, behind, and not there."""
     run(tmp_path, 1, 2)
     if text is None:
@@ -233,7 +233,7 @@ def test_row_25_the_scan_wins_over_the_pointer_which_is_repaired(text: bytes | N
     assert (tmp_path / POINTER).read_text() == "2"
 
 
-def test_row_25_a_pointer_that_leads_elsewhere_is_replaced_and_what_it_led_to_stays(tmp_path: Path) -> None:
+def test_a_pointer_that_leads_elsewhere_is_replaced_and_what_it_led_to_stays(tmp_path: Path) -> None:
     run(tmp_path / "root", 1, 2)
     precious = tmp_path / "precious"
     precious.write_text("1")
@@ -247,7 +247,7 @@ def test_row_25_a_pointer_that_leads_elsewhere_is_replaced_and_what_it_led_to_st
     assert (tmp_path / "root" / POINTER).read_text() == "2"
 
 
-def test_row_25_a_pointer_that_cannot_be_set_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_pointer_that_cannot_be_set_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     run(tmp_path, 1, 2)
     (tmp_path / POINTER).unlink()
     (tmp_path / POINTER).mkdir()
@@ -255,13 +255,13 @@ def test_row_25_a_pointer_that_cannot_be_set_is_a_warning(tmp_path: Path, caplog
     assert "could not be set right" in caplog.text
 
 
-def test_row_25_a_pointer_beside_no_checkpoint_of_ours_is_somebody_elses(tmp_path: Path) -> None:
+def test_a_pointer_beside_no_checkpoint_of_ours_is_somebody_elses(tmp_path: Path) -> None:
     (tmp_path / POINTER).write_text("500")
     assert restored(tmp_path) is None
     assert (tmp_path / POINTER).read_text() == "500"
 
 
-def test_row_26_only_dead_debris_of_this_host_goes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_only_dead_debris_of_this_host_goes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     import torch.distributed.checkpoint as dcp
 
     root = tmp_path / "root"
@@ -323,7 +323,7 @@ def restored_nine(root: Path) -> bool:
     return state["step"] == 2 and bool(state["weight"].eq(2).all())
 
 
-def test_row_26_keep_never_follows_a_link(tmp_path: Path) -> None:
+def test_keep_never_follows_a_link(tmp_path: Path) -> None:
     """A step that is a link to somebody's folder is nothing that we may delete."""
     run(tmp_path / "theirs", 1)
     (tmp_path / "ours").mkdir()
@@ -335,7 +335,7 @@ def test_row_26_keep_never_follows_a_link(tmp_path: Path) -> None:
     assert restored(tmp_path / "theirs") == 1
 
 
-def test_row_26_the_log_says_it_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_log_says_it_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     run(tmp_path, 1)
     (tmp_path / "iter_0000002" / "mp_rank_00").mkdir(parents=True)
     with caplog.at_level(logging.WARNING, "ckpt_component"):
@@ -343,7 +343,7 @@ def test_row_26_the_log_says_it_once(tmp_path: Path, caplog: pytest.LogCaptureFi
     assert len([record for record in caplog.records if "iter_0000002" in record.message]) == 1
 
 
-def test_row_10_two_ranks_go_on_together(tmp_path: Path) -> None:
+def test_two_ranks_go_on_together(tmp_path: Path) -> None:
     run_ranks(SCRIPT, "damaged_for_one", 2, tmp_path)
     assert quarantined(tmp_path) == ["iter_0000003"]
     assert (tmp_path / POINTER).read_text() == "4"

@@ -1,4 +1,4 @@
-"""Room on the disk, and the right to write there: told early, in numbers, and on all ranks. Rows 5 and 35."""
+"""Room on the disk, and the right to write there: told early, in numbers, and on all ranks."""
 
 from __future__ import annotations
 
@@ -127,13 +127,8 @@ def test_a_file_that_grows_too_large_in_the_writer_process(tmp_path: Path) -> No
     assert os.listdir(tmp_path) == []
 
 
-# --- row 35
-
-
 @pytest.mark.parametrize("preset", ["sync", "async_persistent"])
-def test_row_35_a_folder_that_cannot_be_written_to_is_refused_when_the_manager_is_built(
-    preset: str, tmp_path: Path
-) -> None:
+def test_a_folder_that_cannot_be_written_to_is_refused_when_the_manager_is_built(preset: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("not a folder")
     with pytest.raises(
         CheckpointConfigError, match=r"checkpoint\.dir=.*file/below cannot be written to: .*only restores"
@@ -142,7 +137,7 @@ def test_row_35_a_folder_that_cannot_be_written_to_is_refused_when_the_manager_i
     # no process is left: see conftest
 
 
-def test_row_35_who_only_restores_needs_no_right_to_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_only_restores_needs_no_right_to_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with build_manager("sync", dir=tmp_path / "run") as manager:
         manager.save(1, {"step": 1})
     assert not [name for name in os.listdir(tmp_path / "run") if "trial" in name]
@@ -181,7 +176,7 @@ def test_a_disk_that_is_full_at_the_start_is_a_warning(
         assert manager.save(2, {"step": 2})
 
 
-def test_row_35_a_folder_that_one_rank_cannot_write_to_is_refused_on_all(tmp_path: Path) -> None:
+def test_a_folder_that_one_rank_cannot_write_to_is_refused_on_all(tmp_path: Path) -> None:
     run_ranks(SCRIPT, "root_not_writable", 2, tmp_path)
 
 

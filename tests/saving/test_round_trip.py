@@ -1,4 +1,4 @@
-"""RELIABILITY row 11: tensors of any dtype, shape and strides, nested in any way, come back to the bit."""
+"""Tensors of any dtype, shape and strides, nested in any way, come back to the bit."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def wiped(state: Any) -> Any:
 
 
 @pytest.mark.parametrize("writer", ["dcp", "torch_save"])
-def test_row_11_what_is_saved_comes_back_to_the_bit_or_is_refused_by_key(writer: str, tmp_path: Path) -> None:
+def test_what_is_saved_comes_back_to_the_bit_or_is_refused_by_key(writer: str, tmp_path: Path) -> None:
     kept = 0
     with build_checkpointer("sync", [f"checkpoint/writer={writer}", "checkpoint/stager=shared_memory"]) as ours:
         for seed in range(60):

@@ -1,4 +1,4 @@
-"""`max_stall_s`: training waits so long and no longer, whatever it would wait for. Row 22 (hung storage, hung writer)."""
+"""`max_stall_s`: training waits so long and no longer, whatever it would wait for. Hung storage, hung writer."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def stop_writer(manager: CheckpointManager, stopped: list[int]) -> int:
     return pid
 
 
-def test_row_22_a_hung_writer_stalls_the_next_save_by_max_stall_s_and_the_error_names_the_save(
+def test_a_hung_writer_stalls_the_next_save_by_max_stall_s_and_the_error_names_the_save(
     tmp_path: Path, stopped: list[int]
 ) -> None:
     with manager_in(tmp_path) as manager:
@@ -107,9 +107,7 @@ def test_without_the_key_a_save_waits_as_long_as_the_phase_may_take(tmp_path: Pa
         manager.wait()
 
 
-def test_row_22_storage_that_does_not_answer_whether_the_path_is_free(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_storage_that_does_not_answer_whether_the_path_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     answers = threading.Event()
     with manager_in(tmp_path) as manager:
         monkeypatch.setattr(rollback, "refuse_existing", lambda path, **_: answers.wait(60))

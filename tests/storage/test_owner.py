@@ -108,7 +108,7 @@ STOPPED = """
 
 @pytest.mark.slow
 @pytest.mark.parametrize("preset", ["sync", "async_persistent"])
-def test_row_21_a_run_that_was_stopped_before_its_commit_finds_a_new_owner(preset: str, tmp_path: Path) -> None:
+def test_a_run_that_was_stopped_before_its_commit_finds_a_new_owner(preset: str, tmp_path: Path) -> None:
     old = subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(STOPPED), str(tmp_path), preset], stdout=subprocess.PIPE, text=True
     )

@@ -52,7 +52,7 @@ def assert_same_state(first: Job, second: Job) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("preset", ["sync", "async_persistent", "async_temporal", "async_zero_overhead"])
 @pytest.mark.parametrize("writer", ["dcp", "torch_save"])
-def test_row_28_a_resumed_run_is_the_uninterrupted_one(
+def test_a_resumed_run_is_the_uninterrupted_one(
     compose_job: Composed, tmp_path: Path, preset: str, writer: str
 ) -> None:
     choice = (f"checkpoint={preset}", f"checkpoint/writer={writer}", "checkpoint.save.every_steps=2")

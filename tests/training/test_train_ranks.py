@@ -160,7 +160,7 @@ def end(torchrun: subprocess.Popen[str]) -> None:
 
 
 @pytest.mark.parametrize("kind", ["ddp", "tp"])
-def test_row_17_sigterm_to_all_processes_saves_once_and_leaves_in_time(
+def test_sigterm_to_all_processes_saves_once_and_leaves_in_time(
     start: Started, train: Callable[..., tuple[int, str]], tmp_path: Path, kind: str
 ) -> None:
     endless = (f"parallel={kind}", "train.steps=1000000", "train.eval_every=null", "train.log_every=5")

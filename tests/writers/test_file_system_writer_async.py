@@ -1,4 +1,4 @@
-"""`FileSystemWriterAsync`, seed 001: its methods, what is on disk, and what happens when something goes wrong."""
+"""`FileSystemWriterAsync`: its methods, what is on disk, and what happens when something goes wrong."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ def test_a_hint_needs_two_workers_and_a_plain_name() -> None:
         DcpWriter(workers=1, separation_hint="model")
     with pytest.raises(CheckpointConfigError, match="becomes part of file names"):
         DcpWriter(workers=2, separation_hint="../x")
-    with pytest.raises(CheckpointConfigError, match="at least 1, got 0"):
+    with pytest.raises(CheckpointConfigError, match="must be from 1 to 128, got 0"):
         DcpWriter(workers=0)
 
 

@@ -1,4 +1,4 @@
-"""Plan and finalize around `FileSystemWriterAsync`, and the plan cache (MEGATRON 1.7)."""
+"""Plan and finalize around `FileSystemWriterAsync`, and the plan cache."""
 
 from __future__ import annotations
 
