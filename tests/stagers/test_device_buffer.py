@@ -110,7 +110,7 @@ def build(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> Build:
 
 
 def buffer_of(ours: AsyncCheckpointer) -> DeviceBuffer:
-    found = ours._checkpoint_stager._buffer
+    found = ours.saver.stager._buffer
     assert isinstance(found, DeviceBuffer)
     return found
 
@@ -188,7 +188,7 @@ def test_what_save_would_wait_for_goes_first(build: Build, rig: Rig, tmp_path: P
     with build(128) as ours:  # room for a few of them; the running mean and variance are in the middle
         ours.guard(optimizer)
         ours.save({"model": model, "optimizer": optimizer}, tmp_path / "one")[1].result(30)
-        [arena] = ours._checkpoint_stager._pool._free
+        [arena] = ours.saver.stager._pool._free
         split = arena._slots.plans[True]
         # Nothing but the number of batches, a scalar, and the step counts: no tensor of the device.
         assert all(split.now.slots[number].dim() == 0 for number in split.now.numbers) and split.later.numbers
@@ -353,7 +353,7 @@ def test_joined_tensors_keep_the_fence(build: Build, rig: Rig, tmp_path: Path) -
 def test_where_copies_are_awaited_the_rest_is_copied_when_save_returns(build: Build, rig: Rig, tmp_path: Path) -> None:
     state = {"one": torch.ones(16), "two": torch.ones(1000)}
     with build(128) as ours:
-        ours._checkpoint_stager._overlap.awaits = True
+        ours.saver.stager._overlap.awaits = True
         rig.fence.clear()
         rig.drains.clear()
         stage, write = ours.save(state, tmp_path / "one")

@@ -74,7 +74,7 @@ def test_awaited_copies_are_whole_when_save_returns(tmp_path: Path, caplog: pyte
     with build_checkpointer("async_zero_overhead") as ours:
         assert isinstance(ours, AsyncCheckpointer)
         ours.guard(optimizer)
-        ours._checkpoint_stager._overlap.awaits = True
+        ours.saver.stager._overlap.awaits = True
         stage, write = ours.save({"weight": weight}, tmp_path / "one")
         assert stage.done()
         with torch.no_grad():
