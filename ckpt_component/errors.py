@@ -70,7 +70,7 @@ class CheckpointFencedError(CheckpointSaveError):
 
 
 class CheckpointStorageFullError(CheckpointSaveError):
-    """There is no room for the checkpoint: what it needs, what is free, what helps. `errno` says which limit it met."""
+    """The disk is too full for the checkpoint; names what it needs and what is free. `errno` says which limit."""
 
 
 class CheckpointGivenUpError(CheckpointSaveError):
@@ -86,7 +86,7 @@ class RanksError(CheckpointSaveError):
 
     Attributes:
         failures: the text of each failed rank.
-        causes: the name of the error's type on each failed rank; `RanksError` for a rank that is gone.
+        causes: the name of the error's type on each failed rank; `RanksError` for a rank that is dead.
     """
 
     def __init__(
@@ -159,7 +159,7 @@ class CheckpointCorruptError(CheckpointError, ValueError):
 
 
 class CheckpointUnreadableError(CheckpointCorruptError):
-    """The bytes cannot be read at all (EIO, EACCES, a mount that is gone): nothing is known about them.
+    """The bytes cannot be read at all (EIO, EACCES, an unmounted folder): nothing is known about them.
 
     A resuming run goes on from an older checkpoint as with a corrupt one, and leaves this one where it is. `errno` is
     that of the system call, or None.

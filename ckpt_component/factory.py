@@ -207,7 +207,7 @@ def _build_graph(
 
 
 def _shares_computer(world_size: int) -> bool:
-    """Whether other ranks may be on this computer: torchrun tells how many there are, other launchers may not."""
+    """Whether other ranks may be on this computer: torchrun sets how many there are, other launchers may not."""
     return world_size > 1 and os.environ.get("LOCAL_WORLD_SIZE") != "1"
 
 

@@ -106,7 +106,7 @@ class _ProcessCaller(WriteCaller):
     @property
     def pid(self) -> int | None:
         """The writer process's id, or None when none runs."""
-        process = self._process  # the save thread may let go of it meanwhile
+        process = self._process  # the save thread may drop it concurrently
         return process.pid if process is not None and process.alive else None
 
     def run(self, request: WriteRequest, deadline: float) -> Mapping[str, Any]:

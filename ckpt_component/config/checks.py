@@ -55,20 +55,20 @@ def refuse_unknown_keys(tree: Mapping[str, Any], schema: type = Checkpoint, name
 
 
 def refuse_text_parts(tree: Any) -> None:
-    """A part was set with a dot, so that it is a text; or it is something else that is not a part."""
+    """A part was set with a dot, which makes it a string, or to another value that is not a part."""
     for kind in PARTS:
         part = tree.get(kind, {})
         pick = f"checkpoint/{kind}={USUAL[kind]}"
         if isinstance(part, str) and part != "???":
             near = part if part in PARTS[kind] else closest(part, PARTS[kind])
-            pick = f"to pick a part use a slash: checkpoint/{kind}={near or USUAL[kind]}"
+            pick = f"to choose a component use a slash: checkpoint/{kind}={near or USUAL[kind]}"
             options = "" if near else f". checkpoint/{kind} can be: {', '.join(PARTS[kind])}, or your own"
-            raise HydraConfigError(f"checkpoint.{kind} is the text {part!r}; {pick}{options}")
+            raise HydraConfigError(f"checkpoint.{kind}={part!r} sets a string; {pick}{options}")
         if not isinstance(part, (Mapping, str)):
             raise HydraConfigError(f"checkpoint.{kind} is {part!r}, not a part; to pick one use a slash: {pick}")
         if part and "_target_" not in part:
             raise HydraConfigError(
-                f"checkpoint.{kind} has no _target_, the class to build; to pick a part use a slash: {pick}"
+                f"checkpoint.{kind} has no _target_, the class to build; to choose a component use a slash: {pick}"
             )
 
 

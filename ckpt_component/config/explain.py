@@ -23,7 +23,7 @@ from ..spelling import closest
 from .errors import CheckpointConfigError
 from .overrides import parse_override, torn_apart
 
-#: Groups that nobody picks from: Hydra's own, and our schemas.
+#: Groups that users do not pick from: Hydra's own, and our schemas.
 _HIDDEN_GROUPS = ("hydra", "ckpt_component")
 #: Name -> options.
 Groups = Mapping[str, Sequence[str]]
@@ -240,15 +240,15 @@ _KINDS = {"Integer": "a whole number", "Float": "a number", "Boolean": "true or 
 
 def _other_type(key: str, value: str, named: str) -> str | None:
     """For a value that OmegaConf could not convert."""
-    wanted = re.search(r"could not be converted to (\w+)", named)
+    conversion = re.search(r"could not be converted to (\w+)", named)
     if "is not a valid bool" in named:
         return f"{key} must be {_KINDS['Boolean']}, got {value}."
-    if wanted and wanted[1] in _KINDS:
-        return f"{key} must be {_KINDS[wanted[1]]}, got {value}."
+    if conversion and conversion[1] in _KINDS:
+        return f"{key} must be {_KINDS[conversion[1]]}, got {value}."
     if "is not Optional" in named or "Incompatible value 'None'" in named:
         return f"{key} cannot be null."
     if "incompatible with type hint" in named:
-        return f"{key} cannot be {value}; it takes a number or a text."
+        return f"{key} cannot be {value}; it takes a number or a string."
     return None
 
 

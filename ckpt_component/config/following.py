@@ -8,8 +8,8 @@ from .schema import Checkpoint, Retry
 def deadlines(config: Checkpoint) -> dict[str, float]:
     """All of `timeouts`, with numbers for what is null.
 
-    A rank is gone (`heartbeat`) before it hangs (`stall`), and it hangs before its write is over (`write`): what is
-    null keeps that order. A snapshot may wait (`stage`) at least as long as `max_stall_s` lets it.
+    A rank counts as dead (`heartbeat`) before it counts as hung (`stall`), and it hangs before its write is over
+    (`write`): what is null keeps that order. A snapshot may wait (`stage`) at least as long as `max_stall_s` lets it.
     """
     times = config.timeouts
     stage = times.stage or max(300.0, config.max_stall_s or 0.0)

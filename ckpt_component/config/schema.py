@@ -61,9 +61,9 @@ class Save:
     """When to save. A save is due when either of the two periods is over."""
 
     every_steps: int | None = at_least(1, 100)
-    """Save at every n-th step; null: steps alone are no reason."""
+    """Save at every n-th step; null: not by steps."""
     every_seconds: float | None = above(0, None, SECONDS)
-    """Save when this many seconds have gone by since the last save began; null: time alone is no reason."""
+    """Save when this many seconds have passed since the last save began; null: not by time."""
     at_end: bool = True
     """Save the last step too, when the manager's `with` block ends without an exception."""
 

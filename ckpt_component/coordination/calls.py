@@ -29,7 +29,7 @@ class Call:
 
     Attributes:
         name: of the method.
-        about: tells it from other calls of the method; None: where in its run the rank is.
+        about: distinguishes it from other calls of the method; None: where in its run the rank is.
     """
 
     name: str
@@ -120,7 +120,7 @@ class StepQuestions:
         self.restart("")
 
     def restart(self, tag: str) -> None:
-        """Steps begin again, on all ranks; the tag tells the questions from those before."""
+        """Steps begin again, on all ranks; the tag distinguishes the questions from those before."""
         self._tag = f"{tag}/{self._name}"
         self._number = 0
         self._ahead: list[Any] | None = None  # rank 0's answer for a step to which this rank has not come

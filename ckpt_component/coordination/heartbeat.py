@@ -137,7 +137,7 @@ class FailureDetector:
         self.dead: set[int] = set()
 
     def dead_ranks(self, missing: Callable[[], Iterable[int]]) -> dict[int, str]:
-        """What became of those of the missing ranks that are gone or hang; looks at most every quarter timeout."""
+        """The state of those missing ranks that are dead or hung; looks at most every quarter timeout."""
         now = time.monotonic()
         if now < self._next:
             return {}
@@ -165,7 +165,7 @@ class FailureDetector:
         return found
 
     def causes(self, lost: Iterable[int]) -> dict[int, str]:
-        """For `RanksError`: a rank that is gone will not take part in another try, one that hangs may."""
+        """For `RanksError`: a dead rank will not take part in a retry, a hung one may."""
         return {rank: (RanksError if rank in self.dead else CheckpointTimeoutError).__name__ for rank in lost}
 
 
@@ -183,7 +183,7 @@ class Work:
 
     @contextlib.contextmanager
     def under_way(self, progress: Callable[[], int]) -> Iterator[None]:
-        """While it is entered, `progress` tells the bytes."""
+        """During the `with`, `progress` gives the bytes."""
         self._progress = progress
         try:
             yield

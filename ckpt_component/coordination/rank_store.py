@@ -68,7 +68,7 @@ class RankStore:
         return RankStore(store, self.rank, self.world_size, self._prefix)
 
     def set(self, key: str, value: bytes) -> None:
-        """Put a value in. Raises RanksError when the store is gone; so do all others here."""
+        """Put a value in. Raises RanksError when the store is unreachable; so do all others here."""
         self._told(lambda: self._store.set(self._prefix + key, value))
 
     def add(self, key: str, amount: int) -> int:
@@ -104,7 +104,7 @@ class RankStore:
 
         Raises:
             CheckpointTimeoutError: it did not come in time.
-            RanksError: the store is gone.
+            RanksError: the store is unreachable.
         """
         found: list[bytes] = []
 
@@ -173,7 +173,7 @@ def another_connection(dist: ModuleType, store: Any) -> Any:
 
 def distributed() -> ModuleType | None:
     """`torch.distributed` where the script has initialized it, else None."""
-    dist = sys.modules.get("torch.distributed")  # whoever uses it has imported it
+    dist = sys.modules.get("torch.distributed")  # a user of it has imported it
     if dist is None or not dist.is_available() or not dist.is_initialized():
         return None
     return dist

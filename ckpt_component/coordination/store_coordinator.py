@@ -303,7 +303,7 @@ class StoreCoordinator(Coordinator):
                 try:
                     lookout.look()
                 except RanksError:
-                    if not question.store.has(key):  # rank 0 may have gone on because it has answered
+                    if not question.store.has(key):  # rank 0 may have moved on because it has answered
                         raise
             return False
 

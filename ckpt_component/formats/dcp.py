@@ -1,7 +1,7 @@
 """Files of torch.distributed.checkpoint: what stock `dcp.load` reads, on any world size.
 
 A stored tensor is a complete `torch.save` archive; `.metadata` is the only index. Objects are archives of
-their own in one small file, each in a slot with some room, so that `.metadata` stays as it is while they fit.
+their own in one small file, each in a slot with padding, so that `.metadata` stays as it is while they fit.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from .dcp_metadata import metadata_of
 
 _END_OF_ARCHIVE = b"PK\x05\x06"
 _END_RECORD_BYTES = 22
-#: The comment of a zip archive, which is where a slot's room goes, has at most 65,535 bytes.
-_MOST_ROOM = 60_000
+#: The comment of a zip archive, which is where a slot's padding goes, has at most 65,535 bytes.
+_MOST_PADDING = 60_000
 
 
 class DcpWriter(Writer):
@@ -197,8 +197,8 @@ class _DcpPlan(FormatPlan):
 def _make_slots(archives: Sequence[bytes]) -> list[tuple[int, int]]:
     slots, position = [], 0
     for archive in archives:
-        room = min(len(archive) // 4, _MOST_ROOM)
-        length = align(len(archive) + room, ITEM_ALIGNMENT)
+        padding = min(len(archive) // 4, _MOST_PADDING)
+        length = align(len(archive) + padding, ITEM_ALIGNMENT)
         slots.append((position, length))
         position += length
     return slots
@@ -209,8 +209,8 @@ def _fits(archive: bytes, length: int) -> bool:
 
 
 def _fill(archive: bytes, offset: int, length: int) -> bytes:
-    """An archive that fills its slot: the room is declared as the zip comment, so it stays a valid archive."""
-    room = length - len(archive)
+    """An archive that fills its slot: the padding is declared as the zip comment, so it stays a valid archive."""
+    padding = length - len(archive)
     if archive[-_END_RECORD_BYTES : -_END_RECORD_BYTES + 4] != _END_OF_ARCHIVE:
         raise ValueError(f"torch.save ended the object at {offset} in an unknown way.")
-    return archive[:-2] + struct.pack("<H", room) + bytes(room)
+    return archive[:-2] + struct.pack("<H", padding) + bytes(padding)

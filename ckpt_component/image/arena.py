@@ -44,7 +44,7 @@ class Slots(Sequence[torch.Tensor]):
         layout: as given.
         addresses: of the payloads, int64.
         sizes: of the payloads in bytes, int64.
-        plans: how these slots are filled, for the stager that does so; by whatever tells its plans apart.
+        plans: how these slots are filled, for the stager that does so; by the key of the plan.
     """
 
     def __init__(self, slab: torch.Tensor, layout: Layout) -> None:

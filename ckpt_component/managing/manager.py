@@ -155,7 +155,7 @@ class CheckpointManager:
 
         Raises:
             CheckpointWorldError: the ranks are others than those that the manager was built for.
-            CheckpointError: also what went wrong in an earlier save and was not yet told; with several ranks at the
+            CheckpointError: also what went wrong in an earlier save and was not raised yet; with several ranks at the
                 next save, on all of them.
         """
         step = checked_step(step)
@@ -285,7 +285,7 @@ class CheckpointManager:
         """Finish what was started and free everything; saves nothing more. Bounded; safe to call twice.
 
         Raises:
-            CheckpointError: what went wrong in an earlier save and was not yet told.
+            CheckpointError: what went wrong in an earlier save and was not raised yet.
         """
         if self._closed:
             return
@@ -341,7 +341,7 @@ class CheckpointManager:
                 raise failures[0]  # the others are in the log and in the reports
 
     def _collect(self, errors: float = 1, *, raises: bool = True) -> list[BaseException]:
-        """Turn ended saves into reports, and raise the first error that nobody has seen yet.
+        """Turn ended saves into reports, and raise the first error that was not raised yet.
 
         Args:
             errors: how many such errors are accounted for now; saves with further ones are left for later.

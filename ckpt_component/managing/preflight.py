@@ -63,7 +63,7 @@ def _trial(fs: FsOps, root: str, *, make: bool) -> None:
     except OSError as error:
         if error.errno in FULL:
             # What fills the disk may be what a dead run left, and that is deleted when this one restores.
-            logger.warning("%s is full (%s); saves fail until there is room", root, error)
+            logger.warning("%s is full (%s); saves fail until there is free space", root, error)
             return
         raise CheckpointError(
             f"checkpoint.dir={root} cannot be written to: {error}. Name another folder; a script that only restores "

@@ -46,7 +46,7 @@ def _samples(ranges: Sequence[tuple[int, int, int]]) -> Iterator[tuple[int, int]
 
 
 def _may_query(fd: int) -> bool:
-    """Linux answers correctly to a file's owner and to who may write it, and tells all others that it is in memory."""
+    """Linux answers correctly to those who own or may write a file, and reports to all others that it is cached."""
     return os.fstat(fd).st_uid == os.geteuid() or os.access(f"/proc/self/fd/{fd}", os.W_OK, effective_ids=True)
 
 

@@ -30,7 +30,7 @@ _ON_DISK = frozenset({"ext2", "ext3", "ext4", "xfs", "f2fs"})
 
 
 def is_on_disk(folder: str) -> bool:
-    """Whether a folder is on a local disk, as far as its file system's name tells."""
+    """Whether a folder is on a local disk, judged by its file system's name."""
     return kind_of(folder) in _ON_DISK
 
 
@@ -72,7 +72,7 @@ class DirectReader:
         with self._scratch.block() as block:
             count = self._read_pages(fd, block.view, offset, length)
             if count:
-                # Other threads run meanwhile, which they would not with a slice.
+                # Other threads run during it, unlike with a slice.
                 libc.memmove(libc.address_of(buffer), block.address + offset % PAGE, count)
         return count
 

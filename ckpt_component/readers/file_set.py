@@ -145,7 +145,7 @@ class FileSet:
     def read_all(self, reads: Sequence[RangeRead]) -> None:
         """Read many ranges in the order of the files, in as many threads as help.
 
-        Autograd is off meanwhile, so that leaves can be filled.
+        Autograd is off during it, so that leaves can be filled.
 
         Raises:
             Exception: the first one of `RangeRead.read`, after all threads have ended.

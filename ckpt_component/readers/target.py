@@ -87,7 +87,7 @@ class Target:
         self.new_tensors = [key for key in self._new if key in index.tensors]
         self.objects = [key for key in self._new if key in index.objects]
         used = {request.key for request in self.requests} | self._new.keys() | (self._elsewhere & index.tensors.keys())
-        # Keys of the checkpoint alone are used, so their number tells whether some are left.
+        # Keys of the checkpoint alone are used, so their count shows whether some are left.
         complete = len(used) == len(index.tensors) + len(index.objects)
         unused = {} if complete else {key: path for key, path in _paths(index) if key not in used}
         # Every rank finds the others' own values there.

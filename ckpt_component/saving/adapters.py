@@ -68,7 +68,7 @@ class Saver(ABC):
 
 
 class ForeignSaver(Saver):
-    """Saves with a writer of somebody else's, and with a stager where there is one.
+    """Saves with a foreign writer, and with a stager where there is one.
 
     Args:
         stager: anything whose `stage(state_dict)` gives the state to write, or a future of it; None: the state itself.

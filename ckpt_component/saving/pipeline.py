@@ -45,10 +45,10 @@ _DECISION_SECONDS = 60.0
 
 
 class InFlightSaves(list[PendingSave]):
-    """The saves that have not been accounted for, in order: they run, or failed and nobody has seen the error."""
+    """The saves that have not been accounted for, in order: they run, or failed and their error was not raised yet."""
 
     def undelivered(self) -> list[tuple[int, str]]:
-        """Numbers of those that failed and whose error nobody has seen, with its text."""
+        """Numbers of those that failed and whose error was not raised yet, with its text."""
         failed = []
         for save in self:
             error = None if save.delivered or not save.done() else Future.exception(save, 0)
@@ -71,7 +71,7 @@ class InFlightSaves(list[PendingSave]):
         """Account for the saves that ended, and forget them.
 
         Args:
-            errors: so many errors that nobody has seen are handed out; saves with further ones stay for later.
+            errors: how many errors to return; saves with further errors stay in the list.
 
         Returns:
             The reports of the ended saves, in order, and these errors, which count as delivered.
@@ -222,7 +222,7 @@ class SavePipeline(Saver):
 
         Raises:
             CheckpointTimeoutError: a save hung; its deadline is timeouts.write.
-            CheckpointError: the first error that nobody has seen.
+            CheckpointError: the first error that was not raised yet.
         """
         with self._closing:
             if self._closed:

@@ -262,7 +262,7 @@ class SaveTransaction:
             give_back_freed()
         with self._typed_errors(attempt.target, needed):
             if self._hooks is not None:
-                self._hooks.ownership.acquire()  # which makes room, where an earlier run left something
+                self._hooks.ownership.acquire()  # which deletes what an earlier run left
             if self._min_free_bytes is not None:
                 refuse_without_room(self._fs, attempt.target, needed, self._min_free_bytes)
             commit.begin(self._fs, attempt)

@@ -1,7 +1,7 @@
 """Many tensors are looked at part by part.
 
-The objects of 20,000 tensors are scattered over more memory than a processor's cache holds: whoever asks all of them
-one thing after the other waits for the memory each time, 6 ms a question.
+The objects of 20,000 tensors are scattered over more memory than a processor's cache holds: asking all of
+them one thing after the other waits for the memory each time.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ _BY_TYPE: tuple[tuple[tuple[type, ...], str], ...] = (
 
 def is_config(value: object) -> bool:
     """Whether a value is a config of OmegaConf: opened as a dict, it would lose its interpolations."""
-    omegaconf = sys.modules.get("omegaconf")  # whoever made a config has imported it
+    omegaconf = sys.modules.get("omegaconf")  # a config's maker has imported it
     return omegaconf is not None and isinstance(value, omegaconf.Container)
 
 

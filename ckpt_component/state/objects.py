@@ -107,7 +107,7 @@ def _decode_numpy(value: dict[str, Any]) -> Any:
     import numpy
 
     data = value["data"].to(torch.uint8)
-    if not data.is_contiguous():  # in a hostile file it may repeat a byte for ever
+    if not data.is_contiguous():  # in a hostile file it may repeat one byte without end
         raise ValueError("its bytes are not stored one after the other")
     raw = bytearray(data.numel())
     if raw:

@@ -72,7 +72,7 @@ def local_part(tensor: torch.Tensor, key: str) -> tuple[torch.Tensor, Shard | No
 
 def mesh_of(tensor: torch.Tensor) -> Any:
     """The mesh of ranks that a DTensor is placed on; None for other tensors."""
-    module = sys.modules.get("torch.distributed.tensor")  # whoever made a DTensor has imported it
+    module = sys.modules.get("torch.distributed.tensor")  # a DTensor's maker has imported it
     return tensor.device_mesh if module is not None and isinstance(tensor, module.DTensor) else None
 
 

@@ -1,7 +1,7 @@
 """The checksums that items are stored with: `crc32` everywhere, by zlib or ten times faster by a package; and others.
 
 The name of the algorithm stands beside the sums in every integrity file. The writer process runs without
-site-packages, so it is told where the trainer found the package, and imports it from there.
+site-packages, so the trainer sends it the path of the package to import.
 """
 
 from __future__ import annotations

@@ -40,14 +40,14 @@ def sweep(fs: FsOps, root: str, steps: StepNames, fenced: Collection[str] = ()) 
         fs: where effects go.
         root: folder of the checkpoints.
         steps: how steps are named there.
-        fenced: names of `leftovers` that nobody can commit any more, whichever host they are of.
+        fenced: names of `leftovers` that cannot be committed any more, whichever host they are of.
     """
     signs = LifeSigns(fs, root)
-    gone = []
+    deleted = []
     for name in signs.names:
         path = os.path.join(root, name)
         if steps.step(name) is not None:
-            gone += _sweep_step(fs, signs, path, fenced)
+            deleted += _sweep_step(fs, signs, path, fenced)
             continue
         here = is_debris_of_this_host(name)
         if not here and name not in fenced:
@@ -60,12 +60,12 @@ def sweep(fs: FsOps, root: str, steps: StepNames, fenced: Collection[str] = ()) 
             else:
                 fs.unlink(path)
         except FileNotFoundError:
-            continue  # it was committed or deleted meanwhile
+            continue  # it was committed or deleted concurrently
         except OSError as error:
             _warn_left(path, error)
             continue
-        gone.append(name)
-    return gone
+        deleted.append(name)
+    return deleted
 
 
 def living_attempts(fs: FsOps, root: str, steps: StepNames) -> list[str]:
@@ -77,7 +77,7 @@ def living_attempts(fs: FsOps, root: str, steps: StepNames) -> list[str]:
             if not is_token_of_this_host(token) or not signs.is_alive(path, token):
                 continue
         except FileNotFoundError:
-            continue  # it was committed or deleted meanwhile
+            continue  # it was committed or deleted concurrently
         except OSError as error:
             logger.warning("whether a process works on %s cannot be seen (%s); it is not waited for", path, error)
             continue
@@ -109,7 +109,7 @@ def _attempts(fs: FsOps, root: str, steps: StepNames, names: list[str]) -> Itera
 
 
 def _is_dead(fs: FsOps, signs: LifeSigns, name: str, here: bool) -> bool:
-    """Whether nobody needs a folder or a small file of ours in the root any more."""
+    """Whether a folder or a small file of ours in the root is no longer needed."""
     path = os.path.join(signs.root, name)
     if is_folder(path):
         # A very young folder may not have been locked by its owner yet.
@@ -122,7 +122,7 @@ def _is_dead(fs: FsOps, signs: LifeSigns, name: str, here: bool) -> bool:
 
 
 def _remove_folder(fs: FsOps, path: str) -> None:
-    """Delete a folder of `sweep`: where there are renames, whoever wakes up late finds all of it there, or nothing."""
+    """Delete a folder of `sweep`: where there are renames, a process that wakes up late finds all of it or nothing."""
     if fs.atomic_rename and not os.path.basename(path).startswith(TRASH_PREFIX):
         trash = trash_path(path)
         fs.rename_new(path, trash)
@@ -132,26 +132,26 @@ def _remove_folder(fs: FsOps, path: str) -> None:
 
 def _sweep_step(fs: FsOps, signs: LifeSigns, folder: str, fenced: Collection[str]) -> list[str]:
     """The same for the attempts inside one step's folder; returns their names below the root."""
-    gone, step = [], os.path.basename(folder)
+    deleted, step = [], os.path.basename(folder)
     try:
         for token in attempts_in(fs, folder):
             path, here = os.path.join(folder, token), is_token_of_this_host(token)
             if not here and f"{step}/{token}" not in fenced:
                 continue
-            # In this order: once it is not alive, nobody commits it any more.
+            # In this order: once it is not alive, it cannot be committed any more.
             if signs.is_alive(path, token, here=here) or _is_kept(fs, folder, token) or _is_young(signs, path):
                 continue
             fs.remove_tree(path)
-            gone.append(f"{step}/{token}")
+            deleted.append(f"{step}/{token}")
         # Without renames an empty folder is what is left of an attempt that began or ended there.
         begun = not fs.atomic_rename and is_folder(folder) and not fs.names(folder) and not _is_young(signs, folder)
-        if begun or (gone and not fs.names(folder)):
+        if begun or (deleted and not fs.names(folder)):
             remove_if_empty(fs, folder)
     except FileNotFoundError:
-        pass  # it was committed or deleted meanwhile
+        pass  # it was committed or deleted concurrently
     except OSError as error:
         _warn_left(folder, error)
-    return gone
+    return deleted
 
 
 def _is_kept(fs: FsOps, folder: str, attempt: str) -> bool:
@@ -161,7 +161,7 @@ def _is_kept(fs: FsOps, folder: str, attempt: str) -> bool:
     try:
         manifest = read_manifest(fs, folder)
     except CheckpointError:
-        return True  # whose data it names cannot be known; the scan tells what is wrong with it
+        return True  # which data it names is unknown; the scan reports what is wrong with it
     return manifest is not None and manifest.get("at") == attempt
 
 

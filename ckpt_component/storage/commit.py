@@ -32,7 +32,7 @@ class Attempt:
 
     Attributes:
         target: absolute path of the checkpoint to be.
-        token: tells this attempt from all others.
+        token: identifies this attempt.
         owner: the run that must own the folder of the target at the commit; empty: anyone may commit there.
         by_rename: whether the commit renames the staging folder (`Layout`) or puts the manifest (`PutLayout`).
     """
@@ -91,7 +91,7 @@ def publish(
         How many files the checkpoint has.
 
     Raises:
-        CheckpointExistsError: something took the target's name meanwhile; it stays untouched.
+        CheckpointExistsError: the target's name was taken concurrently; it stays untouched.
         CheckpointFencedError: another run took the folder over.
         CheckpointSaveError: it is unknown whether the manifest was put; what is on disk decides later.
         OSError: from the file system; nothing is visible then, unless the file system refuses even to take back the
@@ -115,7 +115,7 @@ def publish(
     }
 
     def check() -> None:
-        """As late as possible: a run that was stopped learns here what happened meanwhile."""
+        """As late as possible: a run that was stopped learns here what happened during that time."""
         if attempt.owner:
             check_owner(fs, os.path.dirname(attempt.target), attempt.owner)
 

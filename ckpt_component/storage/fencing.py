@@ -32,7 +32,7 @@ class Owner:
 
     Attributes:
         generation: counts the runs that owned the root.
-        token: tells this run from all others.
+        token: identifies this run.
         host: where its leading rank runs.
         pid: its leading rank's process.
         since: when it took the root, seconds since 1970.
@@ -84,7 +84,7 @@ class FencingToken:
         committed any more.
 
         Raises:
-            CheckpointFencedError: another run took it meanwhile.
+            CheckpointFencedError: another run took it concurrently.
             OSError: the file could not be written.
         """
         before = read_owner(self._fs, self._root)
@@ -145,7 +145,7 @@ def check_owner(fs: FsOps, root: str, token: str) -> None:
     owner = read_owner(fs, root)
     if owner is None:
         # Another run would have left its name.
-        logger.warning("%s is gone; committing all the same", os.path.join(root, OWNER))
+        logger.warning("%s is missing; committing without it", os.path.join(root, OWNER))
         return
     _refuse_other(owner, root, token)
 

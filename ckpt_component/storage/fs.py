@@ -65,7 +65,7 @@ class FsOps:
             try:
                 self.make_folder(folder)
             except FileExistsError:
-                continue  # another rank or run made it meanwhile
+                continue  # another rank or run made it concurrently
             self.sync_folder(os.path.dirname(folder))
 
     def make_folder(self, path: str) -> None:
@@ -101,9 +101,9 @@ class FsOps:
         return os.pwritev(fd, buffers, offset)
 
     def start_writeback(self, fd: int, offset: int, length: int) -> None:
-        """Have the kernel begin to write a range that will be synced later, so that the disk works meanwhile.
+        """Have the kernel begin to write a range that will be synced later, so that the disk starts early.
 
-        Linux starts writing dirty pages that it is told are not needed any more; nobody waits here.
+        Linux starts writing dirty pages that are advised as not needed any more; this call does not wait.
         """
         if self.durable:
             os.posix_fadvise(fd, offset, length, os.POSIX_FADV_DONTNEED)
@@ -335,7 +335,7 @@ class FsOps:
         return max(times)
 
     def lock_shared(self, path: str) -> int | None:
-        """Open a folder and hold a shared lock on it, which tells others that its owner lives.
+        """Open a folder and hold a shared lock on it, which shows others that its owner is alive.
 
         Returns a descriptor; closing it, or the death of the process, gives the lock back. None: there are no locks
         here.

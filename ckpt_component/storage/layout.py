@@ -161,7 +161,7 @@ class PutLayout(Layout):
             logger.warning("%s is committed, and %s in it could not be deleted (%s)", target, draft, error)
 
     def is_over(self, target: str, token: str) -> bool:
-        """Its folder has gone, or the manifest names it."""
+        """Its folder is missing, or the manifest names it."""
         return not os.path.isdir(self.staging(target, token)) or self._holder(target) == token
 
     def abandon(self, target: str, token: str) -> None:
@@ -320,4 +320,4 @@ def remove_if_empty(fs: FsOps, folder: str) -> None:
 
 
 def _taken(target: str) -> CheckpointExistsError:
-    return CheckpointExistsError(f"{target} was taken meanwhile; this save was given up.")
+    return CheckpointExistsError(f"{target} was taken by another save in the meantime; this save was given up.")

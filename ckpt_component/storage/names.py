@@ -130,7 +130,7 @@ def trash_path(path: str) -> str:
 
 
 def quarantine_path(path: str) -> str:
-    """A new name beside `path` under which a damaged checkpoint is kept for whoever wants to look at it."""
+    """A new name beside `path` under which a damaged checkpoint is kept for inspection."""
     return os.path.join(os.path.dirname(path), f"{QUARANTINE_PREFIX}{os.path.basename(path)}.{new_token()}")
 
 

@@ -1,6 +1,6 @@
 """Opening a file of a checkpoint: a regular file under its own name, or an error; nothing else is ever opened.
 
-A link could lead out of the folder, a FIFO would block for ever, a device may do anything. Hard links are taken: they
+A link could lead out of the folder, a FIFO would block, a device may do anything. Hard links are taken: they
 are how `cp -al` and `rsync --link-dest` keep copies, and they can only name what the reader may open anyway.
 """
 
@@ -26,7 +26,7 @@ def open_regular(path: str) -> int:
         NotRegularError: it is a link, a FIFO, a device, a socket or a folder.
         OSError: it cannot be opened.
     """
-    # Without O_NONBLOCK, opening a FIFO waits for somebody who writes to it. Regular files do not mind it.
+    # Without O_NONBLOCK, opening a FIFO waits for a writer. Regular files ignore it.
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     except OSError as error:

@@ -33,12 +33,12 @@ class Scan:
         committed: steps of committed checkpoints, oldest first: the folder has its final name, its manifest verifies,
             and every file has its size.
         damaged: step -> why its checkpoint, which has a manifest, is not whole.
-        torn: step -> why a folder with our files is no checkpoint: it has no manifest, so nobody ever committed it, or
+        torn: step -> why a folder with our files is no checkpoint: it has no manifest, so it was never committed, or
             it lost its manifest since.
         unfinished: step -> what a folder without a manifest holds beside nothing else: attempts that may yet be
-            committed, or that nobody can tell to be dead.
-        unusable: step -> why nothing can be said about it, or done with it here: it cannot be read, or another release
-            wrote it.
+            committed, or that may still be alive.
+        unusable: step -> why its condition is unknown, or why it cannot be used here: it cannot be read, or another
+            release wrote it.
         foreign: step -> why it is left alone.
     """
 
@@ -88,7 +88,7 @@ def committed_steps(fs: FsOps, root: str, names: StepNames, warned: set[str] | N
 
 def _sort_in(fs: FsOps, folder: str, step: int, scan: Scan) -> None:
     if os.path.islink(folder) or not os.path.isdir(folder):
-        # Somebody else's: to delete it later could delete what it leads to.
+        # A link of others: deleting it later could delete its target.
         scan.foreign[step] = f"{folder} is a link or no folder"
         return
     try:

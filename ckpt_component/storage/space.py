@@ -1,4 +1,4 @@
-"""Room for a checkpoint: looked at before anything is written, and told in numbers when it runs out all the same."""
+"""Free space for a checkpoint: checked before anything is written, and reported when it runs out during a write."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def refuse_without_room(fs: FsOps, target: str, needed: int, margin: int) -> Non
 
 
 def full_text(fs: FsOps, target: str, needed: int, code: int) -> str:
-    """What belongs behind the text of a write that found no room: the numbers, and what helps.
+    """What an error of a full disk ends with: the numbers, and what helps.
 
     Args:
         fs: where to look.

@@ -53,7 +53,7 @@ def append(path: str, data: bytes) -> int:
     fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         os.write(fd, data)
-        # An appending write leaves the position behind its own data, whoever else appends.
+        # An appending write leaves the position behind its own data, also when others append.
         return os.lseek(fd, 0, os.SEEK_CUR) // len(data)
     finally:
         os.close(fd)

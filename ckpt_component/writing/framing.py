@@ -24,7 +24,7 @@ def send_frame(
 ) -> None:
     """Send a header, the concatenation of `blobs`, and copies of open file descriptors.
 
-    The socket's own timeout bounds each wait. Raises OSError when the other side is gone.
+    The socket's own timeout bounds each wait. Raises OSError when the other side has closed.
     """
     text = json.dumps(header, separators=(",", ":")).encode()
     head = _HEAD.pack(len(text), sum(memoryview(blob).nbytes for blob in blobs))

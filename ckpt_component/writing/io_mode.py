@@ -39,7 +39,7 @@ def direct_is_faster(fs: FsOps, folder: str, block: memoryview) -> bool:
             direct.append(_seconds(fs, path, block, direct=True))
         except OSError:
             # Not there, in one of many ways: EINVAL at open or at write, EOPNOTSUPP. The save itself is then buffered,
-            # which its log tells.
+            # which its log says.
             return False
     return min(direct) < min(buffered)
 

@@ -1,7 +1,7 @@
-"""A child process that leaves when its parent is gone, whichever way the parent went.
+"""A child process that ends when its parent has ended, in whatever way.
 
 The kernel's own means (PR_SET_PDEATHSIG) fires when the *thread* that started the child ends, and not at all
-when that thread was gone already. So a thread of the child watches the parent process instead.
+when that thread had ended already. So a thread of the child watches the parent process instead.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import time
 
 logger = logging.getLogger(__name__)
 
-#: Seconds between the interrupt and the hard exit of a child whose parent is gone.
+#: Seconds between the interrupt and the hard exit of a child whose parent has ended.
 PARENT_GRACE_SECONDS = 1.0
 
 
@@ -49,7 +49,7 @@ def _leave_after(sentinel: int, parent_pid: int, main_thread: int, grace_seconds
 
 
 def _pidfd_of(pid: int) -> int | None:
-    """A descriptor that becomes readable when the process ends; None when it is gone, -1 where there is none."""
+    """A descriptor that becomes readable when the process ends; None when it has ended, -1 without pidfd support."""
     try:
         return os.pidfd_open(pid)
     except ProcessLookupError:

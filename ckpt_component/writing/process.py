@@ -124,7 +124,7 @@ class ByteProcess:
 
     def close(self, timeout: float) -> None:
         """End it: politely, and after `timeout` seconds by SIGKILL. Safe to call twice."""
-        with contextlib.suppress(OSError):  # it may be gone already, which is what we want
+        with contextlib.suppress(OSError):  # it may have ended already
             self._sock.settimeout(timeout)
             send_frame(self._sock, {"kind": "close"})
         self._sock.close()

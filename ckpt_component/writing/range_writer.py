@@ -1,4 +1,4 @@
-"""Parallel writers: each takes its ranges of the image, block by block, writes them, and takes the checksums meanwhile.
+"""Parallel writers: each takes its ranges of the image, block by block, writes them, and computes checksums.
 
 With direct I/O whole pages are written past the page cache: durable sooner, and nothing that training has in the cache
 is pushed out. A range that begins or ends inside a page is widened to whole pages; the neighbour writes the same bytes

@@ -125,7 +125,7 @@ class WriteRequest:
         rank: whose files these are.
         world_size: how many ranks write.
         table: the constant part, alike for all saves of a structure.
-        table_number: tells the table from others.
+        table_number: identifies the table.
         extras: the encoded objects of this save.
         source: the image's bytes.
         options: how to write.

@@ -96,7 +96,7 @@ class ByteWorker:
                 os.close(fd)
 
     def _next_frame(self) -> Frame | None:
-        """The next frame; None when the trainer is gone, also while a process that it forked holds the socket open."""
+        """The next frame; None when the trainer has died, also while a process that it forked holds the socket open."""
         try:
             while not self._poll.poll(_POLL_SECONDS * 1000):
                 if os.getppid() != self._parent:

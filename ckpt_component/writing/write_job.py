@@ -122,10 +122,10 @@ def _open_direct(fs: FsOps, path: str) -> int:
         raise OSError(error.errno, text, path) from error
 
 
-def _io_mode(fs: FsOps, folder: str, source: ByteSource, wanted: str) -> str:
+def _io_mode(fs: FsOps, folder: str, source: ByteSource, mode: str) -> str:
     """`direct` or `buffered`; or `auto` where there is too little to write for a trial, which is then buffered."""
-    if wanted != "auto":
-        return wanted
+    if mode != "auto":
+        return mode
     if not fs.atomic_rename:
         return "buffered"  # an object store takes whole files at their close, and has no second way to open one
     if not is_worth_trying(source.nbytes):

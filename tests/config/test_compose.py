@@ -74,12 +74,12 @@ def test_a_value_may_be_quoted() -> None:
         (
             "sync",
             "checkpoint.stager=pinned",
-            "checkpoint.stager is the text 'pinned'; to pick a part use a slash: checkpoint/stager=pinned",
+            "checkpoint.stager='pinned' sets a string; to choose a component use a slash: checkpoint/stager=pinned",
         ),
         (
             "sync",
             "checkpoint.stager=pined",
-            "checkpoint.stager is the text 'pined'; to pick a part use a slash: checkpoint/stager=pinned",
+            "checkpoint.stager='pined' sets a string; to choose a component use a slash: checkpoint/stager=pinned",
         ),
         (
             "async_persistent",

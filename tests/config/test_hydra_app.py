@@ -190,7 +190,7 @@ def test_a_mistyped_recipe_lists_the_recipes(app: Path) -> None:
         ("checkpoint.overlap=thread", ["checkpoint.overlap must be wait, skip or error, got thread."]),
         (
             "checkpoint.stager=pinned",
-            ["checkpoint.stager is the text 'pinned'; to pick a part use a slash: checkpoint/stager=pinned"],
+            ["checkpoint.stager='pinned' sets a string; to choose a component use a slash: checkpoint/stager=pinned"],
         ),
         (
             "+checkpoint.stager.arena=3",
@@ -298,4 +298,4 @@ def test_a_job_that_fails_gets_no_hint(app: Path, word: str) -> None:
 def test_hints_are_silent_otherwise(app: Path) -> None:
     assert run(app, script="hinting_app.py").stderr == ""
     text = refused(app, "checkpoint.stager=pinned", script="hinting_app.py")
-    assert text.count("is the text 'pinned'") == 1
+    assert text.count("='pinned' sets a string") == 1

@@ -128,7 +128,7 @@ def test_resume_is_a_word_or_a_step(value: Any, expected: Any) -> None:
         # parts
         (
             {"stager": "pinned"},
-            "checkpoint.stager is the text 'pinned'; to pick a part use a slash: checkpoint/stager=pinned",
+            "checkpoint.stager='pinned' sets a string; to choose a component use a slash: checkpoint/stager=pinned",
         ),
         (
             {"caller": None},
@@ -136,7 +136,7 @@ def test_resume_is_a_word_or_a_step(value: Any, expected: Any) -> None:
         ),
         (
             {"writer": {"workers": 3}},
-            "checkpoint.writer has no _target_, the class to build; to pick a part use a slash: checkpoint/writer=dcp",
+            "checkpoint.writer has no _target_, the class to build; to choose a component use a slash: checkpoint/writer=dcp",
         ),
         # types
         (
@@ -252,7 +252,7 @@ def test_missing_keys_come_first_and_ranges_last() -> None:
     assert "dir is missing" in refused(wrong)
     assert "nmaing" in refused({**wrong, "dir": "d"})
     del wrong["nmaing"]
-    assert "is the text" in refused({**wrong, "dir": "d"})
+    assert "sets a string" in refused({**wrong, "dir": "d"})
     assert "at least 1" in refused({**wrong, "dir": "d", "stager": PARTS["stager"]})
 
 
@@ -284,7 +284,7 @@ def test_the_config_of_the_whole_app_is_recognized() -> None:
         ),
         (
             "checkpoint.stager=pinned",
-            "checkpoint.stager is the text 'pinned'; to pick a part use a slash: checkpoint/stager=pinned",
+            "checkpoint.stager='pinned' sets a string; to choose a component use a slash: checkpoint/stager=pinned",
         ),
         (
             "~checkpoint.keep.last",

@@ -233,7 +233,7 @@ def test_a_late_writer_of_an_abandoned_attempt_harms_nobody(root: Path, uploads:
     assert os.listdir(root) == []
     new = committed(store, root, 1)
     store.close(late)  # its object appears where nobody looks any more
-    with pytest.raises(CheckpointExistsError, match="taken meanwhile"):
+    with pytest.raises(CheckpointExistsError, match="taken by another save"):
         commit.publish(store, old, [{"rank": 0, "files": []}], {}, {})
     assert at_of(Path(new.target)).name == new.token
     assert committed_steps(store, str(root), MEGATRON) == [1]

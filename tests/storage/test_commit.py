@@ -72,7 +72,7 @@ def test_a_name_that_was_taken_meanwhile_stays_as_it_is(tmp_path: Path) -> None:
     attempt = begun(fs, tmp_path / "one")
     (tmp_path / "one").mkdir()
     (tmp_path / "one" / "theirs").write_text("kept")
-    with pytest.raises(CheckpointExistsError, match="taken meanwhile"):
+    with pytest.raises(CheckpointExistsError, match="taken by another save"):
         commit.publish(fs, attempt, [], {}, {})
     assert (tmp_path / "one" / "theirs").read_text() == "kept"
 

@@ -4,7 +4,7 @@ Three barriers, one behind the other. The opcodes are scanned first: only those 
 dataclasses has, and no claim of a size that is not there (a memo number alone can make CPython's unpickler take 32 GB).
 Then names are looked up in a table of exact pairs; nothing is imported, and a dotted name, which would reach into an
 object, is not in it. What a name gives is a record made for this one load: it keeps its arguments and its state and
-does nothing, and what a pickle might set on its class is gone with the load.
+does nothing, and what a pickle might set on its class ends with the load.
 """
 
 from __future__ import annotations
