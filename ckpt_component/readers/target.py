@@ -13,8 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from ..errors import CheckpointLoadError
 from ..memory.int_columns import rows_of
-from ..state.batches import parts
-from ..state.dense_tensors import plain_addresses
+from ..state.dense_tensors import parts, plain_addresses
 from ..state.flatten import Path, StateDict, Stateful, flatten, is_dict, is_stateful, key_of, keys_of, unflatten
 from ..state.per_rank import PerRank, rank_name, rank_of
 from ..state.shards import Shard, local_part

@@ -1,16 +1,25 @@
-"""Tensors whose memory is what is stored."""
+"""Tensors whose memory is what is stored, and how many of them are examined at once."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from operator import attrgetter
+from typing import TypeVar
 
 import torch
 
-from .batches import parts
+T = TypeVar("T")
 
+#: Tensors are examined in parts of so many. The objects of 20,000 tensors are scattered over more memory than a
+#: processor's caches hold, so that asking all of them one question after the other waits for memory each time.
+TOGETHER = 512
 #: By far most of the tensors are one of these.
 ORDINARY = frozenset({torch.Tensor, torch.nn.Parameter})
+
+
+def parts(values: Sequence[T]) -> Iterator[tuple[int, Sequence[T]]]:
+    """The values in parts of `TOGETHER`, each with the number of its first."""
+    return ((start, values[start : start + TOGETHER]) for start in range(0, len(values), TOGETHER))
 
 
 def is_its_bytes(tensor: torch.Tensor) -> bool:

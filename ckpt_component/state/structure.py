@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .batches import TOGETHER, parts
-from .dense_tensors import ORDINARY
+from .dense_tensors import ORDINARY, TOGETHER, parts
 from .flatten import FlatState, check_unique, key_of
 from .objects import PACKED_DTYPES, check_tensor
 

@@ -158,7 +158,7 @@ def structure_of(state: dict[str, Any]) -> tuple[Structure, FlatState]:
 
 def together(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     """Let so many tensors be looked at before the next ones."""
-    monkeypatch.setattr("ckpt_component.state.batches.TOGETHER", count)
+    monkeypatch.setattr("ckpt_component.state.dense_tensors.TOGETHER", count)
     monkeypatch.setattr("ckpt_component.state.structure.TOGETHER", count)
 
 
