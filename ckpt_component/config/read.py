@@ -78,7 +78,7 @@ def _refuse_other_words(key: str, value: Any, words: list[str]) -> None:
     if isinstance(value, Enum) or value in words:
         return
     text = other_word(key, "null" if value is None else value, words)
-    if value is False and "off" in words:
+    if str(value) == "False" and "off" in words:  # a composed config has it as a string
         text += " YAML reads off as false; quote it: 'off'."
     raise HydraConfigError(text)
 

@@ -77,7 +77,7 @@ def test_a_run_shows_a_table_and_leaves_its_figures_and_nothing_else(bench: Benc
     ("override", "told"),
     [
         ("state=larg", "Did you mean state=large?"),
-        ("target=tape", "Use disk, tmpfs."),
+        ("target=tape", "must be disk or tmpfs, got tape"),
         ("rows=torch.save", "Did you mean rows=torch_save?"),
         ("repeats=0", "repeats must be at least 1, got 0."),
         ("repeat=3", "Did you mean repeats=3?"),
