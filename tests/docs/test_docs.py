@@ -9,6 +9,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,7 +23,7 @@ FENCE = re.compile(r"^```(\w+)([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 @dataclass(frozen=True)
 class Block:
-    """A block of code of a page; `mark` is what follows the language: `notest: why`, or `slow`."""
+    """A block of code of a page; `mark` is what follows the language: `notest: why`, `slow` or `soak`."""
 
     page: str
     language: str
@@ -100,10 +101,10 @@ def test_a_killed_tutorial_ends_like_one_that_was_not(tmp_path: Path) -> None:
     assert whole.splitlines()[0] == killed.splitlines()[1].removeprefix("killed") != ""
 
 
-def commands() -> list[Block]:
-    """Blocks of commands, without those that set up environments or take long."""
+def commands() -> list[Any]:
+    """Blocks of commands, without those that set up environments; those that take a minute have the soak marker."""
     return [
-        block
+        pytest.param(block, marks=[pytest.mark.soak] if block.mark == "soak" else [])
         for block in blocks("bash")
         if "notest" not in block.mark and "pip install" not in block.code and "tutorial.py" not in block.code
     ]

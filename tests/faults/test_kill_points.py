@@ -105,10 +105,10 @@ def kill_at(stopped: int, trainer: int, victim: str) -> None:
 @pytest.mark.parametrize(
     ("preset", "victim", "stride"),
     [
-        ("sync", "self", 3),
-        ("async_persistent", "self", 3),
+        ("sync", "self", 4),
+        ("async_persistent", "self", 6),
         ("async_persistent", "other", 5),
-        ("async_persistent", "all", 3),
+        ("async_persistent", "all", 6),
         *(pytest.param(*case, 1, marks=pytest.mark.soak) for case in [("sync", "self"), *ASYNC_VICTIMS]),
     ],
 )
