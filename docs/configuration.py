@@ -95,7 +95,7 @@ def page() -> str:
     for kind, options in PARTS.items():
         lines += [f"\n## Keys of `checkpoint/{kind}`\n", "| option | key | default | meaning |", "|---|---|---|---|"]
         for name, cls in options.items():
-            rows = rows_of(cls, f"{kind}.") or [f"| - | - | {inspect.getdoc(cls)} has no keys |"]
+            rows = rows_of(cls, f"{kind}.") or ["| - | - | no keys |"]
             lines += [f"| `{name}` {row}" for row in rows]
     return "\n".join(lines) + "\n"
 

@@ -1,7 +1,7 @@
 """Python objects in a form that `torch.load(weights_only=True)` gives back.
 
 Numpy values (RNG states above all) are not in its reach, so they travel as tagged tensors and are turned back by
-`decode`. Everything else outside the list of the README is refused by key when the snapshot is taken.
+`decode`. Everything outside the list in `docs/state.md` is refused by key when the snapshot is taken.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import dataclasses
 import os
 import re
 import runpy
@@ -14,11 +16,16 @@ from typing import Any
 import pytest
 
 import ckpt_component
+from ckpt_component.apps.bench.measure.names import ROWS
+from ckpt_component.apps.bench.schema import STATES, Bench
 
+DEFINED = re.compile(r"^def (test_\w+)", re.MULTILINE)
 REPOSITORY = Path(ckpt_component.__file__).resolve().parents[1]
 PAGES = [REPOSITORY / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
 PAGES += sorted((REPOSITORY / "docs").glob("*.md"))
 FENCE = re.compile(r"^```(\w+)([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+#: Pages whose commands tests of their own run, to compare what they print with what the page says.
+SHOWN = ("README.md", "tutorial.md")
 
 
 @dataclass(frozen=True)
@@ -30,13 +37,17 @@ class Block:
     mark: str
     code: str
 
+    @property
+    def runs(self) -> bool:
+        return not self.mark.startswith("notest")
 
-def blocks(language: str) -> list[Block]:
+
+def blocks(language: str = "") -> list[Block]:
     return [
         Block(page.name, *(text.strip() for text in match))
         for page in PAGES
         for match in FENCE.findall(page.read_text())
-        if match[0] == language
+        if language in ("", match[0])
     ]
 
 
@@ -67,9 +78,7 @@ def run(command: str, folder: Path) -> str:
 
 
 SCRIPTS = {
-    page.name: "\n".join(
-        block.code for block in blocks("python") if block.page == page.name and "notest" not in block.mark
-    )
+    page.name: "\n".join(block.code for block in blocks("python") if block.page == page.name and block.runs)
     for page in PAGES
 }
 
@@ -101,12 +110,21 @@ def test_a_killed_tutorial_ends_like_one_that_was_not(tmp_path: Path) -> None:
     assert whole.splitlines()[0] == killed.splitlines()[1].removeprefix("killed") != ""
 
 
+def test_every_block_runs_or_says_why_not() -> None:
+    for block in blocks():
+        where = f"{block.page}: {block.code[:60]!r}"
+        assert block.language in ("python", "bash", "yaml", "text"), where
+        assert block.mark in ("", "slow", "soak") or len(block.mark.removeprefix("notest:").split()) > 1, (
+            f"{where} gives no reason"
+        )
+
+
 def commands() -> list[Any]:
-    """Blocks of commands, without those that set up environments; those that take a minute have the soak marker."""
+    """Blocks of commands; those that take a minute have the soak marker."""
     return [
         pytest.param(block, marks=[pytest.mark.soak] if block.mark == "soak" else [])
         for block in blocks("bash")
-        if "notest" not in block.mark and "pip install" not in block.code and "tutorial.py" not in block.code
+        if block.runs and block.page not in SHOWN
     ]
 
 
@@ -118,6 +136,27 @@ def test_commands_run(block: Block, tmp_path: Path) -> None:
         if command.startswith("ckpt-train"):
             command += " train.steps=6 model=gpt_nano train.eval_every=null checkpoint.save.every_steps=3"
         run(command, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_the_commands_of_the_readme_run_beside_its_script(tmp_path: Path) -> None:
+    """In one folder, as a reader types them: the runs must not meet each other's checkpoints."""
+    (script,) = [block.code for block in blocks("python") if block.page == "README.md"]
+    quick, block = [block for block in blocks("bash") if block.page == "README.md" and block.runs]
+    (tmp_path / "train.py").write_text(script)
+    run(quick.code, tmp_path)
+    first, second, sweep = block.code.splitlines()
+    assert "starting from scratch" in run(first, tmp_path)
+    assert "resumed from step 60" in run(second, tmp_path)
+    assert "2 of 2 rows have figures" in run(sweep, tmp_path)
+
+
+@pytest.mark.parametrize("word", ["checkpoint.writer.worker=4", "checkpoint/stager=pined", "checkpoint.stager=pinned"])
+@pytest.mark.slow
+def test_a_typo_is_refused_with_what_to_type(word: str, tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="checkpoint/stager=pinned|checkpoint.writer.workers=4"):
+        run(f"ckpt-train {word}", tmp_path)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -150,3 +189,32 @@ def test_the_readme_is_short() -> None:
 def test_tests_that_pages_name_exist(page: Path) -> None:
     for path in re.findall(r"\btests/[\w/]+\.\w+", page.read_text()):
         assert (REPOSITORY / path).exists(), f"{page.name} names {path}"
+    defined = {name for path in (REPOSITORY / "tests").rglob("test_*.py") for name in DEFINED.findall(path.read_text())}
+    assert set(re.findall(r"`(test_\w+)`", page.read_text())) <= defined
+
+
+def test_messages_of_the_troubleshooting_table_are_those_of_the_code() -> None:
+    """A quoted message has `...` in the place of each value, so what is between is literal in some text of the code."""
+    literals = []
+    for path in (REPOSITORY / "ckpt_component").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                literals += re.split(r"%[a-z]|%\.\w+|\{\w*\}", node.value)
+    table = (REPOSITORY / "docs" / "failures.md").read_text().partition("## Troubleshooting")[2]
+    quotes = re.findall(r"^\| `([^`]+)`(?! of Hydra)", table, re.MULTILINE)
+    assert len(quotes) > 10
+    for quote in quotes:
+        for piece in filter(None, map(str.strip, quote.split("..."))):
+            assert any(piece in literal for literal in literals), f"no message has {piece!r} of {quote!r}"
+
+
+def test_tables_of_the_benchmark_and_the_recipes_are_complete() -> None:
+    performance = (REPOSITORY / "docs" / "performance.md").read_text()
+    # `_fast` is explained once for all rows.
+    rows = [row for row in ROWS if not row.endswith("_fast")]
+    assert [name for name in (*rows, *STATES) if not re.search(rf"[`,]{name}[`,]", performance)] == []
+    keys = [field.name for field in dataclasses.fields(Bench) if field.name != "action"]
+    assert [key for key in keys if f"`{key}`" not in performance] == []
+    recipes = [path.stem for path in (REPOSITORY / "recipes").rglob("*.yaml")]
+    tuning = (REPOSITORY / "docs" / "tuning.md").read_text()
+    assert [name for name in recipes if f"`{name}`" not in tuning] == []

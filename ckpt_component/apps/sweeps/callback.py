@@ -93,7 +93,7 @@ class SweepReport(Callback):
 def reported() -> Iterator[None]:
     """Report the sweep that runs inside the `with`, however it ends; nothing when there was none."""
     # Hydra 1.4 warns of every target in a config that is on no list. A list of ours would shut out a user's callbacks.
-    warnings.filterwarnings("ignore", message=r".*_target_='ckpt_component\.sweeps\.callback\.")
+    warnings.filterwarnings("ignore", message=r".*_target_='ckpt_component\.apps\.sweeps\.callback\.")
     begun = list[Path]()
     token = _BEGUN.set(begun)
     try:
