@@ -102,6 +102,8 @@ class SaveAdmission:
         except CheckpointTimeoutError as late:
             if self._max_stall is None or isinstance(late, CheckpointStallError):
                 raise
+            if "stalled" in proposal:  # its time was up before the ranks could agree that it was
+                raise CheckpointStallError(_no_memory(save.path, proposal["stalled"])) from late
             limit = f"Training waits {self._max_stall:g} s at most (checkpoint.max_stall_s)."
             raise CheckpointStallError(f"{save.path} was not saved: {late} {limit}") from late
         finally:
@@ -139,7 +141,7 @@ class SaveAdmission:
         if stalled:
             rank, text = next(iter(stalled.items()))
             on = "" if len(proposals) == 1 else f" on rank {rank}"
-            raise CheckpointStallError(f"{path} was not saved: no staging memory became free{on} within {text}")
+            raise CheckpointStallError(_no_memory(path, text, on))
         if self._max_stall is None:
             self._check_path(path)
         else:
@@ -163,3 +165,7 @@ class SaveAdmission:
             raise CheckpointStallError(f"{path} was not saved: its storage did not answer whether the path is free.")
         if failures:
             raise failures[0]
+
+
+def _no_memory(path: str, limit: str, where: str = "") -> str:
+    return f"{path} was not saved: no staging memory became free{where} within {limit}"
