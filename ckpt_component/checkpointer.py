@@ -95,7 +95,7 @@ class Checkpointer(ABC):
             UnexpectedKeysError: with `allow_unexpected=False`.
             CheckpointCorruptError: the bytes on disk are not those that were written.
         """
-        self.ranks.world.check()
+        self.ranks.check_world()
         logger.debug("loading %s", path)
         loaded, missing = self._reader.read(
             os.fspath(path), state_dict=state_dict, map_location=default_map_location, **kwargs

@@ -18,9 +18,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..coordination import RankStore, StoreCoordinator
+from ..coordination import RankStore, StoreCoordinator, distributed
 from ..coordination.heartbeat import FailureDetector
-from ..coordination.rank_store import distributed
 from ..errors import CheckpointError, CheckpointSaveError, RanksError, ranks_failed
 from ..writing.remote_error import describe_failure
 

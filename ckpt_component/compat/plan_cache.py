@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 
 from ..coordination import Coordinator
+from ..errors import CheckpointWorldError
 from .bucket_image import ImageMemory
 
 
@@ -44,7 +45,12 @@ class CheckpointMetadataCache:
             ranks: of the save. Where they or the process group are others than before, all is forgotten.
             connect: makes a coordinator of these ranks.
         """
-        if self._coordinator is None or self._ranks != ranks or self._coordinator.world.fault() is not None:
+        try:
+            if self._coordinator is not None:
+                self._coordinator.check_world()
+        except CheckpointWorldError:
+            self.close()
+        if self._coordinator is None or self._ranks != ranks:
             self.close()
             self._coordinator, self._ranks = connect(), ranks
         self._saves += 1

@@ -21,8 +21,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.checkpoint.utils import _DistWrapper
 
 from ..config.errors import CheckpointConfigError
-from ..coordination import Coordinator, LocalCoordinator, RankStore, StoreCoordinator
-from ..coordination.rank_store import another_connection, distributed
+from ..coordination import Coordinator, LocalCoordinator, RankStore, StoreCoordinator, distributed
+from ..coordination.rank_store import another_connection
 from ..errors import CheckpointError, RanksError, ranks_failed
 from ..writing.remote_error import describe_failure
 from .file_system_writer_async import FileSystemWriterAsync, log_once

@@ -1,19 +1,16 @@
-"""What every rank must call: who has not, and where that rank is instead; and how a call by one rank is taken back."""
+"""What every rank must call: who has not, and where that rank is instead."""
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..errors import CheckpointError, CheckpointTimeoutError, RanksError
+from .coordinator import Coordinator
+from .heartbeat import Place, place_of
 from .rank_store import RankStore
-
-if TYPE_CHECKING:
-    from .coordinator import Coordinator
 
 logger = logging.getLogger(__name__)
 
@@ -21,89 +18,6 @@ logger = logging.getLogger(__name__)
 _LOOK_SECONDS, _WARN_SECONDS = 1.0, 10.0
 #: How many of the missing ranks a look asks for, and how many a message names.
 _ASKED, _NAMED = 256, 8
-
-
-@dataclass(frozen=True)
-class Call:
-    """A call that all ranks make together.
-
-    Attributes:
-        name: of the method.
-        about: distinguishes it from other calls of the method; None: where in its run the rank is.
-    """
-
-    name: str
-    about: str | None = None
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a rank is in its run.
-
-    Attributes:
-        turn: how often it went back to an earlier step.
-        step: the last training step that it named; None: none yet.
-        closed: it saves and restores nothing more.
-    """
-
-    turn: int = 0
-    step: int | None = None
-    closed: bool = False
-
-    def at(self, step: int) -> Place:
-        """The place of the same rank at this step."""
-        step = int(step)  # it becomes JSON
-        return Place(self.turn + (self.step is not None and step < self.step), step)
-
-    def is_past(self, other: Place) -> bool:
-        """Whether a rank here no longer comes to what a rank at `other` does now. Old news never says so."""
-        if self.closed:
-            return True
-        return self.turn == other.turn and self.step is not None and (other.step is None or self.step > other.step)
-
-    def as_plain(self) -> list[Any]:
-        """As JSON, for a heartbeat."""
-        return [self.turn, self.step, self.closed]
-
-    def __str__(self) -> str:
-        if self.closed:
-            return "has closed its manager"
-        return "has not called the manager for any step" if self.step is None else f"is at step {self.step}"
-
-
-class AnotherCall(Exception):
-    """A question was withdrawn by a rank that asked it for another call; this one is for the next question."""
-
-
-class Meetings:
-    """Numbers the questions with which the calls of one method begin; a call that was withdrawn keeps its number.
-
-    Args:
-        ranks: who has to meet.
-        name: of the method.
-
-    Attributes:
-        number: of the last question, from 1; alike on all ranks that have called.
-    """
-
-    def __init__(self, ranks: Coordinator, name: str) -> None:
-        self._ranks = ranks
-        self._name = name
-        self.number = 0
-
-    @property
-    def tag(self) -> str:
-        """Of the last question."""
-        return f"{self._name}/{self.number}"
-
-    def ask(self, value: Any, decide: Callable[[list[Any]], Any], deadline: float, about: str | None = None) -> Any:
-        """As `Coordinator.decide`, with the next number; see `Call` for `about`."""
-        while True:
-            self.number += 1
-            try:
-                return self._ranks.decide(self.tag, value, decide, deadline, Call(self._name, about))
-            except AnotherCall:
-                logger.debug("%s was withdrawn", self.tag)
 
 
 class StepQuestions:
@@ -117,11 +31,11 @@ class StepQuestions:
     def __init__(self, ranks: Coordinator, name: str) -> None:
         self._ranks = ranks
         self._name = name
-        self.restart("")
+        self.restart(0)
 
-    def restart(self, tag: str) -> None:
-        """Steps begin again, on all ranks; the tag distinguishes the questions from those before."""
-        self._tag = f"{tag}/{self._name}"
+    def restart(self, turn: int) -> None:
+        """Steps begin again, on all ranks; the number of the turn distinguishes the questions from those before."""
+        self._tag = f"{self._name}/{turn}"
         self._number = 0
         self._ahead: list[Any] | None = None  # rank 0's answer for a step to which this rank has not come
 
@@ -134,7 +48,7 @@ class StepQuestions:
         while True:
             if self._ahead is None:
                 tag = f"{self._tag}/{self._number + 1}"
-                self._ahead = self._ranks.run_on_leader(tag, lambda: [step, action()], deadline, Call(self._name))
+                self._ahead = self._ranks.run_on_leader(tag, lambda: [step, action()], deadline, self._name)
                 self._number += 1
             asked, answer = self._ahead
             if asked > step:
@@ -151,8 +65,8 @@ class Lookout:
 
     Args:
         store: of the rank that waits.
-        call: that it made.
-        place: where it is.
+        name: of the method that was called.
+        place: where this rank is.
         missing: the ranks that have not called.
         waits_for: those of them that this rank looks after.
     """
@@ -160,13 +74,13 @@ class Lookout:
     def __init__(
         self,
         store: RankStore,
-        call: Call,
+        name: str,
         place: Place,
         missing: Callable[[], list[int]],
         waits_for: Callable[[], list[int]],
     ) -> None:
         self._store = store
-        self._call = call
+        self._name = name
         self._place = place
         self._missing = missing
         self._waits_for = waits_for
@@ -199,11 +113,7 @@ class Lookout:
         return CheckpointTimeoutError(f"Timed out: {self._text()}.")
 
     def _places(self, ranks: list[int]) -> Mapping[int, Place | None]:
-        found: dict[int, Place | None] = {}
-        for rank in ranks[:_ASKED]:
-            sign = self._store.peek(f"beat/{rank}")
-            found[rank] = None if sign is None else Place(*json.loads(sign)[2:])
-        return found
+        return {rank: place_of(self._store, rank) for rank in ranks[:_ASKED]}
 
     def _text(self) -> str:
         missing = self._missing()
@@ -215,7 +125,7 @@ class Lookout:
         where = [
             f"{'it' if one else f'rank {rank}'} {self._where(place)}" for rank, place in self._places(first).items()
         ]
-        return f"{self._call.name} must be called on every rank; {ranks} did not{step}: {', '.join(where)}"
+        return f"{self._name} must be called on every rank; {ranks} did not{step}: {', '.join(where)}"
 
     def _where(self, place: Place | None) -> str:
         if place is None:

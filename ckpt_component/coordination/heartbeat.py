@@ -1,18 +1,15 @@
-"""Heartbeats: a rank that waits for another learns when that one has died."""
+"""Heartbeats: a rank that waits for another learns when that one has died, and where in its run it is."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
-from types import TracebackType
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 from ..errors import CheckpointError, CheckpointTimeoutError, RanksError
-from .calls import Place
 from .rank_store import RankStore
 
 logger = logging.getLogger(__name__)
@@ -20,61 +17,83 @@ logger = logging.getLogger(__name__)
 _BEAT_SECONDS = 2.0
 #: In place of a heartbeat: none is to be expected, and the rank is not missed.
 RESTING = b"[0, -1]"
-#: Between tries when the others take the rank for lost already.
+#: Between tries when the others take the rank for dead already.
 _LATE_PAUSE = 30.0
-#: How long the last sign waits for one that is under way.
+#: How long the last heartbeat waits for one that is under way.
 _END_SECONDS = 1.0
 
 
-class Heartbeat:
-    """While it is entered, a thread puts a heartbeat of this rank into the store every two seconds.
+class Place(NamedTuple):
+    """Where a rank is in its run.
 
-    A sign that cannot be given is tried again, over a new connection. `check` raises the cause once that has failed for
-    so long that the other ranks take this one for lost.
+    Attributes:
+        turn: how often it went back to an earlier step.
+        step: the last training step that it named; None: none yet.
+        closed: it saves and restores nothing more.
+    """
+
+    turn: int = 0
+    step: int | None = None
+    closed: bool = False
+
+    def at(self, step: int) -> Place:
+        """The place of the same rank at this step."""
+        step = int(step)  # it becomes JSON
+        return Place(self.turn + (self.step is not None and step < self.step), step)
+
+    def is_past(self, other: Place) -> bool:
+        """Whether a rank here no longer comes to what a rank at `other` does now. Old news never says so."""
+        if self.closed:
+            return True
+        return self.turn == other.turn and self.step is not None and (other.step is None or self.step > other.step)
+
+    def __str__(self) -> str:
+        if self.closed:
+            return "has closed its manager"
+        return "has not called the manager for any step" if self.step is None else f"is at step {self.step}"
+
+
+class Heartbeat:
+    """A thread that puts a heartbeat of this rank into the store every two seconds, until `stop`.
+
+    One that cannot be sent is tried again, over a new connection. `check` raises the cause once that has failed for so
+    long that the other ranks take this one for dead.
 
     Args:
         store: a connection for the thread alone.
-        sign: what the others are to know: the bytes written so far, and after that what else its readers expect.
         timeout: of those who watch; a short one makes it beat faster.
+
+    Attributes:
+        place: of the rank; sent along.
+        progress: gives the bytes written so far by what is under way, sent along; None: nothing is.
     """
 
-    def __init__(self, store: RankStore, sign: Callable[[], list[Any]], timeout: float) -> None:
+    def __init__(self, store: RankStore, timeout: float) -> None:
+        self.place = Place()
+        self.progress: Callable[[], int] | None = None
         self._store = store
-        self._sign = sign
         self._timeout = timeout
         self._pause = min(_BEAT_SECONDS, timeout / 4)
         self._over = threading.Event()
-        self._given_at = time.monotonic()
-        self._failure: BaseException | None = None
+        self._sent_at = time.monotonic()
+        self._failure: Exception | None = None
         self._thread = threading.Thread(target=self._beat, name="ckpt-heartbeat", daemon=True)
-
-    def __enter__(self) -> Heartbeat:
         self._thread.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.stop()
-        self._thread.join(self._pause + 1)
 
     def stop(self) -> None:
         """Beat no more; does not wait."""
         self._over.set()
 
     def end(self) -> None:
-        """Beat a last time, so that the others know what the sign says now, and no more."""
+        """Beat a last time, so that the others know where this rank is now, and no more."""
         self.stop()
         self._thread.join(_END_SECONDS)
         if self._thread.is_alive() or self._failure is not None:
             return
         try:
-            self._give_sign()
+            self._send()
         except CheckpointError as error:
             logger.debug("rank %d could not send its last heartbeat: %s", self._store.rank, error)
-
-    def _give_sign(self) -> None:
-        self._store.set(f"beat/{self._store.rank}", json.dumps([time.time(), *self._sign()]).encode())
 
     def check(self) -> None:
         """Raise when this rank could send no heartbeat for as long as the others wait for one.
@@ -82,37 +101,43 @@ class Heartbeat:
         Raises:
             RanksError: with the cause.
         """
-        failure, silent = self._failure, time.monotonic() - self._given_at
-        if failure is not None and (silent >= self._timeout or not self._thread.is_alive()):
+        failure, silent = self._failure, time.monotonic() - self._sent_at
+        if failure is not None and silent >= self._timeout:
             raise RanksError(
                 f"Rank {self._store.rank} has sent no heartbeat for {silent:.0f} s, so the other ranks consider it "
                 f"dead (timeouts.heartbeat): {type(failure).__name__}: {failure}"
             ) from failure
 
+    def _send(self) -> None:
+        progress = self.progress
+        written = -1 if progress is None else progress()
+        self._store.set(f"beat/{self._store.rank}", json.dumps([time.time(), written, *self.place]).encode())
+
     def _beat(self) -> None:
-        pause = self._pause
-        try:
-            while True:
-                try:
-                    if self._failure is not None:
-                        self._store = self._store.clone()  # a connection that broke stays broken
-                    self._give_sign()
-                except Exception as error:
-                    if self._failure is None:
-                        rank = self._store.rank
-                        logger.warning("rank %d cannot send its heartbeat, retrying: %s", rank, error)
-                    self._failure = error
-                    if time.monotonic() - self._given_at >= self._timeout:
-                        pause = max(_LATE_PAUSE, self._pause)
-                else:
-                    if self._failure is not None:
-                        logger.info("rank %d sends heartbeats again", self._store.rank)
-                    self._failure, self._given_at, pause = None, time.monotonic(), self._pause
-                if self._over.wait(pause):
-                    return
-        except BaseException as error:
-            self._failure = error
-            raise
+        while True:
+            pause = self._pause
+            try:
+                if self._failure is not None:
+                    self._store = self._store.clone()  # a connection that broke stays broken
+                self._send()
+            except Exception as error:
+                if self._failure is None:
+                    logger.warning("rank %d cannot send its heartbeat, retrying: %s", self._store.rank, error)
+                self._failure = error
+                if time.monotonic() - self._sent_at >= self._timeout:
+                    pause = _LATE_PAUSE
+            else:
+                if self._failure is not None:
+                    logger.info("rank %d sends heartbeats again", self._store.rank)
+                self._failure, self._sent_at = None, time.monotonic()
+            if self._over.wait(pause):
+                return
+
+
+def place_of(store: RankStore, rank: int) -> Place | None:
+    """Where a rank is, by its last heartbeat; None where it has sent none."""
+    beat = store.peek(f"beat/{rank}")
+    return None if beat is None else Place(*json.loads(beat)[2:])
 
 
 class FailureDetector:
@@ -142,7 +167,7 @@ class FailureDetector:
         if now < self._next:
             return {}
         self._next = now + self._timeout / 4
-        found: dict[int, str] = {}
+        silent: dict[int, str] = {}
         for rank in missing():
             if rank not in self._seen:
                 continue
@@ -153,39 +178,17 @@ class FailureDetector:
                 self._seen[rank] = (beat, now)
             elif beat is not None and now - self._seen[rank][1] >= self._timeout:
                 self.dead.add(rank)
-                found[rank] = f"sent no heartbeat for {self._timeout:g} s (timeouts.heartbeat); considered dead"
+                silent[rank] = f"sent no heartbeat for {self._timeout:g} s (timeouts.heartbeat); considered dead"
                 continue
             written = json.loads(beat)[1] if beat is not None else -1
             if written != self._bytes[rank][0]:
                 self._bytes[rank] = (written, now)
             elif self._stall_timeout is not None and now - self._bytes[rank][1] >= self._stall_timeout:
-                found[rank] = (
+                silent[rank] = (
                     f"is alive but has written nothing for {self._stall_timeout:g} s (timeouts.stall); considered hung"
                 )
-        return found
+        return silent
 
     def causes(self, lost: Iterable[int]) -> dict[int, str]:
         """For `RanksError`: a dead rank will not take part in a retry, a hung one may."""
         return {rank: (RanksError if rank in self.dead else CheckpointTimeoutError).__name__ for rank in lost}
-
-
-class Work:
-    """What a rank is doing just now, for its heartbeat."""
-
-    def __init__(self) -> None:
-        self._progress: Callable[[], int] | None = None
-        self.place = Place()
-
-    def sign(self) -> list[Any]:
-        """Bytes written so far by what is under way (-1 when nothing is), and the rank's place."""
-        progress = self._progress
-        return [-1 if progress is None else progress(), *self.place.as_plain()]
-
-    @contextlib.contextmanager
-    def under_way(self, progress: Callable[[], int]) -> Iterator[None]:
-        """During the `with`, `progress` gives the bytes."""
-        self._progress = progress
-        try:
-            yield
-        finally:
-            self._progress = None

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import time
+import zlib
 from collections.abc import Iterable
 from typing import Any
 
 from ..errors import CheckpointTimeoutError, name_ranks, ranks_failed
 from .heartbeat import FailureDetector
-from .messages import pack, unpack
 from .rank_store import RankStore
 
 #: After the first rank failed, others that fail in the same moment get this long to be named too.
@@ -33,12 +34,12 @@ class Question:
 
     def post(self, value: Any) -> None:
         """Post this rank's value."""
-        self.store.set(f"{self.tag}/said/{self.store.rank}", pack(value))
+        self.store.set(f"{self.tag}/posts/{self.store.rank}", pack(value))
         self.count("count", 1)
 
     def has_posted(self, rank: int) -> bool:
         """Whether a rank has posted."""
-        return self.store.has(f"{self.tag}/said/{rank}")
+        return self.store.has(f"{self.tag}/posts/{rank}")
 
     def missing(self) -> list[int]:
         """The ranks that have not posted."""
@@ -51,7 +52,7 @@ class Question:
 
     def values(self, ranks: Iterable[int]) -> list[Any]:
         """What these ranks have posted."""
-        return [unpack(data) for data in self.store.read([f"{self.tag}/said/{rank}" for rank in ranks])]
+        return [unpack(data) for data in self.store.read([f"{self.tag}/posts/{rank}" for rank in ranks])]
 
     def answer(self, **fields: Any) -> None:
         """Give all ranks the answer."""
@@ -70,7 +71,7 @@ class Question:
 
     def delete(self) -> None:
         """Remove all its keys."""
-        names = [f"said/{rank}" for rank in range(self.store.world_size)]
+        names = [f"posts/{rank}" for rank in range(self.store.world_size)]
         self.store.delete([f"{self.tag}/{name}" for name in (*names, "count", "failed", "closed", "answer", "left")])
 
     def outcomes(self, watch: FailureDetector, deadline: float) -> list[Any]:
@@ -104,3 +105,13 @@ class Question:
             causes = {rank: str(plain["kind"]) for rank, plain in failures.items()} | watch.causes(lost)
             raise ranks_failed({rank: plain["text"] for rank, plain in failures.items()} | lost, errno, causes)
         return [vote["work"] for vote in votes.values()]
+
+
+def pack(value: Any) -> bytes:
+    """A plain value as bytes for the store."""
+    return zlib.compress(json.dumps(value, separators=(",", ":")).encode(), 1)
+
+
+def unpack(data: bytes) -> Any:
+    """The inverse of `pack`."""
+    return json.loads(zlib.decompress(data))

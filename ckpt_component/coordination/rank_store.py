@@ -1,7 +1,6 @@
 """One rank's connection to the store that all ranks share: small messages, and every wait has a deadline.
 
-Nothing here is a collective, and nothing touches a device. `torch.distributed` is used where the script has set it up;
-this module does not import it by itself.
+Nothing here is a collective, and nothing touches a device.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from types import ModuleType
 from typing import Any
 
 from ..errors import CheckpointTimeoutError, RanksError
+from .coordinator import distributed
 
 #: A wait looks this often at first (seconds), and ever more seldom. With many ranks more seldom from the beginning: the
 #: store answers about 100,000 times a second.
@@ -64,58 +64,36 @@ class RankStore:
 
     def clone(self) -> RankStore:
         """The same keys by another connection, for another thread."""
-        store = self._told(lambda: another_connection(sys.modules["torch.distributed"], self._store))
+        store = self._call(lambda: another_connection(sys.modules["torch.distributed"], self._store))
         return RankStore(store, self.rank, self.world_size, self._prefix)
 
     def set(self, key: str, value: bytes) -> None:
         """Put a value in. Raises RanksError when the store is unreachable; so do all others here."""
-        self._told(lambda: self._store.set(self._prefix + key, value))
+        self._call(lambda: self._store.set(self._prefix + key, value))
 
     def add(self, key: str, amount: int) -> int:
         """Add to a counter, which starts at 0; returns its new value. An amount of 0 reads it."""
-        return int(self._told(lambda: self._store.add(self._prefix + key, amount)))
+        return int(self._call(lambda: self._store.add(self._prefix + key, amount)))
 
     def peek(self, key: str) -> bytes | None:
         """The value, or None while there is none. Never waits for it."""
-        return self._told(lambda: self._peek(self._prefix + key))
+        there = self._prefix + key
+        return self._call(lambda: bytes(self._store.get(there)) if self._store.check([there]) else None)
 
     def has(self, key: str) -> bool:
         """Whether a value is there, without reading it."""
-        return bool(self._told(lambda: self._store.check([self._prefix + key])))
+        return bool(self._call(lambda: self._store.check([self._prefix + key])))
 
     def read(self, keys: Sequence[str]) -> list[bytes]:
         """The values of keys that are there."""
         if not keys:
             return []
-        return [bytes(value) for value in self._told(lambda: self._store.multi_get([self._prefix + k for k in keys]))]
+        return [bytes(value) for value in self._call(lambda: self._store.multi_get([self._prefix + k for k in keys]))]
 
     def delete(self, keys: Sequence[str]) -> None:
         """Remove keys, whether they are there or not."""
         for key in keys:
-            self._told(lambda key=key: self._store.delete_key(self._prefix + key))  # type: ignore[misc]
-
-    def wait(self, key: str, deadline: float, what: str) -> bytes:
-        """The value once it is there.
-
-        Args:
-            key: of the value.
-            deadline: monotonic seconds.
-            what: is missing, for the error: `rank 0's answer`.
-
-        Raises:
-            CheckpointTimeoutError: it did not come in time.
-            RanksError: the store is unreachable.
-        """
-        found: list[bytes] = []
-
-        def is_there() -> bool:
-            value = self.peek(key)
-            if value is not None:
-                found.append(value)
-            return value is not None
-
-        self.wait_until(is_there, deadline, lambda: what)
-        return found[0]
+            self._call(lambda key=key: self._store.delete_key(self._prefix + key))  # type: ignore[misc]
 
     def wait_until(self, ready: Callable[[], bool], deadline: float, what: Callable[[], str]) -> None:
         """Return when `ready()` says so.
@@ -136,10 +114,7 @@ class RankStore:
             time.sleep(min(pause, left))
             pause = min(pause * 1.5, max(_LONGEST_POLL, pause))
 
-    def _peek(self, key: str) -> bytes | None:
-        return bytes(self._store.get(key)) if self._store.check([key]) else None
-
-    def _told(self, call: Callable[[], Any]) -> Any:
+    def _call(self, call: Callable[[], Any]) -> Any:
         try:
             return call()
         except RuntimeError as error:  # all errors of torch's stores are RuntimeErrors
@@ -169,11 +144,3 @@ def another_connection(dist: ModuleType, store: Any) -> Any:
         f"The ranks share a {type(store).__name__}, to which this torch makes no second connection; initialize "
         "torch.distributed by env:// or tcp://, or use a newer torch."
     )
-
-
-def distributed() -> ModuleType | None:
-    """`torch.distributed` where the script has initialized it, else None."""
-    dist = sys.modules.get("torch.distributed")  # a user of it has imported it
-    if dist is None or not dist.is_available() or not dist.is_initialized():
-        return None
-    return dist

@@ -1,6 +1,6 @@
 """Agreement of many ranks over their shared store: a few small messages a rank and question, no collective.
 
-A question's keys are `<tag>/said/<rank>`, a counter of them, `<tag>/answer`, and where the answer differs by rank
+A question's keys are `<tag>/posts/<rank>`, a counter of them, `<tag>/answer`, and where the answer differs by rank
 `<tag>/part/<rank>`. The leader waits for the counter, decides, and answers; errors travel as name and text. The leader
 removes old questions once every rank has read the answer.
 """
@@ -13,6 +13,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from ..errors import (
@@ -23,13 +24,11 @@ from ..errors import (
     error_from_plain,
     ranks_failed,
 )
-from .calls import AnotherCall, Call, Lookout, Place
+from .calls import Lookout
 from .coordinator import Coordinator
-from .heartbeat import RESTING, FailureDetector, Heartbeat, Work
-from .messages import unpack
-from .question import Question
+from .heartbeat import RESTING, FailureDetector, Heartbeat, Place
+from .question import Question, unpack
 from .rank_store import RankStore
-from .world import World
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +36,10 @@ logger = logging.getLogger(__name__)
 _KEPT = 64
 #: A rank whose time is up waits this much longer for a decision that the leader has begun to make.
 _ANSWER_SECONDS = 10.0
+
+
+class _AnotherCall(Exception):
+    """A question was withdrawn by a rank that asked it for another call; this one is for the next question."""
 
 
 class StoreCoordinator(Coordinator):
@@ -49,9 +52,7 @@ class StoreCoordinator(Coordinator):
     """
 
     def __init__(self, store: RankStore, heartbeat_timeout: float = 30.0, stall_timeout: float = 300.0) -> None:
-        self.rank = store.rank
-        self.world_size = store.world_size
-        self.world = World()
+        super().__init__(store.rank, store.world_size)
         self._first = store
         self._connections = threading.local()
         self._connections.store = store  # for the thread that makes this, which is the one that saves
@@ -59,32 +60,54 @@ class StoreCoordinator(Coordinator):
         self._stall_timeout = stall_timeout
         self._answered: deque[str] = deque()
         self._tidying = threading.Lock()
-        self._work = Work()
-        self._heart = Heartbeat(store.clone(), self._work.sign, heartbeat_timeout)
-        self._heart.__enter__()
+        self._heart = Heartbeat(store.clone(), heartbeat_timeout)
         # The heartbeat thread has no reference to this object, and ends with it.
         self._stop_heart = weakref.finalize(self, self._heart.stop)
 
     def at_step(self, step: int) -> None:
         """Note the step for the heartbeat."""
-        self._work.place = self._work.place.at(step)
+        self._heart.place = self._heart.place.at(step)
 
     def resumed(self, step: int) -> None:
         """Note the step, and that it is an earlier one."""
-        self._work.place = Place(self._work.place.turn + 1, step)
+        self._heart.place = Place(self._heart.place.turn + 1, step)
 
-    def decide(
-        self, tag: str, value: Any, decide: Callable[[list[Any]], Any], deadline: float, call: Call | None = None
-    ) -> Any:
+    def decide(self, tag: str, value: Any, decide: Callable[[list[Any]], Any], deadline: float) -> Any:
         """Post a value; the leader then waits for all and answers, the others wait for the answer."""
-        question = self._question(tag)
-        if call is not None:
-            self._heart.check()
-            call = Call(call.name, call.about or f"{self._work.place.turn}/{self._work.place.step}")
+        return self._decide(self._question(tag), value, decide, deadline)
+
+    def meet(
+        self,
+        name: str,
+        value: Any,
+        decide: Callable[[list[Any]], Any],
+        deadline: float,
+        about: str | None = None,
+    ) -> Any:
+        """As `decide`, with the next number, until the question is not one that was withdrawn."""
+        self._heart.check()
+        place = self._heart.place
+        about = about or f"{place.turn}/{place.step}"
+        while True:
+            self.meetings[name] += 1
+            question = self._question(f"{name}/{self.meetings[name]}")
+            lookout = Lookout(question.store, name, place, question.missing, partial(self._silent, question))
+            try:
+                return self._decide(question, value, decide, deadline, lookout, about)
+            except _AnotherCall:
+                logger.debug("%s was withdrawn", question.tag)
+
+    def _decide(
+        self,
+        question: Question,
+        value: Any,
+        decide: Callable[[list[Any]], Any],
+        deadline: float,
+        lookout: Lookout | None = None,
+        about: str | None = None,
+    ) -> Any:
+        """For a meeting with its lookout, and what it is about."""
         question.post(value)
-        lookout = None
-        if call is not None:
-            lookout = Lookout(question.store, call, self._work.place, question.missing, lambda: self._silent(question))
         failure, data = None, None
         try:
             if self.is_leader:
@@ -99,17 +122,17 @@ class StoreCoordinator(Coordinator):
             first = question.count("closed", 1) == 1
             if first and failure is None:
                 return self._answer(question, lambda: decide(question.values(range(self.world_size))))
-            if self.is_leader and call is None and failure is None:
-                failure = CheckpointTimeoutError(f"A rank gave up waiting for rank 0 to take part in '{tag}'.")
-            may_give_up = call is None and (self.is_leader or isinstance(failure, RanksError))
+            if self.is_leader and about is None and failure is None:
+                failure = CheckpointTimeoutError(f"A rank gave up waiting for rank 0 to take part in '{question.tag}'.")
+            may_give_up = about is None and (self.is_leader or isinstance(failure, RanksError))
             if failure is not None and (first or may_give_up):
-                self._give_up(question, failure, call)
+                self._give_up(question, failure, about)
                 raise failure
             try:
                 data = self._await_answer(question, time.monotonic() + _ANSWER_SECONDS)
             except CheckpointTimeoutError as error:
                 raise failure or error from None
-        return self._read_answer(question, data, call)
+        return self._read_answer(question, data, about)
 
     def scatter(self, tag: str, value: Any, decide: Callable[[list[Any]], list[Any]], deadline: float) -> Any:
         """The leader gives each rank its part before it answers."""
@@ -124,14 +147,14 @@ class StoreCoordinator(Coordinator):
         self.decide(tag, value, give_parts, deadline)
         return own[0] if self.is_leader else question.take_part()
 
-    def run_on_leader(self, tag: str, action: Callable[[], Any], deadline: float, call: Call | None = None) -> Any:
+    def run_on_leader(self, tag: str, action: Callable[[], Any], deadline: float, name: str | None = None) -> Any:
         """The leader acts and answers, the others wait for the answer."""
         question = self._question(tag)
         if self.is_leader:
             return self._answer(question, action)
         lookout = None
-        if call is not None:
-            lookout = Lookout(question.store, call, self._work.place, lambda: [0], lambda: [0])
+        if name is not None:
+            lookout = Lookout(question.store, name, self._heart.place, lambda: [0], lambda: [0])
         try:
             return self._read_answer(question, self._await_answer(question, deadline, lookout))
         except CheckpointTimeoutError as error:
@@ -142,12 +165,14 @@ class StoreCoordinator(Coordinator):
     def all_succeed(self, tag: str, work: Callable[[], Any], progress: Callable[[], int], deadline: float) -> list[Any]:
         """Each rank posts what its part returned or raised; the leader answers with an error or with nothing."""
         result, failure = None, None
-        with self._work.under_way(progress):
-            try:
-                result = work()
-            except Exception as error:
-                failure = error
-            self.cast(tag, result, failure)
+        self._heart.progress = progress
+        try:
+            result = work()
+        except Exception as error:
+            failure = error
+        finally:
+            self._heart.progress = None
+        self.cast(tag, result, failure)
         try:
             return self.count(tag, deadline)
         except RanksError as error:
@@ -192,17 +217,14 @@ class StoreCoordinator(Coordinator):
         Raises:
             RanksError: as `all_succeed`.
         """
-        question = self._question(tag)
         results: list[Any] = []
-        if not self.is_leader:
-            self._read_answer(question, self._await_answer(question, deadline))
-            return results
 
-        def decide() -> None:
+        def collect() -> None:
+            question = self._question(tag)
             results.extend(question.outcomes(watch or self._watch(question.store, self._stall_timeout), deadline))
             check(results)
 
-        self._answer(question, decide)
+        self.run_on_leader(tag, collect, deadline)
         return results
 
     def look(self, tag: str, number: int, is_over: Callable[[], bool], deadline: float) -> bool:
@@ -245,7 +267,7 @@ class StoreCoordinator(Coordinator):
     def close(self) -> None:
         """Send no more heartbeats; the keys of the last questions stay, for ranks that have yet to read them."""
         if self._stop_heart.detach() is not None:
-            self._work.place = Place(closed=True)
+            self._heart.place = Place(closed=True)
             self._heart.end()
         self._connections = threading.local()
 
@@ -321,19 +343,19 @@ class StoreCoordinator(Coordinator):
         self._tidy(question)
         return result
 
-    def _read_answer(self, question: Question, data: bytes, call: Call | None = None) -> Any:
+    def _read_answer(self, question: Question, data: bytes, about: str | None = None) -> Any:
         self._leave(question)
         answer = unpack(data)
         if "error" not in answer:
             return answer["result"]
-        if call is not None and answer.get("about", call.about) != call.about:
-            raise AnotherCall
+        if about is not None and answer.get("about", about) != about:
+            raise _AnotherCall
         raise error_from_plain(answer["error"])
 
-    def _give_up(self, question: Question, failure: CheckpointError, call: Call | None) -> None:
-        """Close a question with an error; that of a call is only for ranks that asked it for the same call."""
-        if call is not None:
-            question.answer(error=error_as_plain(failure), about=call.about)
+    def _give_up(self, question: Question, failure: CheckpointError, about: str | None) -> None:
+        """Close a question with an error; that of a meeting is only for ranks that ask it about the same."""
+        if about is not None:
+            question.answer(error=error_as_plain(failure), about=about)
             question.count("count", self.world_size)  # when the leader comes, it must not wait
         elif self.is_leader:
             question.answer(error=error_as_plain(failure))

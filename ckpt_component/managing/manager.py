@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Any, cast
 
 from ..checkpointer import Checkpointer
-from ..coordination import Meetings, StepQuestions
+from ..coordination import StepQuestions
 from ..errors import CheckpointBusyError, CheckpointError, CheckpointTimeoutError
 from ..saving.pipeline import InFlightSaves, SavePipeline
 from ..saving.report import SaveReport
@@ -64,7 +64,6 @@ class CheckpointManager:
         self._restored: int | None = None
         self._closed = False
         self._due = StepQuestions(self._ranks, "maybe_save")
-        self._restores = Meetings(self._ranks, "restore")
         self.reports: list[SaveReport] = []
         self.idle: int | None = None
         self._saves = InFlightSaves()
@@ -131,12 +130,11 @@ class CheckpointManager:
             if os.environ.get("RANK", "0") == "0":
                 logger.info("checkpoint.enabled=false: nothing is restored")
             return None
-        self._ranks.world.check()
-        self._ranks.world.warn_if_alone()
-        step = self._restorer.load(state, strict, allow_dtype_cast, self._restores)
+        self._ranks.check_world()
+        step = self._restorer.load(state, strict, allow_dtype_cast)
         if step is not None:
             self._ranks.resumed(step)
-            self._due.restart(self._restores.tag)
+            self._due.restart(self._ranks.meetings["restore"])
             self._restored = step
             here = os.path.realpath(self._restorer.loaded or "") == os.path.realpath(self.path_of(step))
             self._saved_step = step if here else None
@@ -165,7 +163,7 @@ class CheckpointManager:
             self._collect()
         if self._checkpointer is None:
             return False
-        self._ranks.world.check()
+        self._ranks.check_world()
         try:
             due = self._is_due(step)
         except CheckpointTimeoutError as error:

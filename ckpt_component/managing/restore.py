@@ -8,7 +8,6 @@ import time
 from typing import Any
 
 from ..checkpointer import Checkpointer
-from ..coordination import Meetings
 from ..errors import (
     CheckpointCorruptError,
     CheckpointError,
@@ -61,7 +60,7 @@ class Restorer:
         self._saves = saves
         self.loaded: str | None = None
 
-    def load(self, state: dict[str, Any], strict: bool, allow_dtype_cast: bool, meetings: Meetings) -> int | None:
+    def load(self, state: dict[str, Any], strict: bool, allow_dtype_cast: bool) -> int | None:
         """Load the best step that is whole; see `CheckpointManager.restore`. Returns it, or None.
 
         What was found to be damaged is quarantined once an older checkpoint has been loaded in its place, or where
@@ -71,14 +70,14 @@ class Restorer:
             state: filled in place.
             strict: refuse a checkpoint that lacks keys of the state.
             allow_dtype_cast: let the state's tensors take values of another dtype.
-            meetings: where all ranks meet that restore.
         """
         deadline = time.monotonic() + self._run.timeouts.stage + self._run.timeouts.close
         options = {"strict": strict}
         if allow_dtype_cast:
             options["allow_dtype_cast"] = True  # a reader of one's own may not know it
-        candidates, committed, suspects, occupied = meetings.ask(None, lambda _: self._look(), deadline)
-        tag = meetings.tag
+        ranks = self._run.ranks
+        candidates, committed, suspects, occupied = ranks.meet("restore", None, lambda _: self._look(), deadline)
+        tag = f"restore/{ranks.meetings['restore']}"
         step, path = self._load_first(candidates, suspects, state, tag, options)
         later = [other for other in occupied if step is None or other > step]
         moved = self._tidy_together(suspects, committed, later if self._policy.rewind else [], tag)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from dataclasses import dataclass, field
 
-from ..coordination import Coordinator, LocalCoordinator, RankStore, StoreCoordinator
+from ..coordination import Coordinator, LocalCoordinator, RankStore, StoreCoordinator, distributed
 from ..options import ResolvedTimeouts
 from ..storage.fs import FsOps
 from ..storage.names import StepNames
 from ..storage.scan import Scan, committed_steps, scan_steps
+
+logger = logging.getLogger(__name__)
 
 #: How many steps a message names one by one.
 _NAMED = 8
@@ -51,7 +54,18 @@ class RunContext:
 def job_ranks(purpose: str, timeouts: ResolvedTimeouts) -> Coordinator:
     """One rank, or those of `torch.distributed` where the script has initialized it."""
     store = RankStore.of_job(purpose)
-    return LocalCoordinator() if store is None else StoreCoordinator(store, timeouts.heartbeat, timeouts.stall)
+    if store is not None:
+        return StoreCoordinator(store, timeouts.heartbeat, timeouts.stall)
+    launched = os.environ.get("WORLD_SIZE", "")
+    if distributed() is None and launched.isdigit() and int(launched) > 1:
+        logger.warning(
+            "WORLD_SIZE is %s and torch.distributed is not initialized, so this rank (RANK=%s) saves and restores for "
+            "itself. Ranks that train one model need init_process_group() before build_manager(); independent ones "
+            "need a checkpoint.dir each.",
+            launched,
+            os.environ.get("RANK"),
+        )
+    return LocalCoordinator()
 
 
 def steps_text(steps: list[int]) -> str:

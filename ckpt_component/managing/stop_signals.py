@@ -10,7 +10,7 @@ import time
 from types import FrameType
 from typing import Any
 
-from ..coordination import Coordinator, Meetings
+from ..coordination import Coordinator
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +36,6 @@ class StopSignals:
         self._timeout = timeout
         self._ranks = ranks
         self._owns_ranks = owns_ranks
-        self._meetings = Meetings(ranks, "should_stop")
         self._caught: signal.Signals | None = None
         self._agreed: signal.Signals | None = None
         self._steps, self._steps_left, self._asked_at = 1, 1, time.monotonic()
@@ -59,7 +58,7 @@ class StopSignals:
         self._steps_left -= 1
         if self._agreed is None and self._steps_left <= 0:
             deadline = time.monotonic() + self._timeout
-            number, self._steps = self._meetings.ask(self._caught or 0, self._decide, deadline)
+            number, self._steps = self._ranks.meet("should_stop", self._caught or 0, self._decide, deadline)
             self._agreed = signal.Signals(number) if number else None
             self._steps_left, self._asked_at = self._steps, time.monotonic()
         return self._agreed

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TypedDict, cast
 
-from ..coordination import Coordinator, Meetings
+from ..coordination import Coordinator
 from ..errors import (
     CheckpointSaveError,
     CheckpointStallError,
@@ -74,7 +74,6 @@ class SaveAdmission:
         self._ranks = ranks
         self._check_path = check_path
         self._max_stall = max_stall
-        self._meetings = Meetings(ranks, "save")
 
     def decide(self, save: PendingSave, proposal: SaveProposal, deadline: float) -> SaveDecision:
         """Agree on the next save, which gets its number; an empty decision says that a rank is busy.
@@ -96,7 +95,7 @@ class SaveAdmission:
             if self._ranks.world_size == 1:
                 raise error
         try:
-            decision = self._meetings.ask(proposal, partial(self._decide, deadline), deadline, save.path)
+            decision = self._ranks.meet("save", proposal, partial(self._decide, deadline), deadline, save.path)
         except RanksError as failure:
             raise failure from error
         except CheckpointTimeoutError as late:
@@ -107,7 +106,7 @@ class SaveAdmission:
             limit = f"Training waits {self._max_stall:g} s at most (checkpoint.max_stall_s)."
             raise CheckpointStallError(f"{save.path} was not saved: {late} {limit}") from late
         finally:
-            save.number = self._meetings.number
+            save.number = self._ranks.meetings["save"]
         return cast(SaveDecision, decision)
 
     def _decide(self, deadline: float, proposals: list[SaveProposal]) -> SaveDecision:

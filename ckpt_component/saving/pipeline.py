@@ -191,8 +191,7 @@ class SavePipeline(Saver):
         """
         if self._closed:
             raise CheckpointError("This checkpointer is closed; build a new one to save again.")
-        self.ranks.world.check()
-        self.ranks.world.warn_if_alone()
+        self.ranks.check_world()
         if step is None and self.saves:
             self.saves.collect(0)  # a manager collects the reports of its saves itself
         save = PendingSave(path, step)

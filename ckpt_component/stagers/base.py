@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from ..coordination import Coordinator, Meetings
+from ..coordination import Coordinator
 from ..errors import CheckpointError, RanksError, ranks_failed
 from ..formats.base import FormatPlan, Sealed, Writer
 from ..image.arena import Arena
@@ -139,7 +139,6 @@ class Stager(ABC):
         self._selection: Selection | None = None
         self._replicas: Replicas | None = None
         self._plans = 0
-        self._prewarms = Meetings(ranks, "prewarm")
         self._lock = threading.Lock()
 
     def inspect(self, state_dict: Mapping[Any, Any]) -> StatePlan:
@@ -229,7 +228,7 @@ class Stager(ABC):
         Raises:
             CheckpointStageError: a value that cannot be checkpointed; with several ranks a RanksError on all.
         """
-        self._ranks.world.check()
+        self._ranks.check_world()
         plan, failure = None, None
         try:
             plan = self.inspect(state_dict)
@@ -242,7 +241,7 @@ class Stager(ABC):
         deadline = time.monotonic() + self._timeout
         answer = [plan is not None and plan.changed, None if failure is None else str(failure)]
         try:
-            changed = self._prewarms.ask(answer, _any_changed, deadline)
+            changed = self._ranks.meet("prewarm", answer, _any_changed, deadline)
         except RanksError as error:
             raise error from failure
         if plan is None:

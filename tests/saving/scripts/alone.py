@@ -171,7 +171,7 @@ def a_heart_that_stops(rank: int, world_size: int, folder: Path) -> None:
         heart = manager._ranks._heart  # type: ignore[attr-defined]
         if rank == 1:
             heart._store = BrokenStore(heart._store, math.inf)
-            while time.monotonic() - heart._given_at < 2.1:
+            while time.monotonic() - heart._sent_at < 2.1:
                 time.sleep(0.05)
         with pytest.raises(RanksError, match="the switch is on fire" if rank == 1 else "sent no heartbeat for 2 s"):
             manager.save(1, state_of(1, rank))

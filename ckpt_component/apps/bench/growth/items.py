@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ....config import compose_checkpoint
-from ....coordination.messages import pack
+from ....coordination.question import pack
 from ....factory import build_checkpointer
 from ....formats.dcp import DcpWriter
 from ....image.arena import Arena
