@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from ..formats.base import balanced
 from ..image.arena import Arena
 from ..image.copy import copy_on_host
-from ..image.items import ItemTemplates
+from ..image.items import around_payload
 from ..image.layout import ITEM_ALIGNMENT
 from ..memory.huge_pages import PAGE, align
 from ..state.structure import element_bytes
@@ -187,7 +187,6 @@ def make_image(
 
 def _laid_out(form: Sequence[tuple[list[int], list[tuple[torch.dtype, torch.Size]]]], memory: ImageMemory) -> Block:
     """A block in which everything but bytes items and payloads is in its place."""
-    templates = ItemTemplates()
     fixed: list[tuple[int, bytes]] = []
     starts: list[int] = []
     payloads: list[tuple[int, torch.dtype, torch.Size]] = []
@@ -202,7 +201,7 @@ def _laid_out(form: Sequence[tuple[list[int], list[tuple[torch.dtype, torch.Size
             end = position + length
             position = align(end, ITEM_ALIGNMENT)
         for dtype, shape in tensors:
-            prefix, suffix = templates.around(dtype, shape)
+            prefix, suffix = around_payload(dtype, shape)
             payload = position + len(prefix)
             after = payload + element_bytes(dtype, shape)
             fixed += [(position, prefix), (after, suffix)]

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from ..errors import CheckpointConfigError
-from ..image.items import ItemTemplates
+from ..image.items import around_payload
 from ..image.layout import ITEM_ALIGNMENT, ImageFile, Item, Items, Layout
 from ..memory.huge_pages import PAGE, align
 from ..options import ChecksumName, IoMode
@@ -72,11 +72,10 @@ class DcpWriter(Writer):
                     "digits, '_', '-' and '.', not at the start."
                 )
         self.separation_hint = separation_hint
-        self._templates = ItemTemplates()
 
     def plan(self, structure: Structure, rank: int) -> FormatPlan:
         """Lay out one rank's files: `__<rank>_<n>.distcp`."""
-        return _DcpPlan(structure, rank, self._groups(structure), self._templates, self.checksum)
+        return _DcpPlan(structure, rank, self._groups(structure), self.checksum)
 
     def index(self, catalogs: Sequence[Mapping[str, Any]]) -> dict[str, bytes]:
         """`.metadata`, the only index that stock DCP reads.
@@ -117,7 +116,6 @@ class _DcpPlan(FormatPlan):
         structure: Structure,
         rank: int,
         groups: list[tuple[str, list[int]]],
-        templates: ItemTemplates,
         checksum: str,
     ) -> None:
         self._rank = rank
@@ -131,7 +129,7 @@ class _DcpPlan(FormatPlan):
             position, first = 0, len(items)
             for stored_number in stored_numbers:
                 entry = stored[stored_number]
-                before, after = templates.lengths(entry.dtype, entry.shape)
+                before, after = map(len, around_payload(entry.dtype, entry.shape))
                 offset = align(position, ITEM_ALIGNMENT)
                 nbytes = entry.nbytes
                 length = before + nbytes + after
@@ -145,7 +143,7 @@ class _DcpPlan(FormatPlan):
 
         def around(item: Item) -> tuple[bytes, bytes]:
             entry = stored[item.stored]
-            return templates.around(entry.dtype, entry.shape)
+            return around_payload(entry.dtype, entry.shape)
 
         self.layout = Layout(structure, tuple(stored), tuple(files), Items(items), base, around=around)
         self._slots: list[tuple[int, int]] = []

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from ..image.arena import tensor_bytes
+from ..image.items import STORAGES
 from ..image.layout import ITEM_ALIGNMENT, ImageFile, Item, Items, Layout
 from ..image.torch_archive import central_header, end_of_directory, local_header
 from ..memory.huge_pages import align
@@ -25,22 +26,6 @@ from ..state.flatten import Path, key_of, unflatten
 from ..state.structure import Stored, Structure, contiguous_stride
 from ..writing.request import Extra
 from .base import FormatPlan, Sealed, Writer, describe, lanes_by_bytes, make_table, refuse_parts
-
-#: Storage classes by dtype, as `torch.save` names them; newer dtypes have none and go as untyped storages.
-_STORAGES = {
-    torch.float32: torch.FloatStorage,
-    torch.float64: torch.DoubleStorage,
-    torch.float16: torch.HalfStorage,
-    torch.bfloat16: torch.BFloat16Storage,
-    torch.int64: torch.LongStorage,
-    torch.int32: torch.IntStorage,
-    torch.int16: torch.ShortStorage,
-    torch.int8: torch.CharStorage,
-    torch.uint8: torch.ByteStorage,
-    torch.bool: torch.BoolStorage,
-    torch.complex64: torch.ComplexFloatStorage,
-    torch.complex128: torch.ComplexDoubleStorage,
-}
 
 
 def file_name(rank: int) -> str:
@@ -74,7 +59,7 @@ class _TensorRef:
         offset, shape, stride = view
         backward_hooks: OrderedDict[str, Any] = OrderedDict()
         form = (storage, offset, tuple(shape), tuple(stride), False, backward_hooks)
-        if dtype in _STORAGES:
+        if dtype in STORAGES:
             self._reduced: tuple[Any, ...] = (torch._utils._rebuild_tensor_v2, form)
         else:
             self._reduced = (torch._utils._rebuild_tensor_v3, (*form, dtype))
@@ -185,8 +170,8 @@ def _whole(dtype: torch.dtype, shape: torch.Size, key: str) -> _TensorRef:
 
 
 def _storage_ref(dtype: torch.dtype, count: int, key: str) -> _StorageRef:
-    if dtype in _STORAGES:
-        return _StorageRef(_STORAGES[dtype], key, count)
+    if dtype in STORAGES:
+        return _StorageRef(STORAGES[dtype], key, count)
     return _StorageRef(torch.UntypedStorage, key, count * dtype.itemsize)
 
 

@@ -17,10 +17,10 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from ckpt_component.errors import CheckpointStageError
 from ckpt_component.formats.dcp import DcpWriter
 from ckpt_component.image.arena import Arena, ArenaPool
-from ckpt_component.image.items import ItemTemplates
+from ckpt_component.image.items import around_payload, tensor_pickle
 from ckpt_component.image.layout import Item, Items
 from ckpt_component.state.flatten import FlatState, flatten, key_of, unflatten
-from ckpt_component.state.objects import decode, dump, encode, load
+from ckpt_component.state.objects import PACKED_DTYPES, decode, dump, encode, load
 from ckpt_component.state.structure import Structure
 
 DTYPES = [torch.float32, torch.bool, torch.bfloat16, torch.float8_e4m3fn, torch.complex64, torch.int64, torch.uint16]
@@ -34,11 +34,7 @@ def test_prefix_payload_and_suffix_are_an_archive_with_the_pickle_of_torch_save(
 ) -> None:
     raw = torch.randint(0, 2, (torch.Size(shape).numel() * dtype.itemsize,), dtype=torch.uint8)
     tensor = raw.view(dtype).view(shape) if raw.numel() else torch.empty(shape, dtype=dtype)
-    before = torch.serialization.get_crc32_options()
-    templates = ItemTemplates()
-    prefix, suffix = templates.around(dtype, tensor.shape)
-    assert torch.serialization.get_crc32_options() == before
-    assert (len(prefix), len(suffix)) == templates.lengths(dtype, tensor.shape)
+    prefix, suffix = around_payload(dtype, tensor.shape)
     assert len(prefix) % 64 == 0 and len(prefix) + len(suffix) < 1000
     archive = prefix + bytes(raw.numpy()) + suffix
     loaded = torch.load(io.BytesIO(archive), weights_only=True)
@@ -57,12 +53,25 @@ def records_of(stream: io.BytesIO) -> dict[str, bytes]:
     return {name: reader.get_record(name) for name in reader.get_all_records()}
 
 
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+def test_every_dtype_and_shape_has_the_pickle_of_torch_save() -> None:
+    rng = random.Random(1)
+    dtypes = {value for value in vars(torch).values() if isinstance(value, torch.dtype)} - PACKED_DTYPES
+    quantized = {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4}
+    for dtype in sorted(dtypes - quantized, key=str):
+        counts = [0, 1, 5, 255, 256, rng.randint(257, 65_534), 65_535, 65_536, 65_537 + rng.randint(1, 100_000)]
+        shapes = [(), *((count,) for count in counts), (0, 5), (2, 0, 3, 0), (300, 300), (1,) * 7]
+        shapes += [tuple(rng.randint(1, 4) for _ in range(rng.randint(2, 6))) for _ in range(5)]
+        for shape in shapes:
+            stock = io.BytesIO()
+            torch.save(torch.empty(shape, dtype=dtype), stock)
+            assert tensor_pickle(dtype, torch.Size(shape)) == records_of(stock)["data.pkl"], (dtype, shape)
+
+
 @pytest.mark.parametrize("nbytes", [(1 << 31) - 1, 1 << 31, (1 << 32) - 2, (1 << 32) - 1, 5 << 30])
 def test_archives_around_gigabytes_have_their_sizes(nbytes: int, tmp_path: Path) -> None:
     dtype, shape = torch.uint8, torch.Size((nbytes,))
-    templates = ItemTemplates()
-    prefix, suffix = templates.around(dtype, shape)
-    assert (len(prefix), len(suffix)) == templates.lengths(dtype, shape)
+    prefix, suffix = around_payload(dtype, shape)
     path = tmp_path / "sparse.pt"
     with open(path, "wb") as file:
         file.write(prefix)

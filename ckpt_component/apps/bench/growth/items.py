@@ -15,7 +15,7 @@ from ....factory import build_checkpointer
 from ....formats.dcp import DcpWriter
 from ....image.arena import Arena
 from ....image.copy import CopyPlan, CopyTasks, sources_of
-from ....image.items import ItemTemplates
+from ....image.items import around_payload
 from ....memory.gc_control import collector_paused
 from ....state.flatten import flatten
 from ....state.structure import Structure
@@ -59,9 +59,9 @@ def measure_items(count: int, saves: int, folder: str) -> dict[str, float]:
 
 def _templates(count: int) -> None:
     """As many shapes as items, which `make_items` has not."""
-    templates = ItemTemplates()
+    around_payload.cache_clear()
     for number in range(count):
-        templates.around(torch.float32, torch.Size((number + 1,)))
+        around_payload(torch.float32, torch.Size((number + 1,)))
 
 
 def _planned(state: dict[str, Any], saves: int) -> dict[str, float]:
