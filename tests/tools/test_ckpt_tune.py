@@ -72,7 +72,7 @@ def test_a_stopped_one_leaves_nothing(target: Path) -> None:
     ) as process:
         try:
             deadline = time.monotonic() + 60
-            while not list(target.glob("*/data/*")):  # a save is being made
+            while not list(target.glob("*/save*")):  # a save is being made
                 assert time.monotonic() < deadline and process.poll() is None
             started = psutil.Process(process.pid).children(recursive=True)
             process.send_signal(signal.SIGINT)
@@ -87,17 +87,15 @@ def test_a_stopped_one_leaves_nothing(target: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        (["--state=larg"], "got larg. Did you mean --state=large?"),
         (
             ["--size=big"],
             "--size must be a number of bytes, or one with a unit: 500MB (MB = 1e6), 8MiB (MiB = 2^20), 2GB; got big.",
         ),
-        (["--size=10"], "--size=10 is 10 bytes, too few to measure anything; type a unit, such as --size=10GB"),
+        (["--size=10"], "--size=10 is too little to measure; type a unit, such as --size=4GB"),
         (["--size=1e6TB"], "type a smaller --size"),
-        (["--seconds=0"], "--seconds=0 is out of range"),
-        (["--repeats=1"], "--repeats=1 is out of range"),
-        (["--writers=dpc"], "--writers must be dcp, torch_save or safetensors, got dpc. Did you mean --writers=dcp?"),
-        (["--override=writer.workers=2"], "--override=writer.workers=2 is no setting of checkpoint"),
+        (["--repeats=1"], "--repeats=1 tells nothing from noise; type 2 or more"),
+        (["--writers=dpc"], "There is no checkpoint/writer=dpc. Did you mean checkpoint/writer=dcp?"),
+        (["--override=writer.workers=2"], "Did you mean checkpoint.writer.workers=2?"),
         (["--override=checkpoint.writer.worker=2"], "Did you mean checkpoint.writer.workers=2?"),
         (["--name=../up"], "cannot be a recipe's name"),
     ],
@@ -111,7 +109,5 @@ def test_a_mistake_is_told_before_anything_is_measured(target: Path, options: li
 
 def test_a_wrong_folder(target: Path) -> None:
     parsed = parse(["tune", str(target / "nowhere")])
-    with pytest.raises(
-        CheckpointConfigError, match="nowhere does not exist; give the folder where checkpoints will be"
-    ):
+    with pytest.raises(CheckpointConfigError, match="nowhere is no folder; give the one where checkpoints will be"):
         parsed.run(parsed)

@@ -1,115 +1,78 @@
-"""The process that answers one question: all candidates in turn, some rounds over.
+"""One measurement of `ckpt tune`, in this process.
 
 Every measurement has a checkpointer of its own, with its own memory and writer process, and a first save that is not
-counted; only the state and the import of torch are shared.
+counted; only the state and the loop that stands for training are shared.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import time
-import warnings
 from collections.abc import Sequence
 from statistics import median
-from typing import Any
 
-#: A single round gives no estimate of noise.
-ROUNDS = 2
+from ..bench.measure.files import remove
+from ..bench.measure.loop import Loop
+from ..bench.measure.ours import Ours
+from ..bench.measure.row import timed_save
+from ..bench.measure.states import make_state, nbytes_of
+
 #: Steady saves of a measurement; their median counts.
 _SAVES = 2
 #: A step of the loop that stands for training, and how long the loop goes on after a save, in seconds.
 _STEP_S, _TAIL_S = 0.02, 0.5
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Measure, and append a line of JSON per measurement to the file `results`, with how long it took.
-
-    The line with `ready_s` says how long the process took to get ready. Where two rounds do not fit into the time, the
-    last line has the seconds that are missing for them.
+class Trial:
+    """A state, which is saved with one setting after the other.
 
     Args:
-        arguments: one JSON text with `state`, `nbytes`, `folder` (empty), `results`, `preset`, `candidates` (overrides
-            of each), `rounds`, `lost` (whether to measure it), and of the monotonic clock `started` (when the process
-            was), `deadline` (after two rounds, none goes beyond it), and `last` (the same for these two).
+        state: the kind of state, one of `bench.schema.STATES`.
+        nbytes: its size; None: as the kind has it.
+        preset: what the settings change.
+        folder: where to save; it is empty after every measurement.
 
-    Returns:
-        The exit code.
+    Attributes:
+        state_bytes: bytes of all tensors.
+        took_s: how long each measurement took.
     """
-    task = json.loads(arguments[0])
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    warnings.filterwarnings("ignore")
-    from ..bench.measure.loop import Loop
-    from ..bench.measure.states import make_state, nbytes_of
 
-    state = make_state(task["state"], task["nbytes"])
-    loop = Loop(state, 1, _STEP_S)
-    candidates, failed, took = task["candidates"], set[int](), list[float]()
-    with open(task["results"], "a", encoding="utf-8") as results:
+    def __init__(self, state: str, nbytes: int | None, preset: str, folder: str) -> None:
+        self._state = make_state(state, nbytes)
+        self._loop = Loop(self._state, 1, _STEP_S)
+        self._preset = preset
+        self._path = os.path.join(folder, "save")
+        self.state_bytes = nbytes_of(self._state)
+        self.took_s: list[float] = []
 
-        def tell(line: dict[str, Any]) -> None:
-            print(json.dumps(line), file=results, flush=True)
+    def measure(self, overrides: Sequence[str], lost: bool) -> dict[str, float]:
+        """Save some times.
 
-        for number in range(-1, max(task["rounds"], ROUNDS)):
-            turns = [candidate for candidate in _turns(candidates, number) if candidate not in failed]
-            for place, candidate in enumerate(turns):
-                needed = number < ROUNDS
-                ahead = len(turns) * (ROUNDS - number if needed else 1) - place
-                missing = time.monotonic() + ahead * median(took or [0.0]) - task["last" if needed else "deadline"]
-                if number >= 0 and missing > 0:
-                    if needed:
-                        tell({"missing_s": missing})
-                    return 0
-                started = time.monotonic()
-                found: dict[str, Any] = {"candidate": candidate, "state_bytes": nbytes_of(state)}
-                try:
-                    found |= _measure(state, loop, task["preset"], candidates[candidate], task["folder"], task["lost"])
-                except Exception as error:  # the other candidates are measured all the same
-                    failed.add(candidate)
-                    found["error"] = f"{type(error).__name__}: {error}".splitlines()[0]
-                found["took_s"] = time.monotonic() - started
-                if number >= 0:
-                    took.append(found["took_s"])
-                if number >= 0 or "error" in found:
-                    tell(found)
-            if number < 0:
-                tell({"ready_s": time.monotonic() - task["started"]})
-    return 0
+        Args:
+            overrides: the settings.
+            lost: whether to measure what a save costs training, which takes longer.
 
+        Returns:
+            Seconds: `first_stall`, `stall`, `durable`, and `lost` where asked for.
+        """
+        started = time.monotonic()
+        saver = Ours(self._state, self._preset, overrides)
+        try:
+            first, *steady = (self._save(saver) for _ in range(1 + _SAVES))
+            stall, _, _, durable = (median(column) for column in zip(*steady, strict=True))
+            figures = {"first_stall": first[0], "stall": stall, "durable": durable}
+            if lost:
+                figures["lost"] = self._loop.disturbed_by(saver, self._path, _TAIL_S).lost_s
+                remove(self._path)
+            return figures
+        finally:
+            saver.close()
+            if os.path.lexists(self._path):
+                remove(self._path)
+            self.took_s.append(time.monotonic() - started)
 
-def _turns(candidates: Sequence[Sequence[str]], number: int) -> list[int]:
-    """Who is measured in a round: each time another is first. Before the first round one is, and does not count."""
-    if number < 0:
-        return [0]
-    places = list(range(len(candidates)))
-    first = number % len(places)
-    return places[first:] + places[:first]
-
-
-def _measure(
-    state: dict[str, Any], loop: Any, preset: str, overrides: Sequence[str], folder: str, lost: bool
-) -> dict[str, float]:
-    from ..bench.measure.files import remove
-    from ..bench.measure.ours import Ours
-    from ..bench.measure.row import timed_save
-
-    saver = Ours(state, preset, overrides)
-    path = os.path.join(folder, "save")
-    try:
-        first = timed_save(saver, path, fsyncs=True)
-        remove(path)
-        saves = []
-        for _ in range(_SAVES):
-            loop.update()
-            saves.append(timed_save(saver, path, fsyncs=True))
-            remove(path)
-        stall, _, _, durable = (median(column) for column in zip(*saves, strict=True))
-        found = {"first_stall": first[0], "stall": stall, "durable": durable}
-        if lost:
-            found["lost"] = loop.disturbed_by(saver, path, _TAIL_S).lost_s
-            remove(path)
-        return found
-    finally:
-        saver.close()
-        if os.path.lexists(path):
-            remove(path)
+    def _save(self, saver: Ours) -> tuple[float, float, float, float]:
+        self._loop.update()
+        times = timed_save(saver, self._path, fsyncs=True)
+        remove(self._path)
+        return times

@@ -86,9 +86,7 @@ def choose(question: Question, figures: Mapping[str, Sequence[float]]) -> Answer
         return Answer(question.key, best, f"{found}, and no other is better" + (f" ({others})" if others else ""))
     against = f"{found} against {medians[first]:.3f} s with {first}"
     gain = medians[first] - medians[best]
-    noise = max(spread(measured[first]), spread(measured[best]), -min(*measured[first], *measured[best]))
-    if len(measured[first]) < 2 or len(measured[best]) < 2:
-        return Answer(question.key, first, f"{best} has {against}, and one round is too few to estimate noise")
+    noise = max(_spread(measured[first]), _spread(measured[best]), -min(*measured[first], *measured[best]))
     if gain <= noise:
         return Answer(
             question.key, first, f"{best} has {against}, which is within noise: rounds differ by {noise:.3f} s"
@@ -98,6 +96,6 @@ def choose(question: Question, figures: Mapping[str, Sequence[float]]) -> Answer
     return Answer(question.key, best, f"{against}, and rounds differ by no more than {noise:.3f} s")
 
 
-def spread(rounds: Sequence[float]) -> float:
+def _spread(rounds: Sequence[float]) -> float:
     """How far the rounds of one value lie apart."""
     return max(rounds) - min(rounds)
