@@ -223,7 +223,7 @@ class PeerSession:
         """Take part with the other ranks: the n-th queue of each rank that does so belongs together."""
         coordinator = self._coordinate()
         if self._watch is None:
-            self._watch = FailureDetector(self._store, range(1, self.world_size), HEARTBEAT_SECONDS, None)
+            self._watch = FailureDetector(self._store, HEARTBEAT_SECONDS, None)
         if self._prefix is None:
             self._place = self._order.join()
             self._prefix = str(self._store.add(f"joined-by-{self._store.rank}", 1))

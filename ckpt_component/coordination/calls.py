@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ..errors import CheckpointError, CheckpointTimeoutError, RanksError
+from ..errors import CheckpointTimeoutError, RanksError
 from .coordinator import Coordinator
 from .heartbeat import Place, place_of
 from .rank_store import RankStore
@@ -106,11 +106,9 @@ class Lookout:
             self._warned = True
             logger.warning("waiting for %.0f s: %s", now - self._began, self._text())
 
-    def explain(self, error: CheckpointError) -> CheckpointError:
-        """The error of the wait; when its time was up, it names those who did not call."""
-        if not isinstance(error, CheckpointTimeoutError) or not self._missing():
-            return error
-        return CheckpointTimeoutError(f"Timed out: {self._text()}.")
+    def explain(self, error: CheckpointTimeoutError) -> CheckpointTimeoutError:
+        """The error of the wait; it names those who did not call."""
+        return CheckpointTimeoutError(f"Timed out: {self._text()}.") if self._missing() else error
 
     def _places(self, ranks: list[int]) -> Mapping[int, Place | None]:
         return {rank: place_of(self._store, rank) for rank in ranks[:_ASKED]}

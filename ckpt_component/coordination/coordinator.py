@@ -100,12 +100,7 @@ class Coordinator(ABC):
 
     @abstractmethod
     def meet(
-        self,
-        name: str,
-        value: Any,
-        decide: Callable[[list[Any]], Any],
-        deadline: float,
-        about: str | None = None,
+        self, name: str, value: Any, decide: Callable[[list[Any]], Any], deadline: float, about: str | None = None
     ) -> Any:
         """As `decide`, where a call begins that all ranks must make; a rank that made it alone learns so soon.
 
@@ -179,12 +174,7 @@ class LocalCoordinator(Coordinator):
         return decide([value])
 
     def meet(
-        self,
-        name: str,
-        value: Any,
-        decide: Callable[[list[Any]], Any],
-        deadline: float,
-        about: str | None = None,
+        self, name: str, value: Any, decide: Callable[[list[Any]], Any], deadline: float, about: str | None = None
     ) -> Any:
         """Decide from the one value."""
         self.meetings[name] += 1

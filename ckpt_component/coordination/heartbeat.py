@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from ..errors import CheckpointError, CheckpointTimeoutError, RanksError
+from ..errors import CheckpointError, CheckpointTimeoutError, RanksError, ranks_failed
 from .rank_store import RankStore
 
 logger = logging.getLogger(__name__)
@@ -145,21 +145,20 @@ class FailureDetector:
 
     Args:
         store: the watcher's connection.
-        ranks: whom it watches.
-        timeout: seconds without a beat after which a rank is lost.
+        timeout: seconds without a heartbeat after which a rank is dead.
         stall_timeout: seconds without a byte written after which it hangs; None: that does not matter.
     """
 
-    def __init__(self, store: RankStore, ranks: Iterable[int], timeout: float, stall_timeout: float | None) -> None:
-        now = time.monotonic()
+    def __init__(self, store: RankStore, timeout: float, stall_timeout: float | None) -> None:
         self._store = store
         self._timeout = timeout
         self._stall_timeout = stall_timeout
-        self._seen: dict[int, tuple[bytes | None, float]] = dict.fromkeys(ranks, (None, now))
-        self._bytes: dict[int, tuple[int, float]] = dict.fromkeys(self._seen, (-1, now))
-        self._next = now
+        #: By rank: the last heartbeat and the bytes that were written by then, and since when those are what they are.
+        self._beats: dict[int, tuple[bytes | None, float]] = {}
+        self._bytes: dict[int, tuple[int, float]] = {}
+        self._next = time.monotonic()
         #: Those of the lost ranks whose heart stopped; the others hang.
-        self.dead: set[int] = set()
+        self._dead: set[int] = set()
 
     def dead_ranks(self, missing: Callable[[], Iterable[int]]) -> dict[int, str]:
         """The state of those missing ranks that are dead or hung; looks at most every quarter timeout."""
@@ -167,28 +166,34 @@ class FailureDetector:
         if now < self._next:
             return {}
         self._next = now + self._timeout / 4
-        silent: dict[int, str] = {}
+        lost: dict[int, str] = {}
         for rank in missing():
-            if rank not in self._seen:
-                continue
             beat = self._store.peek(f"beat/{rank}")
             if beat == RESTING:
                 beat = None
-            if beat != self._seen[rank][0]:
-                self._seen[rank] = (beat, now)
-            elif beat is not None and now - self._seen[rank][1] >= self._timeout:
-                self.dead.add(rank)
-                silent[rank] = f"sent no heartbeat for {self._timeout:g} s (timeouts.heartbeat); considered dead"
+            last, since = self._beats.setdefault(rank, (beat, now))
+            if beat != last:
+                self._beats[rank] = (beat, now)
+            elif beat is not None and now - since >= self._timeout:
+                self._dead.add(rank)
+                lost[rank] = f"sent no heartbeat for {self._timeout:g} s (timeouts.heartbeat); considered dead"
                 continue
             written = json.loads(beat)[1] if beat is not None else -1
-            if written != self._bytes[rank][0]:
+            last_written, since = self._bytes.setdefault(rank, (written, now))
+            if written != last_written:
                 self._bytes[rank] = (written, now)
-            elif self._stall_timeout is not None and now - self._bytes[rank][1] >= self._stall_timeout:
-                silent[rank] = (
+            elif self._stall_timeout is not None and now - since >= self._stall_timeout:
+                lost[rank] = (
                     f"is alive but has written nothing for {self._stall_timeout:g} s (timeouts.stall); considered hung"
                 )
-        return silent
+        return lost
+
+    def check(self, missing: Callable[[], Iterable[int]]) -> None:
+        """Raise RanksError if one of the missing ranks is dead or hung."""
+        lost = self.dead_ranks(missing)
+        if lost:
+            raise ranks_failed(lost, causes=self.causes(lost))
 
     def causes(self, lost: Iterable[int]) -> dict[int, str]:
         """For `RanksError`: a dead rank will not take part in a retry, a hung one may."""
-        return {rank: (RanksError if rank in self.dead else CheckpointTimeoutError).__name__ for rank in lost}
+        return {rank: (RanksError if rank in self._dead else CheckpointTimeoutError).__name__ for rank in lost}

@@ -45,10 +45,12 @@ class Question:
         """The ranks that have not posted."""
         return [rank for rank in range(self.store.world_size) if not self.has_posted(rank)]
 
-    def missing_names(self) -> str:
-        """These ranks, for a message."""
+    def absentees(self) -> str:
+        """Who keeps the question from being decided, for a message."""
         ranks = self.missing()
-        return name_ranks(ranks).lower() if ranks else "the last rank"  # which came just now
+        return (
+            f"{name_ranks(ranks).lower()} to take part in '{self.tag}'" if ranks else f"rank 0 to decide '{self.tag}'"
+        )
 
     def values(self, ranks: Iterable[int]) -> list[Any]:
         """What these ranks have posted."""
@@ -74,7 +76,14 @@ class Question:
         names = [f"posts/{rank}" for rank in range(self.store.world_size)]
         self.store.delete([f"{self.tag}/{name}" for name in (*names, "count", "failed", "closed", "answer", "left")])
 
-    def outcomes(self, watch: FailureDetector, deadline: float) -> list[Any]:
+    def is_over(self, detector: FailureDetector, lost: dict[int, str]) -> bool:
+        """Whether every rank has voted, or one has failed or is lost; adds those that are lost to the dict."""
+        if self.count("count") >= self.store.world_size or self.count("failed"):
+            return True
+        lost.update(detector.dead_ranks(self.missing))
+        return bool(lost)
+
+    def outcomes(self, detector: FailureDetector, deadline: float) -> list[Any]:
         """On the leader: what every rank's work returned, by rank, once all have finished.
 
         Raises:
@@ -82,15 +91,8 @@ class Question:
         """
         world_size = self.store.world_size
         lost: dict[int, str] = {}
-
-        def is_decided() -> bool:
-            if self.count("count") >= world_size or self.count("failed"):
-                return True
-            lost.update(watch.dead_ranks(self.missing))
-            return bool(lost)
-
         try:
-            self.store.wait_until(is_decided, deadline, lambda: f"{self.missing_names()} to write (timeouts.write)")
+            self.store.wait_until(lambda: self.is_over(detector, lost), deadline, lambda: "all ranks to write")
         except CheckpointTimeoutError as error:
             late = dict.fromkeys(self.missing(), "did not finish before timeouts.write was over")
             raise ranks_failed(late, causes=dict.fromkeys(late, CheckpointTimeoutError.__name__)) from error
@@ -102,7 +104,7 @@ class Question:
         failures = {rank: vote["error"] for rank, vote in votes.items() if "error" in vote}
         if failures or lost:
             errno = next((plain["errno"] for plain in failures.values() if plain["errno"] is not None), None)
-            causes = {rank: str(plain["kind"]) for rank, plain in failures.items()} | watch.causes(lost)
+            causes = {rank: str(plain["kind"]) for rank, plain in failures.items()} | detector.causes(lost)
             raise ranks_failed({rank: plain["text"] for rank, plain in failures.items()} | lost, errno, causes)
         return [vote["work"] for vote in votes.values()]
 

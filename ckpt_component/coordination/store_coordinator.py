@@ -22,7 +22,6 @@ from ..errors import (
     RanksError,
     error_as_plain,
     error_from_plain,
-    ranks_failed,
 )
 from .calls import Lookout
 from .coordinator import Coordinator
@@ -77,23 +76,17 @@ class StoreCoordinator(Coordinator):
         return self._decide(self._question(tag), value, decide, deadline)
 
     def meet(
-        self,
-        name: str,
-        value: Any,
-        decide: Callable[[list[Any]], Any],
-        deadline: float,
-        about: str | None = None,
+        self, name: str, value: Any, decide: Callable[[list[Any]], Any], deadline: float, about: str | None = None
     ) -> Any:
         """As `decide`, with the next number, until the question is not one that was withdrawn."""
         self._heart.check()
         place = self._heart.place
-        about = about or f"{place.turn}/{place.step}"
         while True:
             self.meetings[name] += 1
             question = self._question(f"{name}/{self.meetings[name]}")
             lookout = Lookout(question.store, name, place, question.missing, partial(self._silent, question))
             try:
-                return self._decide(question, value, decide, deadline, lookout, about)
+                return self._decide(question, value, decide, deadline, lookout, about or f"{place.turn}/{place.step}")
             except _AnotherCall:
                 logger.debug("%s was withdrawn", question.tag)
 
@@ -104,29 +97,25 @@ class StoreCoordinator(Coordinator):
         decide: Callable[[list[Any]], Any],
         deadline: float,
         lookout: Lookout | None = None,
-        about: str | None = None,
+        about: str = "",
     ) -> Any:
-        """For a meeting with its lookout, and what it is about."""
         question.post(value)
         failure, data = None, None
         try:
             if self.is_leader:
                 self._await_all(question, deadline, lookout)
             else:
-                data = self._await_answer(question, deadline, lookout)
+                data = self._await_answer(question, deadline, lookout, question.absentees)
         except (CheckpointTimeoutError, RanksError) as error:
-            failure = error if lookout is None else lookout.explain(error)
+            failure = error
         if data is None:
-            # The first rank to close the question decides whether it is answered or given up, so that no rank goes on
-            # without the others.
-            first = question.count("closed", 1) == 1
-            if first and failure is None:
-                return self._answer(question, lambda: decide(question.values(range(self.world_size))))
-            if self.is_leader and about is None and failure is None:
-                failure = CheckpointTimeoutError(f"A rank gave up waiting for rank 0 to take part in '{question.tag}'.")
-            may_give_up = about is None and (self.is_leader or isinstance(failure, RanksError))
-            if failure is not None and (first or may_give_up):
-                self._give_up(question, failure, about)
+            # The first rank to close the question answers it or gives it up, so that none goes on without the others.
+            if question.count("closed", 1) == 1:
+                if failure is None:
+                    return self._answer(question, lambda: decide(question.values(range(self.world_size))))
+                question.answer(error=error_as_plain(failure), about=about)
+                question.count("count", self.world_size)  # when the leader comes, it must not wait
+                self.leave(question.tag)
                 raise failure
             try:
                 data = self._await_answer(question, time.monotonic() + _ANSWER_SECONDS)
@@ -136,16 +125,14 @@ class StoreCoordinator(Coordinator):
 
     def scatter(self, tag: str, value: Any, decide: Callable[[list[Any]], list[Any]], deadline: float) -> Any:
         """The leader gives each rank its part before it answers."""
-        question, own = self._question(tag), []
+        question = self._question(tag)
 
         def give_parts(values: list[Any]) -> None:
-            parts = decide(values)
-            own.append(parts[0])
-            for rank, part in enumerate(parts[1:], 1):
+            for rank, part in enumerate(decide(values)):
                 question.give_part(rank, part)
 
-        self.decide(tag, value, give_parts, deadline)
-        return own[0] if self.is_leader else question.take_part()
+        self._decide(question, value, give_parts, deadline)
+        return question.take_part()
 
     def run_on_leader(self, tag: str, action: Callable[[], Any], deadline: float, name: str | None = None) -> Any:
         """The leader acts and answers, the others wait for the answer."""
@@ -155,12 +142,7 @@ class StoreCoordinator(Coordinator):
         lookout = None
         if name is not None:
             lookout = Lookout(question.store, name, self._heart.place, lambda: [0], lambda: [0])
-        try:
-            return self._read_answer(question, self._await_answer(question, deadline, lookout))
-        except CheckpointTimeoutError as error:
-            if lookout is None:
-                raise
-            raise lookout.explain(error) from None
+        return self._read_answer(question, self._await_answer(question, deadline, lookout))
 
     def all_succeed(self, tag: str, work: Callable[[], Any], progress: Callable[[], int], deadline: float) -> list[Any]:
         """Each rank posts what its part returned or raised; the leader answers with an error or with nothing."""
@@ -194,10 +176,7 @@ class StoreCoordinator(Coordinator):
 
     def is_counted(self, tag: str, watch: FailureDetector) -> bool:
         """On the leader: whether `count` has nothing to wait for. `watch` is kept from one look to the next."""
-        question = self._question(tag)
-        if question.count("count") >= self.world_size or question.count("failed"):
-            return True
-        return bool(watch.dead_ranks(question.missing))
+        return self._question(tag).is_over(watch, {})
 
     def count(
         self,
@@ -221,7 +200,7 @@ class StoreCoordinator(Coordinator):
 
         def collect() -> None:
             question = self._question(tag)
-            results.extend(question.outcomes(watch or self._watch(question.store, self._stall_timeout), deadline))
+            results.extend(question.outcomes(watch or self._detector(self._stall_timeout), deadline))
             check(results)
 
         self.run_on_leader(tag, collect, deadline)
@@ -248,13 +227,15 @@ class StoreCoordinator(Coordinator):
 
     def refuse(self, tag: str, failure: CheckpointError) -> None:
         """On the leader: answer a question with an error, whatever the ranks post. Does not wait."""
-        question = self._question(tag)
-        question.answer(error=error_as_plain(failure))
-        self._tidy(question)
+        self._question(tag).answer(error=error_as_plain(failure))
+        self._tidy(tag)
 
     def leave(self, tag: str) -> None:
         """Nothing more is asked here about this question; its keys are removed when all ranks have left it."""
-        self._leave(self._question(tag))
+        if self.is_leader:
+            self._tidy(tag)
+        else:
+            self._question(tag).count("left", 1)
 
     def rest(self) -> None:
         """As `close`, but the other ranks do not count this one as dead: it may start another coordinator."""
@@ -281,10 +262,8 @@ class StoreCoordinator(Coordinator):
     def _question(self, tag: str) -> Question:
         return Question(self._store(), tag)
 
-    def _watch(self, store: RankStore, stall_timeout: float | None) -> FailureDetector:
-        """On the leader of all other ranks, on the others of the leader."""
-        watched = range(1, self.world_size) if self.is_leader else [0]
-        return FailureDetector(store, watched, self._heartbeat_timeout, stall_timeout)
+    def _detector(self, stall_timeout: float | None) -> FailureDetector:
+        return FailureDetector(self._store(), self._heartbeat_timeout, stall_timeout)
 
     def _silent(self, question: Question) -> list[int]:
         """The ranks that have not posted, of those that this one looks after."""
@@ -292,18 +271,12 @@ class StoreCoordinator(Coordinator):
 
     def _await_all(self, question: Question, deadline: float, lookout: Lookout | None) -> None:
         """On the leader: return when every rank has posted."""
-        watch = self._watch(question.store, None)
-
-        def all_posted() -> bool:
-            if question.count("count") >= self.world_size:
-                return True
-            _raise_lost(watch, question.missing)
-            if lookout is not None:
-                lookout.look()
-            return False
-
-        question.store.wait_until(
-            all_posted, deadline, lambda: f"{question.missing_names()} to take part in '{question.tag}'"
+        self._wait(
+            lambda: question.count("count") >= self.world_size,
+            question.missing,
+            deadline,
+            question.absentees,
+            lookout,
         )
 
     def _await_answer(
@@ -311,78 +284,78 @@ class StoreCoordinator(Coordinator):
         question: Question,
         deadline: float,
         lookout: Lookout | None = None,
+        what: Callable[[], str] | None = None,
         reached: Callable[[bytes], bool] = lambda data: True,
     ) -> bytes:
-        watch, key, answer = self._watch(question.store, None), f"{question.tag}/answer", []
+        answer: list[bytes] = []
 
         def is_answered() -> bool:
-            data = question.store.peek(key)
+            data = question.store.peek(f"{question.tag}/answer")
             if data is not None and reached(data):
                 answer.append(data)
+            return bool(answer)
+
+        self._wait(is_answered, lambda: [0], deadline, what or (lambda: f"rank 0 to decide '{question.tag}'"), lookout)
+        return answer[0]
+
+    def _wait(
+        self,
+        is_done: Callable[[], bool],
+        missing: Callable[[], list[int]],
+        deadline: float,
+        what: Callable[[], str],
+        lookout: Lookout | None,
+    ) -> None:
+        """Return when it is done. Raises RanksError when a missing rank is dead, or has gone on without the call."""
+        detector = self._detector(None)
+
+        def check() -> bool:
+            if is_done():
                 return True
-            _raise_lost(watch, lambda: [0])
+            detector.check(missing)
             if lookout is not None:
                 try:
                     lookout.look()
                 except RanksError:
-                    if not question.store.has(key):  # rank 0 may have moved on because it has answered
+                    if not is_done():  # rank 0 may have moved on because it has answered
                         raise
             return False
 
-        question.store.wait_until(is_answered, deadline, lambda: f"rank 0 to decide '{question.tag}'")
-        return answer[0]
+        try:
+            self._store().wait_until(check, deadline, what)
+        except CheckpointTimeoutError as error:
+            raise error if lookout is None else lookout.explain(error) from None
 
     def _answer(self, question: Question, action: Callable[[], Any]) -> Any:
+        """On the leader: what the action returns or raises, for all ranks."""
         try:
             result = action()
         except Exception as error:
             question.answer(error=error_as_plain(error))
-            self._tidy(question)
             raise
-        question.answer(result=result)
-        self._tidy(question)
+        else:
+            question.answer(result=result)
+        finally:
+            self._tidy(question.tag)
         return result
 
-    def _read_answer(self, question: Question, data: bytes, about: str | None = None) -> Any:
-        self._leave(question)
+    def _read_answer(self, question: Question, data: bytes, about: str = "") -> Any:
+        self.leave(question.tag)
         answer = unpack(data)
         if "error" not in answer:
             return answer["result"]
-        if about is not None and answer.get("about", about) != about:
+        if answer.get("about", about) != about:
             raise _AnotherCall
         raise error_from_plain(answer["error"])
 
-    def _give_up(self, question: Question, failure: CheckpointError, about: str | None) -> None:
-        """Close a question with an error; that of a meeting is only for ranks that ask it about the same."""
-        if about is not None:
-            question.answer(error=error_as_plain(failure), about=about)
-            question.count("count", self.world_size)  # when the leader comes, it must not wait
-        elif self.is_leader:
-            question.answer(error=error_as_plain(failure))
-        self._leave(question)
-
-    def _leave(self, question: Question) -> None:
-        """This rank needs the answer no more."""
-        if self.is_leader:
-            self._tidy(question)
-        else:
-            question.count("left", 1)
-
-    def _tidy(self, question: Question) -> None:
+    def _tidy(self, tag: str) -> None:
         """Remove the questions that every rank has read, or that are so old that a rank must be dead."""
         with self._tidying:
             old, self._answered = self._answered, deque()
-            for number, tag in enumerate(old):
-                earlier = Question(question.store, tag)
-                if len(old) - number <= _KEPT and earlier.count("left") < self.world_size - 1:
-                    self._answered.append(tag)
+            for number, earlier in enumerate(old):
+                question = self._question(earlier)
+                if len(old) - number <= _KEPT and question.count("left") < self.world_size - 1:
+                    self._answered.append(earlier)
                 else:
-                    earlier.delete()
-            self._answered.append(question.tag)
-
-
-def _raise_lost(watch: FailureDetector, missing: Callable[[], list[int]]) -> None:
-    """Raise RanksError if one of the missing ranks is dead."""
-    lost = watch.dead_ranks(missing)
-    if lost:
-        raise ranks_failed(lost, causes=watch.causes(lost))
+                    question.delete()
+            self._answered.append(tag)
