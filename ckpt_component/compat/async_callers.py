@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
+import socket
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from functools import cached_property, partial
-from multiprocessing.connection import Connection
 from typing import Any
 
 from ..errors import CheckpointError, CheckpointSaveError, CheckpointTimeoutError
@@ -149,7 +149,6 @@ class ProcessCaller(AsyncCaller):
             start_method=self._start_method,
             start_timeout=self._start_timeout,
             close_timeout=self._close_timeout,
-            owner=self,
         )
 
     def schedule_async_call(self, async_req: AsyncRequest) -> None:
@@ -223,7 +222,7 @@ class ProcessCaller(AsyncCaller):
         if call.session is not None:
             call.session.look_alone()
         if blocking:
-            wait([call.result], 0.0 if call.worker is None else call.worker.patience)
+            wait([call.result], call.timeout)
         done = call.result.done()
         if not done and not blocking:
             return False
@@ -258,7 +257,6 @@ class TemporalAsyncCaller(ProcessCaller):
     """
 
     def _begin(self, request: AsyncRequest, args: tuple[Any, ...]) -> tuple[Future[Any], WorkerClient]:
-        check_start_method(self._start_method)  # CUDA may have come into use
         loop: Callable[..., None] = serve_calls
         loop_args: tuple[Any, ...] = (self._log_level,)
         if self._start_method == "fork":
@@ -314,17 +312,16 @@ class PersistentAsyncCaller(ProcessCaller):
         self._open_worker().start()
 
     @staticmethod
-    def async_loop(rank: int, connection: Connection, log_level: int = logging.INFO) -> None:
+    def async_loop(rank: int, sock: socket.socket, log_level: int = logging.INFO) -> None:
         """What the process runs: it takes requests from the trainer and answers each under its number.
 
         Args:
             rank: of the trainer.
-            connection: to the trainer. It carries requests, results and errors; the reference has three queues here.
+            sock: to the trainer. It carries requests, results and errors; the reference has three queues here.
             log_level: of this package's loggers in the process.
         """
-        logging.getLogger("ckpt_component").setLevel(log_level)
         logger.debug("persistent checkpoint process of rank %d", rank)
-        serve_calls(connection, log_level)
+        serve_calls(sock, log_level)
 
     def _begin(self, request: AsyncRequest, args: tuple[Any, ...]) -> tuple[Future[Any], WorkerClient]:
         payload = _payload_of(request, args)

@@ -7,16 +7,15 @@ user's, and is called there for every save. Beneath is the call loop; its reques
 from __future__ import annotations
 
 import logging
+import socket
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import Enum
-from multiprocessing.connection import Connection
 from types import TracebackType
 from typing import Any, Protocol
 
 from ..errors import CheckpointError
-from ..writing.remote_error import Failure, as_local_error, describe_failure
 from .pickling import pickle_by_value
 from .spawn import ProcessContext
 from .worker_client import WorkerClient
@@ -34,8 +33,6 @@ __all__ = [
 ]
 
 logger = logging.getLogger(__name__)
-
-_NAME = "checkpoint process"
 
 
 @dataclass
@@ -79,7 +76,7 @@ class WorkerRequest:
 
 @dataclass
 class WorkerResponse:
-    """What comes back. After a failure `error_msg` is the traceback, and the payload has `error` and `errno`."""
+    """What comes back of a request that succeeded; the error of one that failed is raised by the trainer's future."""
 
     request_type: RequestType
     success: bool
@@ -123,7 +120,6 @@ class CheckpointProcess:
         checkpoint_writer_init_args: Mapping[str, Any],
     ) -> None:
         self._config = config
-        start_timeout = config.subprocess_init_timeout_secs
         args = (
             rank_info,
             subprocess_init_fn,
@@ -134,15 +130,16 @@ class CheckpointProcess:
         self._worker = WorkerClient(
             _serve_writer,
             args,
-            name=_NAME,
-            start_timeout=start_timeout,
+            name="checkpoint process",
+            start_timeout=config.subprocess_init_timeout_secs,
             close_timeout=config.subprocess_shutdown_timeout_secs,
-            exit_timeout=config.subprocess_shutdown_timeout_secs,
-            farewell=_message(WorkerRequest(RequestType.TERMINATE_PROCESS)),
-            owner=self,
+            farewell=_message(RequestType.TERMINATE_PROCESS),
         )
         self.process_creation_future: Future[None] = self._worker.submit(
-            _message(WorkerRequest(RequestType.PING)), timeout=start_timeout, what="the first ping", finish=_check
+            _message(RequestType.PING),
+            timeout=config.subprocess_init_timeout_secs,
+            what="the first ping",
+            finish=lambda response: response.payload,
         )
 
     @property
@@ -172,14 +169,13 @@ class CheckpointProcess:
 
         def message(state: dict[str, Any]) -> bytes:
             payload = {"state_dict": state, "path": path, "kwargs": kwargs}
-            return _message(WorkerRequest(RequestType.WRITE_CHECKPOINT, payload), shared)
+            return _message(RequestType.WRITE_CHECKPOINT, payload, shared)
 
-        ready = _mapped(state_dict, message) if isinstance(state_dict, Future) else message(state_dict)
         written = self._worker.submit(
-            ready,
+            _mapped(state_dict, message) if isinstance(state_dict, Future) else message(state_dict),
             timeout=self._config.subprocess_write_timeout_secs,
             what=f"writing {path}",
-            finish=lambda response: _check(response, f"Writing {path}"),
+            finish=lambda response: response.payload,
         )
         written.add_done_callback(lambda _: shared.clear())
         return written
@@ -207,19 +203,15 @@ class _WriterSession:
         self._writer = writer
 
     def __call__(self, request: WorkerRequest) -> WorkerResponse:
-        if request.request_type is RequestType.TERMINATE_PROCESS:
-            self._close()
-            return WorkerResponse(request.request_type, True)
-        try:
-            if request.request_type is RequestType.WRITE_CHECKPOINT:
-                self._write(**request.payload)
-            elif request.request_type is not RequestType.PING:
-                names = ", ".join(kind.name for kind in RequestType)
-                raise CheckpointError(f"There is no request type {request.request_type!r}; there are {names}.")
-        except Exception as error:
-            failure = describe_failure(error)
-            details = {"error": failure["error"], "errno": failure["errno"]}
-            return WorkerResponse(request.request_type, False, failure["traceback"], details)
+        if request.request_type is RequestType.WRITE_CHECKPOINT:
+            self._write(**request.payload)
+        elif request.request_type is RequestType.TERMINATE_PROCESS:
+            close = getattr(self._writer, "close", None)
+            if close is not None:
+                close()
+        elif request.request_type is not RequestType.PING:
+            names = ", ".join(kind.name for kind in RequestType)
+            raise CheckpointError(f"There is no request type {request.request_type!r}; there are {names}.")
         return WorkerResponse(request.request_type, True)
 
     def _write(self, state_dict: dict[str, Any], path: str, kwargs: dict[str, Any]) -> None:
@@ -227,14 +219,9 @@ class _WriterSession:
         if isinstance(written, Future):
             written.result()  # bounded by the parent, which gives this process up at the write's deadline
 
-    def _close(self) -> None:
-        close = getattr(self._writer, "close", None)
-        if close is not None:
-            close()
-
 
 def _serve_writer(
-    connection: Connection,
+    sock: socket.socket,
     rank_info: RankInfo,
     init_fn: Callable[..., Any],
     init_args: tuple[Any, ...],
@@ -248,24 +235,13 @@ def _serve_writer(
         return _WriterSession(writer_init_fn(**writer_init_args))
 
     logger.debug("checkpoint process of rank %d of %d", rank_info.global_rank, rank_info.global_world_size)
-    serve(connection, make_session)
+    serve(sock, make_session)
 
 
-def _message(request: WorkerRequest, shared: list[Any] | None = None) -> bytes:
+def _message(kind: RequestType, payload: dict[str, Any] | None = None, shared: list[Any] | None = None) -> bytes:
+    request = WorkerRequest(kind, payload or {})
     what = "A request to the checkpoint process"
     return pickle_by_value(request, what, parts=request.payload, fix=FIX_FOR_SPAWN, shared=shared)
-
-
-def _check(response: WorkerResponse, what: str = "Pinging") -> None:
-    """Raise the error of a response."""
-    if not response.success:
-        details = response.payload or {}
-        failure = Failure(
-            error=details.get("error", "no reason was given"),
-            errno=details.get("errno"),
-            traceback=response.error_msg or "",
-        )
-        raise as_local_error(failure, f"{what} failed in the {_NAME}")
 
 
 def _mapped(source: Future[Any], function: Callable[[Any], bytes]) -> Future[bytes]:

@@ -2,20 +2,25 @@
 
 Plain `pickle`, and not the pickler of `multiprocessing`: that one moves the storage of every CPU tensor to shared
 memory and sends a descriptor, so that the receiver sees later changes, and needs a descriptor per tensor. Only where
-the caller asks for it, tensors that lie in shared memory already go as that memory.
+the caller asks for it, tensors that lie in shared memory already go as that memory: with torch's strategy
+`file_descriptor` the other process opens it by its place in `/proc` of this one, so that no server thread is needed,
+and nothing stays open for a process that dies; with `file_system` it has a name, which torch removes with its last
+user. Imports torch only where such memory is mapped.
 """
 
 from __future__ import annotations
 
 import io
+import os
 import pickle
+import sys
 import types
 from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
 from ..errors import CheckpointStageError
-from .shared_storage import SharingPickler
+from .host_image import open_of
 
 _MAX_DEPTH = 16
 
@@ -37,44 +42,80 @@ def pickle_by_value(
         CheckpointStageError: something cannot be pickled; the message names it.
     """
     try:
-        if shared is None:
-            return pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
         stream = io.BytesIO()
-        SharingPickler(stream, shared).dump(value)
+        pickler = pickle.Pickler if shared is None else partial(_SharingPickler, shared)
+        pickler(stream, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
         return stream.getvalue()
     except (MemoryError, OSError):
         raise
     except Exception as error:  # __reduce__ of a foreign class may raise anything
-        culprit = _find_culprit(parts)
-        because = f", because {culprit[0]} is {_describe(culprit[1])}" if culprit else ""
-        detail = culprit[2] if culprit else error
+        because, detail = "", error
+        for name, culprit, why in _culprits(parts):
+            because, detail = f", because {name} is {_describe(culprit)}", why
         raise CheckpointStageError(
             f"{what} cannot be sent to another process{because} ({type(detail).__name__}: {detail}). {fix}"
         ) from error
 
 
-def _find_culprit(parts: Mapping[str, Any]) -> tuple[str, Any, Exception] | None:
-    """The innermost part that cannot be pickled: its name, itself, and why."""
-    culprit: tuple[str, Any, Exception] | None = None
+class _SharingPickler(pickle.Pickler):
+    """Pickles storages of torch by reference if they lie in shared memory, and all else as ever.
+
+    Args:
+        kept: gets what must stay alive until the other process is done with the pickle.
+        args: of `pickle.Pickler`, and `kwargs`.
+    """
+
+    def __init__(self, kept: list[Any], *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._kept = kept
+        self._torch = sys.modules.get("torch")  # where it was not imported, there are no tensors
+
+    def reducer_override(self, value: Any) -> Any:
+        """The reference to a shared storage. All views of it have the same object, which is pickled once."""
+        torch = self._torch
+        if torch is None or not isinstance(value, (torch.TypedStorage, torch.UntypedStorage)):
+            return NotImplemented
+        typed = isinstance(value, torch.TypedStorage)
+        storage = value._untyped_storage if typed else value
+        if storage.device.type != "cpu" or not storage.nbytes() or not storage.is_shared():
+            return NotImplemented
+        if storage.filename is not None:
+            return NotImplemented  # mapped from a file of the user's
+        if typed:
+            return partial(torch.TypedStorage, wrap_storage=storage, dtype=value.dtype, _internal=True), ()
+        self._kept.append(storage)
+        if torch.multiprocessing.get_sharing_strategy() == "file_system":
+            return _map_name, storage._share_filename_cpu_()
+        fd, nbytes = storage._share_fd_cpu_()
+        return _map_descriptor, (os.getpid(), fd, os.fstat(fd).st_ino, nbytes)
+
+
+def _map_descriptor(pid: int, fd: int, number: int, nbytes: int) -> Any:
+    import torch
+
+    file = open_of(pid, fd, number)  # closed when this returns; torch has a copy of its own
+    return torch.UntypedStorage._new_shared_fd_cpu(file.fd, nbytes)  # type: ignore[attr-defined]
+
+
+def _map_name(manager: bytes, name: bytes, nbytes: int) -> Any:
+    import torch
+
+    return torch.UntypedStorage._new_shared_filename_cpu(manager, name, nbytes)
+
+
+def _culprits(parts: Mapping[str, Any]) -> Iterator[tuple[str, Any, Exception]]:
+    """What cannot be pickled, from the outside in: its name, itself, and why."""
     members = list(parts.items())
     for _ in range(_MAX_DEPTH):
         for name, member in members:
-            error = _pickling_error(member)
-            if error is not None:
-                culprit = (name, member, error)
+            try:
+                pickle.dumps(member, protocol=pickle.HIGHEST_PROTOCOL)
+            except Exception as error:
+                yield name, member, error
                 members = list(_members_of(name, member))
                 break
         else:
-            break
-    return culprit
-
-
-def _pickling_error(value: Any) -> Exception | None:
-    try:
-        pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
-    except Exception as error:
-        return error
-    return None
+            return
 
 
 def _members_of(name: str, value: Any) -> Iterator[tuple[str, Any]]:

@@ -21,7 +21,7 @@ import traceback
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -225,6 +225,12 @@ class SpawnContext(ProcessContext):
         super().__init__(processes, error_files)
 
 
+def check_start_method_exists(start_method: str) -> None:
+    """Raise StartMethodError for a name that is none."""
+    if start_method not in START_METHODS:
+        raise StartMethodError(f"There is no start method {start_method!r}; take one of {', '.join(START_METHODS)}.")
+
+
 def start_processes(
     fn: Callable[..., Any],
     args: tuple[Any, ...] = (),
@@ -256,8 +262,7 @@ def start_processes(
     """
     if start_method is None:
         start_method = multiprocessing.get_context().get_start_method()
-    if start_method not in START_METHODS:
-        raise StartMethodError(f"There is no start method {start_method!r}; take one of {', '.join(START_METHODS)}.")
+    check_start_method_exists(start_method)
     if multiprocessing.current_process().daemon:
         raise StartMethodError("A daemon of multiprocessing may start no process; start this one with daemon=False.")
     mp = multiprocessing.get_context(start_method)
@@ -270,7 +275,10 @@ def start_processes(
     try:
         if start_method == "forkserver" and os.environ.get(ENV_VAR_PARALLEL_START, "0") == "1":
             logger.info("starting %d processes in parallel", nprocs)
-            _start_in_parallel(processes)
+            with ThreadPoolExecutor(max(nprocs, 1), thread_name_prefix="ckpt-start") as pool:
+                starts = [pool.submit(process.start) for process in processes]
+            for start in starts:  # all are started before the first error is raised
+                start.result(0)
         else:
             for process in processes:
                 process.start()
@@ -305,14 +313,6 @@ def spawn(
             stacklevel=2,
         )
     return start_processes(fn, args, nprocs, join, daemon, start_method="spawn")
-
-
-def _start_in_parallel(processes: Sequence[BaseProcess]) -> None:
-    with ThreadPoolExecutor(max(len(processes), 1), thread_name_prefix="ckpt-start") as pool:
-        starts = [pool.submit(process.start) for process in processes]
-        wait(starts)  # the rest is started before the first error is raised, so that nothing is started after it
-    for start in starts:
-        start.result(0)
 
 
 def _run(fn: Callable[..., Any], index: int, args: tuple[Any, ...], error_file: str) -> None:

@@ -4,34 +4,29 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import multiprocessing
-import multiprocessing.connection
-import os
 import pickle
-import select
 import signal
 import socket
 import sys
-import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from typing import Any, cast
 
-from ..errors import CheckpointSaveError, CheckpointTimeoutError, WorkerDiedError
+from ..errors import CheckpointError, CheckpointSaveError, CheckpointTimeoutError, WorkerDiedError
 from ..writing.exit_text import describe_exit
+from ..writing.framing import send_frame
+from ..writing.process import await_frame
 from ..writing.remote_error import RemoteTraceback, as_local_error
-from .messages import END, READY, TAKEN, receive_message, send_message
 from .pickling import pickle_by_value
-from .spawn import START_METHODS, ProcessContext, StartMethodError, start_processes
+from .spawn import ProcessContext, StartMethodError, check_start_method_exists, start_processes
 from .worker_main import GROUP_SIGNALS, enter
 
 logger = logging.getLogger(__name__)
 
-#: A dead process is noticed by its pipe or sentinel at once, or by this poll when another process holds those open.
-_POLL_SECONDS = 0.25
-#: How long a process that closed its pipe may take to end.
+#: How long a process that closed its end of the conversation may take to end.
 _EXIT_SECONDS = 0.5
 #: Between SIGTERM and SIGKILL.
 _TERMINATE_SECONDS = 0.5
@@ -47,8 +42,7 @@ def check_start_method(start_method: str) -> None:
     Raises:
         StartMethodError: with the one to take instead.
     """
-    if start_method not in START_METHODS:
-        raise StartMethodError(f"There is no start method {start_method!r}; take one of {', '.join(START_METHODS)}.")
+    check_start_method_exists(start_method)
     cuda = getattr(sys.modules.get("torch"), "cuda", None)  # this module does not import torch
     if start_method == "fork" and cuda is not None and cuda.is_initialized():
         raise StartMethodError(
@@ -56,19 +50,19 @@ def check_start_method(start_method: str) -> None:
         )
 
 
-class RequestNotDeliveredError(WorkerDiedError):
-    """The process ended before it had the whole request, so that nothing of it was done."""
-
-
 class CallProcess:
-    """A process that runs a loop of `worker_main`. Used by one thread at a time, save for `kill` and `hang_up`.
+    """A process that runs a loop of `worker_main`. Used by one thread at a time, save for `hang_up`.
 
     Args:
-        loop: called in the process as `loop(connection, *args)`.
+        loop: called in the process as `loop(socket, *args)`.
         args: its further arguments; pickled by value now, or inherited by a forked process.
         start_method: `spawn`, `forkserver` or `fork`.
         start_timeout: seconds from now within which the process must be ready.
         name: what errors call it.
+
+    Attributes:
+        context: the started process, as `start_processes` returns it.
+        ready: whether it has answered that it is.
 
     Raises:
         StartMethodError: fork in a process that uses CUDA, or an unknown start method.
@@ -90,34 +84,26 @@ class CallProcess:
         self._start_method = start_method
         self._start_timeout = start_timeout
         self._start_deadline = time.monotonic() + start_timeout
+        self.ready = False
         forked = start_method == "fork"
-        work = (loop, args) if forked else _pickled_work(loop, args, name)
-        ours, theirs = multiprocessing.Pipe(duplex=True)
+        work: Any = (loop, args)
+        if not forked:
+            parts = {"its loop": loop, "args": args}
+            work = pickle_by_value(work, f"What the {name} is to run", parts=parts, fix=FIX_FOR_SPAWN)
+        self._sock, theirs = socket.socketpair()
+        # So that the process leaves also when this object is collected.
+        weakref.finalize(self, self._sock.close)
         try:
-            with _group_signals_held(start_method):
-                context = cast(
-                    ProcessContext,  # what join=False returns
-                    start_processes(
-                        enter,
-                        args=(theirs, ours if forked else None, work),
-                        join=False,
-                        start_method=start_method,
-                    ),
-                )
-        except OSError as error:
-            ours.close()
-            raise CheckpointSaveError(f"The {name} could not be started: {error}.", error.errno) from error
-        except BaseException:
-            ours.close()
+            with theirs, _group_signals_held(start_method):  # closed here, so that the process's end is the only one
+                inherited = self._sock if forked else None
+                context = start_processes(enter, (theirs, inherited, work), join=False, start_method=start_method)
+        except BaseException as error:
+            self._sock.close()
+            if isinstance(error, OSError):
+                raise CheckpointSaveError(f"The {name} could not be started: {error}.", error.errno) from error
             raise
-        finally:
-            theirs.close()  # so that the end of the process is the end of the pipe
-        self.context = context
-        self._connection = ours
-        self._closing = threading.Lock()
-        self._process = context.processes[0]
-        self._ready = False
-        self._taken = True  # the request that it runs, if there is one
+        self.context = cast(ProcessContext, context)  # what join=False returns
+        self._process = self.context.processes[0]
 
     @property
     def pid(self) -> int:
@@ -137,27 +123,26 @@ class CallProcess:
             CheckpointSaveError: its start-up raised.
             WorkerDiedError: it ended before it was ready.
         """
-        if self._ready:
+        if self.ready:
             return
-        message = (
+        late = (
             f"Timed out after {self._start_timeout:g}s: the {self.name} (pid {self.pid}) was not ready. "
             "Its start imports the main script again; the start-up timeout must allow for that."
         )
-        self._result(READY, self._start_deadline, message, f"The {self.name} (pid {self.pid}) could not start")
-        self._ready = True
+        self._answer(self._start_deadline, late, f"The {self.name} (pid {self.pid}) could not start")
+        self.ready = True
 
-    def call(self, number: int, payload: bytes, timeout: float, what: str) -> Any:
+    def call(self, payload: bytes, timeout: float, what: str) -> Any:
         """Send one request and wait for its answer.
 
         Args:
-            number: from 0; an answer is taken only under the same number.
             payload: the pickled request.
             timeout: seconds for the whole.
             what: the request, for error texts, such as `request 3`.
 
         Raises:
             CheckpointSaveError: the request raised in the process, which lives on.
-            WorkerDiedError: the process ended; RequestNotDeliveredError, when the request can be given to another one.
+            WorkerDiedError: the process ended.
             CheckpointTimeoutError: no answer in time; the process has to be stopped.
         """
         deadline = time.monotonic() + timeout
@@ -166,9 +151,15 @@ class CallProcess:
             "it hangs, or the timeout is too short."
         )
         doing = f" while it ran {what}"
-        self._taken = False
-        self._send(number, payload, deadline, late, doing)
-        return self._result(number, deadline, late, f"{what} failed in the {self.name} (pid {self.pid})", doing)
+        try:
+            self._sock.settimeout(timeout)
+            send_frame(self._sock, {}, [payload])
+        except TimeoutError as error:
+            raise CheckpointTimeoutError(late) from error
+        except OSError as error:
+            raise self.death(doing) from error
+        failed = f"{what[:1].upper()}{what[1:]} failed in the {self.name} (pid {self.pid})"
+        return self._answer(deadline, late, failed, doing)
 
     def end(self, timeout: float, farewell: bytes = b"") -> None:
         """End the process in good order, after `timeout` seconds by `stop`.
@@ -178,23 +169,21 @@ class CallProcess:
             farewell: a last pickled request, or nothing.
         """
         deadline = time.monotonic() + timeout
-        late = f"The {self.name} (pid {self.pid}) did not end within {timeout:g} s, and is stopped."
         try:
-            if self._ready:  # one that still starts has nothing to lose
-                self._send(END, farewell, deadline, late, "")
+            if self.ready:  # one that still starts has nothing to lose
                 if farewell:
-                    self._result(END, deadline, late, f"Ending the {self.name} (pid {self.pid}) failed")
+                    self.call(farewell, timeout, "its last request")
+                self.hang_up()
                 self._process.join(max(deadline - time.monotonic(), 0))
                 if self.alive:
-                    raise CheckpointTimeoutError(late)
-        except (CheckpointSaveError, CheckpointTimeoutError) as error:
+                    logger.warning("the %s (pid %d) did not end within %g s; stopping it", self.name, self.pid, timeout)
+        except CheckpointError as error:
             logger.warning("%s", error)
         self.stop()
 
     def stop(self) -> None:
         """End the process: SIGTERM, and half a second later SIGKILL. Nothing happens to one that has ended."""
-        with self._closing:
-            self._connection.close()  # shows the process that this SIGTERM is meant for it
+        self.hang_up()  # shows the process that this SIGTERM is meant for it
         if self.alive:
             self._process.terminate()
             self._process.join(_TERMINATE_SECONDS)
@@ -203,84 +192,45 @@ class CallProcess:
             self._process.join(_KILL_SECONDS)
         if self.alive:
             logger.error("the %s (pid %d) did not end on SIGKILL; it is stuck in the kernel", self.name, self.pid)
+        self._sock.close()
         self.context.discard_error_files()
-
-    def kill(self) -> None:
-        """SIGKILL, from any thread. The thread that waits for the process sees its death."""
-        self._process.kill()
 
     def hang_up(self) -> None:
         """End the conversation, from any thread. The thread that waits for the process wakes up and raises."""
-        with self._closing:
-            if not self._connection.closed:
-                with socket.socket(fileno=os.dup(self._connection.fileno())) as copy, contextlib.suppress(OSError):
-                    copy.shutdown(socket.SHUT_RDWR)  # OSError: the other side was faster
+        with contextlib.suppress(OSError):  # the other side was faster
+            self._sock.shutdown(socket.SHUT_RDWR)
 
-    def death(self) -> WorkerDiedError:
-        """The error that describes how an idle process ended."""
-        return self._died("")
+    def death(self, doing: str = "") -> WorkerDiedError:
+        """The error that describes how the process ended.
 
-    def _send(self, number: int, body: bytes, deadline: float, late: str, doing: str) -> None:
-        with self._as_death(doing):
-            send_message(self._connection, number, body, lambda: self._wait(select.POLLOUT, deadline, late))
-
-    def _result(self, number: int, deadline: float, late: str, what: str, doing: str = "") -> Any:
-        """The content of the answer with this number."""
-        with self._as_death(doing):
-            while True:
-                answered, body = receive_message(self._connection, lambda: self._wait(select.POLLIN, deadline, late))
-                if answered == number:
-                    break
-                if answered == TAKEN:
-                    self._taken = True
-                    continue
-                logger.warning("the %s answered %d where %d was asked; not used", self.name, answered, number)
-        good, content = pickle.loads(body)
-        if not good:
-            raise as_local_error(content, what)
-        return pickle.loads(content) if content is not None else None
-
-    @contextlib.contextmanager
-    def _as_death(self, doing: str) -> Iterator[None]:
-        """The end of the pipe becomes the error that describes how the process ended."""
-        try:
-            yield
-        except CheckpointTimeoutError:  # an OSError too
-            raise
-        except (EOFError, OSError) as error:
-            death = self._died(doing)
-            raise death from (death.__cause__ or error)
-
-    def _wait(self, event: int, deadline: float, late: str) -> None:
-        """Return when the pipe can be read or written without blocking; raise when it never will."""
-        poll = select.poll()
-        poll.register(self._connection.fileno(), event)
-        while True:
-            left = deadline - time.monotonic()
-            # The exit code is asked for before the pipe, so that a last answer is still taken.
-            ended = self._process.exitcode is not None
-            if poll.poll(max(min(left, 0 if ended else _POLL_SECONDS), 0) * 1000):
-                return
-            if ended:
-                raise EOFError
-            if left <= 0:
-                raise CheckpointTimeoutError(late)
-
-    def _died(self, doing: str) -> WorkerDiedError:
+        Args:
+            doing: what it was at, as the end of a sentence.
+        """
         self._process.join(_EXIT_SECONDS)
         code = self._process.exitcode
         if code is None:
-            return WorkerDiedError(f"The {self.name} (pid {self.pid}) closed its pipe{doing}, but still runs.")
-        where = doing if self._taken else " before it had the whole request"
-        if not self._ready:
-            where = " before it was ready"
-        hint = "" if self._ready else self._start_hint(code)
-        kind = WorkerDiedError if self._taken else RequestNotDeliveredError
-        error = kind(f"The {self.name} (pid {self.pid}) {describe_exit(code, self.pid)}{where}.{hint}")
+            return WorkerDiedError(f"The {self.name} (pid {self.pid}) closed its connection{doing}, but still runs.")
+        if not self.ready:
+            doing = " before it was ready"
+        hint = "" if self.ready else self._start_hint(code)
+        error = WorkerDiedError(f"The {self.name} (pid {self.pid}) {describe_exit(code, self.pid)}{doing}.{hint}")
         text = self.context.error_text(0)
         if text is not None:
             error.__cause__ = RemoteTraceback(text)
         return error
+
+    def _answer(self, deadline: float, late: str, failed: str, doing: str = "") -> Any:
+        """What the process answers next; the arguments after the deadline are for error texts."""
+        try:
+            frame = await_frame(self._sock, deadline, lambda: self.alive)
+        except TimeoutError as error:
+            raise CheckpointTimeoutError(late) from error
+        if frame is None:
+            raise self.death(doing)
+        header, blob, _ = frame
+        if "error" in header:
+            raise as_local_error(cast(Any, header), failed)
+        return pickle.loads(blob) if blob else None
 
     def _start_hint(self, code: int) -> str:
         if code < 0 or self._start_method == "fork":
@@ -291,11 +241,6 @@ class CallProcess:
                 'put that under `if __name__ == "__main__":`.'
             )
         return " What it printed on stderr says why."
-
-
-def _pickled_work(loop: Callable[..., None], args: tuple[Any, ...], name: str) -> bytes:
-    parts = {"its loop": loop, "args": args}
-    return pickle_by_value((loop, args), f"What the {name} is to run", parts=parts, fix=FIX_FOR_SPAWN)
 
 
 @contextlib.contextmanager

@@ -13,13 +13,13 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointSaveError, CheckpointTimeoutError, WorkerDiedError
 from .exit_text import describe_exit
-from .framing import receive_frame, send_frame
+from .framing import Frame, receive_frame, send_frame
 
 _PACKAGE_ROOT = str(Path(__file__).resolve().parents[2])
 _CODE = (
@@ -31,6 +31,37 @@ _MALLOC = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_
 #: A dead worker is noticed by the closed socket at once, or by this poll when a forked process keeps the socket open.
 _POLL_SECONDS = 0.5
 _KILL_SECONDS = 5.0
+
+
+def await_frame(sock: socket.socket, deadline: float, is_alive: Callable[[], bool]) -> Frame | None:
+    """The next frame of a process; None when it has closed its end, or has died.
+
+    Args:
+        sock: to the process.
+        deadline: monotonic seconds.
+        is_alive: whether the process runs; one that is dead is noticed also when another process, forked while this
+            one was started, keeps its end open.
+
+    Raises:
+        TimeoutError: it did not come in time.
+    """
+    poll = select.poll()
+    poll.register(sock, select.POLLIN)
+    while True:
+        alive, remaining = is_alive(), deadline - time.monotonic()  # before the look, so that a last frame is taken
+        if poll.poll(max(min(remaining, _POLL_SECONDS if alive else 0), 0) * 1000):
+            # It is already on its way; a process stopped in the middle of it is caught here.
+            sock.settimeout(max(remaining, 1.0))
+            try:
+                return receive_frame(sock)
+            except TimeoutError:
+                raise
+            except OSError:
+                return None
+        if not alive:
+            return None
+        if remaining <= 0:
+            raise TimeoutError
 
 
 class ByteProcess:
@@ -99,28 +130,15 @@ class ByteProcess:
 
     def receive(self, deadline: float, key: str) -> dict[str, Any]:
         """The next answer; `key` is the setting that the deadline comes from, for the error text."""
-        poll = select.poll()
-        poll.register(self._sock, select.POLLIN)
-        while True:
-            remaining = deadline - time.monotonic()
-            if poll.poll(max(min(remaining, _POLL_SECONDS), 0) * 1000):
-                # The frame is small and already on its way; a worker stopped in the middle of it is caught here.
-                self._sock.settimeout(max(remaining, 1.0))
-                try:
-                    frame = receive_frame(self._sock)
-                except TimeoutError:
-                    continue
-                except OSError as error:
-                    raise self._died() from error
-                if frame is None:
-                    raise self._died()
-                return frame[0]
-            if not self.alive:
-                raise self._died()
-            if remaining <= 0:
-                raise CheckpointTimeoutError(
-                    f"The writer process (pid {self.pid}) did not answer in time; it hangs, or {key} is too short."
-                )
+        try:
+            frame = await_frame(self._sock, deadline, lambda: self.alive)
+        except TimeoutError as error:
+            raise CheckpointTimeoutError(
+                f"The writer process (pid {self.pid}) did not answer in time; it hangs, or {key} is too short."
+            ) from error
+        if frame is None:
+            raise self._died()
+        return frame[0]
 
     def close(self, timeout: float) -> None:
         """End it: politely, and after `timeout` seconds by SIGKILL. Safe to call twice."""

@@ -176,6 +176,7 @@ def test_an_idle_process_that_is_killed_is_replaced(make: Make, out: Path) -> No
     assert caller.is_current_async_call_done(blocking=True)
     pid = caller.pid
     os.kill(pid, signal.SIGKILL)
+    eventually(lambda: not caller._worker.process.alive)
     caller.schedule_async_call(AsyncRequest(calls.append, (str(out), "next")))
     assert caller.is_current_async_call_done(blocking=True)
     assert out.read_text() == "next" and caller.pid != pid
@@ -310,7 +311,7 @@ def test_warm_up_starts_the_process_before_the_first_request(make: Make) -> None
 
 
 def test_the_loop_of_the_reference_is_what_the_process_runs(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert list(inspect.signature(PersistentAsyncCaller.async_loop).parameters) == ["rank", "connection", "log_level"]
+    assert list(inspect.signature(PersistentAsyncCaller.async_loop).parameters) == ["rank", "sock", "log_level"]
     ran: list[Any] = []
     original = worker_process.CallProcess.__init__
 

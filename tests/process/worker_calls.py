@@ -135,27 +135,27 @@ def facts(_request: Any = None) -> dict[str, Any]:
     return {"pid": os.getpid(), "torch": "torch" in sys.modules, "argv": sys.argv[0]}
 
 
-def serve_with(connection: Any, handler: Any) -> None:
+def serve_with(sock: Any, handler: Any) -> None:
     from ckpt_component.compat.worker_main import serve
 
-    serve(connection, lambda: handler)
+    serve(sock, lambda: handler)
 
 
-def serve_broken(connection: Any) -> None:
+def serve_broken(sock: Any) -> None:
     from ckpt_component.compat.worker_main import serve
 
-    serve(connection, fail)  # type: ignore[arg-type]
+    serve(sock, fail)  # type: ignore[arg-type]
 
 
-def serve_never(connection: Any, started: str) -> None:
+def serve_never(sock: Any, started: str) -> None:
     start_and_hang(started)
 
 
-def serve_killed(connection: Any) -> None:
+def serve_killed(sock: Any) -> None:
     kill_me(signal.SIGKILL)
 
 
-def leave_without_a_word(connection: Any) -> None:
+def leave_without_a_word(sock: Any) -> None:
     pass
 
 
