@@ -23,7 +23,7 @@ from ..image.torch_archive import central_header, end_of_directory, local_header
 from ..memory.huge_pages import align
 from ..state import objects as object_codec
 from ..state.flatten import Path, key_of, unflatten
-from ..state.structure import Stored, Structure, contiguous_stride
+from ..state.structure import Relation, Stored, Structure, contiguous_stride
 from ..writing.request import Extra
 from .base import FormatPlan, Sealed, Writer, describe, lanes_by_bytes, make_table, refuse_parts
 
@@ -91,7 +91,7 @@ class _Pickler(pickle.Pickler):
 class _TorchSavePlan(FormatPlan):
     def __init__(self, structure: Structure, rank: int, workers: int, checksum: str) -> None:
         refuse_parts(structure, "torch_save")
-        stored, places = _join_overlaps(structure)
+        stored, places, relations = _join_overlaps(structure)
         name = file_name(rank)
         items: list[Item] = []
         headers = []
@@ -106,7 +106,13 @@ class _TorchSavePlan(FormatPlan):
             position = align(payload + entry.nbytes, ITEM_ALIGNMENT)
         file = ImageFile(name, 0, position)
         self.layout = Layout(
-            structure, tuple(stored), (file,), Items(items), position, around=lambda item: (headers[item.stored], b"")
+            structure,
+            tuple(stored),
+            (file,),
+            Items(items),
+            position,
+            around=lambda item: (headers[item.stored], b""),
+            relations=tuple(relations),
         )
         self._directory = b"".join(directory)
         self._references = dict(zip(structure.tensor_paths, _references(stored, places), strict=True))
@@ -175,16 +181,19 @@ def _storage_ref(dtype: torch.dtype, count: int, key: str) -> _StorageRef:
     return _StorageRef(torch.UntypedStorage, key, count * dtype.itemsize)
 
 
-def _join_overlaps(structure: Structure) -> tuple[list[Stored], list[tuple[int, tuple[Any, ...] | None]]]:
+def _join_overlaps(
+    structure: Structure,
+) -> tuple[list[Stored], list[tuple[int, tuple[Any, ...] | None]], list[Relation]]:
     """Store memory that several dense tensors of one dtype share only once.
 
-    Returns what is stored, and for every tensor its number in there with (offset, shape, stride) in elements, or None
-    where the stored one is the tensor itself. Tensors with gaps are stored alone: joining them would also store what
-    lies in the gaps.
+    Returns what is stored; for every tensor its number in there with (offset, shape, stride) in elements, or None
+    where the stored one is the tensor itself; and the distances that this relies on. Tensors with gaps are stored
+    alone: joining them would also store what lies in the gaps.
     """
     groups = _overlapping(structure)
     stored: list[Stored] = []
     place_of: dict[int, tuple[int, tuple[Any, ...] | None]] = {}
+    relations: list[Relation] = []
     grouped = {number for group in groups for number in group}
     for number, entry in enumerate(structure.stored):
         if number not in grouped:
@@ -201,9 +210,9 @@ def _join_overlaps(structure: Structure) -> tuple[list[Stored], list[tuple[int, 
             distance = structure.pointers[entry.tensor] - base
             view = (distance // size, entry.shape, structure.stride_of(entry.tensor))
             place_of[number] = (len(stored), view)
-            structure.relations.append((entry.tensor, first.tensor, distance))
+            relations.append((entry.tensor, first.tensor, distance))
         stored.append(Stored(first.tensor, first.dtype, torch.Size([count]), (0, count)))
-    return stored, [place_of[number] for number in structure.stored_of]
+    return stored, [place_of[number] for number in structure.stored_of], relations
 
 
 def _overlapping(structure: Structure) -> list[list[int]]:

@@ -44,10 +44,10 @@ def sources_of(layout: Layout, flat: FlatState) -> tuple[list[torch.Tensor], tor
 
     Args:
         layout: of the items.
-        flat: a state of the layout's structure, with its `pointers`.
+        flat: a state of the layout's structure.
     """
     sources = list(layout.pick(flat.tensors))
-    pointers = array("Q", flat.pointers) or array("Q", [0])
+    pointers = flat.pointers or array("Q", [0])
     addresses = torch.frombuffer(pointers, dtype=torch.int64).index_select(0, layout.tensor_column)
     for number, (start, count) in layout.windows.items():
         tensor = sources[number]

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..memory.int_columns import column_of
-from ..state.structure import Stored, Structure
+from ..state.structure import Relation, Stored, Structure
 
 #: Every item and every file starts at a multiple of this in the image: slots are aligned for any dtype, and whole files
 #: for direct I/O.
@@ -84,6 +84,7 @@ class Layout:
         constants: (place in the arena, bytes) that belong to no item, such as a file's header.
         around: gives prefix and suffix of an item, each time an arena is laid out: kept, they would take more memory
             than all else of a small tensor. None: items are payloads alone.
+        relations: of the tensors that the format joins: it fits a state only as long as they hold.
     """
 
     structure: Structure
@@ -93,6 +94,7 @@ class Layout:
     arena_bytes: int
     constants: tuple[tuple[int, bytes], ...] = ()
     around: Callable[[Item], tuple[bytes, bytes]] | None = None
+    relations: tuple[Relation, ...] = ()
 
     @cached_property
     def payload_bytes(self) -> int:

@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 from ..errors import CheckpointLoadError
 from ..memory.int_columns import rows_of
 from ..state.dense_tensors import parts, plain_addresses
-from ..state.flatten import Path, StateDict, Stateful, flatten, is_dict, is_stateful, key_of, keys_of, unflatten
+from ..state.flatten import Path, StateDict, Stateful, flatten, key_of, keys_of, kind_of, unflatten
 from ..state.per_rank import PerRank, rank_name, rank_of
 from ..state.shards import Shard, local_part
 from .source import Index, Request, Source, TensorEntry, copy_into
@@ -498,7 +498,7 @@ class Forms:
             # Stock DCP turns every dict key into text.
             for name in (part, int(part)) if isinstance(part, str) and part.isdecimal() else (part,):
                 in_list = isinstance(value, list) and type(name) is int and 0 <= name < len(value)
-                if in_list or (is_dict(value) and name in value):
+                if in_list or (kind_of(value) == "dict" and name in value):
                     value = value[name]
                     break
             else:
@@ -517,9 +517,10 @@ class Forms:
 
 def _form(value: Any) -> str | None:
     """What takes its like alone; None for a plain value."""
-    if isinstance(value, torch.Tensor):
-        return "tensor"
-    if is_dict(value) or is_stateful(value):  # the state of an object is a dict
+    kind = kind_of(value)
+    if kind in ("tensor", "list"):
+        return kind
+    if kind in ("dict", "stateful"):  # the state of an object is a dict
         return "dict"
     if isinstance(value, list):
         return "list"

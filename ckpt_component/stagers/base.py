@@ -150,8 +150,8 @@ class Stager(ABC):
         started = time.perf_counter()
         with collector_paused(), torch.no_grad():
             flat = flatten(state_dict, self._ranks.rank, self._ranks.world_size)
-            structure = self._structure
-            if structure is not None and structure.matches(flat):
+            structure, plan = self._structure, self._plan
+            if structure is not None and plan is not None and structure.matches(flat, plan.layout.relations):
                 return StatePlan(flat, structure, False, started)
             return StatePlan(flat, Structure(flat), True, started)
 

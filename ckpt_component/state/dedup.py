@@ -105,7 +105,6 @@ class Selection:
             stateful=flat.stateful,
             shards=[flat.shards[number] for number in self._tensors],
             elsewhere=flat.elsewhere,
-            pointers=[flat.pointers[number] for number in self._tensors] if flat.pointers else (),
         )
 
 

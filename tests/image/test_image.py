@@ -167,7 +167,6 @@ def structure_of(state: dict[str, Any]) -> tuple[Structure, FlatState]:
 
 def together(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     """Let so many tensors be looked at before the next ones."""
-    monkeypatch.setattr("ckpt_component.state.dense_tensors.TOGETHER", count)
     monkeypatch.setattr("ckpt_component.state.structure.TOGETHER", count)
 
 
@@ -238,7 +237,7 @@ def test_ties_gaps_and_views_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> 
     }
     structure, _ = structure_of(state)
     assert list(structure.stored_of) == [0, 0, 1, 2, 3, 4, 5, 6]
-    assert structure.relations == [(1, 0, 0)]
+    assert structure.ties == [(1, 0, 0)]
     assert [structure.is_dense(number) for number in range(8)] == [True, True, False, True, False, False, False, False]
     assert [structure.stride_of(number) for number in range(6)] == [(1,), (1,), (1,), (3, 1), (2,), (2,)]
 
