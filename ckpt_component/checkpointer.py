@@ -14,9 +14,10 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from .coordination import Coordinator
-from .errors import CheckpointConfigError, CheckpointError, MissingKeysError, first_keys
-from .saving.adapters import CheckpointReader, CheckpointWriter, ForeignSaver, Saver
-from .saving.folders import expanded
+from .errors import CheckpointError, MissingKeysError, first_keys
+from .saving.adapters import CheckpointReader, CheckpointWriter, ForeignSaver
+from .saving.folders import absolute_path
+from .saving.pipeline import SavePipeline
 from .saving.report import SaveReport
 
 logger = logging.getLogger(__name__)
@@ -28,7 +29,7 @@ PathLike = str | os.PathLike[str]
 class Checkpointer(ABC):
     """Saves and loads state dicts, path by path. A context manager; leaving it closes it."""
 
-    def __init__(self, saver: Saver, reader: CheckpointReader) -> None:
+    def __init__(self, saver: SavePipeline | ForeignSaver, reader: CheckpointReader) -> None:
         self.saver = saver
         self._reader = reader
         self._closed = False
@@ -163,16 +164,6 @@ class Checkpointer(ABC):
             self._closed = True
             self.saver.close()
 
-    def _save(
-        self, state_dict: Mapping[Any, Any], path: PathLike, may_wait: bool, keywords: dict[str, Any]
-    ) -> tuple[Future[None], Future[Any]]:
-        if keywords and not self.saver.accepts_keywords:
-            raise TypeError(
-                f"{type(self).__name__}.save() got an unexpected keyword argument {next(iter(keywords))!r}; "
-                "it takes state_dict, path and may_wait."
-            )
-        return self.saver.save(state_dict, absolute_path(path), may_wait=may_wait, **keywords)
-
     def __enter__(self: Self) -> Self:
         return self
 
@@ -196,12 +187,12 @@ class SyncCheckpointer(Checkpointer):
         reader: what loads.
     """
 
-    def __init__(self, writer: Saver | CheckpointWriter, reader: CheckpointReader) -> None:
-        super().__init__(writer if isinstance(writer, Saver) else ForeignSaver(None, writer), reader)
+    def __init__(self, writer: SavePipeline | CheckpointWriter, reader: CheckpointReader) -> None:
+        super().__init__(writer if isinstance(writer, SavePipeline) else ForeignSaver(None, writer), reader)
 
     def save(self, state_dict: Mapping[Any, Any], path: PathLike, *, may_wait: bool = True, **kwargs: Any) -> None:
         """Save, and return when the checkpoint is committed; see `Checkpointer.save`."""
-        self._save(state_dict, path, may_wait, kwargs)
+        self.saver.save(state_dict, absolute_path(path), may_wait=may_wait, **kwargs)
 
 
 class AsyncCheckpointer(Checkpointer):
@@ -216,7 +207,7 @@ class AsyncCheckpointer(Checkpointer):
     """
 
     def __init__(self, checkpoint_stager: Any, checkpoint_process: Any, reader: CheckpointReader) -> None:
-        ours = isinstance(checkpoint_process, Saver)
+        ours = isinstance(checkpoint_process, SavePipeline)
         super().__init__(checkpoint_process if ours else ForeignSaver(checkpoint_stager, checkpoint_process), reader)
 
     def save(
@@ -226,14 +217,4 @@ class AsyncCheckpointer(Checkpointer):
 
         Waits for an earlier save only when all of the stager's memory is still being written.
         """
-        return self._save(state_dict, path, may_wait, kwargs)
-
-
-def absolute_path(path: PathLike) -> str:
-    """The absolute form of a local path. Raises CheckpointConfigError for a URL, and for a variable that is not set."""
-    text = os.fspath(path)
-    if text.startswith("~") or "$" in text:
-        text = expanded(text, "path")
-    if "://" in text:
-        raise CheckpointConfigError(f"{text} is a URL, and checkpoints are saved to local or mounted folders only.")
-    return os.path.abspath(text)
+        return self.saver.save(state_dict, absolute_path(path), may_wait=may_wait, **kwargs)

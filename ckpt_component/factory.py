@@ -117,7 +117,7 @@ def build_manager(
             ranks.close()
             raise
     overlap = settings.overlap.value
-    manager = CheckpointManager(checkpointer, run, save, restorer, overlap=overlap, warn=policy.warn)
+    manager = CheckpointManager(checkpointer, run, save, restorer, overlap)
     record(manager)
     return manager
 

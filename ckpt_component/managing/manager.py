@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
 import signal
 import time
@@ -14,7 +13,8 @@ from typing import Any, cast
 from ..checkpointer import Checkpointer
 from ..coordination import StepQuestions
 from ..errors import CheckpointBusyError, CheckpointError, CheckpointTimeoutError
-from ..saving.pipeline import InFlightSaves, SavePipeline
+from ..saving.in_flight import InFlightSaves, PendingSave
+from ..saving.pipeline import SavePipeline
 from ..saving.report import SaveReport
 from .policies import SavePolicy, checked_step
 from .restore import Restorer
@@ -34,7 +34,6 @@ class CheckpointManager:
         save: when to save.
         restorer: loads what the run begins with; None without a checkpointer.
         overlap: what to do when a save comes while earlier ones hold all memory: `wait`, `skip` or `error`.
-        warn: `on_error: warn`; what keeps a save from beginning is then logged and reported, and not raised.
 
     Attributes:
         reports: one `SaveReport` per ended or skipped save, in order.
@@ -49,7 +48,6 @@ class CheckpointManager:
         save: SavePolicy,
         restorer: Restorer | None,
         overlap: str,
-        warn: bool,
     ) -> None:
         self._checkpointer = checkpointer
         self._run = run
@@ -57,9 +55,9 @@ class CheckpointManager:
         self._timeouts = run.timeouts
         self._save_policy = save
         self._overlap = overlap
-        self._warn = warn
         self._last_save = time.monotonic()
         self._seen: tuple[int, Mapping[Any, Any]] | None = None
+        self._newest: PendingSave | None = None
         self._saved_step: int | None = None
         self._restored: int | None = None
         self._closed = False
@@ -73,7 +71,7 @@ class CheckpointManager:
             return
         self._restorer = restorer
         self._pipeline = cast(SavePipeline, checkpointer.saver)  # a manager is built with parts of ours
-        self._saves = self._pipeline.saves
+        self._saves, self.reports = self._pipeline.saves, self._pipeline.reports
 
     @property
     def enabled(self) -> bool:
@@ -137,7 +135,7 @@ class CheckpointManager:
             self._due.restart(self._ranks.meetings["restore"])
             self._restored = step
             here = os.path.realpath(self._restorer.loaded or "") == os.path.realpath(self.path_of(step))
-            self._saved_step = step if here else None
+            self._saved_step, self._newest = step if here else None, None
             self._last_save = time.monotonic()
             if self._save_policy.enabled and self._seen is None:
                 self._prewarm_loaded(state)
@@ -160,14 +158,14 @@ class CheckpointManager:
         self._seen = (step, state)
         self._ranks.at_step(step)
         if self._ranks.world_size == 1:
-            self._collect()
+            self._saves.raise_first()
         if self._checkpointer is None:
             return False
         self._ranks.check_world()
         try:
             due = self._is_due(step)
         except CheckpointTimeoutError as error:
-            if self._timeouts.max_stall is None or not self._warn:
+            if self._timeouts.max_stall is None or not self._pipeline.policy.warn:
                 raise
             return self._skip(step, f"{error} (checkpoint.max_stall_s)")
         return due and self.save(step, state)
@@ -195,12 +193,12 @@ class CheckpointManager:
         step = checked_step(step)
         self._seen = (step, state)
         self._ranks.at_step(step)
-        if self._checkpointer is None or step == self._saved_step:
+        newest = self._newest
+        failed = newest is not None and newest.done() and newest.report.outcome != "committed"
+        if self._checkpointer is None or (step == self._saved_step and not failed):
             return False
         if self._closed:
             raise CheckpointError("This manager is closed; build a new one to save again.")
-        if self._ranks.world_size == 1:
-            self._collect()
         before, self._last_save = self._last_save, time.monotonic()
         try:
             _, save = self._pipeline.save(state, self.path_of(step), step=step, may_wait=self._overlap == "wait")
@@ -212,23 +210,15 @@ class CheckpointManager:
                     f"{text}; use checkpoint.overlap=wait or skip, or save less often."
                 ) from error
             return self._skip(step, f"{text} (checkpoint.overlap=skip)")
-        finally:
-            if self._ranks.world_size > 1:
-                # The save itself raises what earlier ones failed with, so that it is raised on all ranks together.
-                self._collect(0)
-        if not (save.begun and self._pipeline.caller.in_other_process):  # it has ended
-            self._collect(0)
-            if save.report.outcome != "committed":
-                return False
-        self._saved_step = step
-        return True
+        self._saved_step, self._newest = step, save
+        return save.begun and (self._pipeline.caller.in_other_process or save.report.outcome == "committed")
 
     def _prewarm_loaded(self, state: Mapping[Any, Any]) -> None:
         """Not from scratch: then an optimizer has no state before its first step, and the plan would be another."""
         try:
             self.prewarm(state)
         except CheckpointError as error:
-            if not self._warn:
+            if not self._pipeline.policy.warn:
                 raise
             logger.warning("the first save is going to fail (checkpoint.on_error=warn): %s", error)
 
@@ -277,7 +267,7 @@ class CheckpointManager:
             CheckpointTimeoutError: a save hung; see timeouts.write.
         """
         self._saves.wait(self._timeouts.whole_save)
-        self._collect()
+        self._saves.raise_first()
 
     def close(self) -> None:
         """Finish what was started and free everything; saves nothing more. Bounded; safe to call twice.
@@ -296,7 +286,6 @@ class CheckpointManager:
         finally:
             if self._signals is not None:
                 self._signals.close()
-            self._collect(math.inf, raises=False)
 
     def __enter__(self) -> CheckpointManager:
         return self
@@ -331,24 +320,11 @@ class CheckpointManager:
     def _save_last(self, step: int, state: Mapping[Any, Any]) -> None:
         """Save the last step: `overlap` must not skip it, nor an earlier save's error keep it from being tried."""
         self._saves.wait(self._timeouts.whole_save)
-        failures = self._collect(math.inf, raises=False)
+        failed = [save for save in self._saves if save.undelivered is not None]
+        for save in failed:
+            save.delivered = True
         try:
             self.save(step, state)
         finally:
-            if failures:
-                raise failures[0]  # the others are in the log and in the reports
-
-    def _collect(self, errors: float = 1, *, raises: bool = True) -> list[BaseException]:
-        """Turn ended saves into reports, and raise the first error that was not raised yet.
-
-        Args:
-            errors: how many such errors are accounted for now; saves with further ones are left for later.
-            raises: False: return the errors instead.
-        """
-        reports, failures = self._saves.collect(errors)
-        self.reports += reports
-        if any(report.step == self._saved_step and report.outcome != "committed" for report in reports):
-            self._saved_step = None
-        if failures and raises:
-            raise failures[0]
-        return failures
+            if failed:
+                failed[0].result(0)  # the errors of the others are in the log and in the reports

@@ -1,17 +1,18 @@
-"""What a checkpointer saves and loads with, and how parts that are not ours take that place."""
+"""Parts of a checkpointer that are not ours: what they must have, and how a save passes through them."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from concurrent.futures import Future
-from typing import Any, ClassVar, Protocol
+from concurrent.futures import wait as wait_futures
+from typing import Any, Protocol
 
-from ..coordination import Coordinator, LocalCoordinator
-from ..errors import CheckpointBusyError
-from ..stagers.base import Stager
+from ..coordination import LocalCoordinator
+from ..errors import CheckpointBusyError, CheckpointTimeoutError
+from ..options import ResolvedTimeouts
 from ..storage.commit import refuse_existing
-from .report import SaveReport
+
+_WHOLE_SAVE = ResolvedTimeouts().whole_save
 
 
 class CheckpointReader(Protocol):
@@ -36,49 +37,24 @@ class CheckpointWriter(Protocol):
         ...
 
 
-class Saver(ABC):
-    """What a checkpointer saves with: a `SavePipeline`, or parts that are not ours.
-
-    Attributes:
-        ranks: how the ranks agree.
-        stager: ours; None for parts that are not.
-        last_report: see `Checkpointer.last_report`.
-    """
-
-    #: Whether keywords of `save` that we do not know are passed to the parts.
-    accepts_keywords: ClassVar[bool] = False
-    ranks: Coordinator
-    stager: Stager | None = None
-    last_report: SaveReport | None = None
-
-    @property
-    @abstractmethod
-    def busy(self) -> bool:
-        """Whether a save would have to wait for an earlier one."""
-
-    @abstractmethod
-    def save(
-        self, state_dict: Mapping[Any, Any], path: str, *, may_wait: bool = True
-    ) -> tuple[Future[None], Future[Any]]:
-        """Save to an absolute path; see `Checkpointer.save`."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Finish what was started and free everything; see `Checkpointer.close`."""
-
-
-class ForeignSaver(Saver):
+class ForeignSaver:
     """Saves with a foreign writer, and with a stager where there is one.
 
     Args:
         stager: anything whose `stage(state_dict)` gives the state to write, or a future of it; None: the state itself.
         writer: anything with `write(state, path)`, which returns when that is done or gives a future.
+        limit: seconds to wait for the save before.
+
+    Attributes:
+        ranks: this one alone.
     """
 
-    accepts_keywords = True
+    stager = None
+    last_report = None
 
-    def __init__(self, stager: Any, writer: Any) -> None:
+    def __init__(self, stager: Any, writer: Any, limit: float = _WHOLE_SAVE) -> None:
         self.ranks = LocalCoordinator()
+        self._limit = limit
         self._stager = stager
         self._writer = writer
         self._last: Future[Any] | None = None
@@ -95,9 +71,15 @@ class ForeignSaver(Saver):
         if not may_wait and self.busy:
             raise CheckpointBusyError(f"{path} came while an earlier save was still running")
         refuse_existing(path)
-        last, self._last = self._last, None
+        last = self._last
         if last is not None:
-            last.result()
+            if wait_futures([last], self._limit).not_done:
+                raise CheckpointTimeoutError(
+                    f"{path} was not saved: {type(self._writer).__name__} was still writing the save before it after "
+                    f"{self._limit:g} s. Find out what it waits for, and save again."
+                )
+            self._last = None
+            last.result(0)
         staged = state_dict if self._stager is None else self._stager.stage(state_dict, **kwargs)
         written = self._writer.write(staged, path, **kwargs)
         if isinstance(written, Future):
@@ -113,7 +95,7 @@ class ForeignSaver(Saver):
             self._writer.close()
         last, self._last = self._last, None
         if last is not None and last.done():
-            last.result()
+            last.result(0)
 
 
 def _staged_future(staged: Any) -> Future[None]:

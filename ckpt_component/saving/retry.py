@@ -17,7 +17,7 @@ from errno import EACCES, EFBIG, EISDIR, ELOOP, ENAMETOOLONG, ENOTDIR, EPERM, ER
 from ..coordination import Coordinator
 from ..errors import CheckpointError, CheckpointGivenUpError, CheckpointSaveError, CheckpointStallError, RanksError
 from ..storage.names import token_of_try
-from .transaction import PendingSave
+from .in_flight import PendingSave
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import wait as wait_futures
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -36,6 +36,7 @@ from ..storage.fencing import FencingToken
 from ..storage.fs import FsOps, wait_visible
 from ..storage.space import FULL, amount, full_text, refuse_without_room
 from ..writing.request import WriteRequest
+from .in_flight import PendingSave
 from .report import SaveReport
 
 logger = logging.getLogger(__name__)
@@ -59,80 +60,6 @@ class RunHooks:
     check_path: Callable[[str], None]
     after_commit: Callable[[str], None]
     after_save: Callable[[str], None]
-
-
-class PendingSave(Future[SaveReport]):
-    """One save from its call to its end: the future that the caller of `save` holds, and what the save thread needs.
-
-    Args:
-        path: the checkpoint's, absolute.
-        step: the training step, where a manager saves.
-
-    Attributes:
-        number: counts the saves of a checkpointer, alike on all ranks.
-        started: when it began (`time.perf_counter`).
-        stall_s: how long the call took.
-        token: names the save, as all ranks agreed.
-        attempt: the current one; its token is that of the save, or follows from it.
-        attempts: how many there were so far.
-        snapshot: what this rank writes; None when it could not be taken, and once the save has ended.
-        error: why this rank has no snapshot.
-        written: what this rank wrote.
-        begun: False when nothing was copied, because the save could not begin.
-        delivered: the error was raised or asked for, or it was logged and that is enough.
-        tolerated: the failure was logged (`on_error: warn`) and is not raised.
-        report: once it has ended.
-    """
-
-    attempt: Attempt
-    report: SaveReport
-
-    def __init__(self, path: str, step: int | None = None) -> None:
-        super().__init__()
-        self.path = path
-        self.step = step
-        self.number = 0
-        self.started = time.perf_counter()
-        self.stall_s = 0.0
-        self.token = ""
-        self.attempts = 1
-        self.snapshot: Snapshot | None = None
-        self.error: Exception | None = None
-        self.written: Mapping[str, Any] = {}
-        self.begun = True
-        self.delivered = False
-        self.tolerated = False
-
-    def finish(self, report: SaveReport) -> None:
-        """End it: the checkpoint is committed."""
-        self.report = report
-        self.set_result(report)
-
-    def fail(self, error: BaseException, *, tolerated: bool, outcome: str) -> None:
-        """End it with an error; for `tolerated` see the attribute, for `outcome` the report's."""
-        self.tolerated = self.delivered = tolerated
-        self.report = SaveReport(self.path, outcome, self.step, str(error), attempts=self.attempts)
-        self.set_exception(error)
-
-    def release(self) -> None:
-        """Give the snapshot's memory back."""
-        snapshot, self.snapshot = self.snapshot, None
-        if snapshot is not None:
-            snapshot.release()
-
-    def result(self, timeout: float | None = None) -> SaveReport:
-        """The report, or the save's error raised."""
-        try:
-            return super().result(timeout)
-        except BaseException:
-            self.delivered = self.done()
-            raise
-
-    def exception(self, timeout: float | None = None) -> BaseException | None:
-        """The save's error, or None."""
-        error = super().exception(timeout)
-        self.delivered = True
-        return error
 
 
 class SaveTransaction:
@@ -183,21 +110,15 @@ class SaveTransaction:
         Raises:
             CheckpointError: nothing became visible; with several ranks the same error on all of them.
         """
-        attempt, token, snapshot = save.attempt, save.attempt.token, save.snapshot
+        attempt, tag = save.attempt, save.attempt.token
         deadline = time.monotonic() + self._timeouts.stage + self._timeouts.write
         with contextlib.ExitStack() as locks:
             try:
-                begin = partial(self._begin, attempt, locks)
-                different = self._ranks.decide(f"{token}/begin", self._announce(save), begin, deadline)
-                if snapshot is None:
-                    raise CheckpointSaveError(f"{attempt.target} was begun without a snapshot of this rank.")
-                self._catalog_sent = snapshot.sealed.table_number
-                if different:
-                    self._warn_of_lost(snapshot, different)
+                snapshot = self._begin(save, locks, deadline)
                 write = partial(self._write, save, snapshot)
-                votes = self._ranks.all_succeed(f"{token}/written", write, self._caller.progress, deadline)
+                votes = self._ranks.all_succeed(f"{tag}/written", write, self._caller.progress, deadline)
                 written_s = time.perf_counter() - save.started
-                files = self._ranks.run_on_leader(f"{token}/commit", partial(self._publish, attempt, votes), deadline)
+                files = self._ranks.run_on_leader(f"{tag}/commit", partial(self._publish, attempt, votes), deadline)
             except BaseException:
                 # First the writer process forgets the save, so that it does not commit what is being taken away.
                 self._caller.settle()
@@ -227,23 +148,30 @@ class SaveTransaction:
             attempts=save.attempts,
         )
 
-    def _announce(self, save: PendingSave) -> dict[str, Any]:
-        """For the leading rank: how much this rank writes, and its catalog unless that is known there; or its error."""
-        snapshot = save.snapshot
+    def _begin(self, save: PendingSave, locks: contextlib.ExitStack, deadline: float) -> Snapshot:
+        """All ranks say what they are going to write, and the leading one makes the staging folder for it."""
+        snapshot, error = save.snapshot, save.error or CheckpointSaveError(f"{save.path} has no snapshot of this rank.")
         if snapshot is None:
-            error = save.error or CheckpointSaveError("there is no snapshot")
-            return {"error": describe_error(error), "cause": type(error).__name__}
-        message: dict[str, Any] = {"bytes": snapshot.sealed.file_bytes, "table": snapshot.sealed.table_number}
-        if snapshot.comparison is not None:
-            message["digests"] = snapshot.comparison.message
-        if snapshot.sealed.table_number != self._catalog_sent:
-            message["catalog"] = snapshot.sealed.catalog
-        return message
+            message: dict[str, Any] = {"error": describe_error(error), "cause": type(error).__name__}
+        else:
+            message = {"bytes": snapshot.sealed.file_bytes, "table": snapshot.sealed.table_number}
+            if snapshot.comparison is not None:
+                message["digests"] = snapshot.comparison.message
+            if snapshot.sealed.table_number != self._catalog_sent:
+                message["catalog"] = snapshot.sealed.catalog
+        make_folder = partial(self._make_folder, save.attempt, locks)
+        different = self._ranks.decide(f"{save.attempt.token}/begin", message, make_folder, deadline)
+        if snapshot is None:
+            raise error
+        self._catalog_sent = snapshot.sealed.table_number
+        if different:
+            self._warn_of_lost(snapshot, different)
+        return snapshot
 
-    def _begin(
+    def _make_folder(
         self, attempt: Attempt, locks: contextlib.ExitStack, messages: Sequence[Mapping[str, Any]]
     ) -> list[list[int]]:
-        """On the leading rank: make the staging folder. Returns which values differ by rank, and whose are stored."""
+        """On the leading rank. Returns which values differ by rank although the ranks share them."""
         failures: dict[int, str] = {}
         digests, tables, needed = [], [], 0
         for rank, message in enumerate(messages):
@@ -292,7 +220,13 @@ class SaveTransaction:
         attempt, sealed, options = save.attempt, snapshot.sealed, self._writer.options
         if not self._leads:
             wait_visible(lambda: self._fs.is_folder(attempt.staging), attempt.staging, self._timeouts.visible)
-        self._await_staged(save, snapshot)
+        if wait_futures([snapshot.staged], self._timeouts.stage).not_done:
+            raise CheckpointTimeoutError(
+                f"The snapshot for {save.path} was not complete after {self._timeouts.stage:g} s (timeouts.stage)."
+            )
+        snapshot.staged.result(0)  # or what made it worthless
+        size, seconds = amount(snapshot.layout.payload_bytes), snapshot.staged_at - snapshot.started
+        logger.info("%s staged: %s in %.3f s", os.path.basename(save.path), size, seconds)
         device = -1
         if options.io == "auto":
             device = os.stat(os.path.dirname(attempt.target)).st_dev
@@ -325,19 +259,6 @@ class SaveTransaction:
             written["bytes"] / 1e9 / max(written["seconds"], 1e-9),
         )
         return written
-
-    def _await_staged(self, save: PendingSave, snapshot: Snapshot) -> None:
-        """Return when the snapshot is complete; raise what made it worthless, or that it takes too long."""
-        try:
-            snapshot.staged.result(self._timeouts.stage)
-        except TimeoutError as error:
-            if snapshot.staged.done():
-                raise
-            raise CheckpointTimeoutError(
-                f"The snapshot for {save.path} was not complete after {self._timeouts.stage:g} s (timeouts.stage)."
-            ) from error
-        size = amount(snapshot.layout.payload_bytes)
-        logger.info("%s staged: %s in %.3f s", os.path.basename(save.path), size, snapshot.staged_at - snapshot.started)
 
     def _publish(self, attempt: Attempt, votes: Sequence[Mapping[str, Any]]) -> int:
         """On the leading rank: commit what all have written. Returns how many files the checkpoint has."""

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import os
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from ckpt_component import AsyncCheckpointer, SyncCheckpointer, build_checkpointer
+from ckpt_component import AsyncCheckpointer, CheckpointTimeoutError, SyncCheckpointer, build_checkpointer
 from ckpt_component.readers import Reader
+from ckpt_component.saving.adapters import ForeignSaver
 
 STATE = {"weight": torch.ones(3)}
 
 
-@pytest.mark.parametrize(
-    ("preset", "name"), [("sync", "SyncCheckpointer.save"), ("async_persistent", "AsyncCheckpointer.save")]
-)
-def test_save_refuses_a_keyword_that_it_does_not_know(preset: str, name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("preset", ["sync", "async_persistent"])
+def test_save_refuses_a_keyword_that_it_does_not_know(preset: str, tmp_path: Path) -> None:
     with build_checkpointer(preset) as checkpointer:
-        with pytest.raises(TypeError, match=rf"{name}\(\) got an unexpected keyword argument 'may_wiat'"):
+        with pytest.raises(TypeError, match=r"save\(\) got an unexpected keyword argument 'may_wiat'"):
             checkpointer.save(STATE, tmp_path / "one", may_wiat=False)  # type: ignore[call-arg]
         assert os.listdir(tmp_path) == []
         checkpointer.save(STATE, tmp_path / "one")
@@ -40,8 +40,6 @@ def test_parts_of_somebody_elses_get_their_keywords(tmp_path: Path) -> None:
             return state_dict
 
         def write(self, state_dict: Any, path: str, **kwargs: Any) -> Any:
-            from concurrent.futures import Future
-
             self.given.append(kwargs)
             done: Future[None] = Future()
             done.set_result(None)
@@ -56,3 +54,24 @@ def test_parts_of_somebody_elses_get_their_keywords(tmp_path: Path) -> None:
     with AsyncCheckpointer(mine, mine, Reader()) as background:
         background.save(STATE, tmp_path / "two", color="blue")
     assert mine.given == [{"color": "red"}, {"color": "blue"}, {"color": "blue"}]
+
+
+def test_a_writer_of_somebody_elses_that_hangs_fails_the_next_save_and_not_the_one_after(tmp_path: Path) -> None:
+    class Hung:
+        """Its first write ends when it is made to."""
+
+        def __init__(self) -> None:
+            self.futures: list[Future[None]] = []
+
+        def write(self, state_dict: Any, path: str) -> Any:
+            self.futures.append(Future())
+            return self.futures[-1]
+
+    hung = Hung()
+    saver = ForeignSaver(None, hung, limit=0.1)
+    saver.save(STATE, str(tmp_path / "one"))
+    with pytest.raises(CheckpointTimeoutError, match=r"two was not saved: Hung was still writing .* after 0\.1 s"):
+        saver.save(STATE, str(tmp_path / "two"))
+    hung.futures[0].set_result(None)
+    saver.save(STATE, str(tmp_path / "two"))
+    assert len(hung.futures) == 2

@@ -13,7 +13,6 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any, ClassVar
 
@@ -25,7 +24,8 @@ from ....coordination import RankStore, StoreCoordinator
 from ....formats.dcp import DcpWriter
 from ....options import ResolvedTimeouts
 from ....saving.admission import SaveAdmission
-from ....saving.transaction import PendingSave, SaveTransaction
+from ....saving.in_flight import InFlightSaves, PendingSave
+from ....saving.transaction import SaveTransaction
 from ....stagers.live import LiveStager
 from ....storage.commit import Attempt, refuse_existing
 from ....storage.file_system import file_system
@@ -197,8 +197,8 @@ class _Rank:
         self._ranks = StoreCoordinator(RankStore(connection, rank, world_size, f"{world_size}/"))
         self._stager = LiveStager()
         self._stager.connect(writer, ranks=self._ranks, shared=False, timeout=_SECONDS)
-        self._admission = SaveAdmission(self._ranks, refuse_existing, None)
         timeouts = ResolvedTimeouts(stage=_SECONDS, write=_SECONDS)
+        self._admission = SaveAdmission(self._ranks, self._stager, InFlightSaves(), refuse_existing, timeouts)
         self._transaction = SaveTransaction(_StandIn(), writer, self._ranks, fs, timeouts, 0)
         self._state: dict[str, Any] = {
             "own": {f"rank_{rank}_{number}": torch.ones(8) for number in range(_OWN)},
@@ -208,10 +208,11 @@ class _Rank:
     def save(self, path: str) -> None:
         """A save from its beginning to its end, on one thread."""
         save = PendingSave(path)
-        plan = self._stager.inspect(self._state)
-        decision = self._admission.decide(save, {"changed": plan.changed}, time.monotonic() + _SECONDS)
-        save.snapshot = self._stager.take(replace(plan, changed=decision["replan"]))
-        save.attempt = Attempt(path, decision["token"])
+        plan = self._admission.admit(save, self._state)
+        if isinstance(plan, BaseException):
+            raise plan
+        save.snapshot = self._stager.take(plan)
+        save.attempt = Attempt(path, save.token)
         self._transaction.run(save)
 
     def close(self) -> None:
