@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from types import ModuleType
 from typing import Any, NamedTuple, Protocol
@@ -64,17 +65,23 @@ def find_checksum(name: str, home: Sequence[str] | None = None) -> Checksum:
         ValueError: there is no such algorithm.
     """
     if home is None:
-        provider, module = _load(name)
-    else:
-        provider = next(each for each in PROVIDERS if (each.name, each.package) == (name, home[0]))
-        module = _import_from(provider, home[1])
-    return provider.make(provider, module)
+        return _checksum_by(*_load(name))
+    package, folder = home
+    provider = next(each for each in PROVIDERS if (each.name, each.package) == (name, package))
+    sys.path.append(folder)  # the last one there, and only while the import goes on
+    try:
+        return _checksum_by(provider, import_module(provider.module))
+    except ImportError as error:
+        raise ChecksumMissingError(
+            f"The package {package} cannot be imported from {folder}, where the trainer found it: {error}."
+        ) from error
+    finally:
+        sys.path.remove(folder)
 
 
 def fastest() -> Checksum:
     """The fastest that can be used here."""
-    provider, module = _load(None)
-    return provider.make(provider, module)
+    return _checksum_by(*_load(None))
 
 
 def home_of(name: str) -> list[str] | None:
@@ -86,8 +93,8 @@ def home_of(name: str) -> list[str] | None:
     provider, _ = _load(name)
     if provider.package == "zlib":
         return None
-    (own, *_) = list(sys.modules[provider.package].__path__)
-    return [provider.package, own.rpartition("/")[0]]
+    folder = next(iter(sys.modules[provider.package].__path__))
+    return [provider.package, folder.rpartition("/")[0]]
 
 
 def install_text(name: str) -> str:
@@ -95,15 +102,15 @@ def install_text(name: str) -> str:
     return f"pip install {next(each.package for each in PROVIDERS if each.name == name)}"
 
 
-class _RunningStream:
+class _CrcStream:
     """A CRC: its value so far is all that it needs to go on."""
 
-    def __init__(self, update: Callable[[memoryview, int], int]) -> None:
-        self._update = update
+    def __init__(self, crc: Callable[[memoryview, int], int]) -> None:
+        self._crc = crc
         self._value = 0
 
     def update(self, piece: memoryview) -> None:
-        self._value = self._update(piece, self._value)
+        self._value = self._crc(piece, self._value)
 
     def value(self) -> int:
         return self._value
@@ -117,51 +124,41 @@ class _HashStream:
         self.value = state.intdigest
 
 
-def _crc32(provider: Provider, module: Any) -> Checksum:
-    return _running(provider, module.crc32, 0xEDB88320)
-
-
-def _crc32c(provider: Provider, module: Any) -> Checksum:
-    return _running(provider, module.crc32c, 0x82F63B78)
-
-
-def _crc32c_in_copies(provider: Provider, module: Any) -> Checksum:
-    def update(piece: memoryview, value: int = 0) -> int:
-        flat = piece.cast("B")
-        for start in range(0, flat.nbytes, _COPIED):
-            value = module.extend(value, bytes(flat[start : start + _COPIED]))
-        return value
-
-    return _running(provider, update, 0x82F63B78)
-
-
-def _running(provider: Provider, update: Callable[..., int], polynomial: int) -> Checksum:
-    return Checksum(provider.name, provider.package, update, lambda: _RunningStream(update), polynomial)
-
-
-def _xxh3(provider: Provider, module: Any) -> Checksum:
-    return Checksum(provider.name, provider.package, module.xxh3_64_intdigest, lambda: _HashStream(module.xxh3_64()))
-
-
 class Provider(NamedTuple):
     """A package that has an algorithm, in one of its modules."""
 
     name: str  # of the algorithm
     package: str  # as pip knows it
     module: str
-    make: Callable[[Provider, Any], Checksum]
 
 
 #: The fastest first, as `auto` takes them: crc32 takes no time beside a read or a write with isal, and can be put
 #: together from those of parts.
 PROVIDERS = (
-    Provider("crc32", "isal", "isal.isal_zlib", _crc32),
-    Provider("xxh3_64", "xxhash", "xxhash", _xxh3),
-    Provider("crc32c", "crc32c", "crc32c", _crc32c),
-    Provider("crc32c", "google_crc32c", "google_crc32c", _crc32c_in_copies),
-    Provider("crc32", "zlib", "zlib", _crc32),
+    Provider("crc32", "isal", "isal.isal_zlib"),
+    Provider("xxh3_64", "xxhash", "xxhash"),
+    Provider("crc32c", "crc32c", "crc32c"),
+    Provider("crc32c", "google_crc32c", "google_crc32c"),
+    Provider("crc32", "zlib", "zlib"),
 )
 ALGORITHMS = tuple(dict.fromkeys(provider.name for provider in PROVIDERS))
+_POLYNOMIALS = {"crc32": 0xEDB88320, "crc32c": 0x82F63B78}
+
+
+def _checksum_by(provider: Provider, module: Any) -> Checksum:
+    """The algorithm as this package computes it."""
+    name, package, _ = provider
+    if name == "xxh3_64":
+        return Checksum(name, package, module.xxh3_64_intdigest, lambda: _HashStream(module.xxh3_64()))
+    crc = partial(_crc32c_in_copies, module) if package == "google_crc32c" else getattr(module, name)
+    return Checksum(name, package, crc, partial(_CrcStream, crc), _POLYNOMIALS[name])
+
+
+def _crc32c_in_copies(module: Any, piece: memoryview, value: int = 0) -> int:
+    flat = piece.cast("B")
+    for start in range(0, flat.nbytes, _COPIED):
+        value = module.extend(value, bytes(flat[start : start + _COPIED]))
+    return value
 
 
 def _load(name: str | None) -> tuple[Provider, ModuleType]:
@@ -179,16 +176,3 @@ def _load(name: str | None) -> tuple[Provider, ModuleType]:
         if getattr(module, "implementation", "c") != "python":
             return provider, module
     raise ChecksumMissingError(f"The checksum {name} needs a package that is not installed: {install_text(str(name))}.")
-
-
-def _import_from(provider: Provider, folder: str) -> ModuleType:
-    """Import one package from a folder that is not on the path; it is last there while the import goes on."""
-    sys.path.append(folder)
-    try:
-        return import_module(provider.module)
-    except ImportError as error:
-        raise ChecksumMissingError(
-            f"The package {provider.package} cannot be imported from {folder}, where the trainer found it: {error}."
-        ) from error
-    finally:
-        sys.path.remove(folder)

@@ -27,12 +27,14 @@ MAX_BYTES = 64 << 20
 
 def encode_manifest(content: Mapping[str, Any]) -> bytes:
     """The bytes of `manifest.json`: the content and the CRC-32 of its canonical form."""
-    body = _canonical(content)
+    body = json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
     return b'{"crc32":%d,"manifest":%s}\n' % (zlib.crc32(body), body)
 
 
 def decode_manifest(data: bytes, path: str) -> dict[str, Any]:
     """The content of a manifest, checked value by value.
+
+    A checksum can be right for values that are not, so what is used later as number or name must be one.
 
     Raises:
         CheckpointCorruptError: it is not what was written, or no writer would have written it.
@@ -41,10 +43,10 @@ def decode_manifest(data: bytes, path: str) -> dict[str, Any]:
     try:
         outer = json.loads(data)
         content, crc = outer["manifest"], outer["crc32"]
-        matches = zlib.crc32(_canonical(content)) == crc
+        body = json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointCorruptError(f"{path} is not a complete manifest ({error}).") from error
-    if not matches:
+    if zlib.crc32(body) != crc:
         raise CheckpointCorruptError(f"{path} does not match its own checksum.")
     if not isinstance(content, dict):
         raise CheckpointCorruptError(f"{path} holds a {type(content).__name__} and no manifest.")
@@ -53,35 +55,25 @@ def decode_manifest(data: bytes, path: str) -> dict[str, Any]:
             f"{path} has version {content.get('version')!r}, and this release of ckpt_component reads version "
             f"{VERSION}; load it with the release that wrote it."
         )
-    _check_content(content, path)
-    return content
-
-
-def _check_content(content: Mapping[str, Any], path: str) -> None:
-    """A checksum can be right for values that are not: what is used later as number or name must be one."""
-    files = content.get("files")
+    files, names = content.get("files"), set()
+    counts = {"world_size": content.get("world_size")}
     if not isinstance(files, list):
         raise CheckpointCorruptError(f"{path} lists no files.")
-    seen = set()
     for entry in files:
         name = entry.get("name") if isinstance(entry, dict) else None
         if not is_plain_name(name):
             raise CheckpointCorruptError(f"{path} lists a file named {name!r:.200}, which is not a plain name.")
-        if name in seen:
+        if name in names:
             raise CheckpointCorruptError(f"{path} lists {name} twice.")
-        seen.add(name)
-        if not _is_count(entry.get("size")):
-            raise CheckpointCorruptError(f"{path} lists {name} with the size {entry.get('size')!r:.200}.")
-        if not _is_count(entry.get("crc32", 0)):
-            raise CheckpointCorruptError(f"{path} lists {name} with the checksum {entry['crc32']!r:.200}.")
+        names.add(name)
+        counts[f"size of {name}"], counts[f"crc32 of {name}"] = entry.get("size"), entry.get("crc32", 0)
+    for what, count in counts.items():
+        least = 1 if what == "world_size" else 0
+        if type(count) is not int or not least <= count < 1 << 63:  # a bool is an int too
+            raise CheckpointCorruptError(f"{path} gives {count!r:.200} as the {what}.")
     if "at" in content and not is_token(content["at"]):
         raise CheckpointCorruptError(f"{path} names {content['at']!r:.200} as the folder of its files.")
-    if not _is_count(content.get("world_size")) or not content["world_size"]:
-        raise CheckpointCorruptError(f"{path} names {content.get('world_size')!r:.200} as the number of ranks.")
-
-
-def _is_count(value: Any) -> bool:
-    return type(value) is int and 0 <= value < 1 << 63  # a bool is an int too
+    return content
 
 
 def read_manifest(fs: FsOps, folder: str) -> dict[str, Any] | None:
@@ -135,7 +127,3 @@ def check_files(fs: FsOps, folder: str, manifest: Mapping[str, Any]) -> None:
             raise CheckpointCorruptError(f"{path} is missing; manifest.json lists it with {entry['size']} bytes.")
         if size != entry["size"]:
             raise CheckpointCorruptError(f"{path} has {size} bytes; manifest.json lists it with {entry['size']}.")
-
-
-def _canonical(content: Mapping[str, Any]) -> bytes:
-    return json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
