@@ -1,13 +1,19 @@
 """The commit protocol: a checkpoint appears whole under its name, or not at all.
 
-`begin` makes a staging folder; the ranks write their files into it; `publish` adds what only the coordinator knows
-(`.metadata`, then the manifest) and has the `Layout` commit it. `abandon` removes a failed attempt. The manifest comes
-last because it is what makes a checkpoint complete.
+`begin` makes the folder of an attempt; the ranks write their files into it; `publish` adds what only the coordinator
+knows (`.metadata`, then the manifest) and commits; `abandon` removes a failed attempt. The manifest comes last because
+it is what makes a checkpoint complete.
+
+There are two ways to commit. Where folders can be renamed, an attempt collects its files in a hidden folder beside its
+target, which a rename makes the checkpoint. Elsewhere (mounted object stores) each attempt has a folder of its own
+inside the target, named by its token, and creating `manifest.json` beside these folders, which only one attempt can
+do, commits it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import time
 import zlib
@@ -15,15 +21,26 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import CheckpointExistsError, CheckpointSaveError, CheckpointTimeoutError
+from ..errors import (
+    CheckpointCorruptError,
+    CheckpointError,
+    CheckpointExistsError,
+    CheckpointSaveError,
+    CheckpointTimeoutError,
+    CheckpointUnreadableError,
+)
 from .fencing import check_owner
 from .fs import FsOps, wait_visible
-from .layout import Layout, PutLayout, is_folder
+from .layout import discard, is_folder, remove_if_empty
 from .liveness import AttemptLock
-from .manifest import VERSION
+from .manifest import MAX_BYTES, VERSION, encode_manifest, read_manifest
+from .names import MANIFEST, QUARANTINED, STAGING_PREFIX, is_token
 
-#: By `Attempt.by_rename`.
-_LAYOUTS: dict[bool, type[Layout]] = {True: Layout, False: PutLayout}
+logger = logging.getLogger(__name__)
+
+#: How often a folder is made again that another attempt removed in between because it was empty.
+_TRIES = 5
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 1.0
 
 
 @dataclass(frozen=True)
@@ -34,7 +51,7 @@ class Attempt:
         target: absolute path of the checkpoint to be.
         token: identifies this attempt.
         owner: the run that must own the folder of the target at the commit; empty: anyone may commit there.
-        by_rename: whether the commit renames the staging folder (`Layout`) or puts the manifest (`PutLayout`).
+        by_rename: whether the commit renames the staging folder, or creates the manifest in the target.
     """
 
     target: str
@@ -45,22 +62,42 @@ class Attempt:
     @property
     def staging(self) -> str:
         """The folder that collects the files: beside the target until the commit, or in it for good."""
-        return _LAYOUTS[self.by_rename].staging(self.target, self.token)
+        if not self.by_rename:
+            return os.path.join(self.target, self.token)
+        folder, name = os.path.split(self.target)
+        return os.path.join(folder, f"{STAGING_PREFIX}{name}.{self.token}")
 
 
 def refuse_existing(path: str, *, by_rename: bool = True) -> None:
-    """Raise CheckpointExistsError when `path` holds anything that the layout does not allow beside a new attempt."""
-    if not os.path.lexists(path) or (is_folder(path) and _LAYOUTS[by_rename].is_free(os.listdir(path))):
+    """Raise CheckpointExistsError when `path` holds anything that may not be beside a new attempt."""
+    if not os.path.lexists(path):
         return
+    if is_folder(path):
+        names = os.listdir(path)
+        # Without renames, other attempts and what is quarantined are not in the way.
+        beside = not by_rename and MANIFEST not in names and (QUARANTINED in names or all(map(is_token, names)))
+        if not names or beside:
+            return
     raise CheckpointExistsError(
         f"{path} already exists, and a checkpoint is never written over anything; save to a new path, or move it away."
     )
 
 
 def begin(fs: FsOps, attempt: Attempt) -> None:
-    """Make the staging folder of an attempt. Raises CheckpointExistsError when its target's path is taken."""
+    """Make the folder of an attempt, durably. Raises CheckpointExistsError when its target's path is taken."""
     refuse_existing(attempt.target, by_rename=attempt.by_rename)
-    _LAYOUTS[attempt.by_rename](fs).begin(attempt.staging)
+    parent = os.path.dirname(attempt.staging)
+    for tries_left in reversed(range(_TRIES)):
+        try:
+            fs.make_folder(attempt.staging)
+            break
+        except FileNotFoundError:
+            if not tries_left:
+                raise
+            fs.make_folders(parent)
+    fs.sync_folder(parent)
+    if not attempt.by_rename:
+        fs.sync_folder(os.path.dirname(parent))  # another attempt may have made the target and not synced it yet
 
 
 def lock(fs: FsOps, attempt: Attempt) -> AttemptLock:
@@ -93,17 +130,24 @@ def publish(
     Raises:
         CheckpointExistsError: the target's name was taken concurrently; it stays untouched.
         CheckpointFencedError: another run took the folder over.
-        CheckpointSaveError: it is unknown whether the manifest was put; what is on disk decides later.
+        CheckpointSaveError: it is unknown whether the manifest was created; what is on disk decides later.
         OSError: from the file system; nothing is visible then, unless the file system refuses even to take back the
             last step, which is a warning.
     """
-    files: list[dict[str, Any]] = []
+    staging, files = attempt.staging, list[dict[str, Any]]()
     for rank in ranks:
         for entry in rank["files"]:
-            _check_size(fs, attempt, entry, visibility_timeout if rank["rank"] else 0.0)
+            path = os.path.join(staging, entry["name"])
+            if rank["rank"]:
+                _wait_for_size(fs, path, entry["size"], visibility_timeout)
+            size = fs.size(path)
+            if size != entry["size"]:
+                raise CheckpointSaveError(
+                    f"{entry['name']} has {size} bytes on disk and its writer reported {entry['size']}; not committed."
+                )
             files.append(dict(entry))
     for name, data in sidecars.items():
-        fs.write_new(os.path.join(attempt.staging, name), data)
+        fs.write_new(os.path.join(staging, name), data)
         files.append({"name": name, "size": len(data), "crc32": zlib.crc32(data)})
     content = {
         "version": VERSION,
@@ -113,34 +157,143 @@ def publish(
         "files": files,
         **manifest_fields,
     }
-
-    def check() -> None:
-        """As late as possible: a run that was stopped learns here what happened during that time."""
-        if attempt.owner:
-            check_owner(fs, os.path.dirname(attempt.target), attempt.owner)
-
-    _LAYOUTS[attempt.by_rename](fs).commit(attempt.target, content, check, visibility_timeout)
+    if not attempt.by_rename:
+        content["at"] = attempt.token
+    manifest = encode_manifest(content)
+    path = os.path.join(staging, MANIFEST if attempt.by_rename else f"{MANIFEST}.draft")
+    fs.write_new(path, manifest)
+    fs.sync_folder(staging)
+    if attempt.owner:  # as late as possible: a run that was stopped learns here what happened during that time
+        check_owner(fs, os.path.dirname(attempt.target), attempt.owner)
+    if attempt.by_rename:
+        _rename(fs, attempt)
+    else:
+        _put(fs, attempt, manifest, path, visibility_timeout)
     return len(files) + 1
 
 
 def is_over(fs: FsOps, attempt: Attempt) -> bool:
     """Whether an attempt was committed or abandoned already. Raises CheckpointError when that cannot be seen."""
-    return _LAYOUTS[attempt.by_rename](fs).is_over(attempt.target, attempt.token)
+    if not os.path.isdir(attempt.staging):
+        return True
+    return not attempt.by_rename and _committed_token(fs, attempt.target) == attempt.token
 
 
 def abandon(fs: FsOps, attempt: Attempt) -> None:
     """Remove what a failed attempt left. A failure here is logged: the save's own error matters more."""
-    _LAYOUTS[attempt.by_rename](fs).abandon(attempt.target, attempt.token)
+    if attempt.by_rename:
+        if os.path.isdir(attempt.staging):
+            discard(fs, attempt.staging)
+        return
+    try:
+        if os.path.isdir(attempt.staging):
+            if is_over(fs, attempt):
+                return  # it failed after its commit
+            fs.remove_tree(attempt.staging)
+        if is_folder(attempt.target):
+            remove_if_empty(fs, attempt.target)
+    except (CheckpointError, OSError) as error:
+        logger.warning("%s stays until the next start: %s", attempt.staging, error)
 
 
-def _check_size(fs: FsOps, attempt: Attempt, entry: Mapping[str, Any], visibility_timeout: float) -> None:
-    """A file must have the size that its writer reported; one of another rank may be seen a while later."""
-    path, reported = os.path.join(attempt.staging, entry["name"]), entry["size"]
-    if visibility_timeout:
-        with contextlib.suppress(CheckpointTimeoutError):  # the error below says which size it has
-            wait_visible(lambda: fs.size(path) == reported, path, visibility_timeout)
-    size = fs.size(path)
-    if size != reported:
-        raise CheckpointSaveError(
-            f"{entry['name']} has {size} bytes on disk and its writer reported {reported}; not committed."
-        )
+def _wait_for_size(fs: FsOps, path: str, size: int, seconds: float) -> None:
+    """A file of another rank may be seen a while after it was written."""
+    with contextlib.suppress(CheckpointTimeoutError):  # the caller's error says which size it has
+        wait_visible(lambda: fs.size(path) == size, path, seconds)
+
+
+def _rename(fs: FsOps, attempt: Attempt) -> None:
+    """Make the folder of an attempt, which has its manifest, the checkpoint."""
+    target = attempt.target
+    if is_folder(target):
+        remove_if_empty(fs, target)  # if it is not empty, the rename refuses it with the right error
+    try:
+        fs.rename_new(attempt.staging, target)
+    except FileExistsError as error:
+        raise _taken(target) from error
+    try:
+        fs.sync_folder(os.path.dirname(target))
+    except OSError:
+        # The save is reported as failed, so it must not be found either: take the name away again.
+        discard(fs, target)
+        raise
+
+
+def _put(fs: FsOps, attempt: Attempt, manifest: bytes, draft: str, timeout: float) -> None:
+    """Create the manifest, which names the folder of the attempt, in the target.
+
+    Args:
+        fs: where effects go.
+        attempt: whose files are complete.
+        manifest: its content.
+        draft: a file with this content.
+        timeout: seconds for which it is read back where its creation was not confirmed.
+    """
+    target = attempt.target
+    try:
+        fs.put_new(os.path.join(target, MANIFEST), manifest, draft)
+    except OSError as error:
+        _confirm(fs, attempt, manifest, error, timeout)
+    try:
+        fs.sync_folder(target)
+    except OSError:
+        # The save is reported as failed, so it must not be found either.
+        _take_back(fs, target)
+        raise
+    try:
+        fs.unlink(draft)
+    except OSError as error:
+        logger.warning("%s is committed, and %s in it could not be deleted (%s)", target, draft, error)
+
+
+def _confirm(fs: FsOps, attempt: Attempt, manifest: bytes, error: OSError, timeout: float) -> None:
+    """The put failed, or its answer was lost: return when the manifest is there all the same, else raise."""
+    target, deadline, pause = attempt.target, time.monotonic() + timeout, _FIRST_PAUSE
+    while True:
+        try:
+            token = _committed_token(fs, target)
+            break
+        except CheckpointCorruptError as unread:
+            unreadable = isinstance(unread, CheckpointUnreadableError)
+            if not unreadable and _holds_part(fs, target, manifest):
+                _take_back(fs, target)  # a store that shows files before they are whole: this is no commit
+                raise error from unread
+            if not unreadable or time.monotonic() + pause > deadline:
+                raise CheckpointSaveError(
+                    f"Could not find out whether {target} was committed: {error}, and then {unread} The next "
+                    "start decides by what is on disk.",
+                    error.errno,
+                ) from error
+        time.sleep(pause)
+        pause = min(2 * pause, _LONGEST_PAUSE)
+    if token is None:
+        raise error
+    if token != attempt.token:
+        raise _taken(target) from error
+    logger.warning("%s is committed, although its last step was answered by an error: %s", target, error)
+
+
+def _committed_token(fs: FsOps, target: str) -> str | None:
+    """The token of the committed attempt, or None; CheckpointError when that cannot be read."""
+    manifest = read_manifest(fs, target)
+    return None if manifest is None else str(manifest.get("attempt"))
+
+
+def _holds_part(fs: FsOps, target: str, manifest: bytes) -> bool:
+    try:
+        content = fs.read(os.path.join(target, MANIFEST), MAX_BYTES)
+    except OSError:
+        return False  # then it is unknown, which is what the caller reports
+    return len(content) < len(manifest) and manifest.startswith(content)
+
+
+def _take_back(fs: FsOps, target: str) -> None:
+    try:
+        fs.unlink(os.path.join(target, MANIFEST))
+        fs.sync_folder(target)
+    except OSError as error:
+        logger.warning("%s could not be taken back (%s), so it may be found although its save failed", target, error)
+
+
+def _taken(target: str) -> CheckpointExistsError:
+    return CheckpointExistsError(f"{target} was taken by another save in the meantime; this save was given up.")

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import logging
 import os
 import stat
 import time
@@ -19,16 +18,11 @@ from ..errors import CheckpointTimeoutError
 from .fs_type import kind_of
 from .safe_open import open_regular
 
-logger = logging.getLogger(__name__)
-
 #: Linux takes at most this many buffers in one vectored write (IOV_MAX).
-MAX_BUFFERS = 1024
+_MAX_BUFFERS = 1024
 
 #: What a hard link is answered where the file system has none: object stores that are mounted, FAT, some FUSE.
 _NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS})
-#: What a lock is answered where the file system has none: NFS without lockd, Lustre without `-o flock`, some FUSE.
-_NO_LOCKS = frozenset({errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS})
-
 #: What another rank made is looked for this often: network file systems cache names, for up to half a minute.
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.02, 1.0
 
@@ -48,12 +42,13 @@ class FsOps:
         warns: whether to warn, once, if the file system has no locks. A writer process leaves that to its trainer.
     """
 
+    #: The system call of `write`; it may take fewer bytes than it is given.
+    _pwritev: Callable[[int, Sequence[memoryview], int], int] = staticmethod(os.pwritev)
+
     def __init__(self, *, durable: bool = True, atomic_rename: bool = True, warns: bool = True) -> None:
         self.durable = durable
         self.atomic_rename = atomic_rename
-        self._warns = warns
-        #: By folder: what the clock of its file system is ahead of `time.monotonic()`.
-        self._clocks: dict[str, float] = {}
+        self.warns = warns
 
     def make_folders(self, path: str) -> None:
         """Create a folder and the missing ones above it, each made durable in its parent."""
@@ -89,16 +84,12 @@ class FsOps:
         """Write all of `buffers`, one after the other, at `offset`; short writes are continued."""
         pending = list(buffers)
         while pending:
-            written = self.write_some(fd, pending[:MAX_BUFFERS], offset)
+            written = self._pwritev(fd, pending[:_MAX_BUFFERS], offset)
             offset += written
             while pending and written >= pending[0].nbytes:
                 written -= pending.pop(0).nbytes
             if written:
                 pending[0] = pending[0][written:]
-
-    def write_some(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        """One system call of `write`; returns how many bytes it took, which may be fewer than all."""
-        return os.pwritev(fd, buffers, offset)
 
     def start_writeback(self, fd: int, offset: int, length: int) -> None:
         """Have the kernel begin to write a range that will be synced later, so that the disk starts early.
@@ -173,21 +164,18 @@ class FsOps:
 
         Without renames the file is overwritten where it stands, which an object store makes visible at the close.
         """
-        if self.atomic_rename:
-            fresh = f"{path}.new"
-            if self.size(fresh) is not None:
-                self.unlink(fresh)  # of a process that died just here
-            try:
-                self.write_new(fresh, data)
+        fresh = f"{path}.new" if self.atomic_rename else path
+        if self.size(fresh) is None and os.path.lexists(fresh):
+            self.unlink(fresh)  # a link or a FIFO is replaced, and not written through
+        try:
+            self.write_new(fresh, data, over=True)
+            if self.atomic_rename:
                 self.replace(fresh, path)
-            except BaseException:
+        except BaseException:
+            if self.atomic_rename:
                 with contextlib.suppress(OSError):  # the first error counts
                     self.unlink(fresh)
-                raise
-        else:
-            if self.size(path) is None and os.path.lexists(path):
-                self.unlink(path)  # a link or a FIFO is replaced, and not written through
-            self.write_new(path, data, over=True)
+            raise
         self.sync_folder(os.path.dirname(path))
 
     def sync_folder(self, path: str) -> None:
@@ -280,24 +268,6 @@ class FsOps:
                 self.unlink(trial)
         return made
 
-    def now(self, folder: str, name: str) -> float:
-        """The time of day in a folder, which on a server may differ from this host's: seconds since 1970.
-
-        Args:
-            folder: on the file system in question.
-            name: of a small file which is made there and deleted, at the first call for this folder.
-        """
-        if folder not in self._clocks:
-            try:
-                made = self.try_folder(folder, name)
-            except OSError as error:
-                logger.info(
-                    "the clock of %s is taken to be that of this host, as no file can be made: %s", folder, error
-                )
-                return time.time()
-            self._clocks[folder] = made - time.monotonic()
-        return self._clocks[folder] + time.monotonic()
-
     def free_bytes(self, path: str) -> int | None:
         """How many bytes this process may still write below a folder; None where the file system does not say."""
         found = os.statvfs(path)
@@ -334,65 +304,13 @@ class FsOps:
                         times.append(entry.stat(follow_symlinks=False).st_mtime)
         return max(times)
 
-    def lock_shared(self, path: str) -> int | None:
-        """Open a folder and hold a shared lock on it, which shows others that its owner is alive.
-
-        Returns a descriptor; closing it, or the death of the process, gives the lock back. None: there are no locks
-        here.
-
-        Raises:
-            BlockingIOError: another process looks at this moment whether the folder is locked.
-        """
-        fd, locked = os.open(path, _FOLDER), None
-        try:
-            locked = self._try_lock(fd, fcntl.LOCK_SH, path)
-        finally:
-            if not locked:
-                os.close(fd)
-        if locked is False:
-            raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN), path)
-        return fd if locked else None
-
-    def locked_by_others(self, fd: int, path: str) -> bool:
-        """Whether another living process holds `lock_shared` on a folder, which this one keeps locked by `fd`."""
-        try:
-            return self._try_lock(fd, fcntl.LOCK_EX, path) is False
-        finally:
-            # A conversion that fails gives the shared lock up as well (flock(2)).
-            self._try_lock(fd, fcntl.LOCK_SH, path)
-
-    def is_locked(self, path: str) -> bool | None:
-        """Whether a living process holds `lock_shared` on the folder; None: there are no locks here."""
-        fd = os.open(path, _FOLDER)
-        try:
-            locked = self._try_lock(fd, fcntl.LOCK_EX, path)
-        finally:
-            os.close(fd)
-        return None if locked is None else not locked
+    def open_folder(self, path: str) -> int:
+        """Open a folder to lock it; closing the descriptor, or the death of the process, gives the lock back."""
+        return os.open(path, _FOLDER)
 
     def flock(self, fd: int, how: int) -> None:
-        """The system call."""
+        """Lock an open folder, which shows others that its owner is alive."""
         fcntl.flock(fd, how)
-
-    def _try_lock(self, fd: int, how: int, path: str) -> bool | None:
-        """Lock a folder without waiting. False: another process holds it; None: the file system has no locks."""
-        try:
-            self.flock(fd, how | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        except OSError as error:
-            if error.errno not in _NO_LOCKS:
-                raise
-            if self._warns:
-                self._warns = False
-                logger.warning(
-                    "there are no file locks at %s (%s); instead, each process that saves there touches a small file "
-                    "every few seconds, and what was not touched for a minute counts as left by a dead run",
-                    os.path.dirname(path),
-                    error.strerror,
-                )
-            return None
-        return True
 
 
 def wait_visible(seen: Callable[[], bool], what: str, seconds: float) -> None:

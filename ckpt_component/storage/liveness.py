@@ -6,20 +6,27 @@ touched for a minute, by the clock of the file system, counts as dead.
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import logging
 import os
 import threading
 import time
+from collections.abc import Sequence
 from functools import cached_property
 
 from .fs import FsOps
-from .names import TRIAL_PREFIX, alive_path, alive_prefix, new_token
+from .names import ALIVE_PREFIX, TRIAL_PREFIX, new_token
 
 logger = logging.getLogger(__name__)
 
 TOUCH_SECONDS = 5.0
 #: Without a lock to look at, what did not change for so long is dead.
 QUIET_SECONDS = 60.0
+#: A folder this young may not have been locked by its process yet.
+_YOUNG_SECONDS = 5.0
+#: What a lock is answered where the file system has none: NFS without lockd, Lustre without `-o flock`, some FUSE.
+_NO_LOCKS = frozenset({errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS})
 #: A process that looks at a lock holds it for microseconds.
 _LOOK_SECONDS = 5.0
 _LOOK_PAUSE = 0.01
@@ -46,31 +53,37 @@ class AttemptLock:
         self._over = threading.Event()
         self._mark: str | None = None
         self._thread: threading.Thread | None = None
-        self._fd: int | None = None
-        deadline = time.monotonic() + _LOOK_SECONDS
-        while True:
-            try:
-                self._fd = fs.lock_shared(staging)
-                break
-            except BlockingIOError:
+        self._fd: int | None = fs.open_folder(staging)
+        deadline, locked = time.monotonic() + _LOOK_SECONDS, None
+        try:
+            while (locked := try_lock(fs, self._fd, fcntl.LOCK_SH, staging)) is False:  # another process looks at it
                 if time.monotonic() > deadline:
-                    raise
-            time.sleep(_LOOK_PAUSE)
-        if self._fd is None:
-            self._mark = alive_path(root, token)
+                    raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN), staging)
+                time.sleep(_LOOK_PAUSE)
+        finally:
+            if not locked:
+                os.close(self._fd)
+        if locked is None:
+            self._fd = None
+            self._mark = f"{os.path.join(root, ALIVE_PREFIX)}{token}.{new_token()}"
             fs.close(fs.create(self._mark))
             self._thread = threading.Thread(target=self._touch, args=(self._mark,), name="ckpt-alive", daemon=True)
             self._thread.start()
 
     def held_by_others(self) -> bool:
         """Whether another living process holds a lock on the attempt."""
-        return self._fd is not None and self._fs.locked_by_others(self._fd, self._staging)
+        if self._fd is None:
+            return False
+        try:
+            return try_lock(self._fs, self._fd, fcntl.LOCK_EX, self._staging) is False
+        finally:
+            # A conversion that fails gives the shared lock up as well (flock(2)).
+            try_lock(self._fs, self._fd, fcntl.LOCK_SH, self._staging)
 
     def touched_by_others(self) -> float:
         """When another process without a lock last showed that it lives; 0 where none did."""
-        names = [name for name in self._fs.names(self._root) if name.startswith(alive_prefix(self._token))]
-        paths = [os.path.join(self._root, name) for name in names]
-        return max((_modified(self._fs, path) for path in paths if path != self._mark), default=0.0)
+        marks = [mark for mark in _marks(self._root, self._fs.names(self._root), self._token) if mark != self._mark]
+        return max((_modified(self._fs, mark) for mark in marks), default=0.0)
 
     def close(self) -> None:
         """Give it back."""
@@ -123,10 +136,10 @@ class LifeSigns:
             token: of the attempt.
             here: whether its processes are of this host, whose locks can be seen where there are any.
         """
-        locked = self._fs.is_locked(path)
+        locked = is_locked(self._fs, path)
         if locked:
             return True
-        marks = [os.path.join(self.root, name) for name in self.names if name.startswith(alive_prefix(token))]
+        marks = _marks(self.root, self.names, token)
         if locked is None or not here:
             marks.append(path)
         return any(not self.is_quiet(mark) for mark in marks)
@@ -135,13 +148,54 @@ class LifeSigns:
         """Whether a file, or all that is in a folder, has not changed for so long that its owner is dead."""
         return self._now - _modified(self._fs, path) >= QUIET_SECONDS
 
-    def is_older(self, path: str, seconds: float) -> bool:
-        """Whether a file or a folder itself (not what is in it) was made or changed longer ago."""
-        return self._now - os.lstat(path).st_mtime >= seconds
+    def is_young(self, path: str) -> bool:
+        """Whether a file or a folder itself (not what is in it) was made or changed just now."""
+        return self._now - os.lstat(path).st_mtime < _YOUNG_SECONDS
 
     @cached_property
     def _now(self) -> float:
-        return self._fs.now(self.root, f"{TRIAL_PREFIX}{new_token()}")
+        """The time of day on the file system, which on a server may differ from this host's."""
+        try:
+            return self._fs.try_folder(self.root, f"{TRIAL_PREFIX}{new_token()}")
+        except OSError as error:
+            logger.info("the clock of %s is taken to be that of this host: %s", self.root, error)
+            return time.time()
+
+
+def try_lock(fs: FsOps, fd: int, how: int, path: str) -> bool | None:
+    """Lock an open folder without waiting. False: another process holds it; None: the file system has no locks."""
+    try:
+        fs.flock(fd, how | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+        if fs.warns:
+            fs.warns = False
+            logger.warning(
+                "there are no file locks at %s (%s); instead, each process that saves there touches a small file "
+                "every few seconds, and what was not touched for a minute counts as left by a dead run",
+                os.path.dirname(path),
+                error.strerror,
+            )
+        return None
+    return True
+
+
+def is_locked(fs: FsOps, path: str) -> bool | None:
+    """Whether a living process holds an `AttemptLock` on a folder; None: there are no locks here."""
+    fd = fs.open_folder(path)
+    try:
+        locked = try_lock(fs, fd, fcntl.LOCK_EX, path)
+    finally:
+        os.close(fd)
+    return None if locked is None else not locked
+
+
+def _marks(root: str, names: Sequence[str], token: str) -> list[str]:
+    """The files by which processes without a lock show that they work on an attempt."""
+    return [os.path.join(root, name) for name in names if name.startswith(f"{ALIVE_PREFIX}{token}.")]
 
 
 def _modified(fs: FsOps, path: str) -> float:

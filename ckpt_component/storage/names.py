@@ -98,29 +98,14 @@ def is_token(name: object) -> bool:
     return isinstance(name, str) and _TOKEN.fullmatch(name) is not None
 
 
-def is_token_of_this_host(name: str) -> bool:
+def is_token_of_this_host(token: str) -> bool:
     """Whether a process of this host made this token."""
-    return is_token(name) and name.startswith(_host_token() + "-")
+    return is_token(token) and token.startswith(f"{_host_token()}-")
 
 
-def staging_path(target: str, token: str) -> str:
-    """The folder beside `target` in which an attempt collects its files."""
-    return os.path.join(os.path.dirname(target), f"{STAGING_PREFIX}{os.path.basename(target)}.{token}")
-
-
-def token_of_staging(name: str) -> str:
-    """The token in the name of a staging folder."""
-    return name.rpartition(".")[2]
-
-
-def alive_prefix(token: str) -> str:
-    """How the names of the files begin by which the processes of an attempt show that they live."""
-    return f"{ALIVE_PREFIX}{token}."
-
-
-def alive_path(root: str, token: str) -> str:
-    """A new name under which this process can show that it works on an attempt."""
-    return os.path.join(root, alive_prefix(token) + new_token())
+def token_of(name: str) -> str:
+    """The token at the end of the name of a folder or a small file of ours, after a dot or a slash."""
+    return re.split("[./]", name)[-1]
 
 
 def trash_path(path: str) -> str:
@@ -132,13 +117,6 @@ def trash_path(path: str) -> str:
 def quarantine_path(path: str) -> str:
     """A new name beside `path` under which a damaged checkpoint is kept for inspection."""
     return os.path.join(os.path.dirname(path), f"{QUARANTINE_PREFIX}{os.path.basename(path)}.{new_token()}")
-
-
-def is_debris_of_this_host(name: str) -> bool:
-    """Whether a name is that of an unfinished or retired folder, or of a file beside it, of a process of this host."""
-    if not name.startswith((STAGING_PREFIX, TRASH_PREFIX, TRIAL_PREFIX, ALIVE_PREFIX)):
-        return False
-    return name.rpartition(".")[2].startswith(_host_token() + "-")
 
 
 def _host_token() -> str:

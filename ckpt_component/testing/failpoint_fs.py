@@ -59,13 +59,13 @@ class FailpointFs(FsOps):
             )
         return cls(parse_failpoints(spec), log, durable=durable, atomic_rename=atomic_rename, process=process)
 
-    def write_some(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+    def _pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         """One system call, which a failpoint may cut in half."""
         cut = self._cut.pop(threading.get_ident(), None)
         if cut is None:
-            return super().write_some(fd, buffers, offset)
+            return super()._pwritev(fd, buffers, offset)
         first = buffers[0]
-        written = super().write_some(fd, [first[: max(first.nbytes // 2, 1)]], offset)
+        written = super()._pwritev(fd, [first[: max(first.nbytes // 2, 1)]], offset)
         if cut == "torn":
             _die()
         return written

@@ -178,9 +178,9 @@ def test_the_clock_is_that_of_the_file_system(ahead: float, tmp_path: Path, monk
 
 def test_a_folder_that_is_committed_while_it_is_looked_at_is_no_error(tmp_path: Path) -> None:
     class Committed(FsOps):
-        def is_locked(self, path: str) -> bool | None:
+        def open_folder(self, path: str) -> int:
             os.rename(path, tmp_path / "iter_0000007")
-            return super().is_locked(path)
+            return super().open_folder(path)
 
     for look in (living_attempts, sweep):
         attempt = begun(FsOps(), tmp_path, 7)

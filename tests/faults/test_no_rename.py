@@ -6,6 +6,7 @@ import os
 import shutil
 import threading
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -284,7 +285,7 @@ def test_a_sweep_takes_dead_attempts_of_this_host_alone(root: Path, uploads: str
     foreign = root / "iter_0000005" / FOREIGN_TOKEN
     foreign.mkdir()
     (root / "iter_0000008").mkdir()
-    lock = store.lock_shared(alive.staging)
+    lock = commit.lock(store, alive)
     for path in (*root.glob("iter_*/*-*"), *root.glob("iter_*")):
         age(path)
     os.utime(young.staging)
@@ -292,7 +293,7 @@ def test_a_sweep_takes_dead_attempts_of_this_host_alone(root: Path, uploads: str
         assert living_attempts(store, str(root), MEGATRON) == [f"iter_0000002/{alive.token}"]
         gone = sweep(store, str(root), MEGATRON)
     finally:
-        os.close(lock)
+        lock.close()
     assert set(gone) == {
         f"iter_0000001/{dead.token}",
         f"iter_0000004/{loser.token}",
@@ -332,7 +333,7 @@ def test_quarantine_keeps_the_data_and_frees_the_name(damage: str, renames: bool
     living = written(store, root, 9)
     os.rename(living.staging, root / "iter_0000001" / living.token)
     os.rmdir(living.target)
-    lock = store.lock_shared(str(root / "iter_0000001" / living.token))
+    lock = commit.lock(store, replace(living, target=attempt.target))
     manifest = Path(attempt.target, MANIFEST)
     if damage == "data":
         Path(attempt.staging, "data").write_bytes(b"123")
@@ -343,7 +344,7 @@ def test_quarantine_keeps_the_data_and_frees_the_name(damage: str, renames: bool
     assert list(scan_steps(store, str(root), MEGATRON).damaged) == [1]
     content = manifest.read_bytes()
     where = Path(quarantine(FsOps() if renames else store, attempt.target))
-    os.close(lock)
+    lock.close()
     assert (where / QUARANTINED).read_bytes() == content and not manifest.exists()
     assert where == Path(attempt.staging) or damage == "at"
     scan = scan_steps(store, str(root), MEGATRON)
@@ -467,7 +468,7 @@ def test_a_step_whose_attempt_lives_is_waited_for_and_not_quarantined(root: Path
     with manager_in(root, MANIFEST_MODE) as manager:
         manager.save(1, state_of(1))
     attempt = written(fs, root, 2)
-    lock = fs.lock_shared(attempt.staging)
+    lock = commit.lock(fs, attempt)
     (root / "iter_0000003" / FOREIGN_TOKEN).mkdir(parents=True)
     for path in (*root.glob("iter_*/*-*"), *root.glob("iter_*")):
         age(path)
@@ -475,7 +476,7 @@ def test_a_step_whose_attempt_lives_is_waited_for_and_not_quarantined(root: Path
         for mode in (MANIFEST_MODE, "checkpoint.commit=rename"):
             assert restored(root, mode, "checkpoint.timeouts.close=0.2") == 1
     finally:
-        os.close(lock)
+        lock.close()
     assert Path(attempt.staging, "data").exists() and (root / "iter_0000003" / FOREIGN_TOKEN).exists()
     assert restored(root, MANIFEST_MODE) == 1
     assert not Path(attempt.target).exists() and (root / "iter_0000003" / FOREIGN_TOKEN).exists()

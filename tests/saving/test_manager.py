@@ -127,7 +127,7 @@ def test_a_damaged_newest_checkpoint_is_passed_over_loudly(tmp_path: Path, caplo
 
 
 def test_what_a_dead_run_left_is_deleted_and_nothing_else(tmp_path: Path) -> None:
-    from ckpt_component.storage.commit import Attempt, begin
+    from ckpt_component.storage.commit import Attempt, begin, lock
     from ckpt_component.storage.fs import FsOps
     from ckpt_component.storage.names import new_token
 
@@ -135,7 +135,7 @@ def test_what_a_dead_run_left_is_deleted_and_nothing_else(tmp_path: Path) -> Non
     for attempt in (dead, alive):
         begin(FsOps(), attempt)
         os.utime(attempt.staging, (1, 1))
-    lock = FsOps().lock_shared(alive.staging)
+    held = lock(FsOps(), alive)
     foreign = tmp_path / ".ckpt-tmp.iter_0000003.otherhost-1234"
     foreign.mkdir()
     try:
@@ -145,7 +145,7 @@ def test_what_a_dead_run_left_is_deleted_and_nothing_else(tmp_path: Path) -> Non
         assert os.path.exists(alive.staging)
         assert foreign.exists()
     finally:
-        os.close(lock)
+        held.close()
 
 
 @pytest.mark.parametrize("overlap", ["wait", "skip", "error"])

@@ -25,7 +25,7 @@ from ckpt_component import (
     build_checkpointer,
     build_manager,
 )
-from ckpt_component.storage.commit import Attempt, begin
+from ckpt_component.storage.commit import Attempt, begin, lock
 from ckpt_component.storage.fs import FsOps
 from ckpt_component.storage.layout import discard
 from ckpt_component.storage.names import QUARANTINE_PREFIX, new_token
@@ -271,7 +271,7 @@ def test_only_dead_debris_of_this_host_goes(tmp_path: Path, caplog: pytest.LogCa
     dead, alive = (Attempt(str(root / name), new_token()) for name in ("iter_0000003", "iter_0000004"))
     for attempt in (dead, alive):
         begin(FsOps(), attempt)
-    lock = FsOps().lock_shared(alive.staging)
+    held = lock(FsOps(), alive)
     half_deleted = root / os.path.basename(dead.staging).replace(".ckpt-tmp.", ".ckpt-trash.").replace("03.", "05.")
     half_deleted.mkdir()
     (half_deleted / "__0_0.distcp").write_bytes(b"x")
@@ -304,7 +304,7 @@ def test_only_dead_debris_of_this_host_goes(tmp_path: Path, caplog: pytest.LogCa
     try:
         assert restored_nine(root)
     finally:
-        os.close(lock)
+        held.close()
     after = {path.name for path in root.iterdir()}
     assert before - after == {os.path.basename(dead.staging), half_deleted.name} and after <= before
     assert (outside / "precious").read_text() == "x"

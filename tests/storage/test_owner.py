@@ -86,8 +86,8 @@ STOPPED = """
 
     write_new = FsOps.write_new
 
-    def stop_before_the_commit(self, path, data):
-        write_new(self, path, data)
+    def stop_before_the_commit(self, path, data, **options):
+        write_new(self, path, data, **options)
         if path.endswith("manifest.json") and "iter_0000002" in path:
             # To this very thread: a stop sent to the process may reach it after the owner was looked up.
             signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)

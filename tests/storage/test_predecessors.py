@@ -17,7 +17,7 @@ from ckpt_component.storage import commit
 from ckpt_component.storage.fencing import FencingToken
 from ckpt_component.storage.fs import FsOps
 from ckpt_component.storage.layout import quarantine
-from ckpt_component.storage.liveness import AttemptLock
+from ckpt_component.storage.liveness import AttemptLock, is_locked
 from ckpt_component.storage.names import ALIVE_PREFIX, MEGATRON, new_token, owned_token, trash_path
 
 COMMITS = pytest.mark.parametrize("mode", ["manifest", "rename"])
@@ -151,13 +151,13 @@ def test_a_lock_waits_for_who_looks_at_it(tmp_path: Path) -> None:
     looks: list[int] = []
 
     class Looked(FsOps):
-        def lock_shared(self, path: str) -> int | None:
+        def flock(self, fd: int, how: int) -> None:
             looks.append(1)
             if len(looks) < 3:
-                raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN), path)
-            return super().lock_shared(path)
+                raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+            super().flock(fd, how)
 
     lock = AttemptLock(Looked(), str(tmp_path), attempt.token, attempt.staging)
-    assert len(looks) == 3 and FsOps().is_locked(attempt.staging)
+    assert len(looks) == 3 and is_locked(FsOps(), attempt.staging)
     lock.close()
-    assert not FsOps().is_locked(attempt.staging)
+    assert not is_locked(FsOps(), attempt.staging)

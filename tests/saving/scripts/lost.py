@@ -191,7 +191,7 @@ def late_view(rank: int, world_size: int, folder: Path) -> None:
 
     if rank == 1:
         late("is_folder", lambda path: False, False)
-        for name in ("names", "modified", "is_locked", "free_bytes", "rename_new"):
+        for name in ("names", "modified", "open_folder", "free_bytes", "rename_new"):
             setattr(FsOps, name, never)
     else:
         late("size", lambda path: ".ckpt-tmp." not in path or not re.search("__1_|integrity-1", path), None)
