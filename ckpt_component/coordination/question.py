@@ -41,6 +41,10 @@ class Question:
         """Whether a rank has posted."""
         return self.store.has(f"{self.tag}/posts/{rank}")
 
+    def has_all(self) -> bool:
+        """Whether every rank has posted."""
+        return self.count("count") >= self.store.world_size
+
     def missing(self) -> list[int]:
         """The ranks that have not posted."""
         return [rank for rank in range(self.store.world_size) if not self.has_posted(rank)]
@@ -78,7 +82,7 @@ class Question:
 
     def is_over(self, detector: FailureDetector, lost: dict[int, str]) -> bool:
         """Whether every rank has voted, or one has failed or is lost; adds those that are lost to the dict."""
-        if self.count("count") >= self.store.world_size or self.count("failed"):
+        if self.has_all() or self.count("failed"):
             return True
         lost.update(detector.dead_ranks(self.missing))
         return bool(lost)
@@ -89,7 +93,6 @@ class Question:
         Raises:
             RanksError: a rank failed, died or hangs, or did not finish in time.
         """
-        world_size = self.store.world_size
         lost: dict[int, str] = {}
         try:
             self.store.wait_until(lambda: self.is_over(detector, lost), deadline, lambda: "all ranks to write")
@@ -98,8 +101,8 @@ class Question:
             raise ranks_failed(late, causes=dict.fromkeys(late, CheckpointTimeoutError.__name__)) from error
         if self.count("failed"):
             time.sleep(_COMPANY_SECONDS)
-        silent = set(self.missing()) if self.count("count") < world_size else set()
-        present = [rank for rank in range(world_size) if rank not in silent]
+        silent = set() if self.has_all() else set(self.missing())
+        present = [rank for rank in range(self.store.world_size) if rank not in silent]
         votes = dict(zip(present, self.values(present), strict=True))
         failures = {rank: vote["error"] for rank, vote in votes.items() if "error" in vote}
         if failures or lost:

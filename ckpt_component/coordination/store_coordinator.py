@@ -103,7 +103,7 @@ class StoreCoordinator(Coordinator):
         failure, data = None, None
         try:
             if self.is_leader:
-                self._await_all(question, deadline, lookout)
+                self._wait(question.has_all, question.missing, deadline, question.absentees, lookout)
             else:
                 data = self._await_answer(question, deadline, lookout, question.absentees)
         except (CheckpointTimeoutError, RanksError) as error:
@@ -268,16 +268,6 @@ class StoreCoordinator(Coordinator):
     def _silent(self, question: Question) -> list[int]:
         """The ranks that have not posted, of those that this one looks after."""
         return question.missing() if self.is_leader else [] if question.has_posted(0) else [0]
-
-    def _await_all(self, question: Question, deadline: float, lookout: Lookout | None) -> None:
-        """On the leader: return when every rank has posted."""
-        self._wait(
-            lambda: question.count("count") >= self.world_size,
-            question.missing,
-            deadline,
-            question.absentees,
-            lookout,
-        )
 
     def _await_answer(
         self,
