@@ -59,8 +59,3 @@ def _seconds(fs: FsOps, path: str, block: memoryview, *, direct: bool) -> float:
         fs.sync(target)
         took = time.perf_counter() - started
     return took
-
-
-def is_worth_trying(nbytes: int) -> bool:
-    """Whether an image is large enough for a trial, and for a gain."""
-    return nbytes >= SMALLEST

@@ -12,13 +12,15 @@ import os
 import threading
 import time
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from ..storage.checksum import Checksum, Stream
-from ..storage.fs import FsOps
+
+if TYPE_CHECKING:
+    from .request import WriteRequest
 
 #: What direct I/O is aligned to: addresses, offsets and lengths.
 PAGE = 4096
@@ -80,21 +82,6 @@ class Lane:
     items: Places
 
 
-@dataclass(frozen=True)
-class Opened:
-    """A file that lanes write to.
-
-    Attributes:
-        fd: its descriptor.
-        base: where it starts in the image.
-        direct: whether the descriptor bypasses the page cache.
-    """
-
-    fd: int
-    base: int
-    direct: bool
-
-
 class Throttle:
     """Keeps all lanes together below a rate.
 
@@ -118,102 +105,94 @@ class Throttle:
 
 
 class LaneWriter:
-    """Writes the lanes of one job.
+    """Writes the lanes of one request.
 
     Args:
-        fs: where effects go.
-        source: the image.
-        files: by number.
+        request: which bytes go where, and how.
+        descriptors: of the table's files, by number.
         checksum: of the items.
         sums: by number of the item; filled in.
-        block_bytes: how many bytes one write call takes; with direct I/O rounded up to whole pages.
-        throttle: of the job.
+        direct: whether the descriptors bypass the page cache.
         in_memory: whether the files are kept in memory alone, so that a write is a copy and nothing else.
     """
 
     def __init__(
         self,
-        fs: FsOps,
-        source: ByteSource,
-        files: Sequence[Opened],
+        request: WriteRequest,
+        descriptors: Sequence[int],
         checksum: Checksum,
         sums: list[int],
-        block_bytes: int,
-        throttle: Throttle,
         *,
-        in_memory: bool = False,
+        direct: bool,
+        in_memory: bool,
     ) -> None:
-        self._fs = fs
-        self._source = source
-        self._files = files
+        self._fs = request.fs
+        self._source = request.source
+        self._table = request.table
+        self._descriptors = descriptors
         self._checksum = checksum
         self._sums = sums
-        self._block_bytes = align_up(block_bytes)
-        self._throttle = throttle
+        self._direct = direct
         self._in_memory = in_memory
+        self._block_bytes = align_up(request.options.block_bytes)
+        self._throttle = Throttle(request.options.max_bytes_per_second)
         self._failed: list[BaseException] = []
 
-    def run(self, groups: Sequence[Sequence[Lane]]) -> None:
+    def run(self) -> None:
         """Write all lanes, a group after its own order and the groups at once.
 
         Raises:
             OSError: the first failure; the others have stopped at their next block.
         """
-        busy = [lanes for lanes in groups if lanes]
-        if not busy:
-            return
+        groups = [lanes for lanes in self._table.lanes if lanes]
         # Where no device is waited for, a thread beside takes the processor of one that copies, if there are so few.
-        alone = self._in_memory and len(os.sched_getaffinity(0)) < 2 * len(busy)
-        with ThreadPoolExecutor(len(busy), thread_name_prefix="ckpt-write") as pool:
-            for lanes in busy:
-                pool.submit(self._run_group, self._copy_all if alone else self._write_all, lanes)
+        alone = self._in_memory and len(os.sched_getaffinity(0)) < 2 * len(groups)
+        with ThreadPoolExecutor(max(len(groups), 1), thread_name_prefix="ckpt-write") as pool:
+            for lanes in groups:
+                pool.submit(self._run_group, lanes, alone)
         if self._failed:
             raise self._failed[0]
 
-    def _run_group(self, work: Callable[[Sequence[Lane]], None], lanes: Sequence[Lane]) -> None:
+    def _run_group(self, lanes: Sequence[Lane], alone: bool) -> None:
         try:
-            work(lanes)
+            # One thread beside the one that writes, because disk, checksum (zlib: 2 GB/s) and the gathering of live
+            # tensors each take about as long as the other.
+            with ThreadPoolExecutor(1, thread_name_prefix="ckpt-sum") as beside:
+                for lane in lanes:
+                    if alone:
+                        self._write_alone(lane)
+                    else:
+                        self._write(lane, beside)
         except BaseException as error:
             self._failed.append(error)
 
-    def _copy_all(self, lanes: Sequence[Lane]) -> None:
-        """In one thread, which sums what is still in its cache: on two processors 1.2 times as fast as with another."""
-        for lane in lanes:
-            file, cursor = self._files[lane.file], SumCursor(lane, self._checksum, self._sums)
-            for position, end in self._ranges(lane):
-                if self._failed:
-                    return
-                pieces = self._source.buffers(file.base + position, file.base + end, whole=file.direct)
-                self._throttle.wait(end - position)
-                for portion in _portions(pieces, _CACHED_BYTES):
-                    self._fs.write(file.fd, portion, position)
-                    cursor.feed(_within(portion, position, lane.start, lane.end))
-                    position += sum(piece.nbytes for piece in portion)
-
-    def _write_all(self, lanes: Sequence[Lane]) -> None:
-        # One thread beside the one that writes, because disk, checksum (zlib: 2 GB/s) and the gathering of live
-        # tensors each take about as long as the other.
-        with ThreadPoolExecutor(1, thread_name_prefix="ckpt-sum") as beside:
-            for lane in lanes:
-                self._write(lane, beside)
-
-    def _ranges(self, lane: Lane) -> list[tuple[int, int]]:
+    def _ranges(self, lane: Lane, nbytes: int) -> list[tuple[int, int]]:
         """What one write call after the other takes of a lane's file."""
         start, stop = lane.start, lane.end
-        if self._files[lane.file].direct:
+        if self._direct:
             start, stop = align_down(start), align_up(stop)
-        return [(at, min(at + self._block_bytes, stop)) for at in range(start, stop, self._block_bytes)]
+        return [(at, min(at + nbytes, stop)) for at in range(start, stop, nbytes)]
+
+    def _pieces(self, lane: Lane, start: int, end: int) -> list[memoryview]:
+        """The bytes of a range of a lane's file."""
+        base = self._table.files[lane.file].base
+        return self._source.buffers(base + start, base + end, whole=self._direct)
+
+    def _write_alone(self, lane: Lane) -> None:
+        """In one thread, which sums what is still in its cache: on two processors 1.2 times as fast as with another."""
+        descriptor, cursor = self._descriptors[lane.file], SumCursor(lane, self._checksum, self._sums)
+        for position, end in self._ranges(lane, min(self._block_bytes, _CACHED_BYTES)):
+            if self._failed:
+                return
+            pieces = self._pieces(lane, position, end)
+            self._throttle.wait(end - position)
+            self._fs.write(descriptor, pieces, position)
+            cursor.feed(_within(pieces, position, lane.start, lane.end))
 
     def _write(self, lane: Lane, beside: ThreadPoolExecutor) -> None:
-        file = self._files[lane.file]
-        cursor = SumCursor(lane, self._checksum, self._sums)
-        ranges = self._ranges(lane)
-
-        def fetch(number: int) -> Future[list[memoryview]]:
-            first, last = ranges[number]
-            return beside.submit(self._source.buffers, file.base + first, file.base + last, whole=file.direct)
-
-        fetched = fetch(0) if ranges else None
+        descriptor, cursor = self._descriptors[lane.file], SumCursor(lane, self._checksum, self._sums)
+        ranges = self._ranges(lane, self._block_bytes)
+        fetched = beside.submit(self._pieces, lane, *ranges[0]) if ranges else None
         summed: Future[None] | None = None
         for number, (position, end) in enumerate(ranges, 1):
             if self._failed or fetched is None:
@@ -223,11 +202,11 @@ class LaneWriter:
                 summed.result()  # it came before this fetch; a failure ends the lane here
             # From the image and not from the file, so that it also covers the write. In order, behind the last block's.
             summed = beside.submit(cursor.feed, _within(pieces, position, lane.start, lane.end))
-            fetched = fetch(number) if number < len(ranges) else None
+            fetched = beside.submit(self._pieces, lane, *ranges[number]) if number < len(ranges) else None
             self._throttle.wait(end - position)
-            self._fs.write(file.fd, pieces, position)
-            if not file.direct:
-                self._fs.start_writeback(file.fd, position, end - position)
+            self._fs.write(descriptor, pieces, position)
+            if not self._direct:
+                self._fs.start_writeback(descriptor, position, end - position)
         if summed is not None:
             summed.result()
 
@@ -285,28 +264,13 @@ def align_up(position: int) -> int:
     return -(-position // PAGE) * PAGE
 
 
-def _portions(pieces: Sequence[memoryview], nbytes: int) -> Iterator[list[memoryview]]:
-    """The pieces in portions of so many bytes, and the rest."""
-    portion: list[memoryview] = []
-    free = nbytes
-    for piece in pieces:
-        while piece.nbytes >= free:
-            yield [*portion, piece[:free]]
-            portion, piece, free = [], piece[free:], nbytes
-        if piece.nbytes:
-            portion.append(piece)
-            free -= piece.nbytes
-    if portion:
-        yield portion
-
-
 def _within(pieces: Sequence[memoryview], position: int, start: int, end: int) -> list[memoryview]:
     """What of the pieces, the first of which is at `position`, lies in [start, end)."""
-    found = []
+    inside = []
     for piece in pieces:
         after = position + piece.nbytes
         first, last = max(start - position, 0), piece.nbytes - max(after - end, 0)
         if first < last:
-            found.append(piece[first:last])
+            inside.append(piece[first:last])
         position = after
-    return found
+    return inside

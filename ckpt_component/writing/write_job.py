@@ -19,8 +19,8 @@ from typing import Any
 from ..storage.checksum import find_checksum
 from ..storage.fs import FsOps
 from ..storage.names import integrity_name
-from .io_mode import BLOCK_BYTES, direct_is_faster, is_worth_trying
-from .range_writer import ByteSource, LaneWriter, Opened, Throttle
+from . import io_mode
+from .range_writer import LaneWriter
 from .request import WriteRequest, WriteResult
 
 
@@ -51,29 +51,24 @@ def run_write_job(request: WriteRequest, checksum_home: Sequence[str] | None = N
         OSError: the first failure of any parallel writer, after all of them have stopped.
         ChecksumMissingError: the package of the table's checksum is not installed.
     """
-    fs, folder, table, source = request.fs, request.attempt.staging, request.table, request.source
-    extras, options = request.extras, request.options
+    fs, folder, table, extras = request.fs, request.attempt.staging, request.table, request.extras
     started = time.perf_counter()
     checksum = find_checksum(table.checksum, checksum_home)
     in_memory = fs.in_memory(folder)
-    io = "buffered" if in_memory and options.io == "auto" else _io_mode(fs, folder, source, options.io)
-    tails = {extra.file: extra.offset + extra.data.nbytes for extra in extras}
+    io = "buffered" if in_memory and request.options.io == "auto" else _io_mode(request)
     descriptors: dict[str, int] = {}
     direct: dict[str, int] = {}
-    sizes: dict[str, int] = {}
+    sizes = {spec.name: spec.size for spec in table.files}
+    for extra in extras:
+        sizes[extra.file] = max(sizes.get(extra.file, 0), extra.offset + extra.data.nbytes)
     sums = [checksum.of(memoryview(b""))] * table.item_count  # what items without bytes keep
     with _closing(fs, descriptors), _closing(fs, direct):
-        for spec in table.files:
-            sizes[spec.name] = max(spec.size, tails.pop(spec.name, 0))
-        sizes.update(tails)
         _create(fs, folder, sizes, descriptors)
         if io == "direct":
             for spec in table.files:
                 direct[spec.name] = _open_direct(fs, os.path.join(folder, spec.name))
-        files = [Opened((direct or descriptors)[spec.name], spec.base, bool(direct)) for spec in table.files]
-        throttle = Throttle(options.max_bytes_per_second)
-        lanes = LaneWriter(fs, source, files, checksum, sums, options.block_bytes, throttle, in_memory=in_memory)
-        lanes.run(table.lanes)
+        opened = [(direct or descriptors)[spec.name] for spec in table.files]
+        LaneWriter(request, opened, checksum, sums, direct=bool(direct), in_memory=in_memory).run()
         for spec in table.files if direct else ():
             fs.truncate(descriptors[spec.name], sizes[spec.name])  # the last page is written as a whole
         for extra in extras:
@@ -122,16 +117,16 @@ def _open_direct(fs: FsOps, path: str) -> int:
         raise OSError(error.errno, text, path) from error
 
 
-def _io_mode(fs: FsOps, folder: str, source: ByteSource, mode: str) -> str:
+def _io_mode(request: WriteRequest) -> str:
     """`direct` or `buffered`; or `auto` where there is too little to write for a trial, which is then buffered."""
-    if mode != "auto":
-        return mode
-    if not fs.atomic_rename:
+    if request.options.io != "auto":
+        return request.options.io
+    if not request.fs.atomic_rename:
         return "buffered"  # an object store takes whole files at their close, and has no second way to open one
-    if not is_worth_trying(source.nbytes):
+    if request.source.nbytes < io_mode.SMALLEST:
         return "auto"
-    (block,) = source.buffers(0, BLOCK_BYTES, whole=True)
-    return "direct" if direct_is_faster(fs, folder, block) else "buffered"
+    (block,) = request.source.buffers(0, io_mode.BLOCK_BYTES, whole=True)
+    return "direct" if io_mode.direct_is_faster(request.fs, request.attempt.staging, block) else "buffered"
 
 
 @contextlib.contextmanager

@@ -19,7 +19,7 @@ import torch
 
 from ckpt_component import CheckpointConfigError, CheckpointSaveError, build_checkpointer
 from ckpt_component.storage.fs import FsOps
-from ckpt_component.writing import io_mode, range_writer
+from ckpt_component.writing import io_mode
 from ckpt_component.writing.range_writer import Throttle
 
 STATE = {
@@ -137,16 +137,6 @@ def test_a_file_that_cannot_be_made_leaves_no_other_open(tmp_path: Path, monkeyp
         assert any(path.endswith("_0.distcp") for path in made)
         assert len(os.listdir("/proc/self/fd")) == before
     assert not list(tmp_path.iterdir())
-
-
-def test_portions_are_the_pieces() -> None:
-    data = memoryview(bytes(range(100)))
-    pieces = [data[:3], data[3:3], data[3:40], data[40:41], data[41:]]
-    portions = list(range_writer._portions(pieces, 16))
-    assert [sum(map(len, portion)) for portion in portions] == [16] * 6 + [4]
-    assert b"".join(piece for portion in portions for piece in portion) == data
-    assert list(range_writer._portions([], 16)) == []
-    assert list(range_writer._portions([data[:16]], 16)) == [[data[:16]]]
 
 
 def without_direct_io(fs: FsOps, path: str) -> int:
