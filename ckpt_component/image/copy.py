@@ -46,7 +46,7 @@ def sources_of(layout: Layout, flat: FlatState) -> tuple[list[torch.Tensor], tor
         layout: of the items.
         flat: a state of the layout's structure.
     """
-    sources = list(layout.pick(flat.tensors))
+    sources = list(map(flat.tensors.__getitem__, layout.tensor_of))
     pointers = flat.pointers or array("Q", [0])
     addresses = torch.frombuffer(pointers, dtype=torch.int64).index_select(0, layout.tensor_column)
     for number, (start, count) in layout.windows.items():
@@ -147,13 +147,20 @@ class CopyTasks:
         for device, numbers in plan.on_device.items():
             self._events.append(self._start_on(device, numbers))
 
-    def drain(self, until: float = math.inf) -> None:
+    def drain(self, until: float = math.inf, threads: int = 1) -> None:
         """Do tasks until none is left; other threads may still be at work on theirs. `finish` raises what failed.
 
         Args:
             until: begin no further task after this time (monotonic seconds).
+            threads: how many may work, the calling one and those at work already included.
         """
-        with torch.no_grad():  # holds for one thread alone
+        helpers = min(threads - self._running, len(self._todo)) - 1
+        with (
+            ThreadPoolExecutor(max(helpers, 1), thread_name_prefix="ckpt-copy") as pool,
+            torch.no_grad(),  # holds for one thread alone
+        ):
+            for _ in range(helpers):
+                pool.submit(self.drain, until)
             while True:
                 with self._changed:
                     if not self._todo or time.monotonic() >= until:
@@ -174,22 +181,6 @@ class CopyTasks:
         with self._changed:
             self._todo.clear()
 
-    def help(self, threads: int, until: float = math.inf) -> None:
-        """Do what is left with this many threads, the calling one and those at work already included.
-
-        Args:
-            threads: how many.
-            until: as for `drain`.
-        """
-        helpers = min(threads - self._running, len(self._todo)) - 1
-        if helpers > 0:
-            with ThreadPoolExecutor(helpers, thread_name_prefix="ckpt-copy") as pool:
-                for _ in range(helpers):
-                    pool.submit(self.drain, until)
-                self.drain(until)
-        else:
-            self.drain(until)
-
     def finish(self, threads: int) -> None:
         """Do what is left; when this returns or raises, nothing is copied any more.
 
@@ -197,7 +188,7 @@ class CopyTasks:
             RuntimeError: something could not be copied.
         """
         try:
-            self.help(threads)
+            self.drain(math.inf, threads)
         finally:
             with self._changed:
                 while self._running:  # memory copies, which wait for nothing

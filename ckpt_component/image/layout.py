@@ -6,7 +6,6 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -110,14 +109,6 @@ class Layout:
     def tensor_column(self) -> torch.Tensor:
         """`tensor_of` as int64."""
         return column_of(self.tensor_of)
-
-    @cached_property
-    def pick(self) -> Callable[[Sequence[Any]], Sequence[Any]]:
-        """A function that gives for every item the value at its tensor's number in a sequence."""
-        numbers = self.tensor_of
-        if len(numbers) > 1:
-            return itemgetter(*numbers)  # loops in C
-        return lambda values: [values[number] for number in numbers]
 
     @cached_property
     def windows(self) -> dict[int, tuple[int, int]]:

@@ -9,7 +9,7 @@ from array import array
 
 from ..memory.huge_pages import address_of, align, map_private
 from ..memory.libc import IOV_MAX, memmove, memset
-from ..state.dense_tensors import plain_addresses
+from ..state.dense_tensors import TOGETHER, plain_addresses
 from ..state.flatten import FlatState
 from .arena import tensor_bytes
 from .copy import LARGE_BYTES, Gather, sources_of
@@ -35,7 +35,9 @@ class LiveSource:
         self.nbytes = layout.arena_bytes
         self._layout = layout
         self._sources, _ = sources_of(layout, flat)
-        self._addresses = plain_addresses(self._sources)
+        self._addresses: list[int | None] = []
+        for first in range(0, len(self._sources), TOGETHER):
+            self._addresses += plain_addresses(self._sources[first : first + TOGETHER])
         self._starts = array("q", [layout.files[item.file].base + item.offset for item in layout.items])
         self._gather = Gather()
         self._of_thread = threading.local()

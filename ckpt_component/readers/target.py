@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from ..errors import CheckpointLoadError
 from ..memory.int_columns import rows_of
-from ..state.dense_tensors import parts, plain_addresses
+from ..state.dense_tensors import TOGETHER, plain_addresses
 from ..state.flatten import Path, StateDict, Stateful, flatten, key_of, keys_of, kind_of, unflatten
 from ..state.per_rank import PerRank, rank_name, rank_of
 from ..state.shards import Shard, local_part
@@ -112,13 +112,13 @@ class Target:
         keys = keys_of(flat.tensor_paths)
         entries = list(map(self._source.index.tensors.get, keys))
         if None not in entries and not any(flat.shards):
-            for start, part in parts(flat.tensors):
-                mine = slice(start, start + len(part))
-                addresses = _addresses_if_alike(entries[mine], part)
+            for first in range(0, len(keys), TOGETHER):
+                some = slice(first, first + TOGETHER)
+                addresses = _addresses_if_alike(entries[some], flat.tensors[some])
                 if addresses is None:
                     self.requests = []
                     break
-                self.requests += rows_of(Request, keys[mine], part, repeat(None), addresses)
+                self.requests += rows_of(Request, keys[some], flat.tensors[some], repeat(None), addresses)
             else:
                 return
         for row in zip(keys, flat.tensor_paths, flat.tensors, flat.shards, entries, strict=True):

@@ -38,7 +38,7 @@ class BackgroundCopy:
         """Copy what is left with all threads, because training waits for it now; not beyond `until` (monotonic)."""
         tasks = self._tasks
         if tasks is not None:
-            tasks.help(torch.get_num_threads(), until)
+            tasks.drain(until, torch.get_num_threads())
 
     def discard(self, reason: str) -> None:
         """Let training change the tensors although the copy has not ended; the snapshot fails with this text."""

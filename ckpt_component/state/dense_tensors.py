@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from operator import attrgetter
-from typing import TypeVar
 
 import torch
 
-T = TypeVar("T")
-
-#: Tensors are examined in parts of so many. The objects of 20,000 tensors are scattered over more memory than a
+#: So many tensors are examined together. The objects of 20,000 tensors are scattered over more memory than a
 #: processor's caches hold, so that asking all of them one question after the other waits for memory each time.
 TOGETHER = 512
 #: By far most of the tensors are one of these.
 ORDINARY = frozenset({torch.Tensor, torch.nn.Parameter})
-
-
-def parts(values: Sequence[T]) -> Iterator[tuple[int, Sequence[T]]]:
-    """The values in parts of `TOGETHER`, each with the number of its first."""
-    return ((start, values[start : start + TOGETHER]) for start in range(0, len(values), TOGETHER))
 
 
 def is_its_bytes(tensor: torch.Tensor) -> bool:
@@ -37,17 +29,14 @@ def plain_address(tensor: torch.Tensor) -> int | None:
 
 
 def plain_addresses(tensors: Sequence[torch.Tensor]) -> list[int | None]:
-    """`plain_address` of each; where none is None, that is found faster."""
-    kind, found = torch.Tensor, list[int | None]()
-    for _, part in parts(tensors):
-        if (
-            ORDINARY.issuperset(map(type, part))
-            and all(map(attrgetter("is_cpu"), part))
-            and all(map(kind.is_contiguous, part))
-            and not any(map(kind.is_conj, part))
-            and not any(map(kind.is_neg, part))
-        ):
-            found += map(kind.data_ptr, part)
-        else:
-            found += map(plain_address, part)
-    return found
+    """`plain_address` of each of at most `TOGETHER`, which is found faster where none is None."""
+    kind = torch.Tensor
+    if (
+        ORDINARY.issuperset(map(type, tensors))
+        and all(map(attrgetter("is_cpu"), tensors))
+        and all(map(kind.is_contiguous, tensors))
+        and not any(map(kind.is_conj, tensors))
+        and not any(map(kind.is_neg, tensors))
+    ):
+        return list(map(kind.data_ptr, tensors))
+    return list(map(plain_address, tensors))

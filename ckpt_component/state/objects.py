@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import sys
 from collections import OrderedDict
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +23,8 @@ from .shards import is_spread
 #: The key that marks an encoded numpy value. A dict of the user's with this key is refused.
 TAG = "__ckpt_component_numpy__"
 
-_ATOMS = (type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device)
+_ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device})
+_CONTAINERS = frozenset({dict, OrderedDict, list, tuple, set})
 #: Elements of less than a byte: `torch.save` knows no storage of them.
 PACKED_DTYPES = frozenset(
     value
@@ -55,17 +57,15 @@ def _encode(value: Any, key: str, parents: tuple[int, ...]) -> Any:
     kind = type(value)
     if kind in _ATOMS:
         return value
-    if kind in (dict, OrderedDict, list, tuple, set):
+    if kind in _CONTAINERS:
         if id(value) in parents:
             raise CheckpointStageError(f"'{key}' contains itself, which cannot be checkpointed.")
-        parents = (*parents, id(value))
-        if kind in (dict, OrderedDict):
-            if TAG in value:
-                raise CheckpointStageError(f"'{key}' has the dict key {TAG!r}, which is reserved.")
-            return kind(
-                (_encode(name, key, parents), _encode(element, key, parents)) for name, element in value.items()
-            )
-        return kind(_encode(element, key, parents) for element in value)
+        encoded = partial(_encode, key=key, parents=(*parents, id(value)))
+        if kind not in (dict, OrderedDict):
+            return kind(map(encoded, value))
+        if TAG in value:
+            raise CheckpointStageError(f"'{key}' has the dict key {TAG!r}, which is reserved.")
+        return kind(zip(map(encoded, value), map(encoded, value.values()), strict=True))
     if isinstance(value, torch.Tensor):
         check_tensor(value, key)
         return value.detach().cpu().clone(memory_format=torch.contiguous_format)
@@ -94,13 +94,13 @@ def _encode_numpy(numpy: Any, value: Any, key: str) -> dict[str, Any]:
 def decode(value: Any) -> Any:
     """The inverse of `encode`, applied to what was loaded. Needs numpy where numpy values were saved."""
     kind = type(value)
-    if kind in (dict, OrderedDict):
-        if TAG in value:
-            return _decode_numpy(value)
-        return kind((decode(name), decode(element)) for name, element in value.items())
-    if kind in (list, tuple, set):
-        return kind(decode(element) for element in value)
-    return value
+    if kind not in _CONTAINERS:
+        return value
+    if kind not in (dict, OrderedDict):
+        return kind(map(decode, value))
+    if TAG in value:
+        return _decode_numpy(value)
+    return kind(zip(map(decode, value), map(decode, value.values()), strict=True))
 
 
 def _decode_numpy(value: dict[str, Any]) -> Any:
@@ -121,11 +121,6 @@ def dump(value: Any) -> bytes:
     stream = io.BytesIO()
     torch.save(value, stream)
     return stream.getvalue()
-
-
-def load(data: bytes | bytearray | memoryview) -> Any:
-    """The object in such an archive, loaded with `weights_only` and decoded."""
-    return decode(torch.load(io.BytesIO(data), map_location="cpu", weights_only=True))
 
 
 def check_tensor(tensor: torch.Tensor, key: str) -> None:
