@@ -113,18 +113,26 @@ def fill_disk(root: str, preset: str, overrides: list[str], inodes: bool = False
 
 
 def fail_everywhere(
-    root: str, preset: str, operation: str, code: str, sticky: bool, logs: str, overrides: Sequence[str] = ()
+    root: str,
+    preset: str,
+    operation: str,
+    code: str,
+    sticky: bool,
+    logs: str,
+    overrides: Sequence[str] = (),
+    first: int = 1,
+    stride: int = 1,
 ) -> dict[str, Any]:
     """Let operation 1, 2, 3 ... of a save fail, once or from then on, until a save comes through unharmed.
+
+    With `stride` every few operations, from `first` on.
 
     Returns how many failed saves and how many survived failures (of what follows the commit) there were, and what was
     wrong.
     """
     wrong: list[str] = []
-    aborted = survived = number = 0
-    acknowledged = 0
-    while not wrong and number < 300:
-        number += 1
+    aborted = survived = acknowledged = 0
+    for number in range(first, 300, stride):
         violations, step = violations_at(root, acknowledged, overrides=overrides)
         wrong += violations
         acknowledged = step
@@ -160,6 +168,8 @@ def fail_everywhere(
                     wrong.append(f"{at}: the next save fails too: {again}")
             wrong += [f"{at}: still open: {path}" for path in open_files(root, manager)]
         wrong += [f"{at}: {text}" for text in retried_syncs(log)]
+        if wrong:
+            break
     wrong += violations_at(root, acknowledged, overrides=overrides)[0]
     return {"aborted": aborted, "survived": survived, "wrong": wrong}
 

@@ -16,12 +16,15 @@ from ckpt_component.testing.operation_log import read_log
 pytestmark = pytest.mark.slow
 
 
+@pytest.mark.parametrize("stride", [3, pytest.param(1, marks=[pytest.mark.soak, pytest.mark.timeout(400)])])
 @pytest.mark.parametrize("sticky", [False, True], ids=["once", "from_then_on"])
 @pytest.mark.parametrize("preset", ["sync", "async_persistent"])
-def test_every_operation_fails(preset: str, sticky: bool, forker: Forker, tmp_path: Path) -> None:
+def test_every_operation_fails(preset: str, sticky: bool, stride: int, forker: Forker, tmp_path: Path) -> None:
     found = forker.run(
         "faults.scenarios:fail_everywhere",
-        timeout=110,
+        timeout=390,
+        first=first_of(stride),
+        stride=stride,
         root=str(tmp_path / "root"),
         preset=preset,
         operation="any",
@@ -30,13 +33,13 @@ def test_every_operation_fails(preset: str, sticky: bool, forker: Forker, tmp_pa
         logs=str(tmp_path),
     )
     assert found["wrong"] == []
-    assert found["aborted"] > 20
-    assert found["survived"] > 8  # of pointer and retirement
+    assert found["aborted"] > 20 / stride
+    assert found["survived"] > 8 / stride - 1  # of pointer and retirement
 
 
 @pytest.mark.parametrize(
     ("preset", "rank", "process", "stride"),
-    [("sync", 0, "trainer", 9), ("async_persistent", 1, "writer", 3)],
+    [("sync", 0, "trainer", 13), ("async_persistent", 1, "writer", 5)],
 )
 def test_operations_of_one_of_two_ranks_fail(
     preset: str, rank: int, process: str, stride: int, forker: Forker, tmp_path: Path
@@ -68,7 +71,7 @@ def test_operations_of_one_of_two_ranks_fail(
         if not fired:
             break
     print(f"{preset}, {process} of rank {rank}: {failures} failed saves of two ranks, in {sorted(told)}")
-    assert failures > 2 and not fired
+    assert failures > 1 and not fired
 
 
 @pytest.mark.parametrize("operation", ["names", "size", "read", "flock"])

@@ -122,10 +122,10 @@ def test_kill_at_every_operation(preset: str, victim: str, stride: int, forker: 
 @pytest.mark.parametrize(
     ("preset", "rank", "process", "stride"),
     [
-        ("sync", 0, "trainer", 13),
-        ("async_persistent", 0, "trainer", 9),
-        ("async_persistent", 0, "writer", 7),
-        ("async_persistent", 1, "writer", 5),
+        ("sync", 0, "trainer", 20),
+        ("async_persistent", 0, "trainer", 17),
+        ("async_persistent", 0, "writer", 11),
+        ("async_persistent", 1, "writer", 8),
         *(pytest.param(*case, 1, marks=[pytest.mark.soak, pytest.mark.timeout(900)]) for case in RANKS),
     ],
 )

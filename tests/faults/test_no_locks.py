@@ -78,10 +78,10 @@ def test_no_lock_operation_of_a_save_needs_locks(
 @pytest.mark.parametrize(
     ("preset", "victim", "overrides", "stride"),
     [
-        ("sync", "self", [], 3),
-        ("sync", "self", [MANIFEST_MODE], 5),
-        ("async_persistent", "other", [], 6),
-        ("async_persistent", "all", [MANIFEST_MODE], 9),
+        ("sync", "self", [], 6),
+        ("sync", "self", [MANIFEST_MODE], 7),
+        ("async_persistent", "other", [], 11),
+        ("async_persistent", "all", [MANIFEST_MODE], 13),
     ],
 )
 def test_kills_without_locks(
@@ -90,7 +90,7 @@ def test_kills_without_locks(
     kills, wrong = enumerate_kills(forker, tmp_path, preset, victim, overrides, stride, always=NO_LOCKS)
     print(f"{preset}, {victim}: {kills} kills, {len(wrong)} violations")
     assert not wrong, "\n".join(wrong)
-    assert kills > 3
+    assert kills > 1
 
 
 @COMMITS

