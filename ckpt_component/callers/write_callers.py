@@ -204,13 +204,13 @@ class _ProcessCaller(WriteCaller):
             self._arenas[arena.number] = arena
         if (
             self._sent_table is None
-            or self._sent_table[0] != request.table_number
+            or self._sent_table[0] != request.table.number
             or (self._sent_table[1] is not request.sidecars)
         ):
             self._send_table(process, request, deadline)
         objects = []
-        for extra in request.extras:
-            objects.append(extra.data)
+        for blob in request.object_blobs:
+            objects.append(blob.data)
         process.send(request.to_dict(number, deadline), deadline, blobs=objects)
 
     def _send_table(self, process: ByteProcess, request: WriteRequest, deadline: float) -> None:
@@ -218,14 +218,13 @@ class _ProcessCaller(WriteCaller):
         plain, parts = request.table.to_parts()
         header = {
             "kind": "table",
-            "id": request.table_number,
             "table": plain,
             "sidecars": [(name, len(data)) for name, data in sidecars.items()],
             # It runs without site-packages, where the package of a checksum is.
             "checksum_home": home_of(request.table.checksum),
         }
         process.send(header, deadline, blobs=[*parts, *sidecars.values()])
-        self._sent_table = (request.table_number, request.sidecars)
+        self._sent_table = (request.table.number, request.sidecars)
 
 
 class TemporalCaller(_ProcessCaller):

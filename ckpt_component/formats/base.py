@@ -1,4 +1,4 @@
-"""What a writer is: it lays out a rank's files once per structure, and seals the objects on every save.
+"""What a writer is: it lays out a rank's files once per structure, and encodes the objects of every save.
 
 A writer never writes. It says which bytes go where (`FormatPlan`); the byte-range writer does the work, in
 whichever process the caller chose. A format of one's own is a subclass with `plan`.
@@ -12,9 +12,12 @@ import itertools
 import json
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, ClassVar
+
+import torch
 
 from ..errors import CheckpointConfigError, CheckpointStageError
 from ..image.layout import Layout
@@ -23,43 +26,11 @@ from ..state.flatten import key_of
 from ..state.structure import Structure
 from ..storage.checksum import ChecksumMissingError, fastest, find_checksum, install_text
 from ..writing.range_writer import Lane, Places
-from ..writing.request import Extra, FileSpec, WriteOptions, WriteTable
+from ..writing.request import EncodedSave, FileSpec, WriteOptions, WriteTable
 
 logger = logging.getLogger(__name__)
 
 _table_numbers = itertools.count(1)
-
-
-@dataclass(frozen=True)
-class Sealed:
-    """Everything of one save besides the arena's bytes.
-
-    Attributes:
-        table: the constant part; its `table_number` changes only when it does.
-        extras: the encoded objects of this save.
-        make_catalog: gives `catalog`.
-    """
-
-    table: WriteTable
-    table_number: int
-    extras: tuple[Extra, ...] = ()
-    make_catalog: Callable[[], dict[str, Any]] = dict
-
-    @property
-    def catalog(self) -> dict[str, Any]:
-        """Where everything of this rank stands, as JSON values for `Writer.index`; it belongs to the table.
-
-        Made whenever it is asked for, which is once per table: it takes more memory than the table.
-        """
-        return self.make_catalog()
-
-    @property
-    def file_bytes(self) -> int:
-        """About how many bytes all files of this save take on disk, those that describe it included."""
-        tails = {extra.file: extra.offset + extra.data.nbytes for extra in self.extras}
-        data = sum(max(spec.size, tails.pop(spec.name, 0)) for spec in self.table.files) + sum(tails.values())
-        # The integrity file has the description and a number per item, and a catalog says about the same again.
-        return data + 2 * len(self.table.description) + 12 * self.table.item_count
 
 
 class FormatPlan(ABC):
@@ -68,14 +39,15 @@ class FormatPlan(ABC):
     layout: Layout
 
     @abstractmethod
-    def seal(self, objects: Sequence[Any]) -> Sealed:
-        """Take the objects of one save (`FlatState.objects`, in order), encoded at once so that they are a snapshot.
+    def encode_objects(self, objects: Sequence[Any]) -> EncodedSave:
+        """Encode the objects of one save (`FlatState.objects`, in order) at once, so that they are a snapshot.
 
         Raises:
             CheckpointStageError: an object that safe loading would refuse, by key.
         """
 
 
+@dataclass(eq=False)
 class Writer(ABC):
     """A checkpoint format.
 
@@ -85,6 +57,10 @@ class Writer(ABC):
         checksum: algorithm of the items' checksums; `auto` becomes the fastest one that is installed.
         io: through the page cache, past it, or whichever a trial finds to be faster.
         max_bytes_per_second: for all parallel writers together; None: no limit.
+
+    Attributes:
+        options: how the bytes are written.
+        algorithm: of the checksums, as it stands in the files.
 
     Raises:
         CheckpointConfigError: a value that makes no sense, or a checksum whose package is not installed.
@@ -96,37 +72,35 @@ class Writer(ABC):
     #: every rank stores all that it has, for itself.
     shared: ClassVar[bool] = False
 
-    def __init__(
-        self,
-        workers: int = 2,
-        block_bytes: int = 8 << 20,
-        checksum: ChecksumName = ChecksumName.crc32,
-        io: IoMode = IoMode.auto,
-        max_bytes_per_second: float | None = None,
-    ) -> None:
-        WORKERS.check("checkpoint.writer.workers", workers)
-        BLOCK_BYTES.check("checkpoint.writer.block_bytes", block_bytes)
-        BYTES_PER_SECOND.check("checkpoint.writer.max_bytes_per_second", max_bytes_per_second)
-        self.workers = workers
-        self.options = WriteOptions(block_bytes, io.value, max_bytes_per_second)
-        self.checksum = _installed(checksum)
+    workers: int = 2
+    block_bytes: int = 8 << 20
+    checksum: ChecksumName = ChecksumName.crc32
+    io: IoMode = IoMode.auto
+    max_bytes_per_second: float | None = None
+
+    def __post_init__(self) -> None:
+        WORKERS.check("checkpoint.writer.workers", self.workers)
+        BLOCK_BYTES.check("checkpoint.writer.block_bytes", self.block_bytes)
+        BYTES_PER_SECOND.check("checkpoint.writer.max_bytes_per_second", self.max_bytes_per_second)
+        self.options = WriteOptions(self.block_bytes, self.io.value, self.max_bytes_per_second)
+        self.algorithm = _installed(self.checksum)
 
     @abstractmethod
     def plan(self, structure: Structure, rank: int) -> FormatPlan:
         """Lay out the files of one rank. Called once per structure."""
 
-    def index(self, catalogs: Sequence[Mapping[str, Any]]) -> dict[str, bytes]:
-        """Small files about all ranks' items, such as `.metadata`, from every rank's catalog."""
+    def index(self, rank_indexes: Sequence[Mapping[str, Any]]) -> dict[str, bytes]:
+        """Small files about all ranks' items, such as `.metadata`, from every rank's `EncodedSave.rank_index`."""
         return {}
 
 
 def _installed(checksum: ChecksumName) -> str:
     """The algorithm that a setting means here."""
     if checksum is ChecksumName.auto:
-        found = fastest()
+        algorithm = fastest()
         text = "checkpoint.writer.checksum=auto: %s by %s, the fastest that is installed"
-        logger.info(text, found.name, found.package)
-        return found.name
+        logger.info(text, algorithm.name, algorithm.package)
+        return algorithm.name
     try:
         return find_checksum(checksum.value).name
     except ChecksumMissingError as error:
@@ -151,38 +125,34 @@ def refuse_parts(structure: Structure, writer: str) -> None:
         )
 
 
-def make_table(
-    layout: Layout, lanes: Sequence[Sequence[Lane]], description: str, checksum: str = "crc32"
-) -> tuple[WriteTable, int]:
-    """The write table of a layout, and a number that is new for every table.
+def make_table(writer: Writer, layout: Layout, lanes: Sequence[Sequence[Lane]], *, keys: bool = True) -> WriteTable:
+    """The write table of a layout.
 
     Args:
+        writer: of the format.
         layout: of the image.
         lanes: per parallel writer, what it writes.
-        description: of `describe`.
-        checksum: the writer's.
+        keys: False for a format that has its own index of keys. With keys, the objects are taken to be the items of
+            the object blobs, in their order.
     """
     files = [FileSpec(file.name, file.base, file.size) for file in layout.files]
-    return WriteTable(files, lanes, len(layout.items), description.encode(), checksum), next(_table_numbers)
+    description = _describe(layout, writer.format, keys).encode()
+    return WriteTable(next(_table_numbers), files, lanes, len(layout.items), description, writer.algorithm)
 
 
-def describe(layout: Layout, format_name: str, *, keys: bool = True) -> str:
+def _describe(layout: Layout, format_name: str, keys: bool) -> str:
     """The JSON that a reader needs beside the CRCs: every item with its place, every key with its item.
 
     It is put together from texts, which take a fourth of the memory of lists for as long as it takes.
-
-    Args:
-        layout: of the image.
-        format_name: of the writer.
-        keys: False for a format that has its own index of keys. With keys, the objects are taken to be the items of
-            the extras, in their order.
     """
     structure = layout.structure
-    shapes, dtypes = _Texts(list), _Texts(lambda dtype: str(dtype).removeprefix("torch."))
+    shape_text = cache(lambda shape: _text(list(shape)))
+    dtype_text = cache(lambda dtype: _text(dtype_name(dtype)))
     parts = [
         f'{{"format":{_text(format_name)},"files":{_text([file.name for file in layout.files])},"items":[',
         ",".join(
-            f"[{item.file},{item.offset},{item.length},{item.payload},{dtypes[entry.dtype]},{shapes[entry.shape]}]"
+            f"[{item.file},{item.offset},{item.length},{item.payload},"
+            f"{dtype_text(entry.dtype)},{shape_text(entry.shape)}]"
             for item in layout.items
             for entry in (layout.stored[item.stored],)
         ),
@@ -209,16 +179,9 @@ def describe(layout: Layout, format_name: str, *, keys: bool = True) -> str:
 _text = json.JSONEncoder(separators=(",", ":")).encode
 
 
-class _Texts(dict[Any, str]):
-    """A value as JSON, by what it is made from."""
-
-    def __init__(self, plain: Callable[[Any], Any]) -> None:
-        super().__init__()
-        self._plain = plain
-
-    def __missing__(self, key: Any) -> str:
-        text = self[key] = _text(self._plain(key))
-        return text
+def dtype_name(dtype: torch.dtype) -> str:
+    """As files have it: `float32`."""
+    return str(dtype).removeprefix("torch.")
 
 
 def balanced(sizes: Sequence[int], bins: int) -> list[list[int]]:
@@ -229,9 +192,9 @@ def balanced(sizes: Sequence[int], bins: int) -> list[list[int]]:
     groups: list[list[int]] = [[] for _ in range(max(1, min(bins, len(sizes))))]
     loads = [(0, number) for number in range(len(groups))]
     for number in sorted(range(len(sizes)), key=sizes.__getitem__, reverse=True):
-        load, group = heapq.heappop(loads)
+        load, group = loads[0]
         groups[group].append(number)
-        heapq.heappush(loads, (load + sizes[number], group))
+        heapq.heapreplace(loads, (load + sizes[number], group))
     return [sorted(group) for group in groups if group]
 
 

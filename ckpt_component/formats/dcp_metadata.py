@@ -10,6 +10,7 @@ import copyreg
 import itertools
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -39,11 +40,11 @@ _BATCH = 200
 Pairs = Iterable[tuple[Any, Any]]
 
 
-def metadata_of(catalogs: Sequence[Mapping[str, Any]]) -> bytes:
+def metadata_of(rank_indexes: Sequence[Mapping[str, Any]]) -> bytes:
     """The file, from what all ranks have stored.
 
     Args:
-        catalogs: of every rank: `tensors` as (path, dtype, shape of the whole, offsets, shape of the part, file,
+        rank_indexes: of every rank: `tensors` as (path, dtype, shape of the whole, offsets, shape of the part, file,
             offset, length), `objects` as (path, file, offset, length), the paths of `lists`, and those of tensors of
             which other ranks hold all, `elsewhere`.
 
@@ -52,7 +53,7 @@ def metadata_of(catalogs: Sequence[Mapping[str, Any]]) -> bytes:
     """
     # No storage_meta: torch would put a pathlib path there, which other Python versions cannot unpickle.
     with collector_paused():
-        index = _Index(catalogs)
+        index = _Index(rank_indexes)
         tables = {"state_dict_metadata": index.entries, "planner_data": index.paths, "storage_data": index.places}
         return _pickled(Metadata({}, {}, {}), tables)
 
@@ -60,15 +61,15 @@ def metadata_of(catalogs: Sequence[Mapping[str, Any]]) -> bytes:
 class _Index:
     """What stands in the three tables of the metadata; each is made as it is walked through."""
 
-    def __init__(self, catalogs: Sequence[Mapping[str, Any]]) -> None:
-        self._lists = {tuple(path) for catalog in catalogs for path in catalog["lists"]}
+    def __init__(self, rank_indexes: Sequence[Mapping[str, Any]]) -> None:
+        self._lists = {tuple(path) for index in rank_indexes for path in index["lists"]}
         #: By key: the rows of its parts.
         self._tensors: dict[str, list[Any]] = {}
         self._objects: dict[str, Any] = {}
-        for catalog in catalogs:
-            for row in catalog["tensors"]:
+        for index in rank_indexes:
+            for row in index["tensors"]:
                 self._tensors.setdefault(key_of(row[0]), []).append(row)
-            for row in catalog["objects"]:
+            for row in index["objects"]:
                 self._objects[key_of(row[0])] = row
         self._refuse_different()
         for key, rows in self._tensors.items():
@@ -78,7 +79,7 @@ class _Index:
                 for row in rows:
                     parts.setdefault(tuple(row[3]), row)
                 self._tensors[key] = list(parts.values())
-        self._refuse_incomplete(key_of(path) for catalog in catalogs for path in catalog["elsewhere"])
+        self._refuse_incomplete(key_of(path) for index in rank_indexes for path in index["elsewhere"])
 
     def _refuse_different(self) -> None:
         """What has one key must be one tensor or one object on all ranks that stored something of it."""
@@ -113,10 +114,10 @@ class _Index:
                 known.add(form)
 
     def entries(self) -> Iterator[tuple[str, Any]]:
-        properties, sizes = _Once(_properties), _Once(torch.Size)
+        properties, sizes = cache(_properties), cache(torch.Size)
         for key, rows in self._tensors.items():
-            chunks = [ChunkStorageMetadata(sizes[tuple(row[3])], sizes[tuple(row[4])]) for row in rows]
-            yield key, TensorStorageMetadata(properties[rows[0][1]], sizes[tuple(rows[0][2])], chunks)
+            chunks = [ChunkStorageMetadata(sizes(tuple(row[3])), sizes(tuple(row[4]))) for row in rows]
+            yield key, TensorStorageMetadata(properties(rows[0][1]), sizes(tuple(rows[0][2])), chunks)
         for key in self._objects:
             yield key, BytesStorageMetadata()
 
@@ -127,10 +128,10 @@ class _Index:
             yield key, _stock_path(tuple(row[0]), self._lists)
 
     def places(self) -> Iterator[tuple[MetadataIndex, Any]]:
-        sizes = _Once(torch.Size)
+        sizes = cache(torch.Size)
         for key, rows in self._tensors.items():
             for number, row in enumerate(rows):
-                yield MetadataIndex(key, sizes[tuple(row[3])], number), _StorageInfo(*row[5:])
+                yield MetadataIndex(key, sizes(tuple(row[3])), number), _StorageInfo(*row[5:])
         for key, row in self._objects.items():
             yield MetadataIndex(key), _StorageInfo(*row[1:])
 
@@ -164,18 +165,6 @@ def _batches(pairs: Pairs) -> Iterator[bytes]:
 
 def _body(value: Any) -> bytes:
     return pickle.dumps(value, _PROTOCOL)[len(_BEGIN) : -len(_END)]
-
-
-class _Once(dict[Any, Any]):
-    """A value by its key, made when first asked for: pickle writes it once then."""
-
-    def __init__(self, make: Callable[[Any], Any]) -> None:
-        super().__init__()
-        self._make = make
-
-    def __missing__(self, key: Any) -> Any:
-        value = self[key] = self._make(key)
-        return value
 
 
 def _properties(dtype: str) -> TensorProperties:

@@ -17,7 +17,8 @@ from ..errors import CheckpointStageError
 from ..image.layout import ImageFile, Item, Items, Layout
 from ..state.flatten import key_of
 from ..state.structure import Structure
-from .base import FormatPlan, Sealed, Writer, describe, lanes_by_bytes, make_table, refuse_parts
+from ..writing.request import EncodedSave
+from .base import FormatPlan, Writer, lanes_by_bytes, make_table, refuse_parts
 
 DTYPES = {
     torch.float64: "F64",
@@ -51,11 +52,11 @@ class SafetensorsWriter(Writer):
 
     def plan(self, structure: Structure, rank: int) -> FormatPlan:
         """Lay out `checkpoint_<rank>.safetensors`."""
-        return _SafetensorsPlan(structure, rank, self.workers, self.checksum)
+        return _SafetensorsPlan(self, structure, rank)
 
 
 class _SafetensorsPlan(FormatPlan):
-    def __init__(self, structure: Structure, rank: int, workers: int, checksum: str) -> None:
+    def __init__(self, writer: Writer, structure: Structure, rank: int) -> None:
         _refuse_objects(structure)
         refuse_parts(structure, "safetensors")
         stored = structure.stored
@@ -74,12 +75,11 @@ class _SafetensorsPlan(FormatPlan):
         size = len(header) + sum(entry.nbytes for entry in stored)
         file = ImageFile(file_name(rank), 0, size)
         self.layout = Layout(structure, tuple(stored), (file,), Items(items), size, ((0, header),))
-        description = describe(self.layout, "safetensors")
-        self._sealed = Sealed(*make_table(self.layout, lanes_by_bytes(self.layout, workers), description, checksum))
+        self._encoded = EncodedSave(make_table(writer, self.layout, lanes_by_bytes(self.layout, writer.workers)))
 
-    def seal(self, objects: Sequence[Any]) -> Sealed:
+    def encode_objects(self, objects: Sequence[Any]) -> EncodedSave:
         """The same every time: there are no objects."""
-        return self._sealed
+        return self._encoded
 
 
 def _refuse_objects(structure: Structure) -> None:

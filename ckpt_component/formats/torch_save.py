@@ -24,8 +24,8 @@ from ..memory.huge_pages import align
 from ..state import objects as object_codec
 from ..state.flatten import Path, key_of, unflatten
 from ..state.structure import Relation, Stored, Structure, contiguous_stride
-from ..writing.request import Extra
-from .base import FormatPlan, Sealed, Writer, describe, lanes_by_bytes, make_table, refuse_parts
+from ..writing.request import EncodedSave, ObjectBlob
+from .base import FormatPlan, Writer, lanes_by_bytes, make_table, refuse_parts
 
 
 def file_name(rank: int) -> str:
@@ -40,7 +40,7 @@ class TorchSaveWriter(Writer):
 
     def plan(self, structure: Structure, rank: int) -> FormatPlan:
         """Lay out `checkpoint_<rank>.pt`."""
-        return _TorchSavePlan(structure, rank, self.workers, self.checksum)
+        return _TorchSavePlan(self, structure, rank)
 
 
 class _StorageRef:
@@ -89,7 +89,7 @@ class _Pickler(pickle.Pickler):
 
 
 class _TorchSavePlan(FormatPlan):
-    def __init__(self, structure: Structure, rank: int, workers: int, checksum: str) -> None:
+    def __init__(self, writer: Writer, structure: Structure, rank: int) -> None:
         refuse_parts(structure, "torch_save")
         stored, places, relations = _join_overlaps(structure)
         name = file_name(rank)
@@ -116,11 +116,9 @@ class _TorchSavePlan(FormatPlan):
         )
         self._directory = b"".join(directory)
         self._references = dict(zip(structure.tensor_paths, _references(stored, places), strict=True))
-        description = describe(self.layout, "torch_save", keys=False)
-        lanes = lanes_by_bytes(self.layout, workers)
-        self._table, self._number = make_table(self.layout, lanes, description, checksum)
+        self._table = make_table(writer, self.layout, lanes_by_bytes(self.layout, writer.workers), keys=False)
 
-    def seal(self, objects: Sequence[Any]) -> Sealed:
+    def encode_objects(self, objects: Sequence[Any]) -> EncodedSave:
         """Pickle the nested state with references for tensors, and close the archive behind the payloads."""
         structure = self.layout.structure
         values: dict[Path, Any] = dict(self._references)
@@ -142,8 +140,8 @@ class _TorchSavePlan(FormatPlan):
         ]
         (file,) = self.layout.files
         tail = _close_archive(file.size, self._directory, len(self.layout.items), records)
-        extra = Extra(file.name, file.size, memoryview(tail), ((file.size, len(tail)),))
-        return Sealed(self._table, self._number, (extra,))
+        blob = ObjectBlob(file.name, file.size, memoryview(tail), ((file.size, len(tail)),))
+        return EncodedSave(self._table, (blob,))
 
 
 def _close_archive(start: int, directory: bytes, count: int, records: Sequence[tuple[str, memoryview]]) -> bytes:

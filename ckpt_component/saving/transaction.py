@@ -94,9 +94,9 @@ class SaveTransaction:
         self._min_free_bytes = min_free_bytes
         self._hooks = hooks
         self._manifest_fields = {"format": writer.format}
-        #: The table whose catalog the leading rank has. All ranks replan together, so it gets all catalogs or none; it
+        #: The table whose index the leading rank has. All ranks replan together, so it gets all or none; it
         #: keeps the index that they made, and the tables that this is of.
-        self._catalog_sent: int | None = None
+        self._index_sent: int | None = None
         self._indexed: list[int] = []
         self._sidecars: Mapping[str, bytes] = {}
         #: Keys of values that differ by rank and were warned about.
@@ -122,7 +122,7 @@ class SaveTransaction:
             except BaseException:
                 # First the writer process forgets the save, so that it does not commit what is being taken away.
                 self._caller.settle()
-                self._catalog_sent = None
+                self._index_sent = None
                 if self._leads:
                     commit.abandon(self._fs, attempt)
                 raise
@@ -131,9 +131,9 @@ class SaveTransaction:
         logger.info("%s committed after %.2f s", os.path.basename(attempt.target), committed_s)
         if self._hooks is not None and self._leads:
             notify(self._hooks.after_commit, attempt.target)
-        items = snapshot.sealed.table.item_count
-        for extra in snapshot.sealed.extras:
-            items += len(extra.items)
+        items = snapshot.encoded.table.item_count
+        for blob in snapshot.encoded.object_blobs:
+            items += len(blob.items)
         return SaveReport(
             path=attempt.target,
             step=save.step,
@@ -154,16 +154,16 @@ class SaveTransaction:
         if snapshot is None:
             message: dict[str, Any] = {"error": describe_error(error), "cause": type(error).__name__}
         else:
-            message = {"bytes": snapshot.sealed.file_bytes, "table": snapshot.sealed.table_number}
+            message = {"bytes": snapshot.encoded.file_bytes, "table": snapshot.encoded.table.number}
             if snapshot.comparison is not None:
                 message["digests"] = snapshot.comparison.message
-            if snapshot.sealed.table_number != self._catalog_sent:
-                message["catalog"] = snapshot.sealed.catalog
+            if snapshot.encoded.table.number != self._index_sent:
+                message["rank_index"] = snapshot.encoded.rank_index()
         make_folder = partial(self._make_folder, save.attempt, locks)
         different = self._ranks.decide(f"{save.attempt.token}/begin", message, make_folder, deadline)
         if snapshot is None:
             raise error
-        self._catalog_sent = snapshot.sealed.table_number
+        self._index_sent = snapshot.encoded.table.number
         if different:
             self._warn_of_lost(snapshot, different)
         return snapshot
@@ -185,7 +185,7 @@ class SaveTransaction:
             raise ranks_failed(failures, causes={rank: messages[rank]["cause"] for rank in failures})
         if tables != self._indexed:
             # Before the write: rank 0's writer process may have to commit when the trainers have died.
-            self._sidecars = self._writer.index([message["catalog"] for message in messages])
+            self._sidecars = self._writer.index([message["rank_index"] for message in messages])
             self._indexed = tables
             give_back_freed()
         with self._typed_errors(attempt.target, needed):
@@ -217,7 +217,7 @@ class SaveTransaction:
 
     def _write(self, save: PendingSave, snapshot: Snapshot) -> Mapping[str, Any]:
         """This rank's vote: what it wrote, once its snapshot is complete."""
-        attempt, sealed, options = save.attempt, snapshot.sealed, self._writer.options
+        attempt, encoded, options = save.attempt, snapshot.encoded, self._writer.options
         if not self._leads:
             wait_visible(lambda: self._fs.is_folder(attempt.staging), attempt.staging, self._timeouts.visible)
         if wait_futures([snapshot.staged], self._timeouts.stage).not_done:
@@ -236,9 +236,8 @@ class SaveTransaction:
             attempt,
             self._ranks.rank,
             self._ranks.world_size,
-            sealed.table,
-            sealed.table_number,
-            sealed.extras,
+            encoded.table,
+            encoded.object_blobs,
             snapshot.source,
             options,
             self._manifest_fields,
@@ -246,7 +245,7 @@ class SaveTransaction:
             snapshot.arena,
             self._sidecars,
         )
-        with self._typed_errors(attempt.target, sealed.file_bytes):
+        with self._typed_errors(attempt.target, encoded.file_bytes):
             save.written = written = self._caller.run(request, time.monotonic() + self._timeouts.write)
         if options.io == "auto" and written["io"] != "auto":
             self._fastest_io[device] = written["io"]

@@ -17,7 +17,7 @@ import torch
 
 from ..coordination import Coordinator
 from ..errors import CheckpointError, RanksError, ranks_failed
-from ..formats.base import FormatPlan, Sealed, Writer
+from ..formats.base import FormatPlan, Writer
 from ..image.arena import Arena
 from ..image.layout import Layout
 from ..memory.gc_control import collector_paused
@@ -27,6 +27,7 @@ from ..state.objects import encode
 from ..state.replicas import Replicas
 from ..state.structure import Structure
 from ..writing.range_writer import ByteSource
+from ..writing.request import EncodedSave
 from .optimizers import optimizers_in
 
 logger = logging.getLogger(__name__)
@@ -70,7 +71,7 @@ class Snapshot:
 
     Attributes:
         layout: what lies where.
-        sealed: the constant tables, and the encoded objects of this save.
+        encoded: the constant tables, and the encoded objects of this save.
         source: the bytes of the image; complete once `staged` is done.
         started: when the save began (`time.perf_counter`).
         arena: the leased memory, or None where there is none.
@@ -82,7 +83,7 @@ class Snapshot:
     """
 
     layout: Layout
-    sealed: Sealed
+    encoded: EncodedSave
     source: ByteSource
     started: float
     arena: Arena | None = None

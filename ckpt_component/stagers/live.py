@@ -19,9 +19,9 @@ class LiveStager(Stager):
     def take(self, plan: StatePlan) -> Snapshot:
         """Lay the state out; its tensors are read when the writer comes to them."""
         format_plan, flat = self._plan_for(plan)
-        sealed = format_plan.seal(flat.objects)
+        encoded = format_plan.encode_objects(flat.objects)
         with torch.no_grad():
             source = LiveSource(format_plan.layout, flat)
-        snapshot = Snapshot(format_plan.layout, sealed, source, plan.started)
+        snapshot = Snapshot(format_plan.layout, encoded, source, plan.started)
         snapshot.mark_staged()
         return snapshot

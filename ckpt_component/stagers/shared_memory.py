@@ -83,11 +83,11 @@ class SharedMemoryStager(Stager):
         """Copy everything into an arena; see `Stager.take`."""
         with collector_paused(), torch.no_grad():
             format_plan, flat = self._plan_for(plan)
-            layout, sealed = format_plan.layout, format_plan.seal(flat.objects)
+            layout, encoded = format_plan.layout, format_plan.encode_objects(flat.objects)
             patience = min(self._timeout, max(plan.wait_until - time.monotonic(), 0))
             arena = self._pool.lease(layout.arena_bytes, patience)
             source = MemorySource(arena.memory)
-            snapshot = Snapshot(layout, sealed, source, plan.started, arena, self._pool.give_back)
+            snapshot = Snapshot(layout, encoded, source, plan.started, arena, self._pool.give_back)
             try:
                 fill = ArenaFill(arena, flat, arena.slots(layout), *sources_of(layout, flat))
                 self._fill(fill, snapshot.mark_staged)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +31,7 @@ class WriteTable:
     """The constant part of a rank's jobs: it is sent to the writer process once per structure.
 
     Attributes:
+        number: another one for every table.
         files: the files whose bytes come from the image.
         lanes: per parallel writer, what it writes, in order.
         item_count: number of items over all lanes.
@@ -38,6 +39,7 @@ class WriteTable:
         checksum: algorithm of the items' checksums.
     """
 
+    number: int
     files: Sequence[FileSpec]
     lanes: Sequence[Sequence[Lane]]
     item_count: int
@@ -48,6 +50,7 @@ class WriteTable:
         """As plain values for JSON, and what is too much for that: as bytes, not copied."""
         places = [lane.items.numbers.cast("B") for group in self.lanes for lane in group]
         plain = {
+            "number": self.number,
             "files": [vars(spec) for spec in self.files],
             "lanes": [[[lane.file, lane.start, lane.end, lane.first] for lane in group] for group in self.lanes],
             "item_count": self.item_count,
@@ -62,6 +65,7 @@ class WriteTable:
         description, *places = parts
         lists = iter([Places(data.cast("Q")) for data in places])
         return cls(
+            plain["number"],
             [FileSpec(**spec) for spec in plain["files"]],
             [
                 [Lane(file, start, end, first, next(lists)) for file, start, end, first in lanes]
@@ -74,8 +78,8 @@ class WriteTable:
 
 
 @dataclass(frozen=True)
-class Extra:
-    """Bytes that are not in the image, because their length changes from save to save (Python objects).
+class ObjectBlob:
+    """Bytes that are not in the image, because their length changes from save to save: encoded Python objects.
 
     `items` are (offset, length) relative to the file, and follow the image's items in the list of checksums.
     """
@@ -84,6 +88,33 @@ class Extra:
     offset: int
     data: memoryview
     items: Sequence[tuple[int, int]]
+
+
+@dataclass(frozen=True)
+class EncodedSave:
+    """Everything of one save besides the arena's bytes.
+
+    Attributes:
+        table: the constant part; another one only when it had to change.
+        object_blobs: the encoded objects of this save.
+        rank_index: makes, as JSON values for `Writer.index`, where everything of this rank stands. It belongs to the
+            table, takes more memory than that, and is asked for once per table.
+    """
+
+    table: WriteTable
+    object_blobs: Sequence[ObjectBlob] = ()
+    rank_index: Callable[[], dict[str, Any]] = dict
+
+    @property
+    def file_bytes(self) -> int:
+        """About how many bytes all files of this save take on disk, those that describe it included."""
+        # The integrity file has the description and a number per item, and a rank's index says about the same again.
+        total = 2 * len(self.table.description) + 12 * self.table.item_count
+        for file in self.table.files:
+            total += file.size
+        for blob in self.object_blobs:
+            total += blob.data.nbytes
+        return total
 
 
 @dataclass(frozen=True)
@@ -125,8 +156,7 @@ class WriteRequest:
         rank: whose files these are.
         world_size: how many ranks write.
         table: the constant part, alike for all saves of a structure.
-        table_number: identifies the table.
-        extras: the encoded objects of this save.
+        object_blobs: the encoded objects of this save.
         source: the image's bytes.
         options: how to write.
         manifest_fields: plain values for the manifest.
@@ -141,8 +171,7 @@ class WriteRequest:
     rank: int
     world_size: int
     table: WriteTable
-    table_number: int
-    extras: Sequence[Extra]
+    object_blobs: Sequence[ObjectBlob]
     source: ByteSource
     options: WriteOptions
     manifest_fields: Mapping[str, Any]
@@ -157,15 +186,15 @@ class WriteRequest:
             number: of the request.
             deadline: monotonic seconds.
         """
-        extras = []
-        for extra in self.extras:
-            extras.append(
-                {"file": extra.file, "offset": extra.offset, "size": extra.data.nbytes, "items": list(extra.items)}
+        blobs = []
+        for blob in self.object_blobs:
+            blobs.append(
+                {"file": blob.file, "offset": blob.offset, "size": blob.data.nbytes, "items": list(blob.items)}
             )
         return {
             "kind": "write",
             "id": number,
-            "table": self.table_number,
+            "table": self.table.number,
             "arena": None if self.arena is None else self.arena.number,
             "target": self.attempt.target,
             "token": self.attempt.token,
@@ -176,7 +205,7 @@ class WriteRequest:
             "durable": self.fs.durable,
             "atomic_rename": self.fs.atomic_rename,
             "options": asdict(self.options),
-            "extras": extras,
+            "blobs": blobs,
             "about": dict(self.manifest_fields),
             "patience": self.timeouts.heartbeat,
             "visible": self.timeouts.visible,
@@ -185,7 +214,7 @@ class WriteRequest:
 
     @classmethod
     def from_dict(
-        cls, plain: Mapping[str, Any], table: WriteTable, extras: Sequence[Extra], source: ByteSource
+        cls, plain: Mapping[str, Any], table: WriteTable, object_blobs: Sequence[ObjectBlob], source: ByteSource
     ) -> WriteRequest:
         """The inverse of `to_dict` in the writer process, with what other frames brought."""
         return cls(
@@ -194,8 +223,7 @@ class WriteRequest:
             rank=plain["rank"],
             world_size=plain["world_size"],
             table=table,
-            table_number=plain["table"],
-            extras=extras,
+            object_blobs=object_blobs,
             source=source,
             options=WriteOptions(**plain["options"]),
             manifest_fields=plain["about"],

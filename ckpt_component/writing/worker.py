@@ -25,7 +25,7 @@ from ..storage import commit
 from ..storage.liveness import AttemptLock
 from .framing import Frame, receive_frame, send_frame
 from .orphan_commit import finish
-from .request import Extra, WriteRequest, WriteResult, WriteTable
+from .request import ObjectBlob, WriteRequest, WriteResult, WriteTable
 from .write_job import MemorySource, run_write_job
 
 #: How often an idle process checks that its trainer lives.
@@ -121,7 +121,7 @@ class ByteWorker:
         table = WriteTable.from_parts(header["table"], [memoryview(bytes(p)) for p in pieces[: len(sizes)]])
         # Used only when the trainer dies, and mostly repetitions.
         sidecars = {name: zlib.compress(piece, 1) for (name, _), piece in zip(named, pieces[len(sizes) :], strict=True)}
-        self._tables = {header["id"]: (table, sidecars, header["checksum_home"])}
+        self._tables = {table.number: (table, sidecars, header["checksum_home"])}
 
     def _write(self, job: Mapping[str, Any], blob: memoryview) -> None:
         """One save: a failure is answered and fails this save alone."""
@@ -130,12 +130,12 @@ class ByteWorker:
         until = time.monotonic() + job["seconds"]
         try:
             table, sidecars, checksum_home = self._tables[job["table"]]
-            extras = [
-                Extra(spec["file"], spec["offset"], data, spec["items"])
-                for spec, data in zip(job["extras"], _pieces(blob, [e["size"] for e in job["extras"]]), strict=True)
+            object_blobs = [
+                ObjectBlob(spec["file"], spec["offset"], data, spec["items"])
+                for spec, data in zip(job["blobs"], _pieces(blob, [b["size"] for b in job["blobs"]]), strict=True)
             ]
             memory = self._arenas[job["arena"]] if table.files else memoryview(b"")
-            request = WriteRequest.from_dict(job, table, extras, MemorySource(memory))
+            request = WriteRequest.from_dict(job, table, object_blobs, MemorySource(memory))
             lock = commit.lock(request.fs, request.attempt)
             result = run_write_job(request, checksum_home)
         except Exception as error:

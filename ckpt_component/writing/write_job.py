@@ -51,7 +51,7 @@ def run_write_job(request: WriteRequest, checksum_home: Sequence[str] | None = N
         OSError: the first failure of any parallel writer, after all of them have stopped.
         ChecksumMissingError: the package of the table's checksum is not installed.
     """
-    fs, folder, table, extras = request.fs, request.attempt.staging, request.table, request.extras
+    fs, folder, table, blobs = request.fs, request.attempt.staging, request.table, request.object_blobs
     started = time.perf_counter()
     checksum = find_checksum(table.checksum, checksum_home)
     in_memory = fs.in_memory(folder)
@@ -59,8 +59,8 @@ def run_write_job(request: WriteRequest, checksum_home: Sequence[str] | None = N
     descriptors: dict[str, int] = {}
     direct: dict[str, int] = {}
     sizes = {spec.name: spec.size for spec in table.files}
-    for extra in extras:
-        sizes[extra.file] = max(sizes.get(extra.file, 0), extra.offset + extra.data.nbytes)
+    for blob in blobs:
+        sizes[blob.file] = max(sizes.get(blob.file, 0), blob.offset + blob.data.nbytes)
     sums = [checksum.of(memoryview(b""))] * table.item_count  # what items without bytes keep
     with _closing(fs, descriptors), _closing(fs, direct):
         _create(fs, folder, sizes, descriptors)
@@ -71,16 +71,16 @@ def run_write_job(request: WriteRequest, checksum_home: Sequence[str] | None = N
         LaneWriter(request, opened, checksum, sums, direct=bool(direct), in_memory=in_memory).run()
         for spec in table.files if direct else ():
             fs.truncate(descriptors[spec.name], sizes[spec.name])  # the last page is written as a whole
-        for extra in extras:
-            fs.write(descriptors[extra.file], [extra.data], extra.offset)
-            for offset, length in extra.items:
-                at = offset - extra.offset
-                sums.append(checksum.of(extra.data[at : at + length]))
+        for blob in blobs:
+            fs.write(descriptors[blob.file], [blob.data], blob.offset)
+            for offset, length in blob.items:
+                at = offset - blob.offset
+                sums.append(checksum.of(blob.data[at : at + length]))
         with ThreadPoolExecutor(max(len(descriptors), 1), thread_name_prefix="ckpt-sync") as pool:
             list(pool.map(fs.sync, descriptors.values()))
         for descriptor in descriptors.values():
             fs.drop_cached(descriptor)
-    places = [(extra.file, offset, length) for extra in extras for offset, length in extra.items]
+    places = [(blob.file, offset, length) for blob in blobs for offset, length in blob.items]
     written: list[dict[str, Any]] = [{"name": name, "size": size} for name, size in sizes.items()]
     integrity = b'{"version":1,"rank":%d,"files":%s,"layout":%s,"extras":%s,"checksum":"%s","sums":%s}\n' % (
         request.rank,

@@ -19,7 +19,7 @@ from ckpt_component.state.structure import Structure
 from ckpt_component.writing.request import WriteTable
 
 
-def catalog_of(rank: int, tensors: int, offset: int = 0) -> dict[str, Any]:
+def rank_index_of(rank: int, tensors: int, offset: int = 0) -> dict[str, Any]:
     name = f"__{rank}_0.distcp"
     rows = [
         [["m", f"w{number}"], "float32", [8, number], [offset, 0], [4, number], name, 64 * number, 60]
@@ -34,7 +34,7 @@ def test_metadata_is_that_of_all_ranks(plain: bool, monkeypatch: pytest.MonkeyPa
         monkeypatch.setattr(Metadata, "__getstate__", lambda self: (None, vars(self)), raising=False)
     row = [["m", "w1"], "float32", [8, 1], [0, 0], [4, 1], "twice", 0, 60]
     tied = {"tensors": [row], "objects": [], "lists": [], "elsewhere": [["m", "w2"]]}
-    data = metadata_of([catalog_of(0, 450), catalog_of(1, 450, offset=4), tied])
+    data = metadata_of([rank_index_of(0, 450), rank_index_of(1, 450, offset=4), tied])
     monkeypatch.undo()
     found = pickle.loads(data)
     if plain:
@@ -88,17 +88,17 @@ def test_no_index_is_made_of_tensors_that_are_not_whole(first: list[Any], second
 
 
 def test_batches_need_nothing_of_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    catalogs = [catalog_of(0, 450), catalog_of(1, 450, offset=4)]
-    expected = pickle.loads(metadata_of(catalogs))
+    indexes = [rank_index_of(0, 450), rank_index_of(1, 450, offset=4)]
+    expected = pickle.loads(metadata_of(indexes))
     for batch in (1, 2, 449, 5000):
         monkeypatch.setattr(dcp_metadata, "_BATCH", batch)
-        assert pickle.loads(metadata_of(catalogs)) == expected
+        assert pickle.loads(metadata_of(indexes)) == expected
 
 
 def test_a_table_comes_to_the_writer_process_as_it_is() -> None:
     state = {f"w{number}": torch.ones(number) for number in range(30)}
     flat = flatten({**state, "n": 1})
-    table = DcpWriter(workers=3).plan(Structure(flat), 0).seal(flat.objects).table
+    table = DcpWriter(workers=3).plan(Structure(flat), 0).encode_objects(flat.objects).table
     plain, parts = table.to_parts()
     plain = json.loads(json.dumps(plain))
     assert plain["sizes"] == [len(part) for part in parts]

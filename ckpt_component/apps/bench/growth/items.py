@@ -73,9 +73,9 @@ def _planned(state: dict[str, Any], saves: int) -> dict[str, float]:
     surveyed = time.perf_counter()
     plan = writer.plan(structure, 0)
     laid_out = time.perf_counter()
-    sealed = plan.seal(flat.objects)
+    encoded = plan.encode_objects(flat.objects)
     described = time.perf_counter()
-    writer.index([sealed.catalog])
+    writer.index([encoded.rank_index()])
     indexed = time.perf_counter()
     arena = Arena(plan.layout.arena_bytes, shared=False)
     slots = arena.slots(plan.layout)
@@ -89,7 +89,7 @@ def _planned(state: dict[str, Any], saves: int) -> dict[str, float]:
         walked = time.perf_counter()
         if not structure.matches(flat):
             raise RuntimeError("An unchanged state was taken for a changed one.")
-        plan.seal(flat.objects)
+        plan.encode_objects(flat.objects)
         checked = time.perf_counter()
         CopyTasks(copies, *sources_of(plan.layout, flat)).finish(threads)
         walks.append(walked - began)
@@ -105,7 +105,7 @@ def _planned(state: dict[str, Any], saves: int) -> dict[str, float]:
         "walk": _median(walks),
         "check": _median(checks),
         "stage": _median(stages),
-        "catalog_bytes": float(len(pack(sealed.catalog))),
+        "catalog_bytes": float(len(pack(encoded.rank_index()))),
     }
 
 
