@@ -18,9 +18,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from ..storage.checksum import Checksum, Stream
+from ..storage.fs import FsOps
 
 if TYPE_CHECKING:
-    from .request import WriteRequest
+    from .request import WriteOptions, WriteTable
 
 #: What direct I/O is aligned to: addresses, offsets and lengths.
 PAGE = 4096
@@ -105,10 +106,13 @@ class Throttle:
 
 
 class LaneWriter:
-    """Writes the lanes of one request.
+    """Writes the lanes of one table.
 
     Args:
-        request: which bytes go where, and how.
+        fs: where effects go.
+        source: the image.
+        table: which bytes go where.
+        options: how.
         descriptors: of the table's files, by number.
         checksum: of the items.
         sums: by number of the item; filled in.
@@ -118,24 +122,27 @@ class LaneWriter:
 
     def __init__(
         self,
-        request: WriteRequest,
+        fs: FsOps,
+        source: ByteSource,
+        table: WriteTable,
+        options: WriteOptions,
         descriptors: Sequence[int],
         checksum: Checksum,
         sums: list[int],
         *,
-        direct: bool,
-        in_memory: bool,
+        direct: bool = False,
+        in_memory: bool = False,
     ) -> None:
-        self._fs = request.fs
-        self._source = request.source
-        self._table = request.table
+        self._fs = fs
+        self._source = source
+        self._table = table
         self._descriptors = descriptors
         self._checksum = checksum
         self._sums = sums
         self._direct = direct
         self._in_memory = in_memory
-        self._block_bytes = align_up(request.options.block_bytes)
-        self._throttle = Throttle(request.options.max_bytes_per_second)
+        self._block_bytes = align_up(options.block_bytes)
+        self._throttle = Throttle(options.max_bytes_per_second)
         self._failed: list[BaseException] = []
 
     def run(self) -> None:

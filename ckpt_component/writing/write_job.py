@@ -68,7 +68,17 @@ def run_write_job(request: WriteRequest, checksum_home: Sequence[str] | None = N
             for spec in table.files:
                 direct[spec.name] = _open_direct(fs, os.path.join(folder, spec.name))
         opened = [(direct or descriptors)[spec.name] for spec in table.files]
-        LaneWriter(request, opened, checksum, sums, direct=bool(direct), in_memory=in_memory).run()
+        LaneWriter(
+            fs,
+            request.source,
+            table,
+            request.options,
+            opened,
+            checksum,
+            sums,
+            direct=bool(direct),
+            in_memory=in_memory,
+        ).run()
         for spec in table.files if direct else ():
             fs.truncate(descriptors[spec.name], sizes[spec.name])  # the last page is written as a whole
         for blob in blobs:
