@@ -15,9 +15,8 @@ from ..errors import (
     CheckpointNotFoundError,
     CheckpointUnreadableError,
 )
-from ..storage.cleanup import living_attempts, sweep
+from ..storage.cleanup import living_attempts, quarantine, sweep
 from ..storage.fs import wait_visible
-from ..storage.layout import quarantine
 from ..storage.scan import Scan, committed_under_other_names, repair_pointer
 from ..storage.space import amount
 from .lookup import refuse_absent_step, refuse_others, size_of_checkpoint, step_of_checkpoint

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 
-from ..storage.layout import discard
+from ..storage.cleanup import discard
 from ..storage.scan import write_pointer
 from .policies import RetentionPolicy
 from .run_context import RunContext

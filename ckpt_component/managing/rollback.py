@@ -12,9 +12,9 @@ from collections.abc import Iterable
 
 from ..errors import CheckpointExistsError, CheckpointSaveError
 from ..spelling import typed
+from ..storage.cleanup import quarantine
 from ..storage.commit import refuse_existing
 from ..storage.fencing import FencingToken, Owner
-from ..storage.layout import quarantine
 from ..storage.scan import read_pointer
 from .policies import ResumePolicy
 from .run_context import RunContext, steps_text

@@ -6,12 +6,13 @@ site-packages, so the trainer sends it the path of the package to import.
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
-from types import ModuleType
 from typing import Any, NamedTuple, Protocol
 
 #: google_crc32c takes bytes alone, so that large buffers are copied in pieces of this size.
@@ -53,48 +54,51 @@ class ChecksumMissingError(ImportError):
     """The package of an algorithm is not installed; the text says which one to install."""
 
 
-def find_checksum(name: str, home: Sequence[str] | None = None) -> Checksum:
+def find_checksum(name: str | None, folder: str | None = None) -> Checksum:
     """The algorithm of this name, by the fastest package that is there.
 
     Args:
-        name: one of `ALGORITHMS`.
-        home: as of `home_of` in another process; None: look where this process imports from.
+        name: one of `ALGORITHMS`; None: the fastest of all.
+        folder: as of `home_of` in another process: where to look beside what this process imports from.
 
     Raises:
         ChecksumMissingError: its package is not installed.
         ValueError: there is no such algorithm.
     """
-    if home is None:
-        return _checksum_by(*_load(name))
-    package, folder = home
-    provider = next(each for each in PROVIDERS if (each.name, each.package) == (name, package))
-    sys.path.append(folder)  # the last one there, and only while the import goes on
+    if name is not None and name not in ALGORITHMS:
+        raise ValueError(f"{name!r} is not a checksum algorithm; use one of {', '.join(ALGORITHMS)}.")
+    if folder is not None:
+        sys.path.append(folder)  # the last one there, and only while the import goes on
     try:
-        return _checksum_by(provider, import_module(provider.module))
-    except ImportError as error:
-        raise ChecksumMissingError(
-            f"The package {package} cannot be imported from {folder}, where the trainer found it: {error}."
-        ) from error
+        for provider in PROVIDERS:
+            if name in (None, provider.name):
+                with contextlib.suppress(ImportError):
+                    module = import_module(provider.module)
+                    # Without its C part, google_crc32c is a thousand times slower than zlib.
+                    if getattr(module, "implementation", "c") != "python":
+                        return _checksum_by(provider, module)
     finally:
-        sys.path.remove(folder)
+        if folder is not None:
+            sys.path.remove(folder)
+    where = "" if folder is None else f" in {folder}, where the trainer found it"
+    raise ChecksumMissingError(
+        f"The checksum {name} needs a package that is not installed{where}: {install_text(str(name))}."
+    )
 
 
 def fastest() -> Checksum:
     """The fastest that can be used here."""
-    return _checksum_by(*_load(None))
+    return find_checksum(None)
 
 
-def home_of(name: str) -> list[str] | None:
-    """The package of an algorithm and the folder that it was found in; None where every Python has it.
+def home_of(name: str) -> str | None:
+    """The folder that the package of an algorithm was found in; None where every Python has it.
 
     Raises:
         ChecksumMissingError: it is not installed.
     """
-    provider, _ = _load(name)
-    if provider.package == "zlib":
-        return None
-    folder = next(iter(sys.modules[provider.package].__path__))
-    return [provider.package, folder.rpartition("/")[0]]
+    package = find_checksum(name).package
+    return None if package == "zlib" else os.path.dirname(next(iter(sys.modules[package].__path__)))
 
 
 def install_text(name: str) -> str:
@@ -159,20 +163,3 @@ def _crc32c_in_copies(module: Any, piece: memoryview, value: int = 0) -> int:
     for start in range(0, flat.nbytes, _COPIED):
         value = module.extend(value, bytes(flat[start : start + _COPIED]))
     return value
-
-
-def _load(name: str | None) -> tuple[Provider, ModuleType]:
-    """The first provider of an algorithm, or of any, whose module can be imported here and is of use."""
-    if name is not None and name not in ALGORITHMS:
-        raise ValueError(f"{name!r} is not a checksum algorithm; use one of {', '.join(ALGORITHMS)}.")
-    for provider in PROVIDERS:
-        if name not in (None, provider.name):
-            continue
-        try:
-            module = import_module(provider.module)
-        except ImportError:
-            continue
-        # Without its C part, google_crc32c is a thousand times slower than zlib.
-        if getattr(module, "implementation", "c") != "python":
-            return provider, module
-    raise ChecksumMissingError(f"The checksum {name} needs a package that is not installed: {install_text(str(name))}.")

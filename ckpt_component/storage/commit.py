@@ -29,9 +29,9 @@ from ..errors import (
     CheckpointTimeoutError,
     CheckpointUnreadableError,
 )
+from .cleanup import discard, remove_if_empty
 from .fencing import check_owner
 from .fs import FsOps, wait_visible
-from .layout import discard, is_folder, remove_if_empty
 from .liveness import AttemptLock
 from .manifest import MAX_BYTES, VERSION, encode_manifest, read_manifest
 from .names import MANIFEST, QUARANTINED, STAGING_PREFIX, is_token
@@ -72,7 +72,7 @@ def refuse_existing(path: str, *, by_rename: bool = True) -> None:
     """Raise CheckpointExistsError when `path` holds anything that may not be beside a new attempt."""
     if not os.path.lexists(path):
         return
-    if is_folder(path):
+    if os.path.isdir(path) and not os.path.islink(path):
         names = os.listdir(path)
         # Without renames, other attempts and what is quarantined are not in the way.
         beside = not by_rename and MANIFEST not in names and (QUARANTINED in names or all(map(is_token, names)))
@@ -174,7 +174,7 @@ def publish(
 
 def is_over(fs: FsOps, attempt: Attempt) -> bool:
     """Whether an attempt was committed or abandoned already. Raises CheckpointError when that cannot be seen."""
-    if not os.path.isdir(attempt.staging):
+    if not fs.is_folder(attempt.staging):
         return True
     return not attempt.by_rename and _committed_token(fs, attempt.target) == attempt.token
 
@@ -182,15 +182,15 @@ def is_over(fs: FsOps, attempt: Attempt) -> bool:
 def abandon(fs: FsOps, attempt: Attempt) -> None:
     """Remove what a failed attempt left. A failure here is logged: the save's own error matters more."""
     if attempt.by_rename:
-        if os.path.isdir(attempt.staging):
+        if fs.is_folder(attempt.staging):
             discard(fs, attempt.staging)
         return
     try:
-        if os.path.isdir(attempt.staging):
+        if fs.is_folder(attempt.staging):
             if is_over(fs, attempt):
                 return  # it failed after its commit
             fs.remove_tree(attempt.staging)
-        if is_folder(attempt.target):
+        if fs.is_real_folder(attempt.target):
             remove_if_empty(fs, attempt.target)
     except (CheckpointError, OSError) as error:
         logger.warning("%s stays until the next start: %s", attempt.staging, error)
@@ -205,7 +205,7 @@ def _wait_for_size(fs: FsOps, path: str, size: int, seconds: float) -> None:
 def _rename(fs: FsOps, attempt: Attempt) -> None:
     """Make the folder of an attempt, which has its manifest, the checkpoint."""
     target = attempt.target
-    if is_folder(target):
+    if fs.is_real_folder(target):
         remove_if_empty(fs, target)  # if it is not empty, the rename refuses it with the right error
     try:
         fs.rename_new(attempt.staging, target)

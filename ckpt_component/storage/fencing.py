@@ -7,6 +7,7 @@ The root is taken at a run's first save, not when it restores: a script that onl
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -90,37 +91,32 @@ class FencingToken:
         before = read_owner(self._fs, self._root)
         if self._taken and before is not None:
             _refuse_other(before, self._root, self.token)
+        else:
+            self._take(before)
+        if self._fenced:
             self._clean_up()
-            return
+
+    def _take(self, before: Owner | None) -> None:
         if not self._taken:
             self._fenced = leftovers(self._fs, self._root, self._steps)
         generation = 1 if before is None else before.generation + 1
-        mine = Owner(generation, self.token, socket.gethostname(), os.getpid(), time.time())
+        owner = Owner(generation, self.token, socket.gethostname(), os.getpid(), time.time())
         self._fs.make_folders(self._root)
-        self._fs.write_over(os.path.join(self._root, OWNER), json.dumps(asdict(mine)).encode() + b"\n")
+        self._fs.write_over(os.path.join(self._root, OWNER), json.dumps(asdict(owner)).encode() + b"\n")
         self._taken = True
         if before is not None:
             alive = before.alive
             level = logging.DEBUG if alive is False else logging.WARNING if alive else logging.INFO
-            logger.log(
-                level,
-                "took ownership of %s from %s%s, which can no longer commit there",
-                self._root,
-                before,
-                " (still running)" if alive else "",
-            )
-        self._clean_up()
+            text = "took ownership of %s from %s%s, which can no longer commit there"
+            logger.log(level, text, self._root, before, " (still running)" if alive else "")
 
     def check_after(self, error: Exception) -> None:
-        """After a failure: raise CheckpointFencedError from it where another run took the root over. Rank 0 alone."""
-        if not self._taken or isinstance(error, CheckpointFencedError):
-            return
-        try:
-            owner = read_owner(self._fs, self._root)
-        except OSError:
-            return  # the failure itself counts
-        if owner is not None and owner.token != self.token:
-            raise _fenced(owner, self._root) from error
+        """After a failure: raise CheckpointFencedError where another run took the root over. Rank 0 alone."""
+        if self._taken and not isinstance(error, CheckpointFencedError):
+            with contextlib.suppress(OSError):  # the failure itself counts
+                owner = read_owner(self._fs, self._root)
+                if owner is not None:
+                    _refuse_other(owner, self._root, self.token)
 
     def neighbor(self) -> Owner | None:
         """Another process that saves there and may be alive, or None."""
@@ -130,8 +126,6 @@ class FencingToken:
         return None if (owner.host, owner.pid) == (socket.gethostname(), os.getpid()) else owner
 
     def _clean_up(self) -> None:
-        if not self._fenced:
-            return
         try:
             for name in sweep(self._fs, self._root, self._steps, self._fenced):
                 logger.info("deleted %s, which an earlier run left", os.path.join(self._root, name))
@@ -168,14 +162,10 @@ def read_owner(fs: FsOps, root: str) -> Owner | None:
 
 def _refuse_other(owner: Owner, root: str, token: str) -> None:
     if owner.token != token:
-        raise _fenced(owner, root)
-
-
-def _fenced(owner: Owner, root: str) -> CheckpointFencedError:
-    return CheckpointFencedError(
-        f"Another run took over {root} ({owner}), so this one commits nothing there any more; end one of the two, "
-        "or give each a checkpoint.dir of its own."
-    )
+        raise CheckpointFencedError(
+            f"Another run took over {root} ({owner}), so this one commits nothing there any more; end one of the two, "
+            "or give each a checkpoint.dir of its own."
+        )
 
 
 def _started(pid: int) -> float | None:

@@ -242,8 +242,12 @@ class FsOps:
             return []
 
     def is_folder(self, path: str) -> bool:
-        """Whether there is a folder."""
+        """Whether there is a folder, or a link to one."""
         return os.path.isdir(path)
+
+    def is_real_folder(self, path: str) -> bool:
+        """Whether there is a folder, and no link to one."""
+        return os.path.isdir(path) and not os.path.islink(path)
 
     def size(self, path: str) -> int | None:
         """The size of a regular file in bytes, or None when there is none (a link does not count)."""
@@ -269,12 +273,17 @@ class FsOps:
         return made
 
     def free_bytes(self, path: str) -> int | None:
-        """How many bytes this process may still write below a folder; None where the file system does not say."""
-        found = os.statvfs(path)
-        if found.f_blocks == 0:
+        """How many bytes this process may still write below a folder, which may have to be made; None: not known."""
+        while not os.path.isdir(path) and path != os.path.dirname(path):
+            path = os.path.dirname(path)
+        try:
+            status = os.statvfs(path)
+        except OSError:
+            return None  # the write itself will say what is wrong with this folder
+        if status.f_blocks == 0:
             return None  # some network file systems
         # Part of most disks is kept back for root.
-        return found.f_frsize * (found.f_bfree if os.geteuid() == 0 else found.f_bavail)
+        return status.f_frsize * (status.f_bfree if os.geteuid() == 0 else status.f_bavail)
 
     def in_memory(self, path: str) -> bool:
         """Whether a folder's file system keeps its files in memory alone; False where that cannot be known."""

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ..errors import CheckpointCorruptError, CheckpointError, CheckpointUnreadableError
+from .cleanup import attempts_in, is_quarantined
 from .fs import FsOps
-from .layout import attempts_in, is_quarantined
 from .manifest import check_files, data_folder, read_manifest
 from .names import MANIFEST, NAMINGS, QUARANTINED, STEP_DIGITS, StepNames
 
@@ -87,7 +87,7 @@ def committed_steps(fs: FsOps, root: str, names: StepNames, warned: set[str] | N
 
 
 def _sort_in(fs: FsOps, folder: str, step: int, scan: Scan) -> None:
-    if os.path.islink(folder) or not os.path.isdir(folder):
+    if not fs.is_real_folder(folder):
         # A link of others: deleting it later could delete its target.
         scan.foreign[step] = f"{folder} is a link or no folder"
         return
@@ -100,7 +100,7 @@ def _sort_in(fs: FsOps, folder: str, step: int, scan: Scan) -> None:
     except CheckpointUnreadableError as error:
         scan.unusable[step] = str(error)
     except CheckpointCorruptError as error:
-        if os.path.isdir(folder):  # else it was retired just now
+        if fs.is_folder(folder):  # else it was retired just now
             scan.damaged[step] = str(error)
     except (CheckpointError, OSError) as error:
         scan.unusable[step] = f"{folder}: {error}"
@@ -110,7 +110,7 @@ def _sort_in(fs: FsOps, folder: str, step: int, scan: Scan) -> None:
 
 def _sort_in_without_manifest(fs: FsOps, folder: str, step: int, scan: Scan) -> None:
     found, attempts = fs.names(folder), attempts_in(fs, folder)
-    if not os.path.isdir(folder):
+    if not fs.is_folder(folder):
         return  # retired just now
     open_ones = [name for name in attempts if not is_quarantined(fs, os.path.join(folder, name))]
     if open_ones:
@@ -152,7 +152,7 @@ def foreign_checkpoints(fs: FsOps, root: str, scan: Scan, names: StepNames) -> l
 
 
 def _is_checkpoint(fs: FsOps, path: str) -> bool:
-    if not os.path.isdir(path):
+    if not fs.is_folder(path):
         return os.path.isfile(path) and path.endswith(_FILES)
     try:
         return any(_ANY_CHECKPOINT.fullmatch(name) for name in fs.names(path))

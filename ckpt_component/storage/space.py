@@ -17,11 +17,11 @@ def refuse_without_room(fs: FsOps, target: str, needed: int, margin: int) -> Non
 
     Args:
         fs: where to look.
-        target: path of the checkpoint to be; the folder that is there above it is asked.
+        target: path of the checkpoint to be.
         needed: bytes of all ranks' files.
         margin: bytes that have to stay free (`min_free_bytes`).
     """
-    free = _free(fs, target)
+    free = fs.free_bytes(os.path.dirname(target))
     if free is None or free >= needed + margin:
         return
     kept = f" and {amount(margin)} are to stay free (checkpoint.min_free_bytes)" if margin else ""
@@ -40,7 +40,7 @@ def full_text(fs: FsOps, target: str, needed: int, code: int) -> str:
         needed: bytes of what could not be written.
         code: errno of the write.
     """
-    free = _free(fs, target)
+    free = fs.free_bytes(os.path.dirname(target))
     now = "" if free is None else f", and {amount(free)} are free there now"
     return f"It needs {amount(needed)}{now}. {_advice(code)}"
 
@@ -57,13 +57,3 @@ def _advice(code: int) -> str:
         return "One file may not be that large: raise checkpoint.writer.workers, which makes more files, or ulimit -f."
     quota = "or have the quota raised, " if code == errno.EDQUOT else ""
     return f"Delete what is not needed there, {quota}or lower checkpoint.keep.last."
-
-
-def _free(fs: FsOps, target: str) -> int | None:
-    folder = os.path.dirname(target)
-    while not os.path.isdir(folder) and folder != os.path.dirname(folder):
-        folder = os.path.dirname(folder)
-    try:
-        return fs.free_bytes(folder)
-    except OSError:
-        return None  # the write itself will say what is wrong with this folder

@@ -53,7 +53,7 @@ class ByteWorker:
         self._poll.register(sock, select.POLLIN)
         self._arenas: dict[int, memoryview] = {}
         #: By number: the table, what a commit from here adds (compressed), and where the package of its checksum is.
-        self._tables: dict[int, tuple[WriteTable, dict[str, bytes], list[str] | None]] = {}
+        self._tables: dict[int, tuple[WriteTable, dict[str, bytes], str | None]] = {}
         self._undecided: _Undecided | None = None
 
     def serve(self) -> None:

@@ -12,7 +12,7 @@ import json
 import os
 import time
 import zlib  # integrity files themselves have a crc32 in the manifest, whatever the items have
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -40,7 +40,7 @@ class MemorySource:
         return [self._memory[start:end]]
 
 
-def run_write_job(request: WriteRequest, checksum_home: Sequence[str] | None = None) -> WriteResult:
+def run_write_job(request: WriteRequest, checksum_home: str | None = None) -> WriteResult:
     """Write a rank's files into the staging folder, each fsynced, and its integrity file last.
 
     Args:

@@ -31,10 +31,9 @@ from ckpt_component import (
     factory,
 )
 from ckpt_component.storage import commit
-from ckpt_component.storage.cleanup import living_attempts, sweep
+from ckpt_component.storage.cleanup import discard, living_attempts, quarantine, sweep
 from ckpt_component.storage.fencing import FencingToken
 from ckpt_component.storage.fs import FsOps
-from ckpt_component.storage.layout import discard, quarantine
 from ckpt_component.storage.manifest import check_files, data_folder, read_manifest
 from ckpt_component.storage.names import MANIFEST, MEGATRON, QUARANTINED, new_token
 from ckpt_component.storage.scan import committed_steps, scan_steps

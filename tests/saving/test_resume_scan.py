@@ -25,9 +25,9 @@ from ckpt_component import (
     build_checkpointer,
     build_manager,
 )
+from ckpt_component.storage.cleanup import discard
 from ckpt_component.storage.commit import Attempt, begin, lock
 from ckpt_component.storage.fs import FsOps
-from ckpt_component.storage.layout import discard
 from ckpt_component.storage.names import QUARANTINE_PREFIX, new_token
 
 POINTER = "latest_checkpointed_iteration.txt"

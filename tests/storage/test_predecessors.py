@@ -14,9 +14,9 @@ import torch
 
 from ckpt_component import CheckpointFencedError, CheckpointManager, build_manager, factory
 from ckpt_component.storage import commit
+from ckpt_component.storage.cleanup import quarantine
 from ckpt_component.storage.fencing import FencingToken
 from ckpt_component.storage.fs import FsOps
-from ckpt_component.storage.layout import quarantine
 from ckpt_component.storage.liveness import AttemptLock, is_locked
 from ckpt_component.storage.names import ALIVE_PREFIX, MEGATRON, new_token, owned_token, trash_path
 
