@@ -10,9 +10,6 @@ import math
 import os
 import sys
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -22,7 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from ..config import config_dir, resolve_config
-from ..config.errors import CheckpointConfigError, HydraConfigError
+from ..config.errors import CheckpointConfigError, HydraConfigError, for_hydra
 from ..config.hints import command_line
 from ..config.read import omegaconf_text
 from ..errors import CheckpointError
@@ -33,17 +30,12 @@ from .training.schema import register
 
 logger = logging.getLogger(__name__)
 
-
 #: The keys and groups that the command line may begin with.
 _ROOTS = ("checkpoint", "data", "model", "parallel", "recipe", "train")
 
 
 class TrainingFailed(CompactHydraException, CheckpointError):
     """A checkpoint error, its cause, ended the run. Hydra prints the text without a traceback."""
-
-
-class _Skipped(Exception):
-    """A job of a sweep whose config cannot be used."""
 
 
 def run_job(config: DictConfig, ranks: Ranks = ALONE) -> float:
@@ -59,40 +51,44 @@ def run_job(config: DictConfig, ranks: Ranks = ALONE) -> float:
         SystemExit: a signal stopped the run, which saved its last step before.
     """
     quiet_console(ranks)
-    swept = HydraConfig.get().mode == RunMode.MULTIRUN
-    try:
-        _refuse_unreadable(config)
-        with _skipping(swept):
-            settings = resolve_config(config.checkpoint)
-        # Only now: importing torch takes seconds.
-        from .training.job import Job
-        from .training.loop import run
-        from .training.report import Summary, table, waiting
+    _refuse_unreadable(config)
+    # Only now: importing torch takes seconds.
+    from .training.job import Job
+    from .training.loop import run
 
-        job = Job(config, _launch_dir(), ranks)
+    swept = HydraConfig.get().mode == RunMode.MULTIRUN
+    launch_dir = str(
+        HydraConfig.get().runtime.cwd
+    )  # not os.getcwd(): with hydra.job.chdir=true it is the output folder
+    job = Job(config, launch_dir, ranks)
+    try:
         # The same command in the same folder goes on where it stopped; `build_manager` keeps jobs of a sweep apart.
-        folder = None if swept else os.path.join(_launch_dir(), settings.dir)
-        with _skipping(swept):
-            summary: Summary = run(job, config.checkpoint, folder)
-    except _Skipped as refusal:
+        folder = None if swept else os.path.join(launch_dir, resolve_config(config.checkpoint).dir)
+        with for_hydra():
+            summary = run(job, config.checkpoint, folder)
+    except CheckpointConfigError as refusal:
+        # A grid of parts has pairs that cannot work; the other jobs of the sweep must still run.
+        if not swept:
+            raise
         logger.warning("skipped: %s", refusal)
-        _result(ranks, "skipped", reason=str(refusal))
+        if ranks.rank == 0:
+            write_job_result("skipped", reason=str(refusal))
         return math.nan
-    except Exception as error:
-        if isinstance(error, CheckpointError) and not isinstance(error, CompactHydraException):
-            where = "" if ranks.world_size == 1 else f"rank {ranks.rank}: "
-            raise TrainingFailed(f"{where}{type(error).__name__}: {error}") from error
-        raise
-    if summary.reports:
-        logger.info("saves of this run, times from the call of save:\n%s", table(summary.reports))
-        logger.info(waiting(summary))
+    except CheckpointError as error:
+        where = "" if ranks.world_size == 1 else f"rank {ranks.rank}: "
+        raise TrainingFailed(f"{where}{type(error).__name__}: {error}") from error
+    figures = summary.figures()
     if summary.stopped_by is not None:
-        _result(ranks, "stopped", reason=summary.stopped_by.name, figures=summary.figures())
+        status, reason = "stopped", summary.stopped_by.name
+    else:
+        idle = summary.step == summary.start
+        status, reason = "completed", f"restored step {summary.start} and trained nothing" if idle else None
+    if ranks.rank == 0:
+        write_job_result(status, figures=figures, reason=reason)
+    if summary.stopped_by is not None:
         part(ranks)
         sys.exit(128 + summary.stopped_by)
-    idle = f"restored step {summary.start} and trained nothing" if summary.step == summary.start else None
-    _result(ranks, "completed", figures=summary.figures(), reason=idle)
-    return summary.stall_per_save_s
+    return float(figures["stall_per_save_s"])
 
 
 def main() -> None:
@@ -118,17 +114,6 @@ def main() -> None:
     part(ranks)
 
 
-@contextmanager
-def _skipping(swept: bool) -> Iterator[None]:
-    """In a sweep, skip a job that is refused: a grid of parts has pairs that cannot work; the others must still run."""
-    try:
-        yield
-    except CheckpointConfigError as refusal:
-        if not swept:
-            raise
-        raise _Skipped(str(refusal)) from None
-
-
 def _refuse_unreadable(config: DictConfig) -> None:
     """Refuse an interpolation that leads nowhere, and a config without `checkpoint`."""
     if OmegaConf.is_missing(config, "checkpoint") or config.get("checkpoint") is None:
@@ -137,13 +122,3 @@ def _refuse_unreadable(config: DictConfig) -> None:
         OmegaConf.to_container(config, resolve=True)
     except OmegaConfBaseException as error:
         raise HydraConfigError(omegaconf_text(error, "")) from None
-
-
-def _launch_dir() -> str:
-    # Not os.getcwd(): with hydra.job.chdir=true that is the output folder.
-    return str(HydraConfig.get().runtime.cwd)
-
-
-def _result(ranks: Ranks, status: str, *, figures: dict[str, Any] | None = None, reason: str | None = None) -> None:
-    if ranks.is_leader:
-        write_job_result(status, figures=figures, reason=reason)

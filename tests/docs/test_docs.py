@@ -148,7 +148,7 @@ def test_the_commands_of_the_readme_run_beside_its_script(tmp_path: Path) -> Non
     run(quick.code, tmp_path)
     first, second, sweep = block.code.splitlines()
     assert "starting from scratch" in run(first, tmp_path)
-    assert "resumed from step 60" in run(second, tmp_path)
+    assert "restored step 60" in run(second, tmp_path)
     assert "2 of 2 rows have figures" in run(sweep, tmp_path)
 
 

@@ -4,16 +4,12 @@ import io
 import logging
 import sys
 import time
-from datetime import timedelta
 
 import pytest
-from torch.distributed import HashStore, TCPStore
+from torch.distributed import TCPStore
 
 from ckpt_component.apps.training import ranks
 from ckpt_component.apps.training.ranks import ALONE, RUN_NAME, Ranks, join, meet, part, quiet_console
-from ckpt_component.config.errors import CheckpointConfigError
-
-RANDOM_ID = "76180b48-ee18-4483-95ad-4e75c0f10555"
 
 
 @pytest.fixture
@@ -21,7 +17,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """An environment without any launcher's variables; they are as before afterwards."""
     for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "SLURM_JOB_ID", RUN_NAME):
         monkeypatch.delenv(name, raising=False)
-    for name in ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_USE_AGENT_STORE"):
+    for name in ("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_USE_AGENT_STORE"):
         monkeypatch.delenv(name, raising=False)
     return monkeypatch
 
@@ -33,53 +29,26 @@ def test_one_process_meets_nobody(launched: pytest.MonkeyPatch) -> None:
     part(ALONE)
 
 
-def test_a_world_size_that_is_no_number_is_refused(launched: pytest.MonkeyPatch) -> None:
-    launched.setenv("WORLD_SIZE", "two")
-    with pytest.raises(CheckpointConfigError, match="WORLD_SIZE=two"):
-        meet()
-
-
-@pytest.mark.parametrize(
-    ("torchrun", "slurm", "name"),
-    [("mine", "7", "mine"), ("none", "7", "7"), (RANDOM_ID, "7", "7"), (RANDOM_ID, "", "now"), (None, "", "now")],
-)
-def test_the_name_of_a_run(launched: pytest.MonkeyPatch, torchrun: str | None, slurm: str, name: str) -> None:
-    launched.setattr(time, "strftime", lambda form: "now")
-    if torchrun is not None:
-        launched.setenv("TORCHELASTIC_RUN_ID", torchrun)
-    launched.setenv("SLURM_JOB_ID", slurm)
-    assert ranks._run_name() == name
-
-
 def test_a_restart_keeps_the_folder_and_forgets_the_addresses(launched: pytest.MonkeyPatch) -> None:
     server = TCPStore("127.0.0.1", 0, 1, is_master=True, wait_for_workers=False)
     launched.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     launched.setenv("MASTER_ADDR", "127.0.0.1")
     launched.setenv("MASTER_PORT", str(server.port))
     launched.setenv("WORLD_SIZE", "2")
-    launched.setenv("TORCHELASTIC_RUN_ID", "first")
+    times = iter("1234")
+    launched.setattr(time, "strftime", lambda form: f"time {next(times)}")
     names, stores = [], []
     for start, rank in ((0, 0), (0, 1), (1, 1), (1, 0)):
         launched.setenv("RANK", str(rank))
         launched.setenv("LOCAL_RANK", str(rank))
         launched.setenv("TORCHELASTIC_RESTART_COUNT", str(start))
-        launched.setenv("TORCHELASTIC_RUN_ID", f"of start {start}")
         me = meet()
         assert (me.rank, me.world_size, me.local_rank) == (rank, 2, rank)
         names.append(ranks.os.environ[RUN_NAME])
         stores.append(me.store)
-    assert names == ["of start 0"] * 4
+    assert names == ["time 1"] * 4
     stores[0].set("address", "old")
     assert stores[1].check(["address"]) and not stores[2].check(["address"])
-
-
-def test_the_last_to_part_lets_all_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    store = HashStore()
-    store.set_timeout(timedelta(seconds=5))
-    monkeypatch.setattr(ranks, "_PARTING_SECONDS", 0.05)
-    part(Ranks(0, 2, 0, store))  # waits in vain, and not for long
-    part(Ranks(1, 2, 1, store))
-    assert store.add("left", 0) == 2
 
 
 def test_one_rank_needs_no_process_group() -> None:

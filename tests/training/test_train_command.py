@@ -42,13 +42,6 @@ def test_run_and_run_again(train: Trained, run_dir: Path) -> None:
     code, output = train(*arguments)
     assert code == 0, output
     assert committed(run_dir / "checkpoints") == [10, 20]
-    table = output[output.index("saves of this run") :].splitlines()
-    assert table[1].split() == ["step", "stall", "staged", "written", "committed", "GB/s", "outcome"]
-    assert [(row.split()[0], row.split()[-1]) for row in table[2:4]] == [
-        ("10", "committed"),
-        ("20", "committed"),
-    ]
-    assert "training waited" in table[4] and "for 2 saves" in table[4]
     [result] = results(run_dir / "outputs")
     assert result["status"] == "completed" and result["figures"]["saves"] == 2
     assert "train.steps=20" in result["overrides"] and result["choices"]["checkpoint"] == "async_persistent"
@@ -58,7 +51,7 @@ def test_run_and_run_again(train: Trained, run_dir: Path) -> None:
         "train.steps=30", "checkpoint.save.every_steps=10", "hydra.job.chdir=true", "hydra.run.dir=elsewhere"
     )
     assert code == 0, output
-    assert "resumed from step 20" in output
+    assert "restored step 20" in output
     assert committed(run_dir / "checkpoints") == [10, 20, 30]
 
 
@@ -66,7 +59,7 @@ def test_run_and_run_again(train: Trained, run_dir: Path) -> None:
 def test_a_sweep_keeps_its_jobs_apart_and_skips_what_cannot_work(train: Trained, run_dir: Path) -> None:
     code, output = train("train.steps=3", "checkpoint/stager=shared_memory,none", "checkpoint.writer.workers=1,2", "-m")
     assert code == 0, output
-    assert "resumed" not in output and "Traceback" not in output
+    assert "restored step" not in output and "Traceback" not in output
     jobs = results(run_dir / "multirun")
     assert [job["status"] for job in jobs] == ["completed", "completed", "skipped", "skipped"]
     assert "checkpoint/stager=none" in jobs[2]["reason"] and output.count("[WARNING] skipped: ") == 2
@@ -179,7 +172,7 @@ def test_a_killed_run_resumes_from_its_last_commit(start: Started, train: Traine
     last = committed(run_dir / "checkpoints")[-1]
     code, output = train(f"train.steps={last + 1}")
     assert code == 0, output
-    assert f"resumed from step {last}\n" in output
+    assert f"restored step {last} from" in output
     assert committed(run_dir / "checkpoints")[-1] == last + 1
 
 
@@ -202,4 +195,4 @@ def test_a_signal_saves_the_step_and_ends(
     assert result["status"] == "stopped" and result["reason"] == number.name and result["figures"]["step"] == last
     if number == signal.SIGTERM:
         code, output = train(f"train.steps={last + 1}")
-        assert code == 0 and f"resumed from step {last}\n" in output
+        assert code == 0 and f"restored step {last} from" in output

@@ -101,7 +101,7 @@ def test_one_folder_one_result_and_one_voice(train: Callable[..., tuple[int, str
     assert len(result.relative_to(run_dir / "outputs").parts) == 3
 
     code, output = train("train.steps=5")
-    assert code == 0 and "resumed from step 4\n" in output, output
+    assert code == 0 and "restored step 4 from" in output, output
 
 
 def test_a_sweep_on_two_ranks(train: Callable[..., tuple[int, str]], tmp_path: Path) -> None:
@@ -184,7 +184,7 @@ def test_sigterm_to_all_processes_saves_once_and_leaves_in_time(
     assert json.loads(result.read_text())["status"] == "stopped"
     if kind == "tp":
         code, output = train(f"train.steps={last + 1}")
-        assert code == 0 and f"resumed from step {last}\n" in output, output
+        assert code == 0 and f"restored step {last} from" in output, output
 
 
 def test_torchrun_starts_again_from_the_last_commit_after_a_rank_was_killed_in_mid_save(
@@ -208,7 +208,7 @@ def test_torchrun_starts_again_from_the_last_commit_after_a_rank_was_killed_in_m
         finally:
             end(process)
     assert process.returncode == 0, before + output
-    assert "resumed from step 40\n" in output
+    assert "restored step 40 from" in output
     assert not unfinished.exists()
     assert committed(tmp_path / "run" / "checkpoints") == [40, 80, 120]
     [result] = (tmp_path / "run").rglob("result.json")  # the second start goes on in the folder of the first

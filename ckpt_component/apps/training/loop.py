@@ -8,10 +8,7 @@ from typing import Any
 
 import torch
 
-from ...config import resolve_config
-from ...config.errors import HydraConfigError
 from ...factory import build_manager
-from ...managing.manager import CheckpointManager
 from .job import Job, StepResult
 from .report import Stopwatch, Summary, time_fence
 
@@ -33,31 +30,28 @@ def run(job: Job, checkpoint: Any, checkpoint_dir: str | None) -> Summary:
         CheckpointConfigError: the parts of the checkpointer do not fit together; nothing was trained then.
         CheckpointError: a save or a load failed.
     """
-    _refuse_tensors_only(checkpoint)
     summary = Summary()
+    logger.info(job.description)
     with build_manager(checkpoint, dir=checkpoint_dir) as manager:
         manager.stop_on_signals()
         saving, fence = Stopwatch(), time_fence(job.optimizer, manager.guard)
-        start = manager.restore(job.state) or 0
-        _say_where_it_begins(job, manager, start)
+        summary.start = manager.restore(job.state) or 0
         began = time.perf_counter()
         losses = _Losses(job, summary)
-        for step in range(start + 1, job.settings.steps + 1):
+        for step in range(summary.start + 1, job.settings.steps + 1):
             losses.add(step, job.train_step())
             with saving:
                 manager.maybe_save(step, job.state)
             if manager.should_stop():
                 break
-        ended = time.perf_counter()
-    closed = time.perf_counter()
-    stopped_by = manager.stopped_by if job.progress.step < job.settings.steps else None
-    summary.start, summary.step = start, job.progress.step
-    summary.seconds, summary.saving_s, summary.fence_s = closed - began, saving.seconds, fence.seconds
-    summary.closing_s = closed - ended
-    summary.stopped_by, summary.reports = stopped_by, manager.reports
-    if stopped_by is not None:
+        trained_s = time.perf_counter() - began - saving.seconds - fence.seconds
+    summary.step, summary.fence_s, summary.reports = job.step, fence.seconds, manager.reports
+    if summary.step > summary.start:
+        summary.step_s = trained_s / (summary.step - summary.start)
+    if manager.stopped_by is not None and summary.step < job.settings.steps:
+        summary.stopped_by = manager.stopped_by
         kept = "saved" if manager.enabled else "not saved, because checkpoint.enabled=false"
-        logger.info("stopped by %s after step %d, which is %s", stopped_by.name, summary.step, kept)
+        logger.info("stopped by %s after step %d, which is %s", manager.stopped_by.name, summary.step, kept)
     return summary
 
 
@@ -89,28 +83,3 @@ class _Losses:
             if validation is not None:
                 self._summary.validation.append((step, validation))
                 logger.info("step %d  validation loss %.4f", step, validation)
-
-
-def _say_where_it_begins(job: Job, manager: CheckpointManager, start: int) -> None:
-    logger.info(job.describe())
-    if start:
-        logger.info("resumed from step %d", start)
-        job.resumed()
-    elif manager.enabled:
-        logger.info("no checkpoint to resume from, training starts at step 1")
-    if start >= job.settings.steps:
-        logger.info("already at step %d, nothing to train; raise train.steps to continue", start)
-    elif job.settings.steps > job.settings.decay_steps:
-        logger.info(
-            "the learning rate stays at its lowest after step %d (train.decay_steps)",
-            job.settings.decay_steps,
-        )
-
-
-def _refuse_tensors_only(checkpoint: Any) -> None:
-    settings = resolve_config(checkpoint)
-    if settings.enabled and settings.writer["_target_"] == "ckpt_component.writers.SafetensorsWriter":
-        raise HydraConfigError(
-            "checkpoint/writer=safetensors keeps tensors alone, and this job's state has other values too "
-            "(learning rate, random generators). Use checkpoint/writer=dcp or torch_save."
-        )

@@ -5,13 +5,12 @@ Read `meet` and `join`. Imports torch only where there are several ranks.
 
 from __future__ import annotations
 
-import datetime
 import logging
 import os
-import re
 import sys
 import time
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from ...config.errors import HydraConfigError
@@ -19,15 +18,10 @@ from ...config.errors import HydraConfigError
 if TYPE_CHECKING:
     import torch
 
-logger = logging.getLogger(__name__)
-
 #: Names a run's output folder in train.yaml; the same on all ranks, although their clocks differ.
 RUN_NAME = "CKPT_TRAIN_RUN"
 #: Ranks start within seconds of each other, because their launcher has waited for all nodes before.
 _MEETING_SECONDS = 300.0
-#: How long a rank waits for the others at the end.
-_PARTING_SECONDS = 30.0
-_RANDOM_ID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 
 
 @dataclass(frozen=True)
@@ -35,7 +29,7 @@ class Ranks:
     """Who this process is among those that train together.
 
     Attributes:
-        rank: its number.
+        rank: its number; rank 0 writes the files and lines that are needed once.
         world_size: how many there are.
         local_rank: its number on this machine, which is that of its GPU.
         store: where they meet; None with one.
@@ -45,11 +39,6 @@ class Ranks:
     world_size: int = 1
     local_rank: int = 0
     store: Any = field(default=None, repr=False)
-
-    @property
-    def is_leader(self) -> bool:
-        """Whether this one writes the files and lines that are needed once."""
-        return self.rank == 0
 
 
 #: One process.
@@ -64,23 +53,23 @@ def meet() -> Ranks:
     Raises:
         CheckpointConfigError: the environment is incomplete.
     """
-    if _number("WORLD_SIZE", 1) == 1:
+    if os.environ.get("WORLD_SIZE", "1") == "1":
         return ALONE
     from torch.distributed import PrefixStore
     from torch.distributed.rendezvous import rendezvous
 
     try:
-        store, rank, world_size = next(rendezvous("env://", timeout=datetime.timedelta(seconds=_MEETING_SECONDS)))
+        store, rank, world_size = next(rendezvous("env://", timeout=timedelta(seconds=_MEETING_SECONDS)))
     except ValueError as error:  # a variable is missing
         raise HydraConfigError(
             f"WORLD_SIZE={os.environ['WORLD_SIZE']}, but the ranks cannot meet: {error}. Start them with torchrun."
         ) from error
     # The store of torchrun outlives a restart of the ranks: their folder stays, but their addresses must not.
     if rank == 0:
-        store.compare_set("ckpt_train/run", "", _run_name())
+        store.compare_set("ckpt_train/run", "", time.strftime("%Y-%m-%d/%H-%M-%S"))
     os.environ[RUN_NAME] = store.get("ckpt_train/run").decode()
-    fresh = PrefixStore(f"ckpt_train/start_{_number('TORCHELASTIC_RESTART_COUNT', 0)}", store)
-    return Ranks(rank, world_size, _number("LOCAL_RANK", rank), fresh)
+    fresh = PrefixStore(f"ckpt_train/start_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    return Ranks(rank, world_size, int(os.environ.get("LOCAL_RANK", rank)), fresh)
 
 
 def join(ranks: Ranks, device: torch.device, timeout: float) -> None:
@@ -91,23 +80,21 @@ def join(ranks: Ranks, device: torch.device, timeout: float) -> None:
         device: of this rank; CUDA gets NCCL beside gloo.
         timeout: seconds after which a collective gives up.
     """
-    if ranks.world_size == 1:
-        return
     import torch.distributed as dist
 
-    if dist.is_initialized():  # a sweep trains several times in one process
+    if ranks.world_size == 1 or dist.is_initialized():  # a sweep trains several times in one process
         return
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
         store=ranks.store,
         rank=ranks.rank,
         world_size=ranks.world_size,
-        timeout=datetime.timedelta(seconds=timeout),
+        timeout=timedelta(seconds=timeout),
     )
 
 
 def part(ranks: Ranks) -> None:
-    """Leave together with the others after a run that went well, or was stopped. Bounded.
+    """Leave together with the others after a run that went well, or was stopped.
 
     A rank that left early would take the store along, or have `torchrun` end those that still write their result.
     """
@@ -116,40 +103,16 @@ def part(ranks: Ranks) -> None:
     import torch.distributed as dist
 
     if dist.is_initialized():
+        dist.barrier()
         dist.destroy_process_group()
-    deadline = time.monotonic() + _PARTING_SECONDS
-    try:
-        left = ranks.store.add("left", 1)
-        while left < ranks.world_size and time.monotonic() < deadline:
-            time.sleep(0.01)
-            left = ranks.store.add("left", 0)
-    except RuntimeError as error:
-        # The store went with rank 0, which stays until all have come here.
-        logger.debug("the rendezvous store closed before this rank left: %s", error)
 
 
 def quiet_console(ranks: Ranks) -> None:
     """The console shows what rank 0 says, and of the others their warnings, with the rank. Log files have it all."""
-    if ranks.is_leader:
+    if ranks.rank == 0:
         return
     for handler in logging.getLogger().handlers:
         if isinstance(handler, logging.StreamHandler) and handler.stream in (sys.stdout, sys.stderr):
             handler.setLevel(logging.WARNING)
             form = handler.formatter or logging.Formatter()
             handler.setFormatter(logging.Formatter(f"[rank {ranks.rank}]{form._fmt}", form.datefmt))
-
-
-def _run_name() -> str:
-    """The launcher's id where a person chose it, else a time, as train.yaml names the folder of one process."""
-    launched = os.environ.get("TORCHELASTIC_RUN_ID", "none")
-    # Without --rdzv-id it is "none", or random, by which no one finds a run again.
-    if launched != "none" and not _RANDOM_ID.fullmatch(launched):
-        return launched
-    return os.environ.get("SLURM_JOB_ID") or time.strftime("%Y-%m-%d/%H-%M-%S")
-
-
-def _number(variable: str, otherwise: int) -> int:
-    text = os.environ.get(variable, str(otherwise))
-    if not text.isdigit():
-        raise HydraConfigError(f"The environment has {variable}={text}, which is no number of ranks.")
-    return int(text)

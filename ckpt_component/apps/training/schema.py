@@ -84,7 +84,7 @@ class Train:
     timeout: float = above(0, 600.0, SECONDS)
     """How long one of several ranks waits for the others in a collective, in seconds."""
     threads: int | None = at_least(1, None)
-    """CPU threads of torch; null: as many as this process has cores, shared out to the ranks of this machine."""
+    """CPU threads of torch; null: as many as torch chooses."""
     seed: int = at_least(0, 1234)
     """Seed of the weights, of dropout, and of the order of the text."""
     log_every: int = at_least(1, 10)
@@ -145,10 +145,9 @@ def read_parallel(config: DictConfig) -> Parallel:
         CheckpointConfigError: another text than these.
     """
     word = config.get("parallel", Parallel.ddp.value)
-    words = [kind.value for kind in Parallel]
-    if not isinstance(word, Parallel) and word not in words:
-        raise HydraConfigError(other_word("parallel", word, words))
-    return Parallel(word)
+    if word not in Parallel.__members__:
+        raise HydraConfigError(other_word("parallel", word, list(Parallel.__members__)))
+    return Parallel[word]
 
 
 def read(config: DictConfig, key: str, schema: type[T]) -> T:

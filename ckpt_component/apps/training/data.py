@@ -1,10 +1,74 @@
-"""Which windows of the text come next. The whole state is checkpointed; nothing is derived anew on resume."""
+"""The text to train on, as bytes, and which windows of it come next."""
 
 from __future__ import annotations
 
+import sysconfig
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+
+from ...config.errors import HydraConfigError
+
+
+@dataclass(frozen=True)
+class Text:
+    """Bytes to learn from.
+
+    Attributes:
+        train: uint8, one dimension.
+        validation: uint8; the end of the text, never trained on. May be empty.
+        source: where it came from, for people.
+        fingerprint: a checksum of all of it, by which a resumed run knows its text.
+    """
+
+    train: torch.Tensor
+    validation: torch.Tensor
+    source: str
+    fingerprint: int
+
+
+def load_text(path: str | None, max_bytes: int, validation: float, context: int) -> Text:
+    """Read the text and split it.
+
+    Args:
+        path: a file, or a folder, whose files are taken in the order of their names, without hidden and binary ones;
+            None: modules of Python's standard library.
+        max_bytes: how much to use.
+        validation: the share kept from training, from 0 to 1.
+        context: how many bytes the model sees at once.
+
+    Raises:
+        CheckpointConfigError: nothing is at the path, or too little text for one window.
+    """
+    root = Path(path or sysconfig.get_paths()["stdlib"])
+    source = "Python's standard library" if path is None else f"data.path={path}"
+    if not root.exists():
+        raise HydraConfigError(
+            f"{source} does not exist; give a file or a folder of text, "
+            "or leave data.path out for Python's standard library."
+        )
+    files = [root] if root.is_file() else sorted(root.glob("*.py") if path is None else root.rglob("*"))
+    data = bytearray()
+    for file in files:
+        hidden = any(part.startswith(".") for part in file.relative_to(root).parts)
+        if file.is_file() and not hidden and len(data) < max_bytes:
+            content = file.read_bytes()
+            data += b"" if b"\0" in content else content
+    del data[max_bytes:]
+    # A window needs one byte more than it shows, the one to predict last.
+    split = len(data) - int(len(data) * validation)
+    if 0 < len(data) - split <= context:
+        split = len(data) - context - 1
+    if split <= context:
+        raise HydraConfigError(
+            f"{source} has {len(data)} bytes of text (data.max_bytes={max_bytes}), too few to train "
+            f"and validate with model.context={context}; give more text."
+        )
+    tensor = torch.frombuffer(data, dtype=torch.uint8)
+    return Text(tensor[:split], tensor[split:], source, zlib.crc32(data))
 
 
 class WindowSampler:
