@@ -11,19 +11,17 @@ import os
 import sys
 import warnings
 
-import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import CompactHydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from ..config import config_dir, resolve_config
+from ..config import resolve_config
 from ..config.errors import CheckpointConfigError, HydraConfigError, for_hydra
-from ..config.hints import command_line
 from ..config.read import omegaconf_text
 from ..errors import CheckpointError
-from .sweeps.callback import reported
+from .hydra_app import run_app
 from .sweeps.result import write_job_result
 from .training.ranks import ALONE, Ranks, meet, part, quiet_console
 from .training.schema import register
@@ -78,11 +76,11 @@ def run_job(config: DictConfig, ranks: Ranks = ALONE) -> float:
         where = "" if ranks.world_size == 1 else f"rank {ranks.rank}: "
         raise TrainingFailed(f"{where}{type(error).__name__}: {error}") from error
     figures = summary.figures()
+    status, reason = "completed", None
     if summary.stopped_by is not None:
         status, reason = "stopped", summary.stopped_by.name
-    else:
-        idle = summary.step == summary.start
-        status, reason = "completed", f"restored step {summary.start} and trained nothing" if idle else None
+    elif summary.step == summary.start:
+        reason = f"restored step {summary.start} and trained nothing"
     if ranks.rank == 0:
         write_job_result(status, figures=figures, reason=reason)
     if summary.stopped_by is not None:
@@ -104,13 +102,7 @@ def main() -> None:
     except CheckpointConfigError as error:
         sys.exit(str(error))
 
-    def task(config: DictConfig) -> float:
-        return run_job(config, ranks)
-
-    # Hydra 1.4 has this as its only behaviour, and warns of the argument.
-    version = {"version_base": "1.3"} if hydra.__version__ < "1.4" else {}
-    with reported(), command_line(_ROOTS):
-        hydra.main(config_path=str(config_dir()), config_name="train", **version)(task)()
+    run_app("train", lambda config: run_job(config, ranks), _ROOTS)
     part(ranks)
 
 

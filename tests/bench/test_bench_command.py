@@ -110,7 +110,7 @@ def test_a_sweep_is_a_job_for_each(bench: Bench, tmp_path: Path) -> None:
     for job in ("0", "1"):
         assert (tmp_path / "run" / "sweep" / job / "figures.csv").exists()
     # And it ends with a report of all.
-    assert "2 of 2 rows have figures" in done.stdout and (tmp_path / "run" / "sweep" / "sweep.csv").exists()
+    assert "rows with figures: 2 of 2" in done.stdout and (tmp_path / "run" / "sweep" / "sweep.csv").exists()
 
 
 def test_a_job_of_a_sweep_that_measures_nothing_does_not_keep_the_others(bench: Bench, tmp_path: Path) -> None:
@@ -121,7 +121,7 @@ def test_a_job_of_a_sweep_that_measures_nothing_does_not_keep_the_others(bench: 
         (tmp_path / "run" / name / "figures.json").write_text(json.dumps(content))
     done = bench("-m", "results=bad,good", "hydra.sweep.dir=sweep")
     assert done.returncode == 1 and "No row was measured" in done.stderr
-    assert "1 of 2 rows have figures" in done.stdout
+    assert "rows with figures: 1 of 2" in done.stdout
     assert any(line.split()[:5] == ["*", "1", "sync", "500", "ms"] for line in done.stdout.splitlines())
     assert any("FAILED in 1 of 1: it broke" in line for line in done.stdout.splitlines())
 

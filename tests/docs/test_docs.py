@@ -149,7 +149,7 @@ def test_the_commands_of_the_readme_run_beside_its_script(tmp_path: Path) -> Non
     first, second, sweep = block.code.splitlines()
     assert "starting from scratch" in run(first, tmp_path)
     assert "restored step 60" in run(second, tmp_path)
-    assert "2 of 2 rows have figures" in run(sweep, tmp_path)
+    assert "rows with figures: 2 of 2" in run(sweep, tmp_path)
 
 
 @pytest.mark.parametrize("word", ["checkpoint.writer.worker=4", "checkpoint/stager=pined", "checkpoint.stager=pinned"])

@@ -1,4 +1,4 @@
-"""The report at a sweep's end: in an app of our own in any case, in another by the callback itself."""
+"""The report at the end of a run and of a sweep, in any Hydra app, also when a job failed."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import hydra
@@ -13,7 +15,7 @@ import pytest
 from omegaconf import OmegaConf
 
 import ckpt_component
-from ckpt_component.apps.sweeps.callback import SweepReport, reported
+from ckpt_component.apps.sweeps.callback import SweepReport, report_sweep
 from ckpt_component.apps.sweeps.jobs import read_jobs
 from ckpt_component.apps.sweeps.result import write_result
 
@@ -84,46 +86,23 @@ def config(folder: Path) -> object:
     return OmegaConf.create({"hydra": {"sweep": {"dir": str(folder)}}})
 
 
-def test_another_app_gets_the_report_from_the_callback(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    callback = SweepReport()
-    callback.on_multirun_start(config(sweep))  # type: ignore[arg-type]
-    assert capsys.readouterr().out == ""
-    callback.on_multirun_end(config(sweep))  # type: ignore[arg-type]
-    assert "500 ms" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("ended", [False, True])
-def test_our_apps_report_once_whether_or_not_hydra_tells_the_end(
-    sweep: Path, capsys: pytest.CaptureFixture[str], ended: bool
-) -> None:
-    callback = SweepReport()
-    with pytest.raises(SystemExit), reported():
-        callback.on_multirun_start(config(sweep))  # type: ignore[arg-type]
-        if ended:
-            callback.on_multirun_end(config(sweep))  # type: ignore[arg-type]
-        assert capsys.readouterr().out == ""
-        raise SystemExit(1)
-    assert capsys.readouterr().out.count("500 ms") == 1
-
-
-def test_no_report_without_a_sweep_and_none_but_rank_0s(
+def test_the_report_of_a_sweep_comes_when_its_process_ends(
     sweep: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with reported():
-        pass
-    monkeypatch.setenv("RANK", "1")
-    with reported():
-        SweepReport().on_multirun_start(config(sweep))  # type: ignore[arg-type]
-    SweepReport().on_multirun_end(config(sweep))  # type: ignore[arg-type]
+    at_exit: list[Callable[[], None]] = []
+    monkeypatch.setattr("atexit.register", lambda call, *given: at_exit.append(partial(call, *given)))
+    SweepReport().on_multirun_start(config(sweep))  # type: ignore[arg-type]
     assert capsys.readouterr().out == ""
+    [report] = at_exit
+    report()
+    assert "500 ms" in capsys.readouterr().out
+    monkeypatch.setenv("RANK", "1")
+    SweepReport().on_multirun_start(config(sweep))  # type: ignore[arg-type]
+    assert len(at_exit) == 1  # none but rank 0's
 
 
-def test_a_sweep_without_a_job_says_so_and_lets_the_first_error_through(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(ValueError, match="the first"), reported():
-        SweepReport().on_multirun_start(config(tmp_path))  # type: ignore[arg-type]
-        raise ValueError("the first")
+def test_a_sweep_without_a_job_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report_sweep(tmp_path)
     assert "no report: " in capsys.readouterr().err
 
 
@@ -131,7 +110,7 @@ def test_a_sweep_without_a_job_says_so_and_lets_the_first_error_through(
 def test_a_sweep_of_another_app_has_figures_and_failures(app: Path) -> None:
     done = run(app, "-m", "fail=false,true", "lr=1,2")
     rows = {row.overrides: row for row in read_jobs(app / "sweep")}
-    assert len(rows) == 4 and done.returncode == 1
+    assert len(rows) == 4 and done.returncode == 1 and "rows with figures: 2 of 4" in done.stdout
     for words, row in rows.items():
         if "fail=True" in words:
             assert row.outcome == "failed: no such luck" and not row.figures
@@ -141,7 +120,7 @@ def test_a_sweep_of_another_app_has_figures_and_failures(app: Path) -> None:
 
 @pytest.mark.slow
 def test_a_run_of_another_app_is_reported_too(app: Path) -> None:
-    assert "1 of 1 row has figures" in run(app).stdout
+    assert "rows with figures: 1 of 1" in run(app).stdout
     # Again: what it resumes from leaves nothing to train.
     again = run(app, "hydra.run.dir=again")
     assert "completed: restored step 3 and trained nothing" in again.stdout, again.stderr

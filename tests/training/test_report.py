@@ -70,11 +70,9 @@ def test_the_fence_is_timed_and_nothing_else(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_the_result_file_is_whole(tmp_path: Path) -> None:
-    path = write_result(
-        str(tmp_path), "skipped", overrides=["a=1"], choices={"checkpoint": "sync"}, reason="does not fit"
-    )
+    write_result(str(tmp_path), "skipped", overrides=["a=1"], choices={"checkpoint": "sync"}, reason="does not fit")
     assert [entry.name for entry in tmp_path.iterdir()] == ["result.json"]
-    assert json.loads(Path(path).read_text()) == {
+    assert json.loads((tmp_path / "result.json").read_text()) == {
         "status": "skipped",
         "reason": "does not fit",
         "overrides": ["a=1"],

@@ -16,17 +16,14 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import hydra
 import psutil
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import CompactHydraException
 from omegaconf import DictConfig
 
-from ...config import config_dir
 from ...config.errors import HydraConfigError
-from ...config.hints import command_line
 from ...errors import CheckpointError
-from ..sweeps.callback import reported
+from ..hydra_app import run_app
 from ..sweeps.page import NO_PICTURE, can_plot
 from ..sweeps.result import RUNNING, write_job_result
 from .device import device_name, require_cuda
@@ -56,10 +53,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     register()
     sys.argv[1:] = arguments(sys.argv[1:])
-    # Hydra 1.4 has this as its only behaviour, and warns of the argument.
-    compatible = {"version_base": "1.3"} if hydra.__version__ < "1.4" else {}
-    with reported(), command_line([item.name for item in fields(Bench)]):
-        hydra.main(config_path=str(config_dir()), config_name="bench", **compatible)(run_job)()
+    run_app("bench", run_job, [item.name for item in fields(Bench)])
 
 
 def arguments(typed: list[str]) -> list[str]:

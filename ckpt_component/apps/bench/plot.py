@@ -6,14 +6,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..sweeps.page import new_figure, page, png_of
+from ..sweeps.page import new_figure, without_frame, write_page
 from .figures import Spread, fact, limits_of, spread
 from .measure.names import ROWS
 from .runs import Case
 from .table import LEGEND, render
 from .verdicts import Verdict
 
-PNG, HTML = "figures.png", "figures.html"
+#: The files are `figures.png` and `figures.html`.
+_NAME = "figures"
 
 _COLOURS = {"ours": "#1b6ca8", "torch": "#8d99ae", "peers": "#d08c60"}
 #: Panel -> figure, and the limit that is drawn beside it.
@@ -41,13 +42,15 @@ def draw(cases: Sequence[Case], verdicts: Sequence[Verdict], about: Mapping[str,
     shown = [case for case in cases if _rows(case)]
     if not shown:
         return []
-    png = _picture(shown)
-    (folder / PNG).write_bytes(png)
-    (folder / HTML).write_text(_page(png, cases, verdicts, about), encoding="utf-8")
-    return [folder / PNG, folder / HTML]
+    blocks = [LEGEND, *(render(case).strip() for case in cases)]
+    if verdicts:
+        blocks.append("\n".join(verdict.line() for verdict in verdicts))
+    machine = ", ".join(f"{name}: {value}" for name, value in about.items())
+    caption = "Bars are medians, black lines go from the lowest repeat to the highest, dotted lines are limits."
+    return write_page(folder / _NAME, _picture(shown), "ckpt-bench", machine, caption, blocks)
 
 
-def _picture(cases: Sequence[Case]) -> bytes:
+def _picture(cases: Sequence[Case]) -> Any:
     heights = [1.2 + 0.28 * len(_rows(case)) for case in cases]
     figure = new_figure(4 * len(_PANELS) + 2, sum(heights))
     grid = figure.subplots(len(cases), len(_PANELS), squeeze=False, gridspec_kw={"height_ratios": heights})
@@ -57,7 +60,7 @@ def _picture(cases: Sequence[Case]) -> bytes:
             axis.set_title(title if number else f"{_title(case)}\n{title}", fontsize=9)
             if number:
                 axis.set_yticklabels([])
-    return png_of(figure)
+    return figure
 
 
 def _panel(axis: Any, case: Case, name: str, limit: Spread | None, limit_name: str | None) -> None:
@@ -75,11 +78,9 @@ def _panel(axis: Any, case: Case, name: str, limit: Spread | None, limit_name: s
         axis.axvline(limit.median, color="#555555", linestyle=":", linewidth=1)
         axis.annotate(limit_name, (limit.median, -0.6), fontsize=6, color="#555555")
     axis.set_yticks(range(len(rows)), rows, fontsize=7)
-    axis.tick_params(axis="x", labelsize=7)
     axis.invert_yaxis()
     axis.margins(x=0.15)
-    for side in ("top", "right"):
-        axis.spines[side].set_visible(False)
+    without_frame(axis)
 
 
 def _rows(case: Case) -> list[str]:
@@ -89,11 +90,3 @@ def _rows(case: Case) -> list[str]:
 def _title(case: Case) -> str:
     nbytes = fact(case, _rows(case)[0], "state_bytes")
     return f"{case.state} on {case.target}, {nbytes / 1e9:.2f} GB"
-
-
-def _page(png: bytes, cases: Sequence[Case], verdicts: Sequence[Verdict], about: Mapping[str, Any]) -> str:
-    blocks = [LEGEND, *(render(case).strip() for case in cases)]
-    if verdicts:
-        blocks.append("\n".join(verdict.line() for verdict in verdicts))
-    caption = "Bars are medians, black lines go from the lowest repeat to the highest, dotted lines are limits."
-    return page("ckpt-bench", ", ".join(f"{name}: {value}" for name, value in about.items()), caption, png, blocks)

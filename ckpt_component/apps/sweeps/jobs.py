@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -14,8 +14,8 @@ from ...config.errors import HydraConfigError
 from .figures import FIGURES
 from .result import RESULT, RUNNING, read_result
 
-#: Written by Hydra into the folder of a job, and into that of a sweep.
-_HYDRA, _SWEEP = ".hydra", "multirun.yaml"
+#: Written by Hydra into the folder of a job.
+_HYDRA = ".hydra"
 
 
 @dataclass(frozen=True)
@@ -57,50 +57,23 @@ def read_jobs(folder: Path) -> list[Row]:
     """All rows of a sweep, in the order of its jobs; of a single run, its own.
 
     Args:
-        folder: a job's or a sweep's, or one with several jobs in it.
+        folder: a job's or a sweep's, or one with several of them in it.
 
     Raises:
-        CheckpointConfigError: the folder has no jobs; the text says what it has instead.
+        CheckpointConfigError: the folder has no jobs.
     """
-    if not folder.is_dir():
-        what = "is a file" if folder.exists() else "does not exist"
-        raise HydraConfigError(f"{folder} {what}; give the folder of a sweep, such as {_example(folder)}.")
-    jobs, sweeps = list[Path](), list[Path]()
-    for kind, path in _found(folder):
-        (sweeps if kind == _SWEEP else jobs).append(path)
-    if jobs:
-        return [row for job in sorted(jobs, key=_place) for row in _rows(job, folder)]
-    if sweeps:
-        newest = max(sweeps, key=lambda path: (path / _SWEEP).stat().st_mtime)
-        raise HydraConfigError(
-            f"{folder} has {len(sweeps)} sweep{'s' * (len(sweeps) > 1)} in it and no job of its own; "
-            f"type ckpt report {newest}, which is the newest."
-        )
-    if (folder / _SWEEP).is_file():
-        raise HydraConfigError(f"{folder} is a sweep of which no job has begun, so there is nothing to report.")
-    names = sorted(path.name for path in folder.iterdir())
-    instead = f"holds {', '.join(names[:3])}{' and more' * (len(names) > 3)}" if names else "is empty"
-    raise HydraConfigError(
-        f"{folder} {instead}, and no {RESULT} of a job; give the folder of a sweep, such as {_example(folder)}."
-    )
-
-
-def _found(folder: Path) -> Iterator[tuple[str, Path]]:
-    """The jobs below a folder, and the sweeps, into which it does not look when they are not the folder itself.
-
-    A folder that cannot be looked into may be a job's.
-    """
-    closed = list[OSError]()
+    jobs, closed = list[Path](), list[OSError]()
     for parent, folders, names in os.walk(folder, onerror=closed.append):
-        path = Path(parent)
         if RESULT in names or _HYDRA in folders:
             folders.clear()  # its checkpoints may be many files
-            yield _HYDRA, path
-        elif _SWEEP in names and path != folder:
-            folders.clear()
-            yield _SWEEP, path
-    for error in closed:
-        yield _HYDRA, Path(error.filename)
+            jobs.append(Path(parent))
+    if not jobs:
+        what = "has no job in it, which would have left" if folder.is_dir() else "is no folder with"
+        raise HydraConfigError(
+            f"{folder} {what} a {RESULT}; give the folder of a sweep, such as multirun/2026-11-21/10-30-00."
+        )
+    jobs += [Path(error.filename) for error in closed]  # may be a job's
+    return [row for job in sorted(jobs, key=_place) for row in _rows(job, folder)]
 
 
 def _rows(job: Path, folder: Path) -> list[Row]:
@@ -114,21 +87,20 @@ def _rows(job: Path, folder: Path) -> list[Row]:
         overrides = _overrides_of(job)
         reason = f"it left no {RESULT}; it runs without hydra/callbacks=checkpoint_report, or ended before it began"
     except Exception as error:  # whatever is wrong with one job, the others have their rows
-        what = RESULT if (job / RESULT).is_file() else "folder"
-        reason = f"its {what} cannot be read ({type(error).__name__}: {' '.join(str(error).split())})"
+        reason = f"it cannot be read ({type(error).__name__}: {' '.join(str(error).split())})"
     return [Row(name, overrides=overrides, status="unknown", reason=reason)]
 
 
-def _rows_of(name: str, content: Mapping[str, Any]) -> list[Row]:
+def _rows_of(job: str, content: Mapping[str, Any]) -> list[Row]:
     overrides, status, reason = tuple(content["overrides"]), content["status"], content["reason"]
-    measured = content.get("rows", [])
-    if not measured:
+    rows = content.get("rows", [])
+    if not rows:
         workload = " ".join(word for word in overrides if not _is_about_saving(word))
-        return [Row(name, "", overrides, workload, status, reason, _figures(content["figures"]))]
+        return [Row(job, "", overrides, workload, status, reason, _figures(content["figures"]))]
     # Why a row has no figures is more to the point than how the job ended.
     return [
         Row(
-            name,
+            job,
             row["name"],
             overrides,
             row["workload"],
@@ -136,12 +108,12 @@ def _rows_of(name: str, content: Mapping[str, Any]) -> list[Row]:
             row.get("reason") or reason,
             _figures(row["figures"]),
         )
-        for row in measured
+        for row in rows
     ]
 
 
-def _figures(found: Mapping[str, Any]) -> dict[str, float]:
-    return {key: float(found[key]) for key in FIGURES if found.get(key) is not None}
+def _figures(content: Mapping[str, Any]) -> dict[str, float]:
+    return {key: float(content[key]) for key in FIGURES if content.get(key) is not None}
 
 
 def _overrides_of(job: Path) -> tuple[str, ...]:
@@ -161,19 +133,7 @@ def _place(job: Path) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdigit() else (-1, part) for part in job.parts]
 
 
-def _example(folder: Path) -> str:
-    """A sweep that is there, near the folder or where sweeps go."""
-    for parent in (folder.parent, Path("multirun")):
-        if parent.is_dir():
-            near = [path.parent for depth in ("*", "*/*", "*/*/*") for path in parent.glob(f"{depth}/{_SWEEP}")]
-            if near:
-                return str(max(near, key=lambda path: path.stat().st_mtime))
-    return "multirun/2026-11-21/10-30-00"
-
-
 def differing(rows: Sequence[Row]) -> list[tuple[str, ...]]:
     """Of each row, the overrides that not all rows have."""
     common = set.intersection(*(set(row.overrides) for row in rows)) if rows else set()
-    if len({row.overrides for row in rows}) == 1:
-        return [() for _ in rows]
     return [tuple(word for word in row.overrides if word not in common) for row in rows]

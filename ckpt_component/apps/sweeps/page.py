@@ -1,13 +1,13 @@
-"""A page that needs nothing but itself: a picture and blocks of text. Pictures need the extra `plot`."""
+"""A picture, and a page with it that needs nothing but itself. Needs the extra `plot`."""
 
 from __future__ import annotations
 
 import base64
 import html
-import io
 import logging
 from collections.abc import Sequence
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 #: Shown where the extra is not installed.
@@ -24,42 +24,50 @@ def new_figure(width: float, height: float) -> Any:
     # It logs every font that it looks for.
     logging.getLogger("matplotlib").setLevel(logging.WARNING)
     # Not pyplot: it keeps figures and picks a window system.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # type: ignore[import-not-found,unused-ignore]
     from matplotlib.figure import Figure  # type: ignore[import-not-found,unused-ignore]
 
-    figure = Figure(figsize=(width, height), layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure
+    return Figure(figsize=(width, height), layout="constrained")
 
 
-def png_of(figure: Any) -> bytes:
-    """A figure as the bytes of a PNG file."""
-    written = io.BytesIO()
-    figure.savefig(written, format="png", dpi=110)
-    return written.getvalue()
+def without_frame(axis: Any) -> None:
+    """Small ticks, and no lines at the top and at the right."""
+    axis.tick_params(labelsize=7)
+    for side in ("top", "right"):
+        axis.spines[side].set_visible(False)
 
 
-def page(title: str, about: str, caption: str, png: bytes, blocks: Sequence[str]) -> str:
-    """The page as HTML.
+def write_page(base: Path, figure: Any, title: str, about: str, caption: str, blocks: Sequence[str]) -> list[Path]:
+    """Write the picture, and the page as HTML.
 
     Args:
+        base: the files' path without `.png` and `.html`.
+        figure: the picture, which becomes part of the page.
         title: of the page.
         about: what it is of.
         caption: what the picture shows.
-        png: the picture, which becomes part of the page.
         blocks: texts of fixed width, below each other.
+
+    Returns:
+        Both files.
     """
-    image = base64.b64encode(png).decode()
+    png, page = base.with_suffix(".png"), base.with_suffix(".html")
+    figure.savefig(png, dpi=110)
+    image = base64.b64encode(png.read_bytes()).decode()
+    title, about, caption = map(html.escape, (title, about, caption))
     texts = "\n".join(f"<pre>{html.escape(block)}</pre>" for block in blocks)
-    return f"""<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>
+    page.write_text(
+        f"""<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><title>{title}</title>
 <style>
 body {{ font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 100rem; padding: 0 1rem; color: #222 }}
 img {{ max-width: 100% }} pre {{ overflow-x: auto; background: #f6f6f4; padding: 1rem; font-size: 12px }}
 </style></head><body>
-<h1>{html.escape(title)}</h1><p>{html.escape(about)}</p>
-<p>{html.escape(caption)}</p>
-<img alt="{html.escape(caption)}" src="data:image/png;base64,{image}">
+<h1>{title}</h1><p>{about}</p>
+<p>{caption}</p>
+<img alt="{caption}" src="data:image/png;base64,{image}">
 {texts}
 </body></html>
-"""
+""",
+        encoding="utf-8",
+    )
+    return [png, page]

@@ -8,14 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from ...config.errors import HydraConfigError
-from .figures import FIGURES, Figure
+from .figures import FIGURES
 from .jobs import Row, differing, read_jobs
-from .page import NO_PICTURE, can_plot
-from .plot import draw
+from .page import NO_PICTURE, can_plot, new_figure, without_frame, write_page
 from .replaced import write_csv
 from .text import aligned
 
-CSV = "sweep.csv"
+#: The files are `sweep.csv`, `sweep.png` and `sweep.html`.
+_NAME = "sweep"
+_COLOURS = ("#1b6ca8", "#d08c60", "#5a8f5a", "#8d99ae")
 
 
 def report(folder: Path, say: Callable[[str], None] = print, out: Path | None = None) -> None:
@@ -29,22 +30,24 @@ def report(folder: Path, say: Callable[[str], None] = print, out: Path | None = 
     Raises:
         CheckpointConfigError: the folder has no jobs, or the files cannot be written.
     """
-    rows = sorted(read_jobs(folder), key=_order)
+    rows = sorted(read_jobs(folder), key=lambda row: (row.workload, row.stall_s is None, row.stall_s or 0.0))
     text = table(rows)
     say(text)
-    where = folder if out is None else out
+    base = (folder if out is None else out) / _NAME
     try:
-        where.mkdir(parents=True, exist_ok=True)
-        files = [_write_csv(rows, where)]
-        if can_plot():
-            files += draw(rows, text, str(folder), where)
-        else:
-            say(NO_PICTURE)
+        base.parent.mkdir(parents=True, exist_ok=True)
+        files = [_write_csv(rows, base.with_suffix(".csv"))]
+        shown = [row for row in rows if _point(row) is not None]
+        if shown and can_plot():
+            caption = "Lower and further left is better; a colour for each workload."
+            files += write_page(base, _picture(shown), "Sweep", str(folder), caption, [text])
     except OSError as error:
         raise HydraConfigError(
-            f"The report cannot be written into {where} ({error.strerror}); type --out=FOLDER to have it elsewhere."
+            f"The report cannot be written into {base.parent} ({error.strerror}); type another --out=FOLDER."
         ) from error
-    say(f"in {where}: {', '.join(path.name for path in files)}")
+    if not can_plot():
+        say(NO_PICTURE)
+    say(f"in {base.parent}: {', '.join(path.name for path in files)}")
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -53,41 +56,40 @@ def table(rows: Sequence[Row]) -> str:
     Args:
         rows: in the order that they are shown in.
     """
-    marked, changed = best(rows), differing(rows)
+    pareto, changed = best(rows), differing(rows)
     shown = {key: figure for key, figure in FIGURES.items() if any(key in row.figures for row in rows)}
-    heads = ["", "job", *(figure.column for figure in shown.values()), "what differs", "outcome"]
-    lines = [heads]
+    lines = [["", "job", *(figure.column for figure in shown.values()), "what differs", "outcome"]]
     for place, (row, words) in enumerate(zip(rows, changed, strict=True)):
         cells = [figure.text(row.figures[key]) if key in row.figures else "-" for key, figure in shown.items()]
-        name = f"{row.job} {row.name}".strip()
-        lines.append(["*" if place in marked else "", name, *cells, " ".join(words), row.outcome])
-    if not any(changed):
-        lines = [[*line[:-2], line[-1]] for line in lines]
-    left = [0, 1, *range(2 + len(shown), len(lines[0]))]
-    head, *body = aligned(lines, left)
+        mark, name = "*" if place in pareto else "", f"{row.job} {row.name}".strip()
+        lines.append([mark, name, *cells, " ".join(words), row.outcome])
+    head, *body = aligned(lines, left=[0, 1, len(lines[0]) - 2, len(lines[0]) - 1])
     text, workloads = list[str](), list(dict.fromkeys(row.workload for row in rows))
     for workload in workloads:
         if len(workloads) > 1:
             text.append(f"{workload or 'as configured'}:")
         text += [head, *(line for row, line in zip(rows, body, strict=True) if row.workload == workload), ""]
-    return "\n".join([*text, *_legend(rows, list(shown.values()))])
+    text.append(f"rows with figures: {sum(bool(row.figures) for row in rows)} of {len(rows)}, sorted by stall")
+    text += textwrap.wrap("; ".join(f"{figure.column}: {figure.meaning}" for figure in shown.values()), 120)
+    text.append("*: Pareto, no row of the same workload has both less stall and less durable time")
+    return "\n".join(text)
 
 
 def best(rows: Sequence[Row]) -> set[int]:
     """The places of the Pareto rows: none of the same workload is as good in both times and better in one."""
     points = {place: point for place, row in enumerate(rows) if (point := _point(row)) is not None}
 
-    def beaten(place: int) -> bool:
-        mine = points[place]
+    def is_beaten(place: int) -> bool:
+        stall, durable = points[place]
         return any(
             rows[other].workload == rows[place].workload
-            and point != mine
-            and point[0] <= mine[0]
-            and point[1] <= mine[1]
+            and point != points[place]
+            and point[0] <= stall
+            and point[1] <= durable
             for other, point in points.items()
         )
 
-    return {place for place in points if not beaten(place)}
+    return {place for place in points if not is_beaten(place)}
 
 
 def _point(row: Row) -> tuple[float, float] | None:
@@ -95,22 +97,26 @@ def _point(row: Row) -> tuple[float, float] | None:
     return None if stall is None or durable is None else (stall, durable)
 
 
-def _order(row: Row) -> tuple[str, bool, float]:
-    return row.workload, row.stall_s is None, row.stall_s or 0.0
+def _picture(rows: Sequence[Row]) -> Any:
+    """Stall against durable time, a point for each row."""
+    figure = new_figure(9, 6)
+    axis = figure.subplots()
+    workloads = list(dict.fromkeys(row.workload for row in rows))
+    for row in rows:
+        place = row.figures["durable_s"], row.stall_s
+        axis.plot(*place, "o", color=_COLOURS[workloads.index(row.workload) % len(_COLOURS)])
+        axis.annotate(f" {row.job} {row.name}".rstrip(), place, fontsize=7)
+    axis.set_xlabel("durable, s", fontsize=8)
+    axis.set_ylabel("stall, s", fontsize=8)
+    axis.margins(0.15)
+    axis.set_xlim(left=0)
+    axis.set_ylim(bottom=0)
+    without_frame(axis)
+    return figure
 
 
-def _legend(rows: Sequence[Row], shown: Sequence[Figure]) -> list[str]:
-    measured = sum(bool(row.figures) for row in rows)
-    lines = [f"{measured} of {len(rows)} {'row has' if len(rows) == 1 else 'rows have'} figures, sorted by stall"]
-    if measured:
-        lines += textwrap.wrap("; ".join(f"{figure.column}: {figure.meaning}" for figure in shown), 120)
-        kept = " of the same workload" if len({row.workload for row in rows}) > 1 else ""
-        lines.append(f"*: Pareto, no row{kept} has both less stall and less durable time")
-    return lines
-
-
-def _write_csv(rows: Sequence[Row], folder: Path) -> Path:
-    marked, changed = best(rows), differing(rows)
+def _write_csv(rows: Sequence[Row], path: Path) -> Path:
+    pareto, changed = best(rows), differing(rows)
     records: list[dict[str, Any]] = [
         {
             "job": row.job,
@@ -119,12 +125,12 @@ def _write_csv(rows: Sequence[Row], folder: Path) -> Path:
             "differs": " ".join(words),
             "status": row.status,
             "reason": row.reason,
-            "pareto": int(place in marked),
+            "pareto": int(place in pareto),
             **row.figures,
             "overrides": " ".join(row.overrides),
         }
         for place, (row, words) in enumerate(zip(rows, changed, strict=True))
     ]
     columns = ["job", "row", "workload", "differs", "status", "pareto", *FIGURES, "reason", "overrides"]
-    write_csv(folder / CSV, columns, records)
-    return folder / CSV
+    write_csv(path, columns, records)
+    return path

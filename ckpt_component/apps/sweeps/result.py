@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -32,7 +31,7 @@ def write_result(
     figures: Mapping[str, Any] | None = None,
     reason: str | None = None,
     rows: Sequence[Mapping[str, Any]] = (),
-) -> str:
+) -> None:
     """Write the file, whole or not at all.
 
     Args:
@@ -44,11 +43,7 @@ def write_result(
         reason: why the run did not complete.
         rows: of a job that measures several things: for each its `name`, its `workload` (rows of one can be compared),
             its `figures`, and a `reason` where it has none.
-
-    Returns:
-        The file's path.
     """
-    path = os.path.join(folder, RESULT)
     content = {
         "status": status,
         "reason": reason,
@@ -57,10 +52,9 @@ def write_result(
         "figures": dict(figures or {}),
         "rows": [dict(row) for row in rows],
     }
-    with replaced(Path(path)) as file:
+    with replaced(Path(folder) / RESULT) as file:
         json.dump(content, file, indent=2, allow_nan=False, default=str)
         file.write("\n")
-    return path
 
 
 def read_result(folder: str) -> dict[str, Any] | None:
@@ -83,30 +77,17 @@ def read_result(folder: str) -> dict[str, Any] | None:
     return content
 
 
-def write_job_result(
-    status: str,
-    *,
-    figures: Mapping[str, Any] | None = None,
-    reason: str | None = None,
-    rows: Sequence[Mapping[str, Any]] = (),
-) -> None:
+def write_job_result(status: str, **result: Any) -> None:
     """Write the file of the Hydra job that runs in this process, with what was typed for it.
 
     Args:
-        status: as for `write_result`, and so are the others.
-        figures: of the job.
-        reason: why it did not complete.
-        rows: of a job that measures several things.
+        status: as for `write_result`.
+        **result: `figures`, `reason` and `rows` of `write_result`.
     """
     settings = HydraConfig.get()
     # Unresolved: what was typed may refer to what is not there, and that is why the job failed.
-    overrides = OmegaConf.to_container(settings.overrides.task, resolve=False)
+    overrides = cast(list[Any], OmegaConf.to_container(settings.overrides.task, resolve=False))
+    choices = {group: str(option) for group, option in settings.runtime.choices.items()}
     write_result(
-        settings.runtime.output_dir,
-        status,
-        overrides=[str(override) for override in cast(list[Any], overrides)],
-        choices={group: str(option) for group, option in settings.runtime.choices.items()},
-        figures=figures,
-        reason=reason,
-        rows=rows,
+        settings.runtime.output_dir, status, overrides=[str(word) for word in overrides], choices=choices, **result
     )

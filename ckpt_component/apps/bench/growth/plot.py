@@ -6,12 +6,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ...sweeps.page import new_figure, page, png_of
+from ...sweeps.page import new_figure, write_page
 from ..verdicts import Verdict
 from .figures import COSTS, ONE, Course, is_counted, points
 from .table import LEGEND, render_growth
 
-PNG, HTML = "growth.png", "growth.html"
+#: The files are `growth.png` and `growth.html`.
+_NAME = "growth"
 
 
 def draw_growth(
@@ -36,13 +37,14 @@ def draw_growth(
     ]
     if not panels:
         return []
-    png = _picture(panels)
-    (folder / PNG).write_bytes(png)
-    (folder / HTML).write_text(_page(png, courses, verdicts, about), encoding="utf-8")
-    return [folder / PNG, folder / HTML]
+    blocks = [LEGEND, *(render_growth(course).strip() for course in courses)]
+    blocks.append("\n".join(verdict.line() for verdict in verdicts))
+    machine = ", ".join(f"{name}: {value}" for name, value in about.items())
+    caption = "The cost of one item and of one rank, by their number."
+    return write_page(folder / _NAME, _picture(panels), "ckpt-bench growth", machine, caption, blocks)
 
 
-def _picture(panels: Sequence[tuple[Course, bool, list[str]]]) -> bytes:
+def _picture(panels: Sequence[tuple[Course, bool, list[str]]]) -> Any:
     figure = new_figure(11, 4.2 * len(panels))
     for axis, (course, counted, costs) in zip(figure.subplots(len(panels), squeeze=False)[:, 0], panels, strict=True):
         for number, cost in enumerate(costs):
@@ -58,11 +60,4 @@ def _picture(panels: Sequence[tuple[Course, bool, list[str]]]) -> bytes:
         axis.set_title(f"{'bytes and calls' if counted else 'us'} for each {ONE[course.axis]}; flat is linear growth")
         axis.grid(True, which="major", color="#dddddd", linewidth=0.6)
         axis.legend(fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
-    return png_of(figure)
-
-
-def _page(png: bytes, courses: Sequence[Course], verdicts: Sequence[Verdict], about: Mapping[str, Any]) -> str:
-    blocks = [LEGEND, *(render_growth(course).strip() for course in courses)]
-    blocks.append("\n".join(verdict.line() for verdict in verdicts))
-    machine = ", ".join(f"{name}: {value}" for name, value in about.items())
-    return page("ckpt-bench growth", machine, "The cost of one item and of one rank, by their number.", png, blocks)
+    return figure
