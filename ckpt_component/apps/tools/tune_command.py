@@ -10,9 +10,14 @@ from typing import Any
 
 import psutil
 
+from ...config import resolve_config
 from ...config.errors import HydraConfigError
 from ...config.quantities import BYTES, quantity
+from ..bench.place import place
 from ..bench.schema import STATES
+from ..tuning.questions import questions
+from ..tuning.recipe import recipe_path, write_recipe
+from ..tuning.tune import ROUNDS, tune
 
 #: The state, two snapshots of it (zero_overhead has two arenas), and a margin.
 _IN_MEMORY = 3.3
@@ -20,12 +25,6 @@ _IN_MEMORY = 3.3
 _ON_DISK = 2.1
 #: Smaller states are saved too quickly to measure.
 _LEAST_BYTES = 1_000_000
-#: What the comments of a recipe say of a part.
-_NOTES = {
-    "torch_save": "files of torch_save load on the same number of ranks alone, those of dcp on any",
-    "safetensors": "files of safetensors load on the same number of ranks alone, those of dcp on any",
-    "zero_overhead": "zero_overhead has two snapshots in memory, and needs guard(optimizer)",
-}
 
 
 def add(commands: Any) -> None:
@@ -68,32 +67,33 @@ def run(parsed: argparse.Namespace) -> None:
     # Threads of torch that spin for work starve the others on shared cores; importing torch reads this.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     warnings.filterwarnings("ignore", message="Failed to initialize NumPy", category=UserWarning)
-    from ...config import resolve_config
-    from ..tuning.recipe import recipe_path, write_recipe
-    from ..tuning.tune import ROUNDS, Wish, tune
+    from ..tuning.measure import Trial
 
     path = recipe_path(parsed.conf, parsed.name, parsed.replace)
+    writers = parsed.writers.split(",") if parsed.writers else []
+    for override in parsed.override:
+        if not override.startswith(("checkpoint.", "checkpoint/")):
+            raise HydraConfigError(f"--override={override} must be like checkpoint.writer.checksum=auto.")
+    fixed = [*parsed.override, *(f"checkpoint/writer={writer}" for writer in writers if len(writers) == 1)]
+    for overrides in (fixed, *([f"checkpoint/writer={writer}"] for writer in writers)):
+        resolve_config(parsed.preset, overrides)
     if parsed.repeats < ROUNDS:
         raise HydraConfigError(f"--repeats={parsed.repeats} tells nothing from noise; type {ROUNDS} or more.")
-    writers = [] if parsed.writers is None else parsed.writers.split(",")
-    fixed = [*parsed.override, *(f"checkpoint/writer={writer}" for writer in writers if len(writers) == 1)]
-    for writer in writers:
-        resolve_config(parsed.preset, [f"checkpoint/writer={writer}"])
-    resolve_config(parsed.preset, fixed)
-    nbytes = None if parsed.size is None else _bytes(parsed.size)
-    size = nbytes or STATES[parsed.state] * 1e9
-    _refuse_too_large(size, parsed.folder)
+    nbytes = None if parsed.size is None else int(quantity(parsed.size, BYTES, "--size"))
+    size = STATES[parsed.state] * 1e9 if nbytes is None else nbytes
+    _refuse_size(size, parsed.folder)
     about = f"{size / 1e9:.2f} GB of state ({parsed.state})"
     print(f"{about} in {parsed.folder}, {parsed.preset}, {parsed.seconds:g} s", flush=True)
-    wish = Wish(
-        parsed.folder, parsed.state, nbytes, parsed.seconds, parsed.repeats, parsed.preset, writers=writers, fixed=fixed
-    )
-    answers = tune(wish, lambda text: print(text, flush=True))
     settings = dict(override.split("=", 1) for override in fixed)
+    asked = [item for item in questions(len(os.sched_getaffinity(0)), writers) if item.key not in settings]
+    with place(parsed.folder, "the folder ") as base:
+        trial = Trial(parsed.state, nbytes, parsed.preset, base)
+        answers = tune(trial, asked, fixed, seconds=parsed.seconds, repeats=parsed.repeats)
     settings |= {answer.key: answer.value for answer in answers}
     notes = [f"for any app on this machine: {about}, measured by ckpt tune"]
     notes += [f"{answer.key}={answer.value}: {answer.reason}" for answer in answers]
-    notes += [_NOTES[value] for value in settings.values() if value in _NOTES]
+    if settings.get("checkpoint/stager") == "zero_overhead":
+        notes.append("zero_overhead has two snapshots in memory, and needs guard(optimizer)")
     write_recipe(path, parsed.preset, settings, notes, parsed.replace)
     print(f"\nwritten: {path}\n\n{path.read_text(encoding='utf-8')}")
     print(f"ckpt-train --config-dir {parsed.conf} +recipe={parsed.name}    # or any Hydra app that has checkpoint")
@@ -103,16 +103,11 @@ def run(parsed: argparse.Namespace) -> None:
     )
 
 
-def _bytes(text: str) -> int:
-    size = int(quantity(text, BYTES, "--size"))
-    if size < _LEAST_BYTES:
-        raise HydraConfigError(f"--size={text} is too little to measure; type a unit, such as --size=4GB.")
-    return size
-
-
-def _refuse_too_large(size: float, folder: Path) -> None:
+def _refuse_size(size: float, folder: Path) -> None:
     if not folder.is_dir():
         raise HydraConfigError(f"{folder} is no folder; give the one where checkpoints will be, such as '.'.")
+    if size < _LEAST_BYTES:
+        raise HydraConfigError(f"--size={size:g} is too little to measure; type a unit, such as --size=4GB.")
     for free, needed, where in (
         (psutil.virtual_memory().available, _IN_MEMORY * size, "of memory"),
         (psutil.disk_usage(str(folder)).free, _ON_DISK * size, f"in {folder}"),

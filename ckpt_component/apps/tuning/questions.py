@@ -61,41 +61,33 @@ def questions(cores: int, writers: Sequence[str]) -> list[Question]:
     ]
 
 
-def choose(question: Question, figures: Mapping[str, Sequence[float]]) -> Answer | None:
-    """The value to go on with; None when none could be measured.
+def choose(question: Question, figures: Mapping[str, Sequence[float]]) -> Answer:
+    """The value to go on with.
 
     The first value stays unless another is better by more than `MARGIN` and by more than the rounds of either value
     differ among themselves.
 
     Args:
         question: what was asked.
-        figures: value -> the figure of each round, in seconds; none of those that failed.
+        figures: value -> the figure of each round, in seconds; none of those that failed, but at least one.
     """
-    measured = {value: figures[value] for value in question.values if figures.get(value)}
-    if not measured:
-        return None
     first = question.values[0]
     # Time lost is a difference of two times, and below nothing only by noise.
-    medians = {value: max(0.0, median(rounds)) for value, rounds in measured.items()}
+    medians = {value: max(0.0, median(rounds)) for value, rounds in figures.items()}
     best = min(medians, key=lambda value: medians[value])
-    found = f"{question.figure} {medians[best]:.3f} s"
-    if first not in measured:
-        return Answer(question.key, best, f"{found}, and {first} does not work here")
-    if best == first:
-        others = ", ".join(f"{medians[value]:.3f} s with {value}" for value in medians if value != first)
-        return Answer(question.key, best, f"{found}, and no other is better" + (f" ({others})" if others else ""))
-    against = f"{found} against {medians[first]:.3f} s with {first}"
+    seconds = ", ".join(f"{medians[value]:.3f} s with {value}" for value in medians)
+    if first not in medians:
+        return Answer(question.key, best, f"{first} does not work here; {question.figure} {seconds}")
+    rounds = figures[first], figures[best]
+    noise = max(max(values) - min(values) for values in rounds)
+    noise = max(noise, -min(map(min, rounds)))
     gain = medians[first] - medians[best]
-    noise = max(_spread(measured[first]), _spread(measured[best]), -min(*measured[first], *measured[best]))
-    if gain <= noise:
-        return Answer(
-            question.key, first, f"{best} has {against}, which is within noise: rounds differ by {noise:.3f} s"
-        )
-    if gain <= MARGIN * medians[first]:
-        return Answer(question.key, first, f"{best} has {against}, which is less than {MARGIN:.0%} better")
-    return Answer(question.key, best, f"{against}, and rounds differ by no more than {noise:.3f} s")
-
-
-def _spread(rounds: Sequence[float]) -> float:
-    """How far the rounds of one value lie apart."""
-    return max(rounds) - min(rounds)
+    if best == first:
+        value, reason = first, "no other is better"
+    elif gain <= noise:
+        value, reason = first, f"{best} is better within noise: rounds differ by {noise:.3f} s"
+    elif gain <= MARGIN * medians[first]:
+        value, reason = first, f"{best} is less than {MARGIN:.0%} better"
+    else:
+        value, reason = best, f"rounds differ by no more than {noise:.3f} s"
+    return Answer(question.key, value, f"{reason}; {question.figure} {seconds}")
