@@ -32,16 +32,6 @@ def column_of(values: Iterable[int]) -> torch.Tensor:
     return torch.frombuffer(numbers, dtype=torch.int64) if numbers else torch.empty(0, dtype=torch.int64)
 
 
-def picked(column: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
-    """`column[numbers]`, for numbers that are not negative."""
-    return column.index_select(0, numbers)
-
-
-def where(flags: torch.Tensor) -> torch.Tensor:
-    """The numbers of the places at which a column of bools is true, ascending."""
-    return flags.nonzero().flatten()
-
-
 def repeated(column: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
     """`column.repeat_interleave(counts)`, where every count is at least 1."""
     if not len(column):
@@ -49,4 +39,4 @@ def repeated(column: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
     ends = counts.cumsum(0)
     steps = torch.zeros(int(ends[-1]), dtype=torch.int64)
     steps.index_fill_(0, ends[:-1], 1)
-    return picked(column, steps.cumsum(0))
+    return column.index_select(0, steps.cumsum(0))

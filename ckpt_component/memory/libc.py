@@ -32,15 +32,15 @@ def _call(name: str, arguments: Sequence[Any], result: Any = _INT) -> Callable[.
     return function
 
 
-_OTHER_PROCESS = (_INT, _POINTER, _SIZE, _POINTER, _SIZE, ctypes.c_ulong)
 mmap: Any = _call("mmap", (_POINTER, _SIZE, _INT, _INT, _INT, _LONG), _POINTER)
 munmap: Any = _call("munmap", (_POINTER, _SIZE))
 madvise: Any = _call("madvise", (_POINTER, _SIZE, _INT))
 mincore: Any = _call("mincore", (_POINTER, _SIZE, ctypes.c_char_p))
 preadv: Any = _call("preadv", (_INT, _POINTER, _INT, _LONG), ctypes.c_ssize_t)
 renameat2 = _call("renameat2", (_INT, ctypes.c_char_p, _INT, ctypes.c_char_p, ctypes.c_uint))
-process_vm_readv = _call("process_vm_readv", _OTHER_PROCESS, ctypes.c_ssize_t)
-process_vm_writev = _call("process_vm_writev", _OTHER_PROCESS, ctypes.c_ssize_t)
+process_vm_writev = _call(
+    "process_vm_writev", (_INT, _POINTER, _SIZE, _POINTER, _SIZE, ctypes.c_ulong), ctypes.c_ssize_t
+)
 malloc_trim = _call("malloc_trim", (_SIZE,))
 
 # These release the GIL while they run.

@@ -279,10 +279,9 @@ class Stager(ABC):
             return None
         self._plans += 1
         deadline = min(time.monotonic() + self._timeout, plan.wait_until)
-        mine = self._ranks.scatter(f"plan/{self._plans}", holdings(plan.structure), share_out, deadline)
-        objects, tensors = mine["alike"]
-        self._replicas = Replicas(plan.structure, objects, tensors, mine["groups"], self._ranks.world_size)
-        return Selection(plan.structure, mine)
+        share = self._ranks.scatter(f"plan/{self._plans}", holdings(plan.structure), share_out, deadline)
+        self._replicas = Replicas(plan.structure, share, self._ranks.world_size)
+        return Selection(plan.structure, share)
 
 
 def _any_changed(answers: list[tuple[bool, str | None]]) -> bool:

@@ -31,6 +31,7 @@ StateDict = dict[str, Any]
 #: Which rank a `PerRank` value belongs to: the same for all, or for each by its path.
 Owner = int | Callable[[Path, PerRank], int | None]
 
+_DICTS = (dict, OrderedDict)
 #: Of dict keys. What derives from them, such as an enum's or numpy's, loads as something else or not at all.
 _PLAIN_KEYS = frozenset({str, int, float, bool, type(None)})
 #: From so many values on a dict is looked at by columns: 0.1 us a value instead of 0.3.
@@ -106,7 +107,7 @@ def kind_of(value: Any) -> Literal["tensor", "dict", "list", "per_rank", "statef
     interpolations, are objects. A list is taken apart when it holds something else than objects. What is stateful is
     asked for its `state_dict()`.
     """
-    if type(value) is dict or (isinstance(value, Mapping) and not is_config(value)):
+    if type(value) in _DICTS or (isinstance(value, Mapping) and not is_config(value)):
         return "object" if TAG in value else "dict"
     if isinstance(value, torch.Tensor):
         return "tensor"
@@ -167,7 +168,7 @@ def _walk(path: Path, value: Any, flat: FlatState, owner: Owner, inside: bool = 
         tensors, paths = flat.tensors, flat.tensor_paths
         if (
             len(value) >= _WIDE
-            and type(value) in (dict, OrderedDict)
+            and type(value) in _DICTS
             and ORDINARY.issuperset(map(type, value.values()))
             and set(map(type, value)) == {str}
         ):
@@ -200,24 +201,23 @@ def _walk(path: Path, value: Any, flat: FlatState, owner: Owner, inside: bool = 
             _walk((*path, rank_name(rank)), value.value, flat, owner)
     else:
         state = value.state_dict()
-        if not inside:
-            _check_restorable(path, value, state)
+        restorable = isinstance(state, Mapping) and callable(getattr(value, "load_state_dict", None))
+        if not restorable and not inside:
+            raise _not_restorable(path, value, state)
         flat.stateful.append((path, value))
         _walk(path, state, flat, owner, inside=True)
 
 
-def _check_restorable(path: Path, value: Stateful, state: object) -> None:
-    """Refuse an object that a load could not give its state back."""
-    if not isinstance(state, Mapping):
-        raise CheckpointStageError(
-            f"'{key_of(path)}' is a {type(value).__name__}, whose state_dict() returned a {type(state).__name__}; "
-            "a dict is expected."
+def _not_restorable(path: Path, value: Stateful, state: object) -> CheckpointStageError:
+    """The error for an object that a load could not give its state back."""
+    if isinstance(state, Mapping):
+        problem = (
+            "which has state_dict() and no load_state_dict(), so no load could give it back; define load_state_dict, "
+            "or save what its state_dict() returns"
         )
-    if not callable(getattr(value, "load_state_dict", None)):
-        raise CheckpointStageError(
-            f"'{key_of(path)}' is a {type(value).__name__}, which has state_dict() and no load_state_dict(), so no "
-            "load could give it back; define load_state_dict, or save what its state_dict() returns."
-        )
+    else:
+        problem = f"whose state_dict() returned a {type(state).__name__}; a dict is expected"
+    return CheckpointStageError(f"'{key_of(path)}' is a {type(value).__name__}, {problem}.")
 
 
 def _endless(state_dict: Mapping[Any, Any]) -> CheckpointStageError:

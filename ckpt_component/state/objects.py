@@ -37,35 +37,32 @@ _ALLOWED = (
 )
 
 
-def encode(value: Any, key: str) -> Any:
+def encode(value: Any, key: str, parents: tuple[int, ...] = ()) -> Any:
     """A value in which everything can be loaded with `weights_only`; shares nothing mutable with the original.
 
     Args:
         value: what stands in the state dict.
         key: its flat key, for error texts.
+        parents: ids of the containers around it.
 
     Raises:
         CheckpointStageError: something in the value is of a type that loading would refuse.
     """
-    try:
-        return _encode(value, key, ())
-    except RecursionError:
-        raise CheckpointStageError(f"'{key}' is nested too deeply to be checkpointed; flatten it.") from None
-
-
-def _encode(value: Any, key: str, parents: tuple[int, ...]) -> Any:
     kind = type(value)
     if kind in _ATOMS:
         return value
     if kind in _CONTAINERS:
         if id(value) in parents:
             raise CheckpointStageError(f"'{key}' contains itself, which cannot be checkpointed.")
-        encoded = partial(_encode, key=key, parents=(*parents, id(value)))
-        if kind not in (dict, OrderedDict):
-            return kind(map(encoded, value))
-        if TAG in value:
-            raise CheckpointStageError(f"'{key}' has the dict key {TAG!r}, which is reserved.")
-        return kind(zip(map(encoded, value), map(encoded, value.values()), strict=True))
+        encoded = partial(encode, key=key, parents=(*parents, id(value)))
+        try:
+            if kind not in (dict, OrderedDict):
+                return kind(map(encoded, value))
+            if TAG in value:
+                raise CheckpointStageError(f"'{key}' has the dict key {TAG!r}, which is reserved.")
+            return kind(zip(map(encoded, value), map(encoded, value.values()), strict=True))
+        except RecursionError:
+            raise CheckpointStageError(f"'{key}' is nested too deeply to be checkpointed; flatten it.") from None
     if isinstance(value, torch.Tensor):
         check_tensor(value, key)
         return value.detach().cpu().clone(memory_format=torch.contiguous_format)

@@ -9,16 +9,15 @@ from __future__ import annotations
 import base64
 import ctypes
 import hashlib
-import sys
 import zlib
 from array import array
 from collections import OrderedDict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from .flatten import FlatState, key_of
+from .flatten import FlatState, keys_of
 from .structure import Structure
 
 #: Values in one look of a rank, and of all ranks together.
@@ -32,7 +31,6 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 #: Neighbours: [number of the first, number of its group, how many].
 Run = list[int]
-Runs = list[Run]
 
 
 def runs_of(numbers: Sequence[tuple[int, int]]) -> list[Run]:
@@ -46,27 +44,29 @@ def runs_of(numbers: Sequence[tuple[int, int]]) -> list[Run]:
     return runs
 
 
+def _pairs_of(runs: Sequence[Run]) -> list[tuple[int, int]]:
+    """The inverse of `runs_of`."""
+    return [(number + offset, group + offset) for number, group, count in runs for offset in range(count)]
+
+
 class Replicas:
     """The values of this rank that others hold as well. What they have in common has a group number, alike on all.
 
     Args:
         structure: of all that the rank has.
-        objects: runs of object numbers.
-        tensors: runs of numbers of stored tensors.
-        groups: how many groups of objects there are, which come first, and of tensors.
+        share: from `share_out`; the groups of objects come first.
         world_size: how many ranks.
     """
 
-    def __init__(
-        self, structure: Structure, objects: Runs, tensors: Runs, groups: Sequence[int], world_size: int
-    ) -> None:
+    def __init__(self, structure: Structure, share: Mapping[str, list[Any]], world_size: int) -> None:
         self._structure = structure
-        self._objects = objects
-        self._tensors = tensors
+        self._objects: list[Run] = share["shared_objects"]
+        self._tensors: list[Run] = share["shared_tensors"]
+        # These are the same on all ranks.
+        objects, tensors = share["groups"]
         self._at_once = max(1, min(_AT_ONCE, _ALL_AT_ONCE // world_size))
-        self._looks = max(1, -(-sum(groups) // self._at_once))
-        # The same on all ranks.
-        self._budget = min(max(_ELEMENTS // max(min(groups[0], self._at_once), 1), _FEWEST), _MOST)
+        self._looks = max(1, -(-(objects + tensors) // self._at_once))
+        self._budget = min(max(_ELEMENTS // max(min(objects, self._at_once), 1), _FEWEST), _MOST)
 
     def message(self, flat: FlatState, look: int) -> dict[str, Any]:
         """The digests of those values that come in this look, for `differing`.
@@ -76,22 +76,20 @@ class Replicas:
             look: counts the looks.
         """
         first = look % self._looks * self._at_once
-        objects = list(_within(self._objects, first, first + self._at_once))
-        tensors = list(_within(self._tensors, first, first + self._at_once))
+        groups = range(first, first + self._at_once)
+        objects = [pair for pair in _pairs_of(self._objects) if pair[1] in groups]
+        tensors = [pair for pair in _pairs_of(self._tensors) if pair[1] in groups]
         sums = array("I", [object_digest(flat.objects[number], self._budget) for number, _ in objects])
         sums.extend(tensor_digests([flat.tensors[self._structure.stored[number].tensor] for number, _ in tensors]))
-        groups = [(group, group) for _, group in (*objects, *tensors)]
-        return {
-            "runs": [[group, count] for group, _, count in runs_of(groups)],
-            "sums": base64.b64encode(sums.tobytes()).decode(),
-        }
+        runs = runs_of([(group, group) for _, group in (*objects, *tensors)])
+        return {"runs": runs, "sums": base64.b64encode(sums.tobytes()).decode()}
 
     def keys(self, groups: Collection[int]) -> list[str]:
         """The keys of those groups that this rank has."""
         structure = self._structure
-        paths = [structure.object_paths[number] for number, group in _within(self._objects) if group in groups]
-        stored = [structure.stored[number] for number, group in _within(self._tensors) if group in groups]
-        return list(map(key_of, [*paths, *(structure.tensor_paths[each.tensor] for each in stored)]))
+        paths = [structure.object_paths[number] for number, group in _pairs_of(self._objects) if group in groups]
+        stored = [structure.stored[number] for number, group in _pairs_of(self._tensors) if group in groups]
+        return keys_of([*paths, *(structure.tensor_paths[each.tensor] for each in stored)])
 
 
 def differing(messages: Sequence[Mapping[str, Any]]) -> list[list[int]]:
@@ -107,15 +105,14 @@ def differing(messages: Sequence[Mapping[str, Any]]) -> list[list[int]]:
     if len(alike) < 2:
         return []
     first: dict[int, tuple[int, int]] = {}
-    found: dict[int, int] = {}
+    different: dict[int, int] = {}
     for rank in alike.values():
         sums = array("I", base64.b64decode(messages[rank]["sums"]))
-        groups = (group for start, count in messages[rank]["runs"] for group in range(start, start + count))
-        for group, digest in zip(groups, sums, strict=True):
-            known = first.setdefault(group, (digest, rank))
-            if known[0] != digest:
-                found[group] = known[1]
-    return [[group, found[group]] for group in sorted(found)]
+        for (_, group), digest in zip(_pairs_of(messages[rank]["runs"]), sums, strict=True):
+            other, first_rank = first.setdefault(group, (digest, rank))
+            if other != digest:
+                different[group] = first_rank
+    return [[group, rank] for group, rank in sorted(different.items())]
 
 
 def tensor_digests(tensors: Sequence[torch.Tensor]) -> list[int]:
@@ -146,13 +143,9 @@ def _sample(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.contiguous().view(-1).view(torch.uint8)
     width = _SAMPLE_BYTES // _PIECES // tensor.itemsize
     gap = (tensor.numel() - width) // (_PIECES - 1)
-    if tensor.is_contiguous():
-        chosen = tensor.as_strided((_PIECES, width), (gap, 1)).contiguous()
-    else:
-        integer = _INTEGERS.get(tensor.itemsize)
-        starts, within = (torch.arange(count, device=tensor.device) for count in (_PIECES, width))
-        chosen = torch.take(tensor if integer is None else tensor.view(integer), starts[:, None] * gap + within)
-    return chosen.view(-1).view(torch.uint8)
+    starts, within = (torch.arange(count, device=tensor.device) for count in (_PIECES, width))
+    elements = tensor.view(_INTEGERS.get(tensor.itemsize, tensor.dtype))  # `take` knows no 8-bit floats
+    return torch.take(elements, starts[:, None] * gap + within).view(-1).view(torch.uint8)
 
 
 def object_digest(value: Any, budget: int = _MOST) -> int:
@@ -184,10 +177,3 @@ def _digest(value: Any, budget: int) -> bytes:
     else:
         parts = [repr(value).encode()]
     return hashlib.blake2b(b"|".join([f"{kind.__name__} {size}".encode(), *parts]), digest_size=8).digest()
-
-
-def _within(runs: Sequence[Run], first: int = 0, last: int = sys.maxsize) -> Iterator[tuple[int, int]]:
-    """(number, group) for the groups from `first` up to `last`, exclusive."""
-    for start, group, count in runs:
-        for offset in range(max(first - group, 0), min(last - group, count)):
-            yield start + offset, group + offset
