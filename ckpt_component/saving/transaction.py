@@ -225,7 +225,7 @@ class SaveTransaction:
                 f"The snapshot for {save.path} was not complete after {self._timeouts.stage:g} s (timeouts.stage)."
             )
         snapshot.staged.result(0)  # or what made it worthless
-        size, seconds = amount(snapshot.layout.payload_bytes), snapshot.staged_at - snapshot.started
+        size, seconds = amount(snapshot.layout.payload_bytes), snapshot.staged_at - save.started
         logger.info("%s staged: %s in %.3f s", os.path.basename(save.path), size, seconds)
         device = -1
         if options.io == "auto":

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import torch
 
 from ..coordination import Coordinator
-from ..errors import CheckpointError, RanksError, ranks_failed
+from ..errors import ranks_failed
 from ..formats.base import FormatPlan, Writer
 from ..image.arena import Arena
 from ..image.layout import Layout
@@ -41,14 +41,12 @@ class StatePlan:
         flat: its tensors and objects.
         structure: of them.
         changed: the layout must be made anew, for this rank's or for another rank's sake.
-        started: when `inspect` was called (`time.perf_counter`).
         wait_until: monotonic seconds, beyond which `take` must not wait (`max_stall_s`).
     """
 
     flat: FlatState
     structure: Structure
     changed: bool
-    started: float
     wait_until: float = math.inf
 
 
@@ -73,7 +71,6 @@ class Snapshot:
         layout: what lies where.
         encoded: the constant tables, and the encoded objects of this save.
         source: the bytes of the image; complete once `staged` is done.
-        started: when the save began (`time.perf_counter`).
         arena: the leased memory, or None where there is none.
         give_back: ends the lease; called with the arena and `staged`.
         comparison: what to compare with other ranks, in the saves in which they do so.
@@ -85,7 +82,6 @@ class Snapshot:
     layout: Layout
     encoded: EncodedSave
     source: ByteSource
-    started: float
     arena: Arena | None = None
     give_back: Callable[[Arena, Future[None]], None] | None = None
     comparison: Comparison | None = None
@@ -148,13 +144,12 @@ class Stager(ABC):
         Raises:
             CheckpointStageError: a value that cannot be checkpointed, by key.
         """
-        started = time.perf_counter()
         with collector_paused(), torch.no_grad():
             flat = flatten(state_dict, self._ranks.rank, self._ranks.world_size)
             structure, plan = self._structure, self._plan
             if structure is not None and plan is not None and structure.matches(flat, plan.layout.relations):
-                return StatePlan(flat, structure, False, started)
-            return StatePlan(flat, Structure(flat), True, started)
+                return StatePlan(flat, structure, False)
+            return StatePlan(flat, Structure(flat), True)
 
     @abstractmethod
     def take(self, plan: StatePlan) -> Snapshot:
@@ -192,11 +187,11 @@ class Stager(ABC):
     @property
     def busy(self) -> bool:
         """Whether the next snapshot would have to wait for an earlier save."""
-        return False
+        return not self.wait_free(0)
 
     def wait_free(self, deadline: float) -> bool:
         """Wait until `busy` is False. Returns False when it still is at `deadline` (monotonic seconds)."""
-        return not self.busy
+        return True
 
     def guard(self, optimizer: Any) -> None:
         """Keep an optimizer from changing weights that are still being copied. Most stagers need nothing for that.
@@ -207,11 +202,7 @@ class Stager(ABC):
         Raises:
             CheckpointTypeError: it is none of these.
         """
-        for each in optimizers_in(optimizer):
-            self._guard(each)
-
-    def _guard(self, optimizer: torch.optim.Optimizer) -> None:
-        """Guard one optimizer."""
+        optimizers_in(optimizer)  # what one stager refuses, all do
 
     def wait_staged(self, timeout: float | None = None) -> None:
         """Return when every tensor may be changed. At once for stagers that are done when `take` returns."""
@@ -230,24 +221,16 @@ class Stager(ABC):
             CheckpointStageError: a value that cannot be checkpointed; with several ranks a RanksError on all.
         """
         self._ranks.check_world()
-        plan, failure = None, None
+        deadline = time.monotonic() + self._timeout
         try:
             plan = self.inspect(state_dict)
             for path, value in zip(plan.flat.object_paths, plan.flat.objects, strict=True):
                 encode(value, key_of(path))  # refuses, by key, what a save would refuse
-        except Exception as error:  # the other ranks wait for this one
-            if self._ranks.world_size == 1:
-                raise
-            failure = error
-        deadline = time.monotonic() + self._timeout
-        answer = [plan is not None and plan.changed, None if failure is None else str(failure)]
-        try:
-            changed = self._ranks.meet("prewarm", answer, _any_changed, deadline)
-        except RanksError as error:
-            raise error from failure
-        if plan is None:
-            raise CheckpointError("The ranks agreed on a plan that this one cannot take part in.") from failure
-        return replace(plan, changed=changed)
+        except Exception as error:
+            if self._ranks.world_size > 1:  # the others wait for this one, and all raise the same
+                self._ranks.meet("prewarm", {"error": str(error)}, _any_changed, deadline)
+            raise
+        return replace(plan, changed=self._ranks.meet("prewarm", {"changed": plan.changed}, _any_changed, deadline))
 
     def _plan_for(self, plan: StatePlan) -> tuple[FormatPlan, FlatState]:
         """The layout of what this rank stores, and that part of the state."""
@@ -284,9 +267,9 @@ class Stager(ABC):
         return Selection(plan.structure, share)
 
 
-def _any_changed(answers: list[tuple[bool, str | None]]) -> bool:
+def _any_changed(messages: list[dict[str, Any]]) -> bool:
     """On the leading rank: whether the ranks have to plan; raises what kept one from inspecting its state."""
-    failures = {rank: text for rank, (_, text) in enumerate(answers) if text is not None}
+    failures = {rank: message["error"] for rank, message in enumerate(messages) if "error" in message}
     if failures:
         raise ranks_failed(failures)
-    return any(changed for changed, _ in answers)
+    return any(message["changed"] for message in messages)

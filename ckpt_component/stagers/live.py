@@ -22,6 +22,6 @@ class LiveStager(Stager):
         encoded = format_plan.encode_objects(flat.objects)
         with torch.no_grad():
             source = LiveSource(format_plan.layout, flat)
-        snapshot = Snapshot(format_plan.layout, encoded, source, plan.started)
+        snapshot = Snapshot(format_plan.layout, encoded, source)
         snapshot.mark_staged()
         return snapshot

@@ -1,22 +1,22 @@
-"""`shared_memory`: awaited copies into a memfd arena that is not page-locked."""
+"""Awaited copies into arenas: `shared_memory`, and `pinned`, the fastest way off a CUDA device."""
 
 from __future__ import annotations
 
 import logging
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import psutil
 import torch
 
 from ..coordination import Coordinator
-from ..errors import CheckpointConfigError
 from ..formats.base import FormatPlan, Writer
-from ..image.arena import Arena, ArenaPool, Slots
+from ..image.arena import Arena, ArenaPool
 from ..image.copy import CopyPlan, CopyTasks, sources_of
+from ..image.layout import Layout
 from ..memory.gc_control import collector_paused
+from ..options import ARENAS
 from ..state.flatten import FlatState
 from ..writing.write_job import MemorySource
 from .base import Snapshot, Stager, StatePlan
@@ -27,23 +27,25 @@ logger = logging.getLogger(__name__)
 Settle = Callable[[BaseException | None], None]
 
 
-@dataclass(frozen=True)
 class ArenaFill:
     """An arena and what is copied into it.
 
-    Attributes:
+    Args:
         arena: leased.
+        layout: of the image.
         flat: the state.
+
+    Attributes:
         slots: of the arena, one for every item of the layout.
         sources: what is copied into each.
         addresses: where the memory of each source begins, int64.
     """
 
-    arena: Arena
-    flat: FlatState
-    slots: Slots
-    sources: list[torch.Tensor]
-    addresses: torch.Tensor
+    def __init__(self, arena: Arena, layout: Layout, flat: FlatState) -> None:
+        self.arena = arena
+        self.flat = flat
+        self.slots = arena.slots(layout)
+        self.sources, self.addresses = sources_of(layout, flat)
 
 
 class SharedMemoryStager(Stager):
@@ -53,14 +55,13 @@ class SharedMemoryStager(Stager):
         arenas: how many saves may be in flight, each with its own copy of the state in host memory.
 
     Raises:
-        CheckpointConfigError: `arenas` is less than 1.
+        CheckpointConfigError: `arenas` is not from 1 to 16.
     """
 
     option: ClassVar[str] = "shared_memory"
 
     def __init__(self, arenas: int = 1) -> None:
-        if arenas < 1:
-            raise CheckpointConfigError(f"checkpoint.stager.arenas must be at least 1, got {arenas}.")
+        ARENAS.check("checkpoint.stager.arenas", arenas)
         self._arenas = arenas
 
     def connect(
@@ -69,11 +70,6 @@ class SharedMemoryStager(Stager):
         """Set the parts of the graph; see `Stager.connect`."""
         super().connect(writer, ranks=ranks, shared=shared, timeout=timeout, max_stall=max_stall)
         self._pool = ArenaPool(self._arenas, shared=shared)
-
-    @property
-    def busy(self) -> bool:
-        """Whether all arenas are being written."""
-        return not self._pool.wait_free(0)
 
     def wait_free(self, deadline: float) -> bool:
         """Wait for an arena; see `Stager.wait_free`."""
@@ -86,11 +82,9 @@ class SharedMemoryStager(Stager):
             layout, encoded = format_plan.layout, format_plan.encode_objects(flat.objects)
             patience = min(self._timeout, max(plan.wait_until - time.monotonic(), 0))
             arena = self._pool.lease(layout.arena_bytes, patience)
-            source = MemorySource(arena.memory)
-            snapshot = Snapshot(layout, encoded, source, plan.started, arena, self._pool.give_back)
+            snapshot = Snapshot(layout, encoded, MemorySource(arena.memory), arena, self._pool.give_back)
             try:
-                fill = ArenaFill(arena, flat, arena.slots(layout), *sources_of(layout, flat))
-                self._fill(fill, snapshot.mark_staged)
+                self._fill(ArenaFill(arena, layout, flat), snapshot.mark_staged)
             except BaseException as error:
                 snapshot.mark_staged(error)
                 snapshot.release()
@@ -134,7 +128,7 @@ class SharedMemoryStager(Stager):
                 arenas.append(self._pool.lease(plan.layout.arena_bytes, self._timeout))
             with torch.no_grad():
                 for arena in arenas:
-                    self._warm(ArenaFill(arena, flat, arena.slots(plan.layout), *sources_of(plan.layout, flat)))
+                    self._warm(ArenaFill(arena, plan.layout, flat))
         finally:
             for arena in arenas:
                 self._pool.give_back(arena)
@@ -146,3 +140,20 @@ class SharedMemoryStager(Stager):
     def close(self) -> None:
         """Free the arenas."""
         self._pool.close()
+
+
+class PinnedStager(SharedMemoryStager):
+    """As `shared_memory`, and an arena is page-locked where tensors come from CUDA."""
+
+    option: ClassVar[str] = "pinned"
+    _logged_pageable = False
+
+    def _prepare(self, arena: Arena, device: torch.device | None) -> None:
+        """Lock an arena that is filled from `device`; the second time it is locked already."""
+        if device is not None:
+            arena.page_lock(device)
+        elif not self._logged_pageable:
+            self._logged_pageable = True
+            logger.info(
+                "checkpoint/stager=%s: no tensor is on a CUDA device, so memory is not page-locked", self.option
+            )

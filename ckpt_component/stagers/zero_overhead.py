@@ -28,9 +28,9 @@ from ..options import DEVICE_BUFFER_BYTES
 from .background_copy import BackgroundCopy
 from .copy_split import CopySplit
 from .device_buffer import DeviceBuffer
+from .optimizers import optimizers_in
 from .overlap import OverlapMonitor
-from .pinned import PinnedStager
-from .shared_memory import ArenaFill, Settle
+from .shared_memory import ArenaFill, PinnedStager, Settle
 
 
 class ZeroOverheadStager(PinnedStager):
@@ -43,7 +43,7 @@ class ZeroOverheadStager(PinnedStager):
             returned. 0: none.
 
     Raises:
-        CheckpointConfigError: `arenas` is less than 1, or `device_buffer_bytes` less than 0.
+        CheckpointConfigError: `arenas` is not from 1 to 16, or `device_buffer_bytes` less than 0.
     """
 
     option: ClassVar[str] = "zero_overhead"
@@ -61,14 +61,15 @@ class ZeroOverheadStager(PinnedStager):
         self._pending_lock = threading.Lock()
         self._overlap = OverlapMonitor()
 
-    def _guard(self, optimizer: torch.optim.Optimizer) -> None:
-        """Make `optimizer.step()` wait until the running copy has ended.
+    def guard(self, optimizer: Any) -> None:
+        """Make `optimizer.step()` wait until the running copy has ended; see `Stager.guard`.
 
         It also tells the stager which tensors only the optimizer changes; all others are copied before `take` returns.
         """
-        if not any(guarded is optimizer for guarded in self._optimizers):
-            self._optimizers.append(optimizer)
-            self._hooks.append(optimizer.register_step_pre_hook(self._before_step))
+        for each in optimizers_in(optimizer):
+            if not any(guarded is each for guarded in self._optimizers):
+                self._optimizers.append(each)
+                self._hooks.append(each.register_step_pre_hook(self._before_step))
 
     def wait_staged(self, timeout: float | None = None) -> None:
         """Return when every tensor may be changed.
@@ -158,21 +159,17 @@ class ZeroOverheadStager(PinnedStager):
 
     def _drain_later(self, slots: Slots, settle: Settle, error: BaseException | None) -> None:
         """The copies under the fence have ended; what lies in the device buffer follows, unless one of them failed."""
+        try:
+            self._drain_thread.submit(self._drain, slots, settle, error)
+        except RuntimeError:  # close() did not wait for as long as the copy took
+            self._drain(slots, settle, error)
+
+    def _drain(self, slots: Slots, settle: Settle, error: BaseException | None) -> None:
         if error is None:
             try:
-                self._drain_thread.submit(self._drain, slots, settle)
-                return
-            except RuntimeError as closed:  # close() did not wait for as long as the copy took
-                error = closed
-        self._buffer.release()
-        settle(error)
-
-    def _drain(self, slots: Slots, settle: Settle) -> None:
-        error: BaseException | None = None
-        try:
-            self._buffer.drain(slots)
-        except Exception as failure:
-            error = failure
+                self._buffer.drain(slots)
+            except Exception as failure:
+                error = failure
         self._buffer.release()
         settle(error)
 
