@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import errno
 import logging
+import mmap
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 from ..errors import CheckpointError
 from . import libc
@@ -24,16 +23,22 @@ BLOCK_BYTES = HUGE_PAGE
 class ScratchBlock:
     """`BLOCK_BYTES` of memory that begin at a page, as `view`.
 
+    Args:
+        huge: make them one huge page, which takes a while, and which direct I/O fills with fewer requests.
+
     Raises:
         CheckpointError: there is no memory or no file descriptor for it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, huge: bool) -> None:
         try:
             self._descriptor = os.memfd_create("ckpt-read", os.MFD_CLOEXEC)
             try:
-                os.truncate(self._descriptor, BLOCK_BYTES)
-                self.view = map_shared(self._descriptor, BLOCK_BYTES)
+                os.posix_fallocate(self._descriptor, 0, BLOCK_BYTES)  # without it, too little memory is a signal
+                if huge:
+                    self.view = map_shared(self._descriptor, BLOCK_BYTES)
+                else:
+                    self.view = memoryview(mmap.mmap(self._descriptor, BLOCK_BYTES))
             except BaseException:
                 os.close(self._descriptor)
                 raise
@@ -43,7 +48,7 @@ class ScratchBlock:
                 "descriptors (ulimit -n)."
             ) from error
         self.address = libc.address_of(self.view)
-        code = make_huge(self.address, BLOCK_BYTES)
+        code = make_huge(self.address, BLOCK_BYTES) if huge else 0
         if code:
             logger.debug("a read buffer is not in huge pages: %s", os.strerror(code))
 
@@ -68,27 +73,3 @@ class ScratchBlock:
         """Give the memory back."""
         self.view.release()
         os.close(self._descriptor)
-
-
-class ScratchPool:
-    """Blocks that threads take in turns."""
-
-    def __init__(self) -> None:
-        self._free: list[ScratchBlock] = []
-
-    @contextmanager
-    def block(self) -> Iterator[ScratchBlock]:
-        """A block that no other thread uses while the context is entered."""
-        try:
-            block = self._free.pop()
-        except IndexError:
-            block = ScratchBlock()
-        try:
-            yield block
-        finally:
-            self._free.append(block)
-
-    def close(self) -> None:
-        """Give back the memory of all blocks; none may be in use."""
-        while self._free:
-            self._free.pop().close()

@@ -12,8 +12,7 @@ import mmap
 import os
 from collections.abc import Iterable
 
-from ..memory import libc
-from ..memory.scratch import BLOCK_BYTES, ScratchPool
+from ..memory.scratch import BLOCK_BYTES
 from ..storage.fs_type import kind_of
 from ..storage.safe_open import open_past_cache
 
@@ -22,7 +21,7 @@ logger = logging.getLogger(__name__)
 #: Offsets and lengths are multiples of what a disk takes as a unit.
 PAGE = mmap.PAGESIZE
 #: Read at a time: with the rest of its first and its last page, it fits a block.
-_MAX_BYTES = BLOCK_BYTES - 2 * PAGE
+MAX_BYTES = BLOCK_BYTES - 2 * PAGE
 #: Below this the rest of the first and the last page, which is read for nothing, would be too much.
 _MIN_BYTES = 64 << 10
 #: Local file systems. Those on a network want to read further ahead than a few blocks.
@@ -40,12 +39,10 @@ class DirectReader:
     Args:
         folder: where the files are.
         descriptors: of the files, open for reading; they stay the caller's.
-        scratch: the blocks to read through.
     """
 
-    def __init__(self, folder: str, descriptors: Iterable[int], scratch: ScratchPool) -> None:
+    def __init__(self, folder: str, descriptors: Iterable[int]) -> None:
         self._folder = folder
-        self._scratch = scratch
         self._direct: dict[int, int] = {}
         self._disabled = False
         try:
@@ -54,30 +51,8 @@ class DirectReader:
         except OSError as error:
             self._disable(error)
 
-    def read(self, fd: int, buffer: memoryview, offset: int) -> int | None:
-        """Read bytes of a file.
-
-        Args:
-            fd: of the file.
-            buffer: filled from its beginning on.
-            offset: in the file.
-
-        Returns:
-            How many bytes were read, 0 at the end of the file; None: they are to be read through the page cache,
-            because they are few, or because direct I/O fails here.
-        """
-        length = min(buffer.nbytes, _MAX_BYTES)
-        if length < _MIN_BYTES:
-            return None
-        with self._scratch.block() as block:
-            count = self._read_pages(fd, block.view, offset, length)
-            if count:
-                # Other threads run during it, unlike with a slice.
-                libc.memmove(libc.address_of(buffer), block.address + offset % PAGE, count)
-        return count
-
-    def read_into(self, fd: int, block: memoryview, offset: int, length: int) -> int | None:
-        """Read a range of a file with its first page at the beginning of a block, which saves a copy.
+    def read(self, fd: int, block: memoryview, offset: int, length: int) -> int | None:
+        """Read a range of a file. It begins at `offset % PAGE` in the block, whose beginning its first page fills.
 
         Args:
             fd: of the file.
@@ -86,16 +61,10 @@ class DirectReader:
             length: of the range.
 
         Returns:
-            Where in the block the range begins; None: it is to be read through the page cache, because it is short, the
-            file ends before it does, or direct I/O fails here.
+            How many bytes of the range were read, fewer at the end of the file; None: it is to be read through the page
+            cache, because it is short, or because direct I/O fails here.
         """
-        if length < _MIN_BYTES or self._read_pages(fd, block, offset, length) != length:
-            return None
-        return offset % PAGE
-
-    def _read_pages(self, fd: int, block: memoryview, offset: int, length: int) -> int | None:
-        """Read all pages of a range; returns how many bytes of it there were, None where that fails."""
-        if self._disabled:
+        if length < _MIN_BYTES or self._disabled:
             return None
         shift = offset % PAGE
         try:

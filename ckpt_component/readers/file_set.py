@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from operator import attrgetter
@@ -12,16 +13,19 @@ from typing import NamedTuple
 import torch
 
 from ..errors import CheckpointCorruptError
+from ..memory import libc
 from ..memory.page_cache import share_in_memory
-from ..memory.scratch import ScratchPool
+from ..memory.scratch import ScratchBlock
 from ..storage.checksum import Checksum
 from ..storage.safe_open import is_plain_name, open_regular, read_failure
-from .direct_io import DirectReader, is_on_disk
+from .direct_io import MAX_BYTES, PAGE, DirectReader, is_on_disk
 
 logger = logging.getLogger(__name__)
 
 #: Read and summed at a time: what fits the processor's cache is fetched from memory once, not twice.
 CHUNK_BYTES = 1 << 20
+#: Less than this is read before other threads have begun.
+_FEW_BYTES = 1 << 20
 _MAX_THREADS = 4
 #: With direct I/O, where nothing is read ahead and threads wait for the disk.
 _MAX_DIRECT_THREADS = 8
@@ -57,7 +61,8 @@ class FileSet:
         self._descriptors: dict[str, int] = {}
         self._direct: DirectReader | None = None
         self._reads_ahead = False
-        self.scratch = ScratchPool()
+        self._of_thread = threading.local()
+        self._blocks: list[ScratchBlock] = []
 
     def descriptor(self, name: str) -> int:
         """A descriptor for reading, owned by this object.
@@ -78,6 +83,15 @@ class FileSet:
                 raise read_failure(path, error) from error
         return self._descriptors[name]
 
+    @property
+    def block(self) -> ScratchBlock:
+        """A block of memory of the calling thread."""
+        block: ScratchBlock | None = getattr(self._of_thread, "block", None)
+        if block is None:
+            block = self._of_thread.block = ScratchBlock(huge=self._direct is not None)
+            self._blocks.append(block)
+        return block
+
     def fill(self, name: str, buffer: memoryview, offset: int) -> bool:
         """Fill a buffer from `offset` of a file on; False when the file ends before.
 
@@ -85,27 +99,22 @@ class FileSet:
             CheckpointUnreadableError: the read fails.
         """
         fd = self.descriptor(name)
-        try:
-            while buffer.nbytes:
-                count = None if self._direct is None else self._direct.read(fd, buffer, offset)
-                if count is None:
-                    count = os.preadv(fd, [buffer], offset)
-                if count == 0:
-                    return False
+        if self._direct is not None:
+            block = self.block
+            while count := self._direct.read(fd, block.view, offset, min(buffer.nbytes, MAX_BYTES)):
+                # Other threads run during it, unlike with a slice.
+                libc.memmove(libc.address_of(buffer), block.address + offset % PAGE, count)
                 offset += count
                 buffer = buffer[count:]
-        except OSError as error:
-            raise read_failure(os.path.join(self._folder, name), error) from error
-        return True
+        return self._fill_through_cache(name, buffer, offset)
 
-    def fill_block(self, name: str, block: memoryview, offset: int, length: int) -> int | None:
-        """Fill a block of memory with a range of a file, wherever in the block direct I/O can put it.
+    def fill_block(self, name: str, offset: int, length: int) -> int | None:
+        """Fill the thread's block with a range of a file, wherever in the block direct I/O can put it.
 
         Args:
             name: of the file.
-            block: begins at a page, and is at least two pages longer than the range.
             offset: in the file.
-            length: of the range.
+            length: of the range; at most `MAX_BYTES`.
 
         Returns:
             Where in the block the range begins; None when the file ends before.
@@ -113,12 +122,24 @@ class FileSet:
         Raises:
             CheckpointUnreadableError: the read fails.
         """
-        if self._direct is not None:
-            start = self._direct.read_into(self.descriptor(name), block, offset, length)
-            if start is not None:
-                return start
-        with block[:length] as view:
-            return 0 if self.fill(name, view, offset) else None
+        view = self.block.view
+        if self._direct is not None and self._direct.read(self.descriptor(name), view, offset, length) == length:
+            return offset % PAGE
+        with view[:length] as begin:
+            return 0 if self._fill_through_cache(name, begin, offset) else None
+
+    def _fill_through_cache(self, name: str, buffer: memoryview, offset: int) -> bool:
+        fd = self.descriptor(name)
+        try:
+            while buffer.nbytes:
+                count = os.preadv(fd, [buffer], offset)
+                if count == 0:
+                    return False
+                offset += count
+                buffer = buffer[count:]
+        except OSError as error:
+            raise read_failure(os.path.join(self._folder, name), error) from error
+        return True
 
     def fill_summed(
         self, name: str, buffers: Iterable[memoryview], offset: int, checksum: Checksum | None
@@ -142,6 +163,13 @@ class FileSet:
                 offset += chunk.nbytes
         return 0 if stream is None else stream.value()
 
+    def damaged(self, name: str, what: str) -> CheckpointCorruptError:
+        """The error for bytes of a file that are not those that were written."""
+        return CheckpointCorruptError(
+            f"{what} of {os.path.join(self._folder, name)} is damaged: the bytes do not match the checksum taken at "
+            "the save."
+        )
+
     def read_all(self, reads: Sequence[RangeRead]) -> None:
         """Read many ranges in the order of the files, in as many threads as help.
 
@@ -151,23 +179,11 @@ class FileSet:
             Exception: the first one of `RangeRead.read`, after all threads have ended.
             CheckpointCorruptError, CheckpointUnreadableError: a file cannot be opened; nothing is read.
         """
-        if not reads:
-            return
         ordered = sorted(reads, key=attrgetter("file", "offset", "length"))
         ranges = [(self.descriptor(read.file), read.offset, read.length) for read in ordered]
-        share, direct = None, False
-        try:
-            share = share_in_memory(ranges)
-            direct = not self._shared and share is not None and share < 0.5 and is_on_disk(self._folder)
-        except OSError as error:
-            logger.info("cannot query the page cache for %s (%s)", self._folder, error)
-        processors = os.cpu_count() or 1
-        threads = min(processors, _MAX_THREADS, len(ordered))
-        if direct:
-            self._direct = DirectReader(self._folder, self._descriptors.values(), self.scratch)
-            threads = min(2 * processors, _MAX_DIRECT_THREADS, len(ordered))  # half of them wait for the disk
-        self._reads_ahead = not direct and share != 1
-        batches = _batches(ordered, threads)
+        total = sum(map(attrgetter("length"), ordered))
+        threads = self._choose_ways(ranges) if total > _FEW_BYTES else 1
+        batches = _batches(ordered, min(total / (threads * 4) + 1, _BATCH_BYTES))
 
         def read_batch(number: int) -> None:
             for upcoming in range(number + threads if number else 0, number + threads + 1):
@@ -184,6 +200,21 @@ class FileSet:
         with ThreadPoolExecutor(threads, thread_name_prefix="ckpt-read") as pool:
             for _ in pool.map(read_batch, range(len(batches))):
                 pass
+
+    def _choose_ways(self, ranges: Sequence[tuple[int, int, int]]) -> int:
+        """Choose between direct I/O, reads ahead and plain reads, by what is in the page cache; returns the threads."""
+        share, direct = None, False
+        try:
+            share = share_in_memory(ranges)
+            direct = not self._shared and share is not None and share < 0.5 and is_on_disk(self._folder)
+        except OSError as error:
+            logger.info("cannot query the page cache for %s (%s)", self._folder, error)
+        self._reads_ahead = not direct and share != 1
+        processors = os.cpu_count() or 1
+        if direct:
+            self._direct = DirectReader(self._folder, self._descriptors.values())
+            return min(2 * processors, _MAX_DIRECT_THREADS, len(ranges))  # half of them wait for the disk
+        return min(processors, _MAX_THREADS, len(ranges))
 
     def _read_ahead(self, batch: Sequence[RangeRead]) -> None:
         """Let the disk read a batch into the page cache, while bytes of another one are summed and copied."""
@@ -208,18 +239,18 @@ class FileSet:
     def __exit__(self, *_: object) -> None:
         if self._direct is not None:
             self._direct.close()
-        self.scratch.close()
+        while self._blocks:
+            self._blocks.pop().close()
         while self._descriptors:
             os.close(self._descriptors.popitem()[1])
 
 
-def _batches(reads: Sequence[RangeRead], threads: int) -> list[list[RangeRead]]:
+def _batches(reads: Sequence[RangeRead], size: float) -> list[list[RangeRead]]:
     """What a thread reads at a time: neighbours, so that all threads are near each other in the files."""
-    goal = min(sum(map(attrgetter("length"), reads)) / (threads * 4) + 1, _BATCH_BYTES)
     batches: list[list[RangeRead]] = [[]]
     filled = 0
     for read in reads:
-        if filled >= goal:
+        if filled >= size:
             batches.append([])
             filled = 0
         batches[-1].append(read)

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import repeat
-from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -15,12 +13,12 @@ import torch
 from ..errors import CheckpointCorruptError, CheckpointLoadError
 from ..image.arena import tensor_bytes
 from ..memory.int_columns import rows_of
-from ..state.flatten import Path, key_of, keys_of
+from ..state.flatten import Path, keys_of
 from ..state.shards import overlap
 from ..storage.checksum import Checksum, ChecksumMissingError, find_checksum, install_text
-from .coalesced import SMALL_BYTES, CoalescedRead, ReadTargets
+from .coalesced import SMALL_BYTES, CoalescedReads
 from .file_set import CHUNK_BYTES, FileSet, RangeRead
-from .foreign.archives import load_object
+from .foreign.archives import load_objects
 from .rank_index import Part, RankIndex, StoredItem
 from .shapes import check_cover
 from .source import Index, Request, Source, TensorEntry, copy_into
@@ -56,21 +54,15 @@ def verify_file(folder: str, name: str, index: RankIndex) -> None:
             buffer = memoryview(bytearray(min(item.length, CHUNK_BYTES)))
             parts = (buffer[: item.length - start] for start in range(0, item.length, CHUNK_BYTES))
             if files.fill_summed(name, parts, item.offset, checksum) != item.checksum:
-                raise _damaged(folder, name, f"The item at bytes {item.offset} to {item.offset + item.length}")
+                raise files.damaged(name, f"The item at bytes {item.offset} to {item.offset + item.length}")
 
         files.read_all(
             [RangeRead(name, item.offset, item.length, partial(check, item)) for item in items if item.file == name]
         )
 
 
-def _damaged(folder: str, name: str, what: str) -> CheckpointCorruptError:
-    return CheckpointCorruptError(
-        f"{what} of {os.path.join(folder, name)} is damaged: the bytes do not match the checksum taken at the save."
-    )
-
-
 class Chunk(NamedTuple):
-    """A stored part of a tensor: where it begins in the whole, the item that holds it, and the item's checksum."""
+    """A stored part of a tensor, or an object: where it begins in the whole, its item, and the item's checksum."""
 
     offsets: tuple[int, ...]
     item: StoredItem
@@ -96,18 +88,18 @@ class OwnSource(Source):
         self.index = index = Index()
         self._ranks = ranks
         self._shared = shared
-        self._checksums = [checksum_of(folder, rank) if verify else None for rank in ranks]
-        #: Of tensors that consist of one item, by far the most: number of the rank, and of the item.
-        self._whole: dict[str, tuple[int, int]] = {}
-        #: Of the others, by their offsets.
+        self._checksums: list[Checksum | None] = []
+        #: Of tensors of several parts, by their offsets. All others, by far the most, are one item each: `same_as` of
+        #: their entries is the number of the rank and that of the item.
         self._chunks: dict[str, dict[tuple[int, ...], Chunk]] = {}
         self._objects: dict[str, Chunk] = {}
         containers: dict[tuple[Path, str], None] = {}
         for number, rank in enumerate(ranks):
+            checksum = checksum_of(folder, rank) if verify else None
+            self._checksums.append(checksum)
             self._add_tensors(number)
-            for path, item in rank.objects:
-                key = key_of(path)
-                self._objects[key] = Chunk((), item, self._checksums[number])
+            for key, (path, item) in zip(keys_of([path for path, _ in rank.objects]), rank.objects, strict=True):
+                self._objects[key] = Chunk((), item, checksum)
                 index.objects[key] = path
             containers.update(dict.fromkeys(rank.containers))
         index.containers = list(containers)
@@ -115,39 +107,39 @@ class OwnSource(Source):
             boxes = [(chunk.offsets, chunk.item.shape) for chunk in chunks.values()]
             check_cover(f"'{key}' in {folder}", index.tensors[key].shape, boxes)
 
-    def _add_tensors(self, rank: int) -> None:
+    def _add_tensors(self, number: int) -> None:
         """Add one rank's tensors, of which there may be a hundred thousand: all at once where that is possible."""
-        items, (paths, numbers, parts) = self._ranks[rank].tensors, self._ranks[rank].keys
-        tensors, whole, keys = self.index.tensors, self._whole, keys_of(paths)
-        dtypes = map(items.dtypes.__getitem__, numbers)
-        shapes = map(items.shapes.__getitem__, numbers)
-        places = list(zip(repeat(rank), numbers, strict=False))
-        entries = rows_of(TensorEntry, paths, dtypes, shapes, places)
-        if parts is None and len(set(keys)) == len(keys) and tensors.keys().isdisjoint(keys):
+        rank, tensors = self._ranks[number], self.index.tensors
+        keys = keys_of(rank.paths)
+        dtypes = map(rank.tensors.dtypes.__getitem__, rank.numbers)
+        shapes = map(rank.tensors.shapes.__getitem__, rank.numbers)
+        entries = rows_of(TensorEntry, rank.paths, dtypes, shapes, zip(repeat(number), rank.numbers, strict=False))
+        if rank.parts is None and len(set(keys)) == len(keys) and tensors.keys().isdisjoint(keys):
             tensors.update(zip(keys, entries, strict=True))
-            whole.update(zip(keys, places, strict=True))
             return
-        for key, entry, place, part in zip(keys, entries, places, parts or repeat(None), strict=False):
+        for key, entry, part in zip(keys, entries, rank.parts or repeat(None), strict=False):
             if part is None and key not in tensors:
-                tensors[key], whole[key] = entry, place
-                continue
-            if key in whole:
-                first = self._chunk(whole.pop(key))
-                self._chunks[key] = {first.offsets: first}
-            self._add_part(key, entry, part)
+                tensors[key] = entry
+            else:
+                self._add_part(key, entry, part)
 
     def _add_part(self, key: str, entry: TensorEntry, part: Part | None) -> None:
         chunk = self._chunk(entry.same_as)
         shape, offsets = part or (entry.shape, chunk.offsets)
-        # The same part twice: it was tied on one rank and not on another.
-        self._chunks.setdefault(key, {}).setdefault(offsets, chunk._replace(offsets=offsets))
-        same_as = entry.same_as if part is None else key
-        known = self.index.tensors.setdefault(key, entry._replace(shape=shape, same_as=same_as))
-        if (known.dtype, known.shape) != (entry.dtype, shape):
+        whole = self.index.tensors.get(key)
+        if whole is None:
+            whole = entry._replace(shape=shape)
+        elif key not in self._chunks:
+            first = self._chunk(whole.same_as)
+            self._chunks[key] = {first.offsets: first}
+        if (whole.dtype, whole.shape) != (entry.dtype, shape):
             raise CheckpointCorruptError(
-                f"'{key}' in {self.where} is {known.dtype} {known.shape} on one rank and {entry.dtype} {shape} on "
+                f"'{key}' in {self.where} is {whole.dtype} {whole.shape} on one rank and {entry.dtype} {shape} on "
                 "another."
             )
+        self.index.tensors[key] = whole._replace(same_as=key)
+        # The same part twice: it was tied on one rank and not on another.
+        self._chunks.setdefault(key, {}).setdefault(offsets, chunk._replace(offsets=offsets))
 
     def _chunk(self, place: tuple[int, int]) -> Chunk:
         """An item as the whole of a tensor."""
@@ -157,35 +149,28 @@ class OwnSource(Source):
 
     def read_tensors(self, requests: Sequence[Request]) -> None:
         """Read small items many at a time, and the payloads of others straight into their tensors."""
-        small = [(rank.tensors.length <= SMALL_BYTES).tolist() for rank in self._ranks]
-        coalesced: dict[int, list[tuple[int, Request]]] = defaultdict(list)
+        small = [(rank.tensors.table[2] <= SMALL_BYTES).tolist() for rank in self._ranks]
+        coalesced: dict[int, list[tuple[int, Request]]] = {}
         reads = []
         with FileSet(self.where, shared=self._shared) as files:
-            for request, place in zip(requests, map(self._whole.get, map(itemgetter(0), requests)), strict=True):
-                plain = place is not None and request.offsets is None and request.address is not None
-                if place is not None and plain and small[place[0]][place[1]]:
-                    coalesced[place[0]].append((place[1], request))
-                    continue
+            for request in requests:
+                if request.key not in self._chunks and request.offsets is None and request.address is not None:
+                    rank, number = self.index.tensors[request.key].same_as
+                    if small[rank][number]:
+                        coalesced.setdefault(rank, []).append((number, request))
+                        continue
                 for chunk in self._chunks_of(request):
                     read = partial(self._read_chunk, request, chunk, files)
                     reads.append(RangeRead(chunk.item.file, chunk.item.offset, chunk.item.length, read))
             for rank, rows in coalesced.items():
                 numbers, chosen = zip(*rows, strict=True)
-                targets = ReadTargets(self._ranks[rank].tensors, numbers, chosen, self._checksums[rank])
-                for each in targets.reads:
-                    fill = partial(self._fill_targets, targets, each, files)
-                    reads.append(RangeRead(each.file, each.offset, each.length, fill))
+                reads += CoalescedReads(self._ranks[rank].tensors, numbers, chosen, self._checksums[rank], files).ranges
             files.read_all(reads)
-
-    def _fill_targets(self, targets: ReadTargets, read: CoalescedRead, files: FileSet) -> None:
-        wrong = targets.fill(read, files)
-        if wrong is not None:
-            raise _damaged(self.where, read.file, f"'{wrong.key}'")
 
     def _chunks_of(self, request: Request) -> list[Chunk]:
         """The chunks that hold a part of what is requested."""
-        place = self._whole.get(request.key)
-        stored = list(self._chunks[request.key].values()) if place is None else [self._chunk(place)]
+        parts = self._chunks.get(request.key)
+        stored = [self._chunk(self.index.tensors[request.key].same_as)] if parts is None else list(parts.values())
         if len(stored) == 1 and request.offsets is None:
             return stored
         chunks, elements = [], 0
@@ -208,7 +193,7 @@ class OwnSource(Source):
         buffers = [memoryview(bytearray(before)), payload, memoryview(bytearray(after))]
         checksum = files.fill_summed(item.file, buffers, item.offset, chunk.checksum)
         if checksum is None or (chunk.checksum is not None and checksum != item.checksum):
-            raise _damaged(self.where, item.file, f"'{request.key}'")
+            raise files.damaged(item.file, f"'{request.key}'")
         if direct:
             torch.autograd.graph.increment_version(target)
         elif request.box == box:
@@ -218,13 +203,13 @@ class OwnSource(Source):
 
     def read_objects(self, keys: Sequence[str]) -> Mapping[str, Any]:
         """Decode the objects, each verified."""
-        values: dict[str, Any] = {}
+        archives: dict[str, memoryview] = {}
         with FileSet(self.where) as files:
             for key in keys:
-                _, item, expected = self._objects[key]
+                _, item, checksum = self._objects[key]
                 data = memoryview(bytearray(item.length))
-                checksum = files.fill_summed(item.file, [data], item.offset, expected)
-                if checksum is None or (expected is not None and checksum != item.checksum):
-                    raise _damaged(self.where, item.file, f"'{key}'")
-                values[key] = load_object(data, f"'{key}' in {os.path.join(self.where, item.file)}")
-        return values
+                whole = files.fill(item.file, data, item.offset)
+                if not whole or (checksum is not None and checksum.of(data) != item.checksum):
+                    raise files.damaged(item.file, f"'{key}'")
+                archives[f"'{key}' in {os.path.join(self.where, item.file)}"] = data
+        return dict(zip(keys, load_objects(archives), strict=True))

@@ -9,9 +9,10 @@ import json
 import math
 import os
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +22,7 @@ from ..memory.int_columns import column_of
 from ..state.flatten import Path
 from ..storage.fs import FsOps
 from ..storage.safe_open import read_failure
-from .shapes import DTYPES, MAX_DIMENSIONS, MAX_ELEMENTS, is_shape
+from .shapes import DTYPES, is_shape
 
 _MAX_INDEX_BYTES = 1 << 30
 _PATH_PARTS = frozenset({str, int, float, bool, type(None)})
@@ -32,16 +33,12 @@ Part = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 class StoredItem(NamedTuple):
-    """One item: where it is, where its payload of `nbytes` starts in the file, and its checksum.
-
-    `dtype` is None for an object.
-    """
+    """One item: where it is, where its payload starts in the file, and its checksum. `dtype` is None for an object."""
 
     file: str
     offset: int
     length: int
     payload: int
-    nbytes: int
     checksum: int
     dtype: torch.dtype | None
     shape: tuple[int, ...]
@@ -49,46 +46,27 @@ class StoredItem(NamedTuple):
 
 @dataclass(frozen=True)
 class TensorItems:
-    """The items of tensors of one rank. All columns have one element for each item; those of numbers are int64.
+    """The items of tensors of one rank.
 
     Attributes:
         names: files, by number.
-        file: number of the file.
-        offset: where the item begins in its file.
-        length: bytes of the item.
-        payload: where the tensor's bytes begin in the file.
-        nbytes: how many they are.
+        table: rows of one number for each item, int64: number of its file; where it begins there; its bytes; where the
+            tensor's own bytes begin in the file; how many those are.
         checksums: of the items; up to 64 bits without a sign.
         dtypes, shapes: of the tensors.
     """
 
     names: Sequence[str]
-    file: torch.Tensor
-    offset: torch.Tensor
-    length: torch.Tensor
-    payload: torch.Tensor
-    nbytes: torch.Tensor
+    table: torch.Tensor
     checksums: Sequence[int]
     dtypes: Sequence[torch.dtype]
     shapes: Sequence[tuple[int, ...]]
 
     def item(self, number: int) -> StoredItem:
         """One of them."""
-        columns = (self.file, self.offset, self.length, self.payload, self.nbytes)
-        file, offset, length, payload, nbytes = (int(column[number]) for column in columns)
-        known = self.checksums[number], self.dtypes[number], self.shapes[number]
-        return StoredItem(self.names[file], offset, length, payload, nbytes, *known)
-
-
-class StoredKeys(NamedTuple):
-    """The tensors of one rank: places in the state, numbers of their items, and which parts of wholes they are.
-
-    `parts` is None where all are whole tensors, by far the most common case, and otherwise has None for those that are.
-    """
-
-    paths: Sequence[Path]
-    items: Sequence[int]
-    parts: Sequence[Part | None] | None
+        file, offset, length, payload, _ = self.table[:, number].tolist()
+        of_tensor = self.checksums[number], self.dtypes[number], self.shapes[number]
+        return StoredItem(self.names[file], offset, length, payload, *of_tensor)
 
 
 @dataclass(frozen=True)
@@ -99,7 +77,9 @@ class RankIndex:
         checksum: the algorithm of the items' checksums.
         tensors: the items of tensors.
         extras: the items of objects, whose numbers go on from those of the tensors.
-        keys: the tensors; none in a format that has its own index.
+        paths: places of tensors in the state; none in a format that has its own index.
+        numbers: of their items.
+        parts: which parts of wholes they are, None for what is whole; None where all are whole, by far most often.
         objects: places of objects, with each one's item.
         containers: as `FlatState.containers`.
     """
@@ -107,7 +87,9 @@ class RankIndex:
     checksum: str
     tensors: TensorItems
     extras: list[StoredItem]
-    keys: StoredKeys
+    paths: Sequence[Path]
+    numbers: Sequence[int]
+    parts: Sequence[Part | None] | None
     objects: list[tuple[Path, StoredItem]]
     containers: list[tuple[Path, str]]
 
@@ -150,50 +132,53 @@ def read_rank_indexes(
 
 
 def _parse(content: Any, entries: Mapping[str, Any]) -> RankIndex:
-    layout, rest = content["layout"], content["extras"]
+    layout, blobs = content["layout"], content["extras"]
     rows, names = layout["items"], layout["files"]
-    for name in chain(names, (row[0] for row in rest)):
+    for name in [*names, *map(itemgetter(0), blobs)]:
         if name not in entries:
             raise ValueError(f"it refers to the file {name!r:.200}, which the manifest does not list")
     # Before the algorithm could be chosen, the checksums stood under their only name.
     algorithm, sums = (content["checksum"], content["sums"]) if "sums" in content else ("crc32", content["crc32"])
-    if not isinstance(algorithm, str) or len(sums) != len(rows) + len(rest):
-        raise ValueError(f"it has {len(sums)} checksums of {algorithm!r:.200} for {len(rows) + len(rest)} items")
+    if not isinstance(algorithm, str) or len(sums) != len(rows) + len(blobs):
+        raise ValueError(f"it has {len(sums)} checksums of {algorithm!r:.200} for {len(rows) + len(blobs)} items")
     _check_ints(sums)
     count = len(rows)  # the first checksums are those of the tensors
     tensors = tensor_items(rows, sums[:count], names, [entries[name]["size"] for name in names])
     extras = []
-    for (name, offset, length), checksum in zip(rest, sums[count:], strict=True):
+    for (name, offset, length), checksum in zip(blobs, sums[count:], strict=True):
         _check_ints((offset, length))
         if min(offset, length) < 0 or offset + length > entries[name]["size"]:
             raise ValueError(f"it has an item at {offset} of {length} bytes in {name}")
-        extras.append(StoredItem(name, offset, length, offset, length, checksum, None, ()))
-    objects = []
+        extras.append(StoredItem(name, offset, length, offset, checksum, None, ()))
+    keys = layout.get("keys", ())
+    paths, numbers = _paths(map(itemgetter(0), keys)), list(map(itemgetter(1), keys))
+    _check_ints(numbers)
+    for number in (min(numbers), max(numbers)) if numbers else ():
+        if not 0 <= number < count:
+            raise ValueError(f"it refers to the item {number!r:.200}, which is no tensor's")
+    parts = None
+    if not set(map(len, keys)) <= {2}:
+        parts = [_part(row[2:], tensors.shapes[row[1]]) if len(row) > 2 else None for row in keys]
+    objects: list[tuple[Path, StoredItem]] = []
+    containers: list[tuple[Path, str]] = []
     for raw, number in layout.get("objects", ()):
         if type(number) is not int or not count <= number < len(sums):
             raise ValueError(f"it refers to the item {number!r:.200}, which is no object's")
-        objects.append((_path(raw), extras[number - count]))
-    containers = []
+        objects.append((_paths([raw])[0], extras[number - count]))
     for raw, kind in layout.get("containers", ()):
         if kind not in _CONTAINERS:
             raise ValueError(f"it has a container of the unknown kind {kind!r:.200}")
-        containers.append((_path(raw) if raw else (), kind))
-    return RankIndex(algorithm, tensors, extras, _keys(layout.get("keys", ()), tensors), objects, containers)
+        containers.append((_paths([raw])[0] if raw else (), kind))
+    return RankIndex(algorithm, tensors, extras, paths, numbers, parts, objects, containers)
 
 
-def _keys(rows: Sequence[Sequence[Any]], tensors: TensorItems) -> StoredKeys:
-    if not rows:
-        return StoredKeys((), (), None)
-    raws, items = [row[0] for row in rows], [row[1] for row in rows]
-    number = _column(items)
-    _refuse((number < 0) | (number >= len(tensors.shapes)), "it refers to the item {}, which is no tensor's", number)
-    if set(map(type, raws)) != {list} or not all(raws) or not _PATH_PARTS.issuperset(map(type, chain(*raws))):
-        for raw in raws:
-            _path(raw)
-    parts = None
-    if set(map(len, rows)) != {2}:
-        parts = [_part(row[2:], tensors.shapes[row[1]]) if len(row) > 2 else None for row in rows]
-    return StoredKeys(list(map(tuple, raws)), items, parts)
+def _paths(raws: Iterable[Any]) -> list[Path]:
+    """The paths of values; the state itself has none."""
+    raws = list(raws)
+    if not set(map(type, raws)) <= {list} or not all(raws) or not _PATH_PARTS.issuperset(map(type, chain(*raws))):
+        good = (type(raw) is list and bool(raw) and _PATH_PARTS.issuperset(map(type, raw)) for raw in raws)
+        raise ValueError(f"it has the key {raws[list(good).index(False)]!r:.200}")
+    return list(map(tuple, raws))
 
 
 def _part(raw: Sequence[Any], shape: tuple[int, ...]) -> Part:
@@ -203,13 +188,6 @@ def _part(raw: Sequence[Any], shape: tuple[int, ...]) -> Part:
     if not len(whole) == len(offsets) == len(shape):
         raise ValueError(f"it has a part of shape {shape} at {offsets!r:.200} of {whole!r:.200}")
     return tuple(whole), tuple(offsets)
-
-
-def _path(raw: Any) -> Path:
-    """The path of a value: the state itself has none."""
-    if not isinstance(raw, list) or not raw or not _PATH_PARTS.issuperset(map(type, raw)):
-        raise ValueError(f"it has the key {raw!r:.200}")
-    return tuple(raw)
 
 
 def tensor_items(
@@ -227,23 +205,22 @@ def tensor_items(
         ValueError, TypeError, KeyError, OverflowError, RuntimeError: a row that cannot be true.
     """
     if not rows:
-        none = torch.empty(0, dtype=torch.int64)
-        return TensorItems(names, none, none, none, none, none, (), (), ())
-    files, offsets, lengths, payloads, kinds, raw_shapes = zip(*rows, strict=True)
+        return TensorItems(names, torch.empty((5, 0), dtype=torch.int64), (), (), ())
+    *places, kinds, raw_shapes = zip(*rows, strict=True)
     for kind in set(kinds):
         if kind not in DTYPES:
             raise ValueError(f"it names the dtype {kind!r:.200}, which this torch does not have")
     dtypes, shapes = list(map(DTYPES.__getitem__, kinds)), list(map(tuple, raw_shapes))
-    elements = _elements(shapes)
-    file, offset, length, payload = map(_column, (files, offsets, lengths, payloads))
-    itemsize = _column([dtype.itemsize for dtype in dtypes])
-    # Their product could overflow.
-    _refuse(
-        elements > length // itemsize, "{} elements do not fit the item at {} of {} bytes", elements, offset, length
-    )
-    nbytes = elements * itemsize
+    _check_ints(list(chain.from_iterable(shapes)))
+    for shape in set(shapes):
+        if not is_shape(shape):
+            raise ValueError(f"it has an item of the shape {list(shape)!r:.200}")
+    numbers = list(chain(*places))
+    _check_ints(numbers)
+    columns = chain(numbers, map(math.prod, shapes), map(attrgetter("itemsize"), dtypes))
+    file, offset, length, payload, elements, itemsize = column_of(columns).view(6, len(rows))
     _refuse((file < 0) | (file >= len(names)), "it has an item in the file number {}", file)
-    size = _column(sizes).index_select(0, file)
+    size = column_of(sizes).index_select(0, file)
     _refuse((offset < 0) | (length < 0), "it has an item at {} of {} bytes", offset, length)
     # The differences below cannot overflow, because a file has fewer than 2^63 bytes.
     _refuse(
@@ -251,37 +228,17 @@ def tensor_items(
         "its item at {} of {} bytes ends behind its file of {} bytes",
         *(offset, length, size),
     )
+    # The product of elements and their size could.
+    _refuse(
+        elements > length // itemsize, "{} elements do not fit the item at {} of {} bytes", elements, offset, length
+    )
+    nbytes = elements * itemsize
     _refuse(
         (payload < offset) | (payload - offset > length - nbytes),
         "{} bytes at {} do not fit the item at {} of {} bytes",
         *(nbytes, payload, offset, length),
     )
-    return TensorItems(names, file, offset, length, payload, nbytes, checksums, dtypes, shapes)
-
-
-def _elements(shapes: Sequence[tuple[Any, ...]]) -> torch.Tensor:
-    """How many elements tensors of these shapes have, each a possible shape."""
-    sizes = list(chain.from_iterable(shapes))
-    # A size of 0 hides what the others come to.
-    if not set(map(type, sizes)) <= {int} or min(sizes, default=1) < 1 or max(map(len, shapes)) > MAX_DIMENSIONS:
-        for shape in shapes:
-            if not is_shape(shape):
-                raise ValueError(f"it has an item of the shape {list(shape)!r:.200}")
-    counts = list(map(math.prod, shapes))
-    if max(counts) >= MAX_ELEMENTS:
-        raise ValueError(f"it has an item of the shape {list(shapes[counts.index(max(counts))])!r:.200}")
-    return _column(counts)
-
-
-def _column(values: Sequence[Any]) -> torch.Tensor:
-    """Exact ints of 64 bits, at least one, as a tensor.
-
-    Raises:
-        ValueError: something else is among them.
-        OverflowError: one has more bits.
-    """
-    _check_ints(values)
-    return column_of(values)
+    return TensorItems(names, torch.stack([file, offset, length, payload, nbytes]), checksums, dtypes, shapes)
 
 
 def _check_ints(values: Sequence[Any]) -> None:

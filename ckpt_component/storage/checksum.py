@@ -40,14 +40,12 @@ class Checksum:
         package: what computes it.
         of: the checksum of one buffer.
         stream: begins one that is taken piece by piece.
-        polynomial: of a CRC, without its highest power and with the lowest first; None: it is no CRC.
     """
 
     name: str
     package: str
     of: Callable[[memoryview], int]
     stream: Callable[[], Stream]
-    polynomial: int | None = None
 
 
 class ChecksumMissingError(ImportError):
@@ -136,8 +134,7 @@ class Provider(NamedTuple):
     module: str
 
 
-#: The fastest first, as `auto` takes them: crc32 takes no time beside a read or a write with isal, and can be put
-#: together from those of parts.
+#: The fastest first, as `auto` takes them: crc32 takes no time beside a read or a write with isal.
 PROVIDERS = (
     Provider("crc32", "isal", "isal.isal_zlib"),
     Provider("xxh3_64", "xxhash", "xxhash"),
@@ -146,7 +143,6 @@ PROVIDERS = (
     Provider("crc32", "zlib", "zlib"),
 )
 ALGORITHMS = tuple(dict.fromkeys(provider.name for provider in PROVIDERS))
-_POLYNOMIALS = {"crc32": 0xEDB88320, "crc32c": 0x82F63B78}
 
 
 def _checksum_by(provider: Provider, module: Any) -> Checksum:
@@ -155,7 +151,7 @@ def _checksum_by(provider: Provider, module: Any) -> Checksum:
     if name == "xxh3_64":
         return Checksum(name, package, module.xxh3_64_intdigest, lambda: _HashStream(module.xxh3_64()))
     crc = partial(_crc32c_in_copies, module) if package == "google_crc32c" else getattr(module, name)
-    return Checksum(name, package, crc, partial(_CrcStream, crc), _POLYNOMIALS[name])
+    return Checksum(name, package, crc, partial(_CrcStream, crc))
 
 
 def _crc32c_in_copies(module: Any, piece: memoryview, value: int = 0) -> int:

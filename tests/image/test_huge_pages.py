@@ -146,7 +146,7 @@ def test_an_arena_for_another_process_is_in_huge_pages() -> None:
 
 @pytest.mark.usefixtures("huge_pages_given")
 def test_a_block_to_read_through_is_in_huge_pages() -> None:
-    block = ScratchBlock()
+    block = ScratchBlock(huge=True)
     assert huge_bytes(block.view) == HUGE_PAGE
     block.close()
 
@@ -182,7 +182,7 @@ def test_without_huge_pages_a_block_has_small_ones_and_says_so(
 ) -> None:
     monkeypatch.setattr(huge_pages, "advise", lambda *_: errno.EINVAL)
     caplog.set_level(logging.DEBUG, logger=scratch.__name__)
-    block = ScratchBlock()
+    block = ScratchBlock(huge=True)
     block.view[HUGE_PAGE - 8] = 7
     target = torch.zeros(8, dtype=torch.uint8)
     table = array("q", (target.data_ptr(), 8))

@@ -21,7 +21,6 @@ from safetensors.torch import save_file
 from ckpt_component import CheckpointCorruptError, build_checkpointer, factory
 from ckpt_component.memory import page_cache
 from ckpt_component.memory.page_cache import share_in_memory
-from ckpt_component.memory.scratch import ScratchPool
 from ckpt_component.readers import direct_io, file_set
 from ckpt_component.readers.direct_io import DirectReader
 from ckpt_component.readers.file_set import FileSet, RangeRead
@@ -168,36 +167,31 @@ def test_a_flipped_bit_is_found(disk: Path) -> None:
 
 @contextlib.contextmanager
 def direct_reader(folder: Path, fd: int) -> Iterator[DirectReader]:
-    pool = ScratchPool()
-    reader = DirectReader(str(folder), [fd], pool)
+    reader = DirectReader(str(folder), [fd])
     try:
         yield reader
     finally:
         reader.close()
-        pool.close()
 
 
-LEAST, BLOCK = direct_io._MIN_BYTES, direct_io._MAX_BYTES
+LEAST, MOST = direct_io._MIN_BYTES, direct_io.MAX_BYTES
 
 
 @pytest.mark.parametrize("offset", [0, 1, 511, 4095, 4096, 70_001])
-@pytest.mark.parametrize("length", [LEAST, LEAST + 1, BLOCK - 1, BLOCK, BLOCK + 4097, 2 * BLOCK])
-def test_any_range(disk: Path, offset: int, length: int) -> None:
-    data = torch.randint(0, 256, (70_001 + 2 * BLOCK,), dtype=torch.uint8).numpy().tobytes()
+@pytest.mark.parametrize("length", [LEAST, LEAST + 1, MOST - 1, MOST, MOST + 4097, 2 * MOST])
+def test_any_range(disk: Path, offset: int, length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = torch.randint(0, 256, (70_001 + 2 * MOST,), dtype=torch.uint8).numpy().tobytes()
     (disk / "file").write_bytes(data)
-    fd = os.open(disk / "file", os.O_RDONLY)
+    forget(disk)
+    opens = direct_opens(monkeypatch)
     buffer = memoryview(bytearray(length + 1))
-    try:
-        with direct_reader(disk, fd) as reads:
-            read = 0
-            while length - read >= LEAST:
-                count = reads.read(fd, buffer[read:length], offset + read)
-                assert count == min(length - read, BLOCK)
-                read += count
-    finally:
-        os.close(fd)
-    assert buffer[:read] == data[offset : offset + read]
-    assert not any(buffer[read:])  # nothing is written behind what was asked for
+    with FileSet(str(disk), shared=False) as files:
+        read = RangeRead("file", offset, 2 * MOST, lambda: found.append(files.fill("file", buffer[:length], offset)))
+        found: list[bool] = []
+        files.read_all([read])
+    assert found == [True] and opens
+    assert buffer[:length] == data[offset : offset + length]
+    assert not buffer[length]  # nothing is written behind what was asked for
 
 
 @pytest.mark.parametrize("offset", [0, 1, 511, 4095, 4096, 70_001])
@@ -209,12 +203,11 @@ def test_any_range_into_a_block(disk: Path, offset: int, length: int) -> None:
     try:
         block = memoryview(mmap.mmap(-1, length + 2 * 4096))
         with direct_reader(disk, fd) as reads:
-            begin = reads.read_into(fd, block, offset, length)
-            assert begin is not None
-            assert block[begin : begin + length] == data[offset : offset + length]
-            assert reads.read_into(fd, block, len(data) - length + 1, length) is None  # the file ends before
-            assert reads.read_into(fd, block, len(data) + 9000, length) is None
-            assert reads.read_into(fd, block, offset, LEAST - 1) is None
+            assert reads.read(fd, block, offset, length) == length
+            assert block[offset % 4096 :][:length] == data[offset : offset + length]
+            assert reads.read(fd, block, len(data) - length + 1, length) == length - 1  # the file ends before
+            assert reads.read(fd, block, len(data) + 9000, length) == 0
+            assert reads.read(fd, block, offset, LEAST - 1) is None
     finally:
         os.close(fd)
 
@@ -224,25 +217,43 @@ def test_the_end_of_a_file(disk: Path, size: int) -> None:
     (disk / "file").write_bytes(bytes(range(1, 252)) * (size // 251) + b"x" * (size % 251))
     data = (disk / "file").read_bytes()
     fd = os.open(disk / "file", os.O_RDONLY)
-    buffer = bytearray(LEAST * 2)
+    block = memoryview(mmap.mmap(-1, LEAST * 2 + 2 * 4096))
     try:
         with direct_reader(disk, fd) as reads:
-            assert reads.read(fd, memoryview(buffer), 0) == size
-            assert buffer[:size] == data
-            assert reads.read(fd, memoryview(buffer), size) == 0
-            assert reads.read(fd, memoryview(buffer), size + 5000) == 0
+            assert reads.read(fd, block, 0, LEAST * 2) == size
+            assert block[:size] == data
+            assert reads.read(fd, block, size, LEAST * 2) == 0
+            assert reads.read(fd, block, size + 5000, LEAST * 2) == 0
     finally:
         os.close(fd)
 
 
+def test_a_direct_read_that_stops_halfway_goes_on_through_the_cache(
+    disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = saved(disk)
+    forget(path)
+    real = os.preadv
+
+    def half(fd: int, buffers: Sequence[Any], offset: int, flags: int = 0) -> int:
+        count = real(fd, buffers, offset, flags)
+        return count // 8192 * 4096 if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT else count
+
+    opens = direct_opens(monkeypatch)
+    monkeypatch.setattr(os, "preadv", half)
+    with build_checkpointer("sync", ["checkpoint.verify=off"]) as checkpointer:
+        check_loaded(checkpointer.load(path, zeros()))
+    assert opens
+
+
 def test_a_file_that_was_cut_is_told(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (disk / "file").write_bytes(b"x" * 500_000)
+    (disk / "file").write_bytes(b"x" * 1_500_000)
     forget(disk)
     opens = direct_opens(monkeypatch)
     found = []
     with FileSet(str(disk), shared=False) as files:
-        buffer = memoryview(bytearray(600_000))
-        files.read_all([RangeRead("file", 0, 600_000, lambda: found.append(files.fill("file", buffer, 0)))])
+        buffer = memoryview(bytearray(1_600_000))
+        files.read_all([RangeRead("file", 0, 1_600_000, lambda: found.append(files.fill("file", buffer, 0)))])
     assert found == [False] and opens
 
 

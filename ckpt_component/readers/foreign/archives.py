@@ -138,28 +138,38 @@ def load_archive(data: bytearray | memoryview, where: str) -> Any:
         raise CheckpointCorruptError(f"{where} cannot be loaded safely: {error}") from error
 
 
-def load_object(data: bytearray | memoryview, where: str) -> Any:
-    """The Python object that such an archive holds, decoded.
+def load_objects(archives: dict[str, memoryview]) -> list[Any]:
+    """The Python objects that such archives hold, decoded, in their order.
+
+    Args:
+        archives: by what they are called in errors. They are taken out, so that no more than one is held twice.
 
     Raises:
-        CheckpointCorruptError: it is damaged, or holds what safe loading refuses.
+        CheckpointCorruptError: one is damaged, or holds what safe loading refuses.
+        CheckpointLoadError: see `decode_all`.
     """
-    return decode(load_archive(data, where), where)
+    return decode_all({where: load_archive(archives.pop(where), where) for where in list(archives)})
 
 
-def decode(value: Any, where: str) -> Any:
-    """The object that was encoded as `value`; tagged values are as hostile as the file may be.
+def decode_all(encoded: Mapping[str, Any]) -> list[Any]:
+    """The objects that were encoded as these values; tagged values are as hostile as the file may be.
+
+    Args:
+        encoded: by what they are called in errors.
 
     Raises:
         CheckpointCorruptError: a tagged value makes no sense.
         CheckpointLoadError: it is a numpy value, and there is no numpy here.
     """
-    try:
-        return object_codec.decode(value)
-    except ImportError as error:
-        raise CheckpointLoadError(
-            f"{where} holds a numpy value, and numpy cannot be imported here ({error}); install it, or load into a "
-            "target without this key."
-        ) from error
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointCorruptError(f"{where} holds a numpy value that makes no sense: {error}.") from error
+    values = []
+    for where, value in encoded.items():
+        try:
+            values.append(object_codec.decode(value))
+        except ImportError as error:
+            raise CheckpointLoadError(
+                f"{where} holds a numpy value, and numpy cannot be imported here ({error}); install it, or load into a "
+                "target without this key."
+            ) from error
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise CheckpointCorruptError(f"{where} holds a numpy value that makes no sense: {error}.") from error
+    return values

@@ -15,7 +15,7 @@ from ...storage.fs import FsOps
 from ...storage.safe_open import read_failure
 from ..file_set import FileSet, RangeRead
 from ..source import Index, Request, Source, TensorEntry, copy_into
-from .archives import load_archive, load_object
+from .archives import load_archive, load_objects
 from .dcp_metadata import Place, load_metadata
 from .torch_file import list_paths
 
@@ -76,12 +76,12 @@ class StockDcpSource(Source):
 
     def read_objects(self, keys: Sequence[str]) -> Mapping[str, Any]:
         """Load the objects, each with `weights_only`."""
-        found = {}
+        archives = {}
         with FileSet(self.where) as files:
             for key in keys:
                 place = self._metadata.objects[key]
-                found[key] = load_object(self._bytes(files, place, key), self._name(key, place))
-        return found
+                archives[self._name(key, place)] = self._bytes(files, place, key)
+        return dict(zip(keys, load_objects(archives), strict=True))
 
     def _chunks(self, request: Request) -> list[tuple[Box, Place, Any]]:
         """The chunks that have something of what is asked for, each with what they have in common."""
@@ -89,9 +89,9 @@ class StockDcpSource(Source):
         pieces = [(box, place, overlap(box, request.box)) for box, place in chunks]
         return [(box, place, common) for box, place, common in pieces if common is not None]
 
-    def _bytes(self, files: FileSet, place: Place, key: str) -> bytearray:
-        data = bytearray(place.length)
-        if not files.fill(place.file, memoryview(data), place.offset):
+    def _bytes(self, files: FileSet, place: Place, key: str) -> memoryview:
+        data = memoryview(bytearray(place.length))
+        if not files.fill(place.file, data, place.offset):
             raise CheckpointCorruptError(f"{self._name(key, place)} is not whole: the file ends before.")
         return data
 

@@ -17,7 +17,7 @@ from ...errors import CheckpointCorruptError, CheckpointLoadError, CheckpointSta
 from ...state.flatten import Path, flatten, key_of
 from ...storage.safe_open import open_regular, read_failure
 from ..source import Index, Request, Source, TensorEntry, copy_into
-from .archives import check_archive, decode
+from .archives import check_archive, decode_all
 
 #: A tensor may be larger than its file where it repeats what is stored (`expand`), up to this many bytes.
 _MOST_REPEATED = 64 << 20
@@ -69,7 +69,9 @@ class TorchFileSource(Source):
 
     def read_objects(self, keys: Sequence[str]) -> Mapping[str, Any]:
         """Decode what stood beside the tensors."""
-        return {key: decode(self._objects[key], f"'{key}' in {self.where}") for key in keys}
+        return dict(
+            zip(keys, decode_all({f"'{key}' in {self.where}": self._objects[key] for key in keys}), strict=True)
+        )
 
     def tied(self, key: str) -> torch.Tensor | None:
         """The loaded tensor itself, which shares its storage with those that were tied; not from a mapped file."""
