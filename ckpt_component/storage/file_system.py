@@ -27,4 +27,4 @@ def file_system(*, durable: bool, atomic_rename: bool = True, process: str = "tr
         return FsOps(durable=durable, atomic_rename=atomic_rename, warns=process == "trainer")
     from ..testing.failpoint_fs import FailpointFs  # only tests set these variables; production never loads it
 
-    return FailpointFs.from_environment(durable=durable, atomic_rename=atomic_rename, process=process)
+    return FailpointFs(durable=durable, atomic_rename=atomic_rename, process=process)

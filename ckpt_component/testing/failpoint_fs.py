@@ -29,35 +29,30 @@ _WITH_RESULT = ("create", "open_direct", "open_over", *LOOKS)
 class FailpointFs(FsOps):
     """Counts every operation in a log that all processes share, and does what a failpoint says at its turn.
 
+    The log is a file outside the checkpoints; `read_log` reads it. Beside it come `<log>.<n>`, as long as the n-th
+    failpoint has matches, and `<log>.fired`.
+
     Args:
-        failpoints: what is to happen; none: operations are only counted.
-        log: a file outside the checkpoints; `read_log` reads it. Beside it come `<log>.<n>`, as long as the n-th
-            failpoint has matches, and `<log>.fired`.
         durable: see `FsOps`.
         atomic_rename: see `FsOps`.
         process: see `file_system`.
+
+    Raises:
+        FailpointError: the environment variables cannot be understood.
     """
 
-    def __init__(
-        self, failpoints: Sequence[Failpoint], log: str, *, durable: bool, atomic_rename: bool, process: str
-    ) -> None:
+    def __init__(self, *, durable: bool, atomic_rename: bool, process: str) -> None:
         super().__init__(durable=durable, atomic_rename=atomic_rename, warns=process == "trainer")
-        self._failpoints = failpoints
-        self._log = log
+        self._failpoints = parse_failpoints(os.environ.get(SPEC, ""))
+        self._log = os.environ.get(LOG, "")
+        if not self._log:
+            raise FailpointError(
+                f"{SPEC} is set and {LOG} is not; set it to a new file, in which operations are counted."
+            )
         self._process = process
         self._rank = os.environ.get("RANK", "0")
         #: By thread: how its next write is to be cut, "short" or "torn".
         self._cut: dict[int, str] = {}
-
-    @classmethod
-    def from_environment(cls, *, durable: bool, atomic_rename: bool, process: str) -> FailpointFs:
-        """The file system that the two environment variables ask for; see `file_system`."""
-        spec, log = os.environ.get(SPEC, ""), os.environ.get(LOG, "")
-        if not log:
-            raise FailpointError(
-                f"{SPEC} is set and {LOG} is not; set it to a new file, in which operations are counted."
-            )
-        return cls(parse_failpoints(spec), log, durable=durable, atomic_rename=atomic_rename, process=process)
 
     def _pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         """One system call, which a failpoint may cut in half."""

@@ -6,7 +6,7 @@
 The first word is an operation of `FsOps` by name, or `any` for every one that changes something. Which one:
 `nth=2` the second, `from=2` the second and all later ones, neither: all. Only those count that match `rank=` (of the
 environment variable RANK), `process=trainer` or `writer`, and `path=` (a part of the path). What happens instead of
-the operation or before it, by `action=`:
+the operation or before it, by `action=`, which comes last:
 
     kill          SIGKILL to the process            raise:ENOSPC  OSError with this errno; a close closes all the same
     stop          SIGSTOP to the process            sleep:5       seconds, then the operation
@@ -93,31 +93,29 @@ def parse_failpoints(text: str) -> list[Failpoint]:
 
 
 def _parse(text: str) -> Failpoint:
-    operation, *rest = text.split(":")
+    where, _, action = text.partition(":action=")
+    operation, *conditions = where.split(":")
     if operation not in (*EFFECTS, *LOOKS, "any"):
         raise FailpointError(f"{SPEC}: unknown operation {operation!r}; use any, {', '.join(EFFECTS + LOOKS)}.")
     values: dict[str, str] = {}
-    argument = ""
-    for piece in rest:
-        key, equals, value = piece.partition("=")
-        if not equals and list(values)[-1:] == ["action"]:
-            argument = piece
-        elif key in ("nth", "from", "rank", "process", "path", "action") and value:
-            values[key] = value
-        else:
-            raise FailpointError(f"{SPEC}: {piece!r} in {text!r} is not understood; use key=value with a known key.")
-    action = values.get("action", "")
-    valid = action in _ACTIONS and not argument
-    if action == "raise":
+    for condition in conditions:
+        key, _, value = condition.partition("=")
+        if key not in ("nth", "from", "rank", "process", "path") or not value:
+            raise FailpointError(f"{SPEC}: {condition!r} in {text!r} is not understood; use nth=2, from=2, rank=1, ...")
+        values[key] = value
+    kind, _, argument = action.partition(":")
+    valid = action in _ACTIONS
+    if kind == "raise":
         valid = isinstance(getattr(errno, argument, None), int)  # some have two names, and `errorcode` one
-    elif action == "sleep":
+    elif kind == "sleep":
         valid = argument.replace(".", "", 1).isdigit()
     if not valid:
-        given = f"{action}:{argument}" if argument else action
-        raise FailpointError(f"{SPEC}: action={given!r} in {text!r}; use kill, stop, raise:ENOSPC, sleep:5, short, ...")
+        raise FailpointError(
+            f"{SPEC}: action={action!r} in {text!r}; use kill, stop, raise:ENOSPC, sleep:5 ..."
+        )
     number = values.get("nth", values.get("from", "1"))
     if not number.isdigit() or int(number) < 1:
         raise FailpointError(f"{SPEC}: {number!r} in {text!r} is not the number of an operation; the first one is 1.")
     last = int(number) if "nth" in values else None
-    where = values.get("path", "")
-    return Failpoint(operation, action, argument, int(number), last, values.get("rank"), values.get("process"), where)
+    path = values.get("path", "")
+    return Failpoint(operation, kind, argument, int(number), last, values.get("rank"), values.get("process"), path)
