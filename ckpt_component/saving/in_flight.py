@@ -10,7 +10,7 @@ from typing import Any
 
 from ..errors import CheckpointTimeoutError, RanksError
 from ..stagers.base import Snapshot
-from ..storage.commit import Attempt
+from ..storage.names import Attempt
 from .report import SaveReport
 
 

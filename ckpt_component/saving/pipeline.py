@@ -24,9 +24,9 @@ from ..errors import CheckpointError
 from ..formats.base import Writer
 from ..options import ResolvedTimeouts
 from ..stagers.base import Stager, StatePlan
-from ..storage.commit import Attempt, refuse_existing
+from ..storage.commit import refuse_existing
 from ..storage.fs import FsOps
-from ..storage.names import owned_token
+from ..storage.names import Attempt, owned_token
 from .admission import SaveAdmission
 from .in_flight import InFlightSaves, PendingSave
 from .report import SaveReport

@@ -31,9 +31,10 @@ from ..options import ResolvedTimeouts
 from ..stagers.base import Snapshot
 from ..state.replicas import differing
 from ..storage import commit
-from ..storage.commit import Attempt
 from ..storage.fencing import FencingToken
 from ..storage.fs import FsOps, wait_visible
+from ..storage.liveness import AttemptLock
+from ..storage.names import Attempt
 from ..storage.space import FULL, amount, full_text, refuse_without_room
 from ..writing.request import WriteRequest
 from .in_flight import PendingSave
@@ -194,7 +195,7 @@ class SaveTransaction:
             if self._min_free_bytes is not None:
                 refuse_without_room(self._fs, attempt.target, needed, self._min_free_bytes)
             commit.begin(self._fs, attempt)
-            locks.callback(commit.lock(self._fs, attempt).close)
+            locks.callback(AttemptLock(self._fs, attempt).close)
         return differing(digests) if len(messages) > 1 else []
 
     def _warn_of_lost(self, snapshot: Snapshot, different: Sequence[Sequence[int]]) -> None:

@@ -18,7 +18,6 @@ import os
 import time
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from ..errors import (
@@ -32,40 +31,14 @@ from ..errors import (
 from .cleanup import discard, remove_if_empty
 from .fencing import check_owner
 from .fs import FsOps, wait_visible
-from .liveness import AttemptLock
 from .manifest import MAX_BYTES, VERSION, encode_manifest, read_manifest
-from .names import MANIFEST, QUARANTINED, STAGING_PREFIX, is_token
+from .names import MANIFEST, QUARANTINED, Attempt, is_token
 
 logger = logging.getLogger(__name__)
 
 #: How often a folder is made again that another attempt removed in between because it was empty.
 _TRIES = 5
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 1.0
-
-
-@dataclass(frozen=True)
-class Attempt:
-    """One try to make the checkpoint `target`.
-
-    Attributes:
-        target: absolute path of the checkpoint to be.
-        token: identifies this attempt.
-        owner: the run that must own the folder of the target at the commit; empty: anyone may commit there.
-        by_rename: whether the commit renames the staging folder, or creates the manifest in the target.
-    """
-
-    target: str
-    token: str
-    owner: str = ""
-    by_rename: bool = True
-
-    @property
-    def staging(self) -> str:
-        """The folder that collects the files: beside the target until the commit, or in it for good."""
-        if not self.by_rename:
-            return os.path.join(self.target, self.token)
-        folder, name = os.path.split(self.target)
-        return os.path.join(folder, f"{STAGING_PREFIX}{name}.{self.token}")
 
 
 def refuse_existing(path: str, *, by_rename: bool = True) -> None:
@@ -98,11 +71,6 @@ def begin(fs: FsOps, attempt: Attempt) -> None:
     fs.sync_folder(parent)
     if not attempt.by_rename:
         fs.sync_folder(os.path.dirname(parent))  # another attempt may have made the target and not synced it yet
-
-
-def lock(fs: FsOps, attempt: Attempt) -> AttemptLock:
-    """Show, until it is closed, that this process works on an attempt that has begun."""
-    return AttemptLock(fs, os.path.dirname(attempt.target), attempt.token, attempt.staging)
 
 
 def publish(

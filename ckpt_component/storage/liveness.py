@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from functools import cached_property
 
 from .fs import FsOps
-from .names import ALIVE_PREFIX, TRIAL_PREFIX, new_token
+from .names import ALIVE_PREFIX, TRIAL_PREFIX, Attempt, new_token
 
 logger = logging.getLogger(__name__)
 
@@ -37,19 +37,17 @@ class AttemptLock:
 
     Args:
         fs: where effects go.
-        root: the folder of the checkpoints.
-        token: of the attempt.
-        staging: the attempt's folder.
+        attempt: which has begun.
 
     Raises:
         OSError: the folder could be neither locked nor marked.
     """
 
-    def __init__(self, fs: FsOps, root: str, token: str, staging: str) -> None:
+    def __init__(self, fs: FsOps, attempt: Attempt) -> None:
         self._fs = fs
-        self._root = root
-        self._token = token
-        self._staging = staging
+        self._root = os.path.dirname(attempt.target)
+        self._token = attempt.token
+        self._staging = staging = attempt.staging
         self._over = threading.Event()
         self._mark: str | None = None
         self._thread: threading.Thread | None = None
@@ -65,7 +63,7 @@ class AttemptLock:
                 os.close(self._fd)
         if locked is None:
             self._fd = None
-            self._mark = f"{os.path.join(root, ALIVE_PREFIX)}{token}.{new_token()}"
+            self._mark = f"{os.path.join(self._root, ALIVE_PREFIX)}{self._token}.{new_token()}"
             fs.close(fs.create(self._mark))
             self._thread = threading.Thread(target=self._touch, args=(self._mark,), name="ckpt-alive", daemon=True)
             self._thread.start()

@@ -103,6 +103,31 @@ def is_token_of_this_host(token: str) -> bool:
     return is_token(token) and token.startswith(f"{_host_token()}-")
 
 
+@dataclass(frozen=True)
+class Attempt:
+    """One try to make the checkpoint `target`.
+
+    Attributes:
+        target: absolute path of the checkpoint to be.
+        token: identifies this attempt.
+        owner: the run that must own the folder of the target at the commit; empty: anyone may commit there.
+        by_rename: whether the commit renames the staging folder, or creates the manifest in the target.
+    """
+
+    target: str
+    token: str
+    owner: str = ""
+    by_rename: bool = True
+
+    @property
+    def staging(self) -> str:
+        """The folder that collects the files: beside the target until the commit, or in it for good."""
+        if not self.by_rename:
+            return os.path.join(self.target, self.token)
+        folder, name = os.path.split(self.target)
+        return os.path.join(folder, f"{STAGING_PREFIX}{name}.{self.token}")
+
+
 def token_of(name: str) -> str:
     """The token at the end of the name of a folder or a small file of ours, after a dot or a slash."""
     return re.split("[./]", name)[-1]

@@ -110,9 +110,7 @@ def _parse(text: str) -> Failpoint:
     elif kind == "sleep":
         valid = argument.replace(".", "", 1).isdigit()
     if not valid:
-        raise FailpointError(
-            f"{SPEC}: action={action!r} in {text!r}; use kill, stop, raise:ENOSPC, sleep:5 ..."
-        )
+        raise FailpointError(f"{SPEC}: action={action!r} in {text!r}; use kill, stop, raise:ENOSPC, sleep:5 ...")
     number = values.get("nth", values.get("from", "1"))
     if not number.isdigit() or int(number) < 1:
         raise FailpointError(f"{SPEC}: {number!r} in {text!r} is not the number of an operation; the first one is 1.")

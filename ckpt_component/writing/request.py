@@ -8,9 +8,9 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..options import ResolvedTimeouts
-from ..storage.commit import Attempt
 from ..storage.file_system import file_system
 from ..storage.fs import FsOps
+from ..storage.names import Attempt
 from .range_writer import ByteSource, Lane, Places
 
 if TYPE_CHECKING:

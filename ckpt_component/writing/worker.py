@@ -21,7 +21,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ..memory.huge_pages import map_shared
-from ..storage import commit
 from ..storage.liveness import AttemptLock
 from .framing import Frame, receive_frame, send_frame
 from .orphan_commit import finish
@@ -136,7 +135,7 @@ class ByteWorker:
             ]
             memory = self._arenas[job["arena"]] if table.files else memoryview(b"")
             request = WriteRequest.from_dict(job, table, object_blobs, MemorySource(memory))
-            lock = commit.lock(request.fs, request.attempt)
+            lock = AttemptLock(request.fs, request.attempt)
             result = run_write_job(request, checksum_home)
         except Exception as error:
             if lock is not None:

@@ -16,11 +16,10 @@ from forker import Forker
 from ckpt_component import CheckpointManager, build_manager
 from ckpt_component.storage import commit, liveness
 from ckpt_component.storage.cleanup import living_attempts, sweep
-from ckpt_component.storage.commit import Attempt
 from ckpt_component.storage.file_system import LOG, SPEC
 from ckpt_component.storage.fs import FsOps
-from ckpt_component.storage.liveness import QUIET_SECONDS
-from ckpt_component.storage.names import ALIVE_PREFIX, MEGATRON, new_token
+from ckpt_component.storage.liveness import QUIET_SECONDS, AttemptLock
+from ckpt_component.storage.names import ALIVE_PREFIX, MEGATRON, Attempt, new_token
 
 pytestmark = pytest.mark.slow
 
@@ -100,7 +99,7 @@ def test_what_a_dead_run_left_goes_and_one_warning_says_why(
 ) -> None:
     root = tmp_path / "root"
     dead = begun(NoLocks(), root, 7, by_rename=mode != MANIFEST_MODE)
-    left = commit.lock(NoLocks(), dead)
+    left = AttemptLock(NoLocks(), dead)
     left._over.set()  # as if it were killed: its file stays, and is touched no more
     age(str(root))
     caplog.clear()
@@ -123,7 +122,7 @@ def test_what_a_dead_run_left_goes_and_one_warning_says_why(
 def test_who_lives_is_waited_for_and_not_deleted(mode: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     root = tmp_path / "root"
     attempt = begun(NoLocks(), root, 7, by_rename=mode != MANIFEST_MODE)
-    lock = commit.lock(NoLocks(), attempt)
+    lock = AttemptLock(NoLocks(), attempt)
     os.utime(attempt.staging, (1, 1))
     os.utime(os.path.join(attempt.staging, "data"), (1, 1))
     try:
@@ -138,7 +137,7 @@ def test_who_lives_is_waited_for_and_not_deleted(mode: str, tmp_path: Path, capl
 
 def test_who_has_locks_sees_who_has_none(tmp_path: Path) -> None:
     attempt = begun(NoLocks(), tmp_path, 7)
-    lock = commit.lock(NoLocks(), attempt)
+    lock = AttemptLock(NoLocks(), attempt)
     age(str(tmp_path))
     (mark,) = marks(tmp_path)
     os.utime(mark)
@@ -150,7 +149,7 @@ def test_who_has_locks_sees_who_has_none(tmp_path: Path) -> None:
 
 def test_the_file_is_touched_again_and_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(liveness, "TOUCH_SECONDS", 0.01)
-    lock = commit.lock(NoLocks(), begun(NoLocks(), tmp_path, 7))
+    lock = AttemptLock(NoLocks(), begun(NoLocks(), tmp_path, 7))
     (mark,) = marks(tmp_path)
     for _ in range(2):
         os.utime(mark, (1, 1))

@@ -34,8 +34,9 @@ from ckpt_component.storage import commit
 from ckpt_component.storage.cleanup import discard, living_attempts, quarantine, sweep
 from ckpt_component.storage.fencing import FencingToken
 from ckpt_component.storage.fs import FsOps
+from ckpt_component.storage.liveness import AttemptLock
 from ckpt_component.storage.manifest import check_files, data_folder, read_manifest
-from ckpt_component.storage.names import MANIFEST, MEGATRON, QUARANTINED, new_token
+from ckpt_component.storage.names import MANIFEST, MEGATRON, QUARANTINED, Attempt, new_token
 from ckpt_component.storage.scan import committed_steps, scan_steps
 
 pytestmark = pytest.mark.slow
@@ -60,15 +61,15 @@ def root(tmp_path: Path) -> Path:
     return path
 
 
-def written(fs: FsOps, root: Path, step: int, owner: str = "") -> commit.Attempt:
+def written(fs: FsOps, root: Path, step: int, owner: str = "") -> Attempt:
     """An attempt that lacks nothing but its commit."""
-    attempt = commit.Attempt(str(root / MEGATRON.folder(step)), new_token(), owner, by_rename=fs.atomic_rename)
+    attempt = Attempt(str(root / MEGATRON.folder(step)), new_token(), owner, by_rename=fs.atomic_rename)
     commit.begin(fs, attempt)
     fs.write_new(os.path.join(attempt.staging, "data"), b"1234")
     return attempt
 
 
-def committed(fs: FsOps, root: Path, step: int) -> commit.Attempt:
+def committed(fs: FsOps, root: Path, step: int) -> Attempt:
     attempt = written(fs, root, step)
     commit.publish(fs, attempt, [RANK], {".metadata": b"m"}, {"format": "x"})
     return attempt
@@ -203,7 +204,7 @@ def test_racing_attempts_commit_exactly_once(kind: str, root: Path, uploads: str
 
         def race(step: int = step, start: threading.Barrier = start, told: list[Any] = told) -> None:
             fs = ObjectStore(uploads) if kind == "store" else FsOps(durable=False, atomic_rename=False)
-            attempt = commit.Attempt(str(root / MEGATRON.folder(step)), new_token(), by_rename=False)
+            attempt = Attempt(str(root / MEGATRON.folder(step)), new_token(), by_rename=False)
             start.wait(30)
             try:
                 commit.begin(fs, attempt)
@@ -285,7 +286,7 @@ def test_a_sweep_takes_dead_attempts_of_this_host_alone(root: Path, uploads: str
     foreign = root / "iter_0000005" / FOREIGN_TOKEN
     foreign.mkdir()
     (root / "iter_0000008").mkdir()
-    lock = commit.lock(store, alive)
+    lock = AttemptLock(store, alive)
     for path in (*root.glob("iter_*/*-*"), *root.glob("iter_*")):
         age(path)
     os.utime(young.staging)
@@ -333,7 +334,7 @@ def test_quarantine_keeps_the_data_and_frees_the_name(damage: str, renames: bool
     living = written(store, root, 9)
     os.rename(living.staging, root / "iter_0000001" / living.token)
     os.rmdir(living.target)
-    lock = commit.lock(store, replace(living, target=attempt.target))
+    lock = AttemptLock(store, replace(living, target=attempt.target))
     manifest = Path(attempt.target, MANIFEST)
     if damage == "data":
         Path(attempt.staging, "data").write_bytes(b"123")
@@ -468,7 +469,7 @@ def test_a_step_whose_attempt_lives_is_waited_for_and_not_quarantined(root: Path
     with manager_in(root, MANIFEST_MODE) as manager:
         manager.save(1, state_of(1))
     attempt = written(fs, root, 2)
-    lock = commit.lock(fs, attempt)
+    lock = AttemptLock(fs, attempt)
     (root / "iter_0000003" / FOREIGN_TOKEN).mkdir(parents=True)
     for path in (*root.glob("iter_*/*-*"), *root.glob("iter_*")):
         age(path)

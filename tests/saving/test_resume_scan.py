@@ -26,9 +26,10 @@ from ckpt_component import (
     build_manager,
 )
 from ckpt_component.storage.cleanup import discard
-from ckpt_component.storage.commit import Attempt, begin, lock
+from ckpt_component.storage.commit import begin
 from ckpt_component.storage.fs import FsOps
-from ckpt_component.storage.names import QUARANTINE_PREFIX, new_token
+from ckpt_component.storage.liveness import AttemptLock
+from ckpt_component.storage.names import QUARANTINE_PREFIX, Attempt, new_token
 
 POINTER = "latest_checkpointed_iteration.txt"
 SCRIPT = Path(__file__).parent / "scripts" / "damaged_resume.py"
@@ -271,7 +272,7 @@ def test_only_dead_debris_of_this_host_goes(tmp_path: Path, caplog: pytest.LogCa
     dead, alive = (Attempt(str(root / name), new_token()) for name in ("iter_0000003", "iter_0000004"))
     for attempt in (dead, alive):
         begin(FsOps(), attempt)
-    held = lock(FsOps(), alive)
+    held = AttemptLock(FsOps(), alive)
     half_deleted = root / os.path.basename(dead.staging).replace(".ckpt-tmp.", ".ckpt-trash.").replace("03.", "05.")
     half_deleted.mkdir()
     (half_deleted / "__0_0.distcp").write_bytes(b"x")

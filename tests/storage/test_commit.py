@@ -11,7 +11,7 @@ from ckpt_component.errors import CheckpointCorruptError, CheckpointExistsError,
 from ckpt_component.storage import commit
 from ckpt_component.storage.fs import FsOps
 from ckpt_component.storage.manifest import check_files, decode_manifest, encode_manifest, read_manifest
-from ckpt_component.storage.names import MEGATRON, STEP, new_token
+from ckpt_component.storage.names import MEGATRON, STEP, Attempt, new_token
 from ckpt_component.storage.scan import committed_steps
 
 
@@ -35,8 +35,8 @@ class Recording(FsOps):
         super().rename_new(source, target)
 
 
-def begun(fs: FsOps, target: Path) -> commit.Attempt:
-    attempt = commit.Attempt(str(target), new_token())
+def begun(fs: FsOps, target: Path) -> Attempt:
+    attempt = Attempt(str(target), new_token())
     commit.begin(fs, attempt)
     return attempt
 

@@ -18,7 +18,7 @@ from ckpt_component.storage.cleanup import quarantine
 from ckpt_component.storage.fencing import FencingToken
 from ckpt_component.storage.fs import FsOps
 from ckpt_component.storage.liveness import AttemptLock, is_locked
-from ckpt_component.storage.names import ALIVE_PREFIX, MEGATRON, new_token, owned_token, trash_path
+from ckpt_component.storage.names import ALIVE_PREFIX, MEGATRON, Attempt, new_token, owned_token, trash_path
 
 COMMITS = pytest.mark.parametrize("mode", ["manifest", "rename"])
 STATE = {"weight": torch.ones(3)}
@@ -39,11 +39,11 @@ def manager_in(root: Path, mode: str) -> CheckpointManager:
     return build_manager("sync", [f"checkpoint.commit={mode}", "checkpoint.save.at_end=false"], dir=root)
 
 
-def left_by(root: Path, step: int, mode: str, *, owned: bool = True) -> commit.Attempt:
+def left_by(root: Path, step: int, mode: str, *, owned: bool = True) -> Attempt:
     """What a run that was killed in mid-save leaves."""
     fs = FsOps(atomic_rename=mode == "rename")
     token = owned_token(new_token()) if owned else new_token()
-    attempt = commit.Attempt(str(root / MEGATRON.folder(step)), token, "", fs.atomic_rename)
+    attempt = Attempt(str(root / MEGATRON.folder(step)), token, "", fs.atomic_rename)
     commit.begin(fs, attempt)
     fs.write_new(os.path.join(attempt.staging, "data"), b"1234")
     age(Path(attempt.staging))
@@ -87,7 +87,7 @@ def test_what_may_be_alive_is_left_until_it_is_not(mode: str, tmp_path: Path, on
     on_host("pod-1")
     young, locked = left_by(tmp_path, 11, mode), left_by(tmp_path, 12, mode)
     os.utime(os.path.join(young.staging, "data"))
-    lock = commit.lock(FsOps(), locked)
+    lock = AttemptLock(FsOps(), locked)
     unowned = left_by(tmp_path, 13, mode, owned=False)  # of a checkpointer without a manager: it can commit
     on_host("pod-2")
     with manager_in(tmp_path, mode) as manager:
@@ -157,7 +157,7 @@ def test_a_lock_waits_for_who_looks_at_it(tmp_path: Path) -> None:
                 raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
             super().flock(fd, how)
 
-    lock = AttemptLock(Looked(), str(tmp_path), attempt.token, attempt.staging)
+    lock = AttemptLock(Looked(), attempt)
     assert len(looks) == 3 and is_locked(FsOps(), attempt.staging)
     lock.close()
     assert not is_locked(FsOps(), attempt.staging)

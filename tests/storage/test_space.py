@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from ckpt_component.errors import CheckpointStorageFullError
-from ckpt_component.storage.commit import Attempt
 from ckpt_component.storage.fs import FsOps
-from ckpt_component.storage.names import is_token_of_this_host, new_token, token_of, token_of_try
+from ckpt_component.storage.names import Attempt, is_token_of_this_host, new_token, token_of, token_of_try
 from ckpt_component.storage.space import FULL, amount, full_text, refuse_without_room
 
 

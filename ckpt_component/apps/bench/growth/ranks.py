@@ -27,10 +27,10 @@ from ....saving.admission import SaveAdmission
 from ....saving.in_flight import InFlightSaves, PendingSave
 from ....saving.transaction import SaveTransaction
 from ....stagers.live import LiveStager
-from ....storage.commit import Attempt, refuse_existing
+from ....storage.commit import refuse_existing
 from ....storage.file_system import file_system
 from ....storage.fs import FsOps
-from ....storage.names import integrity_name
+from ....storage.names import Attempt, integrity_name
 from ....writing.request import WriteRequest
 from ..measure.files import remove
 from .connection import CountedConnection, Counts
