@@ -12,7 +12,6 @@ import os
 import traceback
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from ..errors import CheckpointSaveError
@@ -27,22 +26,26 @@ _BLOCK_BYTES = 8 << 20
 Place = tuple[int, int]
 
 
-@dataclass(frozen=True)
-class FileImage:
-    """One file's bytes, [start, end) of the rank's image, and where its items are, in the order of the bucket."""
-
-    image: HostImage
-    start: int
-    end: int
-    places: Sequence[Place]
-
-
 class ImageBucket(NamedTuple):
-    """A file to write: where, its name in `.metadata`, and its bytes."""
+    """A file to write.
+
+    Attributes:
+        path: where.
+        storage_key: its name in `.metadata`.
+        image: of the rank, with the bytes of all its files.
+        start: where this file's begin there.
+        end: where they end.
+        tail: what follows them in the file.
+        places: of the items, in the order of the bucket.
+    """
 
     path: str
     storage_key: str
-    data: FileImage
+    image: HostImage
+    start: int
+    end: int
+    tail: bytes
+    places: Sequence[Place]
 
 
 class ResultsQueue(Protocol):
@@ -72,12 +75,8 @@ def write_preloaded_data_multiproc(
         global_results_queue: gets {number of the bucket: places of its items}, or the first error.
         ops: where effects go; None: the file system, durably.
     """
-    written = _try_to_write(
-        transform_list,
-        write_buckets,
-        ops or file_system(durable=True, process="writer"),
-        f"Rank {rank} could not write its part of the checkpoint",
-    )
+    what = f"Rank {rank} could not write its part of the checkpoint"
+    written = _try_to_write(transform_list, write_buckets, ops or file_system(durable=True, process="writer"), what)
     global_results_queue.put(written if isinstance(written, CheckpointSaveError) else dict(enumerate(written)))
 
 
@@ -114,9 +113,13 @@ def _try_to_write(
     try:
         if any(getattr(transforms, "extensions", None) for transforms in transform_list):
             raise CheckpointSaveError("Stream transforms are not supported: the bytes of a file are fixed beforehand.")
-        buckets = _preloaded(write_buckets)
+        buckets = list(write_buckets)
+        if not all(isinstance(bucket, ImageBucket) for bucket in buckets):
+            from .bucket_image import make_image  # needs torch, which the process of a preloaded save does not
+
+            buckets = make_image(buckets, non_blocking=False)
         _write_all(ops, buckets)
-        return [bucket.data.places for bucket in buckets]
+        return [bucket.places for bucket in buckets]
     except Exception as error:
         failure = CheckpointSaveError(f"{what}: {type(error).__name__}: {error}", getattr(error, "errno", None))
         frames = traceback.extract_tb(error.__traceback__)
@@ -124,33 +127,19 @@ def _try_to_write(
         return failure
 
 
-def _preloaded(buckets: Sequence[Any]) -> list[ImageBucket]:
-    if all(isinstance(bucket, ImageBucket) for bucket in buckets):
-        return list(buckets)
-    from .bucket_image import make_image  # needs torch, which the process of a preloaded save does not
-
-    return make_image(buckets, non_blocking=False)
-
-
 def _write_all(ops: FsOps, buckets: Sequence[ImageBucket]) -> None:
     suffix = f".{os.urandom(4).hex()}.tmp"
-    failed: list[BaseException] = []
-
-    def write(bucket: ImageBucket) -> None:
-        try:
-            _write_draft(ops, bucket, bucket.path + suffix, failed)
-        except BaseException as error:
-            failed.append(error)  # the others stop at their next block
-            raise
-
     try:
-        with ThreadPoolExecutor(max(len(buckets), 1), thread_name_prefix="ckpt-bucket") as pool:
-            pending = [pool.submit(write, bucket) for bucket in buckets]
-        if failed:
-            raise failed[0]
-        for future in pending:
-            future.result(timeout=0)
-        _publish(ops, buckets, suffix)
+        _write_drafts(ops, buckets, suffix)
+        folders = {os.path.dirname(bucket.path) for bucket in buckets}
+        for folder in folders:
+            with contextlib.suppress(FileNotFoundError):
+                ops.unlink(os.path.join(folder, METADATA))
+                ops.sync_folder(folder)
+        for bucket in buckets:
+            ops.replace(bucket.path + suffix, bucket.path)
+        for folder in folders:
+            ops.sync_folder(folder)
     except BaseException:
         for bucket in buckets:
             with contextlib.suppress(OSError):  # a draft that stays does no harm; the first error counts
@@ -158,28 +147,19 @@ def _write_all(ops: FsOps, buckets: Sequence[ImageBucket]) -> None:
         raise
 
 
-def _write_draft(ops: FsOps, bucket: ImageBucket, draft: str, failed: Sequence[BaseException]) -> None:
-    memory = bucket.data.image.memory[bucket.data.start : bucket.data.end]
-    fd = ops.create(draft, len(memory))
-    try:
-        position = 0
-        while position < len(memory) and not failed:
-            block = memory[position : position + _BLOCK_BYTES]
-            ops.write(fd, [block], position)
-            ops.start_writeback(fd, position, len(block))
-            position += len(block)
-        ops.sync(fd)
-    finally:
-        ops.close(fd)
+def _write_drafts(ops: FsOps, buckets: Sequence[ImageBucket], suffix: str) -> None:
+    def write(bucket: ImageBucket) -> None:
+        memory = bucket.image.memory[bucket.start : bucket.end]
+        fd = ops.create(bucket.path + suffix, len(memory) + len(bucket.tail))
+        try:
+            for position in range(0, len(memory), _BLOCK_BYTES):
+                block = memory[position : position + _BLOCK_BYTES]
+                ops.write(fd, [block], position)
+                ops.start_writeback(fd, position, len(block))
+            ops.write(fd, [memoryview(bucket.tail)], len(memory))
+            ops.sync(fd)
+        finally:
+            ops.close(fd)
 
-
-def _publish(ops: FsOps, buckets: Sequence[ImageBucket], suffix: str) -> None:
-    folders = {os.path.dirname(bucket.path) for bucket in buckets}
-    for folder in folders:
-        with contextlib.suppress(FileNotFoundError):
-            ops.unlink(os.path.join(folder, METADATA))
-            ops.sync_folder(folder)
-    for bucket in buckets:
-        ops.replace(bucket.path + suffix, bucket.path)
-    for folder in folders:
-        ops.sync_folder(folder)
+    with ThreadPoolExecutor(max(len(buckets), 1), thread_name_prefix="ckpt-bucket") as pool:
+        list(pool.map(write, buckets))

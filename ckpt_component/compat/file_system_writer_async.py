@@ -15,7 +15,6 @@ import logging
 import os
 import pickle
 import queue
-import re
 import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -25,17 +24,18 @@ from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.api import _wrap_exception
 from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX, _StorageInfo, _StoragePrefix
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from ..config.errors import CheckpointConfigError
 from ..errors import CheckpointSaveError
+from ..formats.base import groups_of_files
+from ..formats.dcp import check_separation_hint
 from ..state.objects import check_tensor
 from ..storage.file_system import file_system
 from ..storage.fs import FsOps
 from . import bucket_io
-from .bucket_image import ImageLease, ImageMemory, WriteBucket, make_image, split_items
+from .bucket_image import FilesImage, ImageLease, WriteBucket, make_image
 from .host_image import ResultMailbox
 from .peers import this_rank
 
@@ -64,13 +64,11 @@ class FileSystemWriterAsync(FileSystemWriter):
         separation_hint: keys that start with this text go to files of their own, whose names start with it too; needs
             `thread_count` of at least 2.
         use_msc: of the reference; refused, for there is no object storage here.
-        is_multiproc_io: how NVRx moves data; it does nothing here, which is logged once. So with the next two.
-        use_cached_data_structure: as above.
-        use_cpu_shm_for_gpu_tensors: as above.
         fs_ops: where effects go; None: the file system, durably if `sync_files`.
         image_memory: host memory that the writers of one series of saves use in turn; None: new memory. Planning with
             a `CheckpointMetadataCache` sees to that.
-        **kwargs: as `*args`.
+        **kwargs: as `*args`; and NVRx's `is_multiproc_io`, `use_cached_data_structure` and
+            `use_cpu_shm_for_gpu_tensors`, which do nothing here, and say so once.
 
     Raises:
         NotImplementedError: `single_file_per_rank=False`, a `serialization_format` but torch's own, or transforms.
@@ -82,13 +80,13 @@ class FileSystemWriterAsync(FileSystemWriter):
         *args: Any,
         separation_hint: str | None = None,
         use_msc: bool = False,
-        is_multiproc_io: bool = False,
-        use_cached_data_structure: bool = False,
-        use_cpu_shm_for_gpu_tensors: bool = False,
         fs_ops: FsOps | None = None,
-        image_memory: ImageMemory | None = None,
+        image_memory: list[FilesImage] | None = None,
         **kwargs: Any,
     ) -> None:
+        for name in _INSTEAD.keys() & kwargs.keys():
+            if kwargs.pop(name):
+                log_once(f"FileSystemWriterAsync({name}=True) does nothing: {_INSTEAD[name]}.")
         super().__init__(*args, **kwargs)
         if not self.single_file_per_rank:
             raise NotImplementedError("FileSystemWriterAsync needs single_file_per_rank=True.")
@@ -98,21 +96,7 @@ class FileSystemWriterAsync(FileSystemWriter):
             raise NotImplementedError("FileSystemWriterAsync takes no _extensions: it fixes all bytes beforehand.")
         if use_msc:
             raise NotImplementedError("FileSystemWriterAsync has no object storage; leave use_msc=False.")
-        if separation_hint is not None:
-            if self.thread_count < 2:
-                raise CheckpointConfigError("separation_hint needs thread_count of at least 2.")
-            if not re.fullmatch(r"[\w.\-]+", separation_hint) or separation_hint.startswith("."):
-                raise CheckpointConfigError(
-                    f"separation_hint={separation_hint!r} becomes part of file names; use letters, digits, '_', '-' "
-                    "and '.', not at the start."
-                )
-        for name, asked in (
-            ("is_multiproc_io", is_multiproc_io),
-            ("use_cached_data_structure", use_cached_data_structure),
-            ("use_cpu_shm_for_gpu_tensors", use_cpu_shm_for_gpu_tensors),
-        ):
-            if asked:
-                log_once(f"FileSystemWriterAsync({name}=True) does nothing: {_INSTEAD[name]}.")
+        check_separation_hint(separation_hint, self.thread_count, "separation_hint", "thread_count")
         self.separation_hint = separation_hint
         self.can_run_decentralized_global_plan = True
         #: What there is to write, from `prepare_write_data`, as (path, name, (bytes items, tensor items)).
@@ -144,13 +128,14 @@ class FileSystemWriterAsync(FileSystemWriter):
         """
         self.write_buckets = []
         self._lease = ImageLease(self.image_memory)
-        for group, items in split_items(plan.items, self.thread_count, self.separation_hint):
-            bytes_data = [
-                (item, bytes(planner.resolve_data(item).getbuffer()))  # type: ignore[union-attr]
-                for item in items
-                if item.type == WriteItemType.BYTE_IO
-            ]
-            tensor_data = [(item, _resolved(planner, item)) for item in items if item.type != WriteItemType.BYTE_IO]
+        values = [_resolved(planner, item) for item in plan.items]
+        sizes = [value.nbytes if isinstance(value, torch.Tensor) else len(value) for value in values]
+        hint = self.separation_hint or ""
+        separate = {number for number, item in enumerate(plan.items) if hint and item.index.fqn.startswith(hint)}
+        for group, numbers in groups_of_files(sizes, self.thread_count, hint, separate):
+            items: list[tuple[WriteItem, Any]] = [(plan.items[number], values[number]) for number in numbers]
+            bytes_data = [pair for pair in items if isinstance(pair[1], bytes)]
+            tensor_data = [pair for pair in items if isinstance(pair[1], torch.Tensor)]
             name = f"{group}{plan.storage_data.prefix}{len(self.write_buckets)}{DEFAULT_SUFFIX}"
             self.write_buckets.append((self.fs.concat_path(self.path, name), name, (bytes_data, tensor_data)))
         self.results_queue = ResultMailbox() if self.write_buckets else None
@@ -265,9 +250,10 @@ def log_once(text: str) -> None:
     logger.warning(text)
 
 
-def _resolved(planner: SavePlanner, item: WriteItem) -> torch.Tensor:
-    tensor = planner.resolve_data(item)
-    assert isinstance(tensor, torch.Tensor)  # what a planner gives for all but BYTE_IO
-    tensor = tensor.detach()
+def _resolved(planner: SavePlanner, item: WriteItem) -> torch.Tensor | bytes:
+    value = planner.resolve_data(item)
+    if not isinstance(value, torch.Tensor):
+        return bytes(value.getbuffer())
+    tensor = value.detach()
     check_tensor(tensor, item.index.fqn)
     return tensor

@@ -90,13 +90,12 @@ class ResultMailbox:
     def put(self, result: Any) -> None:
         """Leave the result; a second one takes the place of the first."""
         data = pickle.dumps(result)
-        os.pwrite(self._file.fd, _LENGTH.pack(0), 0)
-        position = _LENGTH.size
-        while data:
-            written = os.pwrite(self._file.fd, data, position)
-            data, position = data[written:], position + written
-        # Last, so that a writer that is killed here has left nothing.
-        os.pwrite(self._file.fd, _LENGTH.pack(position - _LENGTH.size), 0)
+        with open(self._file.fd, "r+b", closefd=False) as stream:
+            stream.seek(0)
+            stream.write(_LENGTH.pack(0) + data)
+            stream.flush()
+            stream.seek(0)
+            stream.write(_LENGTH.pack(len(data)))  # last, so that a writer that is killed here has left nothing
 
     def get_nowait(self) -> Any:
         """The result.
@@ -104,10 +103,9 @@ class ResultMailbox:
         Raises:
             queue.Empty: there is none yet.
         """
-        head = os.pread(self._file.fd, _LENGTH.size, 0)
-        length = _LENGTH.unpack(head)[0] if head else 0
-        if not length:
-            raise queue.Empty
-        with open(os.dup(self._file.fd), "rb") as stream:  # memory that this process and its own children alone write
-            stream.seek(_LENGTH.size)
-            return pickle.loads(stream.read(length))
+        with open(self._file.fd, "rb", closefd=False) as stream:  # this process and its own children alone write it
+            stream.seek(0)
+            head = stream.read(_LENGTH.size)
+            if not any(head):
+                raise queue.Empty
+            return pickle.loads(stream.read(*_LENGTH.unpack(head)))

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from ..coordination import Coordinator
 from ..errors import CheckpointWorldError
-from .bucket_image import ImageMemory
+from .bucket_image import FilesImage
 
 
 class CheckpointMetadataCache:
@@ -33,7 +33,7 @@ class CheckpointMetadataCache:
         #: On the coordinator: digests of the results of all ranks, and the results.
         self.results: tuple[list[str], list[list[WriteResult]]] | None = None
         #: For the writers of the saves, one after the other.
-        self.memory = ImageMemory()
+        self.memory: list[FilesImage] = []
         self._coordinator: Coordinator | None = None
         self._ranks: list[int] = []
         self._saves = 0

@@ -12,7 +12,7 @@ import itertools
 import json
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, ClassVar
@@ -196,6 +196,30 @@ def balanced(sizes: Sequence[int], bins: int) -> list[list[int]]:
         groups[group].append(number)
         heapq.heapreplace(loads, (load + sizes[number], group))
     return [sorted(group) for group in groups if group]
+
+
+def groups_of_files(
+    sizes: Sequence[int], files: int, hint: str = "", separate: Container[int] = ()
+) -> list[tuple[str, list[int]]]:
+    """Which items go to which file: (what the file's name starts with, numbers of its items), with none empty.
+
+    Args:
+        sizes: of the items in bytes, which the files share.
+        files: the most there may be; at least 2 with a hint.
+        hint: what the names of files with the separate items start with.
+        separate: numbers of the items that get files of their own.
+    """
+    first = [number for number in range(len(sizes)) if number not in separate]
+    last = [number for number in range(len(sizes)) if number in separate]
+    own = files if last else 0
+    if first and last:
+        share = sum(sizes[number] for number in last) / (sum(sizes) or 1)
+        own = min(max(round(files * share), 1), files - 1)
+    return [
+        (start, [numbers[position] for position in group])
+        for start, numbers, count in (("", first, files - own), (hint, last, own))
+        for group in balanced([sizes[number] for number in numbers], count)
+    ]
 
 
 def lanes_by_bytes(layout: Layout, workers: int) -> list[list[Lane]]:

@@ -23,7 +23,7 @@ from ..state.flatten import key_of
 from ..state.structure import Structure
 from ..writing.range_writer import Lane, Places
 from ..writing.request import EncodedSave, ObjectBlob, WriteTable
-from .base import FormatPlan, Writer, balanced, dtype_name, make_table
+from .base import FormatPlan, Writer, dtype_name, groups_of_files, make_table
 from .dcp_metadata import metadata_of
 
 _END_OF_ARCHIVE = b"PK\x05\x06"
@@ -48,36 +48,19 @@ class DcpWriter(Writer):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        hint = self.separation_hint
-        if hint is None:
-            return
-        if self.workers < 2:
-            raise CheckpointConfigError(
-                "checkpoint.writer.separation_hint needs at least two writers; set checkpoint.writer.workers=2."
-            )
-        if not re.fullmatch(r"[\w.\-]+", hint) or hint.startswith("."):
-            raise CheckpointConfigError(
-                f"checkpoint.writer.separation_hint={hint!r} becomes part of file names; use letters, digits, '_', '-' "
-                "and '.', not at the start."
-            )
+        check_separation_hint(
+            self.separation_hint, self.workers, "checkpoint.writer.separation_hint", "checkpoint.writer.workers"
+        )
 
     def plan(self, structure: Structure, rank: int) -> FormatPlan:
         """Lay out one rank's files: `__<rank>_<n>.distcp`."""
         sizes = [stored.nbytes for stored in structure.stored]
-        hint, separate, rest = self.separation_hint or "", list[int](), list(range(len(sizes)))
+        hint, separate = self.separation_hint or "", set[int]()
         if hint:
             keys = [key_of(structure.tensor_paths[stored.tensor]) for stored in structure.stored]
-            separate = [number for number in rest if keys[number].startswith(hint)]
-            rest = [number for number in rest if not keys[number].startswith(hint)]
-        workers = self.workers if separate and not rest else 0  # of what is separate
-        if separate and rest:
-            share = sum(sizes[number] for number in separate) / (sum(sizes) or 1)
-            workers = min(max(round(self.workers * share), 1), self.workers - 1)
-        files: list[tuple[str, list[int]]] = []
-        for prefix, numbers, count in (("", rest, self.workers - workers), (hint, separate, workers)):
-            for group in balanced([sizes[number] for number in numbers], count):
-                name = f"{prefix}__{rank}_{len(files)}.distcp"
-                files.append((name, [numbers[position] for position in group]))
+            separate = {number for number, key in enumerate(keys) if key.startswith(hint)}
+        groups = groups_of_files(sizes, self.workers, hint, separate)
+        files = [(f"{prefix}__{rank}_{number}.distcp", numbers) for number, (prefix, numbers) in enumerate(groups)]
         return _DcpPlan(self, structure, files, f"__{rank}_{len(files)}.distcp")
 
     def index(self, rank_indexes: Sequence[Mapping[str, Any]]) -> dict[str, bytes]:
@@ -87,6 +70,25 @@ class DcpWriter(Writer):
             CheckpointStageError: what the ranks have stored does not make up a tensor, by key.
         """
         return {".metadata": metadata_of(rank_indexes)}
+
+
+def check_separation_hint(hint: str | None, files: int, name: str, files_name: str) -> None:
+    """Raise CheckpointConfigError for a hint that cannot begin the names of files, or that has no files of its own.
+
+    Args:
+        hint: to check; None is right.
+        files: how many a rank has.
+        name: of the hint's setting, for the error.
+        files_name: of the other one.
+    """
+    if hint is None:
+        return
+    if files < 2:
+        raise CheckpointConfigError(f"{name} needs at least two files; set {files_name}=2.")
+    if not re.fullmatch(r"[\w.\-]+", hint) or hint.startswith("."):
+        raise CheckpointConfigError(
+            f"{name}={hint!r} becomes part of file names; use letters, digits, '_', '-' and '.', not at the start."
+        )
 
 
 class _DcpPlan(FormatPlan):

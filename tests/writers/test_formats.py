@@ -54,7 +54,7 @@ def test_keys_with_the_hint_go_to_files_of_their_own(tmp_path: Path) -> None:
 
 
 def test_a_hint_needs_two_workers_and_a_plain_name() -> None:
-    with pytest.raises(CheckpointConfigError, match="at least two writers"):
+    with pytest.raises(CheckpointConfigError, match="at least two files"):
         DcpWriter(workers=1, separation_hint="model")
     with pytest.raises(CheckpointConfigError, match="becomes part of file names"):
         DcpWriter(workers=2, separation_hint="../x")

@@ -17,7 +17,7 @@ from ranks import run_ranks
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
-from ckpt_component.compat.bucket_image import Block
+from ckpt_component.compat import bucket_image
 from ckpt_component.compat.file_system_writer_async import FileSystemWriterAsync, log_once
 from ckpt_component.compat.plan_cache import CheckpointMetadataCache, fingerprint_of
 from ckpt_component.compat.state_dict_saver import save_state_dict_async_finalize, save_state_dict_async_plan
@@ -131,8 +131,8 @@ def test_without_a_cache_object_nothing_is_kept(planners: type[CountedPlanner], 
 
 def test_saves_of_a_series_use_the_same_memory_in_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[int] = []
-    of_size = Block.of_size
-    monkeypatch.setattr(Block, "of_size", staticmethod(lambda nbytes: made.append(nbytes) or of_size(nbytes)))
+    arena = bucket_image.Arena
+    monkeypatch.setattr(bucket_image, "Arena", lambda nbytes, **how: made.append(nbytes) or arena(nbytes, **how))
     cache = CheckpointMetadataCache()
     for number, text in enumerate(["a", "bb", "c" * 500, "d"]):  # objects change their length
         values = {"a": torch.full((100_000,), float(number)), "b": torch.ones(3, 3) * number, "text": text}
@@ -145,8 +145,9 @@ def test_saves_of_a_series_use_the_same_memory_in_turn(tmp_path: Path, monkeypat
     function, preload, args = pending.get_save_function_and_args()
     assert function is not None and preload is not None
     buckets = preload()
+    assert len(made) == 2  # another structure
     save(tmp_path / "next", {"a": torch.ones(100_000)}, cache)
-    assert len(made) == 2  # the save before is not done yet
+    assert len(made) == 3  # the save before is not done yet
     function(args[0], buckets, *args[2:])
     assert not isinstance(pending.retrieve_write_results(), tuple)
     stored = (tmp_path / "pending" / "__0_0.distcp").read_bytes()
