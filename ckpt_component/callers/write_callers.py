@@ -12,7 +12,6 @@ import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import asdict
 from typing import Any, ClassVar
 
 import psutil
@@ -20,12 +19,12 @@ import psutil
 from ..errors import (
     CheckpointSaveError,
     CheckpointTimeoutError,
+    CheckpointTypeError,
     RemoteTraceback,
     WorkerDiedError,
 )
 from ..image.arena import Arena
 from ..options import NICE, IoPriority
-from ..storage.checksum import home_of
 from ..writing.process import ByteProcess
 from ..writing.request import WriteRequest
 from ..writing.write_job import run_write_job
@@ -54,7 +53,7 @@ class WriteCaller(ABC):
         """Fulfil one request before `deadline` (monotonic seconds); called by one thread at a time.
 
         Returns:
-            What was written, as `WriteResult` in plain form.
+            What was written: a `WriteResult`.
 
         Raises:
             CheckpointSaveError: the write failed; the caller can take the next request all the same.
@@ -81,10 +80,9 @@ class InlineCaller(WriteCaller):
     def run(self, request: WriteRequest, deadline: float) -> Mapping[str, Any]:
         """Write with as many threads as the writer has workers. The deadline cannot interrupt a system call."""
         try:
-            result = run_write_job(request)
+            return run_write_job(request)
         except OSError as error:
             raise CheckpointSaveError(f"Writing {request.attempt.target} failed: {error}.", error.errno) from error
-        return asdict(result)
 
 
 class _ProcessCaller(WriteCaller):
@@ -195,36 +193,36 @@ class _ProcessCaller(WriteCaller):
             logger.warning("the checkpoint writer process keeps its normal priority (%s)", error)
 
     def _send(self, process: ByteProcess, request: WriteRequest, number: int, deadline: float) -> None:
-        arena = request.arena
-        if arena is not None and arena.number not in self._arenas:
+        """What the process has not got yet: the arena's descriptor, the table; and the request itself."""
+        arena, sidecars = request.source, request.sidecars or {}
+        if not isinstance(arena, Arena):
+            raise CheckpointTypeError(
+                f"A stager whose source is a {type(arena).__name__} needs checkpoint/caller=inline."
+            )
+        if arena.number not in self._arenas:
             retired = [each for each, sent in self._arenas.items() if sent.closed]
             header = {"kind": "arena", "id": arena.number, "size": arena.nbytes, "retired": retired}
             process.send(header, deadline, fds=[arena.shared_descriptor()])
             self._arenas = {each: sent for each, sent in self._arenas.items() if not sent.closed}
             self._arenas[arena.number] = arena
-        if (
-            self._sent_table is None
-            or self._sent_table[0] != request.table.number
-            or (self._sent_table[1] is not request.sidecars)
-        ):
-            self._send_table(process, request, deadline)
-        objects = []
-        for blob in request.object_blobs:
-            objects.append(blob.data)
-        process.send(request.to_dict(number, deadline), deadline, blobs=objects)
-
-    def _send_table(self, process: ByteProcess, request: WriteRequest, deadline: float) -> None:
-        sidecars = request.sidecars or {}
-        plain, parts = request.table.to_parts()
+        if self._sent_table != (request.table.number, request.sidecars):
+            plain, parts = request.table.to_parts()
+            header = {
+                "kind": "table",
+                "table": plain,
+                "sidecars": [(name, len(data)) for name, data in sidecars.items()],
+            }
+            process.send(header, deadline, blobs=[*parts, *sidecars.values()])
+            self._sent_table = (request.table.number, request.sidecars)
         header = {
-            "kind": "table",
-            "table": plain,
-            "sidecars": [(name, len(data)) for name, data in sidecars.items()],
-            # It runs without site-packages, where the package of a checksum is.
-            "checksum_home": home_of(request.table.checksum),
+            "kind": "write",
+            "id": number,
+            "arena": arena.number,
+            "table": request.table.number,
+            "seconds": max(deadline - time.monotonic(), 0.0),
+            "request": request.to_dict(),
         }
-        process.send(header, deadline, blobs=[*parts, *sidecars.values()])
-        self._sent_table = (request.table.number, request.sidecars)
+        process.send(header, deadline, blobs=[blob.data for blob in request.object_blobs])
 
 
 class TemporalCaller(_ProcessCaller):

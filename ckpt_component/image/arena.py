@@ -114,6 +114,10 @@ class Arena:
             ) from error
         self.slab = torch.frombuffer(self.memory, dtype=torch.uint8)
 
+    def buffers(self, start: int, end: int, *, whole: bool = False) -> list[memoryview]:
+        """The bytes [start, end) of the image, for a writer in this process; see `ByteSource.buffers`."""
+        return [self.memory[start:end]]
+
     def slots(self, layout: Layout) -> Slots:
         """A destination for every item of the layout; fixed bytes are written when the layout changes."""
         slots = self._slots

@@ -243,7 +243,6 @@ class SaveTransaction:
             options,
             self._manifest_fields,
             self._timeouts,
-            snapshot.arena,
             self._sidecars,
         )
         with self._typed_errors(attempt.target, encoded.file_bytes):

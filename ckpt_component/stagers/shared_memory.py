@@ -18,7 +18,6 @@ from ..image.layout import Layout
 from ..memory.gc_control import collector_paused
 from ..options import ARENAS
 from ..state.flatten import FlatState
-from ..writing.write_job import MemorySource
 from .base import Snapshot, Stager, StatePlan
 
 logger = logging.getLogger(__name__)
@@ -82,7 +81,7 @@ class SharedMemoryStager(Stager):
             layout, encoded = format_plan.layout, format_plan.encode_objects(flat.objects)
             patience = min(self._timeout, max(plan.wait_until - time.monotonic(), 0))
             arena = self._pool.lease(layout.arena_bytes, patience)
-            snapshot = Snapshot(layout, encoded, MemorySource(arena.memory), arena, self._pool.give_back)
+            snapshot = Snapshot(layout, encoded, arena, arena, self._pool.give_back)
             try:
                 self._fill(ArenaFill(arena, layout, flat), snapshot.mark_staged)
             except BaseException as error:

@@ -12,6 +12,7 @@ import sys
 import time
 import zlib
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from ..errors import CheckpointError
@@ -19,75 +20,72 @@ from ..storage.commit import abandon, is_over, publish
 from ..storage.fs import FsOps
 from ..storage.liveness import AttemptLock
 from ..storage.names import integrity_name
-from .request import WriteRequest
+from .request import WriteRequest, WriteResult
 
 _POLL_SECONDS = 0.1
 _MAX_BYTES = 1 << 30
 
 
-def finish(
-    request: WriteRequest,
-    result: Mapping[str, Any],
-    sidecars: Mapping[str, bytes],
-    lock: AttemptLock,
-    until: float,
-) -> None:
-    """Commit, or delete the unfinished checkpoint, and print which of the two on stderr.
+@dataclass
+class UndecidedSave:
+    """A save that is written but neither committed nor given up.
 
-    Args:
+    Attributes:
         request: of this rank.
         result: what this rank wrote.
-        sidecars: files that belong to the commit.
+        sidecars: files that belong to the commit, compressed: they are used only when the trainer dies.
         lock: this process's lock on the staging folder.
         until: the save's deadline, monotonic seconds.
     """
-    fs, attempt = request.fs, request.attempt
-    try:
-        if is_over(fs, attempt):
-            return
-        votes = _votes(request, result, lock, until)
-        if votes is None:
-            _print(f"other ranks' writers did not finish, so {attempt.target} was given up")
+
+    request: WriteRequest
+    result: WriteResult
+    sidecars: Mapping[str, bytes]
+    lock: AttemptLock
+    until: float
+
+    def finish(self) -> None:
+        """Commit, or delete the unfinished checkpoint, and print which of the two on stderr."""
+        request = self.request
+        fs, attempt = request.fs, request.attempt
+        try:
+            if is_over(fs, attempt):
+                return
+            votes = self._votes()
+            if votes is None:
+                _print(f"other ranks' writers did not finish, so {attempt.target} was given up")
+                abandon(fs, attempt)
+                return
+            sidecars = {name: zlib.decompress(data) for name, data in self.sidecars.items()}
+            fields = {**request.manifest_fields, "committed_by": "writer"}
+            publish(fs, attempt, votes, sidecars, fields, request.timeouts.visible)
+        except (CheckpointError, OSError) as error:
+            _print(f"{attempt.target} could not be committed: {error}")
             abandon(fs, attempt)
             return
-        publish(
-            fs,
-            attempt,
-            votes,
-            sidecars,
-            {**request.manifest_fields, "committed_by": "writer"},
-            request.timeouts.visible,
-        )
-    except (CheckpointError, OSError) as error:
-        _print(f"{attempt.target} could not be committed: {error}")
-        abandon(fs, attempt)
-        return
-    _print(f"committed {attempt.target}")
+        _print(f"committed {attempt.target}")
 
+    def _votes(self) -> list[Mapping[str, Any]] | None:
+        """What every rank wrote; None when a rank's writer died without a vote.
 
-def _votes(
-    request: WriteRequest, result: Mapping[str, Any], lock: AttemptLock, until: float
-) -> list[Mapping[str, Any]] | None:
-    """What every rank wrote; None when a rank's writer died without a vote.
-
-    A writer is alive while it holds its lock on the folder, or touches its file. Where locks do not reach other hosts,
-    a change in the folder counts as well.
-    """
-    fs, staging = request.fs, request.attempt.staging
-    votes: dict[int, Mapping[str, Any]] = {request.rank: result}
-    alive_at, changed = time.monotonic(), (0.0, 0.0)
-    while True:
-        for rank in range(request.world_size):
-            if rank not in votes and (vote := _vote(fs, staging, rank)) is not None:
-                votes[rank] = vote
-        if len(votes) == request.world_size:
-            return [votes[rank] for rank in range(request.world_size)]
-        now, newest = time.monotonic(), (fs.modified(staging), lock.touched_by_others())
-        if newest != changed or lock.held_by_others():
-            alive_at, changed = now, newest
-        if now - alive_at > request.timeouts.heartbeat or now > until:
-            return None
-        time.sleep(_POLL_SECONDS)
+        A writer is alive while it holds its lock on the folder, or touches its file. Where locks do not reach other
+        hosts, a change in the folder counts as well.
+        """
+        request, fs, staging = self.request, self.request.fs, self.request.attempt.staging
+        votes: dict[int, Mapping[str, Any]] = {request.rank: self.result}
+        alive_at, changed = time.monotonic(), (0.0, 0.0)
+        while True:
+            for rank in range(request.world_size):
+                if rank not in votes and (vote := _vote(fs, staging, rank)) is not None:
+                    votes[rank] = vote
+            if len(votes) == request.world_size:
+                return [votes[rank] for rank in range(request.world_size)]
+            now, newest = time.monotonic(), (fs.modified(staging), self.lock.touched_by_others())
+            if newest != changed or self.lock.held_by_others():
+                alive_at, changed = now, newest
+            if now - alive_at > request.timeouts.heartbeat or now > self.until:
+                return None
+            time.sleep(_POLL_SECONDS)
 
 
 def _vote(fs: FsOps, staging: str, rank: int) -> Mapping[str, Any] | None:

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypedDict
 
 from ..options import ResolvedTimeouts
 from ..storage.file_system import file_system
 from ..storage.fs import FsOps
 from ..storage.names import Attempt
 from .range_writer import ByteSource, Lane, Places
-
-if TYPE_CHECKING:
-    from ..image.arena import Arena
 
 
 @dataclass(frozen=True)
@@ -132,18 +128,22 @@ class WriteOptions:
     max_bytes_per_second: float | None = None
 
 
-@dataclass(frozen=True)
-class WriteResult:
-    """What one rank wrote: its files with sizes (and the integrity file's CRC), bytes, and seconds.
+class WriteResult(TypedDict):
+    """What one rank wrote, as JSON values.
 
-    `io` is how it was written, for the next job in this folder; `auto` where that was not tried out.
+    Attributes:
+        rank: this one.
+        files: names and sizes, and the CRC of the integrity file.
+        bytes: of all files.
+        seconds: how long it took.
+        io: how it was written, for the next request in this folder; `auto` where that was not tried out.
     """
 
     rank: int
     files: list[dict[str, Any]]
     bytes: int
     seconds: float
-    io: str = "auto"
+    io: str
 
 
 @dataclass(frozen=True)
@@ -157,11 +157,10 @@ class WriteRequest:
         world_size: how many ranks write.
         table: the constant part, alike for all saves of a structure.
         object_blobs: the encoded objects of this save.
-        source: the image's bytes.
+        source: the image's bytes; an `Arena` for a caller in another process.
         options: how to write.
         manifest_fields: plain values for the manifest.
         timeouts: for how long the writer process waits for other ranks where the trainers have died.
-        arena: the memory behind `source`, for a caller in another process; None for live tensors.
         sidecars: files that the commit adds, such as `.metadata`; on rank 0, whose writer process commits when the
             trainers have died.
     """
@@ -176,56 +175,40 @@ class WriteRequest:
     options: WriteOptions
     manifest_fields: Mapping[str, Any]
     timeouts: ResolvedTimeouts
-    arena: Arena | None = None
     sidecars: Mapping[str, bytes] | None = None
 
-    def to_dict(self, number: int, deadline: float) -> dict[str, Any]:
-        """The header of the frame that asks the writer process for it, as JSON values.
-
-        Args:
-            number: of the request.
-            deadline: monotonic seconds.
-        """
-        blobs = []
-        for blob in self.object_blobs:
-            blobs.append(
-                {"file": blob.file, "offset": blob.offset, "size": blob.data.nbytes, "items": list(blob.items)}
-            )
+    def to_dict(self) -> dict[str, Any]:
+        """For the writer process, as JSON values; table, sidecars, and the bytes of blobs and image travel beside."""
         return {
-            "kind": "write",
-            "id": number,
-            "table": self.table.number,
-            "arena": None if self.arena is None else self.arena.number,
-            "target": self.attempt.target,
-            "token": self.attempt.token,
-            "owner": self.attempt.owner,
-            "staging": self.attempt.staging,
+            "attempt": asdict(self.attempt),
             "rank": self.rank,
             "world_size": self.world_size,
             "durable": self.fs.durable,
-            "atomic_rename": self.fs.atomic_rename,
             "options": asdict(self.options),
-            "blobs": blobs,
-            "about": dict(self.manifest_fields),
-            "patience": self.timeouts.heartbeat,
-            "visible": self.timeouts.visible,
-            "seconds": max(deadline - time.monotonic(), 0.0),
+            "manifest_fields": dict(self.manifest_fields),
+            "timeouts": asdict(self.timeouts),
+            "blobs": [[blob.file, blob.offset, blob.data.nbytes, list(blob.items)] for blob in self.object_blobs],
         }
 
     @classmethod
     def from_dict(
-        cls, plain: Mapping[str, Any], table: WriteTable, object_blobs: Sequence[ObjectBlob], source: ByteSource
+        cls, plain: Mapping[str, Any], table: WriteTable, blob_bytes: memoryview, source: ByteSource
     ) -> WriteRequest:
-        """The inverse of `to_dict` in the writer process, with what other frames brought."""
+        """The inverse of `to_dict` in the writer process, with what travelled beside."""
+        blobs = []
+        for file, offset, size, items in plain["blobs"]:
+            blobs.append(ObjectBlob(file, offset, blob_bytes[:size], items))
+            blob_bytes = blob_bytes[size:]
+        attempt = Attempt(**plain["attempt"])
         return cls(
-            fs=file_system(durable=plain["durable"], atomic_rename=plain["atomic_rename"], process="writer"),
-            attempt=Attempt(plain["target"], plain["token"], plain["owner"], plain["atomic_rename"]),
+            fs=file_system(durable=plain["durable"], atomic_rename=attempt.by_rename, process="writer"),
+            attempt=attempt,
             rank=plain["rank"],
             world_size=plain["world_size"],
             table=table,
-            object_blobs=object_blobs,
+            object_blobs=blobs,
             source=source,
             options=WriteOptions(**plain["options"]),
-            manifest_fields=plain["about"],
-            timeouts=ResolvedTimeouts(heartbeat=plain["patience"], visible=plain["visible"]),
+            manifest_fields=plain["manifest_fields"],
+            timeouts=ResolvedTimeouts(**plain["timeouts"]),
         )

@@ -14,32 +14,32 @@ import signal
 import socket
 import sys
 import time
-import traceback
 import zlib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
 from typing import Any
 
 from ..memory.huge_pages import map_shared
 from ..storage.liveness import AttemptLock
 from .framing import Frame, receive_frame, send_frame
-from .orphan_commit import finish
-from .request import ObjectBlob, WriteRequest, WriteResult, WriteTable
-from .write_job import MemorySource, run_write_job
+from .orphan_commit import UndecidedSave
+from .remote_error import describe_failure
+from .request import WriteRequest, WriteTable
+from .write_job import run_write_job
 
 #: How often an idle process checks that its trainer lives.
 _POLL_SECONDS = 1.0
 
 
-@dataclass
-class _Undecided:
-    """A save that is written but not yet committed."""
+class _Memory:
+    """An arena of the trainer, mapped: the image as one block, which begins and ends at page boundaries."""
 
-    request: WriteRequest
-    result: WriteResult
-    sidecars: dict[str, bytes]
-    lock: AttemptLock
-    until: float
+    def __init__(self, memory: memoryview) -> None:
+        self._memory = memory
+        self.nbytes = memory.nbytes
+
+    def buffers(self, start: int, end: int, *, whole: bool = False) -> list[memoryview]:
+        """The one slice, whole in any case."""
+        return [self._memory[start:end]]
 
 
 class ByteWorker:
@@ -50,10 +50,10 @@ class ByteWorker:
         self._parent = os.getppid()
         self._poll = select.poll()
         self._poll.register(sock, select.POLLIN)
-        self._arenas: dict[int, memoryview] = {}
+        self._arenas: dict[int, _Memory] = {}
         #: By number: the table, what a commit from here adds (compressed), and where the package of its checksum is.
         self._tables: dict[int, tuple[WriteTable, dict[str, bytes], str | None]] = {}
-        self._undecided: _Undecided | None = None
+        self._undecided: UndecidedSave | None = None
 
     def serve(self) -> None:
         """Handle frames until the trainer closes the connection or dies."""
@@ -67,7 +67,8 @@ class ByteWorker:
         while True:
             frame = self._next_frame()
             if frame is None:
-                self._finish_for_dead_trainer()
+                if self._undecided is not None and self._undecided.request.rank == 0:
+                    self._undecided.finish()
                 return
             header, blob, fds = frame
             kind = header["kind"]
@@ -105,10 +106,10 @@ class ByteWorker:
             return None
 
     def _map_arena(self, header: Mapping[str, Any], fd: int) -> None:
-        for known in header["retired"]:
-            self._arenas.pop(known, None)
+        for number in header["retired"]:
+            self._arenas.pop(number, None)
         try:
-            self._arenas[header["id"]] = map_shared(fd, header["size"], writable=False)
+            self._arenas[header["id"]] = _Memory(map_shared(fd, header["size"], writable=False))
         finally:
             os.close(fd)
 
@@ -118,7 +119,6 @@ class ByteWorker:
         pieces = _pieces(blob, [*sizes, *(size for _, size in named)])
         # Copied, because the whole frame would stay in memory with them.
         table = WriteTable.from_parts(header["table"], [memoryview(bytes(p)) for p in pieces[: len(sizes)]])
-        # Used only when the trainer dies, and mostly repetitions.
         sidecars = {name: zlib.compress(piece, 1) for (name, _), piece in zip(named, pieces[len(sizes) :], strict=True)}
         self._tables = {table.number: (table, sidecars, header["checksum_home"])}
 
@@ -129,39 +129,22 @@ class ByteWorker:
         until = time.monotonic() + job["seconds"]
         try:
             table, sidecars, checksum_home = self._tables[job["table"]]
-            object_blobs = [
-                ObjectBlob(spec["file"], spec["offset"], data, spec["items"])
-                for spec, data in zip(job["blobs"], _pieces(blob, [b["size"] for b in job["blobs"]]), strict=True)
-            ]
-            memory = self._arenas[job["arena"]] if table.files else memoryview(b"")
-            request = WriteRequest.from_dict(job, table, object_blobs, MemorySource(memory))
+            request = WriteRequest.from_dict(job["request"], table, blob, self._arenas[job["arena"]])
             lock = AttemptLock(request.fs, request.attempt)
             result = run_write_job(request, checksum_home)
         except Exception as error:
             if lock is not None:
                 lock.close()
-            answer = {
-                "kind": "failed",
-                "id": job["id"],
-                "error": f"{type(error).__name__}: {error}",
-                "errno": getattr(error, "errno", None),
-                "traceback": traceback.format_exc(),
-            }
+            answer = {"kind": "failed", "id": job["id"], **describe_failure(error)}
         else:
-            self._undecided = _Undecided(request, result, sidecars, lock, until)
-            answer = {"kind": "done", "id": job["id"], "result": asdict(result)}
+            self._undecided = UndecidedSave(request, result, sidecars, lock, until)
+            answer = {"kind": "done", "id": job["id"], "result": result}
         try:
             send_frame(self._sock, answer)
         except OSError:
             # The trainer has died; the next read finds the end of file and decides what to do.
             if answer["kind"] == "failed":
                 print(f"ckpt writer: the trainer has died and the save failed: {answer['error']}", file=sys.stderr)
-
-    def _finish_for_dead_trainer(self) -> None:
-        save = self._undecided
-        if save is not None and save.request.rank == 0:
-            sidecars = {name: zlib.decompress(data) for name, data in save.sidecars.items()}
-            finish(save.request, asdict(save.result), sidecars, save.lock, save.until)
 
     def _forget(self) -> None:
         if self._undecided is not None:

@@ -24,22 +24,6 @@ from .range_writer import LaneWriter
 from .request import WriteRequest, WriteResult
 
 
-class MemorySource:
-    """An image that lies in memory as one block, which begins and ends at page boundaries."""
-
-    def __init__(self, memory: memoryview) -> None:
-        self._memory = memory
-
-    @property
-    def nbytes(self) -> int:
-        """Of the image."""
-        return self._memory.nbytes
-
-    def buffers(self, start: int, end: int, *, whole: bool = False) -> list[memoryview]:
-        """The one slice, whole in any case."""
-        return [self._memory[start:end]]
-
-
 def run_write_job(request: WriteRequest, checksum_home: str | None = None) -> WriteResult:
     """Write a rank's files into the staging folder, each fsynced, and its integrity file last.
 
@@ -104,7 +88,8 @@ def run_write_job(request: WriteRequest, checksum_home: str | None = None) -> Wr
     fs.sync_folder(folder)
     written.append({"name": integrity_name(request.rank), "size": len(integrity), "crc32": zlib.crc32(integrity)})
     total = sum(entry["size"] for entry in written)
-    return WriteResult(request.rank, written, total, time.perf_counter() - started, io)
+    seconds = time.perf_counter() - started
+    return {"rank": request.rank, "files": written, "bytes": total, "seconds": seconds, "io": io}
 
 
 def _create(fs: FsOps, folder: str, sizes: Mapping[str, int], descriptors: dict[str, int]) -> None:
