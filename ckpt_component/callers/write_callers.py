@@ -25,6 +25,7 @@ from ..errors import (
 )
 from ..image.arena import Arena
 from ..options import NICE, IoPriority
+from ..storage.checksum import home_of
 from ..writing.process import ByteProcess
 from ..writing.request import WriteRequest
 from ..writing.write_job import run_write_job
@@ -196,9 +197,8 @@ class _ProcessCaller(WriteCaller):
         """What the process has not got yet: the arena's descriptor, the table; and the request itself."""
         arena, sidecars = request.source, request.sidecars or {}
         if not isinstance(arena, Arena):
-            raise CheckpointTypeError(
-                f"A stager whose source is a {type(arena).__name__} needs checkpoint/caller=inline."
-            )
+            kind = type(arena).__name__
+            raise CheckpointTypeError(f"The stager's source is a {kind} and no Arena; use checkpoint/caller=inline.")
         if arena.number not in self._arenas:
             retired = [each for each, sent in self._arenas.items() if sent.closed]
             header = {"kind": "arena", "id": arena.number, "size": arena.nbytes, "retired": retired}
@@ -211,6 +211,8 @@ class _ProcessCaller(WriteCaller):
                 "kind": "table",
                 "table": plain,
                 "sidecars": [(name, len(data)) for name, data in sidecars.items()],
+                # It runs without site-packages, where the package of a checksum is.
+                "checksum_home": home_of(request.table.checksum),
             }
             process.send(header, deadline, blobs=[*parts, *sidecars.values()])
             self._sent_table = (request.table.number, request.sidecars)
