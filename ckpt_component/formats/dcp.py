@@ -16,7 +16,7 @@ from typing import Any
 
 from ..errors import CheckpointConfigError
 from ..image.items import around_payload
-from ..image.layout import ITEM_ALIGNMENT, ImageFile, Item, Items, Layout
+from ..image.layout import ITEM_ALIGNMENT, ImageFile, Item, Layout
 from ..memory.huge_pages import PAGE, align
 from ..state import objects as object_codec
 from ..state.flatten import key_of
@@ -126,7 +126,7 @@ class _DcpPlan(FormatPlan):
             entry = stored[item.stored]
             return around_payload(entry.dtype, entry.shape)
 
-        self.layout = Layout(structure, tuple(stored), tuple(images), Items(items), base, around=around)
+        self.layout = Layout(structure, tuple(stored), tuple(images), items, base, around=around)
         self._make_table = partial(make_table, writer, self.layout, lanes)
         self._table: WriteTable | None = None
         self._object_keys = [key_of(path) for path in structure.object_paths]

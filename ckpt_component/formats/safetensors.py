@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ..errors import CheckpointStageError
-from ..image.layout import ImageFile, Item, Items, Layout
+from ..image.layout import ImageFile, Item, Layout
 from ..state.flatten import key_of
 from ..state.structure import Structure
 from ..writing.request import EncodedSave
@@ -74,7 +74,7 @@ class _SafetensorsPlan(FormatPlan):
             items.append(Item(number, 0, start, start, nbytes, nbytes))
         size = len(header) + sum(entry.nbytes for entry in stored)
         file = ImageFile(file_name(rank), 0, size)
-        self.layout = Layout(structure, tuple(stored), (file,), Items(items), size, ((0, header),))
+        self.layout = Layout(structure, tuple(stored), (file,), items, size, ((0, header),))
         self._encoded = EncodedSave(make_table(writer, self.layout, lanes_by_bytes(self.layout, writer.workers)))
 
     def encode_objects(self, objects: Sequence[Any]) -> EncodedSave:

@@ -18,7 +18,7 @@ import torch
 
 from ..image.arena import tensor_bytes
 from ..image.items import STORAGES
-from ..image.layout import ITEM_ALIGNMENT, ImageFile, Item, Items, Layout
+from ..image.layout import ITEM_ALIGNMENT, ImageFile, Item, Layout
 from ..image.torch_archive import central_header, end_of_directory, local_header
 from ..memory.huge_pages import align
 from ..state import objects as object_codec
@@ -109,7 +109,7 @@ class _TorchSavePlan(FormatPlan):
             structure,
             tuple(stored),
             (file,),
-            Items(items),
+            items,
             position,
             around=lambda item: (headers[item.stored], b""),
             relations=tuple(relations),

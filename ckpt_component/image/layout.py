@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -36,29 +35,6 @@ class Item(NamedTuple):  # there may be a hundred thousand, and a dataclass is s
     payload: int
     nbytes: int
     length: int
-
-
-class Items(Sequence[Item]):
-    """Items as columns of numbers, which take a fraction of the memory of a tuple of items.
-
-    Args:
-        items: in order.
-    """
-
-    def __init__(self, items: Iterable[Item]) -> None:
-        self._columns = [array("q", column) for column in zip(*items, strict=True)] or [
-            array("q") for _ in Item._fields
-        ]
-
-    def __len__(self) -> int:
-        return len(self._columns[0])
-
-    def __iter__(self) -> Iterator[Item]:
-        return map(Item, *self._columns)
-
-    def __getitem__(self, number: Any) -> Any:
-        values = [column[number] for column in self._columns]
-        return Items(map(Item, *values)) if isinstance(number, slice) else Item(*values)
 
 
 @dataclass(frozen=True)

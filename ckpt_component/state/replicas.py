@@ -154,21 +154,17 @@ def object_digest(value: Any, budget: int = _MOST) -> int:
 
 
 def _digest(value: Any, budget: int) -> bytes:
-    kind, size = type(value), 0
+    kind = type(value)
+    size = len(value) if kind in (dict, OrderedDict, set, list, tuple, str, bytes) else 0
     if kind in (dict, OrderedDict, set):
         # Every element has the same share, so that their order does not decide which of them count.
-        size = len(value)
         elements = value if kind is set else value.items()
         parts = sorted(_digest(element, budget // size) for element in elements) if size <= budget else []
     elif kind in (list, tuple):
-        size = len(value)
         parts = [_digest(element, budget // min(size, budget)) for element in value[:budget]]
-    elif kind is str:
-        size = len(value)
-        parts = [part.encode(errors="surrogatepass") for part in (value[:_SAMPLE_BYTES], value[-_SAMPLE_BYTES:])]
-    elif kind is bytes:
-        size = len(value)
-        parts = [value[:_SAMPLE_BYTES], value[-_SAMPLE_BYTES:]]
+    elif kind in (str, bytes):
+        data = value if kind is bytes else value.encode(errors="surrogatepass")
+        parts = [data[:_SAMPLE_BYTES], data[-_SAMPLE_BYTES:]]
     elif isinstance(value, torch.Tensor):
         parts = [repr(tensor_digests([value])).encode()]
     elif hasattr(value, "tobytes"):  # of numpy

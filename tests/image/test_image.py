@@ -18,7 +18,6 @@ from ckpt_component.errors import CheckpointStageError
 from ckpt_component.formats.dcp import DcpWriter
 from ckpt_component.image.arena import Arena, ArenaPool
 from ckpt_component.image.items import around_payload, tensor_pickle
-from ckpt_component.image.layout import Item, Items
 from ckpt_component.state.flatten import FlatState, flatten, key_of, unflatten
 from ckpt_component.state.objects import PACKED_DTYPES, decode, dump, encode
 from ckpt_component.state.structure import Structure
@@ -289,13 +288,6 @@ def test_slots_are_views_of_the_arena_at_their_addresses() -> None:
         if slot.nbytes:
             assert slot.data_ptr() == slots.addresses[number] == arena.slab.data_ptr() + layout.payload_at(item)
     arena.close()
-
-
-def test_items_are_a_sequence() -> None:
-    plain = [Item(number, 0, 64 * number, 64 * number + 8, 16, 32) for number in range(5)]
-    items = Items(plain)
-    assert list(items) == plain and items[3] == plain[3] and items[-1] == plain[-1] and len(items) == 5
-    assert list(items[1:3]) == plain[1:3] and list(Items([])) == [] and len(Items([])) == 0
 
 
 @pytest.mark.parametrize("advice", [None, 9999], ids=["populated", "on an old kernel"])
