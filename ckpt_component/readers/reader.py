@@ -100,10 +100,9 @@ class Reader:
                 # value.
                 warns = resuming or target.shortens_lists
                 logger.log(logging.WARNING if warns else logging.INFO, "%s; they are not loaded", text)
-            loaded = _load_new(source, target.new_tensors, target.objects, to_device)
-            target.check(loaded)
+            target.accept(_load_new(source, target.new_tensors, target.objects, to_device))
             source.read_tensors(target.requests)
-            return state_dict, target.finish(loaded)
+            return state_dict, target.finish()
 
     def _open(self, path: str, *, mapped: bool, verify: bool) -> Source:
         """Find out what is at `path`. The folder itself may be a link, which the caller named; nothing in it may."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -81,6 +81,12 @@ class Index:
     tensors: dict[str, TensorEntry] = field(default_factory=dict)
     objects: dict[str, Path] = field(default_factory=dict)
     containers: list[tuple[Path, str]] = field(default_factory=list)
+
+    def paths(self) -> Iterator[tuple[str, Path]]:
+        """All keys, each with its path."""
+        for key, entry in self.tensors.items():
+            yield key, entry.path
+        yield from self.objects.items()
 
     def path_of(self, key: str) -> Path:
         """Where the value of a key stands."""

@@ -1,0 +1,180 @@
+"""What a target and a checkpoint have where, and the errors for what does not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from itertools import accumulate
+from typing import Any
+
+from ..errors import CheckpointLoadError
+from ..state.flatten import Path, StateDict, Stateful, keys_of, kind_of
+from ..state.per_rank import PerRank, rank_name
+from .source import Source
+
+_NOTHING = object()
+
+
+class Forms:
+    """Compares the forms of a target's values with those of a checkpoint.
+
+    A plain value of the target takes anything. A dict, list, tuple, set or tensor, or an object that is given its
+    state, takes its like alone. The state of an object is that object's own business.
+
+    Args:
+        state_dict: the target.
+        stateful: its objects that have a state, with their places, in the order of the walk.
+        owners: whose value each `PerRank` takes, by its path.
+        source: the checkpoint.
+
+    Attributes:
+        objects: those that are given their state, by place. An outer object restores those inside its own state.
+        lists: keys of lists of the checkpoint.
+    """
+
+    def __init__(
+        self,
+        state_dict: StateDict,
+        stateful: Sequence[tuple[Path, Stateful]],
+        owners: Mapping[Path, int | None],
+        source: Source,
+    ) -> None:
+        self._state_dict = state_dict
+        self._owners = owners
+        self._source = source
+        self.objects: dict[Path, Stateful] = {}
+        for path, value in stateful:
+            if self.object_around(path) is None:
+                self.objects[path] = value
+        self.lists = set(keys_of([path for path, kind in source.index.containers if kind == "list"]))
+
+    @cached_property
+    def below(self) -> dict[str, list[str]]:
+        """For every dict and list of the checkpoint, by key, the keys below it."""
+        below: dict[str, list[str]] = {}
+        index = self._source.index
+        nodes: dict[Path, list[list[str]]] = {}  # by the path of a container: the lists that its keys belong to
+        for key, path in index.paths():
+            parent = path[:-1]
+            if parent not in nodes:
+                nodes[parent] = [below.setdefault(node, []) for node in _keys_along(parent)]
+            for keys in nodes[parent]:
+                keys.append(key)
+        for key in keys_of([path for path, kind in index.containers if kind == "empty" and path]):
+            below.setdefault(key, [])
+        return below
+
+    def object_around(self, path: Path) -> Path | None:
+        """The place of the target's object whose state a path is in; the object's own is one."""
+        if self.objects:
+            for depth in range(1, len(path) + 1):
+                if path[:depth] in self.objects:
+                    return path[:depth]
+        return None
+
+    def check(self, path: Path) -> None:
+        """Refuse another form at a place of the target, as far as it is known without reading; see `compare`.
+
+        Raises:
+            CheckpointLoadError: with the key.
+        """
+        *_, key = _keys_along(path)
+        there = None
+        if key in self._source.index.tensors:
+            there = "tensor"
+        elif key in self.lists:
+            there = "list"
+        elif key not in self._source.index.objects and key in self.below:
+            there = "dict"
+        if there is not None and _form(self._target_value(path)) not in (None, there):
+            raise self._mismatch(path, there)
+
+    def stored_object_above(self, path: Path) -> Path | None:
+        """Where an object of the checkpoint stands that a place of the target may be inside of.
+
+        Raises:
+            CheckpointLoadError: a tensor stands there.
+        """
+        index, around = self._source.index, self.object_around(path)
+        keys = _keys_along(path)
+        for depth in range(len(path) - 1, 0, -1):
+            if keys[depth - 1] in index.objects:
+                return path[:depth]
+            if keys[depth - 1] in index.tensors and (around is None or depth <= len(around)):
+                raise self._mismatch(path[:depth], "tensor")
+        return None
+
+    def compare(self, path: Path, above: Path, value: Any) -> tuple[bool, Any]:
+        """Compare a place of the target with an object that was read.
+
+        Args:
+            path: of the target.
+            above: where the object stands.
+            value: the object.
+
+        Returns:
+            Whether the object has something for the place, and what.
+
+        Raises:
+            CheckpointLoadError: it is of another form, there or on the way.
+        """
+        around = self.object_around(path)
+        for depth in range(len(above), len(path) + 1):
+            here = _form(self._target_value(path[:depth]))
+            outside = around is None or depth <= len(around)
+            if outside and value is not None and here not in (None, _form(value)):  # None is as nothing
+                raise self._mismatch(path[:depth], type(value).__name__)
+            if depth == len(path):
+                return value is not None or here != "tensor", value
+            if not isinstance(value, (Mapping, list, tuple)):
+                break
+            try:
+                value = value[path[depth]]
+            except (KeyError, IndexError, TypeError):
+                break
+        return False, None
+
+    def _target_value(self, path: Path) -> Any:
+        """What the target has at a place, outside of the state of its objects."""
+        value: Any = self._state_dict
+        for depth, part in enumerate(path):
+            if isinstance(value, PerRank):
+                owner = self._owners.get(path[:depth])
+                if owner is None or part != rank_name(owner):
+                    return _NOTHING
+                value = value.value
+                continue
+            # Stock DCP turns every dict key into text.
+            for name in (part, int(part)) if isinstance(part, str) and part.isdecimal() else (part,):
+                in_list = isinstance(value, list) and type(name) is int and 0 <= name < len(value)
+                if in_list or (kind_of(value) == "dict" and name in value):
+                    value = value[name]
+                    break
+            else:
+                return _NOTHING
+        return value
+
+    def _mismatch(self, path: Path, there: str) -> CheckpointLoadError:
+        value = self._target_value(path)
+        here = _form(value)
+        here = type(value).__name__ if here in (None, "dict") else here
+        *_, key = _keys_along(path)
+        return CheckpointLoadError(
+            f"'{key}' is of type {here} in the target and of type {there} in the checkpoint "
+            f"{self._source.where}; give a target of that form, or None to take what the checkpoint has."
+        )
+
+
+def _keys_along(path: Path) -> list[str]:
+    """The keys of what is around a place, from the outermost on, and of the place itself."""
+    return list(accumulate(map(str, path), "{}.{}".format))
+
+
+def _form(value: Any) -> str | None:
+    """What takes its like alone; None for a plain value."""
+    kind = kind_of(value)
+    if kind in ("tensor", "list"):
+        return kind
+    if kind in ("dict", "stateful"):  # the state of an object is a dict
+        return "dict"
+    return type(value).__name__ if type(value) in (list, tuple, set) else None
