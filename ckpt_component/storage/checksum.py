@@ -13,22 +13,39 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 #: google_crc32c takes bytes alone, so that large buffers are copied in pieces of this size.
 _COPIED = 256 << 10
 
 
-class Stream(Protocol):
-    """A checksum that is taken piece by piece."""
+class Stream:
+    """A checksum that is taken piece by piece. A CRC's value so far is all that it needs to go on."""
+
+    def __init__(self, crc: Callable[[memoryview, int], int]) -> None:
+        self._crc = crc
+        self._value = 0
 
     def update(self, piece: memoryview) -> None:
         """Take the next bytes."""
-        ...
+        self._value = self._crc(piece, self._value)
 
     def value(self) -> int:
         """The checksum of all bytes so far."""
-        ...
+        return self._value
+
+
+class _HashStream(Stream):
+    """A hash object of xxhash."""
+
+    def __init__(self, state: Any) -> None:
+        self._state = state
+
+    def update(self, piece: memoryview) -> None:
+        self._state.update(piece)
+
+    def value(self) -> int:
+        return int(self._state.intdigest())
 
 
 @dataclass(frozen=True, eq=False)  # its identity is hashed once for every tensor of a load
@@ -104,28 +121,6 @@ def install_text(name: str) -> str:
     return f"pip install {next(each.package for each in PROVIDERS if each.name == name)}"
 
 
-class _CrcStream:
-    """A CRC: its value so far is all that it needs to go on."""
-
-    def __init__(self, crc: Callable[[memoryview, int], int]) -> None:
-        self._crc = crc
-        self._value = 0
-
-    def update(self, piece: memoryview) -> None:
-        self._value = self._crc(piece, self._value)
-
-    def value(self) -> int:
-        return self._value
-
-
-class _HashStream:
-    """A hash object of xxhash."""
-
-    def __init__(self, state: Any) -> None:
-        self.update = state.update
-        self.value = state.intdigest
-
-
 class Provider(NamedTuple):
     """A package that has an algorithm, in one of its modules."""
 
@@ -151,7 +146,7 @@ def _checksum_by(provider: Provider, module: Any) -> Checksum:
     if name == "xxh3_64":
         return Checksum(name, package, module.xxh3_64_intdigest, lambda: _HashStream(module.xxh3_64()))
     crc = partial(_crc32c_in_copies, module) if package == "google_crc32c" else getattr(module, name)
-    return Checksum(name, package, crc, partial(_CrcStream, crc))
+    return Checksum(name, package, crc, partial(Stream, crc))
 
 
 def _crc32c_in_copies(module: Any, piece: memoryview, value: int = 0) -> int:

@@ -88,27 +88,27 @@ class FencingToken:
             CheckpointFencedError: another run took it concurrently.
             OSError: the file could not be written.
         """
-        before = read_owner(self._fs, self._root)
-        if self._taken and before is not None:
-            _refuse_other(before, self._root, self.token)
+        owner = read_owner(self._fs, self._root)
+        if self._taken and owner is not None:
+            _refuse_other(owner, self._root, self.token)
         else:
-            self._take(before)
+            self._take(owner)
         if self._fenced:
             self._clean_up()
 
-    def _take(self, before: Owner | None) -> None:
+    def _take(self, predecessor: Owner | None) -> None:
         if not self._taken:
             self._fenced = leftovers(self._fs, self._root, self._steps)
-        generation = 1 if before is None else before.generation + 1
+        generation = 1 if predecessor is None else predecessor.generation + 1
         owner = Owner(generation, self.token, socket.gethostname(), os.getpid(), time.time())
         self._fs.make_folders(self._root)
         self._fs.write_over(os.path.join(self._root, OWNER), json.dumps(asdict(owner)).encode() + b"\n")
         self._taken = True
-        if before is not None:
-            alive = before.alive
+        if predecessor is not None:
+            alive = predecessor.alive
             level = logging.DEBUG if alive is False else logging.WARNING if alive else logging.INFO
             text = "took ownership of %s from %s%s, which can no longer commit there"
-            logger.log(level, text, self._root, before, " (still running)" if alive else "")
+            logger.log(level, text, self._root, predecessor, " (still running)" if alive else "")
 
     def check_after(self, error: Exception) -> None:
         """After a failure: raise CheckpointFencedError where another run took the root over. Rank 0 alone."""

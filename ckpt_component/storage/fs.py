@@ -226,8 +226,8 @@ class FsOps:
             self.unlink(path)
             return
         with os.scandir(path) as entries:
-            found = [(entry.path, entry.is_dir(follow_symlinks=False)) for entry in entries]
-        for child, is_folder in found:
+            children = [(entry.path, entry.is_dir(follow_symlinks=False)) for entry in entries]
+        for child, is_folder in children:
             if is_folder:
                 self.remove_tree(child)
             else:
@@ -252,10 +252,10 @@ class FsOps:
     def size(self, path: str) -> int | None:
         """The size of a regular file in bytes, or None when there is none (a link does not count)."""
         try:
-            found = os.lstat(path)
+            status = os.lstat(path)
         except FileNotFoundError:
             return None
-        return found.st_size if stat.S_ISREG(found.st_mode) else None
+        return status.st_size if stat.S_ISREG(status.st_mode) else None
 
     def try_folder(self, path: str, name: str) -> float:
         """Make a small file in a folder and delete it; an error is what a save would meet there.
@@ -304,9 +304,9 @@ class FsOps:
 
     def modified(self, path: str) -> float:
         """When a file, or something in a folder, was last changed, seconds since 1970."""
-        found = os.lstat(path)
-        times = [found.st_mtime]
-        if stat.S_ISDIR(found.st_mode):
+        status = os.lstat(path)
+        times = [status.st_mtime]
+        if stat.S_ISDIR(status.st_mode):
             with os.scandir(path) as entries:
                 for entry in entries:
                     with contextlib.suppress(FileNotFoundError):  # deleted just now
@@ -322,11 +322,11 @@ class FsOps:
         fcntl.flock(fd, how)
 
 
-def wait_visible(seen: Callable[[], bool], what: str, seconds: float) -> None:
-    """Return when `seen` says so.
+def wait_visible(is_visible: Callable[[], bool], what: str, seconds: float) -> None:
+    """Return when `is_visible` is true.
 
     Args:
-        seen: looks whether what another rank made is there.
+        is_visible: whether what another rank made is there.
         what: for the message.
         seconds: `timeouts.visible`.
 
@@ -334,7 +334,7 @@ def wait_visible(seen: Callable[[], bool], what: str, seconds: float) -> None:
         CheckpointTimeoutError: it did not appear.
     """
     deadline, pause = time.monotonic() + seconds, _FIRST_PAUSE
-    while not seen():
+    while not is_visible():
         remaining = deadline - time.monotonic()
         if remaining <= 0:
             raise CheckpointTimeoutError(

@@ -105,10 +105,10 @@ def data_folder(folder: str, manifest: Mapping[str, Any]) -> str:
         return folder
     path = os.path.join(folder, manifest["at"])
     try:
-        found = os.lstat(path)
+        status = os.lstat(path)
     except OSError as error:
         raise read_failure(path, error) from error
-    if not stat.S_ISDIR(found.st_mode):
+    if not stat.S_ISDIR(status.st_mode):
         raise CheckpointCorruptError(f"{path} is no folder, and manifest.json says that the files are in it.")
     return path
 

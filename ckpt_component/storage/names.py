@@ -68,8 +68,8 @@ _NAMED_STEP = re.compile(rf"(?:.*[^a-z])?(?:iter|iteration|step|checkpoint|ckpt)
 
 def step_in_name(name: str) -> int | None:
     """The step that a folder or a file of any program's names, or None."""
-    found = _NAMED_STEP.fullmatch(os.path.splitext(name)[0])
-    return None if found is None else int(found[1])
+    match = _NAMED_STEP.fullmatch(os.path.splitext(name)[0])
+    return None if match is None else int(match[1])
 
 
 def new_token() -> str:

@@ -97,6 +97,7 @@ def _sort_in(fs: FsOps, folder: str, step: int, scan: Scan) -> None:
             _sort_in_without_manifest(fs, folder, step, scan)
             return
         check_files(fs, data_folder(folder, manifest), manifest)
+        scan.committed.append(step)
     except CheckpointUnreadableError as error:
         scan.unusable[step] = str(error)
     except CheckpointCorruptError as error:
@@ -104,19 +105,17 @@ def _sort_in(fs: FsOps, folder: str, step: int, scan: Scan) -> None:
             scan.damaged[step] = str(error)
     except (CheckpointError, OSError) as error:
         scan.unusable[step] = f"{folder}: {error}"
-    else:
-        scan.committed.append(step)
 
 
 def _sort_in_without_manifest(fs: FsOps, folder: str, step: int, scan: Scan) -> None:
-    found, attempts = fs.names(folder), attempts_in(fs, folder)
+    names, attempts = fs.names(folder), attempts_in(fs, folder)
     if not fs.is_folder(folder):
         return  # retired just now
-    open_ones = [name for name in attempts if not is_quarantined(fs, os.path.join(folder, name))]
-    if open_ones:
-        scan.unfinished[step] = f"{folder} has no manifest, and unfinished saves in it: {', '.join(open_ones)}"
-    elif not attempts and QUARANTINED not in found:
-        where = scan.torn if _is_torn(found) else scan.foreign
+    unfinished = [token for token in attempts if not is_quarantined(fs, os.path.join(folder, token))]
+    if unfinished:
+        scan.unfinished[step] = f"{folder} has no manifest, and unfinished saves in it: {', '.join(unfinished)}"
+    elif not attempts and QUARANTINED not in names:
+        where = scan.torn if _is_torn(names) else scan.foreign
         where[step] = f"{folder} has no manifest"
 
 
@@ -141,14 +140,11 @@ def foreign_checkpoints(fs: FsOps, root: str, scan: Scan, names: StepNames) -> l
 
     Those of stock DCP, of Megatron, of `torch.save` and safetensors, and ours under other names or behind links.
     """
-    known, paths = scan.occupied.keys() | scan.unfinished.keys(), []
-    found = fs.names(root)
-    if MANIFEST in found or ".metadata" in found:
+    ours, entries = scan.occupied.keys() | scan.unfinished.keys(), fs.names(root)
+    if MANIFEST in entries or ".metadata" in entries:
         return [root]
-    for name in found:
-        if not name.startswith(".") and names.step(name) not in known and _is_checkpoint(fs, os.path.join(root, name)):
-            paths.append(os.path.join(root, name))
-    return paths
+    others = [name for name in entries if not name.startswith(".") and names.step(name) not in ours]
+    return [path for path in (os.path.join(root, name) for name in others) if _is_checkpoint(fs, path)]
 
 
 def _is_checkpoint(fs: FsOps, path: str) -> bool:

@@ -24,9 +24,9 @@ def refuse_without_room(fs: FsOps, target: str, needed: int, margin: int) -> Non
     free = fs.free_bytes(os.path.dirname(target))
     if free is None or free >= needed + margin:
         return
-    kept = f" and {amount(margin)} are to stay free (checkpoint.min_free_bytes)" if margin else ""
+    reserve = f" and {amount(margin)} are to stay free (checkpoint.min_free_bytes)" if margin else ""
     raise CheckpointStorageFullError(
-        f"{target} needs {amount(needed)}{kept}, and {amount(free)} are free there. {_advice(errno.ENOSPC)}",
+        f"{target} needs {amount(needed)}{reserve}, and {amount(free)} are free there. {_advice(errno.ENOSPC)}",
         errno.ENOSPC,
     )
 

@@ -28,11 +28,12 @@ def read_log(path: str) -> list[Operation]:
         return []
     with os.fdopen(fd, "rb") as stream:
         data = stream.read()
-    found = []
+    operations = []
     for start in range(0, len(data), RECORD_BYTES):
-        fields = data[start : start + RECORD_BYTES].decode(errors="replace").strip().split(" ", 4)
-        found.append(Operation(int(fields[0]), fields[1], fields[2], fields[3], fields[4] if len(fields) > 4 else ""))
-    return found
+        text = data[start : start + RECORD_BYTES].decode(errors="replace").strip()
+        pid, rank, process, operation, *file = text.split(" ", 4)
+        operations.append(Operation(int(pid), rank, process, operation, "".join(file)))
+    return operations
 
 
 def record(pid: int, rank: str, process: str, operation: str, path: str) -> bytes:
