@@ -23,7 +23,7 @@ from ..config.read import omegaconf_text
 from ..errors import CheckpointError
 from .hydra_app import run_app
 from .sweeps.result import write_job_result
-from .training.ranks import ALONE, Ranks, meet, part, quiet_console
+from .training.ranks import ALONE, Ranks, meet, part
 from .training.schema import register
 
 logger = logging.getLogger(__name__)
@@ -48,7 +48,6 @@ def run_job(config: DictConfig, ranks: Ranks = ALONE) -> float:
         TrainingFailed: a save or a load failed.
         SystemExit: a signal stopped the run, which saved its last step before.
     """
-    quiet_console(ranks)
     _refuse_unreadable(config)
     # Only now: importing torch takes seconds.
     from .training.job import Job

@@ -1,21 +1,27 @@
 from __future__ import annotations
 
-import io
-import logging
-import sys
 import time
 
 import pytest
 from torch.distributed import TCPStore
 
 from ckpt_component.apps.training import ranks
-from ckpt_component.apps.training.ranks import ALONE, RUN_NAME, Ranks, join, meet, part, quiet_console
+from ckpt_component.apps.training.ranks import ALONE, CONSOLE_LEVEL, RUN_NAME, join, meet, part
 
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """An environment without any launcher's variables; they are as before afterwards."""
-    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "SLURM_JOB_ID", RUN_NAME):
+    for name in (
+        "WORLD_SIZE",
+        "RANK",
+        "LOCAL_RANK",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+        "SLURM_JOB_ID",
+        RUN_NAME,
+        CONSOLE_LEVEL,
+    ):
         monkeypatch.delenv(name, raising=False)
     for name in ("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_USE_AGENT_STORE"):
         monkeypatch.delenv(name, raising=False)
@@ -56,22 +62,3 @@ def test_one_rank_needs_no_process_group() -> None:
 
     join(ALONE, torch.device("cpu"), 1.0)
     assert not torch.distributed.is_initialized()
-
-
-@pytest.mark.parametrize(("rank", "expected"), [(0, "<said>\n<warned 100%>\n"), (1, "[rank 1]<warned 100%>\n")])
-def test_of_other_ranks_the_console_shows_warnings_alone(
-    monkeypatch: pytest.MonkeyPatch, rank: int, expected: str
-) -> None:
-    console, file = io.StringIO(), io.StringIO()
-    monkeypatch.setattr(sys, "stdout", console)
-    root = logging.Logger("root of this test", logging.INFO)
-    for stream in (console, file):
-        handler = logging.StreamHandler(stream)
-        handler.setFormatter(logging.Formatter("<%(message)s>"))
-        root.addHandler(handler)
-    monkeypatch.setattr(logging, "getLogger", lambda name=None: root)
-    quiet_console(Ranks(rank, 2, rank))
-    root.info("said")
-    root.warning("warned %d%%", 100)
-    assert console.getvalue() == expected
-    assert file.getvalue() == "<said>\n<warned 100%>\n"

@@ -92,28 +92,20 @@ def _rows(job: Path, folder: Path) -> list[Row]:
 
 
 def _rows_of(job: str, content: Mapping[str, Any]) -> list[Row]:
-    overrides, status, reason = tuple(content["overrides"]), content["status"], content["reason"]
-    rows = content.get("rows", [])
-    if not rows:
-        workload = " ".join(word for word in overrides if not _is_about_saving(word))
-        return [Row(job, "", overrides, workload, status, reason, _figures(content["figures"]))]
-    # Why a row has no figures is more to the point than how the job ended.
+    overrides = tuple(content["overrides"])
+    workload = " ".join(word for word in overrides if not _is_about_saving(word))
     return [
         Row(
             job,
             row["name"],
             overrides,
             row["workload"],
-            "failed" if row.get("reason") else status,
-            row.get("reason") or reason,
-            _figures(row["figures"]),
+            "failed" if row.get("reason") else content["status"],
+            row.get("reason") or content["reason"],  # why a row has no figures is more to the point
+            {key: float(row["figures"][key]) for key in FIGURES if row["figures"].get(key) is not None},
         )
-        for row in rows
+        for row in content.get("rows") or [{"name": "", "workload": workload, "figures": content["figures"]}]
     ]
-
-
-def _figures(content: Mapping[str, Any]) -> dict[str, float]:
-    return {key: float(content[key]) for key in FIGURES if content.get(key) is not None}
 
 
 def _overrides_of(job: Path) -> tuple[str, ...]:

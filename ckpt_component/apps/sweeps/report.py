@@ -37,7 +37,7 @@ def report(folder: Path, say: Callable[[str], None] = print, out: Path | None = 
     try:
         base.parent.mkdir(parents=True, exist_ok=True)
         files = [_write_csv(rows, base.with_suffix(".csv"))]
-        shown = [row for row in rows if _point(row) is not None]
+        shown = [row for row in rows if _times(row) is not None]
         if shown and can_plot():
             caption = "Lower and further left is better; a colour for each workload."
             files += write_page(base, _picture(shown), "Sweep", str(folder), caption, [text])
@@ -77,22 +77,18 @@ def table(rows: Sequence[Row]) -> str:
 
 def best(rows: Sequence[Row]) -> set[int]:
     """The places of the Pareto rows: none of the same workload is as good in both times and better in one."""
-    points = {place: point for place, row in enumerate(rows) if (point := _point(row)) is not None}
-
-    def is_beaten(place: int) -> bool:
-        stall, durable = points[place]
-        return any(
-            rows[other].workload == rows[place].workload
-            and point != points[place]
-            and point[0] <= stall
-            and point[1] <= durable
-            for other, point in points.items()
+    points = {place: (row.workload, *times) for place, row in enumerate(rows) if (times := _times(row)) is not None}
+    return {
+        place
+        for place, (workload, stall, durable) in points.items()
+        if not any(
+            other != points[place] and other[0] == workload and other[1] <= stall and other[2] <= durable
+            for other in points.values()
         )
+    }
 
-    return {place for place in points if not is_beaten(place)}
 
-
-def _point(row: Row) -> tuple[float, float] | None:
+def _times(row: Row) -> tuple[float, float] | None:
     stall, durable = row.stall_s, row.figures.get("durable_s")
     return None if stall is None or durable is None else (stall, durable)
 

@@ -94,7 +94,7 @@ def run(parsed: argparse.Namespace) -> None:
     notes += [f"{answer.key}={answer.value}: {answer.reason}" for answer in answers]
     if settings.get("checkpoint/stager") == "zero_overhead":
         notes.append("zero_overhead has two snapshots in memory, and needs guard(optimizer)")
-    write_recipe(path, parsed.preset, settings, notes, parsed.replace)
+    write_recipe(path, parsed.preset, settings, notes)
     print(f"\nwritten: {path}\n\n{path.read_text(encoding='utf-8')}")
     print(f"ckpt-train --config-dir {parsed.conf} +recipe={parsed.name}    # or any Hydra app that has checkpoint")
     print(

@@ -55,9 +55,9 @@ def load_text(path: str | None, max_bytes: int, validation: float, context: int)
     for file in files:
         hidden = any(part.startswith(".") for part in file.relative_to(root).parts)
         if file.is_file() and not hidden and len(data) < max_bytes:
-            content = file.read_bytes()
+            with file.open("rb") as opened:
+                content = opened.read(max_bytes - len(data))
             data += b"" if b"\0" in content else content
-    del data[max_bytes:]
     # A window needs one byte more than it shows, the one to predict last.
     split = len(data) - int(len(data) * validation)
     if 0 < len(data) - split <= context:
@@ -84,14 +84,8 @@ class WindowSampler:
         self._windows = windows
         self._fingerprint = fingerprint
         self._generator = torch.Generator().manual_seed(seed)
-        self._epoch = 0
         self._position = 0
         self._order = self._shuffled()
-
-    @property
-    def epoch(self) -> int:
-        """How many times all windows have been dealt."""
-        return self._epoch
 
     def take(self, count: int) -> torch.Tensor:
         """The next `count` windows, int64; goes on into the next epoch when this one ends."""
@@ -101,7 +95,6 @@ class WindowSampler:
                 # A new tensor, because a checkpoint may still be copying the old one.
                 self._order = self._shuffled()
                 self._position = 0
-                self._epoch += 1
             part = self._order[self._position : self._position + count]
             self._position += len(part)
             count -= len(part)
@@ -113,7 +106,6 @@ class WindowSampler:
         return {
             "order": self._order,
             "position": self._position,
-            "epoch": self._epoch,
             "generator": self._generator.get_state(),
             "text": self._fingerprint,
         }
@@ -130,7 +122,6 @@ class WindowSampler:
             )
         self._order = state["order"]
         self._position = state["position"]
-        self._epoch = state["epoch"]
         self._generator.set_state(state["generator"])
 
     def _shuffled(self) -> torch.Tensor:

@@ -5,9 +5,7 @@ Read `meet` and `join`. Imports torch only where there are several ranks.
 
 from __future__ import annotations
 
-import logging
 import os
-import sys
 import time
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -20,6 +18,8 @@ if TYPE_CHECKING:
 
 #: Names a run's output folder in train.yaml; the same on all ranks, although their clocks differ.
 RUN_NAME = "CKPT_TRAIN_RUN"
+#: For hydra/job_logging=ranks: the console shows only the warnings of ranks other than 0, with the rank.
+CONSOLE_LEVEL, CONSOLE_PREFIX = "CKPT_TRAIN_LEVEL", "CKPT_TRAIN_PREFIX"
 #: Ranks start within seconds of each other, because their launcher has waited for all nodes before.
 _MEETING_SECONDS = 300.0
 
@@ -48,7 +48,8 @@ ALONE = Ranks()
 def meet() -> Ranks:
     """Find the other ranks by what `torchrun` or another launcher has put into the environment.
 
-    Sets the environment variable `CKPT_TRAIN_RUN` to a name for the run's output folder, the same on all ranks.
+    Sets variables of the environment that the configs read: a name for the run's output folder, the same on all ranks,
+    and what the console of this rank shows.
 
     Raises:
         CheckpointConfigError: the environment is incomplete.
@@ -68,6 +69,8 @@ def meet() -> Ranks:
     if rank == 0:
         store.compare_set("ckpt_train/run", "", time.strftime("%Y-%m-%d/%H-%M-%S"))
     os.environ[RUN_NAME] = store.get("ckpt_train/run").decode()
+    if rank:
+        os.environ.update({CONSOLE_LEVEL: "WARNING", CONSOLE_PREFIX: f"[rank {rank}]"})
     fresh = PrefixStore(f"ckpt_train/start_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     return Ranks(rank, world_size, int(os.environ.get("LOCAL_RANK", rank)), fresh)
 
@@ -105,14 +108,3 @@ def part(ranks: Ranks) -> None:
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
-
-
-def quiet_console(ranks: Ranks) -> None:
-    """The console shows what rank 0 says, and of the others their warnings, with the rank. Log files have it all."""
-    if ranks.rank == 0:
-        return
-    for handler in logging.getLogger().handlers:
-        if isinstance(handler, logging.StreamHandler) and handler.stream in (sys.stdout, sys.stderr):
-            handler.setLevel(logging.WARNING)
-            form = handler.formatter or logging.Formatter()
-            handler.setFormatter(logging.Formatter(f"[rank {ranks.rank}]{form._fmt}", form.datefmt))

@@ -29,18 +29,17 @@ def recipe_path(folder: Path, name: str, replace: bool) -> Path:
     return path
 
 
-def write_recipe(path: Path, preset: str, settings: Mapping[str, str], notes: Sequence[str], replace: bool) -> None:
-    """Write the file; an existing one is replaced only with `replace`.
+def write_recipe(path: Path, preset: str, settings: Mapping[str, str], notes: Sequence[str]) -> None:
+    """Write the file.
 
     Args:
         path: from `recipe_path`.
         preset: what the settings change.
         settings: override to value: `checkpoint/writer` to `dcp`, `checkpoint.writer.workers` to `4`.
         notes: comments, a line each; the first says whom the recipe is for.
-        replace: see `recipe_path`.
 
     Raises:
-        CheckpointConfigError: the file cannot be written, or another process has written it since `recipe_path`.
+        CheckpointConfigError: the file cannot be written.
     """
     values = OmegaConf.from_dotlist([f"{key}={value}" for key, value in settings.items() if "/" not in key])
     # Hydra looks for the package in the first line alone.
@@ -50,8 +49,7 @@ def write_recipe(path: Path, preset: str, settings: Mapping[str, str], notes: Se
     text = "\n".join(lines) + "\n" + (f"\n{OmegaConf.to_yaml(values)}" if values else "")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with open(path, "w" if replace else "x", encoding="utf-8") as file:
-            file.write(text)
+        path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise HydraConfigError(
             f"{path} cannot be written ({error.strerror}); type another --conf or --name."
