@@ -40,8 +40,8 @@ def run_job(config: DictConfig, ranks: Ranks = ALONE) -> float:
     """Train as the config says. Of several ranks, rank 0 writes the figures into `result.json` in the output folder.
 
     Returns:
-        How long training waited for a save, on average, in seconds: what a sweeper minimises. NaN when a job
-        of a sweep was skipped because its parts do not fit together.
+        How long a save kept training waiting, in seconds: what a sweeper minimises. NaN when a job of a sweep was
+        skipped because its parts do not fit together.
 
     Raises:
         CheckpointConfigError: a value that cannot be used.
@@ -54,9 +54,7 @@ def run_job(config: DictConfig, ranks: Ranks = ALONE) -> float:
     from .training.loop import run
 
     swept = HydraConfig.get().mode == RunMode.MULTIRUN
-    launch_dir = str(
-        HydraConfig.get().runtime.cwd
-    )  # not os.getcwd(): with hydra.job.chdir=true it is the output folder
+    launch_dir = str(HydraConfig.get().runtime.cwd)  # os.getcwd() may be the output folder: hydra.job.chdir=true
     job = Job(config, launch_dir, ranks)
     try:
         # The same command in the same folder goes on where it stopped; `build_manager` keeps jobs of a sweep apart.
@@ -85,7 +83,7 @@ def run_job(config: DictConfig, ranks: Ranks = ALONE) -> float:
     if summary.stopped_by is not None:
         part(ranks)
         sys.exit(128 + summary.stopped_by)
-    return float(figures["stall_per_save_s"])
+    return float(figures["stall_s"] or figures["first_stall_s"] or 0.0)
 
 
 def main() -> None:

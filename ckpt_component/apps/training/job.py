@@ -18,7 +18,7 @@ from .model import Gpt, loss_of
 from .parallel import clip, mean, parallelize, share
 from .ranks import ALONE, Ranks, join
 from .schedule import build_optimizer, use_settings
-from .schema import Data, Device, Model, Parallel, Precision, Train, read, read_parallel
+from .schema import Device, Parallel, Precision, read
 from .state import RngState
 
 
@@ -59,8 +59,9 @@ class Job:
     """
 
     def __init__(self, config: DictConfig, base_dir: str, ranks: Ranks = ALONE) -> None:
-        self.settings = settings = read(config, "train", Train)
-        data, size, kind = read(config, "data", Data), read(config, "model", Model), read_parallel(config)
+        whole = read(config)
+        self.settings, data, size, kind = whole.train, whole.data, whole.model, whole.parallel
+        settings = self.settings
         self.device = pick_device(settings.device, ranks)
         join(ranks, self.device, settings.timeout)
         if settings.threads is not None:

@@ -42,8 +42,7 @@ class Summary:
     reports: list[SaveReport] = field(default_factory=list)
 
     def figures(self) -> dict[str, Any]:
-        """The run as plain data; `stall_per_save_s` is the mean time that training waited for a save and its fence."""
-        stalls = [report.stall_s for report in self.reports if report.outcome == "committed"]
+        """The run as plain data, for `result.json`."""
         return {
             **figures_of(self.reports, self.fence_s),
             "step_s": self.step_s,
@@ -51,8 +50,7 @@ class Summary:
             "step": self.step,
             "loss": self.losses[-1][1] if self.losses else None,
             "validation_loss": self.validation[-1][1] if self.validation else None,
-            "saves": len(stalls),
-            "stall_per_save_s": (sum(stalls) + self.fence_s) / len(stalls) if stalls else 0.0,
+            "saves": sum(report.outcome == "committed" for report in self.reports),
         }
 
 

@@ -5,10 +5,9 @@ Imports no torch, so that `ckpt-train --help` and shell completion are quick.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from enum import Enum
 from pathlib import Path
-from typing import Any, TypeVar, cast
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig
@@ -22,9 +21,6 @@ from ...config.schema import above, at_least, within
 from ...config.store import PROVIDER, SCHEMAS, recipe_dir, registered, store_files
 from ...config.store import register as register_checkpoint_configs
 from ...options import Range
-from ...spelling import other_word
-
-T = TypeVar("T")
 
 
 class Device(Enum):
@@ -123,6 +119,20 @@ class Model:
     """The share of activations dropped in training."""
 
 
+@dataclass
+class Settings:
+    """What `ckpt-train` reads beside `checkpoint`."""
+
+    train: Train = field(default_factory=Train)
+    """The training loop."""
+    data: Data = field(default_factory=Data)
+    """The text."""
+    model: Model = field(default_factory=Model)
+    """The size of the model."""
+    parallel: Parallel = Parallel.ddp
+    """How the ranks of a torchrun share the work; one process has no use for it."""
+
+
 def register() -> None:
     """Give Hydra the schemas of the training job, and those of checkpoints before them."""
     register_checkpoint_configs()
@@ -138,31 +148,14 @@ def register() -> None:
     store_files(recipe_dir() / "train", "recipe", "_global_")
 
 
-def read_parallel(config: DictConfig) -> Parallel:
-    """The key `parallel`: `ddp` (default), `fsdp` or `tp`; one process has no use for it.
-
-    Raises:
-        CheckpointConfigError: another text than these.
-    """
-    word = config.get("parallel", Parallel.ddp.value)
-    if word not in Parallel.__members__:
-        raise HydraConfigError(other_word("parallel", word, list(Parallel.__members__)))
-    return Parallel[word]
-
-
-def read(config: DictConfig, key: str, schema: type[T]) -> T:
-    """One node of the config as its dataclass.
-
-    Args:
-        config: the whole config.
-        key: the node, such as `train`.
-        schema: its dataclass.
+def read(config: DictConfig) -> Settings:
+    """The config as dataclasses; other keys than ours are left to whoever added them.
 
     Raises:
         CheckpointConfigError: a key has no value, or one that is out of its range.
     """
-    if not isinstance(config[key], DictConfig):
-        raise HydraConfigError(
-            f"{key} cannot itself be {config[key]}; set its keys, such as {key}.{fields(cast(Any, schema))[0].name}=..."
-        )
-    return read_values(schema, plain_dict(config[key], resolve=True), key)
+    values = plain_dict(config, resolve=True)
+    for key in ("train", "data", "model"):
+        if not isinstance(values[key], dict):
+            raise HydraConfigError(f"{key} cannot itself be {values[key]}; set its keys, as --help lists them.")
+    return read_values(Settings, {item.name: values[item.name] for item in fields(Settings) if item.name in values}, "")
