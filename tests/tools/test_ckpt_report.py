@@ -43,7 +43,7 @@ def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "code", "told"),
     [
-        (["report", "nowhere"], 1, "error: nowhere is no folder with a result.json; give the folder of a sweep"),
+        (["report", "nowhere"], 1, "error: nowhere has no job with a result.json"),
         (["report"], 2, "the following arguments are required: folder"),
         (["reprot", "."], 2, "invalid choice: 'reprot'"),
         ([], 2, "COMMAND"),

@@ -6,16 +6,11 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
-
-from omegaconf import OmegaConf
+from typing import Any
 
 from ...config.errors import HydraConfigError
 from .figures import FIGURES
 from .result import RESULT, RUNNING, read_result
-
-#: Written by Hydra into the folder of a job.
-_HYDRA = ".hydra"
 
 
 @dataclass(frozen=True)
@@ -64,13 +59,13 @@ def read_jobs(folder: Path) -> list[Row]:
     """
     jobs, closed = list[Path](), list[OSError]()
     for parent, folders, names in os.walk(folder, onerror=closed.append):
-        if RESULT in names or _HYDRA in folders:
+        if RESULT in names:
             folders.clear()  # its checkpoints may be many files
             jobs.append(Path(parent))
     if not jobs:
-        what = "has no job in it, which would have left" if folder.is_dir() else "is no folder with"
         raise HydraConfigError(
-            f"{folder} {what} a {RESULT}; give the folder of a sweep, such as multirun/2026-11-21/10-30-00."
+            f"{folder} has no job with a {RESULT}, which hydra/callbacks=checkpoint_report writes; "
+            "give the folder of a sweep, such as multirun/2026-11-21/10-30-00."
         )
     jobs += [Path(error.filename) for error in closed]  # may be a job's
     return [row for job in sorted(jobs, key=_place) for row in _rows(job, folder)]
@@ -79,16 +74,11 @@ def read_jobs(folder: Path) -> list[Row]:
 def _rows(job: Path, folder: Path) -> list[Row]:
     """The rows of a job; of one that cannot be read, a row with the reason."""
     name = job.name if job == folder else str(job.relative_to(folder))
-    overrides: tuple[str, ...] = ()
     try:
-        content = read_result(str(job))
-        if content is not None:
-            return _rows_of(name, content)
-        overrides = _overrides_of(job)
-        reason = f"it left no {RESULT}; it runs without hydra/callbacks=checkpoint_report, or ended before it began"
+        return _rows_of(name, read_result(str(job)) or {})
     except Exception as error:  # whatever is wrong with one job, the others have their rows
         reason = f"it cannot be read ({type(error).__name__}: {' '.join(str(error).split())})"
-    return [Row(name, overrides=overrides, status="unknown", reason=reason)]
+        return [Row(name, status="unknown", reason=reason)]
 
 
 def _rows_of(job: str, content: Mapping[str, Any]) -> list[Row]:
@@ -106,14 +96,6 @@ def _rows_of(job: str, content: Mapping[str, Any]) -> list[Row]:
         )
         for row in content.get("rows") or [{"name": "", "workload": workload, "figures": content["figures"]}]
     ]
-
-
-def _overrides_of(job: Path) -> tuple[str, ...]:
-    """As Hydra noted them, where the job could not."""
-    for path in sorted((job / _HYDRA).rglob("overrides.yaml")):
-        # Unresolved: they may refer to what was not there, or is there no more.
-        return tuple(map(str, cast(list[Any], OmegaConf.to_container(OmegaConf.load(path), resolve=False))))
-    return ()
 
 
 def _is_about_saving(override: str) -> bool:
