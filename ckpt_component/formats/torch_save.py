@@ -46,17 +46,17 @@ class TorchSaveWriter(Writer):
 class _StorageRef:
     """Stands for a storage in the pickle."""
 
-    def __init__(self, kind: type, key: str, length: int) -> None:
+    def __init__(self, dtype: torch.dtype, count: int, key: str) -> None:
+        kind, length = (STORAGES[dtype], count) if dtype in STORAGES else (torch.UntypedStorage, count * dtype.itemsize)
         self.persistent = ("storage", kind, key, "cpu", length)
 
 
 class _TensorRef:
-    """Stands for a tensor in the pickle: a view on a storage."""
+    """Stands for a tensor in the pickle: a view of a storage, which begins and strides at numbers of elements."""
 
     def __init__(
-        self, storage: _StorageRef, dtype: torch.dtype, view: tuple[int, Sequence[int], Sequence[int]]
+        self, storage: _StorageRef, dtype: torch.dtype, offset: int, shape: Sequence[int], stride: Sequence[int]
     ) -> None:
-        offset, shape, stride = view
         backward_hooks: OrderedDict[str, Any] = OrderedDict()
         form = (storage, offset, tuple(shape), tuple(stride), False, backward_hooks)
         if dtype in STORAGES:
@@ -73,8 +73,8 @@ class _Pickler(pickle.Pickler):
 
     def __init__(self, stream: io.BytesIO, first_key: int) -> None:
         super().__init__(stream, protocol=2)
-        self._next_key = first_key
-        self.added: list[tuple[str, torch.Tensor]] = []
+        self._first_key = first_key
+        self.added: list[torch.Tensor] = []
 
     def persistent_id(self, value: Any) -> Any:
         return value.persistent if type(value) is _StorageRef else None
@@ -82,21 +82,17 @@ class _Pickler(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return NotImplemented
-        key = str(self._next_key)
-        self._next_key += 1
-        self.added.append((key, value))
-        return _whole(value.dtype, value.shape, key).__reduce__()
+        storage = _StorageRef(value.dtype, value.numel(), str(self._first_key + len(self.added)))
+        self.added.append(value)
+        return _TensorRef(storage, value.dtype, 0, value.shape, value.stride()).__reduce__()
 
 
 class _TorchSavePlan(FormatPlan):
     def __init__(self, writer: Writer, structure: Structure, rank: int) -> None:
         refuse_parts(structure, "torch_save")
-        stored, places, relations = _join_overlaps(structure)
-        name = file_name(rank)
+        stored, views, relations = _join_overlaps(structure)
         items: list[Item] = []
-        headers = []
-        directory = []
-        position = 0
+        headers, directory, position = [], [], 0
         for number, entry in enumerate(stored):
             header = local_header(f"data/{number}", entry.nbytes, position)
             payload = position + len(header)
@@ -104,7 +100,7 @@ class _TorchSavePlan(FormatPlan):
             headers.append(header)
             directory.append(central_header(f"data/{number}", entry.nbytes, position))
             position = align(payload + entry.nbytes, ITEM_ALIGNMENT)
-        file = ImageFile(name, 0, position)
+        file = ImageFile(file_name(rank), 0, position)
         self.layout = Layout(
             structure,
             tuple(stored),
@@ -115,102 +111,75 @@ class _TorchSavePlan(FormatPlan):
             relations=tuple(relations),
         )
         self._directory = b"".join(directory)
-        self._references = dict(zip(structure.tensor_paths, _references(stored, places), strict=True))
+        storages = [_StorageRef(entry.dtype, entry.shape.numel(), str(number)) for number, entry in enumerate(stored)]
+        self._references = {
+            path: _TensorRef(storages[number], stored[number].dtype, offset, shape, stride)
+            for path, (number, offset, shape, stride) in zip(structure.tensor_paths, views, strict=True)
+        }
         self._table = make_table(writer, self.layout, lanes_by_bytes(self.layout, writer.workers), keys=False)
 
     def encode_objects(self, objects: Sequence[Any]) -> EncodedSave:
         """Pickle the nested state with references for tensors, and close the archive behind the payloads."""
-        structure = self.layout.structure
+        structure, (file,), count = self.layout.structure, self.layout.files, len(self.layout.items)
         values: dict[Path, Any] = dict(self._references)
         for path, value in zip(structure.object_paths, objects, strict=True):
             values[path] = object_codec.encode(value, key_of(path))
         stream = io.BytesIO()
-        pickler = _Pickler(stream, len(self.layout.items))
+        pickler = _Pickler(stream, count)
         pickler.dump(unflatten(values, structure.containers))
-        records = [("data.pkl", memoryview(stream.getvalue()))]
-        records += [(f"data/{key}", tensor_bytes(tensor)) for key, tensor in pickler.added]
-        records += [
-            (name, memoryview(text.encode()))
-            for name, text in (
-                (".format_version", "1"),
-                (".storage_alignment", str(ITEM_ALIGNMENT)),
-                ("byteorder", sys.byteorder),
-                ("version", "3\n"),
-            )
-        ]
-        (file,) = self.layout.files
-        tail = _close_archive(file.size, self._directory, len(self.layout.items), records)
+        records: dict[str, bytes | memoryview] = {"data.pkl": stream.getvalue()}
+        for number, tensor in enumerate(pickler.added, count):
+            records[f"data/{number}"] = tensor_bytes(tensor)
+        records |= {
+            ".format_version": b"1",
+            ".storage_alignment": str(ITEM_ALIGNMENT).encode(),
+            "byteorder": sys.byteorder.encode(),
+            "version": b"3\n",
+        }
+        tail, directory = bytearray(), bytearray(self._directory)
+        for name, data in records.items():
+            position = file.size + len(tail)
+            directory += central_header(name, len(data), position)
+            tail += local_header(name, len(data), position)
+            tail += data
+        closing = end_of_directory(count + len(records), len(directory), file.size + len(tail))
+        tail += directory + closing
         blob = ObjectBlob(file.name, file.size, memoryview(tail), ((file.size, len(tail)),))
         return EncodedSave(self._table, (blob,))
 
 
-def _close_archive(start: int, directory: bytes, count: int, records: Sequence[tuple[str, memoryview]]) -> bytes:
-    """The bytes from `start` on: further records, then the directory of all of them."""
-    parts: list[bytes | memoryview] = []
-    entries = [directory]
-    position = start
-    for name, data in records:
-        header = local_header(name, data.nbytes, position)
-        entries.append(central_header(name, data.nbytes, position))
-        parts += [header, data]
-        position += len(header) + data.nbytes
-    central = b"".join(entries)
-    return b"".join([*parts, central, end_of_directory(count + len(records), len(central), position)])
+#: Number of what is stored; offset, shape and stride in there, in elements.
+_View = tuple[int, int, Sequence[int], Sequence[int]]
 
 
-def _references(stored: Sequence[Stored], places: Sequence[tuple[int, tuple[Any, ...] | None]]) -> list[_TensorRef]:
-    """One reference per tensor; those of the same storage share its reference, as ties need."""
-    storages = [_storage_ref(entry.dtype, entry.shape.numel(), str(number)) for number, entry in enumerate(stored)]
-    references = []
-    for number, view in places:
-        entry = stored[number]
-        whole = (0, entry.shape, contiguous_stride(entry.shape))
-        references.append(_TensorRef(storages[number], entry.dtype, whole if view is None else view))
-    return references
-
-
-def _whole(dtype: torch.dtype, shape: torch.Size, key: str) -> _TensorRef:
-    return _TensorRef(_storage_ref(dtype, shape.numel(), key), dtype, (0, shape, contiguous_stride(shape)))
-
-
-def _storage_ref(dtype: torch.dtype, count: int, key: str) -> _StorageRef:
-    if dtype in STORAGES:
-        return _StorageRef(STORAGES[dtype], key, count)
-    return _StorageRef(torch.UntypedStorage, key, count * dtype.itemsize)
-
-
-def _join_overlaps(
-    structure: Structure,
-) -> tuple[list[Stored], list[tuple[int, tuple[Any, ...] | None]], list[Relation]]:
+def _join_overlaps(structure: Structure) -> tuple[list[Stored], list[_View], list[Relation]]:
     """Store memory that several dense tensors of one dtype share only once.
 
-    Returns what is stored; for every tensor its number in there with (offset, shape, stride) in elements, or None
-    where the stored one is the tensor itself; and the distances that this relies on. Tensors with gaps are stored
-    alone: joining them would also store what lies in the gaps.
+    Returns what is stored, for every tensor its view, and the distances that this relies on. Tensors with gaps are
+    stored alone: joining them would also store what lies in the gaps.
     """
-    groups = _overlapping(structure)
     stored: list[Stored] = []
-    place_of: dict[int, tuple[int, tuple[Any, ...] | None]] = {}
+    views: dict[int, _View] = {}
     relations: list[Relation] = []
+    groups = _overlapping(structure)
     grouped = {number for group in groups for number in group}
     for number, entry in enumerate(structure.stored):
         if number not in grouped:
-            place_of[number] = (len(stored), None)
+            views[number] = (len(stored), 0, entry.shape, contiguous_stride(entry.shape))
             stored.append(entry)
     for group in groups:
         first = structure.stored[group[0]]
-        size = first.dtype.itemsize
-        base = structure.pointers[first.tensor]
-        end = max(structure.pointers[structure.stored[n].tensor] + structure.stored[n].nbytes for n in group)
-        count = (end - base) // size
+        base = end = structure.pointers[first.tensor]
         for number in group:
             entry = structure.stored[number]
-            distance = structure.pointers[entry.tensor] - base
-            view = (distance // size, entry.shape, structure.stride_of(entry.tensor))
-            place_of[number] = (len(stored), view)
-            relations.append((entry.tensor, first.tensor, distance))
+            pointer = structure.pointers[entry.tensor]
+            end = max(end, pointer + entry.nbytes)
+            offset = (pointer - base) // first.dtype.itemsize
+            views[number] = (len(stored), offset, entry.shape, structure.stride_of(entry.tensor))
+            relations.append((entry.tensor, first.tensor, pointer - base))
+        count = (end - base) // first.dtype.itemsize
         stored.append(Stored(first.tensor, first.dtype, torch.Size([count]), (0, count)))
-    return stored, [place_of[number] for number in structure.stored_of], relations
+    return stored, [views[number] for number in structure.stored_of], relations
 
 
 def _overlapping(structure: Structure) -> list[list[int]]:
