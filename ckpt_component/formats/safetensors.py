@@ -57,22 +57,23 @@ class SafetensorsWriter(Writer):
 
 class _SafetensorsPlan(FormatPlan):
     def __init__(self, writer: Writer, structure: Structure, rank: int) -> None:
-        _refuse_objects(structure)
+        if structure.object_paths:
+            named = ", ".join(f"'{key_of(path)}'" for path in structure.object_paths[:3])
+            more = len(structure.object_paths) - 3
+            raise CheckpointStageError(
+                f"safetensors files hold tensors only, and {named}{f' and {more} more' if more > 0 else ''} "
+                "are not; save just the model's tensors, or use checkpoint/writer=dcp."
+            )
         refuse_parts(structure, "safetensors")
         stored = structure.stored
-        keys = [key_of(structure.tensor_paths[entry.tensor]) for entry in stored]
-        for key, entry in zip(keys, stored, strict=True):
-            if entry.dtype not in DTYPES:
-                raise CheckpointStageError(f"'{key}' is {entry.dtype}, which safetensors files do not have.")
         # Widest elements first, so that every payload is aligned although there are no gaps.
         order = sorted(range(len(stored)), key=lambda number: (-stored[number].dtype.itemsize, number))
-        header, offsets = _header(structure, keys, order)
-        items = []
+        header = _header(structure, order)
+        items, size = [], len(header)
         for number in order:
-            start = len(header) + offsets[number]
             nbytes = stored[number].nbytes
-            items.append(Item(number, 0, start, start, nbytes, nbytes))
-        size = len(header) + sum(entry.nbytes for entry in stored)
+            items.append(Item(number, 0, size, size, nbytes, nbytes))
+            size += nbytes
         file = ImageFile(file_name(rank), 0, size)
         self.layout = Layout(structure, tuple(stored), (file,), items, size, ((0, header),))
         self._encoded = EncodedSave(make_table(writer, self.layout, lanes_by_bytes(self.layout, writer.workers)))
@@ -82,37 +83,25 @@ class _SafetensorsPlan(FormatPlan):
         return self._encoded
 
 
-def _refuse_objects(structure: Structure) -> None:
-    if structure.object_paths:
-        named = ", ".join(f"'{key_of(path)}'" for path in structure.object_paths[:3])
-        more = len(structure.object_paths) - 3
-        raise CheckpointStageError(
-            f"safetensors files hold tensors only, and {named}{f' and {more} more' if more > 0 else ''} "
-            "are not; save just the model's tensors, or use checkpoint/writer=dcp."
-        )
-
-
-def _header(structure: Structure, keys: Sequence[str], order: Sequence[int]) -> tuple[bytes, dict[int, int]]:
-    """The file's first bytes, padded so that the payloads start on a 64-byte boundary, and each one's offset."""
-    entries: dict[str, Any] = {}
+def _header(structure: Structure, order: Sequence[int]) -> bytes:
+    """The file's first bytes, padded so that the payloads, which follow in this order, start on a 64-byte boundary."""
+    keys = [key_of(structure.tensor_paths[entry.tensor]) for entry in structure.stored]
     aliases = {
         key_of(structure.tensor_paths[number]): keys[stored]
         for number, stored in enumerate(structure.stored_of)
         if structure.stored[stored].tensor != number
     }
-    entries["__metadata__"] = {"format": "pt", **aliases}
-    offsets, position = {}, 0
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt", **aliases}}
+    position = 0
     for number in order:
-        entry = structure.stored[number]
-        if keys[number] == "__metadata__":
+        key, entry = keys[number], structure.stored[number]
+        if entry.dtype not in DTYPES:
+            raise CheckpointStageError(f"'{key}' is {entry.dtype}, which safetensors files do not have.")
+        if key == "__metadata__":
             raise CheckpointStageError("'__metadata__' is a reserved name in safetensors files; rename the tensor.")
-        offsets[number] = position
-        entries[keys[number]] = {
-            "dtype": DTYPES[entry.dtype],
-            "shape": list(entry.shape),
-            "data_offsets": [position, position + entry.nbytes],
-        }
-        position += entry.nbytes
+        end = position + entry.nbytes
+        entries[key] = {"dtype": DTYPES[entry.dtype], "shape": list(entry.shape), "data_offsets": [position, end]}
+        position = end
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % 64)
-    return struct.pack("<Q", len(text)) + text, offsets
+    return struct.pack("<Q", len(text)) + text

@@ -70,14 +70,15 @@ class CopySplit:
         before, self._pointers = self._pointers, flat.pointers
         if before == flat.pointers:
             return True
-        moved = [number for number, (a, b) in enumerate(zip(before, flat.pointers, strict=True)) if a != b]
+        late = [
+            number
+            for number, (waits, old, new) in enumerate(zip(self._late, before, flat.pointers, strict=True))
+            if waits and old != new  # what is copied at once may be anything
+        ]
         if optimizers:
-            return not any(self._late[number] for number in moved)  # to copy at once is never wrong
-        buffers = set(_pointers(_module_buffers(flat)))
-        return all(
-            self._late[number] == (flat.pointers[number] not in buffers and not flat.tensors[number].is_inference())
-            for number in moved
-        )
+            return not late
+        buffers = _pointers(_module_buffers(flat)) if late else set()
+        return not any(flat.pointers[number] in buffers or flat.tensors[number].is_inference() for number in late)
 
 
 def _few_on_host(fill: ArenaFill, late: Sequence[bool], buffer: DeviceBuffer) -> set[int]:
@@ -98,8 +99,8 @@ def _changed_by_optimizers_alone(flat: FlatState, optimizers: Sequence[torch.opt
     With guarded optimizers: their parameters and their state. Without: everything but the buffers of modules in the
     state, and the version check finds what the caller changes too early.
     """
-    owned = set(_pointers(_optimizer_tensors(optimizers)))
-    buffers = set(_pointers(_module_buffers(flat)))
+    owned = _pointers(_optimizer_tensors(optimizers))
+    buffers = _pointers(_module_buffers(flat))
     late = []
     for tensor, pointer in zip(flat.tensors, flat.pointers, strict=True):
         may_wait = pointer in owned if optimizers else pointer not in buffers
@@ -121,7 +122,5 @@ def _module_buffers(flat: FlatState) -> Iterable[torch.Tensor]:
             yield from value.buffers()
 
 
-def _pointers(tensors: Iterable[torch.Tensor]) -> Iterable[int]:
-    for tensor in tensors:
-        for local, _ in local_parts(tensor, "a tensor of the optimizer"):
-            yield local.data_ptr()
+def _pointers(tensors: Iterable[torch.Tensor]) -> set[int]:
+    return {local.data_ptr() for tensor in tensors for local, _ in local_parts(tensor, "a tensor of the optimizer")}

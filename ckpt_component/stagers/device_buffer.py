@@ -168,17 +168,17 @@ class DeviceBuffer:
         """
         if all(self.device_of(tensors[number]) is None for number in order):
             self._log_once(f"{_KEY}={self._limit}: no tensor is on a CUDA device, so there is nothing to buffer")
-        while True:
-            places = self._fit(tensors, order)
-            if places == self._places:
-                return self.numbers
+        places = self._fit(tensors, order)
+        if places != self._places:
             self._divide({})  # first let go of views of memory that is outgrown
-            if self._allocate(places):  # otherwise a device turned out to be full
-                self._divide(places)
-                for device, on_device in places.items():
+            for device, on_device in list(places.items()):
+                if self._allocate(device, max(1, on_device[-1].start + on_device[-1].nbytes)):
                     text = "%s: %.2f GB on %s go through the buffer, and the rest is copied under the fence"
                     logger.info(text, _KEY, sum(place.nbytes for place in on_device) / 1e9, device)
-                return self.numbers
+                else:
+                    del places[device]
+            self._divide(places)
+        return self.numbers
 
     def fill(self, tensors: Sequence[torch.Tensor]) -> None:
         """Copy those of `tensors` that have a place; they may be changed when this returns."""
@@ -224,27 +224,25 @@ class DeviceBuffer:
                 places.setdefault(device, []).append(place)
         return places
 
-    def _allocate(self, places: _Places) -> bool:
-        """Have the memory that `places` need. False: a device has not as much, and is not tried again."""
-        for device, on_device in places.items():
-            nbytes = max(1, on_device[-1].start + on_device[-1].nbytes)
-            if device in self._memory and self._memory[device].nbytes >= nbytes:
-                continue
-            self._memory.pop(device, None)  # before more is allocated
-            if device not in self._lanes:
-                self._lanes[device] = self._make_lane(device)
-            try:
-                self._memory[device] = self._lanes[device].memory(nbytes)
-            except torch.OutOfMemoryError as error:
-                self._full.add(device)
-                logger.warning(
-                    "%s: %s has no %.2f GB left for the buffer (%s), so its tensors are copied under the fence",
-                    _KEY,
-                    device,
-                    nbytes / 1e9,
-                    str(error).partition("\n")[0],
-                )
-                return False
+    def _allocate(self, device: torch.device, nbytes: int) -> bool:
+        """Have so much memory on a device. False: it has not as much, and is not tried again."""
+        if device in self._memory and self._memory[device].nbytes >= nbytes:
+            return True
+        self._memory.pop(device, None)  # before more is allocated
+        if device not in self._lanes:
+            self._lanes[device] = self._make_lane(device)
+        try:
+            self._memory[device] = self._lanes[device].memory(nbytes)
+        except torch.OutOfMemoryError as error:
+            self._full.add(device)
+            logger.warning(
+                "%s: %s has no %.2f GB left for the buffer (%s), so its tensors are copied under the fence",
+                _KEY,
+                device,
+                nbytes / 1e9,
+                str(error).partition("\n")[0],
+            )
+            return False
         return True
 
     def _log_once(self, text: str) -> None:
