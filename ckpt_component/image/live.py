@@ -8,7 +8,7 @@ import threading
 from array import array
 
 from ..memory.huge_pages import address_of, align, map_private
-from ..memory.libc import IOV_MAX, memmove, memset
+from ..memory.libc import IOV_MAX, memmove
 from ..state.dense_tensors import TOGETHER, plain_addresses
 from ..state.flatten import FlatState
 from .arena import tensor_bytes
@@ -38,14 +38,16 @@ class LiveSource:
         self._addresses: list[int | None] = []
         for first in range(0, len(self._sources), TOGETHER):
             self._addresses += plain_addresses(self._sources[first : first + TOGETHER])
+        #: Where each item starts in the image, and where that ends.
         self._starts = array("q", [layout.files[item.file].base + item.offset for item in layout.items])
+        self._starts.append(align(self.nbytes))  # direct I/O writes whole pages
         self._gather = Gather()
         self._of_thread = threading.local()
 
     def buffers(self, start: int, end: int, *, whole: bool = False) -> list[memoryview]:
         """The bytes [start, end) of the image; what lies between items is zero. See `ByteSource.buffers`."""
         first = max(bisect.bisect_right(self._starts, start) - 1, 0)
-        last = bisect.bisect_left(self._starts, end)
+        last = bisect.bisect_left(self._starts, end, hi=len(self._sources))
         if last - first == 1 and not whole:
             inside = self._within_payload(first, start, end)
             if inside is not None:
@@ -53,7 +55,6 @@ class LiveSource:
         block = self._next_block(start, end)
         for number in range(first, last):
             self._put_item(block, number)
-        block.fill_up_to(end)
         for position, data in self._layout.constants:
             block.put(position, data)
         block.finish(self._gather)
@@ -61,20 +62,18 @@ class LiveSource:
 
     def _put_item(self, block: _Block, number: int) -> None:
         item = self._layout.items[number]
-        at, payload, around = self._starts[number], self._layout.payload_at(item), self._layout.around
-        if at + item.length <= block.start:
-            return
-        block.fill_up_to(at)
+        start, payload, around = self._starts[number], self._layout.payload_at(item), self._layout.around
+        end = start + item.length
         if around is not None:
             prefix, suffix = around(item)
-            block.put(at, prefix)
-            block.put(at + item.length - len(suffix), suffix)
+            block.put(start, prefix)
+            block.put(end - len(suffix), suffix)
         address = self._addresses[number]
         if address is None:
             block.put(payload, self._copied(number))
         else:
             block.copy(payload, address, item.nbytes)
-        block.filled = at + item.length
+        block.put(end, bytes(self._starts[number + 1] - end))  # another block was in this memory before
 
     def _within_payload(self, number: int, start: int, end: int) -> memoryview | None:
         """The range as it lies in a tensor, where it is all in one."""
@@ -111,11 +110,10 @@ class _Block:
 
     Attributes:
         view: the bytes of the range; valid after `finish`.
-        filled: up to where in the image everything is there, or will be after `finish`.
     """
 
     def __init__(self, start: int, end: int, memory: mmap.mmap) -> None:
-        self.start, self.end, self.filled = start, end, start
+        self.start, self.end = start, end
         self.view = memoryview(memory)[: end - start]
         #: The address that the image's first byte would have.
         self._base = address_of(memoryview(memory)) - start
@@ -127,13 +125,6 @@ class _Block:
         first, last = max(position, self.start), min(position + len(data), self.end)
         if first < last:
             self.view[first - self.start : last - self.start] = memoryview(data)[first - position : last - position]
-
-    def fill_up_to(self, position: int) -> None:
-        """Put zeros where nothing is before a place of the image."""
-        position = min(position, self.end)
-        if position > self.filled:
-            memset(self._base + self.filled, 0, position - self.filled)
-            self.filled = position
 
     def copy(self, position: int, address: int, nbytes: int) -> None:
         """Copy bytes from an address to a place of the image; small ones are copied by `finish`."""

@@ -45,7 +45,6 @@ malloc_trim = _call("malloc_trim", (_SIZE,))
 
 # These release the GIL while they run.
 memmove = ctypes.memmove
-memset = ctypes.memset
 get_errno = ctypes.get_errno
 
 

@@ -28,9 +28,9 @@ def cover_fault(what: str, whole: Sequence[int], boxes: Sequence[Box]) -> str | 
             )
         total += math.prod(sizes)
     filled = [box for box in boxes if math.prod(box[1])] if len(boxes) > 1 else []
-    found = _first_overlap(filled, range(len(whole)))
-    if found is not None:
-        one, other = found
+    overlapping = _first_overlap(filled, range(len(whole)))
+    if overlapping is not None:
+        one, other = overlapping
         return f"{what}: the chunks at {tuple(one[0])} and at {tuple(other[0])} overlap."
     elements = math.prod(whole)
     if total != elements:
@@ -52,8 +52,8 @@ def _first_overlap(boxes: Sequence[Box], dimensions: Sequence[int]) -> tuple[Box
         if all(start + count <= after for (start, count), (after, _) in itertools.pairwise(intervals)):
             # Slabs side by side, as in any table of chunks; each is looked at alone.
             rest = [dimension for dimension in dimensions if dimension != along]
-            found = (_first_overlap(group, rest) for group in groups.values())
-            return next((pair for pair in found if pair is not None), None)
+            overlaps = (_first_overlap(group, rest) for group in groups.values())
+            return next((pair for pair in overlaps if pair is not None), None)
     return _sweep(boxes, dimensions)
 
 

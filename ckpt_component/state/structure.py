@@ -77,18 +77,8 @@ class Structure:
     """
 
     def __init__(self, flat: FlatState) -> None:
+        _check(flat)
         tensors = flat.tensors
-        for path, tensor in zip(flat.tensor_paths, tensors, strict=True):
-            if (
-                type(tensor) not in ORDINARY
-                or tensor.is_meta
-                or tensor.is_nested
-                or tensor.is_quantized
-                or tensor.layout is not torch.strided
-                or tensor.dtype in PACKED_DTYPES
-            ):
-                check_tensor(tensor, key_of(path))
-        _check_unique([*flat.tensor_paths, *flat.object_paths])
         self.tensor_paths = flat.tensor_paths
         self.object_paths = flat.object_paths
         self.containers = flat.containers
@@ -103,15 +93,16 @@ class Structure:
         dtypes, shapes = column("dtypes"), column("shapes")
         #: By number, of those that are not contiguous.
         self._strides = {
-            number: tensors[number].stride() for number, is_so in enumerate(column("contiguous")) if not is_so
+            number: tensors[number].stride() for number, flag in enumerate(column("contiguous")) if not flag
         }
         #: Those whose memory does not hold their values.
-        self._views = {number for number, is_so in enumerate(column("negated")) if is_so}
+        self._views = {number for number, flag in enumerate(column("negated")) if flag}
         self._views |= {number for number, each in enumerate(dtypes) if each.is_complex and tensors[number].is_conj()}
         self.ties: list[Relation] = []
         count = Counter(self.pointers)
         self._distinct_pointers = len(count)
         entries = list(map(Stored, range(len(tensors)), dtypes, shapes))
+        #: By what tensors are that are the same memory: the first of them.
         first_of: dict[Any, int] = {}
         for number, pointer in enumerate(self.pointers):
             if count[pointer] > 1 and entries[number].nbytes:
@@ -215,17 +206,29 @@ class _Columns(NamedTuple):
         )
 
 
-def _check_unique(paths: Sequence[Path]) -> None:
-    """Refuse two places whose flat keys are the same text, such as `{"a.b": 1}` and `{"a": {"b": 1}}`.
+def _check(flat: FlatState) -> None:
+    """Refuse tensors that cannot be checkpointed, and places whose flat keys are the same text.
 
-    A place that comes several times is one: of a tensor of which this rank holds several parts.
+    Such as `{"a.b": 1}` and `{"a": {"b": 1}}`. A place that comes several times is one: of a tensor of which this rank
+    holds several parts.
     """
+    for path, tensor in zip(flat.tensor_paths, flat.tensors, strict=True):
+        if (
+            type(tensor) not in ORDINARY
+            or tensor.is_meta
+            or tensor.is_nested
+            or tensor.is_quantized
+            or tensor.layout is not torch.strided
+            or tensor.dtype in PACKED_DTYPES
+        ):
+            check_tensor(tensor, key_of(path))
+    paths = [*flat.tensor_paths, *flat.object_paths]
     keys = keys_of(paths)
     if len(set(keys)) == len(keys):
         return
-    seen: dict[str, Path] = {}
+    first: dict[str, Path] = {}
     for path, key in zip(paths, keys, strict=True):
-        if seen.setdefault(key, path) != path:
+        if first.setdefault(key, path) != path:
             raise CheckpointStageError(
-                f"Two values get the same key '{key}': {list(seen[key])!r} and {list(path)!r}; rename one of them."
+                f"Two values get the same key '{key}': {list(first[key])!r} and {list(path)!r}; rename one of them."
             )
