@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import logging
+import pickle
 import socket
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, wait
-from dataclasses import dataclass
+from concurrent.futures import Future
 from functools import cached_property, partial
 from typing import Any
 
-from ..errors import CheckpointError, CheckpointSaveError, CheckpointTimeoutError
+from ..errors import CheckpointError, CheckpointSaveError
 from .async_request import AsyncRequest
-from .peers import Peers, PeerSession, SharedCall, this_rank
+from .peers import Peers, ScheduledCall, this_rank
 from .pickling import pickle_by_value
 from .worker_client import WorkerClient
 from .worker_main import serve_calls, serve_inherited_call
@@ -22,7 +22,7 @@ from .worker_process import check_start_method
 
 logger = logging.getLogger(__name__)
 
-#: Beyond the deadlines of a call, what it may take to stop a process that does not react.
+#: What it may take to stop a process that does not react.
 _STOP_SECONDS = 10.0
 
 
@@ -94,19 +94,6 @@ class AsyncCaller(ABC):
         """
 
 
-@dataclass(eq=False)
-class ScheduledCall(SharedCall):
-    """A call of a `ProcessCaller`.
-
-    Attributes:
-        worker: None where there was nothing to do, or it failed before a process had it.
-        session: with the other ranks; None where there are none.
-    """
-
-    worker: WorkerClient | None = None
-    session: PeerSession | None = None
-
-
 class ProcessCaller(AsyncCaller):
     """An `AsyncCaller` whose calls run in supervised processes.
 
@@ -130,32 +117,18 @@ class ProcessCaller(AsyncCaller):
     ) -> None:
         check_start_method(start_method)
         self._start_method = start_method
-        self._start_timeout = start_timeout
         self._write_timeout = write_timeout
-        self._close_timeout = close_timeout
         self._calls: deque[ScheduledCall] = deque()
-        self.peers = Peers()  # now: ranks compare the order in which their callers were made
-
-    @property
-    def _log_level(self) -> int:
-        """Of this package's loggers, for the processes."""
-        return logging.getLogger("ckpt_component").getEffectiveLevel()
-
-    def _make_client(self, loop: Callable[..., None], args: tuple[Any, ...], name: str) -> WorkerClient:
-        return WorkerClient(
-            loop,
-            args,
-            name=name,
-            start_method=self._start_method,
-            start_timeout=self._start_timeout,
-            close_timeout=self._close_timeout,
+        self._longest_call = start_timeout + write_timeout + _STOP_SECONDS
+        self._make_client = partial(
+            WorkerClient, start_method=start_method, start_timeout=start_timeout, close_timeout=close_timeout
         )
 
     def schedule_async_call(self, async_req: AsyncRequest) -> None:
         """Run a request in the background."""
         session = self.peers.session()
-        allowed = (self._start_timeout + self._write_timeout + _STOP_SECONDS) * (len(self._calls) + 1)
-        call = ScheduledCall(f"Request {getattr(async_req, 'call_idx', 0)}", timeout=allowed, session=session)
+        timeout = self._longest_call * (len(self._calls) + 1)
+        call = ScheduledCall(f"Request {getattr(async_req, 'call_idx', 0)}", timeout, session=session)
         try:
             request = AsyncRequest.of(async_req)
             request.check()
@@ -199,7 +172,8 @@ class ProcessCaller(AsyncCaller):
             call = self._calls.popleft()
             if call.session is not None:
                 call.session.give_up(call, CheckpointSaveError(f"{call.what} was given up by close(abort=True)."))
-        self.peers.rest()
+        if self.peers.current is not None:
+            self.peers.current.rest()
 
     @abstractmethod
     def _begin(self, request: AsyncRequest, args: tuple[Any, ...]) -> tuple[Future[Any], WorkerClient]:
@@ -219,20 +193,12 @@ class ProcessCaller(AsyncCaller):
         """The workers to close; they get no more calls."""
 
     def _is_done_here(self, call: ScheduledCall, blocking: bool) -> bool:
-        if call.session is not None:
-            call.session.look_alone()
         if blocking:
-            wait([call.result], call.timeout)
-        done = call.result.done()
-        if not done and not blocking:
+            call.wait()
+        elif not call.result.done():
             return False
         self._calls.popleft()
-        error = call.error() if done else CheckpointTimeoutError(f"{call.what} was not done within its deadline.")
-        if call.session is not None:
-            if done:
-                call.session.finish_alone(call)
-            else:
-                call.session.give_up(call, CheckpointSaveError(str(error)))
+        error = call.error()
         if error is not None:
             raise error
         return True
@@ -257,14 +223,12 @@ class TemporalAsyncCaller(ProcessCaller):
     """
 
     def _begin(self, request: AsyncRequest, args: tuple[Any, ...]) -> tuple[Future[Any], WorkerClient]:
-        loop: Callable[..., None] = serve_calls
-        loop_args: tuple[Any, ...] = (self._log_level,)
         if self._start_method == "fork":
-            loop, loop_args = serve_inherited_call, (request.async_fn, args, request.async_fn_kwargs)
-            payload = pickle_by_value(None, request.name, parts={}, fix="")
+            loop: Callable[..., None] = partial(serve_inherited_call, function=_call_of(request, args))
+            payload = pickle.dumps(None)
         else:
-            payload = _payload_of(request, args)
-        worker = self._make_client(loop, loop_args, "temporal checkpoint process")
+            loop, payload = partial(serve_calls, log_level=_log_level()), _payload_of(request, args)
+        worker = self._make_client(loop, name="temporal checkpoint process")
         worker.start()  # from here, so that a forked process has the state of this moment
         result = worker.submit(payload, timeout=self._write_timeout, what=request.name)
         worker.finish()  # its process ends with this request
@@ -337,9 +301,19 @@ class PersistentAsyncCaller(ProcessCaller):
 
     def _open_worker(self) -> WorkerClient:
         if self._worker is None:
-            loop = partial(PersistentAsyncCaller.async_loop, this_rank())
-            self._worker = self._make_client(loop, (self._log_level,), "persistent checkpoint process")
+            loop = partial(PersistentAsyncCaller.async_loop, this_rank(), log_level=_log_level())
+            self._worker = self._make_client(loop, name="persistent checkpoint process")
         return self._worker
+
+
+def _log_level() -> int:
+    """Of this package's loggers, for the processes."""
+    return logging.getLogger("ckpt_component").getEffectiveLevel()
+
+
+def _call_of(request: AsyncRequest, args: tuple[Any, ...]) -> partial[Any]:
+    assert request.async_fn is not None  # otherwise there is nothing to run
+    return partial(request.async_fn, *args, **request.async_fn_kwargs)
 
 
 def _payload_of(request: AsyncRequest, args: tuple[Any, ...]) -> bytes:
@@ -349,13 +323,9 @@ def _payload_of(request: AsyncRequest, args: tuple[Any, ...]) -> bytes:
         CheckpointStageError: something cannot be pickled; the message names it and what to do.
     """
     return pickle_by_value(
-        (request.async_fn, args, request.async_fn_kwargs),
+        _call_of(request, args),
         request.name,
-        parts={
-            "async_fn": request.async_fn,
-            "async_fn_args": args,
-            "async_fn_kwargs": request.async_fn_kwargs,
-        },
+        parts={"async_fn": request.async_fn, "async_fn_args": args, "async_fn_kwargs": request.async_fn_kwargs},
         fix="Use functions from the top level of a module; TemporalAsyncCaller(start_method='fork') pickles nothing.",
     )
 

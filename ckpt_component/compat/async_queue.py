@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import logging
-import os
 import weakref
 from collections import deque
-from functools import partial
 from multiprocessing.util import Finalize
 from typing import NamedTuple
 
@@ -75,8 +73,7 @@ class AsyncCallsQueue:
         )
         self._unreported: list[int] = []
         # Also runs at the exit of a child of multiprocessing, which knows no atexit.
-        at_exit = Finalize(None, _close_at_exit, (weakref.ref(self),), exitpriority=_EXIT_PRIORITY)
-        weakref.finalize(self, _log_what_is_lost, at_exit, self.async_calls, os.getpid()).atexit = False
+        Finalize(self, _at_the_end, (weakref.ref(self), self.async_calls), exitpriority=_EXIT_PRIORITY)
 
     @as_checkpoint_exception()
     def schedule_async_request(self, async_request: AsyncRequest) -> int:
@@ -124,9 +121,17 @@ class AsyncCallsQueue:
                 where it failed, that error is the cause.
             CheckpointTimeoutError: rank 0 did not decide in time.
         """
-        session = None if no_dist else self._caller.peers.current
-        while self.async_calls and self._finalize_first(session, blocking, no_dist):
-            pass
+        while self.async_calls:
+            active = self.async_calls[0]
+            try:
+                if not active.async_caller.is_current_async_call_done(blocking, no_dist):
+                    break
+            except CheckpointError:
+                self.async_calls.popleft()
+                raise
+            self.async_calls.popleft()
+            self._finalize(active, None if no_dist else self._caller.peers.current)
+            self._unreported.append(active.idx)
         finalized, self._unreported = self._unreported, []
         return finalized
 
@@ -162,61 +167,37 @@ class AsyncCallsQueue:
         if first is not None:
             raise first
 
-    def _finalize_first(self, session: PeerSession | None, blocking: bool, no_dist: bool) -> bool:
-        """Finalize the oldest request if it is done."""
-        active = self.async_calls[0]
-        try:
-            if not active.async_caller.is_current_async_call_done(blocking, no_dist):
-                return False
-        except CheckpointError:
-            self.async_calls.popleft()
-            raise
-        self.async_calls.popleft()
-        finalize = partial(_finalize, active.async_request)
+    def _finalize(self, active: _ActiveAsyncRequest, session: PeerSession | None) -> None:
+        what = f"Finalizing request {active.idx}"
+
+        def finalize() -> None:
+            for fn in active.async_request.finalize_fns:
+                try:
+                    fn()
+                except (KeyboardInterrupt, SystemExit):
+                    raise
+                except BaseException as error:  # torch's CheckpointException is no Exception
+                    text = f"{what} failed: {type(error).__name__}: {error}"
+                    raise CheckpointSaveError(text, getattr(error, "errno", None)) from error
+
         if session is None:
             finalize()
         else:
-            what = f"Finalizing request {active.idx}"
             session.run_step(f"finalize/{active.idx}", finalize, what, self._write_timeout)
-        self._unreported.append(active.idx)
-        return True
 
-    def _close_at_exit(self) -> None:
-        if self._caller.peers.current is not None and self.async_calls:
-            # Finalizing is done by all ranks together, and the others may have ended already.
-            logger.error(
-                "the interpreter exits with %d requests that were not finalized; call close() on all ranks first",
-                len(self.async_calls),
-            )
-            return
+
+def _at_the_end(reference: weakref.ref[AsyncCallsQueue], calls: deque[_ActiveAsyncRequest]) -> None:
+    """A queue was dropped, or the interpreter exits."""
+    queue = reference()
+    if queue is None:
+        if calls:
+            logger.error("a queue was dropped with %d requests that were not finalized; call its close()", len(calls))
+    elif calls and queue._caller.peers.current is not None:
+        # Finalizing is done by all ranks together, and the others may have ended already.
+        text = "the interpreter exits with %d requests that were not finalized; call close() on all ranks first"
+        logger.error(text, len(calls))
+    else:
         try:
-            self.close()
+            queue.close()
         except CheckpointError:
             logger.exception("a request failed, and the script ended without asking for it")
-
-
-def _finalize(request: AsyncRequest) -> None:
-    for fn in request.finalize_fns:
-        try:
-            fn()
-        except (KeyboardInterrupt, SystemExit):
-            raise
-        except BaseException as error:  # torch's CheckpointException is no Exception
-            raise CheckpointSaveError(
-                f"Finalizing request {request.call_idx} failed: {type(error).__name__}: {error}",
-                getattr(error, "errno", None),
-            ) from error
-
-
-def _close_at_exit(queue: weakref.ref[AsyncCallsQueue]) -> None:
-    alive = queue()
-    if alive is not None:
-        alive._close_at_exit()
-
-
-def _log_what_is_lost(at_exit: Finalize, calls: deque[_ActiveAsyncRequest], owner: int) -> None:
-    if os.getpid() != owner:
-        return
-    at_exit.cancel()
-    if calls:
-        logger.error("a queue was dropped with %d requests that were not finalized; call its close()", len(calls))

@@ -1,27 +1,27 @@
 """What one queue or caller decides together with those of the other ranks. Imports no torch.
 
-Which of them belong together is settled when they are first used together: until then a rank has sent nothing, and one
-that only ever looks alone never does.
+Which of them belong together is settled when they are first asked together: one that is only ever asked alone never
+takes part.
 """
 
 from __future__ import annotations
 
 import errno
-import json
 import logging
 import math
 import threading
 import time
 import weakref
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from typing import Any
 
 from ..coordination import RankStore, StoreCoordinator, distributed
 from ..coordination.heartbeat import FailureDetector
-from ..errors import CheckpointError, CheckpointSaveError, RanksError, ranks_failed
+from ..errors import CheckpointError, CheckpointSaveError, CheckpointTimeoutError, RanksError, ranks_failed
 from ..writing.remote_error import describe_failure
+from .worker_client import WorkerClient
 
 logger = logging.getLogger(__name__)
 
@@ -31,30 +31,43 @@ HEARTBEAT_SECONDS = 30.0
 GRACE_SECONDS = 15.0
 #: For a step that has no time of its own; `torch.distributed` gives a collective as long.
 _STEP_SECONDS = 1800.0
-#: So many queues that were used are remembered, to compare their order on all ranks.
-_REMEMBERED = 64
 
 
 @dataclass(eq=False)
-class SharedCall:
+class ScheduledCall:
     """One request in flight.
 
     Attributes:
         what: the request, for error texts.
-        result: how it goes on this rank.
         timeout: seconds that it may take.
+        result: how it goes on this rank.
+        worker: None where there was nothing to do, or it failed before a process had it.
+        session: with the other ranks; None where there are none.
+        number: alike on all ranks.
+        looks: how often all ranks were asked about it without waiting.
+        is_asked_about: whether all ranks were asked at all.
+        vote: acquired by whoever tells the other ranks how it went on this one, which is done once.
     """
 
     what: str
-    result: Future[Any] = field(default_factory=Future)
     timeout: float = _STEP_SECONDS
+    result: Future[Any] = field(default_factory=Future)
+    worker: WorkerClient | None = None
+    session: PeerSession | None = None
     number: int = 0
     looks: int = 0
-    is_cast: bool = False  # how it went here was sent to rank 0, or need not be any more
+    is_asked_about: bool = False
+    vote: threading.Lock = field(default_factory=threading.Lock)
+
+    def wait(self) -> None:
+        """Return when it is done here, or its time is over."""
+        wait([self.result], self.timeout)
 
     def error(self) -> CheckpointError | None:
-        """Why it failed, as an error of this package; None while it runs."""
-        error = self.result.exception(0) if self.result.done() and not self.result.cancelled() else None
+        """Why it failed here, as an error of this package. One that still runs has taken too long."""
+        if not self.result.done():
+            return CheckpointTimeoutError(f"{self.what} was not done within its deadline.")
+        error = None if self.result.cancelled() else self.result.exception(0)
         if error is None or isinstance(error, CheckpointError):
             return error
         wrapped = CheckpointSaveError(f"{self.what} could not be run: {type(error).__name__}: {error}")
@@ -67,55 +80,34 @@ class PeerSession:
 
     Args:
         store: a connection of its own, with keys that all queues of the job share.
-        made: when the queue was made, to tell the order of this rank's queues.
     """
 
-    def __init__(self, store: RankStore, made: int) -> None:
+    def __init__(self, store: RankStore) -> None:
         self.world_size = store.world_size
-        self.is_leader = store.rank == 0
         self._store = store
-        self._order = QueueOrder(store, made)
         self._coordinator: StoreCoordinator | None = None  # while requests are in flight
-        self._watch: FailureDetector | None = None
-        self._prefix: str | None = None  # of all tags, from the first use on all ranks together
-        self._place: list[int] = []
-        self._is_in_place = False  # on all ranks, as far as rank 0 has seen
-        self._alone = False
+        self._detector = FailureDetector(store, HEARTBEAT_SECONDS, None)
+        self._prefix: str | None = None  # of all tags, from the first question to all ranks
         self._calls = 0
         self._sums = 0
-        self._open: list[SharedCall] = []
-        self._casting = threading.Lock()
-        #: For the threads in which calls end. Made now: a new connection to a dead store takes minutes to fail.
-        self._cast_store = store.clone()
 
-    def add(self, call: SharedCall) -> None:
+    def add(self, call: ScheduledCall) -> None:
         """A call begins, on all ranks. Waits for none of them.
 
         Raises:
             RanksError: the store cannot be reached.
         """
+        self._coordinate()
         call.number = self._calls
         self._calls += 1
-        self._open.append(call)
-        self._coordinate()
-        if self._prefix is not None:
-            self._cast_when_done(call)
-        elif not self._alone:
-            self._order.wait()
 
-    def look_alone(self) -> None:
-        """This rank looks at a call by itself."""
-        if self._prefix is None and not self._alone:
-            self._alone = True
-            self._order.forget()
-
-    def look(self, call: SharedCall, blocking: bool) -> bool:
+    def look(self, call: ScheduledCall, blocking: bool) -> bool:
         """Whether the oldest open call is done on all ranks. Call this on all ranks, in the same way.
 
         All ranks get the same answer in the n-th look at a call.
 
         Args:
-            call: closed afterwards, unless the answer is False.
+            call: over, unless the answer is False.
             blocking: wait until it is done.
 
         Raises:
@@ -123,50 +115,44 @@ class PeerSession:
                 has died, or the store cannot be reached.
             CheckpointTimeoutError: rank 0 did not decide in time.
         """
-        coordinator, watch = self._join()
-        tag = self._tag(call)
-        deadline = self._deadline(call.timeout)
+        coordinator = self._join()
+        tag, deadline = self._tag(call), self._deadline(call.timeout)
+        if not call.is_asked_about:
+            call.is_asked_about = True
+            call.result.add_done_callback(lambda _: self._cast(call, call.error()))
+        over = True
         try:
             if not blocking:
                 call.looks += 1
-                is_over = lambda: coordinator.is_counted(tag, watch)  # noqa: E731
-                if not coordinator.look(f"{tag}/look", call.looks - 1, is_over, deadline):
-                    return False
-            coordinator.count(tag, deadline, self._check_order, watch)
+                is_over = lambda: coordinator.is_counted(tag, self._detector)  # noqa: E731
+                over = coordinator.look(f"{tag}/look", call.looks - 1, is_over, deadline)
+            if over:
+                if call.looks:
+                    coordinator.leave(f"{tag}/look")
+                coordinator.count(tag, deadline, self._detector)
         except RanksError as error:
-            self._close(call)
-            raise self._failure(call.what, error) from call.error()
-        except CheckpointError:
-            self._close(call)
-            raise
-        self._close(call)
-        return True
+            raise self._failure(call.what, error) from (call.error() if call.result.done() else None)
+        finally:
+            if over:
+                call.vote.acquire(blocking=False)
+        return over
 
-    def finish_alone(self, call: SharedCall) -> None:
-        """A call is over here, and this rank will not ask the others about it."""
-        if self._prefix is not None:
-            self._cast(call, call.result.exception(0))
-            self._coordinate().leave(self._tag(call))
-        self._close(call)
-
-    def give_up(self, call: SharedCall, failure: CheckpointError) -> None:
-        """Close a call that other ranks may still ask about: it failed here. Never raises."""
+    def give_up(self, call: ScheduledCall, failure: CheckpointError) -> None:
+        """A call that other ranks may still ask about has failed here. Never raises."""
+        if self._prefix is None:
+            return
+        coordinator, tag = self._coordinate(), self._tag(call)
+        self._cast(call, failure)
         try:
-            if not self._alone:
-                coordinator, _ = self._join()
-                tag = self._tag(call)
-                self._cast(call, failure)
-                if self.is_leader:
-                    # A rank that is behind gets the answers to its earlier looks that this rank got.
-                    coordinator.look(f"{tag}/look", call.looks, lambda: True, 0)
-                    call.looks += 1
-                    coordinator.refuse(tag, ranks_failed({0: str(failure)}))
-                else:
-                    coordinator.leave(tag)
+            if self.is_leader:
+                # A rank that is behind gets the answers to its earlier looks that this rank got.
+                coordinator.look(f"{tag}/look", call.looks, lambda: True, 0)
+                coordinator.leave(f"{tag}/look")
+                coordinator.refuse(tag, ranks_failed({0: str(failure)}))
+            else:
+                coordinator.leave(tag)
         except CheckpointError as error:
             logger.warning("could not tell the other ranks that %s is over on this one: %s", call.what, error)
-        finally:
-            self._close(call)
 
     def run_step(self, name: str, work: Callable[[], Any], what: str, timeout: float = _STEP_SECONDS) -> None:
         """Do a step on all ranks, and wait for all. Call this on all ranks.
@@ -181,7 +167,7 @@ class PeerSession:
             RanksError: it failed on a rank; the same on all ranks, with this rank's own error as its cause.
             CheckpointTimeoutError: rank 0 did not decide in time.
         """
-        coordinator, watch = self._join()
+        coordinator = self._join()
         tag = f"{self._prefix}/{name}"
         failure: BaseException | None = None
         try:
@@ -190,9 +176,9 @@ class PeerSession:
             raise  # these wait for no other rank
         except BaseException as error:  # torch's CheckpointException is no Exception
             failure = error
-        coordinator.cast(tag, self._place, as_save_error(failure))
+        coordinator.cast(tag, None, as_save_error(failure))
         try:
-            coordinator.count(tag, self._deadline(timeout), self._check_order, watch)
+            coordinator.count(tag, self._deadline(timeout), self._detector)
         except RanksError as error:
             raise self._failure(what, error) from failure
 
@@ -203,136 +189,59 @@ class PeerSession:
             CheckpointTimeoutError: not all ranks took part in time.
             RanksError: a rank or the store is.
         """
-        coordinator, _ = self._join()
+        coordinator = self._join()
         self._sums += 1
         return int(coordinator.decide(f"{self._prefix}/sum/{self._sums}", value, sum, self._deadline(_STEP_SECONDS)))
 
     def rest(self) -> None:
         """Send no more heartbeats until there is another call. Call this on all ranks when no call is open."""
-        coordinator, self._coordinator, self._watch = self._coordinator, None, None
+        coordinator, self._coordinator = self._coordinator, None
         if coordinator is not None:
             coordinator.rest()
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether this rank decides."""
+        return self._store.rank == 0
 
     def _coordinate(self) -> StoreCoordinator:
         """The coordinator, whose heartbeats begin with the first call."""
         if self._coordinator is None:
             self._coordinator = StoreCoordinator(self._store, HEARTBEAT_SECONDS, stall_timeout=math.inf)
+            self._detector = FailureDetector(self._store, HEARTBEAT_SECONDS, None)
         return self._coordinator
 
-    def _join(self) -> tuple[StoreCoordinator, FailureDetector]:
+    def _join(self) -> StoreCoordinator:
         """Take part with the other ranks: the n-th queue of each rank that does so belongs together."""
         coordinator = self._coordinate()
-        if self._watch is None:
-            self._watch = FailureDetector(self._store, HEARTBEAT_SECONDS, None)
         if self._prefix is None:
-            self._place = self._order.join()
             self._prefix = str(self._store.add(f"joined-by-{self._store.rank}", 1))
-            self._alone = False
-            for call in self._open:
-                self._cast_when_done(call)
-        return coordinator, self._watch
+        return coordinator
 
-    def _tag(self, call: SharedCall) -> str:
+    def _cast(self, call: ScheduledCall, failure: CheckpointError | None) -> None:
+        """Tell the other ranks how a call went here, from whichever thread. Never raises."""
+        try:
+            if call.vote.acquire(blocking=False):
+                self._coordinate().cast(self._tag(call), None, failure)
+        except CheckpointError as error:
+            logger.warning("could not tell the other ranks how %s went on this one: %s", call.what, error)
+
+    def _tag(self, call: ScheduledCall) -> str:
         return f"{self._prefix}/call/{call.number}"
 
     def _deadline(self, timeout: float) -> float:
         return time.monotonic() + timeout + (0 if self.is_leader else GRACE_SECONDS)
-
-    def _cast_when_done(self, call: SharedCall) -> None:
-        def cast(result: Future[Any]) -> None:
-            try:
-                if not result.cancelled():
-                    self._cast(call, result.exception(0))
-            except CheckpointError as error:
-                logger.warning("could not tell rank 0 how %s went on this rank: %s", call.what, error)
-
-        call.result.add_done_callback(cast)
-
-    def _cast(self, call: SharedCall, error: BaseException | None) -> None:
-        with self._casting:
-            is_cast, call.is_cast = call.is_cast, True
-            if not is_cast:
-                self._coordinate().cast(self._tag(call), self._place, as_save_error(error), self._cast_store)
-
-    def _check_order(self, places: list[list[int]]) -> None:
-        """Refuse ranks that take part with another queue than rank 0; looked for until it was right once."""
-        if self._is_in_place:
-            return
-        # Ranks may have queues of their own that wait, which says nothing about those before.
-        strangers = [
-            rank
-            for rank, (passed, before, waiting) in enumerate(places)
-            if passed != places[0][0] or (before != places[0][1] and waiting == places[0][2])
-        ]
-        if strangers:
-            text = "asked about another queue than rank 0: all ranks must ask about their queues in the same order"
-            raise ranks_failed(dict.fromkeys(strangers, text))
-        self._is_in_place = True
 
     def _failure(self, what: str, error: RanksError) -> RanksError:
         code = "" if error.errno is None else f" ({errno.errorcode.get(error.errno, f'errno {error.errno}')})"
         text = f"{what} did not succeed on all {self.world_size} ranks{code}. {error}"
         return RanksError(text, error.errno, error.failures, error.causes)
 
-    def _close(self, call: SharedCall) -> None:
-        with self._casting:
-            call.is_cast = True
-        self._open.remove(call)
-        if call.looks and self._coordinator is not None:
-            try:
-                self._coordinator.leave(f"{self._tag(call)}/look")
-            except RanksError as error:
-                logger.debug("%s", error)
-
-
-class QueueOrder:
-    """In which order the queues of this rank were made and used. Kept in the store, where no object owns it.
-
-    Args:
-        store: that all queues of the rank share.
-        made: when this queue was made.
-    """
-
-    def __init__(self, store: RankStore, made: int) -> None:
-        self._store = store
-        self._made = made
-        self._key = f"order/{store.rank}"
-
-    def wait(self) -> None:
-        """This queue has calls, about which no rank was asked yet."""
-        self._update("waiting")
-
-    def forget(self) -> None:
-        """This queue is this rank's alone."""
-        self._update(None)
-
-    def join(self) -> list[int]:
-        """This queue is used with those of the other ranks.
-
-        Returns:
-            Where it stands, which must be the same on all ranks: how many that were made later were used before; how
-            many that were made before are waiting; how many are waiting.
-        """
-        order = self._update("joined")
-        waiting = order["waiting"]
-        passed = sum(made > self._made for made in order["joined"])
-        return [passed, sum(made < self._made for made in waiting), len(waiting)]
-
-    def _update(self, state: str | None) -> dict[str, list[int]]:
-        data = self._store.peek(self._key)
-        order: dict[str, list[int]] = {"waiting": [], "joined": []} if data is None else json.loads(data)
-        order["waiting"] = [made for made in order["waiting"] if made != self._made]
-        if state is not None:
-            order[state] = sorted({*order[state], self._made})[-_REMEMBERED:]
-        self._store.set(self._key, json.dumps(order).encode())
-        return order
-
 
 class Peers:
     """The other ranks, as one caller or queue sees them: none, until it is used where there are several."""
 
     def __init__(self) -> None:
-        self._made = time.monotonic_ns()
         self._group: weakref.ref[Any] | None = None  # weak, so that destroy_process_group() is not held up
         #: The session of the last schedule, if any.
         self.current: PeerSession | None = None
@@ -344,14 +253,9 @@ class Peers:
         previous = None if self._group is None else self._group()
         if group is not previous or group is None:
             store = RankStore.shared("callers")
-            self.current = None if store is None else PeerSession(store, self._made)
+            self.current = None if store is None else PeerSession(store)
             self._group = None if group is None else weakref.ref(group)
         return self.current
-
-    def rest(self) -> None:
-        """No call is open any more; see `PeerSession.rest`."""
-        if self.current is not None:
-            self.current.rest()
 
 
 def this_rank() -> int:

@@ -62,22 +62,19 @@ def serve(sock: socket.socket, make_handler: Callable[[], Callable[[Any], Any]])
 
 
 def serve_calls(sock: socket.socket, log_level: int) -> None:
-    """A loop whose requests are calls: (function, positional arguments, keyword arguments)."""
+    """A loop whose requests are functions to call, with their arguments in a `partial`."""
     logging.getLogger("ckpt_component").setLevel(log_level)
-    serve(sock, lambda: _run_call)
+    serve(sock, lambda: _call)
 
 
-def serve_inherited_call(
-    sock: socket.socket, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
+def serve_inherited_call(sock: socket.socket, function: Callable[[], Any]) -> None:
     """A loop with one call that a forked process has inherited, so that nothing of it was pickled."""
-    serve(sock, lambda: lambda _request: _run_call((function, args, kwargs)))
+    serve(sock, lambda: lambda _request: _call(function))
 
 
-def _run_call(request: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]) -> None:
-    """Make one call for its effect; what it returns stays in the process."""
-    function, args, kwargs = request
-    function(*args, **kwargs)
+def _call(function: Callable[[], Any]) -> None:
+    """Call it for its effect; what it returns stays in the process."""
+    function()
 
 
 def enter(

@@ -103,7 +103,7 @@ class StoreCoordinator(Coordinator):
         failure, data = None, None
         try:
             if self.is_leader:
-                self._wait(question.has_all, question.missing, deadline, question.absentees, lookout)
+                self._await_all(question, deadline, lookout)
             else:
                 data = self._await_answer(question, deadline, lookout, question.absentees)
         except (CheckpointTimeoutError, RanksError) as error:
@@ -160,16 +160,15 @@ class StoreCoordinator(Coordinator):
         except RanksError as error:
             raise error from failure
 
-    def cast(self, tag: str, result: Any, failure: Exception | None = None, store: RankStore | None = None) -> None:
+    def cast(self, tag: str, result: Any, failure: Exception | None = None) -> None:
         """The first half of `all_succeed`: post how this rank's part went. Does not wait.
 
         Args:
             tag: of this question.
             result: of this rank's part.
             failure: of this rank's part.
-            store: a connection to use; None: this thread's.
         """
-        question = Question(self._store() if store is None else store, tag)
+        question = self._question(tag)
         question.post({"work": result} if failure is None else {"error": error_as_plain(failure)})
         if failure is not None:
             question.count("failed", 1)
@@ -178,19 +177,12 @@ class StoreCoordinator(Coordinator):
         """On the leader: whether `count` has nothing to wait for. `watch` is kept from one look to the next."""
         return self._question(tag).is_over(watch, {})
 
-    def count(
-        self,
-        tag: str,
-        deadline: float,
-        check: Callable[[list[Any]], None] = lambda results: None,
-        watch: FailureDetector | None = None,
-    ) -> list[Any]:
+    def count(self, tag: str, deadline: float, watch: FailureDetector | None = None) -> list[Any]:
         """The second half of `all_succeed`: wait for the votes of all ranks, or the first failure.
 
         Args:
             tag: of this question.
             deadline: monotonic seconds.
-            check: called on the leader with all results; what it raises is raised on all ranks.
             watch: of the heartbeats; None: one for this question alone.
 
         Raises:
@@ -201,7 +193,6 @@ class StoreCoordinator(Coordinator):
         def collect() -> None:
             question = self._question(tag)
             results.extend(question.outcomes(watch or self._detector(self._stall_timeout), deadline))
-            check(results)
 
         self.run_on_leader(tag, collect, deadline)
         return results
@@ -268,6 +259,16 @@ class StoreCoordinator(Coordinator):
     def _silent(self, question: Question) -> list[int]:
         """The ranks that have not posted, of those that this one looks after."""
         return question.missing() if self.is_leader else [] if question.has_posted(0) else [0]
+
+    def _await_all(self, question: Question, deadline: float, lookout: Lookout | None) -> None:
+        """On the leader: return when every rank has posted."""
+        self._wait(
+            lambda: question.count("count") >= self.world_size,
+            question.missing,
+            deadline,
+            question.absentees,
+            lookout,
+        )
 
     def _await_answer(
         self,

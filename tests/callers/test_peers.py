@@ -13,7 +13,7 @@ import pytest
 from waiting import eventually
 
 from ckpt_component.compat import peers
-from ckpt_component.compat.peers import PeerSession, SharedCall
+from ckpt_component.compat.peers import PeerSession, ScheduledCall
 from ckpt_component.coordination import RankStore
 from ckpt_component.coordination.heartbeat import RESTING
 from ckpt_component.errors import CheckpointSaveError, CheckpointTimeoutError, RanksError
@@ -66,7 +66,7 @@ def on_ranks(world_size: int, work: Callable[[PeerSession, int], Any], store: St
     """What `work` returned, or raised, by rank."""
 
     def run(rank: int) -> Any:
-        session = PeerSession(Connection(store, rank, world_size, "test/"), time.monotonic_ns())
+        session = PeerSession(Connection(store, rank, world_size, "test/"))
         try:
             return work(session, rank)
         except (CheckpointSaveError, CheckpointTimeoutError) as error:
@@ -78,20 +78,20 @@ def on_ranks(world_size: int, work: Callable[[PeerSession, int], Any], store: St
         return list(pool.map(run, range(world_size)))
 
 
-def call(number: int = 0, timeout: float = 60, *, done: bool = True) -> SharedCall:
-    made = SharedCall(f"Call {number}", timeout=timeout)
+def call(number: int = 0, timeout: float = 60, *, done: bool = True) -> ScheduledCall:
+    made = ScheduledCall(f"Call {number}", timeout=timeout)
     if done:
         made.result.set_result(None)
     return made
 
 
-def added(session: PeerSession, *calls: SharedCall) -> tuple[SharedCall, ...]:
+def added(session: PeerSession, *calls: ScheduledCall) -> tuple[ScheduledCall, ...]:
     for each in calls:
         session.add(each)
     return calls
 
 
-def answer(session: PeerSession, each: SharedCall, blocking: bool = True) -> Any:
+def answer(session: PeerSession, each: ScheduledCall, blocking: bool = True) -> Any:
     """What a look says: whether the call is done, or the ranks on which it failed."""
     try:
         return session.look(each, blocking)
@@ -114,7 +114,7 @@ def test_all_ranks_get_the_same_answer_in_the_same_look(seed: int) -> None:
 
     def work(session: PeerSession, rank: int) -> list[Any]:
         chance = random.Random(seed * 100 + rank)
-        calls: list[SharedCall] = []
+        calls: list[ScheduledCall] = []
         answers: list[Any] = []
         for number in range(count + ahead):
             if number < count:
@@ -254,7 +254,7 @@ def test_a_rank_whose_heart_stops_is_dead(dead: int, blocking: bool, monkeypatch
 
 def test_a_dead_store_is_an_error() -> None:
     store = Store()
-    session = PeerSession(Connection(store, 0, 2, "test/"), 0)
+    session = PeerSession(Connection(store, 0, 2, "test/"))
     first, second = added(session, call(0), call(1))
     store.gone = True
     with pytest.raises(RanksError, match="cannot reach the store"):
@@ -265,16 +265,25 @@ def test_a_dead_store_is_an_error() -> None:
     session.rest()
 
 
-def test_what_one_rank_gives_up_fails_on_the_others() -> None:
+@pytest.mark.parametrize("gives_up", [0, 1])
+def test_what_one_rank_gives_up_fails_on_the_others(gives_up: int) -> None:
     def work(session: PeerSession, rank: int) -> list[Any]:
-        calls = added(session, *(call(number, done=number == 2) for number in range(3)))
-        if rank == 0:
+        first, *calls = added(session, *(call(number, done=number in (0, 3)) for number in range(4)))
+        assert answer(session, first)
+        if rank == gives_up:
             for each in calls[:2]:
                 session.give_up(each, CheckpointSaveError("given up"))
             return [answer(session, calls[2])]
-        return [answer(session, each) for each in calls]
+        answers = []
+        for each in calls[:2]:
+            while (over := answer(session, each, blocking=False)) is False:
+                time.sleep(0.01)
+            answers.append(over)
+        return [*answers, answer(session, calls[2])]
 
-    assert on_ranks(2, work, Store()) == [[True], [{0: "given up"}, {0: "given up"}, True]]
+    failures = {gives_up: "given up"}
+    results = on_ranks(2, work, Store())
+    assert results[gives_up] == [True] and results[1 - gives_up] == [failures, failures, True]
 
 
 def test_a_rank_that_is_behind_when_rank_0_gives_up_gets_the_answers_that_rank_0_got() -> None:
@@ -295,7 +304,7 @@ def test_a_rank_that_is_behind_when_rank_0_gives_up_gets_the_answers_that_rank_0
 
 def test_heartbeats_are_sent_until_the_session_rests() -> None:
     store = Store()
-    session = PeerSession(Connection(store, 0, 1, "test/"), 0)
+    session = PeerSession(Connection(store, 0, 1, "test/"))
 
     def hearts() -> int:
         return sum(thread.name == "ckpt-heartbeat" for thread in threading.enumerate())
@@ -339,12 +348,9 @@ def test_a_rank_that_looks_alone_does_not_shift_the_others() -> None:
     store = Store()
 
     def work(session: PeerSession, rank: int) -> Any:
-        shared = PeerSession(Connection(store, rank, 2, "test/"), time.monotonic_ns())
+        shared = PeerSession(Connection(store, rank, 2, "test/"))
         if rank == 0:
             (own,) = added(session, call())
-            session.look_alone()
-            session.finish_alone(own)
-            (own,) = added(session, call(1))
             session.give_up(own, CheckpointSaveError("given up"))
         (each,) = added(shared, call(timeout=5))
         over = answer(shared, each)
@@ -352,14 +358,3 @@ def test_a_rank_that_looks_alone_does_not_shift_the_others() -> None:
         return over
 
     assert on_ranks(2, work, store) == [True, True]
-
-
-def test_what_is_given_up_before_the_first_look_fails_on_the_others() -> None:
-    def work(session: PeerSession, rank: int) -> Any:
-        (each,) = added(session, call(timeout=20, done=False))
-        if rank == 1:
-            session.give_up(each, CheckpointSaveError("given up"))
-            return None
-        return answer(session, each)
-
-    assert on_ranks(2, work, Store()) == [{1: "given up"}, None]

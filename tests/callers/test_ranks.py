@@ -27,10 +27,6 @@ def test_a_rank_may_have_a_queue_of_its_own(tmp_path: Path) -> None:
     run_ranks(SCRIPT, "own_queue", 2, tmp_path, timeout=60, **PATHS)
 
 
-def test_queues_asked_in_another_order_are_an_error_on_all_ranks(tmp_path: Path) -> None:
-    run_ranks(SCRIPT, "another_order", 2, tmp_path, timeout=60, **PATHS)
-
-
 @pytest.mark.parametrize("gone", [0, 1])
 def test_a_dead_rank_is_an_error_and_no_wait(gone: int, tmp_path: Path) -> None:
     (tmp_path / "gone").write_text(str(gone))

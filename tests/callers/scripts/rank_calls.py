@@ -355,33 +355,6 @@ def own_queue(rank: int, world_size: int, folder: Path) -> None:
     assert finalized == (["own"] if rank == 0 else [])
 
 
-def another_order(rank: int, world_size: int, folder: Path) -> None:
-    """Two queues, which each rank asks in its own order: nothing is finalized that is not done everywhere."""
-    first, second = (AsyncCallsQueue(True, start_method=METHOD, write_timeout=20) for _ in range(2))
-    finalized: list[str] = []
-    for queue in (first, second):
-        queue.schedule_async_request(AsyncRequest(calls.facts, (), [lambda: finalized.append("wrong")]))
-    for queue in (first, second) if rank == 0 else (second, first):
-        try:
-            numbers = queue.maybe_finalize_async_calls(blocking=True)
-        except RanksError as error:
-            assert set(error.failures) == {1} and "in the same order" in str(error), error
-        else:
-            raise AssertionError(numbers)
-    assert finalized == []
-    # Also where each is asked at once, as far as that can be known: at the second of them.
-    later = [AsyncCallsQueue(True, start_method=METHOD, write_timeout=20) for _ in range(2)]
-    for queue in later if rank == 0 else reversed(later):
-        queue.schedule_async_request(AsyncRequest(calls.facts))
-        try:
-            finalized.append(str(queue.maybe_finalize_async_calls(blocking=True)))
-        except RanksError as error:
-            finalized.append(str("in the same order" in str(error)))
-    assert finalized == ["[0]", "True"], finalized
-    for queue in (first, second, *later):
-        queue.close(abort=True)
-
-
 def dead_rank(rank: int, world_size: int, folder: Path) -> None:
     """The rank that the test names is killed in the middle of a save; the others must not wait for it."""
     peers.HEARTBEAT_SECONDS = 2.0
