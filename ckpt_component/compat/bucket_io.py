@@ -12,7 +12,7 @@ import os
 import traceback
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from ..errors import CheckpointSaveError
 from ..storage.file_system import file_system
@@ -48,19 +48,11 @@ class ImageBucket(NamedTuple):
     places: Sequence[Place]
 
 
-class ResultsQueue(Protocol):
-    """What takes the results: a `ResultMailbox`, or a queue of any kind."""
-
-    def put(self, result: Any) -> None:
-        """Take one result."""
-        ...
-
-
 def write_preloaded_data_multiproc(
     transform_list: Sequence[Any],
     rank: int,
     write_buckets: Sequence[Any],
-    global_results_queue: ResultsQueue,
+    global_results_queue: Any,
     *,
     ops: FsOps | None = None,
 ) -> None:
@@ -72,7 +64,8 @@ def write_preloaded_data_multiproc(
         transform_list: of the reference; must be empty.
         rank: whose they are.
         write_buckets: what `preload_tensors` returned. What it is given will do too, and is then preloaded here.
-        global_results_queue: gets {number of the bucket: places of its items}, or the first error.
+        global_results_queue: a `ResultMailbox` or a queue of any kind; gets {number of the bucket: places of its
+            items}, or the first error.
         ops: where effects go; None: the file system, durably.
     """
     what = f"Rank {rank} could not write its part of the checkpoint"
@@ -84,7 +77,7 @@ def write_preloaded_data(
     transform_list: Sequence[Any],
     local_proc_idx: int,
     write_bucket: Any,
-    results_queue: ResultsQueue,
+    results_queue: Any,
     count_queue: Any,
     use_fsync: bool,
 ) -> None:

@@ -6,12 +6,11 @@ user's, and is called there for every save. Beneath is the call loop; its reques
 
 from __future__ import annotations
 
-import logging
-import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -31,8 +30,6 @@ __all__ = [
     "WorkerRequest",
     "WorkerResponse",
 ]
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -120,16 +117,13 @@ class CheckpointProcess:
         checkpoint_writer_init_args: Mapping[str, Any],
     ) -> None:
         self._config = config
-        args = (
-            rank_info,
-            subprocess_init_fn,
-            tuple(subprocess_init_args),
-            checkpoint_writer_init_fn,
-            {"rank_info": rank_info, **checkpoint_writer_init_args},
+        writer_init_args = {"rank_info": rank_info, **checkpoint_writer_init_args}
+        make_session = partial(
+            _make_session, subprocess_init_fn, subprocess_init_args, checkpoint_writer_init_fn, writer_init_args
         )
         self._worker = WorkerClient(
-            _serve_writer,
-            args,
+            serve,
+            (make_session,),
             name="checkpoint process",
             start_timeout=config.subprocess_init_timeout_secs,
             close_timeout=config.subprocess_shutdown_timeout_secs,
@@ -220,22 +214,15 @@ class _WriterSession:
             written.result()  # bounded by the parent, which gives this process up at the write's deadline
 
 
-def _serve_writer(
-    sock: socket.socket,
-    rank_info: RankInfo,
+def _make_session(
     init_fn: Callable[..., Any],
-    init_args: tuple[Any, ...],
+    init_args: Sequence[Any],
     writer_init_fn: Callable[..., CheckpointWriter],
-    writer_init_args: dict[str, Any],
-) -> None:
-    """The loop of the process."""
-
-    def make_session() -> _WriterSession:
-        init_fn(*init_args)
-        return _WriterSession(writer_init_fn(**writer_init_args))
-
-    logger.debug("checkpoint process of rank %d of %d", rank_info.global_rank, rank_info.global_world_size)
-    serve(sock, make_session)
+    writer_init_args: Mapping[str, Any],
+) -> _WriterSession:
+    """What the process runs first."""
+    init_fn(*init_args)
+    return _WriterSession(writer_init_fn(**writer_init_args))
 
 
 def _message(kind: RequestType, payload: dict[str, Any] | None = None, shared: list[Any] | None = None) -> bytes:

@@ -8,7 +8,6 @@ of one save are never seen by another.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import logging
@@ -227,17 +226,7 @@ class FileSystemWriterAsync(FileSystemWriter):
         """
         storage = {result.index: result.storage_data for part in results for result in part}
         complete = dataclasses.replace(metadata, storage_data=storage, storage_meta=self.storage_meta())
-        folder = os.fspath(self.path)
-        target = os.path.join(folder, bucket_io.METADATA)
-        draft = f"{target}.{os.urandom(4).hex()}.tmp"
-        try:
-            self._ops.write_new(draft, pickle.dumps(complete, protocol=4))
-            self._ops.replace(draft, target)
-        except BaseException:
-            with contextlib.suppress(OSError):  # the first error counts
-                self._ops.unlink(draft)
-            raise
-        self._ops.sync_folder(folder)
+        self._ops.write_over(os.path.join(self.path, bucket_io.METADATA), pickle.dumps(complete, protocol=4))
 
     def storage_meta(self) -> StorageMeta | None:
         """As torch's, with the path as text: other Python versions cannot unpickle a pathlib path."""

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import os
+from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 
-from ..coordination import Coordinator
+from ..coordination import Coordinator, LocalCoordinator, RankStore, StoreCoordinator, distributed
+from ..coordination.rank_store import another_connection
 from ..errors import CheckpointWorldError
 from .bucket_image import FilesImage
 
@@ -38,13 +39,12 @@ class CheckpointMetadataCache:
         self._ranks: list[int] = []
         self._saves = 0
 
-    def next_save(self, ranks: list[int], connect: Callable[[], Coordinator]) -> tuple[Coordinator, int]:
-        """The coordinator of these ranks, and a number for the save that is the same on all of them.
+    def next_save(self, process_group: Any) -> tuple[Coordinator, int]:
+        """The coordinator of a group's ranks, and a number for the save that is the same on all of them.
 
-        Args:
-            ranks: of the save. Where they or the process group are others than before, all is forgotten.
-            connect: makes a coordinator of these ranks.
+        Where the ranks or the default process group are others than before, all is forgotten.
         """
+        ranks = _ranks_of(process_group)
         try:
             if self._coordinator is not None:
                 self._coordinator.check_world()
@@ -52,7 +52,7 @@ class CheckpointMetadataCache:
             self.close()
         if self._coordinator is None or self._ranks != ranks:
             self.close()
-            self._coordinator, self._ranks = connect(), ranks
+            self._coordinator, self._ranks = _connect(process_group, ranks), ranks
         self._saves += 1
         return self._coordinator, self._saves
 
@@ -69,29 +69,24 @@ class CheckpointMetadataCache:
             self._coordinator = None
 
 
-def fingerprint_of(plan: SavePlan, planner: SavePlanner, state_dict: Any, world_size: int) -> str:
-    """8 bytes, as hex, that change with all that a plan and its metadata depend on.
+def fingerprint_of(plan: SavePlan, planner: SavePlanner, world_size: int) -> str:
+    """8 bytes, as hex, that change with all that a plan of all ranks and its metadata depend on.
 
-    These are keys, dtypes, shapes, strides, offsets and placements, how the planner flattened the state dict, its
-    settings, and the world size.
+    These are the keys, dtypes, shapes and offsets of a rank's own plan, how the planner flattened the state dict, its
+    settings, and the world size. Strides are not among them: a stored tensor is contiguous.
     """
     digest = hashlib.blake2b(digest_size=8)
 
     def add(*values: Any) -> None:
         digest.update(repr(values).encode())
 
-    add(world_size, type(planner).__qualname__, plan.usable)
+    add(world_size, type(planner).__qualname__, plan.usable, plan.planner_data)
     add(sorted((name, value) for name, value in vars(planner).items() if isinstance(value, (bool, int, str))))
-    add(getattr(planner, "mappings", None))
     for item in plan.items:
         index, data = item.index, item.tensor_data
         add(index.fqn, index.offset and tuple(index.offset), index.index, item.type.name)
         if data is not None:
-            chunk, kind = data.chunk, data.properties
-            add(tuple(chunk.offsets), tuple(chunk.sizes), tuple(data.size), kind.dtype, kind.requires_grad)
-    for path, tensor in _tensors(getattr(planner, "state_dict", state_dict), ()):
-        add(path, type(tensor).__qualname__, tensor.dtype, tuple(tensor.shape), tensor.device.type)
-        add(*_placement(tensor))
+            add(tuple(data.chunk.offsets), tuple(data.chunk.sizes), tuple(data.size), data.properties)
     return digest.hexdigest()
 
 
@@ -104,23 +99,25 @@ def digest_of(results: Sequence[WriteResult]) -> str:
     return digest.hexdigest()
 
 
-def _tensors(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], torch.Tensor]]:
-    if isinstance(value, torch.Tensor):
-        yield path, value
-    elif isinstance(value, Mapping):
-        for key, member in value.items():
-            yield from _tensors(member, (*path, key))
-    elif isinstance(value, (list, tuple)):
-        for number, member in enumerate(value):
-            yield from _tensors(member, (*path, number))
+def _ranks_of(process_group: Any) -> list[int]:
+    dist = distributed()
+    if dist is None:
+        return [0]
+    if process_group is None:
+        return list(range(dist.get_world_size()))
+    return list(dist.get_process_group_ranks(process_group))
 
 
-def _placement(tensor: Any) -> tuple[Any, ...]:
-    """How a tensor lies in memory, and which part of the whole it is."""
-    if hasattr(tensor, "placements"):
-        mesh = tensor.device_mesh
-        return tuple(tensor.to_local().stride()), tensor.placements, mesh.mesh.tolist(), mesh.mesh_dim_names
-    if hasattr(tensor, "local_shards"):  # a ShardedTensor has no strides of its own
-        shards = tensor.local_shards()
-        return tuple((shard.metadata.shard_offsets, tuple(shard.tensor.stride())) for shard in shards)
-    return (tuple(tensor.stride()),)
+def _connect(process_group: Any, ranks: list[int]) -> Coordinator:
+    dist = distributed()
+    if dist is None or len(ranks) == 1:
+        return LocalCoordinator()
+    if len(ranks) == dist.get_world_size() and ranks == sorted(ranks):
+        store = RankStore.of_job("dcp-save")
+        assert store is not None  # as there are several ranks
+        return StoreCoordinator(store)
+    # Groups that have the same ranks share the counter; they take turns in the same order on all of them.
+    connection = another_connection(dist, dist.distributed_c10d._get_default_store())
+    generation = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    prefix = f"ckpt/{generation}/dcp-save/{'-'.join(map(str, ranks))}/"
+    return StoreCoordinator(RankStore(connection, int(dist.get_rank(process_group)), len(ranks), prefix).own())

@@ -144,7 +144,10 @@ class ProcessContext:
         self.sentinels = {fd: index for fd, index in self.sentinels.items() if index not in ended}
         failed = [index for index in ended if self.processes[index].exitcode != 0]
         if failed:
-            self._end_all(grace_period)
+            if grace_period is not None:
+                _join_all(self.processes, grace_period)
+            end_processes(self.processes, _TERMINATE_SECONDS if grace_period is None else grace_period)
+            self.sentinels.clear()
             # Of several that failed in the same moment, the one with a traceback.
             error = self._error_of(next((index for index in failed if self.error_text(index)), failed[0]))
             self.discard_error_files()
@@ -177,29 +180,6 @@ class ProcessContext:
                 return ended
         return []
 
-    def _end_all(self, grace_period: float | None) -> None:
-        if grace_period is not None:
-            self._join_all(grace_period)
-        for process in self._alive():
-            logger.warning("Terminating process %s via signal SIGTERM", process.pid)
-            process.terminate()
-        self._join_all(_TERMINATE_SECONDS if grace_period is None else grace_period)
-        for process in self._alive():
-            logger.warning("process %s did not end on SIGTERM; killing it", process.pid)
-            process.kill()
-        self._join_all(_KILL_SECONDS)
-        for process in self._alive():
-            logger.error("process %s did not end on SIGKILL; it is stuck in the kernel and left behind", process.pid)
-        self.sentinels.clear()
-
-    def _alive(self) -> list[BaseProcess]:
-        return [process for process in self.processes if process.is_alive()]
-
-    def _join_all(self, seconds: float) -> None:
-        deadline = time.monotonic() + seconds
-        for process in self.processes:
-            process.join(max(deadline - time.monotonic(), 0))
-
     def _error_of(self, index: int) -> ProcessException:
         process = self.processes[index]
         pid, code = int(process.pid or 0), process.exitcode
@@ -223,6 +203,26 @@ class SpawnContext(ProcessContext):
     def __init__(self, processes: Sequence[BaseProcess], error_files: Sequence[str]) -> None:
         warnings.warn("SpawnContext is an old name; use ProcessContext.", stacklevel=2)
         super().__init__(processes, error_files)
+
+
+def end_processes(processes: Sequence[BaseProcess], grace_seconds: float) -> None:
+    """End those that still run: by SIGTERM, and after so many seconds by SIGKILL."""
+    steps = (("SIGTERM", BaseProcess.terminate, grace_seconds), ("SIGKILL", BaseProcess.kill, _KILL_SECONDS))
+    for name, end, seconds in steps:
+        alive = [process for process in processes if process.is_alive()]
+        for process in alive:
+            logger.warning("Terminating process %s via signal %s", process.pid, name)
+            end(process)
+        _join_all(alive, seconds)
+    for process in processes:
+        if process.is_alive():
+            logger.error("process %s did not end on SIGKILL; it is stuck in the kernel and left behind", process.pid)
+
+
+def _join_all(processes: Sequence[BaseProcess], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    for process in processes:
+        process.join(max(deadline - time.monotonic(), 0))
 
 
 def check_start_method_exists(start_method: str) -> None:

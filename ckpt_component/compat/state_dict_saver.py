@@ -7,7 +7,6 @@ collective, and only when they are new.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from functools import partial
@@ -21,8 +20,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.checkpoint.utils import _DistWrapper
 
 from ..config.errors import CheckpointConfigError
-from ..coordination import Coordinator, LocalCoordinator, RankStore, StoreCoordinator, distributed
-from ..coordination.rank_store import another_connection
+from ..coordination import distributed
 from ..errors import CheckpointError, RanksError, ranks_failed
 from ..writing.remote_error import describe_failure
 from .file_system_writer_async import FileSystemWriterAsync, log_once
@@ -36,17 +34,16 @@ class SaveRanks(_DistWrapper):
 
     Args:
         process_group: of the ranks; None: all of them.
-        cache: what is kept between saves, or None.
+        cache: what is kept between saves; None: nothing.
         timeout: seconds that ranks wait for each other at each step.
     """
 
     def __init__(self, process_group: Any, cache: CheckpointMetadataCache | None, timeout: float) -> None:
         super().__init__(process_group, distributed() is not None, 0)
-        self.cache = cache
+        self.cache = CheckpointMetadataCache() if cache is None else cache
+        self.keeps_plans = cache is not None
         self._timeout = timeout
-        ranks = _ranks_of(process_group)
-        connect = partial(_connect, process_group, ranks)
-        self._coordinator, self._save = (connect(), 0) if cache is None else cache.next_save(ranks, connect)
+        self._coordinator, self._save = self.cache.next_save(process_group)
 
     @property
     def world_size(self) -> int:
@@ -92,8 +89,8 @@ class SaveRanks(_DistWrapper):
 
     def close(self) -> None:
         """Give up the connection, unless it is the cache's."""
-        if self.cache is None:
-            self._coordinator.close()
+        if not self.keeps_plans:
+            self.cache.close()
 
     def _tag(self, step: str) -> str:
         return f"save-{self._save}/{step}"
@@ -140,12 +137,12 @@ def save_state_dict_async_plan(
     """
     if coordinator_rank != 0:
         raise CheckpointConfigError(f"coordinator_rank={coordinator_rank}: rank 0 of the group coordinates here.")
-    cache = metadata_cache
-    if enable_cache and cache is None:
+    if enable_cache and metadata_cache is None:
         log_once("enable_cache=True keeps no plans by itself here: pass metadata_cache=CheckpointMetadataCache() too.")
-    if cache is not None and storage_writer.image_memory is None:
+    ranks = SaveRanks(process_group, metadata_cache, timeout)
+    cache = ranks.cache
+    if storage_writer.image_memory is None:
         storage_writer.image_memory = cache.memory
-    ranks = SaveRanks(process_group, cache, timeout)
     planner = DefaultSavePlanner() if planner is None else planner
     local: SavePlan | None = None
     fingerprint, failure = "", None
@@ -155,13 +152,13 @@ def save_state_dict_async_plan(
         )
         storage_writer.set_up_storage_writer(ranks.is_coordinator)
         local = storage_writer.prepare_local_plan(planner.create_local_plan())
-        if cache is not None:
-            fingerprint = fingerprint_of(local, planner, state_dict, ranks.world_size)
-            if cache.plan is not None and cache.plan[0] == fingerprint:
-                # Now, so that the one question of a known structure covers an error of this too.
-                storage_writer.prepare_write_data(planner.finish_plan(cache.plan[1]), planner)
-            else:
-                cache.plan = None
+        if ranks.keeps_plans:
+            fingerprint = fingerprint_of(local, planner, ranks.world_size)
+        if cache.plan is not None and cache.plan[0] == fingerprint:
+            # Now, so that the one question of a known structure covers an error of this too.
+            storage_writer.prepare_write_data(planner.finish_plan(cache.plan[1]), planner)
+        else:
+            cache.plan = None
     except Exception as error:
         failure = error
 
@@ -169,26 +166,21 @@ def save_state_dict_async_plan(
 
     def is_known(values: list[dict[str, Any]]) -> bool:
         fingerprints.extend(value["fingerprint"] for value in values)
-        if cache is None or cache.whole is None or not all(value["cached"] for value in values):
-            return False
-        return fingerprints == cache.whole[0]
+        return all(value["cached"] for value in values) and cache.whole is not None and cache.whole[0] == fingerprints
 
-    value = {"fingerprint": fingerprint, "cached": cache is not None and cache.plan is not None}
+    value = {"fingerprint": fingerprint, "cached": cache.plan is not None}
     if ranks.decide("structure", value, failure, is_known):
-        metadata = cache.whole[1] if cache is not None and cache.whole is not None else None
-        return storage_writer, metadata, ranks
+        return storage_writer, None if cache.whole is None else cache.whole[1], ranks
     assert local is not None  # otherwise there was a failure
-    if cache is not None:
-        cache.forget()
+    cache.forget()
     central, metadata = _plan_together(local, planner, storage_writer, ranks)
     try:
         storage_writer.prepare_write_data(planner.finish_plan(central), planner)
     except Exception as error:
         failure = error
     ranks.decide("prepared", {}, failure, lambda _: None)
-    if cache is not None:
-        cache.plan = (fingerprint, central)
-        cache.whole = None if metadata is None else (fingerprints, metadata)
+    cache.plan = (fingerprint, central)
+    cache.whole = None if metadata is None else (fingerprints, metadata)
     return storage_writer, metadata, ranks
 
 
@@ -225,7 +217,7 @@ def save_state_dict_async_finalize(
         digests.extend(value["digest"] for value in values)
         if ranks.world_size == 1:
             finish([written])
-        elif cache is not None and cache.results is not None and cache.results[0] == digests:
+        elif cache.results is not None and cache.results[0] == digests:
             finish(cache.results[1])
         else:
             return False
@@ -236,7 +228,7 @@ def save_state_dict_async_finalize(
             return
         results = ranks.gather_object(written)
         ranks.run_on_leader("finish", lambda: finish(results or []))
-        if cache is not None and results is not None:
+        if results is not None:
             cache.results = (digests, results)
     finally:
         ranks.close()
@@ -262,30 +254,6 @@ def _plan_together(
         alone = planner.create_decentralized_global_plan(local)
         return storage_writer.prepare_decentralized_global_plan(alone), metadata
     return ranks.scatter_object(made[1] if made else None), metadata
-
-
-def _ranks_of(process_group: Any) -> list[int]:
-    dist = distributed()
-    if dist is None:
-        return [0]
-    if process_group is None:
-        return list(range(dist.get_world_size()))
-    return list(dist.get_process_group_ranks(process_group))
-
-
-def _connect(process_group: Any, ranks: list[int]) -> Coordinator:
-    dist = distributed()
-    if dist is None or len(ranks) == 1:
-        return LocalCoordinator()
-    if len(ranks) == dist.get_world_size() and ranks == sorted(ranks):
-        store = RankStore.of_job("dcp-save")
-        assert store is not None  # as there are several ranks
-        return StoreCoordinator(store)
-    # Groups that have the same ranks share the counter; they take turns in the same order on all of them.
-    connection = another_connection(dist, dist.distributed_c10d._get_default_store())
-    generation = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    prefix = f"ckpt/{generation}/dcp-save/{'-'.join(map(str, ranks))}/"
-    return StoreCoordinator(RankStore(connection, int(dist.get_rank(process_group)), len(ranks), prefix).own())
 
 
 def _as_rank_0(action: Callable[..., Any], *args: Any) -> Any:

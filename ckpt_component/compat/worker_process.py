@@ -21,7 +21,7 @@ from ..writing.framing import send_frame
 from ..writing.process import await_frame
 from ..writing.remote_error import RemoteTraceback, as_local_error
 from .pickling import pickle_by_value
-from .spawn import ProcessContext, StartMethodError, check_start_method_exists, start_processes
+from .spawn import ProcessContext, StartMethodError, check_start_method_exists, end_processes, start_processes
 from .worker_main import GROUP_SIGNALS, enter
 
 logger = logging.getLogger(__name__)
@@ -30,8 +30,6 @@ logger = logging.getLogger(__name__)
 _EXIT_SECONDS = 0.5
 #: Between SIGTERM and SIGKILL.
 _TERMINATE_SECONDS = 0.5
-#: After SIGKILL. A process in uninterruptible I/O outlasts it, and is then left to the kernel.
-_KILL_SECONDS = 5.0
 
 FIX_FOR_SPAWN = "Use functions and classes from the top level of a module, or a process that is forked."
 
@@ -184,14 +182,7 @@ class CallProcess:
     def stop(self) -> None:
         """End the process: SIGTERM, and half a second later SIGKILL. Nothing happens to one that has ended."""
         self.hang_up()  # shows the process that this SIGTERM is meant for it
-        if self.alive:
-            self._process.terminate()
-            self._process.join(_TERMINATE_SECONDS)
-        if self.alive:
-            self._process.kill()
-            self._process.join(_KILL_SECONDS)
-        if self.alive:
-            logger.error("the %s (pid %d) did not end on SIGKILL; it is stuck in the kernel", self.name, self.pid)
+        end_processes(self.context.processes, _TERMINATE_SECONDS)
         self._sock.close()
         self.context.discard_error_files()
 

@@ -288,7 +288,7 @@ def test_what_cannot_be_sent_is_named(make: Make, out: Path) -> None:
 
 def test_a_writer_that_cannot_be_sent_is_named(make: Make) -> None:
     process = make(writer=lambda rank_info: None)
-    with pytest.raises(CheckpointStageError, match=r"args\[3\] is a lambda"):
+    with pytest.raises(CheckpointStageError, match=r"args\[0\].args\[2\] is a lambda"):
         process.process_creation_future.result(30)
 
 

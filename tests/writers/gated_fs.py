@@ -39,9 +39,16 @@ class FullFs(FsOps):
         self.part = part
 
     def create(self, path: str, size: int = 0) -> int:
+        self._refuse(path)
+        return super().create(path, size)
+
+    def open_over(self, path: str) -> int:
+        self._refuse(path)
+        return super().open_over(path)
+
+    def _refuse(self, path: str) -> None:
         if self.part in os.path.basename(path):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
-        return super().create(path, size)
 
 
 class MeetingFs(FsOps):

@@ -75,7 +75,8 @@ def test_one_rank_saves_and_stock_dcp_loads(tmp_path: Path) -> None:
 def test_a_known_structure_is_not_planned_again(planners: type[CountedPlanner], tmp_path: Path) -> None:
     cache = CheckpointMetadataCache()
     for number in range(3):
-        save(tmp_path / str(number), {"a": torch.full((4,), float(number)), "n": number}, cache, planner=planners())
+        strided = torch.full((4 * (number + 1),), float(number))[:: number + 1]
+        save(tmp_path / str(number), {"a": strided, "n": number}, cache, planner=planners())
         found = load(tmp_path / str(number), {"a": torch.zeros(4), "n": -1})
         assert torch.equal(found["a"], torch.full((4,), float(number))) and found["n"] == number
     assert planners.made == 1
@@ -88,7 +89,6 @@ def test_a_known_structure_is_not_planned_again(planners: type[CountedPlanner], 
         pytest.param({"a": torch.ones(9)}, id="size"),
         pytest.param({"a": torch.ones(4, dtype=torch.float64)}, id="dtype"),
         pytest.param({"a": torch.ones(2, 2)}, id="shape"),
-        pytest.param({"a": torch.ones(8)[::2]}, id="stride"),
         pytest.param({"a": 3}, id="kind"),
         pytest.param({"a": torch.ones(4), "n": 1}, id="object"),
         pytest.param({"b": torch.ones(4)}, id="name"),
@@ -113,7 +113,7 @@ def test_keys_that_flatten_alike_are_different() -> None:
     def fingerprint(values: dict[str, Any], world_size: int = 1) -> str:
         planner = DefaultSavePlanner()
         planner.set_up_planner(values, None, True)
-        return fingerprint_of(planner.create_local_plan(), planner, values, world_size)
+        return fingerprint_of(planner.create_local_plan(), planner, world_size)
 
     flat, nested = {"a.b": torch.ones(2)}, {"a": {"b": torch.ones(2)}}
     assert fingerprint(flat) != fingerprint(nested)

@@ -45,10 +45,10 @@ def sharded(value: float = 0.0, rows: int = 7) -> dict[str, Any]:
 class FullAtTheEnd(FsOps):
     """Has no room for `.metadata`."""
 
-    def create(self, path: str, size: int = 0) -> int:
+    def open_over(self, path: str) -> int:
         if ".metadata" in path:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
-        return super().create(path, size)
+        return super().open_over(path)
 
 
 class Full(FsOps):
