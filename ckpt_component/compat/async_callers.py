@@ -17,7 +17,7 @@ from .async_request import AsyncRequest
 from .peers import Peers, ScheduledCall, this_rank
 from .pickling import pickle_by_value
 from .worker_client import WorkerClient
-from .worker_main import serve_calls, serve_inherited_call
+from .worker_main import Call, serve_calls, serve_inherited_call
 from .worker_process import check_start_method
 
 logger = logging.getLogger(__name__)
@@ -130,12 +130,11 @@ class ProcessCaller(AsyncCaller):
         timeout = self._longest_call * (len(self._calls) + 1)
         call = ScheduledCall(f"Request {getattr(async_req, 'call_idx', 0)}", timeout, session=session)
         try:
-            request = AsyncRequest.of(async_req)
-            request.check()
-            if request.async_fn is None:
+            function_call = AsyncRequest.of(async_req).preloaded_call()
+            if function_call is None:
                 call.result.set_result(None)
             else:
-                call.result, call.worker = self._begin(request, _preloaded(request))
+                call.result, call.worker = self._begin(call.what, function_call)
         except Exception as error:
             if session is None and not isinstance(error, CheckpointSaveError):
                 raise
@@ -176,8 +175,8 @@ class ProcessCaller(AsyncCaller):
             self.peers.current.rest()
 
     @abstractmethod
-    def _begin(self, request: AsyncRequest, args: tuple[Any, ...]) -> tuple[Future[Any], WorkerClient]:
-        """Give a request to a process.
+    def _begin(self, what: str, call: Call) -> tuple[Future[Any], WorkerClient]:
+        """Give a call to a process.
 
         Raises:
             CheckpointStageError: something cannot be pickled; the message names it and what to do.
@@ -222,15 +221,15 @@ class TemporalAsyncCaller(ProcessCaller):
         StartMethodError: `start_method` cannot be used.
     """
 
-    def _begin(self, request: AsyncRequest, args: tuple[Any, ...]) -> tuple[Future[Any], WorkerClient]:
+    def _begin(self, what: str, call: Call) -> tuple[Future[Any], WorkerClient]:
         if self._start_method == "fork":
-            loop: Callable[..., None] = partial(serve_inherited_call, function=_call_of(request, args))
+            loop: Callable[..., None] = partial(serve_inherited_call, call=call)
             payload = pickle.dumps(None)
         else:
-            loop, payload = partial(serve_calls, log_level=_log_level()), _payload_of(request, args)
+            loop, payload = partial(serve_calls, log_level=_log_level()), _payload_of(what, call)
         worker = self._make_client(loop, name="temporal checkpoint process")
         worker.start()  # from here, so that a forked process has the state of this moment
-        result = worker.submit(payload, timeout=self._write_timeout, what=request.name)
+        result = worker.submit(payload, timeout=self._write_timeout, what=what)
         worker.finish()  # its process ends with this request
         return result, worker
 
@@ -287,10 +286,10 @@ class PersistentAsyncCaller(ProcessCaller):
         logger.debug("persistent checkpoint process of rank %d", rank)
         serve_calls(sock, log_level)
 
-    def _begin(self, request: AsyncRequest, args: tuple[Any, ...]) -> tuple[Future[Any], WorkerClient]:
-        payload = _payload_of(request, args)
+    def _begin(self, what: str, call: Call) -> tuple[Future[Any], WorkerClient]:
+        payload = _payload_of(what, call)
         worker = self._open_worker()
-        return worker.submit(payload, timeout=self._write_timeout, what=request.name), worker
+        return worker.submit(payload, timeout=self._write_timeout, what=what), worker
 
     def _give_up(self, call: ScheduledCall) -> None:
         call.result.cancel()  # does nothing to a call that runs
@@ -311,32 +310,15 @@ def _log_level() -> int:
     return logging.getLogger("ckpt_component").getEffectiveLevel()
 
 
-def _call_of(request: AsyncRequest, args: tuple[Any, ...]) -> partial[Any]:
-    assert request.async_fn is not None  # otherwise there is nothing to run
-    return partial(request.async_fn, *args, **request.async_fn_kwargs)
-
-
-def _payload_of(request: AsyncRequest, args: tuple[Any, ...]) -> bytes:
-    """The call that a request asks for, by value as of now.
+def _payload_of(what: str, call: Call) -> bytes:
+    """A call by value, as of now.
 
     Raises:
         CheckpointStageError: something cannot be pickled; the message names it and what to do.
     """
     return pickle_by_value(
-        _call_of(request, args),
-        request.name,
-        parts={"async_fn": request.async_fn, "async_fn_args": args, "async_fn_kwargs": request.async_fn_kwargs},
+        call,
+        what,
+        parts=dict(zip(("async_fn", "async_fn_args", "async_fn_kwargs"), call, strict=True)),
         fix="Use functions from the top level of a module; TemporalAsyncCaller(start_method='fork') pickles nothing.",
     )
-
-
-def _preloaded(request: AsyncRequest) -> tuple[Any, ...]:
-    """The arguments after `preload_fn`, whose failure is that of the call."""
-    try:
-        return request.preloaded_args()
-    except (KeyboardInterrupt, SystemExit):
-        raise
-    except BaseException as error:  # torch's CheckpointException is no Exception
-        raise CheckpointSaveError(
-            f"preload_fn of {request.name} failed: {error}", getattr(error, "errno", None)
-        ) from error

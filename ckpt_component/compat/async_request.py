@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
-from ..errors import CheckpointStageError
+from ..errors import CheckpointSaveError, CheckpointStageError
 from .peers import Peers
 from .torch_errors import as_checkpoint_exception
+from .worker_main import Call, run_call
 
 #: Which positional argument of `async_fn` the result of `preload_fn` replaces.
 PRELOADED_ARGUMENT = 1
@@ -115,34 +116,35 @@ class AsyncRequest(_Fields):
             finally:
                 session.rest()
 
-    def check(self) -> None:
-        """Refuse a request that cannot be run.
+    def preloaded_call(self) -> Call | None:
+        """`async_fn` and its arguments, after a call of `preload_fn` here and now; None where there is nothing to run.
 
         Raises:
             CheckpointStageError: `preload_fn` has no argument to replace.
+            CheckpointSaveError: `preload_fn` failed.
         """
-        if self.preload_fn is not None and len(self.async_fn_args) <= PRELOADED_ARGUMENT:
-            raise CheckpointStageError(
-                f"preload_fn provides positional argument {PRELOADED_ARGUMENT} of async_fn, but async_fn_args has "
-                f"{len(self.async_fn_args)}: put a placeholder such as None there."
-            )
-
-    def preloaded_args(self) -> tuple[Any, ...]:
-        """Positional arguments of `async_fn`, with what `preload_fn` gives in its place. Calls it, here.
-
-        Raises:
-            CheckpointStageError: as `check`; and what `preload_fn` raises.
-        """
-        self.check()
-        if self.preload_fn is None:
-            return self.async_fn_args
+        if self.async_fn is None:
+            return None
         args = list(self.async_fn_args)
-        args[PRELOADED_ARGUMENT] = self.preload_fn()
-        return tuple(args)
+        if self.preload_fn is not None:
+            if len(args) <= PRELOADED_ARGUMENT:
+                raise CheckpointStageError(
+                    f"preload_fn provides positional argument {PRELOADED_ARGUMENT} of async_fn, but async_fn_args has "
+                    f"{len(args)}: put a placeholder such as None there."
+                )
+            try:
+                args[PRELOADED_ARGUMENT] = self.preload_fn()
+            except (KeyboardInterrupt, SystemExit):
+                raise
+            except BaseException as error:  # torch's CheckpointException is no Exception
+                text = f"preload_fn of {self.name} failed: {error}"
+                raise CheckpointSaveError(text, getattr(error, "errno", None)) from error
+        return self.async_fn, tuple(args), self.async_fn_kwargs
 
     def _run(self) -> None:
-        if self.async_fn is not None:
-            self.async_fn(*self.preloaded_args(), **self.async_fn_kwargs)
+        call = self.preloaded_call()
+        if call is not None:
+            run_call(call)
 
     def _finalize(self) -> None:
         for finalize_fn in self.finalize_fns:

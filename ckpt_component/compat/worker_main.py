@@ -20,6 +20,9 @@ from typing import Any
 from ..writing.framing import receive_frame, send_frame
 from ..writing.remote_error import describe_failure
 
+#: A function, its positional arguments, and its keyword arguments.
+Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
+
 #: Held back in a process that starts, until its handlers for them are in place.
 GROUP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -62,19 +65,20 @@ def serve(sock: socket.socket, make_handler: Callable[[], Callable[[Any], Any]])
 
 
 def serve_calls(sock: socket.socket, log_level: int) -> None:
-    """A loop whose requests are functions to call, with their arguments in a `partial`."""
+    """A loop whose requests are calls."""
     logging.getLogger("ckpt_component").setLevel(log_level)
-    serve(sock, lambda: _call)
+    serve(sock, lambda: run_call)
 
 
-def serve_inherited_call(sock: socket.socket, function: Callable[[], Any]) -> None:
+def serve_inherited_call(sock: socket.socket, call: Call) -> None:
     """A loop with one call that a forked process has inherited, so that nothing of it was pickled."""
-    serve(sock, lambda: lambda _request: _call(function))
+    serve(sock, lambda: lambda _request: run_call(call))
 
 
-def _call(function: Callable[[], Any]) -> None:
-    """Call it for its effect; what it returns stays in the process."""
-    function()
+def run_call(call: Call) -> None:
+    """Make a call for its effect; what it returns stays in the process."""
+    function, args, kwargs = call
+    function(*args, **kwargs)
 
 
 def enter(

@@ -699,7 +699,7 @@ if __name__ == "__main__":
 def test_log_level_reaches_the_process(make_process: Callable[..., CallProcess]) -> None:
     process = make_process(serve_calls, (logging.ERROR,))
     process.await_ready()
-    payload = pickle_by_value(partial(assert_level, logging.ERROR), "it", parts={}, fix="")
+    payload = pickle_by_value((assert_level, (logging.ERROR,), {}), "it", parts={}, fix="")
     assert process.call(payload, 20, "it") is None
 
 
