@@ -21,16 +21,6 @@ from .worker_client import WorkerClient
 from .worker_main import serve
 from .worker_process import FIX_FOR_SPAWN
 
-__all__ = [
-    "CheckpointProcess",
-    "CheckpointProcessConfig",
-    "CheckpointWriter",
-    "RankInfo",
-    "RequestType",
-    "WorkerRequest",
-    "WorkerResponse",
-]
-
 
 @dataclass
 class RankInfo:
@@ -133,7 +123,7 @@ class CheckpointProcess:
             _message(RequestType.PING),
             timeout=config.subprocess_init_timeout_secs,
             what="the first ping",
-            finish=lambda response: response.payload,
+            result_of=lambda response: response.payload,
         )
 
     @property
@@ -169,7 +159,7 @@ class CheckpointProcess:
             _mapped(state_dict, message) if isinstance(state_dict, Future) else message(state_dict),
             timeout=self._config.subprocess_write_timeout_secs,
             what=f"writing {path}",
-            finish=lambda response: response.payload,
+            result_of=lambda response: response.payload,
         )
         written.add_done_callback(lambda _: shared.clear())
         return written

@@ -29,18 +29,6 @@ from typing import Any
 from ..errors import CheckpointError
 from ..writing.parent_watch import watch_parent
 
-__all__ = [
-    "START_METHODS",
-    "ProcessContext",
-    "ProcessException",
-    "ProcessExitedException",
-    "ProcessRaisedException",
-    "SpawnContext",
-    "StartMethodError",
-    "spawn",
-    "start_processes",
-]
-
 logger = logging.getLogger(__name__)
 
 START_METHODS = ("spawn", "forkserver", "fork")

@@ -91,7 +91,7 @@ class WorkerClient:
         *,
         timeout: float,
         what: str,
-        finish: Callable[[Any], Any] = lambda answer: answer,
+        result_of: Callable[[Any], Any] = lambda answer: answer,
     ) -> Future[Any]:
         """Queue a request.
 
@@ -99,7 +99,7 @@ class WorkerClient:
             payload: the pickled request, or where it will be; later requests wait for it.
             timeout: seconds for the request from the moment when the process gets it.
             what: the request, for error texts.
-            finish: makes the result of the answer.
+            result_of: makes the result of the answer.
 
         Returns:
             The result, or the error: CheckpointSaveError when the request raised, WorkerDiedError when the process
@@ -110,7 +110,7 @@ class WorkerClient:
         """
         with self._lock:
             self._check_open()
-            result = self._executor.submit(self._run, payload, timeout, what, finish)
+            result = self._executor.submit(self._run, payload, timeout, what, result_of)
             self._requests.add(result)
         result.add_done_callback(self._after)
         return result
@@ -119,6 +119,7 @@ class WorkerClient:
         """Take no more requests; the process ends after those taken. Does not wait."""
         with self._lock:
             self._closed = self._ends_after_requests = True
+        self._after(None)
 
     def close(self, timeout: float | None = None) -> None:
         """Take no more requests, let those taken be done, and end the process. Safe to call twice.
@@ -183,14 +184,14 @@ class WorkerClient:
 
     # From here on: the thread.
 
-    def _run(self, payload: bytes | Future[bytes], timeout: float, what: str, finish: Callable[[Any], Any]) -> Any:
+    def _run(self, payload: bytes | Future[bytes], timeout: float, what: str, result_of: Callable[[Any], Any]) -> Any:
         self._thread = threading.get_ident()
         try:
             while isinstance(payload, Future):
                 self._check_not_stopped(what)
                 if wait([payload], _POLL_SECONDS).done:
                     payload = payload.result(0)
-            return finish(self._call(payload, timeout, what))
+            return result_of(self._call(payload, timeout, what))
         except BaseException as error:
             logger.error("%s", str(error))  # its traceback would keep this client
             raise
@@ -213,9 +214,11 @@ class WorkerClient:
             self._check_not_stopped(what)
             raise
 
-    def _after(self, request: Future[Any]) -> None:
+    def _after(self, request: Future[Any] | None) -> None:
+        """A request is over, or there will be no more; that after which there is none ends the process."""
         with self._lock:
-            self._requests.discard(request)
+            if request is not None:
+                self._requests.discard(request)
             ends = self._ends_after_requests and not self._requests
         if ends:
             self._end_process(self._close_timeout)
