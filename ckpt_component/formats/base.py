@@ -25,7 +25,7 @@ from ..options import BLOCK_BYTES, BYTES_PER_SECOND, WORKERS, ChecksumName, IoMo
 from ..state.flatten import key_of
 from ..state.structure import Structure
 from ..storage.checksum import ChecksumMissingError, fastest, find_checksum, install_text
-from ..writing.range_writer import Lane, Places
+from ..writing.range_writer import Lane, places_of
 from ..writing.request import EncodedSave, FileSpec, WriteOptions, WriteTable
 
 logger = logging.getLogger(__name__)
@@ -233,8 +233,8 @@ def lanes_by_bytes(layout: Layout, workers: int) -> list[list[Lane]]:
     for first, last in itertools.pairwise(cuts):
         start = 0 if first == 0 else offsets[first]
         end = file.size if last == len(items) else offsets[last]
-        places = Places.of((item.offset, item.length) for item in items[first:last])
+        places = places_of((item.offset, item.length) for item in items[first:last])
         lanes.append([Lane(0, start, end, first, places)])
     if not items and file.size:
-        lanes.append([Lane(0, 0, file.size, 0, Places.of([]))])
+        lanes.append([Lane(0, 0, file.size, 0, places_of([]))])
     return lanes

@@ -21,7 +21,7 @@ from ..memory.huge_pages import PAGE, align
 from ..state import objects as object_codec
 from ..state.flatten import key_of
 from ..state.structure import Structure
-from ..writing.range_writer import Lane, Places
+from ..writing.range_writer import Lane, places_of
 from ..writing.request import EncodedSave, ObjectBlob, WriteTable
 from .base import FormatPlan, Writer, dtype_name, groups_of_files, make_table
 from .dcp_metadata import metadata_of
@@ -118,7 +118,7 @@ class _DcpPlan(FormatPlan):
                 end = offset + before + nbytes + after
                 items.append(Item(number, file, offset, offset + before, nbytes, end - offset))
             images.append(ImageFile(name, base, end))
-            places = Places.of((item.offset, item.length) for item in items[first:])
+            places = places_of((item.offset, item.length) for item in items[first:])
             lanes.append([Lane(file, 0, end, first, places)])
             base = align(base + end, PAGE)
 

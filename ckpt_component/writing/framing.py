@@ -22,17 +22,16 @@ Frame = tuple[dict[str, Any], memoryview, list[int]]
 def send_frame(
     sock: socket.socket, header: dict[str, Any], blobs: Sequence[bytes | memoryview] = (), fds: Sequence[int] = ()
 ) -> None:
-    """Send a header, the concatenation of `blobs`, and copies of open file descriptors.
+    """Send a header, the concatenation of `blobs` (of bytes), and copies of open file descriptors.
 
     The socket's own timeout bounds each wait. Raises OSError when the other side has closed.
     """
     text = json.dumps(header, separators=(",", ":")).encode()
-    head = _HEAD.pack(len(text), sum(memoryview(blob).nbytes for blob in blobs))
+    head = _HEAD.pack(len(text), sum(map(len, blobs)))
     if fds:
         socket.send_fds(sock, [head], list(fds))
-    else:
-        sock.sendall(head)
-    sock.sendall(text)
+        head = b""
+    sock.sendall(head + text)
     for blob in blobs:
         sock.sendall(blob)
 
@@ -40,17 +39,15 @@ def send_frame(
 def receive_frame(sock: socket.socket) -> Frame | None:
     """The next frame as (header, bytes, file descriptors), or None when the other side closed."""
     data, fds, _, _ = socket.recv_fds(sock, _HEAD.size, _MAX_FDS)
-    if not data:
+    rest = _receive(sock, _HEAD.size - len(data))
+    if not data or rest is None:
         return None
-    rest = _receive(sock, _HEAD.size - len(data)) if len(data) < _HEAD.size else b""
-    if rest is None:
+    text_length, blob_length = _HEAD.unpack(data + rest)
+    body = _receive(sock, text_length + blob_length)
+    if body is None:
         return None
-    text_length, blob_length = _HEAD.unpack(data + bytes(rest))
-    text = _receive(sock, text_length)
-    blob = _receive(sock, blob_length)
-    if text is None or blob is None:
-        return None
-    return json.loads(bytes(text)), memoryview(blob), list(fds)
+    view = memoryview(body)
+    return json.loads(bytes(view[:text_length])), view[text_length:], list(fds)
 
 
 def _receive(sock: socket.socket, length: int) -> bytearray | None:

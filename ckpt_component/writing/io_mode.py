@@ -8,13 +8,32 @@ import time
 
 from ..storage.fs import FsOps
 from ..storage.names import new_token
+from .request import WriteRequest
 
-#: Below this there is nothing to gain, and a trial would take longer than the save.
+#: An image below this has nothing to gain, and a trial would take longer than the save.
 SMALLEST = 32 << 20
 _TRIED_BYTES = 16 << 20
 BLOCK_BYTES = 4 << 20
 #: Of each, and the best counts: of single trials 5 in 60 said the wrong one, of the best of two none in 30.
 _TRIALS = 2
+
+
+def choose_io(request: WriteRequest, *, in_memory: bool) -> str:
+    """`direct` or `buffered`; or `auto` where there is too little to write for a trial, which is then buffered.
+
+    Args:
+        request: of which this is the mode.
+        in_memory: the folder's files are kept in memory alone.
+    """
+    if request.options.io != "auto":
+        return request.options.io
+    # An object store takes whole files at their close, and has no second way to open one.
+    if in_memory or not request.fs.atomic_rename:
+        return "buffered"
+    if request.source.nbytes < SMALLEST:
+        return "auto"
+    (block,) = request.source.buffers(0, BLOCK_BYTES, whole=True)
+    return "direct" if direct_is_faster(request.fs, request.attempt.staging, block) else "buffered"
 
 
 def direct_is_faster(fs: FsOps, folder: str, block: memoryview) -> bool:

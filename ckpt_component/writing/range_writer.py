@@ -17,14 +17,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from ..memory.huge_pages import align, align_down
 from ..storage.checksum import Checksum, Stream
-from ..storage.fs import FsOps
 
 if TYPE_CHECKING:
-    from .request import WriteOptions, WriteTable
+    from .request import WriteRequest
 
-#: What direct I/O is aligned to: addresses, offsets and lengths.
-PAGE = 4096
 #: So much is still in the core's own cache (2 MB) when its checksum is taken right after it was copied.
 _CACHED_BYTES = 512 << 10
 
@@ -50,37 +48,35 @@ class ByteSource(Protocol):
         ...
 
 
-class Places:
-    """Offsets and lengths of items in a file, ascending. Numbers side by side: pairs would take ten times the memory.
-
-    Args:
-        numbers: offset and length of each, one after the other; 64-bit.
-    """
-
-    def __init__(self, numbers: memoryview) -> None:
-        self.numbers = numbers
-
-    @classmethod
-    def of(cls, pairs: Iterable[tuple[int, int]]) -> Places:
-        """From (offset, length)."""
-        return cls(memoryview(array("Q", itertools.chain.from_iterable(pairs))))
-
-    def __len__(self) -> int:
-        return len(self.numbers) // 2
-
-
 @dataclass(frozen=True)
 class Lane:
     """What one parallel writer does: bytes [start, end) of a file, and the items that lie in there.
 
-    `first` is the number of the first item among all items.
+    Attributes:
+        file: number in the table.
+        start: of the bytes.
+        end: of the bytes.
+        first: the number of the first item among all items.
+        places: of `places_of` the items.
     """
 
     file: int
     start: int
     end: int
     first: int
-    items: Places
+    places: memoryview
+
+
+def places_of(items: Iterable[tuple[int, int]]) -> memoryview:
+    """Offsets and lengths of items in a file, ascending, side by side: pairs would take ten times the memory.
+
+    Args:
+        items: offset and length of each.
+
+    Returns:
+        64-bit numbers.
+    """
+    return memoryview(array("Q", itertools.chain.from_iterable(items)))
 
 
 class Throttle:
@@ -106,13 +102,10 @@ class Throttle:
 
 
 class LaneWriter:
-    """Writes the lanes of one table.
+    """Writes the lanes of one request.
 
     Args:
-        fs: where effects go.
-        source: the image.
-        table: which bytes go where.
-        options: how.
+        request: which bytes go where, and how.
         descriptors: of the table's files, by number.
         checksum: of the items.
         sums: by number of the item; filled in.
@@ -122,27 +115,24 @@ class LaneWriter:
 
     def __init__(
         self,
-        fs: FsOps,
-        source: ByteSource,
-        table: WriteTable,
-        options: WriteOptions,
+        request: WriteRequest,
         descriptors: Sequence[int],
         checksum: Checksum,
         sums: list[int],
         *,
-        direct: bool = False,
-        in_memory: bool = False,
+        direct: bool,
+        in_memory: bool,
     ) -> None:
-        self._fs = fs
-        self._source = source
-        self._table = table
+        self._fs = request.fs
+        self._source = request.source
+        self._table = request.table
         self._descriptors = descriptors
         self._checksum = checksum
         self._sums = sums
         self._direct = direct
         self._in_memory = in_memory
-        self._block_bytes = align_up(options.block_bytes)
-        self._throttle = Throttle(options.max_bytes_per_second)
+        self._block_bytes = align(request.options.block_bytes)
+        self._throttle = Throttle(request.options.max_bytes_per_second)
         self._failed: list[BaseException] = []
 
     def run(self) -> None:
@@ -177,7 +167,7 @@ class LaneWriter:
         """What one write call after the other takes of a lane's file."""
         start, stop = lane.start, lane.end
         if self._direct:
-            start, stop = align_down(start), align_up(stop)
+            start, stop = align_down(start), align(stop)
         return [(at, min(at + nbytes, stop)) for at in range(start, stop, nbytes)]
 
     def _pieces(self, lane: Lane, start: int, end: int) -> list[memoryview]:
@@ -222,9 +212,9 @@ class SumCursor:
     """Takes the bytes of a lane in order and notes one checksum per item; bytes between items are skipped."""
 
     def __init__(self, lane: Lane, checksum: Checksum, sums: list[int]) -> None:
-        self._places = lane.items.numbers
+        self._places = lane.places
         self._number = lane.first
-        self._last = lane.first + len(lane.items)
+        self._last = lane.first + len(lane.places) // 2
         self._first = lane.first
         self._position = lane.start
         self._checksum = checksum
@@ -259,16 +249,6 @@ class SumCursor:
                 self._begun = None
             number += 1
         self._number = number
-
-
-def align_down(position: int) -> int:
-    """The page boundary at or before a position."""
-    return position // PAGE * PAGE
-
-
-def align_up(position: int) -> int:
-    """The page boundary at or after a position."""
-    return -(-position // PAGE) * PAGE
 
 
 def _within(pieces: Sequence[memoryview], position: int, start: int, end: int) -> list[memoryview]:

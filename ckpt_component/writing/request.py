@@ -10,7 +10,7 @@ from ..options import ResolvedTimeouts
 from ..storage.file_system import file_system
 from ..storage.fs import FsOps
 from ..storage.names import Attempt
-from .range_writer import ByteSource, Lane, Places
+from .range_writer import ByteSource, Lane
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class WriteTable:
 
     def to_parts(self) -> tuple[dict[str, Any], list[bytes | memoryview]]:
         """As plain values for JSON, and what is too much for that: as bytes, not copied."""
-        places = [lane.items.numbers.cast("B") for group in self.lanes for lane in group]
+        places = [lane.places.cast("B") for group in self.lanes for lane in group]
         plain = {
             "number": self.number,
             "files": [vars(spec) for spec in self.files],
@@ -59,7 +59,7 @@ class WriteTable:
     def from_parts(cls, plain: Mapping[str, Any], parts: Sequence[memoryview]) -> WriteTable:
         """The inverse of `to_parts`; `parts` have the sizes that stand in `plain`, and are not copied."""
         description, *places = parts
-        lists = iter([Places(data.cast("Q")) for data in places])
+        lists = iter([data.cast("Q") for data in places])
         return cls(
             plain["number"],
             [FileSpec(**spec) for spec in plain["files"]],

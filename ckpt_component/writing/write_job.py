@@ -19,7 +19,7 @@ from typing import Any
 from ..storage.checksum import find_checksum
 from ..storage.fs import FsOps
 from ..storage.names import integrity_name
-from . import io_mode
+from .io_mode import choose_io
 from .range_writer import LaneWriter
 from .request import WriteRequest, WriteResult
 
@@ -39,7 +39,7 @@ def run_write_job(request: WriteRequest, checksum_home: str | None = None) -> Wr
     started = time.perf_counter()
     checksum = find_checksum(table.checksum, checksum_home)
     in_memory = fs.in_memory(folder)
-    io = "buffered" if in_memory and request.options.io == "auto" else _io_mode(request)
+    io = choose_io(request, in_memory=in_memory)
     descriptors: dict[str, int] = {}
     direct: dict[str, int] = {}
     sizes = {spec.name: spec.size for spec in table.files}
@@ -52,17 +52,7 @@ def run_write_job(request: WriteRequest, checksum_home: str | None = None) -> Wr
             for spec in table.files:
                 direct[spec.name] = _open_direct(fs, os.path.join(folder, spec.name))
         opened = [(direct or descriptors)[spec.name] for spec in table.files]
-        LaneWriter(
-            fs,
-            request.source,
-            table,
-            request.options,
-            opened,
-            checksum,
-            sums,
-            direct=bool(direct),
-            in_memory=in_memory,
-        ).run()
+        LaneWriter(request, opened, checksum, sums, direct=bool(direct), in_memory=in_memory).run()
         for spec in table.files if direct else ():
             fs.truncate(descriptors[spec.name], sizes[spec.name])  # the last page is written as a whole
         for blob in blobs:
@@ -110,18 +100,6 @@ def _open_direct(fs: FsOps, path: str) -> int:
             raise
         text = "this file system has no direct I/O; use checkpoint.writer.io=auto or buffered"
         raise OSError(error.errno, text, path) from error
-
-
-def _io_mode(request: WriteRequest) -> str:
-    """`direct` or `buffered`; or `auto` where there is too little to write for a trial, which is then buffered."""
-    if request.options.io != "auto":
-        return request.options.io
-    if not request.fs.atomic_rename:
-        return "buffered"  # an object store takes whole files at their close, and has no second way to open one
-    if request.source.nbytes < io_mode.SMALLEST:
-        return "auto"
-    (block,) = request.source.buffers(0, io_mode.BLOCK_BYTES, whole=True)
-    return "direct" if io_mode.direct_is_faster(request.fs, request.attempt.staging, block) else "buffered"
 
 
 @contextlib.contextmanager

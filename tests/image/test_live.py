@@ -18,10 +18,10 @@ from ckpt_component.formats.safetensors import SafetensorsWriter
 from ckpt_component.formats.torch_save import TorchSaveWriter
 from ckpt_component.image.live import LiveSource
 from ckpt_component.memory import libc
+from ckpt_component.memory.huge_pages import PAGE
 from ckpt_component.stagers.base import Stager
 from ckpt_component.stagers.live import LiveStager
 from ckpt_component.stagers.shared_memory import SharedMemoryStager
-from ckpt_component.writing.range_writer import PAGE
 
 STATE: Mapping[str, Any] = {
     "many": {str(number): torch.full((number,), float(number)) for number in range(300)},
