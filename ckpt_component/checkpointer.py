@@ -14,9 +14,9 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from .coordination import Coordinator
-from .errors import CheckpointError, MissingKeysError, first_keys
+from .errors import CheckpointConfigError, CheckpointError, MissingKeysError, first_keys
 from .saving.adapters import CheckpointReader, CheckpointWriter, ForeignSaver
-from .saving.folders import absolute_path
+from .saving.folders import expanded
 from .saving.pipeline import SavePipeline
 from .saving.report import SaveReport
 
@@ -192,7 +192,7 @@ class SyncCheckpointer(Checkpointer):
 
     def save(self, state_dict: Mapping[Any, Any], path: PathLike, *, may_wait: bool = True, **kwargs: Any) -> None:
         """Save, and return when the checkpoint is committed; see `Checkpointer.save`."""
-        self.saver.save(state_dict, absolute_path(path), may_wait=may_wait, **kwargs)
+        self.saver.save(state_dict, _absolute(path), may_wait=may_wait, **kwargs)
 
 
 class AsyncCheckpointer(Checkpointer):
@@ -217,4 +217,14 @@ class AsyncCheckpointer(Checkpointer):
 
         Waits for an earlier save only when all of the stager's memory is still being written.
         """
-        return self.saver.save(state_dict, absolute_path(path), may_wait=may_wait, **kwargs)
+        return self.saver.save(state_dict, _absolute(path), may_wait=may_wait, **kwargs)
+
+
+def _absolute(path: PathLike) -> str:
+    """The absolute form of a local path. Raises CheckpointConfigError for a URL, and for a variable that is not set."""
+    text = os.fspath(path)
+    if text.startswith("~") or "$" in text:
+        text = expanded(text, "path")
+    if "://" in text:
+        raise CheckpointConfigError(f"{text} is a URL, and checkpoints are saved to local or mounted folders only.")
+    return os.path.abspath(text)

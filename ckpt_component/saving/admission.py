@@ -104,7 +104,7 @@ class SaveAdmission:
         """
         # The call waits for nothing beyond this deadline; what is not agreed then does not take place, on any rank.
         deadline = time.monotonic() + self._waiting
-        proposal: SaveProposal = {"path": save.path, "failed": self._saves.undelivered()}
+        proposal: SaveProposal = {"path": save.path, "failed": self._saves.drop_ended()}
         plan, failure = None, None
         if not may_wait and self._stager.busy:
             proposal["busy"] = True

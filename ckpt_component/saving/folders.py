@@ -38,13 +38,3 @@ def expanded(path: str | os.PathLike[str], name: str) -> str:
             f"out, or for a folder of that name {name}=./{text}"
         )
     return _VARIABLE.sub(value_of, home)
-
-
-def absolute_path(path: str | os.PathLike[str]) -> str:
-    """The absolute form of a local path. Raises CheckpointConfigError for a URL, and for a variable that is not set."""
-    text = os.fspath(path)
-    if text.startswith("~") or "$" in text:
-        text = expanded(text, "path")
-    if "://" in text:
-        raise CheckpointConfigError(f"{text} is a URL, and checkpoints are saved to local or mounted folders only.")
-    return os.path.abspath(text)

@@ -60,14 +60,6 @@ class PendingSave(Future[SaveReport]):
         """The error of a failed save, as long as nobody has seen it."""
         return None if self.delivered or not self.done() else super().exception(0)
 
-    def end(self, report: SaveReport, error: BaseException | None = None) -> None:
-        """What became of it; with the error that the caller gets, unless it is committed."""
-        self.report = report
-        if error is None:
-            self.set_result(report)
-        else:
-            self.set_exception(error)
-
     def release(self) -> None:
         """Give the snapshot's memory back."""
         snapshot, self.snapshot = self.snapshot, None
@@ -90,14 +82,16 @@ class PendingSave(Future[SaveReport]):
 
 
 class InFlightSaves(list[PendingSave]):
-    """The saves that run, or failed and their error was not raised yet, in order; `forget_ended` drops the others."""
+    """The saves that run, or failed and their error was not raised yet, in order; `drop_ended` drops the others."""
 
-    def undelivered(self) -> list[tuple[int, str]]:
-        """Numbers of those that failed and whose error was not raised yet, with its text."""
+    def drop_ended(self) -> list[tuple[int, str]]:
+        """Drop what ended, except for errors that were not raised yet: their saves' numbers, and their texts."""
         failed = []
-        for save in self:
+        for save in [each for each in self if each.done()]:
             error = save.undelivered
-            if error is not None:
+            if error is None:
+                self.remove(save)
+            else:
                 failed.append((save.number, str(error)))
         return failed
 
@@ -117,10 +111,6 @@ class InFlightSaves(list[PendingSave]):
         for save in self:
             if save.undelivered is not None:
                 save.result(0)
-
-    def forget_ended(self) -> None:
-        """Keep those that run, and those whose error was not raised yet."""
-        self[:] = [save for save in self if not save.done() or save.undelivered is not None]
 
     def wait(self, limit: float) -> None:
         """Return when all of them have ended, however they did.

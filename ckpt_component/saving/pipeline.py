@@ -122,7 +122,6 @@ class SavePipeline:
         if self._closed:
             raise CheckpointError("This checkpointer is closed; build a new one to save again.")
         self.ranks.check_world()
-        self.saves.forget_ended()
         save = PendingSave(path, step)
         try:
             plan = self._admission.admit(save, state_dict, may_wait)
@@ -181,9 +180,9 @@ class SavePipeline:
                     return
         save.release()
         self._failures.reset()
-        self.last_report = report
+        self.last_report = save.report = report
         self.reports.append(report)
-        save.end(report)
+        save.set_result(report)
         if self._hooks is not None and self.ranks.is_leader:
             notify(self._hooks.after_save, save.path)
 
@@ -196,12 +195,12 @@ class SavePipeline:
         else:
             logger.error("%s was not saved: %s", save.path, raised)
         outcome = "skipped" if self.policy.warn and is_stall(error) else "failed"
-        report = SaveReport(save.path, outcome, save.step, str(raised), attempts=save.attempts)
+        save.report = SaveReport(save.path, outcome, save.step, str(raised), attempts=save.attempts)
         save.delivered = tolerated
         if tolerated and not self.caller.in_other_process:
-            self.last_report = report
-        self.reports.append(report)
-        save.end(report, raised)
+            self.last_report = save.report
+        self.reports.append(save.report)
+        save.set_exception(raised)
 
     def close(self) -> None:
         """Let the saves that were started finish, then end the writer process and free the memory. Safe to call twice.
