@@ -82,8 +82,9 @@ class Checkpointer(ABC):
                 `load_state_dict()` given their state; keys that are not in it are not loaded. None: load everything.
             default_map_location: a device, or a function as `torch.load` takes it, for tensors without a target.
             strict: raise when the target has keys that the checkpoint lacks; False: one warning says which.
-            **kwargs: passed to the reader; ours takes `allow_dtype_cast=True`, and `allow_unexpected=False` to refuse
-                a checkpoint that has keys which the target lacks.
+            **kwargs: passed to the reader; ours takes `allow_dtype_cast=True`, `allow_unexpected=False` to refuse a
+                checkpoint that has keys which the target lacks, and `resuming=True` to verify also where `verify` is
+                `on_resume`.
 
         Returns:
             The target, or a new dict.
@@ -108,16 +109,6 @@ class Checkpointer(ABC):
             logger.warning("%s; these values are left as they are", text)
         return loaded
 
-    def load_to_resume(
-        self, path: PathLike, state_dict: dict[str, Any], *, strict: bool = False, **kwargs: Any
-    ) -> dict[str, Any]:
-        """Load what a run begins with: as `load`, and also verified where `verify` is `on_resume`."""
-        from .readers import Reader  # imports torch
-
-        # A reader that is not ours has no such key.
-        more = {"resuming": True} if isinstance(self._reader, Reader) else {}
-        return self.load(path, state_dict, strict=strict, **kwargs, **more)
-
     def guard(self, optimizer: Any) -> None:
         """Let `optimizer.step()` wait for a snapshot that is still being copied. Needed by `zero_overhead` alone.
 
@@ -139,10 +130,8 @@ class Checkpointer(ABC):
 
     @property
     def verifies(self) -> bool:
-        """Whether `load_to_resume` compares checksums, where a checkpoint has any."""
-        from .readers import Reader  # imports torch
-
-        return isinstance(self._reader, Reader) and self._reader.verifies
+        """Whether a run that resumes compares checksums, where a checkpoint has any."""
+        return getattr(self._reader, "verifies", False)
 
     @property
     def ranks(self) -> Coordinator:

@@ -29,9 +29,8 @@ from .managing.policies import ResumePolicy, RetentionPolicy, SavePolicy
 from .managing.preflight import check_root
 from .managing.recording import record
 from .managing.restore import Restorer
-from .managing.retention import Retention
-from .managing.rollback import Rollback
 from .managing.run_context import RunContext, job_ranks
+from .managing.run_folder import RunFolder
 from .options import Commit, Durability, IoMode, ResolvedTimeouts
 from .readers import Reader
 from .saving.folders import expanded
@@ -39,7 +38,6 @@ from .saving.pipeline import SavePipeline
 from .saving.retry import ErrorPolicy
 from .saving.transaction import RunHooks
 from .stagers.base import Stager
-from .storage.fencing import FencingToken
 from .storage.file_system import file_system
 from .storage.fs import FsOps
 from .storage.names import NAMINGS
@@ -107,12 +105,9 @@ def build_manager(
             run = RunContext(fs, os.path.abspath(job_root), names, ranks, timeouts)
             if save.enabled:
                 check_root(run)
-            retention = Retention(run, RetentionPolicy(settings.keep.last, settings.keep.every_steps))
-            ownership = FencingToken(fs, run.root, names)
-            rollback = Rollback(run, resume, ownership)
-            hooks = RunHooks(ownership, rollback.admit, retention.point_to, retention.delete_old)
-            checkpointer = _build_graph(settings, parts, ranks, fs, timeouts, policy, hooks)
-            restorer = Restorer(checkpointer, run, resume, rollback, save.enabled)
+            folder = RunFolder(run, resume, RetentionPolicy(settings.keep.last, settings.keep.every_steps))
+            checkpointer = _build_graph(settings, parts, ranks, fs, timeouts, policy, folder)
+            restorer = Restorer(checkpointer, folder, save.enabled)
         except BaseException:
             ranks.close()
             raise

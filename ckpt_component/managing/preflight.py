@@ -27,15 +27,10 @@ def check_root(run: RunContext) -> None:
     """
     fs, root, ranks = run.fs, run.root, run.ranks
     deadline = time.monotonic() + run.timeouts.stage + run.timeouts.visible
-    try:
-        # Rank 0 makes the folder, and the others find it.
-        ranks.run_on_leader("root/made", lambda: _trial(fs, root, make=True), deadline)
-        failure = None if ranks.is_leader else _failure(fs, root, run.timeouts.visible)
-        ranks.decide("root/tried", failure, _refuse_failed, deadline)
-    except CheckpointError as error:
-        if type(error) is not CheckpointError:
-            raise  # a rank is dead, or did not take part
-        raise CheckpointConfigError(str(error)) from error
+    # Rank 0 makes the folder, and the others find it.
+    ranks.run_on_leader("root/made", lambda: _trial(fs, root, make=True), deadline)
+    failure = None if ranks.is_leader else _failure(fs, root, run.timeouts.visible)
+    ranks.decide("root/tried", failure, _refuse_failed, deadline)
     if ranks.is_leader:
         _warn_of_living_owner(fs, root)
 
@@ -65,7 +60,7 @@ def _trial(fs: FsOps, root: str, *, make: bool) -> None:
             # What fills the disk may be what a dead run left, and that is deleted when this one restores.
             logger.warning("%s is full (%s); saves fail until there is free space", root, error)
             return
-        raise CheckpointError(
+        raise CheckpointConfigError(
             f"checkpoint.dir={root} cannot be written to: {error}. Name another folder; a script that only restores "
             "sets checkpoint.save.every_steps=null checkpoint.save.at_end=false."
         ) from error
@@ -83,4 +78,4 @@ def _failure(fs: FsOps, root: str, visible: float) -> str | None:
 def _refuse_failed(failures: list[Any]) -> None:
     for rank, text in enumerate(failures):
         if text is not None:
-            raise CheckpointError(f"On rank {rank}: {text}")
+            raise CheckpointConfigError(f"On rank {rank}: {text}")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from ..checkpointer import Checkpointer
@@ -20,13 +22,12 @@ from ..storage.fs import wait_visible
 from ..storage.scan import Scan, committed_under_other_names, repair_pointer
 from ..storage.space import amount
 from .lookup import refuse_absent_step, refuse_others, size_of_checkpoint, step_of_checkpoint
-from .policies import ResumePolicy
-from .rollback import Rollback
-from .run_context import RunContext, steps_text
+from .run_context import steps_text
+from .run_folder import RunFolder
 
 logger = logging.getLogger(__name__)
 
-#: The worst first: what an older checkpoint may make up for, and before that what proves damage.
+#: As which a failure reaches all ranks, the worst first: what proves damage, what an older checkpoint may make up for.
 _ORDER: tuple[type[CheckpointError], ...] = (CheckpointCorruptError, CheckpointUnreadableError, CheckpointLoadError)
 
 
@@ -35,27 +36,18 @@ class Restorer:
 
     Args:
         checkpointer: loads.
-        run: that begins.
-        policy: which steps to try.
-        rollback: what becomes of those that follow.
+        folder: of the run that begins, with what becomes of the steps that follow.
         saves: whether the run is going to save by itself.
 
     Attributes:
         loaded: the path of the checkpoint that was loaded last.
     """
 
-    def __init__(
-        self,
-        checkpointer: Checkpointer,
-        run: RunContext,
-        policy: ResumePolicy,
-        rollback: Rollback,
-        saves: bool,
-    ) -> None:
+    def __init__(self, checkpointer: Checkpointer, folder: RunFolder, saves: bool) -> None:
         self._checkpointer = checkpointer
-        self._run = run
-        self._policy = policy
-        self._rollback = rollback
+        self._folder = folder
+        self._run = folder.run
+        self._policy = folder.resume
         self._saves = saves
         self.loaded: str | None = None
 
@@ -70,45 +62,44 @@ class Restorer:
             strict: refuse a checkpoint that lacks keys of the state.
             allow_dtype_cast: let the state's tensors take values of another dtype.
         """
-        deadline = time.monotonic() + self._run.timeouts.stage + self._run.timeouts.close
-        options = {"strict": strict}
-        if allow_dtype_cast:
-            options["allow_dtype_cast"] = True  # a reader of one's own may not know it
-        ranks = self._run.ranks
+        ranks, timeouts = self._run.ranks, self._run.timeouts
+        deadline = time.monotonic() + timeouts.stage + timeouts.close
         candidates, committed, suspects, occupied = ranks.meet("restore", None, lambda _: self._look(), deadline)
         tag = f"restore/{ranks.meetings['restore']}"
-        step, path = self._load_first(candidates, suspects, state, tag, options)
+        load = partial(self._load_together, state, strict=strict, allow_dtype_cast=allow_dtype_cast)
+        step, self.loaded = self._load_first(candidates, suspects, tag, load)
         later = [other for other in occupied if step is None or other > step]
-        moved = self._tidy_together(suspects, committed, later if self._policy.rewind else [], tag)
-        left = [other for other in later if other not in moved]
-        if self._run.ranks.is_leader and step is None:
+        retired = later if self._policy.rewind else []
+        if retired or self._policy.choice != "never":
+            tidy = partial(self._tidy, suspects, committed, retired)
+            moved = ranks.run_on_leader(f"{tag}/tidy", tidy, time.monotonic() + timeouts.stage)
+            later = [other for other in later if other not in moved]
+        if ranks.is_leader and step is None:
             never = self._policy.choice == "never"
             why = "checkpoint.resume=never" if never else f"no checkpoint in {self._run.root}"
             logger.info("%s: starting from scratch", why)
-        elif self._run.ranks.is_leader and left:
+        elif ranks.is_leader and later:
             logger.warning(
                 "resumed from step %d although %s follow(s); saving those steps again will be refused "
                 "(checkpoint.rewind=true retires them)",
                 step,
-                steps_text(left),
+                steps_text(later),
             )
-        self.loaded = path
-        self._rollback.settled = self._saves
+        self._folder.settled = self._saves
         return step
 
     def _load_first(
         self,
         candidates: list[tuple[int, str]],
         suspects: list[int],
-        state: dict[str, Any],
         tag: str,
-        options: dict[str, bool],
+        load: Callable[[str, str], tuple[int, bool]],
     ) -> tuple[int | None, str | None]:
         """Load the first candidate that is whole, and add the damaged ones before it to the suspects."""
         for number, (step, path) in enumerate(candidates):
             started = time.perf_counter()
             try:
-                size = self._load_together(path, state, f"{tag}/{number}", options)
+                size, checksums = load(path, f"{tag}/{number}")
             except CheckpointCorruptError as error:
                 if number + 1 == len(candidates):
                     raise
@@ -118,7 +109,14 @@ class Restorer:
                     suspects.append(step)
                 continue
             if self._run.ranks.is_leader:
-                self._log_loaded(step, path, time.perf_counter() - started, *size)
+                verified = "not verified: it has no checksums"
+                if checksums and self._checkpointer.verifies:
+                    verified = "checksums verified"
+                elif checksums:
+                    verified = "not verified (checkpoint.verify=off)"
+                seconds = time.perf_counter() - started
+                text = "restored step %d from %s: %s in %.2f s, %s"
+                logger.info(text, step, path, amount(size), seconds, verified)
             return step, path
         return None, None
 
@@ -142,7 +140,7 @@ class Restorer:
         candidates = self._candidates(scan)
         if self._saves and not self._policy.searches and not self._policy.rewind:
             chosen = candidates[0][0] if candidates else None
-            self._rollback.refuse([step for step in scan.occupied if chosen is None or step > chosen], chosen)
+            self._folder.refuse([step for step in scan.occupied if chosen is None or step > chosen], chosen)
         suspects = sorted({**scan.damaged, **scan.torn}) if self._policy.searches else []
         return [candidates, scan.committed, suspects, sorted(scan.occupied)]
 
@@ -185,28 +183,13 @@ class Restorer:
             )
         return []
 
-    def _log_loaded(self, step: int, path: str, seconds: float, size: int, checksums: bool) -> None:
-        if not checksums:
-            verified = "not verified: it has no checksums"
-        else:
-            verified = "checksums verified" if self._checkpointer.verifies else "not verified (checkpoint.verify=off)"
-        logger.info("restored step %d from %s: %s in %.2f s, %s", step, path, amount(size), seconds, verified)
-
-    def _tidy_together(self, suspects: list[int], committed: list[int], later: list[int], tag: str) -> list[int]:
-        """Put away what is damaged and what is to be retired, and set the pointer right, on the leading rank.
+    def _tidy(self, suspects: list[int], committed: list[int], retired: list[int]) -> list[int]:
+        """On the leading rank: put away what is damaged and what is to be retired, and set the pointer right.
 
         Returns:
             The steps that it moved.
         """
-        if self._policy.choice == "never" and not later:
-            return []
-        deadline = time.monotonic() + self._run.timeouts.stage
-        return list(
-            self._run.ranks.run_on_leader(f"{tag}/tidy", lambda: self._tidy(suspects, committed, later), deadline)
-        )
-
-    def _tidy(self, suspects: list[int], committed: list[int], later: list[int]) -> list[int]:
-        moved = self._rollback.retire(later)
+        moved = self._folder.retire(retired)
         for step in sorted(set(suspects) - set(moved)):
             path = self._run.path_of(step)
             try:
@@ -219,7 +202,7 @@ class Restorer:
         repair_pointer(self._run.fs, self._run.root, self._run.names, [step for step in committed if step not in moved])
         return moved
 
-    def _load_together(self, path: str, state: dict[str, Any], tag: str, options: dict[str, bool]) -> tuple[int, bool]:
+    def _load_together(self, state: dict[str, Any], path: str, tag: str, **options: bool) -> tuple[int, bool]:
         """Load a checkpoint on all ranks; what fails on one fails on all, and corrupt bytes are the worst.
 
         Returns:
@@ -233,19 +216,21 @@ class Restorer:
             else:
                 # A path that was named may be that of a file.
                 wait_visible(lambda: run.fs.is_folder(path) or os.path.isfile(path), path, run.timeouts.visible)
-            self._checkpointer.load_to_resume(path, state, **options)
+            self._checkpointer.load(path, state, resuming=True, **options)
         except Exception as error:
             failure = error
         if run.ranks.world_size == 1:
             if failure is not None:
                 raise failure
             return size
-        outcome = None if failure is None else [_ORDER.index(_kind_of_failure(failure)), str(failure)]
+        kind = next((each for each in (_ORDER[1], _ORDER[0]) if isinstance(failure, each)), _ORDER[2])
+        outcome = None if failure is None else [_ORDER.index(kind), str(failure)]
         # As long as the slowest rank needs to read its part.
         deadline = time.monotonic() + run.timeouts.stage + run.timeouts.write
-        worst = run.ranks.decide(tag, outcome, _worst_failure, deadline)
-        if worst is not None:
-            raise _ORDER[worst[0]](worst[1]) from failure
+        try:
+            run.ranks.decide(tag, outcome, _raise_worst, deadline)
+        except CheckpointError as worst:
+            raise worst from failure
         return size
 
     def _clean_up(self) -> None:
@@ -268,22 +253,13 @@ class Restorer:
             logger.info("deleted %s, which a dead run left", name)
 
 
-def _kind_of_failure(failure: Exception) -> type[CheckpointError]:
-    """The error type under which the other ranks learn of a failure."""
-    for kind in (CheckpointUnreadableError, CheckpointCorruptError):
-        if isinstance(failure, kind):
-            return kind
-    return CheckpointLoadError
-
-
 def _kind_of(step: int, scan: Scan) -> type[CheckpointError]:
     return CheckpointUnreadableError if step in scan.unusable else CheckpointCorruptError
 
 
-def _worst_failure(outcomes: list[Any]) -> Any:
-    """The failure that all ranks raise, with its rank in the text; None when every rank loaded its part."""
+def _raise_worst(outcomes: list[Any]) -> None:
+    """On the leading rank: raise the worst failure, with its rank in the text, unless every rank loaded its part."""
     failures = [(outcome[0], rank, outcome[1]) for rank, outcome in enumerate(outcomes) if outcome is not None]
-    if not failures:
-        return None
-    order, rank, text = min(failures)
-    return [order, f"Rank {rank}: {text}"]
+    if failures:
+        order, rank, text = min(failures)
+        raise _ORDER[order](f"Rank {rank}: {text}")

@@ -11,9 +11,9 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import wait as wait_futures
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from ..callers.write_callers import WriteCaller
 from ..coordination import Coordinator
@@ -46,21 +46,23 @@ logger = logging.getLogger(__name__)
 _NAMED_KEYS = 10
 
 
-@dataclass(frozen=True)
-class RunHooks:
+class RunHooks(Protocol):
     """What a run adds to each of its saves. The calls take a checkpoint's path, on rank 0 alone.
 
     Attributes:
         ownership: of the folder of checkpoints, which the first save takes over.
-        check_path: called before a save begins; what it raises stops the save.
-        after_commit: called on the save thread before the save's future is done.
-        after_save: the same, after the future is done; the next save and `close` wait for it.
     """
 
     ownership: FencingToken
-    check_path: Callable[[str], None]
-    after_commit: Callable[[str], None]
-    after_save: Callable[[str], None]
+
+    def check_path(self, path: str) -> None:
+        """Called before a save begins; what it raises stops the save."""
+
+    def after_commit(self, path: str) -> None:
+        """Called on the save thread before the save's future is done."""
+
+    def after_save(self, path: str) -> None:
+        """The same, after the future is done; the next save and `close` wait for it."""
 
 
 class SaveTransaction:

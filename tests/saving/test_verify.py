@@ -87,7 +87,7 @@ def test_a_reader_of_somebody_elses_gets_what_it_knows() -> None:
         def close(self) -> None: ...
 
     ours = SyncCheckpointer(Nothing(), Theirs())
-    assert ours.load_to_resume("x", {}, strict=True) == {"path": "x"}
+    assert ours.load("x", {}, strict=True) == {"path": "x"}
     ours.close()
 
 

@@ -1,7 +1,7 @@
-"""Going back: what follows the checkpoint that a run begins with is refused before the first step, or retired.
+"""One run's folder of checkpoints, as rank 0 keeps it: the pointer, what is deleted, and what follows.
 
-Otherwise the run would train up to the first step that is saved already, and `keep` would take its new checkpoints for
-the oldest.
+What follows the checkpoint that a run begins with is refused before the first step, or retired. Otherwise the run would
+train up to the first step that is saved already, and `keep` would take its new checkpoints for the oldest.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from collections.abc import Iterable
 
 from ..errors import CheckpointExistsError, CheckpointSaveError
 from ..spelling import typed
-from ..storage.cleanup import quarantine
 from ..storage.commit import refuse_existing
 from ..storage.fencing import FencingToken, Owner
-from ..storage.scan import read_pointer
-from .policies import ResumePolicy
+from ..storage.cleanup import discard, quarantine
+from ..storage.scan import read_pointer, write_pointer
+from .policies import ResumePolicy, RetentionPolicy
 from .run_context import RunContext, steps_text
 
 logger = logging.getLogger(__name__)
@@ -26,24 +26,59 @@ _RESTARTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
 _RESTORE_ONLY = "A script that only restores sets checkpoint.save.every_steps=null checkpoint.save.at_end=false."
 
 
-class Rollback:
-    """Decides on rank 0, for one run's folder of checkpoints.
+class RunFolder:
+    """What a run adds to its saves (`RunHooks`), and what a restore does about the steps that follow.
 
     Args:
         run: whose folder it is.
-        policy: where the run begins, and whether it may retire what follows.
-        ownership: of the folder.
+        resume: where the run begins, and whether it may retire what follows.
+        keep: which checkpoints to keep.
 
     Attributes:
+        ownership: of the folder, which the first save takes over.
         settled: a restore has dealt with what follows, so that the first save need not.
     """
 
-    def __init__(self, run: RunContext, policy: ResumePolicy, ownership: FencingToken) -> None:
-        self._run = run
-        self._root = run.root
-        self._policy = policy
-        self._ownership = ownership
+    def __init__(self, run: RunContext, resume: ResumePolicy, keep: RetentionPolicy) -> None:
+        self.run = run
+        self.resume = resume
+        self.ownership = FencingToken(run.fs, run.root, run.names)
         self.settled = False
+        self._keep = keep
+        self._root = run.root
+
+    def check_path(self, path: str) -> None:
+        """Before a save: nothing that follows may be in its way, where no restore has looked for that.
+
+        Raises:
+            CheckpointExistsError: something is; the text names the run that put it there, if that may be alive.
+            CheckpointSaveError: it cannot be looked at, or could not be retired.
+        """
+        if not self.settled:
+            self._settle(self._step_of(path))
+            self.settled = True
+        try:
+            refuse_existing(path, by_rename=self.run.fs.atomic_rename)
+        except CheckpointExistsError as error:
+            raise CheckpointExistsError(self._beside_others(str(error))) from error
+
+    def after_commit(self, path: str) -> None:
+        """Set the pointer to a new checkpoint. A failure is a warning: the checkpoint itself is committed."""
+        step = self._step_of(path)
+        try:
+            write_pointer(self.run.fs, self._root, self.run.names, step)
+        except OSError as error:
+            logger.warning("step %d is committed, but its pointer file could not be written: %s", step, error)
+
+    def after_save(self, path: str) -> None:
+        """Delete what `keep` no longer keeps beside a new checkpoint. A failure is a warning."""
+        try:
+            for old in self._keep.to_delete(self.run.committed()):
+                logger.info("deleting the checkpoint of step %d (checkpoint.keep)", old)
+                discard(self.run.fs, self.run.path_of(old))
+        except OSError as error:
+            step = self._step_of(path)
+            logger.warning("step %d is committed, but listing or deleting older checkpoints failed: %s", step, error)
 
     def refuse(self, later: Iterable[int], step: int | None) -> None:
         """Refuse to begin with a step that others follow.
@@ -66,9 +101,9 @@ class Rollback:
                 f"type checkpoint.resume=auto; to keep them, a new checkpoint.dir; {retire}."
             )
         else:
-            path = self._policy.path or self._run.path_of(step)
+            path = self.resume.path or self.run.path_of(step)
             text = (
-                f"checkpoint.resume={self._policy.choice}, and in {self._root} {steps} would follow step {step}. To "
+                f"checkpoint.resume={self.resume.choice}, and in {self._root} {steps} would follow step {step}. To "
                 f"keep them, type {typed('checkpoint.resume', path)} checkpoint.dir=<new folder>; {retire}; to go on "
                 f"from the newest, checkpoint.resume=auto. {_RESTORE_ONLY}"
             )
@@ -94,19 +129,19 @@ class Rollback:
                 f"{steps_text(steps)} in {self._root} may be its own. To go on from the newest, type "
                 "checkpoint.resume=auto checkpoint.rewind=false; to go back once more, start a new job."
             )
-        other = self._ownership.neighbor()
+        other = self.ownership.neighbor()
         if other is not None and other.alive:
             raise CheckpointSaveError(
                 f"checkpoint.rewind=true would retire {steps_text(steps)} in {self._root}, and {self._runs(other)}. "
                 "End it first, or use another checkpoint.dir."
             )
-        pointer = os.path.join(self._root, self._run.names.pointer)
+        pointer = os.path.join(self._root, self.run.names.pointer)
         try:
-            self._ownership.acquire()
-            if read_pointer(self._run.fs, self._root, self._run.names) in steps:
-                self._run.fs.unlink(pointer)  # what is left is pointed to afterwards
+            self.ownership.acquire()
+            if read_pointer(self.run.fs, self._root, self.run.names) in steps:
+                self.run.fs.unlink(pointer)  # what is left is pointed to afterwards
             for step in reversed(steps):
-                target = quarantine(self._run.fs, self._run.path_of(step))
+                target = quarantine(self.run.fs, self.run.path_of(step))
                 logger.info("retired step %d (checkpoint.rewind=true): kept as %s", step, target)
         except OSError as error:
             raise CheckpointSaveError(
@@ -115,33 +150,15 @@ class Rollback:
             ) from error
         return steps
 
-    def admit(self, path: str) -> None:
-        """Before a save, on rank 0: nothing that follows may be in its way, where no restore has looked for that.
-
-        Raises:
-            CheckpointExistsError: something is; the text names the run that put it there, if that may be alive.
-            CheckpointSaveError: it cannot be looked at, or could not be retired.
-        """
-        if not self.settled:
-            self._settle(path)
-            self.settled = True
+    def _settle(self, step: int) -> None:
+        """What follows the first step that is saved, without a restore: as `rewind` says."""
         try:
-            refuse_existing(path, by_rename=self._run.fs.atomic_rename)
-        except CheckpointExistsError as error:
-            raise CheckpointExistsError(self._beside_others(str(error))) from error
-
-    def _settle(self, path: str) -> None:
-        folder, name = os.path.split(path)
-        step = self._run.names.step(name)
-        if step is None or folder != self._root:
-            return
-        try:
-            occupied = self._run.scan().occupied
+            occupied = self.run.scan().occupied
         except OSError as error:
             raise CheckpointSaveError(f"{self._root} cannot be listed: {error}.", error.errno) from error
-        never = self._policy.choice == "never"
+        never = self.resume.choice == "never"
         later = [other for other in occupied if never or other >= step]
-        if self._policy.rewind:
+        if self.resume.rewind:
             self.retire(later)
         elif never:
             self.refuse(later, None)
@@ -155,8 +172,11 @@ class Rollback:
                 )
             )
 
+    def _step_of(self, path: str) -> int:
+        return int(os.path.basename(path).removeprefix(self.run.names.prefix))
+
     def _beside_others(self, text: str) -> str:
-        other = self._ownership.neighbor()
+        other = self.ownership.neighbor()
         if other is None:
             return text
         return (
