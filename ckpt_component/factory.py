@@ -26,7 +26,6 @@ from .coordination import Coordinator, LocalCoordinator
 from .formats.base import Writer
 from .managing.manager import CheckpointManager
 from .managing.policies import ResumePolicy, RetentionPolicy, SavePolicy
-from .managing.preflight import check_root
 from .managing.recording import record
 from .managing.restore import Restorer
 from .managing.run_context import RunContext, job_ranks
@@ -103,9 +102,9 @@ def build_manager(
                 # Each rank's Hydra names the output folder by its own clock.
                 job_root = ranks.run_on_leader("root/job", lambda: job_root, time.monotonic() + timeouts.stage)
             run = RunContext(fs, os.path.abspath(job_root), names, ranks, timeouts)
-            if save.enabled:
-                check_root(run)
             folder = RunFolder(run, resume, RetentionPolicy(settings.keep.last, settings.keep.every_steps))
+            if save.enabled:
+                folder.check_writable()
             checkpointer = _build_graph(settings, parts, ranks, fs, timeouts, policy, folder)
             restorer = Restorer(checkpointer, folder, save.enabled)
         except BaseException:

@@ -1,18 +1,18 @@
-"""What a starting run may find beside its own checkpoints: another naming, other programs, a path to resume from."""
+"""Which checkpoint a run may begin with: by step, by path, the newest; and what else there is, that may be meant."""
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
 
-from ..errors import CheckpointNotFoundError
+from ..errors import CheckpointCorruptError, CheckpointNotFoundError, CheckpointUnreadableError
 from ..spelling import typed
 from ..storage.fs import FsOps
 from ..storage.manifest import read_manifest
 from ..storage.names import MANIFEST, NAMINGS, SINGLE_FILES, step_in_name
 from ..storage.safe_open import read_failure
-from ..storage.scan import Scan, foreign_checkpoints, read_pointer, scan_steps
+from ..storage.scan import Scan, committed_under_other_names, foreign_checkpoints, read_pointer, scan_steps
+from .policies import ResumePolicy
 from .run_context import RunContext, steps_text
 
 logger = logging.getLogger(__name__)
@@ -20,21 +20,57 @@ logger = logging.getLogger(__name__)
 _FROM_SCRATCH = "to start from scratch, a new checkpoint.dir"
 
 
-#: The steps committed under the other naming, with its name; None: none are. See `committed_under_other_names`.
-OtherNaming = tuple[str, Sequence[int]] | None
+def candidates_of(run: RunContext, policy: ResumePolicy, scan: Scan) -> list[tuple[int, str]]:
+    """The checkpoints to try, best first, as steps and paths; none: the run starts from scratch.
+
+    Raises:
+        CheckpointNotFoundError: `resume` asks for what is not there, or what is there may be meant and has other names.
+        CheckpointCorruptError: what it asks for, or all that is there, is damaged.
+    """
+    root, choice = run.root, policy.choice
+    if policy.path is not None:
+        return [(_step_of_checkpoint(run.fs, policy.path), policy.path)]
+    if choice == "never":
+        return []
+    other = committed_under_other_names(run.fs, root, run.names)
+    if isinstance(choice, int):
+        bad = {**scan.damaged, **scan.torn, **scan.unusable}
+        if choice in bad:
+            kind = CheckpointUnreadableError if choice in scan.unusable else CheckpointCorruptError
+            raise kind(f"checkpoint.resume={choice}, and that checkpoint cannot be used: {bad[choice]}")
+        if choice not in scan.committed:
+            others = f"there are {steps_text(scan.committed)}" if scan.committed else "there is none at all"
+            if other is not None and choice in other[1]:
+                others += f"; with checkpoint.naming={other[0]} it is there"
+            raise CheckpointNotFoundError(f"checkpoint.resume={choice}, but {root} has no such checkpoint; {others}.")
+        return [(choice, run.path_of(choice))]
+    if scan.committed:
+        if other is not None:
+            logger.warning(
+                "%s also holds checkpoints up to step %d of checkpoint.naming=%s, which are not looked at",
+                root,
+                other[1][-1],
+                other[0],
+            )
+        return [(step, run.path_of(step)) for step in reversed(scan.committed)]
+    # A folder that has a manifest was a checkpoint once, so starting from scratch beside it is surely not meant.
+    lost = {**scan.damaged, **scan.unusable}
+    if lost:
+        newest = max(lost)
+        kind = CheckpointUnreadableError if newest in scan.unusable else CheckpointCorruptError
+        raise kind(
+            f"{root} holds checkpoints, and none that can be used; the newest: {lost[newest]} To start from scratch, "
+            "use checkpoint.resume=never with another checkpoint.dir, or with checkpoint.rewind=true."
+        )
+    _refuse_others(run, scan, other)
+    if choice == "must":
+        raise CheckpointNotFoundError(
+            f"checkpoint.resume=must, but {root} has no committed checkpoint; use resume=auto to start from scratch."
+        )
+    return []
 
 
-def refuse_absent_step(step: int, committed: Sequence[int], root: str, other: OtherNaming) -> None:
-    """Raise CheckpointNotFoundError unless a step is committed; with the steps that are, under either naming."""
-    if step in committed:
-        return
-    others = f"there are {steps_text(list(committed))}" if committed else "there is none at all"
-    if other is not None and step in other[1]:
-        others += f"; with checkpoint.naming={other[0]} it is there"
-    raise CheckpointNotFoundError(f"checkpoint.resume={step}, but {root} has no such checkpoint; {others}.")
-
-
-def refuse_others(run: RunContext, scan: Scan, other: OtherNaming) -> None:
+def _refuse_others(run: RunContext, scan: Scan, other: tuple[str, list[int]] | None) -> None:
     """Refuse to start from scratch, without a checkpoint of one's own, beside checkpoints that may be meant.
 
     What has no step in its name, such as a pretrained model, is warned about and left alone.
@@ -87,7 +123,7 @@ def _is_readable(fs: FsOps, path: str) -> bool:
     return MANIFEST in files or ".metadata" in files or sum(name.endswith(SINGLE_FILES) for name in files) == 1
 
 
-def step_of_checkpoint(fs: FsOps, path: str) -> int:
+def _step_of_checkpoint(fs: FsOps, path: str) -> int:
     """The step of a checkpoint anywhere, by its name; 0, with a warning, where the name has none.
 
     Raises:

@@ -14,14 +14,13 @@ from ..errors import (
     CheckpointCorruptError,
     CheckpointError,
     CheckpointLoadError,
-    CheckpointNotFoundError,
     CheckpointUnreadableError,
 )
 from ..storage.cleanup import living_attempts, quarantine, sweep
 from ..storage.fs import wait_visible
-from ..storage.scan import Scan, committed_under_other_names, repair_pointer
+from ..storage.scan import repair_pointer
 from ..storage.space import amount
-from .lookup import refuse_absent_step, refuse_others, size_of_checkpoint, step_of_checkpoint
+from .lookup import candidates_of, size_of_checkpoint
 from .run_context import steps_text
 from .run_folder import RunFolder
 
@@ -137,51 +136,12 @@ class Restorer:
         for why in scan.foreign.values():
             logger.warning("%s, so it is not taken for a checkpoint of this run and left alone", why)
         self._run.warned.update(bad.values(), scan.foreign.values())
-        candidates = self._candidates(scan)
+        candidates = candidates_of(self._run, self._policy, scan)
         if self._saves and not self._policy.searches and not self._policy.rewind:
             chosen = candidates[0][0] if candidates else None
             self._folder.refuse([step for step in scan.occupied if chosen is None or step > chosen], chosen)
         suspects = sorted({**scan.damaged, **scan.torn}) if self._policy.searches else []
         return [candidates, scan.committed, suspects, sorted(scan.occupied)]
-
-    def _candidates(self, scan: Scan) -> list[tuple[int, str]]:
-        policy, bad = self._policy, {**scan.damaged, **scan.torn, **scan.unusable}
-        if policy.path is not None:
-            return [(step_of_checkpoint(self._run.fs, policy.path), policy.path)]
-        other = committed_under_other_names(self._run.fs, self._run.root, self._run.names)
-        if isinstance(policy.choice, int):
-            if policy.choice in bad:
-                raise _kind_of(policy.choice, scan)(
-                    f"checkpoint.resume={policy.choice}, and that checkpoint cannot be used: {bad[policy.choice]}"
-                )
-            refuse_absent_step(policy.choice, scan.committed, self._run.root, other)
-            return [(policy.choice, self._run.path_of(policy.choice))]
-        if policy.choice == "never":
-            return []
-        # A folder that has a manifest was a checkpoint once, so starting from scratch beside it is surely not meant.
-        lost = {**scan.damaged, **scan.unusable}
-        if lost and not scan.committed:
-            newest = max(lost)
-            raise _kind_of(newest, scan)(
-                f"{self._run.root} holds checkpoints, and none that can be used; the newest: {lost[newest]} To start "
-                "from scratch, use checkpoint.resume=never with another checkpoint.dir, or with checkpoint.rewind=true."
-            )
-        if scan.committed:
-            if other is not None:
-                logger.warning(
-                    "%s also holds checkpoints up to step %d of checkpoint.naming=%s, which are not looked at",
-                    self._run.root,
-                    other[1][-1],
-                    other[0],
-                )
-            return [(step, self._run.path_of(step)) for step in reversed(scan.committed)]
-        refuse_others(self._run, scan, other)
-        if policy.choice == "must":
-            raise CheckpointNotFoundError(
-                f"checkpoint.resume=must, but {self._run.root} has no committed checkpoint; "
-                "use resume=auto to start from scratch."
-            )
-        return []
 
     def _tidy(self, suspects: list[int], committed: list[int], retired: list[int]) -> list[int]:
         """On the leading rank: put away what is damaged and what is to be retired, and set the pointer right.
@@ -251,10 +211,6 @@ class Restorer:
             time.sleep(0.05)
         for name in sweep(self._run.fs, self._run.root, self._run.names):
             logger.info("deleted %s, which a dead run left", name)
-
-
-def _kind_of(step: int, scan: Scan) -> type[CheckpointError]:
-    return CheckpointUnreadableError if step in scan.unusable else CheckpointCorruptError
 
 
 def _raise_worst(outcomes: list[Any]) -> None:

@@ -1,4 +1,4 @@
-"""One run's folder of checkpoints, as rank 0 keeps it: the pointer, what is deleted, and what follows.
+"""One run's folder of checkpoints: whether it can be written to, the pointer, what is deleted, and what follows.
 
 What follows the checkpoint that a run begins with is refused before the first step, or retired. Otherwise the run would
 train up to the first step that is saved already, and `keep` would take its new checkpoints for the oldest.
@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Iterable
 
-from ..errors import CheckpointExistsError, CheckpointSaveError
+from ..errors import CheckpointConfigError, CheckpointError, CheckpointExistsError, CheckpointSaveError
 from ..spelling import typed
+from ..storage.cleanup import discard, quarantine
 from ..storage.commit import refuse_existing
 from ..storage.fencing import FencingToken, Owner
-from ..storage.cleanup import discard, quarantine
+from ..storage.fs import wait_visible
+from ..storage.names import TRIAL_PREFIX, new_token
 from ..storage.scan import read_pointer, write_pointer
+from ..storage.space import FULL
 from .policies import ResumePolicy, RetentionPolicy
 from .run_context import RunContext, steps_text
 
@@ -46,6 +50,56 @@ class RunFolder:
         self.settled = False
         self._keep = keep
         self._root = run.root
+
+    def check_writable(self) -> None:
+        """Make the folder where there is none, and a small file in it from every rank, which is deleted at once.
+
+        All ranks call it, before the first step. Warns when another run that saves there is alive on this host.
+
+        Raises:
+            CheckpointConfigError: a rank cannot write there; the same on all ranks.
+            CheckpointTimeoutError: a rank did not take part.
+        """
+        run, failure = self.run, None
+        deadline = time.monotonic() + run.timeouts.stage + run.timeouts.visible
+        # Rank 0 makes the folder, and the others find it.
+        run.ranks.run_on_leader("root/made", self._try_to_write, deadline)
+        if not run.ranks.is_leader:
+            try:
+                wait_visible(lambda: run.fs.is_folder(run.root), f"checkpoint.dir={run.root}", run.timeouts.visible)
+                self._try_to_write()
+            except CheckpointError as error:
+                failure = str(error)
+        run.ranks.decide("root/tried", failure, _refuse_failed, deadline)
+        if not run.ranks.is_leader:
+            return
+        try:
+            other = self.ownership.neighbor()
+        except OSError as error:
+            logger.warning("the owner of %s could not be read: %s", run.root, error)
+            return
+        if other is not None and other.alive:
+            logger.warning(
+                "another run saves in %s: %s, which is still running. The run that saved there first last owns the "
+                "folder; end one of the two, or give each a checkpoint.dir of its own",
+                run.root,
+                other,
+            )
+
+    def _try_to_write(self) -> None:
+        fs, root = self.run.fs, self.run.root
+        try:
+            fs.make_folders(root)
+            fs.try_folder(root, f"{TRIAL_PREFIX}{new_token()}")
+        except OSError as error:
+            if error.errno in FULL:
+                # What fills the disk may be what a dead run left, and that is deleted when this one restores.
+                logger.warning("%s is full (%s); saves fail until there is free space", root, error)
+                return
+            raise CheckpointConfigError(
+                f"checkpoint.dir={root} cannot be written to: {error}. Name another folder; a script that only "
+                "restores sets checkpoint.save.every_steps=null checkpoint.save.at_end=false."
+            ) from error
 
     def check_path(self, path: str) -> None:
         """Before a save: nothing that follows may be in its way, where no restore has looked for that.
@@ -187,3 +241,9 @@ class RunFolder:
     @staticmethod
     def _runs(other: Owner) -> str:
         return f"{other} {'still runs' if other.alive else 'may still run'}"
+
+
+def _refuse_failed(failures: list[str | None]) -> None:
+    for rank, text in enumerate(failures):
+        if text is not None:
+            raise CheckpointConfigError(f"On rank {rank}: {text}")

@@ -87,7 +87,9 @@ class InFlightSaves(list[PendingSave]):
     def drop_ended(self) -> list[tuple[int, str]]:
         """Drop what ended, except for errors that were not raised yet: their saves' numbers, and their texts."""
         failed = []
-        for save in [each for each in self if each.done()]:
+        for save in list(self):
+            if not save.done():
+                continue
             error = save.undelivered
             if error is None:
                 self.remove(save)

@@ -179,7 +179,8 @@ class SavePipeline:
                     self._fail(save, error, self._failures.add(error))
                     return
         save.release()
-        self._failures.reset()
+        if self._failures.count:
+            self._failures.reset()
         self.last_report = save.report = report
         self.reports.append(report)
         save.set_result(report)

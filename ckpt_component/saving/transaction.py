@@ -153,8 +153,9 @@ class SaveTransaction:
 
     def _begin(self, save: PendingSave, locks: contextlib.ExitStack, deadline: float) -> Snapshot:
         """All ranks say what they are going to write, and the leading one makes the staging folder for it."""
-        snapshot, error = save.snapshot, save.error or CheckpointSaveError(f"{save.path} has no snapshot of this rank.")
+        snapshot = save.snapshot
         if snapshot is None:
+            error = save.error or CheckpointSaveError("there is no snapshot")
             message: dict[str, Any] = {"error": describe_error(error), "cause": type(error).__name__}
         else:
             message = {"bytes": snapshot.encoded.file_bytes, "table": snapshot.encoded.table.number}
@@ -165,7 +166,7 @@ class SaveTransaction:
         make_folder = partial(self._make_folder, save.attempt, locks)
         different = self._ranks.decide(f"{save.attempt.token}/begin", message, make_folder, deadline)
         if snapshot is None:
-            raise error
+            raise CheckpointSaveError(f"{save.path} was begun without a snapshot of this rank.")
         self._index_sent = snapshot.encoded.table.number
         if different:
             self._warn_of_lost(snapshot, different)
