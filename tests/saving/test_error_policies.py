@@ -101,13 +101,13 @@ def test_retry_commits_at_the_second_try_all_files_anew(
         synced.append(os.readlink(f"/proc/self/fd/{fd}"))
         sync(self, fd)
 
-    def fail_once(self: FsOps, *arguments: Any) -> Any:
+    def fail_once(self: FsOps, *arguments: Any, **more: Any) -> Any:
         if step_of_save == "sync":
             synced.append(os.readlink(f"/proc/self/fd/{arguments[0]}"))
         if not failed:
             failed.append(step_of_save)
             raise OSError(errno.EIO, os.strerror(errno.EIO))
-        return original(self, *arguments)
+        return original(self, *arguments, **more)
 
     with manager_in(tmp_path, "checkpoint.on_error=retry", preset="sync") as manager:
         monkeypatch.setattr(FsOps, "sync", note_sync)
