@@ -73,7 +73,7 @@ class OwnSource(Source):
     """A checkpoint with rank indexes that say where every payload is.
 
     Args:
-        folder: the checkpoint.
+        folder: where the files are.
         ranks: of `read_rank_indexes`.
         verify: compare the checksum of everything that is read.
         shared: as for `FileSet`.
@@ -84,7 +84,7 @@ class OwnSource(Source):
     """
 
     def __init__(self, folder: str, ranks: Sequence[RankIndex], *, verify: bool, shared: bool = True) -> None:
-        self.where = folder
+        self.where = self._folder = folder
         self.index = index = Index()
         self._ranks = ranks
         self._shared = shared
@@ -152,7 +152,7 @@ class OwnSource(Source):
         small = [(rank.tensors.table[2] <= SMALL_BYTES).tolist() for rank in self._ranks]
         coalesced: dict[int, list[tuple[int, Request]]] = {}
         reads = []
-        with FileSet(self.where, shared=self._shared) as files:
+        with FileSet(self._folder, shared=self._shared) as files:
             for request in requests:
                 if request.key not in self._chunks and request.offsets is None and request.address is not None:
                     rank, number = self.index.tensors[request.key].same_as
@@ -204,12 +204,12 @@ class OwnSource(Source):
     def read_objects(self, keys: Sequence[str]) -> Mapping[str, Any]:
         """Decode the objects, each verified."""
         archives: dict[str, memoryview] = {}
-        with FileSet(self.where) as files:
+        with FileSet(self._folder) as files:
             for key in keys:
                 _, item, checksum = self._objects[key]
                 data = memoryview(bytearray(item.length))
                 whole = files.fill(item.file, data, item.offset)
                 if not whole or (checksum is not None and checksum.of(data) != item.checksum):
                     raise files.damaged(item.file, f"'{key}'")
-                archives[f"'{key}' in {os.path.join(self.where, item.file)}"] = data
+                archives[f"'{key}' in {os.path.join(self._folder, item.file)}"] = data
         return dict(zip(keys, load_objects(archives), strict=True))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -82,11 +83,9 @@ class Index:
     objects: dict[str, Path] = field(default_factory=dict)
     containers: list[tuple[Path, str]] = field(default_factory=list)
 
-    def paths(self) -> Iterator[tuple[str, Path]]:
+    def paths(self) -> list[tuple[str, Path]]:
         """All keys, each with its path."""
-        for key, entry in self.tensors.items():
-            yield key, entry.path
-        yield from self.objects.items()
+        return [*zip(self.tensors, map(attrgetter("path"), self.tensors.values()), strict=True), *self.objects.items()]
 
     def path_of(self, key: str) -> Path:
         """Where the value of a key stands."""

@@ -65,7 +65,7 @@ class Target:
         self.requests: list[Request] = []
         self._new: dict[str, None] = {}
         index = source.index
-        lists = [path for path, kind in flat.containers if kind == "list"]
+        lists = {path for path, kind in flat.containers if kind == "list"}
         for path in [*lists, *(path for path, kind in index.containers if path and kind != "odict")]:
             if self._forms.object_around(path) is None:
                 self._forms.check(path)
@@ -73,13 +73,13 @@ class Target:
         #: Keys of tensors of which other ranks load all.
         elsewhere = set(keys_of([*flat.elsewhere]))
         self._missing += elsewhere - index.tensors.keys()
-        for path in flat.object_paths:
-            self._match_value(path)
-        for path, kind in flat.containers:
-            if kind == "empty" and path and self._forms.object_around(path) is None:
-                self._match_value(path, may_miss=True)
-        if self._forms.objects:
-            self._match_objects(elsewhere)
+        places = [*flat.object_paths, *(path for path, kind in flat.containers if kind == "empty" and path)]
+        around = list(map(self._forms.object_around, places))
+        for number, (path, key) in enumerate(zip(places, keys_of(places), strict=True)):
+            is_empty_dict = number >= len(flat.object_paths)
+            if around[number] is None or not is_empty_dict:
+                self._match_value(path, key, outside=around[number] is None, may_miss=is_empty_dict)
+        self._match_objects(elsewhere)
         self.new_tensors = [key for key in self._new if key in index.tensors]
         self.objects = [key for key in self._new if key in index.objects]
         used = {request.key for request in self.requests} | self._new.keys() | (elsewhere & index.tensors.keys())
@@ -90,8 +90,7 @@ class Target:
             for key, path in index.paths():
                 if key not in used and all(rank_of(part) is None for part in path):  # else another rank's own
                     self.unexpected.append(key)
-                    around = {path[:depth] for depth in range(1, len(path))}
-                    self.shortens_lists |= not around.isdisjoint(lists)
+                    self.shortens_lists |= any(path[:depth] in lists for depth in range(1, len(path)))
             self.unexpected.sort()
 
     def _match_tensors(self) -> None:
@@ -116,7 +115,8 @@ class Target:
             if key in self._source.index.objects:
                 raise CheckpointLoadError(f"'{key}' is a tensor in the target and a Python object in the checkpoint.")
             if self._forms.object_around(path) is None:
-                self._match_inside_object(path)
+                self._forms.check(path)
+                self._match_inside_object(path, key)
             else:
                 self._missing.append(key)
             return
@@ -139,33 +139,29 @@ class Target:
             self._new[key] = None
             self._converted.append(request)
 
-    def _match_value(self, path: Path, *, may_miss: bool = False) -> None:
-        key, index = key_of(path), self._source.index
-        if self._forms.object_around(path) is None:
+    def _match_value(self, path: Path, key: str, *, outside: bool, may_miss: bool) -> None:
+        """Match a plain value or an empty dict; `outside` of the states of objects it must be of the same form."""
+        index = self._source.index
+        if outside:
             self._forms.check(path)
-            if key in index.objects:
-                self._compared[path] = path
         if key in index.objects or key in index.tensors:
-            self._replace(path, [key])
+            self._replaced[path] = [key]
+            if outside and key in index.objects:
+                self._compared[path] = path
         elif key in self._forms.below:
-            self._replace(path, self._forms.below[key])
+            self._replaced[path] = self._forms.below[key]
         else:
-            self._match_inside_object(path, may_miss=may_miss)
+            self._match_inside_object(path, key, may_miss=may_miss)
+        self._new.update(dict.fromkeys(self._replaced.get(path, ())))
 
-    def _match_inside_object(self, path: Path, *, may_miss: bool = False) -> None:
+    def _match_inside_object(self, path: Path, key: str, *, may_miss: bool = False) -> None:
         """Match a place that the checkpoint has no key for with what an object around it may have there."""
-        if self._forms.object_around(path) is None:
-            self._forms.check(path)
         above = self._forms.stored_object_above(path)
         if above is not None:
             self._new[key_of(above)] = None
             self._inside[path] = above
         elif not may_miss:
-            self._missing.append(key_of(path))
-
-    def _replace(self, path: Path, keys: Sequence[str]) -> None:
-        self._replaced[path] = list(keys)
-        self._new.update(dict.fromkeys(keys))
+            self._missing.append(key)
 
     def _match_objects(self, elsewhere: Iterable[str]) -> None:
         """Take what the checkpoint has for objects beyond their present state, such as an optimizer's state."""
@@ -182,7 +178,8 @@ class Target:
                 self._compared[path] = above
             for key in self._forms.below.get(place, []):
                 if key not in used and not self._match_as_part(path, stateful, key):
-                    self._replace(index.path_of(key), [key])
+                    self._replaced[index.path_of(key)] = [key]
+                    self._new[key] = None
 
     def _match_as_part(self, path: Path, stateful: Stateful, key: str) -> bool:
         """Load what an optimizer keeps for a sharded parameter as the same part of the whole as the parameter's."""

@@ -7,24 +7,23 @@ import math
 import os
 import struct
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
 
 from ...errors import CheckpointCorruptError, CheckpointLoadError
 from ...formats.safetensors import DTYPES
-from ...image.arena import tensor_bytes
-from ..file_set import FileSet, RangeRead
+from ..file_set import FileSet
+from ..own_format import OwnSource
+from ..rank_index import RankIndex, tensor_items
 from ..shapes import is_shape
-from ..source import Index, Request, Source, TensorEntry, copy_into
 
 _MAX_HEADER = 100 << 20
 _KNOWN = {text: dtype for dtype, text in DTYPES.items()}
 
 
-class SafetensorsSource(Source):
-    """A safetensors file.
+class SafetensorsSource(OwnSource):
+    """A safetensors file: read as our own are, by an index made of its header, and without checksums.
 
     Args:
         path: the file.
@@ -38,47 +37,27 @@ class SafetensorsSource(Source):
     """
 
     def __init__(self, path: str, *, shared: bool = True) -> None:
-        self._shared = shared
-        self._folder, self._name = os.path.split(os.path.abspath(path))
-        with FileSet(self._folder) as files:
-            size = os.fstat(files.descriptor(self._name)).st_size
-            header, self._start = _read_header(path, files, self._name, size)
+        folder, name = os.path.split(os.path.abspath(path))
+        with FileSet(folder) as files:
+            size = os.fstat(files.descriptor(name)).st_size
+            header, start = _read_header(path, files, name, size)
         metadata = header.pop("__metadata__", {})
-        self._places: dict[str, tuple[int, int]] = {}
-        index = Index()
-        for key, entry in header.items():
-            dtype, shape, self._places[key] = _tensor(path, key, entry)
-            index.tensors[key] = TensorEntry((key,), dtype, tuple(shape), key)
-        _check_contiguous(path, self._places, size - self._start)
+        tensors = [_tensor(path, key, entry) for key, entry in header.items()]
+        _check_contiguous(path, dict(zip(header, (place for _, _, place in tensors), strict=True)), size - start)
+        rows = [
+            (0, start + begin, end - begin, start + begin, str(dtype).removeprefix("torch."), shape)
+            for dtype, shape, (begin, end) in tensors
+        ]
+        numbers = {key: number for number, key in enumerate(header)}
         # Names of tied tensors stand in the metadata, as the library's save_model notes them.
         for alias, kept in (metadata if isinstance(metadata, dict) else {}).items():
-            if isinstance(kept, str) and kept in index.tensors and alias not in index.tensors:
-                found = index.tensors[kept]
-                self._places[alias] = self._places[kept]
-                index.tensors[alias] = TensorEntry((alias,), found.dtype, found.shape, found.same_as)
-        self.where, self.index = path, index
-
-    def read_tensors(self, requests: Sequence[Request]) -> None:
-        """Read in parallel."""
-        with FileSet(self._folder, shared=self._shared) as files:
-
-            def read(request: Request) -> None:
-                begin, _ = self._places[request.key]
-                entry = self.index.tensors[request.key]
-                landing = torch.empty(entry.shape, dtype=entry.dtype)
-                if not files.fill(self._name, tensor_bytes(landing), self._start + begin):
-                    raise CheckpointCorruptError(f"{self.where} ends before '{request.key}'.")
-                copy_into(request.destination, request.part_of(landing), request.key)
-
-            pieces = []
-            for request in requests:
-                begin, end = self._places[request.key]
-                pieces.append(RangeRead(self._name, self._start + begin, end - begin, partial(read, request)))
-            files.read_all(pieces)
-
-    def read_objects(self, keys: Sequence[str]) -> Mapping[str, Any]:
-        """There are none in this format."""
-        return {}
+            if isinstance(kept, str) and kept in header and alias not in header:
+                numbers[alias] = numbers[kept]
+        items = tensor_items(rows, [0] * len(rows), [name], [size])
+        paths = [(key,) for key in numbers]
+        index = RankIndex("none", items, [], paths, list(numbers.values()), None, [], [])
+        super().__init__(folder, [index], verify=False, shared=shared)
+        self.where = path
 
 
 def _read_header(path: str, files: FileSet, name: str, size: int) -> tuple[dict[str, Any], int]:
