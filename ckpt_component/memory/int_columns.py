@@ -30,13 +30,3 @@ def column_of(values: Iterable[int]) -> torch.Tensor:
     """
     numbers = array("q", values)
     return torch.frombuffer(numbers, dtype=torch.int64) if numbers else torch.empty(0, dtype=torch.int64)
-
-
-def repeated(column: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """`column.repeat_interleave(counts)`, where every count is at least 1."""
-    if not len(column):
-        return column
-    ends = counts.cumsum(0)
-    steps = torch.zeros(int(ends[-1]), dtype=torch.int64)
-    steps.index_fill_(0, ends[:-1], 1)
-    return column.index_select(0, steps.cumsum(0))

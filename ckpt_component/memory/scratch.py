@@ -47,8 +47,7 @@ class ScratchBlock:
                 f"could not allocate a {BLOCK_BYTES / 1e6:.1f} MB read buffer ({error}); free host memory or file "
                 "descriptors (ulimit -n)."
             ) from error
-        self.address = libc.address_of(self.view)
-        code = make_huge(self.address, BLOCK_BYTES) if huge else 0
+        code = make_huge(libc.address_of(self.view), BLOCK_BYTES) if huge else 0
         if code:
             logger.debug("a read buffer is not in huge pages: %s", os.strerror(code))
 

@@ -14,7 +14,7 @@ from operator import attrgetter
 import torch
 
 from ..memory.int_columns import column_of
-from ..memory.libc import IOV_BYTES, IOV_MAX, address_of
+from ..memory.libc import IOV_BYTES, IOV_MAX
 from ..memory.scratch import BLOCK_BYTES
 from ..storage.checksum import Checksum
 from .file_set import GAP_BYTES, FileSet, RangeRead
@@ -74,8 +74,8 @@ class CoalescedReads:
         offset = begin.index_select(0, first)
         # The system call fills pieces of memory one after the other: what is between two payloads goes nowhere.
         before = torch.cat([torch.zeros(1, dtype=torch.int64), payload_end[:-1]]).index_copy_(0, first, offset)
-        self._nowhere = bytearray(BLOCK_BYTES)
-        nowhere = torch.full_like(payload, address_of(memoryview(self._nowhere)))
+        self._nowhere = torch.empty(BLOCK_BYTES, dtype=torch.uint8)
+        nowhere = torch.full_like(payload, self._nowhere.data_ptr())
         addresses = column_of(map(attrgetter("address"), self._requests))
         self._table = torch.stack([nowhere, payload - before, addresses, nbytes], dim=1)
         names = map(items.names.__getitem__, file.index_select(0, first).tolist())

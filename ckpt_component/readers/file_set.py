@@ -100,10 +100,10 @@ class FileSet:
         """
         fd = self.descriptor(name)
         if self._direct is not None:
-            block = self.block
-            while count := self._direct.read(fd, block.view, offset, min(buffer.nbytes, MAX_BYTES)):
+            block = self.block.view
+            while count := self._direct.read(fd, block, offset, min(buffer.nbytes, MAX_BYTES)):
                 # Other threads run during it, unlike with a slice.
-                libc.memmove(libc.address_of(buffer), block.address + offset % PAGE, count)
+                libc.memmove(libc.address_of(buffer), libc.address_of(block) + offset % PAGE, count)
                 offset += count
                 buffer = buffer[count:]
         return self._fill_through_cache(name, buffer, offset)
