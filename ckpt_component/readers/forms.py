@@ -60,8 +60,9 @@ class Forms:
                 nodes[parent] = [below.setdefault(node, []) for node in _keys_along(parent)]
             for keys in nodes[parent]:
                 keys.append(key)
-        for key in keys_of([path for path, kind in index.containers if kind == "empty" and path]):
-            below.setdefault(key, [])
+        for path, kind in index.containers:
+            if kind == "empty" and path:
+                below.setdefault(_keys_along(path)[-1], [])
         return below
 
     def object_around(self, path: Path) -> Path | None:
@@ -166,7 +167,7 @@ class Forms:
 
 
 def _keys_along(path: Path) -> list[str]:
-    """The keys of what is around a place, from the outermost on, and of the place itself."""
+    """As `key_of`, of all that is around a place, from the outermost on, and of the place itself."""
     return list(accumulate(map(str, path), "{}.{}".format))
 
 

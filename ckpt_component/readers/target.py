@@ -165,13 +165,13 @@ class Target:
 
     def _match_objects(self, elsewhere: Iterable[str]) -> None:
         """Take what the checkpoint has for objects beyond their present state, such as an optimizer's state."""
-        index = self._source.index
-        used = {request.key for request in [*self.requests, *self._converted]}.union(
-            elsewhere, *self._replaced.values()
-        )
-        for path, stateful in self._forms.objects.items():
+        index, objects = self._source.index, self._forms.objects
+        if not objects:
+            return
+        used = {request.key for request in [*self.requests, *self._converted]}
+        used.update(elsewhere, *self._replaced.values())
+        for (path, stateful), place in zip(objects.items(), keys_of([*objects]), strict=True):
             self._forms.check(path)
-            place = key_of(path)
             above = path if place in index.objects else self._forms.stored_object_above(path)
             if above is not None:
                 self._new[key_of(above)] = None
