@@ -38,7 +38,6 @@ logger = logging.getLogger(__name__)
 
 #: How often a folder is made again that another attempt removed in between because it was empty.
 _TRIES = 5
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 1.0
 
 
 def refuse_existing(path: str, *, by_rename: bool = True) -> None:
@@ -216,29 +215,36 @@ def _put(fs: FsOps, attempt: Attempt, manifest: bytes, draft: str, timeout: floa
 
 def _confirm(fs: FsOps, attempt: Attempt, manifest: bytes, error: OSError, timeout: float) -> None:
     """The put failed, or its answer was lost: return when the manifest is there all the same, else raise."""
-    target, deadline, pause = attempt.target, time.monotonic() + timeout, _FIRST_PAUSE
-    while True:
-        try:
-            token = _committed_token(fs, target)
-            break
-        except CheckpointCorruptError as unread:
-            unreadable = isinstance(unread, CheckpointUnreadableError)
-            if not unreadable and _holds_part(fs, target, manifest):
-                _take_back(fs, target)  # a store that shows files before they are whole: this is no commit
-                raise error from unread
-            if not unreadable or time.monotonic() + pause > deadline:
-                raise CheckpointSaveError(
-                    f"Could not find out whether {target} was committed: {error}, and then {unread} The next "
-                    "start decides by what is on disk.",
-                    error.errno,
-                ) from error
-        time.sleep(pause)
-        pause = min(2 * pause, _LONGEST_PAUSE)
+    target = attempt.target
+    with contextlib.suppress(CheckpointTimeoutError):  # then what follows raises
+        wait_visible(lambda: _is_readable(fs, target), target, timeout)
+    try:
+        token = _committed_token(fs, target)
+    except CheckpointCorruptError as unread:
+        if not isinstance(unread, CheckpointUnreadableError) and _holds_part(fs, target, manifest):
+            _take_back(fs, target)  # a store that shows files before they are whole: this is no commit
+            raise error from unread
+        raise CheckpointSaveError(
+            f"Could not find out whether {target} was committed: {error}, and then {unread} The next start decides by "
+            "what is on disk.",
+            error.errno,
+        ) from error
     if token is None:
         raise error
     if token != attempt.token:
         raise _taken(target) from error
     logger.warning("%s is committed, although its last step was answered by an error: %s", target, error)
+
+
+def _is_readable(fs: FsOps, target: str) -> bool:
+    """Whether it can be known by now what manifest there is, if any."""
+    try:
+        read_manifest(fs, target)
+    except CheckpointUnreadableError:
+        return False
+    except CheckpointError:
+        pass  # it was read
+    return True
 
 
 def _committed_token(fs: FsOps, target: str) -> str | None:
