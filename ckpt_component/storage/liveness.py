@@ -45,9 +45,8 @@ class AttemptLock:
 
     def __init__(self, fs: FsOps, attempt: Attempt) -> None:
         self._fs = fs
-        self._root = os.path.dirname(attempt.target)
-        self._token = attempt.token
-        self._staging = staging = attempt.staging
+        self._attempt = attempt
+        self._root, staging = os.path.dirname(attempt.target), attempt.staging
         self._over = threading.Event()
         self._mark: str | None = None
         self._thread: threading.Thread | None = None
@@ -63,7 +62,7 @@ class AttemptLock:
                 os.close(self._fd)
         if locked is None:
             self._fd = None
-            self._mark = f"{os.path.join(self._root, ALIVE_PREFIX)}{self._token}.{new_token()}"
+            self._mark = os.path.join(self._root, f"{ALIVE_PREFIX}{attempt.token}.{new_token()}")
             fs.close(fs.create(self._mark))
             self._thread = threading.Thread(target=self._touch, args=(self._mark,), name="ckpt-alive", daemon=True)
             self._thread.start()
@@ -73,15 +72,15 @@ class AttemptLock:
         if self._fd is None:
             return False
         try:
-            return try_lock(self._fs, self._fd, fcntl.LOCK_EX, self._staging) is False
+            return try_lock(self._fs, self._fd, fcntl.LOCK_EX, self._attempt.staging) is False
         finally:
             # A conversion that fails gives the shared lock up as well (flock(2)).
-            try_lock(self._fs, self._fd, fcntl.LOCK_SH, self._staging)
+            try_lock(self._fs, self._fd, fcntl.LOCK_SH, self._attempt.staging)
 
     def touched_by_others(self) -> float:
         """When another process without a lock last showed that it lives; 0 where none did."""
-        marks = [mark for mark in _marks(self._root, self._fs.names(self._root), self._token) if mark != self._mark]
-        return max((_modified(self._fs, mark) for mark in marks), default=0.0)
+        marks = _marks(self._root, self._fs.names(self._root), self._attempt.token)
+        return max((_modified(self._fs, mark) for mark in marks if mark != self._mark), default=0.0)
 
     def close(self) -> None:
         """Give it back."""
