@@ -38,9 +38,13 @@ STORAGES = {
 }
 
 
-@functools.lru_cache(maxsize=1 << 14)  # asked when a layout is made, and for each arena that gets it
+@functools.lru_cache(maxsize=1 << 14)
 def around_payload(dtype: torch.dtype, shape: torch.Size) -> tuple[bytes, bytes]:
-    """The bytes before and after the payload of a contiguous tensor."""
+    """The bytes before and after the payload of a contiguous tensor.
+
+    They are asked for when a layout is made and for each arena that gets it, so they are kept: a kilobyte for each of
+    the shapes, of which models have dozens.
+    """
     pickled, nbytes = tensor_pickle(dtype, shape), element_bytes(dtype, shape)
     start, between, directory = _other_records(len(pickled))
     position = len(start) + len(pickled) + len(between)

@@ -57,8 +57,7 @@ class Layout:
         items: the stored tensors, ordered by file and offset.
         arena_bytes: how large the arena must be.
         constants: (place in the arena, bytes) that belong to no item, such as a file's header.
-        around: gives prefix and suffix of an item, each time an arena is laid out: kept, they would take more memory
-            than all else of a small tensor. None: items are payloads alone.
+        around: gives prefix and suffix of an item. None: items are payloads alone.
         relations: of the tensors that the format joins: it fits a state only as long as they hold.
     """
 
