@@ -97,8 +97,8 @@ class AsyncCallsQueue:
         self._caller.schedule_async_call(request._replace(finalize_fns=[]))
         self.call_idx = idx
         # What the process was given is not needed here any more, and may be as large as the model.
-        kept = request._replace(async_fn=None, async_fn_args=(), async_fn_kwargs={}, preload_fn=None)
-        self.async_calls.append(_ActiveAsyncRequest(idx, self._caller, kept))
+        remainder = request._replace(async_fn=None, async_fn_args=(), async_fn_kwargs={}, preload_fn=None)
+        self.async_calls.append(_ActiveAsyncRequest(idx, self._caller, remainder))
         return idx
 
     @as_checkpoint_exception()

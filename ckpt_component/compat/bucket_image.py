@@ -103,22 +103,26 @@ class ImageLease:
         self._free[:] = fitting
         return self._image
 
-    def end(self, *, written: bool) -> None:
-        """The save is over; its memory is used again if the writing process is certainly done with it."""
+    def end(self, *, reuse: bool) -> None:
+        """The save is over; `reuse` its memory only when the writing process is certainly done with it."""
         image, self._image = self._image, None
-        if image is not None and written:
+        if image is not None and reuse:
             self._free.append(image)
 
 
-def make_image(
-    write_buckets: Sequence[WriteBucket], non_blocking: bool, lease: ImageLease | None = None
+def preload_tensors(
+    write_buckets: Sequence[WriteBucket], non_blocking: bool = True, lease: ImageLease | None = None
 ) -> list[ImageBucket]:
-    """Copy everything into host memory that is laid out as the files will be. Done on return.
+    """Copy all that is to be written, CPU tensors too; what training does afterwards changes nothing. Done on return.
 
     Args:
-        write_buckets: what to copy.
+        write_buckets: of `prepare_write_data`.
         non_blocking: lets copies from a device run together; they are waited for at the end.
-        lease: keeps the image until the process that writes has it.
+        lease: keeps the copy until the writing process has opened it. Without it the caller has to keep the result for
+            as long.
+
+    Returns:
+        The buckets to write. Pickled they are references to the copy, not the bytes.
 
     Raises:
         CheckpointError: there is not enough host memory.

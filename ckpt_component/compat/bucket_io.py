@@ -69,8 +69,8 @@ def write_preloaded_data_multiproc(
         ops: where effects go; None: the file system, durably.
     """
     what = f"Rank {rank} could not write its part of the checkpoint"
-    written = _try_to_write(transform_list, write_buckets, ops or file_system(durable=True, process="writer"), what)
-    global_results_queue.put(written if isinstance(written, CheckpointSaveError) else dict(enumerate(written)))
+    places = _try_to_write(transform_list, write_buckets, ops or file_system(durable=True, process="writer"), what)
+    global_results_queue.put(places if isinstance(places, CheckpointSaveError) else dict(enumerate(places)))
 
 
 def write_preloaded_data(
@@ -92,8 +92,8 @@ def write_preloaded_data(
         use_fsync: whether the file is to be durable.
     """
     ops = file_system(durable=use_fsync, process="writer")
-    written = _try_to_write(transform_list, [write_bucket], ops, f"Bucket {local_proc_idx} could not be written")
-    results_queue.put((local_proc_idx, written if isinstance(written, CheckpointSaveError) else written[0]))
+    places = _try_to_write(transform_list, [write_bucket], ops, f"Bucket {local_proc_idx} could not be written")
+    results_queue.put((local_proc_idx, places if isinstance(places, CheckpointSaveError) else places[0]))
     if count_queue is not None:
         count_queue.get()
         count_queue.task_done()
@@ -108,9 +108,9 @@ def _try_to_write(
             raise CheckpointSaveError("Stream transforms are not supported: the bytes of a file are fixed beforehand.")
         buckets = list(write_buckets)
         if not all(isinstance(bucket, ImageBucket) for bucket in buckets):
-            from .bucket_image import make_image  # needs torch, which the process of a preloaded save does not
+            from .bucket_image import preload_tensors  # needs torch, which the process of a preloaded save does not
 
-            buckets = make_image(buckets, non_blocking=False)
+            buckets = preload_tensors(buckets, non_blocking=False)
         _write_all(ops, buckets)
         return [bucket.places for bucket in buckets]
     except Exception as error:

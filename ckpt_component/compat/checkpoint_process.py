@@ -155,14 +155,14 @@ class CheckpointProcess:
             payload = {"state_dict": state, "path": path, "kwargs": kwargs}
             return _message(RequestType.WRITE_CHECKPOINT, payload, shared)
 
-        written = self._worker.submit(
-            _mapped(state_dict, message) if isinstance(state_dict, Future) else message(state_dict),
+        result = self._worker.submit(
+            _when_there(state_dict, message) if isinstance(state_dict, Future) else message(state_dict),
             timeout=self._config.subprocess_write_timeout_secs,
             what=f"writing {path}",
             result_of=lambda response: response.payload,
         )
-        written.add_done_callback(lambda _: shared.clear())
-        return written
+        result.add_done_callback(lambda _: shared.clear())
+        return result
 
     def close(self) -> None:
         """Finish what was asked for, ask the process to end, and wait, all within the shut-down timeout.
@@ -199,9 +199,9 @@ class _WriterSession:
         return WorkerResponse(request.request_type, True)
 
     def _write(self, state_dict: dict[str, Any], path: str, kwargs: dict[str, Any]) -> None:
-        written = self._writer.write(state_dict=state_dict, path=path, **kwargs)
-        if isinstance(written, Future):
-            written.result()  # bounded by the parent, which gives this process up at the write's deadline
+        result = self._writer.write(state_dict=state_dict, path=path, **kwargs)
+        if isinstance(result, Future):
+            result.result()  # bounded by the parent, which gives this process up at the write's deadline
 
 
 def _make_session(
@@ -221,15 +221,15 @@ def _message(kind: RequestType, payload: dict[str, Any] | None = None, shared: l
     return pickle_by_value(request, what, parts=request.payload, fix=FIX_FOR_SPAWN, shared=shared)
 
 
-def _mapped(source: Future[Any], function: Callable[[Any], bytes]) -> Future[bytes]:
+def _when_there(source: Future[Any], function: Callable[[Any], bytes]) -> Future[bytes]:
     """A future of `function` of the result, worked out in the thread that provides the result."""
-    mapped: Future[bytes] = Future()
+    message: Future[bytes] = Future()
 
     def provide(done: Future[Any]) -> None:
         try:
-            mapped.set_result(function(done.result()))
+            message.set_result(function(done.result()))
         except BaseException as error:
-            mapped.set_exception(error)
+            message.set_exception(error)
 
     source.add_done_callback(provide)
-    return mapped
+    return message

@@ -34,7 +34,7 @@ from ..state.objects import check_tensor
 from ..storage.file_system import file_system
 from ..storage.fs import FsOps
 from . import bucket_io
-from .bucket_image import FilesImage, ImageLease, WriteBucket, make_image
+from .bucket_image import FilesImage, ImageLease, WriteBucket, preload_tensors
 from .host_image import ResultMailbox
 from .peers import this_rank
 
@@ -156,23 +156,7 @@ class FileSystemWriterAsync(FileSystemWriter):
             [this_rank(), self.write_buckets, self.results_queue],
         )
 
-    @staticmethod
-    def preload_tensors(
-        write_buckets: Sequence[WriteBucket], non_blocking: bool = True, lease: ImageLease | None = None
-    ) -> list[bucket_io.ImageBucket]:
-        """Copy all that is to be written, CPU tensors too; what training does afterwards changes nothing.
-
-        Args:
-            write_buckets: of `prepare_write_data`.
-            non_blocking: lets copies from a device run together.
-            lease: keeps the copy until the writing process has opened it. Without it the caller has to keep the
-                result for as long.
-
-        Returns:
-            The buckets to write. Pickled they are references to the copy, not the bytes.
-        """
-        return make_image(write_buckets, non_blocking, lease)
-
+    preload_tensors = staticmethod(preload_tensors)
     write_preloaded_data_multiproc = staticmethod(bucket_io.write_preloaded_data_multiproc)
     write_preloaded_data = staticmethod(bucket_io.write_preloaded_data)
 
@@ -194,13 +178,13 @@ class FileSystemWriterAsync(FileSystemWriter):
         try:
             result = self.results_queue.get_nowait()
         except queue.Empty:
-            self._lease.end(written=False)
+            self._lease.end(reuse=False)
             return _wrap_exception(
                 CheckpointSaveError(
                     f"Rank {this_rank()} wrote no results: the process that writes has died, or is not done yet."
                 )
             )
-        self._lease.end(written=True)
+        self._lease.end(reuse=True)
         if isinstance(result, BaseException):
             frames = getattr(result, "frames", [])
             return result, traceback.StackSummary.from_list(frames)

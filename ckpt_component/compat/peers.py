@@ -70,13 +70,15 @@ class ScheduledCall:
         error = None if self.result.cancelled() else self.result.exception(0)
         if error is None or isinstance(error, CheckpointError):
             return error
-        wrapped = CheckpointSaveError(f"{self.what} could not be run: {type(error).__name__}: {error}")
-        wrapped.__cause__ = error
-        return wrapped
+        failure = CheckpointSaveError(f"{self.what} could not be run: {type(error).__name__}: {error}")
+        failure.__cause__ = error
+        return failure
 
 
 class PeerSession:
-    """A queue or caller together with those of the other ranks, in one process group. Used by one thread.
+    """A queue or caller together with those of the other ranks, in one process group.
+
+    Used by one thread; only how a call went is sent by the thread that sees it done.
 
     Args:
         store: a connection of its own, with keys that all queues of the job share.
@@ -86,7 +88,7 @@ class PeerSession:
         self.world_size = store.world_size
         self._store = store
         self._coordinator: StoreCoordinator | None = None  # while requests are in flight
-        self._detector = FailureDetector(store, HEARTBEAT_SECONDS, None)
+        self._detector: FailureDetector
         self._prefix: str | None = None  # of all tags, from the first question to all ranks
         self._calls = 0
         self._sums = 0

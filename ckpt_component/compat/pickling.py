@@ -61,13 +61,13 @@ class _SharingPickler(pickle.Pickler):
     """Pickles storages of torch by reference if they lie in shared memory, and all else as ever.
 
     Args:
-        kept: gets what must stay alive until the other process is done with the pickle.
+        keep_alive: gets what must stay alive until the other process is done with the pickle.
         args: of `pickle.Pickler`, and `kwargs`.
     """
 
-    def __init__(self, kept: list[Any], *args: Any, **kwargs: Any) -> None:
+    def __init__(self, keep_alive: list[Any], *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._kept = kept
+        self._keep_alive = keep_alive
         self._torch = sys.modules.get("torch")  # where it was not imported, there are no tensors
 
     def reducer_override(self, value: Any) -> Any:
@@ -83,7 +83,7 @@ class _SharingPickler(pickle.Pickler):
             return NotImplemented  # mapped from a file of the user's
         if typed:
             return partial(torch.TypedStorage, wrap_storage=storage, dtype=value.dtype, _internal=True), ()
-        self._kept.append(storage)
+        self._keep_alive.append(storage)
         if torch.multiprocessing.get_sharing_strategy() == "file_system":
             return _map_name, storage._share_filename_cpu_()
         fd, nbytes = storage._share_fd_cpu_()

@@ -204,7 +204,7 @@ def save_state_dict_async_finalize(
     cache = ranks.cache
     result: Any = storage_writer.retrieve_write_results()
     failure = result[0] if _is_wrapped_exception(result) else None
-    written: list[WriteResult] = [] if failure is not None else result
+    own: list[WriteResult] = [] if failure is not None else result
 
     def finish(results: list[list[WriteResult]]) -> None:
         if global_metadata is None:
@@ -216,7 +216,7 @@ def save_state_dict_async_finalize(
     def finish_if_known(values: list[dict[str, Any]]) -> bool:
         digests.extend(value["digest"] for value in values)
         if ranks.world_size == 1:
-            finish([written])
+            finish([own])
         elif cache.results is not None and cache.results[0] == digests:
             finish(cache.results[1])
         else:
@@ -224,9 +224,9 @@ def save_state_dict_async_finalize(
         return True
 
     try:
-        if ranks.decide("written", {"digest": digest_of(written)}, failure, finish_if_known):
+        if ranks.decide("written", {"digest": digest_of(own)}, failure, finish_if_known):
             return
-        results = ranks.gather_object(written)
+        results = ranks.gather_object(own)
         ranks.run_on_leader("finish", lambda: finish(results or []))
         if results is not None:
             cache.results = (digests, results)
@@ -242,18 +242,18 @@ def _plan_together(
         storage_writer, "can_run_decentralized_global_plan", False
     )
     plans = ranks.gather_object(local)
-    made: list[Any] = []
+    global_plan: list[Any] = []
 
     def plan_all() -> None:
         central, metadata = planner.create_global_plan(plans)
-        made.extend([metadata, central if each_alone else storage_writer.prepare_global_plan(central)])
+        global_plan.extend([metadata, central if each_alone else storage_writer.prepare_global_plan(central)])
 
     ranks.run_on_leader("plan", plan_all)
-    metadata = made[0] if made else None
+    metadata = global_plan[0] if global_plan else None
     if each_alone:
         alone = planner.create_decentralized_global_plan(local)
         return storage_writer.prepare_decentralized_global_plan(alone), metadata
-    return ranks.scatter_object(made[1] if made else None), metadata
+    return ranks.scatter_object(global_plan[1] if global_plan else None), metadata
 
 
 def _as_rank_0(action: Callable[..., Any], *args: Any) -> Any:

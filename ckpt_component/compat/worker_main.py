@@ -84,7 +84,7 @@ def run_call(call: Call) -> None:
 def enter(
     index: int,
     sock: socket.socket,
-    inherited: socket.socket | None,
+    parents_end: socket.socket | None,
     work: bytes | tuple[Callable[..., None], tuple[Any, ...]],
 ) -> None:
     """First function of the process, for `start_processes`.
@@ -92,11 +92,11 @@ def enter(
     Args:
         index: 0.
         sock: this process's end of the conversation.
-        inherited: in a forked process a copy of the parent's end, which would hide the parent's death.
+        parents_end: in a forked process a copy of the parent's end, which would hide the parent's death.
         work: a loop and its arguments after the socket, pickled unless they are inherited.
     """
-    if inherited is not None:
-        inherited.close()
+    if parents_end is not None:
+        parents_end.close()
         gc.freeze()  # what was inherited is the parent's to collect
     _obey_the_parent_alone(sock)
     try:

@@ -83,9 +83,9 @@ class CallProcess:
         self._start_timeout = start_timeout
         self._start_deadline = time.monotonic() + start_timeout
         self.ready = False
-        forked = start_method == "fork"
+        is_fork = start_method == "fork"
         work: Any = (loop, args)
-        if not forked:
+        if not is_fork:
             parts = {"its loop": loop, "args": args}
             work = pickle_by_value(work, f"What the {name} is to run", parts=parts, fix=FIX_FOR_SPAWN)
         self._sock, theirs = socket.socketpair()
@@ -93,8 +93,9 @@ class CallProcess:
         weakref.finalize(self, self._sock.close)
         try:
             with theirs, _group_signals_held(start_method):  # closed here, so that the process's end is the only one
-                inherited = self._sock if forked else None
-                context = start_processes(enter, (theirs, inherited, work), join=False, start_method=start_method)
+                context = start_processes(
+                    enter, (theirs, self._sock if is_fork else None, work), join=False, start_method=start_method
+                )
         except BaseException as error:
             self._sock.close()
             if isinstance(error, OSError):
