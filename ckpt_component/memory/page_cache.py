@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from . import libc
 
@@ -26,23 +26,17 @@ def share_in_memory(ranges: Sequence[tuple[int, int, int]]) -> float | None:
         OSError: a file cannot be queried.
     """
     offsets: dict[int, list[int]] = {}
-    for fd, offset in _samples(ranges):
-        offsets.setdefault(fd, []).append(offset)
+    step = max(sum(length for _, _, length in ranges) / _SAMPLES, 1)
+    position = 0.0  # of the next sample, from the start of a range
+    for fd, offset, length in ranges:
+        while position < length:
+            offsets.setdefault(fd, []).append(offset + int(position))
+            position += step
+        position -= length
     if not offsets or not all(map(_may_query, offsets)):
         return None
     answers = [cached for fd in offsets for cached in are_cached(fd, offsets[fd])]
     return sum(answers) / len(answers)
-
-
-def _samples(ranges: Sequence[tuple[int, int, int]]) -> Iterator[tuple[int, int]]:
-    """Descriptors and offsets, evenly over all ranges."""
-    step = max(sum(length for _, _, length in ranges) / _SAMPLES, 1)
-    position = 0.0
-    for fd, offset, length in ranges:
-        while position < length:
-            yield fd, offset + int(position)
-            position += step
-        position -= length
 
 
 def _may_query(fd: int) -> bool:

@@ -106,9 +106,7 @@ def _decode_numpy(value: dict[str, Any]) -> Any:
     data = value["data"].to(torch.uint8)
     if not data.is_contiguous():  # in a hostile file it may repeat one byte without end
         raise ValueError("its bytes are not stored one after the other")
-    raw = bytearray(data.numel())
-    if raw:
-        torch.frombuffer(raw, dtype=torch.uint8).copy_(data.view(-1))
+    raw = data.view(-1).numpy().tobytes()
     array = numpy.frombuffer(raw, dtype=value["dtype"]).reshape(value["shape"]).copy()
     return array if value[TAG] == "array" else array[()]
 
