@@ -50,13 +50,14 @@ class StepQuestions:
                 tag = f"{self._tag}/{self._number + 1}"
                 self._ahead = self._ranks.run_on_leader(tag, lambda: [step, action()], deadline, self._name)
                 self._number += 1
-            asked, answer = self._ahead
-            if asked > step:
+            reached, answer = self._ahead
+            if reached > step:
                 raise RanksError(
-                    f"{self._name} must be called on every rank; rank 0 did not for step {step}: it is at step {asked}."
+                    f"{self._name} must be called on every rank; rank 0 did not for step {step}: "
+                    f"it is at step {reached}."
                 )
             self._ahead = None
-            if asked == step:
+            if reached == step:
                 return answer
 
 

@@ -189,23 +189,23 @@ class LaneWriter:
     def _write(self, lane: Lane, beside: ThreadPoolExecutor) -> None:
         descriptor, cursor = self._descriptors[lane.file], SumCursor(lane, self._checksum, self._sums)
         ranges = self._ranges(lane, self._block_bytes)
-        fetched = beside.submit(self._pieces, lane, *ranges[0]) if ranges else None
-        summed: Future[None] | None = None
+        next_pieces = beside.submit(self._pieces, lane, *ranges[0]) if ranges else None
+        last_sum: Future[None] | None = None
         for number, (position, end) in enumerate(ranges, 1):
-            if self._failed or fetched is None:
+            if self._failed or next_pieces is None:
                 return
-            pieces = fetched.result()
-            if summed is not None:
-                summed.result()  # it came before this fetch; a failure ends the lane here
+            pieces = next_pieces.result()
+            if last_sum is not None:
+                last_sum.result()  # it came before this fetch; a failure ends the lane here
             # From the image and not from the file, so that it also covers the write. In order, behind the last block's.
-            summed = beside.submit(cursor.feed, _within(pieces, position, lane.start, lane.end))
-            fetched = beside.submit(self._pieces, lane, *ranges[number]) if number < len(ranges) else None
+            last_sum = beside.submit(cursor.feed, _within(pieces, position, lane.start, lane.end))
+            next_pieces = beside.submit(self._pieces, lane, *ranges[number]) if number < len(ranges) else None
             self._throttle.wait(end - position)
             self._fs.write(descriptor, pieces, position)
             if not self._direct:
                 self._fs.start_writeback(descriptor, position, end - position)
-        if summed is not None:
-            summed.result()
+        if last_sum is not None:
+            last_sum.result()
 
 
 class SumCursor:

@@ -51,8 +51,8 @@ def run_write_job(request: WriteRequest, checksum_home: str | None = None) -> Wr
         if io == "direct":
             for spec in table.files:
                 direct[spec.name] = _open_direct(fs, os.path.join(folder, spec.name))
-        opened = [(direct or descriptors)[spec.name] for spec in table.files]
-        LaneWriter(request, opened, checksum, sums, direct=bool(direct), in_memory=in_memory).run()
+        targets = [(direct or descriptors)[spec.name] for spec in table.files]
+        LaneWriter(request, targets, checksum, sums, direct=bool(direct), in_memory=in_memory).run()
         for spec in table.files if direct else ():
             fs.truncate(descriptors[spec.name], sizes[spec.name])  # the last page is written as a whole
         for blob in blobs:
@@ -65,10 +65,10 @@ def run_write_job(request: WriteRequest, checksum_home: str | None = None) -> Wr
         for descriptor in descriptors.values():
             fs.drop_cached(descriptor)
     places = [(blob.file, offset, length) for blob in blobs for offset, length in blob.items]
-    written: list[dict[str, Any]] = [{"name": name, "size": size} for name, size in sizes.items()]
+    files: list[dict[str, Any]] = [{"name": name, "size": size} for name, size in sizes.items()]
     integrity = b'{"version":1,"rank":%d,"files":%s,"layout":%s,"extras":%s,"checksum":"%s","sums":%s}\n' % (
         request.rank,
-        json.dumps(written, separators=(",", ":")).encode(),
+        json.dumps(files, separators=(",", ":")).encode(),
         table.description,
         json.dumps(places, separators=(",", ":")).encode(),
         table.checksum.encode(),
@@ -76,10 +76,10 @@ def run_write_job(request: WriteRequest, checksum_home: str | None = None) -> Wr
     )
     fs.write_new(os.path.join(folder, integrity_name(request.rank)), integrity)
     fs.sync_folder(folder)
-    written.append({"name": integrity_name(request.rank), "size": len(integrity), "crc32": zlib.crc32(integrity)})
-    total = sum(entry["size"] for entry in written)
+    files.append({"name": integrity_name(request.rank), "size": len(integrity), "crc32": zlib.crc32(integrity)})
+    total = sum(entry["size"] for entry in files)
     seconds = time.perf_counter() - started
-    return {"rank": request.rank, "files": written, "bytes": total, "seconds": seconds, "io": io}
+    return {"rank": request.rank, "files": files, "bytes": total, "seconds": seconds, "io": io}
 
 
 def _create(fs: FsOps, folder: str, sizes: Mapping[str, int], descriptors: dict[str, int]) -> None:
