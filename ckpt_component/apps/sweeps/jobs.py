@@ -57,8 +57,8 @@ def read_jobs(folder: Path) -> list[Row]:
     Raises:
         CheckpointConfigError: the folder has no jobs.
     """
-    jobs, closed = list[Path](), list[OSError]()
-    for parent, folders, names in os.walk(folder, onerror=closed.append):
+    jobs, unreadable = list[Path](), list[OSError]()
+    for parent, folders, names in os.walk(folder, onerror=unreadable.append):
         if RESULT in names:
             folders.clear()  # its checkpoints may be many files
             jobs.append(Path(parent))
@@ -67,7 +67,7 @@ def read_jobs(folder: Path) -> list[Row]:
             f"{folder} has no job with a {RESULT}, which hydra/callbacks=checkpoint_report writes; "
             "give the folder of a sweep, such as multirun/2026-11-21/10-30-00."
         )
-    jobs += [Path(error.filename) for error in closed]  # may be a job's
+    jobs += [Path(error.filename) for error in unreadable]  # may be a job's
     return [row for job in sorted(jobs, key=_place) for row in _rows(job, folder)]
 
 

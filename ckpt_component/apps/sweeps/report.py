@@ -37,10 +37,10 @@ def report(folder: Path, say: Callable[[str], None] = print, out: Path | None = 
     try:
         base.parent.mkdir(parents=True, exist_ok=True)
         files = [_write_csv(rows, base.with_suffix(".csv"))]
-        shown = [row for row in rows if _times(row) is not None]
-        if shown and can_plot():
+        complete = [row for row in rows if _times(row) is not None]
+        if complete and can_plot():
             caption = "Lower and further left is better; a colour for each workload."
-            files += write_page(base, _picture(shown), "Sweep", str(folder), caption, [text])
+            files += write_page(base, _picture(complete), "Sweep", str(folder), caption, [text])
     except OSError as error:
         raise HydraConfigError(
             f"The report cannot be written into {base.parent} ({error.strerror}); type another --out=FOLDER."
@@ -56,11 +56,11 @@ def table(rows: Sequence[Row]) -> str:
     Args:
         rows: in the order that they are shown in.
     """
-    pareto, changed = best(rows), differing(rows)
-    shown = {key: figure for key, figure in FIGURES.items() if any(key in row.figures for row in rows)}
-    lines = [["", "job", *(figure.column for figure in shown.values()), "what differs", "outcome"]]
-    for place, (row, words) in enumerate(zip(rows, changed, strict=True)):
-        cells = [figure.text(row.figures[key]) if key in row.figures else "-" for key, figure in shown.items()]
+    pareto, differences = best(rows), differing(rows)
+    figures = {key: figure for key, figure in FIGURES.items() if any(key in row.figures for row in rows)}
+    lines = [["", "job", *(figure.column for figure in figures.values()), "what differs", "outcome"]]
+    for place, (row, words) in enumerate(zip(rows, differences, strict=True)):
+        cells = [figure.text(row.figures[key]) if key in row.figures else "-" for key, figure in figures.items()]
         mark, name = "*" if place in pareto else "", f"{row.job} {row.name}".strip()
         lines.append([mark, name, *cells, " ".join(words), row.outcome])
     head, *body = aligned(lines, left=[0, 1, len(lines[0]) - 2, len(lines[0]) - 1])
@@ -70,7 +70,7 @@ def table(rows: Sequence[Row]) -> str:
             text.append(f"{workload or 'as configured'}:")
         text += [head, *(line for row, line in zip(rows, body, strict=True) if row.workload == workload), ""]
     text.append(f"rows with figures: {sum(bool(row.figures) for row in rows)} of {len(rows)}, sorted by stall")
-    text += textwrap.wrap("; ".join(f"{figure.column}: {figure.meaning}" for figure in shown.values()), 120)
+    text += textwrap.wrap("; ".join(f"{figure.column}: {figure.meaning}" for figure in figures.values()), 120)
     text.append("*: Pareto, no row of the same workload has both less stall and less durable time")
     return "\n".join(text)
 
@@ -112,7 +112,7 @@ def _picture(rows: Sequence[Row]) -> Any:
 
 
 def _write_csv(rows: Sequence[Row], path: Path) -> Path:
-    pareto, changed = best(rows), differing(rows)
+    pareto, differences = best(rows), differing(rows)
     records: list[dict[str, Any]] = [
         {
             "job": row.job,
@@ -125,7 +125,7 @@ def _write_csv(rows: Sequence[Row], path: Path) -> Path:
             **row.figures,
             "overrides": " ".join(row.overrides),
         }
-        for place, (row, words) in enumerate(zip(rows, changed, strict=True))
+        for place, (row, words) in enumerate(zip(rows, differences, strict=True))
     ]
     columns = ["job", "row", "workload", "differs", "status", "pareto", *FIGURES, "reason", "overrides"]
     write_csv(path, columns, records)

@@ -85,10 +85,10 @@ def run(parsed: argparse.Namespace) -> None:
     about = f"{size / 1e9:.2f} GB of state ({parsed.state})"
     print(f"{about} in {parsed.folder}, {parsed.preset}, {parsed.seconds:g} s", flush=True)
     settings = dict(override.split("=", 1) for override in fixed)
-    asked = [item for item in questions(len(os.sched_getaffinity(0)), writers) if item.key not in settings]
+    open_questions = [item for item in questions(len(os.sched_getaffinity(0)), writers) if item.key not in settings]
     with place(parsed.folder, "the folder ") as base:
         trial = Trial(parsed.state, nbytes, parsed.preset, base)
-        answers = tune(trial, asked, fixed, seconds=parsed.seconds, repeats=parsed.repeats)
+        answers = tune(trial, open_questions, fixed, seconds=parsed.seconds, repeats=parsed.repeats)
     settings |= {answer.key: answer.value for answer in answers}
     notes = [f"for any app on this machine: {about}, measured by ckpt tune"]
     notes += [f"{answer.key}={answer.value}: {answer.reason}" for answer in answers]

@@ -22,13 +22,13 @@ Outcome = list[dict[str, float]] | str
 
 
 def tune(
-    trial: Trial, asked: Sequence[Question], fixed: Sequence[str], *, seconds: float, repeats: int
+    trial: Trial, questions: Sequence[Question], fixed: Sequence[str], *, seconds: float, repeats: int
 ) -> list[Answer]:
     """Ask all questions that there is time for; prints a table for each, and why it chooses what.
 
     Args:
         trial: measures.
-        asked: the questions, in order.
+        questions: what is asked, in order.
         fixed: overrides that all measurements have.
         seconds: about how long all may take.
         repeats: rounds for each question, at least two; fewer when the time is short.
@@ -40,29 +40,29 @@ def tune(
         CheckpointConfigError: a question has no value that works, or the time is too short for any.
     """
     deadline = time.monotonic() + seconds
-    answers, left_out = list[Answer](), list[str]()
+    answers, unanswered = list[Answer](), list[str]()
     trial.measure(fixed, lost=False)  # the first one of a process takes longer, and does not count
-    for number, question in enumerate(asked):
+    for number, question in enumerate(questions):
         left = deadline - time.monotonic()
         if ROUNDS * len(question.values) * fmean(trial.took_s) > left:
-            left_out.append(question.key)
+            unanswered.append(question.key)
             continue
         print(f"\n{question.key}: {question.why}, by {question.figure}", flush=True)
-        chosen = [*fixed, *(f"{answer.key}={answer.value}" for answer in answers)]
-        outcomes = _ask(question, chosen, trial, repeats, left / (len(asked) - number))
+        overrides = [*fixed, *(f"{answer.key}={answer.value}" for answer in answers)]
+        outcomes = _ask(question, overrides, trial, repeats, left / (len(questions) - number))
         print(_table(question, outcomes, trial.state_bytes))
         errors = {value: outcome for value, outcome in outcomes.items() if isinstance(outcome, str)}
         if len(errors) == len(outcomes):
             raise HydraConfigError(f"No value of {question.key} works here: {errors[question.values[0]]}")
-        measured = {
+        rounds = {
             value: [figures[question.figure] for figures in outcome]
             for value, outcome in outcomes.items()
             if not isinstance(outcome, str)
         }
-        answers.append(choose(question, measured))
+        answers.append(choose(question, rounds))
         print(f"-> {answers[-1].key}={answers[-1].value}: {answers[-1].reason}", flush=True)
-    if left_out:
-        text = f"--seconds={seconds:g} is too short for {', '.join(left_out)}"
+    if unanswered:
+        text = f"--seconds={seconds:g} is too short for {', '.join(unanswered)}"
         if not answers:
             raise HydraConfigError(f"{text}; type a larger --seconds, or a smaller --size.")
         print(f"\n{text}, which keep what the preset has; a larger --seconds asks all")
@@ -70,7 +70,7 @@ def tune(
 
 
 def _ask(
-    question: Question, chosen: Sequence[str], trial: Trial, repeats: int, seconds: float
+    question: Question, overrides: Sequence[str], trial: Trial, repeats: int, seconds: float
 ) -> Mapping[str, Outcome]:
     """Measure every value in turn, some rounds over; no further round after two when the time is over."""
     outcomes: dict[str, Outcome] = {value: [] for value in question.values}
@@ -84,7 +84,7 @@ def _ask(
             if isinstance(outcome, str):
                 continue
             try:
-                outcome.append(trial.measure([*chosen, f"{question.key}={value}"], lost=question.figure == "lost"))
+                outcome.append(trial.measure([*overrides, f"{question.key}={value}"], lost=question.figure == "lost"))
             except Exception as error:  # the other values are measured all the same
                 outcomes[value] = f"{type(error).__name__}: {error}".splitlines()[0]
     return outcomes
