@@ -216,15 +216,16 @@ class _ProcessCaller(WriteCaller):
             }
             process.send(header, deadline, blobs=[*parts, *sidecars.values()])
             self._sent_table = (request.table.number, request.sidecars)
+        plain, blobs = request.to_parts()
         header = {
             "kind": "write",
             "id": number,
             "arena": arena.number,
             "table": request.table.number,
             "seconds": max(deadline - time.monotonic(), 0.0),
-            "request": request.to_dict(),
+            "request": plain,
         }
-        process.send(header, deadline, blobs=[blob.data for blob in request.object_blobs])
+        process.send(header, deadline, blobs=blobs)
 
 
 class TemporalCaller(_ProcessCaller):

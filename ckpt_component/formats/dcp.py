@@ -136,13 +136,12 @@ class _DcpPlan(FormatPlan):
 
     def encode_objects(self, objects: Sequence[Any]) -> EncodedSave:
         """Encode the objects; the table is made again only when one does not fit into its slot."""
-        archives = []
-        for key, value in zip(self._object_keys, objects, strict=True):
+        archives: list[bytes] = []
+        fits = self._table is not None
+        for number, (key, value) in enumerate(zip(self._object_keys, objects, strict=True)):
             archives.append(object_codec.dump(object_codec.encode(value, key)))
-        if self._table is None or not all(
-            length - _MOST_COMMENT <= len(archive) <= length
-            for archive, (_, length) in zip(archives, self._slots, strict=True)
-        ):
+            fits = fits and 0 <= self._slots[number][1] - len(archives[-1]) <= _MOST_COMMENT
+        if self._table is None or not fits:
             self._slots = _make_slots(archives)
             self._table = self._make_table()
         data = bytearray()

@@ -6,6 +6,7 @@ of unfinished and of retired folders start with a dot and our own prefix, so tha
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 import re
@@ -119,7 +120,7 @@ class Attempt:
     owner: str = ""
     by_rename: bool = True
 
-    @property
+    @functools.cached_property
     def staging(self) -> str:
         """The folder that collects the files: beside the target until the commit, or in it for good."""
         if not self.by_rename:

@@ -177,9 +177,13 @@ class WriteRequest:
     timeouts: ResolvedTimeouts
     sidecars: Mapping[str, bytes] | None = None
 
-    def to_dict(self) -> dict[str, Any]:
-        """For the writer process, as JSON values; table, sidecars, and the bytes of blobs and image travel beside."""
-        return {
+    def to_parts(self) -> tuple[dict[str, Any], list[memoryview]]:
+        """For the writer process: as JSON values, and the bytes of the blobs; table, sidecars and image travel alone."""
+        blobs, parts = [], []
+        for blob in self.object_blobs:
+            blobs.append([blob.file, blob.offset, blob.data.nbytes, list(blob.items)])
+            parts.append(blob.data)
+        plain = {
             "attempt": asdict(self.attempt),
             "rank": self.rank,
             "world_size": self.world_size,
@@ -187,14 +191,15 @@ class WriteRequest:
             "options": asdict(self.options),
             "manifest_fields": dict(self.manifest_fields),
             "timeouts": asdict(self.timeouts),
-            "blobs": [[blob.file, blob.offset, blob.data.nbytes, list(blob.items)] for blob in self.object_blobs],
+            "blobs": blobs,
         }
+        return plain, parts
 
     @classmethod
-    def from_dict(
+    def from_parts(
         cls, plain: Mapping[str, Any], table: WriteTable, blob_bytes: memoryview, source: ByteSource
     ) -> WriteRequest:
-        """The inverse of `to_dict` in the writer process, with what travelled beside."""
+        """The inverse of `to_parts` in the writer process, with what travelled beside."""
         blobs = []
         for file, offset, size, items in plain["blobs"]:
             blobs.append(ObjectBlob(file, offset, blob_bytes[:size], items))

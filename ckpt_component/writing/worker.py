@@ -129,7 +129,7 @@ class ByteWorker:
         until = time.monotonic() + job["seconds"]
         try:
             table, sidecars, checksum_home = self._tables[job["table"]]
-            request = WriteRequest.from_dict(job["request"], table, blob, self._arenas[job["arena"]])
+            request = WriteRequest.from_parts(job["request"], table, blob, self._arenas[job["arena"]])
             lock = AttemptLock(request.fs, request.attempt)
             result = run_write_job(request, checksum_home)
         except Exception as error:
