@@ -90,16 +90,16 @@ def what_was_meant(
     return None
 
 
-def unknown_key(key: str, known: Sequence[str], value: str | None = None, groups: Groups = _NO_GROUPS) -> str | None:
-    """The text for a dotted key that is not among the known ones; None when it is.
+def unknown_key(key: str, keys: Sequence[str], value: str | None = None, groups: Groups = _NO_GROUPS) -> str | None:
+    """The text for a dotted key that is not among the keys; None when it is.
 
     Args:
         key: as it was typed.
-        known: all dotted keys, with those of inner nodes.
+        keys: all dotted keys, with those of inner nodes.
         value: what was to be set, for the suggestion.
         groups: those of files, one of which is picked with a slash, and the files.
     """
-    if key in known:
+    if key in keys:
         return None
     as_group = key.replace(".", "/")
     group = next((name for name in groups if name == as_group or name.endswith(f"/{as_group}")), None)
@@ -107,18 +107,18 @@ def unknown_key(key: str, known: Sequence[str], value: str | None = None, groups
         return f"There is no key {key}. {_pick(group, value, groups[group])}"
     parent, _, last = key.rpartition(".")
     meant = None
-    if parent == "" or parent in known:
-        siblings = [name for name in known if name.rpartition(".")[0] == parent]
+    if parent == "" or parent in keys:
+        siblings = [name for name in keys if name.rpartition(".")[0] == parent]
         near = closest(last, [name.rpartition(".")[2] for name in siblings])
         meant = near and (f"{parent}.{near}" if parent else near)
-    meant = meant or next((name for name in known if name.endswith(f".{key}")), None)
-    if meant is None and parent not in known:
-        meant = closest(key, known, cutoff=0.8)
+    meant = meant or next((name for name in keys if name.endswith(f".{key}")), None)
+    if meant is None and parent not in keys:
+        meant = closest(key, keys, cutoff=0.8)
     if meant:
         return f"There is no key {key}. Did you mean {meant}{'' if value is None else f'={value}'}?"
     if not parent:
-        return f"There is no key {key}. {keys_text('the config', [name for name in known if '.' not in name])}"
-    if parent in known:
+        return f"There is no key {key}. {keys_text('the config', [name for name in keys if '.' not in name])}"
+    if parent in keys:
         names = [name.rpartition(".")[2] for name in siblings if not name.rpartition(".")[2].startswith("_")]
         return f"There is no key {key}. {keys_text(parent, names)}"
     return f"There is no key {key}."

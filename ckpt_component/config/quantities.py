@@ -37,13 +37,13 @@ def quantity(text: str, unit: str, name: str) -> float:
     Raises:
         CheckpointConfigError: it is no such quantity; the text says how to write one.
     """
-    found = _QUANTITY.fullmatch(text.strip())
-    factor = _UNITS[unit].get(found[2].lower()) if found else None
-    if found is None or factor is None:
+    match = _QUANTITY.fullmatch(text.strip())
+    factor = _UNITS[unit].get(match[2].lower()) if match else None
+    if match is None or factor is None:
         raise HydraConfigError(f"{name} must be {allowed(unit)}; got {text}.")
     # Of a number without a unit, 0.5 bytes is no size; 1.3GB is one, whatever floats make of it.
-    number = float(found[1]) * factor
-    if found[2] and unit == BYTES:
+    number = float(match[1]) * factor
+    if match[2] and unit == BYTES:
         number = round(number)
     return int(number) if number == int(number) else number
 

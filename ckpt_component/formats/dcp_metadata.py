@@ -101,17 +101,17 @@ class _Index:
         for key in elsewhere:
             if key not in self._tensors:
                 raise CheckpointStageError(f"'{key}' is spread over ranks, and no rank that saves holds a part of it.")
-        known: set[Any] = set()  # many tensors are cut alike
+        forms: set[Any] = set()  # many tensors are cut alike
         for key, rows in self._tensors.items():
             _, _, whole, offsets, shape, *_ = rows[0]
             if len(rows) == 1 and shape == whole and not any(offsets):
                 continue
             boxes = [(tuple(row[3]), tuple(row[4])) for row in rows]
-            if (form := (tuple(whole), *boxes)) not in known:
+            if (form := (tuple(whole), *boxes)) not in forms:
                 fault = cover_fault(f"'{key}'", whole, boxes)
                 if fault is not None:
                     raise CheckpointStageError(f"{fault} All ranks that hold a part of it must save it together.")
-                known.add(form)
+                forms.add(form)
 
     def entries(self) -> Iterator[tuple[str, Any]]:
         properties, sizes = cache(_properties), cache(torch.Size)

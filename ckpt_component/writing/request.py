@@ -178,7 +178,7 @@ class WriteRequest:
     sidecars: Mapping[str, bytes] | None = None
 
     def to_parts(self) -> tuple[dict[str, Any], list[memoryview]]:
-        """For the writer process: as JSON values, and the bytes of the blobs; table, sidecars and image travel alone."""
+        """As JSON values, and the bytes of the blobs; the table, the sidecars and the image are sent by themselves."""
         blobs, parts = [], []
         for blob in self.object_blobs:
             blobs.append([blob.file, blob.offset, blob.data.nbytes, list(blob.items)])
@@ -199,7 +199,7 @@ class WriteRequest:
     def from_parts(
         cls, plain: Mapping[str, Any], table: WriteTable, blob_bytes: memoryview, source: ByteSource
     ) -> WriteRequest:
-        """The inverse of `to_parts` in the writer process, with what travelled beside."""
+        """The inverse of `to_parts`, in the writer process, with what was sent by itself."""
         blobs = []
         for file, offset, size, items in plain["blobs"]:
             blobs.append(ObjectBlob(file, offset, blob_bytes[:size], items))

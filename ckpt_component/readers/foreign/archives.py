@@ -94,11 +94,11 @@ def _check_storages(pickled: bytes, prefix: str, sizes: Mapping[str, int], where
     except Exception as error:  # a damaged pickle can raise nearly anything
         raise CheckpointCorruptError(f"{where} has a pickle that torch.save does not write: {error}.") from error
     for key, nbytes in claims:
-        found = sizes.get(prefix + key)
-        if found is None or nbytes > found:
+        stored = sizes.get(prefix + key)
+        if stored is None or nbytes > stored:
             raise CheckpointCorruptError(
                 f"{where} claims a storage of {nbytes} bytes in {prefix + key:.200}, and "
-                f"{'it has none' if found is None else f'{found} are stored'}."
+                f"{'it has none' if stored is None else f'{stored} are stored'}."
             )
 
 
@@ -109,14 +109,14 @@ def _claims(pickled: bytes) -> tuple[tuple[str, int], ...]:
     load_inert(
         pickled, (), lambda module, name: classes.setdefault(name, record_class(name)), outside=references.append
     )
-    found = []
+    storages = []
     for reference in references:
         what, kind, key, _, count = reference  # the fourth is the device
         width = _ELEMENT_BYTES.get(getattr(kind, "kind", ""))
         if what != "storage" or width is None or type(key) is not str or type(count) is not int or count < 0:
             raise ValueError(f"it refers to a storage by {reprlib.repr(reference)}")
-        found.append((key, count * width))
-    return tuple(found)
+        storages.append((key, count * width))
+    return tuple(storages)
 
 
 #: In a folder of stock DCP every tensor has a pickle of its own, and those of one shape are the same bytes.

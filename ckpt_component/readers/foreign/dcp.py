@@ -16,7 +16,7 @@ from ...storage.safe_open import read_failure
 from ..file_set import FileSet, RangeRead
 from ..source import Index, Request, Source, TensorEntry, copy_into
 from .archives import load_archive, load_objects
-from .dcp_metadata import Place, load_metadata
+from .dcp_metadata import StoredAt, load_metadata
 from .torch_file import list_paths
 
 _MAX_METADATA = 1 << 30
@@ -40,10 +40,10 @@ class StockDcpSource(Source):
         path = os.path.join(folder, ".metadata")
         try:
             data = fs.read(path, _MAX_METADATA)
-            found = {name: fs.size(os.path.join(folder, name)) for name in fs.names(folder)}
+            files = {name: fs.size(os.path.join(folder, name)) for name in fs.names(folder)}
         except OSError as error:
             raise read_failure(path, error) from error
-        self._metadata = load_metadata(data, path, {name: size for name, size in found.items() if size is not None})
+        self._metadata = load_metadata(data, path, {name: size for name, size in files.items() if size is not None})
         paths, containers = list_paths(self._metadata.paths)
         index = Index(containers=containers)
         for key, tensor in self._metadata.tensors.items():
@@ -56,7 +56,7 @@ class StockDcpSource(Source):
         """Load the chunks of every tensor, and copy what each has of the parts that are asked for."""
         with FileSet(self.where, shared=self._shared) as files:
 
-            def read(request: Request, sizes: Sequence[int], place: Place, common: Any) -> None:
+            def read(request: Request, sizes: Sequence[int], place: StoredAt, common: Any) -> None:
                 theirs, ours, _ = common
                 value = load_archive(self._bytes(files, place, request.key), self._name(request.key, place))
                 promised = self.index.tensors[request.key].dtype, torch.Size(sizes)
@@ -83,17 +83,17 @@ class StockDcpSource(Source):
                 archives[self._name(key, place)] = self._bytes(files, place, key)
         return dict(zip(keys, load_objects(archives), strict=True))
 
-    def _chunks(self, request: Request) -> list[tuple[Box, Place, Any]]:
+    def _chunks(self, request: Request) -> list[tuple[Box, StoredAt, Any]]:
         """The chunks that have something of what is asked for, each with what they have in common."""
         chunks = self._metadata.tensors[request.key].chunks
         pieces = [(box, place, overlap(box, request.box)) for box, place in chunks]
         return [(box, place, common) for box, place, common in pieces if common is not None]
 
-    def _bytes(self, files: FileSet, place: Place, key: str) -> memoryview:
+    def _bytes(self, files: FileSet, place: StoredAt, key: str) -> memoryview:
         data = memoryview(bytearray(place.length))
         if not files.fill(place.file, data, place.offset):
             raise CheckpointCorruptError(f"{self._name(key, place)} is not whole: the file ends before.")
         return data
 
-    def _name(self, key: str, place: Place) -> str:
+    def _name(self, key: str, place: StoredAt) -> str:
         return f"'{key}' in {os.path.join(self.where, place.file)}"

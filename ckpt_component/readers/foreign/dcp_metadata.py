@@ -42,7 +42,7 @@ _WHOLE = ("Metadata", "MCoreMetadata")
 
 
 @dataclass(frozen=True)
-class Place:
+class StoredAt:
     """Where an archive is: file, offset and length in bytes."""
 
     file: str
@@ -56,7 +56,7 @@ class StockTensor:
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    chunks: tuple[tuple[Box, Place], ...]
+    chunks: tuple[tuple[Box, StoredAt], ...]
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class StockMetadata:
     """
 
     tensors: Mapping[str, StockTensor]
-    objects: Mapping[str, Place]
+    objects: Mapping[str, StoredAt]
     paths: Mapping[str, Path]
 
 
@@ -88,10 +88,10 @@ def load_metadata(data: bytes, where: str, sizes: Mapping[str, int]) -> StockMet
         CheckpointLoadError: a form of storage that is not supported.
     """
     try:
-        found = load_inert(data, _RECORDS, lambda module, name: DTYPES.get(name) if module == "torch" else None)
+        record = load_inert(data, _RECORDS, lambda module, name: DTYPES.get(name) if module == "torch" else None)
     except Exception as error:  # a damaged pickle can raise nearly anything
         raise CheckpointCorruptError(f"{where} is not a DCP metadata file that can be trusted: {error}.") from error
-    return _Checked(where, sizes).metadata(found)
+    return _Checked(where, sizes).metadata(record)
 
 
 class _Checked:
@@ -101,17 +101,17 @@ class _Checked:
         self._where = where
         self._sizes = sizes
 
-    def metadata(self, found: Any) -> StockMetadata:
+    def metadata(self, record: Any) -> StockMetadata:
         """The whole."""
         entries, storage, planner = (
-            self._attribute(found, self._kind(found) if self._kind(found) in _WHOLE else "Metadata", name)
+            self._attribute(record, self._kind(record) if self._kind(record) in _WHOLE else "Metadata", name)
             for name in ("state_dict_metadata", "storage_data", "planner_data")
         )
         if not isinstance(entries, dict) or not isinstance(storage, dict):
             raise self._refused("it has no list of items")
         places = self._places(storage)
         tensors: dict[str, StockTensor] = {}
-        objects: dict[str, Place] = {}
+        objects: dict[str, StoredAt] = {}
         for key, entry in entries.items():
             if type(key) is not str:
                 raise self._refused(f"it has the key {reprlib.repr(key)}, which is no text")
@@ -121,7 +121,7 @@ class _Checked:
                 tensors[key] = self._tensor(key, entry, places)
         return StockMetadata(tensors, objects, self._paths(planner, entries))
 
-    def _tensor(self, key: str, entry: Any, places: Mapping[Any, Place]) -> StockTensor:
+    def _tensor(self, key: str, entry: Any, places: Mapping[Any, StoredAt]) -> StockTensor:
         properties, size, chunks = (
             self._attribute(entry, "TensorStorageMetadata", name, key) for name in ("properties", "size", "chunks")
         )
@@ -129,7 +129,7 @@ class _Checked:
         shape = self._shape(size, key)
         if not isinstance(chunks, list):
             raise self._refused(f"'{key}' has no list of chunks")
-        found = []
+        stored: list[tuple[Box, StoredAt]] = []
         for chunk in chunks:
             offsets, sizes = (
                 self._shape(self._attribute(chunk, "ChunkStorageMetadata", name, key), key)
@@ -141,9 +141,9 @@ class _Checked:
                 raise self._refused(
                     f"'{key}' has a chunk of {needed} bytes at {offsets}, and {place.file} has {place.length} for it"
                 )
-            found.append(((offsets, sizes), place))
-        check_cover(f"'{key}' in {self._where}", shape, [box for box, _ in found])
-        return StockTensor(dtype, shape, tuple(found))
+            stored.append(((offsets, sizes), place))
+        check_cover(f"'{key}' in {self._where}", shape, [box for box, _ in stored])
+        return StockTensor(dtype, shape, tuple(stored))
 
     def _dtype(self, properties: Any, key: str) -> torch.dtype:
         if self._kind(properties) != "TensorProperties":
@@ -157,9 +157,9 @@ class _Checked:
             raise CheckpointLoadError(f"'{key}' in {self._where} is not a dense tensor, which is not supported.")
         return dtype
 
-    def _places(self, storage: Mapping[Any, Any]) -> dict[Any, Place]:
+    def _places(self, storage: Mapping[Any, Any]) -> dict[Any, StoredAt]:
         """Where everything is, by (key, offsets)."""
-        found: dict[Any, Place] = {}
+        places: dict[Any, StoredAt] = {}
         for index, info in storage.items():
             key, offsets = self._attribute(index, "MetadataIndex", "fqn"), index.get("offset")
             if type(key) is not str:
@@ -184,17 +184,17 @@ class _Checked:
                 raise self._refused(
                     f"'{key}' lies outside of {name}: {length} bytes at {offset}, and the file has {self._sizes[name]}"
                 )
-            if (key, offsets) in found:
+            if (key, offsets) in places:
                 raise self._refused(f"'{key}' is stored twice at {offsets}")
-            found[key, offsets] = Place(name, offset, length)
-        return found
+            places[key, offsets] = StoredAt(name, offset, length)
+        return places
 
-    def _stored(self, places: Mapping[Any, Place], key: str, offsets: tuple[int, ...] | None) -> Place:
-        found = places.get((key, offsets))
-        if found is None:
+    def _stored(self, places: Mapping[Any, StoredAt], key: str, offsets: tuple[int, ...] | None) -> StoredAt:
+        place = places.get((key, offsets))
+        if place is None:
             at = "" if offsets is None else f" at {offsets}"
             raise self._refused(f"it does not say where '{key}'{at} is stored")
-        return found
+        return place
 
     def _paths(self, planner: Any, entries: Mapping[str, Any]) -> dict[str, Path]:
         """The planner's notes, where they are such: other planners keep other things there."""

@@ -84,7 +84,7 @@ def load_inert(
         Exception: nearly anything, when the pickle is damaged or asks for what is not allowed.
     """
     _scan(data)
-    known = {pair: record_class(pair[1]) for pair in records}
+    classes = {pair: record_class(pair[1]) for pair in records}
 
     def size(value: Any) -> tuple[Any, ...]:
         if type(value) is not tuple:
@@ -97,16 +97,16 @@ def load_inert(
 
     class Inert(pickle.Unpickler):
         def find_class(self, module: str, name: str) -> Any:
-            if (module, name) in known:
-                return known[module, name]
+            if (module, name) in classes:
+                return classes[module, name]
             if (module, name) == ("torch", "Size"):
                 return size
             if (module, name) == ("collections", "OrderedDict"):
                 return Ordered
-            found = values(module, name)
-            if found is None:
+            value = values(module, name)
+            if value is None:
                 raise pickle.UnpicklingError(f"it refers to {module}.{name}")
-            return found
+            return value
 
         def persistent_load(self, pid: Any) -> Any:
             if outside is None:

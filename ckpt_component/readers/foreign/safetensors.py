@@ -80,10 +80,10 @@ def _read_header(path: str, files: FileSet, name: str, size: int) -> tuple[dict[
 
 def _unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     """JSON takes the last of two equal keys in silence."""
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    members = dict(pairs)
+    if len(members) != len(pairs):
         raise ValueError("a key stands twice")
-    return found
+    return members
 
 
 def _tensor(path: str, key: str, entry: Any) -> tuple[torch.dtype, list[int], tuple[int, int]]:
