@@ -49,26 +49,23 @@ def run_job(config: DictConfig, ranks: Ranks = ALONE) -> float:
         SystemExit: a signal stopped the run, which saved its last step before.
     """
     _refuse_unreadable(config)
+    swept = HydraConfig.get().mode == RunMode.MULTIRUN
+    launch_dir = str(HydraConfig.get().runtime.cwd)  # os.getcwd() may be the output folder: hydra.job.chdir=true
+    try:
+        # The same command in the same folder resumes its run; `build_manager` keeps the jobs of a sweep apart.
+        folder = os.path.join(launch_dir, resolve_config(config.checkpoint).dir)
+    except CheckpointConfigError as refusal:
+        return _skip(refusal, swept, ranks)
     # Only now: importing torch takes seconds.
     from .training.job import Job
     from .training.loop import run
 
-    swept = HydraConfig.get().mode == RunMode.MULTIRUN
-    launch_dir = str(HydraConfig.get().runtime.cwd)  # os.getcwd() may be the output folder: hydra.job.chdir=true
     job = Job(config, launch_dir, ranks)
     try:
-        # The same command in the same folder goes on where it stopped; `build_manager` keeps jobs of a sweep apart.
-        folder = None if swept else os.path.join(launch_dir, resolve_config(config.checkpoint).dir)
         with for_hydra():
-            summary = run(job, config.checkpoint, folder)
+            summary = run(job, config.checkpoint, None if swept else folder)
     except CheckpointConfigError as refusal:
-        # A grid of parts has pairs that cannot work; the other jobs of the sweep must still run.
-        if not swept:
-            raise
-        logger.warning("skipped: %s", refusal)
-        if ranks.rank == 0:
-            write_job_result("skipped", reason=str(refusal))
-        return math.nan
+        return _skip(refusal, swept, ranks)
     except CheckpointError as error:
         where = "" if ranks.world_size == 1 else f"rank {ranks.rank}: "
         raise TrainingFailed(f"{where}{type(error).__name__}: {error}") from error
@@ -84,6 +81,16 @@ def run_job(config: DictConfig, ranks: Ranks = ALONE) -> float:
         part(ranks)
         sys.exit(128 + summary.stopped_by)
     return float(figures["stall_s"] or figures["first_stall_s"] or 0.0)
+
+
+def _skip(refusal: CheckpointConfigError, swept: bool, ranks: Ranks) -> float:
+    """A grid of parts has pairs that cannot work; the other jobs of the sweep must still run."""
+    if not swept:
+        raise refusal
+    logger.warning("skipped: %s", refusal)
+    if ranks.rank == 0:
+        write_job_result("skipped", reason=str(refusal))
+    return math.nan
 
 
 def main() -> None:
