@@ -1,1 +1,1 @@
-"""What is on disk: file-system effects, names, the commit protocol, manifests. Imports no torch."""
+"""Checkpoints on disk: file-system operations, names, the commit protocol, manifests. Does not import torch."""

@@ -1,7 +1,7 @@
-"""The checksums that items are stored with: `crc32` everywhere, by zlib or ten times faster by a package; and others.
+"""Checksum algorithms for stored items: `crc32` from zlib, and faster or other ones from optional packages.
 
-The name of the algorithm stands beside the sums in every integrity file. The writer process runs without
-site-packages, so the trainer sends it the path of the package to import.
+Every integrity file names the algorithm of its checksums. The writer process runs without site-packages, so the
+trainer sends it the path of the package to import.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from functools import partial
 from importlib import import_module
 from typing import Any, NamedTuple
 
-#: google_crc32c takes bytes alone, so that large buffers are copied in pieces of this size.
+#: google_crc32c accepts only `bytes`, so large buffers are copied in pieces of this size.
 _COPIED = 256 << 10
 
 
 class Stream:
-    """A checksum that is taken piece by piece. A CRC's value so far is all that it needs to go on."""
+    """A checksum computed piece by piece. For a CRC the running value is the whole state."""
 
     def __init__(self, crc: Callable[[memoryview, int], int]) -> None:
         self._crc = crc
         self._value = 0
 
     def update(self, piece: memoryview) -> None:
-        """Take the next bytes."""
+        """Add the next bytes."""
         self._value = self._crc(piece, self._value)
 
     def value(self) -> int:
@@ -36,7 +36,7 @@ class Stream:
 
 
 class _HashStream(Stream):
-    """A hash object of xxhash."""
+    """A stream over an xxhash object."""
 
     def __init__(self, state: Any) -> None:
         self._state = state
@@ -50,13 +50,13 @@ class _HashStream(Stream):
 
 @dataclass(frozen=True, eq=False)  # its identity is hashed once for every tensor of a load
 class Checksum:
-    """One algorithm. Safe to use from several threads; a stream belongs to one.
+    """One checksum algorithm. Thread-safe, except that each stream belongs to one thread.
 
     Attributes:
-        name: as integrity files have it.
-        package: what computes it.
-        of: the checksum of one buffer.
-        stream: begins one that is taken piece by piece.
+        name: as recorded in integrity files.
+        package: the package that computes it.
+        of: computes the checksum of one buffer.
+        stream: starts a checksum that is computed piece by piece.
     """
 
     name: str
@@ -66,15 +66,15 @@ class Checksum:
 
 
 class ChecksumMissingError(ImportError):
-    """The package of an algorithm is not installed; the text says which one to install."""
+    """The package of an algorithm is not installed; the message says which one to install."""
 
 
 def find_checksum(name: str | None, folder: str | None = None) -> Checksum:
-    """The algorithm of this name, by the fastest package that is there.
+    """Return an algorithm by name, from the fastest installed package that has it.
 
     Args:
         name: one of `ALGORITHMS`; None: the fastest of all.
-        folder: as of `home_of` in another process: where to look beside what this process imports from.
+        folder: an additional folder to import from, as returned by `home_of` in another process.
 
     Raises:
         ChecksumMissingError: its package is not installed.
@@ -83,13 +83,13 @@ def find_checksum(name: str | None, folder: str | None = None) -> Checksum:
     if name is not None and name not in ALGORITHMS:
         raise ValueError(f"{name!r} is not a checksum algorithm; use one of {', '.join(ALGORITHMS)}.")
     if folder is not None:
-        sys.path.append(folder)  # the last one there, and only while the import goes on
+        sys.path.append(folder)  # last in the search order, and only during the import
     try:
         for provider in PROVIDERS:
             if name in (None, provider.name):
                 with contextlib.suppress(ImportError):
                     module = import_module(provider.module)
-                    # Without its C part, google_crc32c is a thousand times slower than zlib.
+                    # Without its C extension, google_crc32c is a thousand times slower than zlib.
                     if getattr(module, "implementation", "c") != "python":
                         return _checksum_by(provider, module)
     finally:
@@ -102,12 +102,12 @@ def find_checksum(name: str | None, folder: str | None = None) -> Checksum:
 
 
 def fastest() -> Checksum:
-    """The fastest that can be used here."""
+    """The fastest installed algorithm."""
     return find_checksum(None)
 
 
 def home_of(name: str) -> str | None:
-    """The folder that the package of an algorithm was found in; None where every Python has it.
+    """The folder from which the package of an algorithm is imported; None for the standard library.
 
     Raises:
         ChecksumMissingError: it is not installed.
@@ -117,19 +117,19 @@ def home_of(name: str) -> str | None:
 
 
 def install_text(name: str) -> str:
-    """What to type so that an algorithm can be used."""
+    """The pip command that installs an algorithm's package."""
     return f"pip install {next(each.package for each in PROVIDERS if each.name == name)}"
 
 
 class Provider(NamedTuple):
-    """A package that has an algorithm, in one of its modules."""
+    """A module that implements an algorithm, and the package that installs it."""
 
     name: str  # of the algorithm
-    package: str  # as pip knows it
+    package: str  # the name for pip
     module: str
 
 
-#: The fastest first, as `auto` takes them: crc32 takes no time beside a read or a write with isal.
+#: Fastest first, the order in which `auto` tries them. With isal, crc32 costs nothing measurable next to the I/O.
 PROVIDERS = (
     Provider("crc32", "isal", "isal.isal_zlib"),
     Provider("xxh3_64", "xxhash", "xxhash"),
@@ -141,7 +141,7 @@ ALGORITHMS = tuple(dict.fromkeys(provider.name for provider in PROVIDERS))
 
 
 def _checksum_by(provider: Provider, module: Any) -> Checksum:
-    """The algorithm as this package computes it."""
+    """The algorithm as implemented by this package."""
     name, package, _ = provider
     if name == "xxh3_64":
         return Checksum(name, package, module.xxh3_64_intdigest, lambda: _HashStream(module.xxh3_64()))

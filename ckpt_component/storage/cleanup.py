@@ -1,7 +1,7 @@
-"""What becomes of folders later: checkpoints are deleted or quarantined, and what dead runs left is swept away.
+"""Delete or quarantine checkpoints, and sweep up the leftovers of dead runs.
 
-How a folder was committed (see `commit`) is seen on disk. Where it was not renamed it may hold several attempts, and
-none touches another's.
+The way a folder was committed (see `commit`) is read from the disk. A folder that was not committed by rename may
+hold several attempts, which never touch each other's files.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ logger = logging.getLogger(__name__)
 
 
 def discard(fs: FsOps, path: str) -> bool:
-    """Delete a checkpoint or a staging folder, manifest first. Returns False, and warns, when that failed."""
+    """Delete a checkpoint or a staging folder, manifest first. Logs a warning and returns False on failure."""
     try:
         if _is_renamed(fs, path):
-            # Out of sight first, so that nobody sees a part of it.
+            # Rename it first, so that a reader never sees a partly deleted checkpoint.
             trash = trash_path(path)
             fs.rename_new(path, trash)
             fs.sync_folder(os.path.dirname(path))
@@ -54,7 +54,7 @@ def discard(fs: FsOps, path: str) -> bool:
             fs.sync_folder(path)
         fs.remove_tree(data)
         if data != path:
-            remove_if_empty(fs, path)  # quarantined data or a late attempt may be beside it
+            remove_if_empty(fs, path)  # it may also hold quarantined data or a late attempt
     except (CheckpointError, OSError) as error:
         logger.warning("%s could not be deleted (%s); it is not a checkpoint and may be deleted by hand", path, error)
         return False
@@ -62,20 +62,20 @@ def discard(fs: FsOps, path: str) -> bool:
 
 
 def quarantine(fs: FsOps, path: str) -> str:
-    """Put a damaged checkpoint aside, durably; returns where its data is now.
+    """Durably move a damaged checkpoint out of the way; returns the new path of its data.
 
-    Nothing in this package lists, counts, loads or deletes it from then on. The step's own name is free, so that the
-    run can save that step again.
+    From then on this package neither lists, counts, loads nor deletes it. The name of the step becomes free, so the run
+    can save that step again.
 
     Raises:
-        OSError: it could not be done; the checkpoint stays where it is.
+        OSError: the checkpoint could not be moved and stays where it is.
     """
     if _is_renamed(fs, path):
         target = quarantine_path(path)
         fs.rename_new(path, target)
         fs.sync_folder(os.path.dirname(path))
         return target
-    # The data stays and is marked, so that a sweep leaves it alone; then the manifest is deleted.
+    # Without renames the data stays in place: mark it, so that a sweep skips it, then delete the manifest.
     manifest = os.path.join(path, MANIFEST)
     try:
         content = fs.read(manifest, MAX_BYTES)
@@ -93,14 +93,14 @@ def quarantine(fs: FsOps, path: str) -> str:
 def sweep(fs: FsOps, root: str, steps: StepNames, fenced: Collection[str] = ()) -> list[str]:
     """Delete what dead processes left in `root`: unfinished and half-deleted checkpoints.
 
-    What belongs to a living process (trainer, or a writer process that is still finishing) stays, see `liveness`; and
-    so does everything that has another host's mark or another prefix. Returns the names that were deleted.
+    Files of a live process are kept (a trainer, or a writer process that is still finishing, see `liveness`), and so
+    is everything with another prefix or from another host. Returns the deleted names.
 
     Args:
-        fs: where effects go.
+        fs: the file system.
         root: folder of the checkpoints.
         steps: how steps are named there.
-        fenced: names of `leftovers` that cannot be committed any more, whichever host they are of.
+        fenced: names from `leftovers` that can no longer be committed; these are deleted whichever host made them.
     """
     signs = LifeSigns(fs, root)
     deleted = []
@@ -116,12 +116,12 @@ def sweep(fs: FsOps, root: str, steps: StepNames, fenced: Collection[str] = ()) 
                 fs.unlink(path)
             else:
                 if fs.atomic_rename and name.startswith(STAGING_PREFIX):
-                    # A process that wakes up late finds all of it or nothing.
+                    # Rename first, so that a process that wakes up late finds either all of it or nothing.
                     path, staging = trash_path(path), path
                     fs.rename_new(staging, path)
                 fs.remove_tree(path)
         except FileNotFoundError:
-            continue  # it was committed or deleted concurrently
+            continue  # committed or deleted concurrently
         except OSError as error:
             logger.warning("%s was left by a dead run and could not be deleted (%s)", path, error)
             continue
@@ -131,7 +131,7 @@ def sweep(fs: FsOps, root: str, steps: StepNames, fenced: Collection[str] = ()) 
 
 
 def living_attempts(fs: FsOps, root: str, steps: StepNames) -> list[str]:
-    """Attempts in `root` that a living process of this host still works on."""
+    """Attempts in `root` that a live process of this host is still working on."""
     signs = LifeSigns(fs, root)
     living = []
     for name in _unfinished(fs, root, steps, signs.names):
@@ -140,9 +140,9 @@ def living_attempts(fs: FsOps, root: str, steps: StepNames) -> list[str]:
             if not _is_attempt(name) or not is_token_of_this_host(token) or not signs.is_alive(path, token):
                 continue
         except FileNotFoundError:
-            continue  # it was committed or deleted concurrently
+            continue  # committed or deleted concurrently
         except OSError as error:
-            logger.warning("whether a process works on %s cannot be seen (%s); it is not waited for", path, error)
+            logger.warning("cannot tell whether a process is working on %s (%s); not waiting for it", path, error)
             continue
         if not _is_kept(fs, root, name):
             living.append(name)
@@ -150,7 +150,7 @@ def living_attempts(fs: FsOps, root: str, steps: StepNames) -> list[str]:
 
 
 def leftovers(fs: FsOps, root: str, steps: StepNames) -> set[str]:
-    """Names of what runs left in `root` that owned it, which is for the next owner to delete: of any host."""
+    """Names of what earlier owners of `root` left there, on any host. The next owner deletes them."""
     return {
         name
         for name in _unfinished(fs, root, steps, fs.names(root))
@@ -159,19 +159,19 @@ def leftovers(fs: FsOps, root: str, steps: StepNames) -> set[str]:
 
 
 def attempts_in(fs: FsOps, folder: str) -> list[str]:
-    """The tokens of the attempts that have their files inside a checkpoint's folder, committed or not."""
+    """The tokens of the attempts whose files are inside a checkpoint's folder, committed or not."""
     if not fs.is_real_folder(folder):
         return []
     return [name for name in fs.names(folder) if is_token(name) and fs.is_real_folder(os.path.join(folder, name))]
 
 
 def is_quarantined(fs: FsOps, folder: str) -> bool:
-    """Whether the data in a folder is only kept to be looked at."""
+    """Whether the data in a folder is quarantined, that is, kept for inspection only."""
     return fs.size(os.path.join(folder, QUARANTINED)) is not None
 
 
 def remove_if_empty(fs: FsOps, folder: str) -> None:
-    """Delete a folder unless something is in it."""
+    """Delete a folder if it is empty."""
     try:
         fs.remove_folder(folder)
     except OSError as error:
@@ -180,12 +180,12 @@ def remove_if_empty(fs: FsOps, folder: str) -> None:
 
 
 def _is_renamed(fs: FsOps, path: str) -> bool:
-    """Whether an existing folder is moved as a whole: renames are possible, and no attempts have their files in it."""
+    """Whether an existing folder can be moved as a whole: renames are atomic, and it contains no attempts."""
     return fs.atomic_rename and not attempts_in(fs, path)
 
 
 def _data_folders(fs: FsOps, path: str) -> list[str]:
-    """Where the data of a damaged checkpoint is; every place where it may be if the manifest cannot tell."""
+    """The data folder of a damaged checkpoint; all candidates if the manifest does not name one."""
     with contextlib.suppress(CheckpointError):
         manifest = read_manifest(fs, path)
         if manifest is not None:
@@ -199,7 +199,7 @@ def _data_folders(fs: FsOps, path: str) -> list[str]:
 
 
 def _unfinished(fs: FsOps, root: str, steps: StepNames, names: list[str]) -> Iterator[str]:
-    """Names below `root` of attempts, half-deleted folders and small files; some attempts are kept (`_is_kept`)."""
+    """Names below `root` of attempts, half-deleted folders and small files; `_is_kept` says which attempts to keep."""
     for name in names:
         if name.startswith((STAGING_PREFIX, TRASH_PREFIX, TRIAL_PREFIX, ALIVE_PREFIX)):
             yield name
@@ -207,7 +207,7 @@ def _unfinished(fs: FsOps, root: str, steps: StepNames, names: list[str]) -> Ite
             try:
                 yield from [f"{name}/{token}" for token in attempts_in(fs, os.path.join(root, name))]
             except OSError as error:
-                logger.warning("what dead runs left in %s cannot be seen (%s)", os.path.join(root, name), error)
+                logger.warning("could not list what dead runs left in %s (%s)", os.path.join(root, name), error)
 
 
 def _is_attempt(name: str) -> bool:
@@ -215,7 +215,7 @@ def _is_attempt(name: str) -> bool:
 
 
 def _is_kept(fs: FsOps, root: str, name: str) -> bool:
-    """Whether an attempt's folder is the data of a checkpoint, or may be."""
+    """Whether an attempt's folder is, or may be, the data of a checkpoint."""
     step, _, token = name.rpartition("/")
     if not step:
         return False
@@ -224,26 +224,26 @@ def _is_kept(fs: FsOps, root: str, name: str) -> bool:
     try:
         manifest = read_manifest(fs, os.path.join(root, step))
     except CheckpointError:
-        return True  # which data it names is unknown; the scan reports what is wrong with it
+        return True  # it may name this attempt; the scan reports what is wrong with it
     return manifest is not None and manifest.get("at") == token
 
 
 def _is_dead(fs: FsOps, signs: LifeSigns, name: str, *, here: bool) -> bool:
-    """Whether a folder or a small file is no longer needed; `here`: a process of this host made it."""
+    """Whether a folder or a small file is no longer in use. `here`: a process of this host made it."""
     path = os.path.join(signs.root, name)
     if fs.is_real_folder(path):
-        # In this order: once it is not alive, it cannot be committed any more.
+        # Check liveness first: an attempt that is not alive can no longer be committed.
         alive = signs.is_alive(path, token_of(name), here=here)
         return not (alive or _is_kept(fs, signs.root, name) or signs.is_young(path))
     if fs.size(path) is None:
         return False
     if here and name.startswith(TRIAL_PREFIX):
-        return not signs.is_young(path)  # its owner is about to delete it
+        return not signs.is_young(path)  # a young one is about to be deleted by the process that made it
     return signs.is_quiet(path)
 
 
 def _remove_empty_steps(fs: FsOps, signs: LifeSigns, steps: StepNames, emptied: Collection[str]) -> None:
-    """Without renames an empty folder of a step is what is left of an attempt that began or ended there."""
+    """Delete empty step folders: without renames, an attempt that starts or fails can leave one behind."""
     for name in signs.names:
         path = os.path.join(signs.root, name)
         if steps.step(name) is None or (fs.atomic_rename and name not in emptied):

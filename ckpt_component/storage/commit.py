@@ -1,13 +1,13 @@
-"""The commit protocol: a checkpoint appears whole under its name, or not at all.
+"""The commit protocol: a checkpoint appears complete under its name, or not at all.
 
-`begin` makes the folder of an attempt; the ranks write their files into it; `publish` adds what only the coordinator
-knows (`.metadata`, then the manifest) and commits; `abandon` removes a failed attempt. The manifest comes last because
-it is what makes a checkpoint complete.
+`begin` creates the folder of an attempt; the ranks write their files into it; `publish` adds the coordinator's files
+(`.metadata`, then the manifest) and commits; `abandon` removes a failed attempt. The manifest is written last, because
+it marks the checkpoint as complete.
 
-There are two ways to commit. Where folders can be renamed, an attempt collects its files in a hidden folder beside its
-target, which a rename makes the checkpoint. Elsewhere (mounted object stores) each attempt has a folder of its own
-inside the target, named by its token, and creating `manifest.json` beside these folders, which only one attempt can
-do, commits it.
+There are two ways to commit. On file systems with atomic renames, an attempt collects its files in a hidden folder
+next to its target and is committed by renaming that folder to the target. Elsewhere (mounted object stores), each
+attempt has a folder inside the target, named by its token, and is committed by creating `manifest.json` in the target,
+which only one attempt can do.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ from .names import MANIFEST, QUARANTINED, Attempt, is_token
 
 logger = logging.getLogger(__name__)
 
-#: How often a folder is made again that another attempt removed in between because it was empty.
+#: How often to recreate a parent folder that another attempt removed concurrently because it was empty.
 _TRIES = 5
 
 
 def refuse_existing(path: str, *, by_rename: bool = True) -> None:
-    """Raise CheckpointExistsError when `path` holds anything that may not be beside a new attempt."""
+    """Raise CheckpointExistsError when `path` holds anything that conflicts with a new attempt."""
     if not os.path.lexists(path):
         return
     if os.path.isdir(path) and not os.path.islink(path):
         names = os.listdir(path)
-        # Without renames, other attempts and what is quarantined are not in the way.
-        beside = not by_rename and MANIFEST not in names and (QUARANTINED in names or all(map(is_token, names)))
-        if not names or beside:
+        # Without renames, other attempts and quarantined data do not conflict.
+        compatible = not by_rename and MANIFEST not in names and (QUARANTINED in names or all(map(is_token, names)))
+        if not names or compatible:
             return
     raise CheckpointExistsError(
         f"{path} already exists, and a checkpoint is never written over anything; save to a new path, or move it away."
@@ -56,7 +56,7 @@ def refuse_existing(path: str, *, by_rename: bool = True) -> None:
 
 
 def begin(fs: FsOps, attempt: Attempt) -> None:
-    """Make the folder of an attempt, durably. Raises CheckpointExistsError when its target's path is taken."""
+    """Durably create the folder of an attempt. Raises CheckpointExistsError when the target path is taken."""
     refuse_existing(attempt.target, by_rename=attempt.by_rename)
     parent = os.path.dirname(attempt.staging)
     for tries_left in reversed(range(_TRIES)):
@@ -69,7 +69,7 @@ def begin(fs: FsOps, attempt: Attempt) -> None:
             fs.make_folders(parent)
     fs.sync_folder(parent)
     if not attempt.by_rename:
-        fs.sync_folder(os.path.dirname(parent))  # another attempt may have made the target and not synced it yet
+        fs.sync_folder(os.path.dirname(parent))  # another attempt may have created the target and not synced it yet
 
 
 def publish(
@@ -80,26 +80,27 @@ def publish(
     manifest_fields: Mapping[str, Any],
     visibility_timeout: float = 0.0,
 ) -> int:
-    """Commit: the checkpoint exists, durable and complete, when this returns.
+    """Commit an attempt. When this returns, the checkpoint is complete and durable.
 
     Args:
-        fs: where effects go.
-        attempt: of `begin`.
+        fs: the file system.
+        attempt: the attempt passed to `begin`.
         ranks: what each rank wrote: `{"rank", "files": [{"name", "size", ...}]}`, each file fsynced by its writer.
         sidecars: small files that only the coordinator writes, such as `.metadata`.
-        manifest_fields: further plain values for the manifest (format).
-        visibility_timeout: seconds until what other ranks wrote must be seen here, and a manifest whose creation was
-            not confirmed.
+        manifest_fields: additional plain values for the manifest, such as the format.
+        visibility_timeout: seconds to wait for files of other ranks to become visible here, and for a manifest whose
+            creation was not confirmed.
 
     Returns:
-        How many files the checkpoint has.
+        The number of files in the checkpoint.
 
     Raises:
-        CheckpointExistsError: the target's name was taken concurrently; it stays untouched.
-        CheckpointFencedError: another run took the folder over.
-        CheckpointSaveError: it is unknown whether the manifest was created; what is on disk decides later.
-        OSError: from the file system; nothing is visible then, unless the file system refuses even to take back the
-            last step, which is a warning.
+        CheckpointExistsError: the target name was taken concurrently; the target stays untouched.
+        CheckpointFencedError: another run took over the folder.
+        CheckpointSaveError: a file has the wrong size, or it is unknown whether the manifest was created; in that case
+            the next start decides by what is on disk.
+        OSError: from the file system. Nothing is visible then, unless rolling back the last step failed too, which is
+            logged as a warning.
     """
     staging, files = attempt.staging, list[dict[str, Any]]()
     for rank in ranks:
@@ -130,7 +131,7 @@ def publish(
     path = os.path.join(staging, MANIFEST if attempt.by_rename else f"{MANIFEST}.draft")
     fs.write_new(path, manifest)
     fs.sync_folder(staging)
-    if attempt.owner:  # as late as possible: a run that was stopped learns here what happened during that time
+    if attempt.owner:  # as late as possible, because the run may have been suspended until now
         check_owner(fs, os.path.dirname(attempt.target), attempt.owner)
     if attempt.by_rename:
         _rename(fs, attempt)
@@ -140,14 +141,14 @@ def publish(
 
 
 def is_over(fs: FsOps, attempt: Attempt) -> bool:
-    """Whether an attempt was committed or abandoned already. Raises CheckpointError when that cannot be seen."""
+    """Whether an attempt was already committed or abandoned. Raises CheckpointError when that cannot be read."""
     if not fs.is_folder(attempt.staging):
         return True
     return not attempt.by_rename and _committed_token(fs, attempt.target) == attempt.token
 
 
 def abandon(fs: FsOps, attempt: Attempt) -> None:
-    """Remove what a failed attempt left. A failure here is logged: the save's own error matters more."""
+    """Remove the files of a failed attempt. Errors are only logged: the error of the save matters more."""
     if attempt.by_rename:
         if fs.is_folder(attempt.staging):
             discard(fs, attempt.staging)
@@ -155,25 +156,25 @@ def abandon(fs: FsOps, attempt: Attempt) -> None:
     try:
         if fs.is_folder(attempt.staging):
             if is_over(fs, attempt):
-                return  # it failed after its commit
+                return  # the failure came after the commit
             fs.remove_tree(attempt.staging)
         if fs.is_real_folder(attempt.target):
             remove_if_empty(fs, attempt.target)
     except (CheckpointError, OSError) as error:
-        logger.warning("%s stays until the next start: %s", attempt.staging, error)
+        logger.warning("%s could not be removed and stays until the next start: %s", attempt.staging, error)
 
 
 def _wait_for_size(fs: FsOps, path: str, size: int, seconds: float) -> None:
-    """A file of another rank may be seen a while after it was written."""
-    with contextlib.suppress(CheckpointTimeoutError):  # the caller's error says which size it has
+    """Wait for another rank's file to become visible with its full size."""
+    with contextlib.suppress(CheckpointTimeoutError):  # the caller reports the size it finds
         wait_visible(lambda: fs.size(path) == size, path, seconds)
 
 
 def _rename(fs: FsOps, attempt: Attempt) -> None:
-    """Make the folder of an attempt, which has its manifest, the checkpoint."""
+    """Commit by renaming the staging folder, which has its manifest, to the target."""
     target = attempt.target
     if fs.is_real_folder(target):
-        remove_if_empty(fs, target)  # if it is not empty, the rename refuses it with the right error
+        remove_if_empty(fs, target)  # if it is not empty, the rename fails with the right error
     try:
         fs.rename_new(attempt.staging, target)
     except FileExistsError as error:
@@ -181,20 +182,20 @@ def _rename(fs: FsOps, attempt: Attempt) -> None:
     try:
         fs.sync_folder(os.path.dirname(target))
     except OSError:
-        # The save is reported as failed, so it must not be found either: take the name away again.
+        # The save is reported as failed, so readers must not find it: remove it again.
         discard(fs, target)
         raise
 
 
 def _put(fs: FsOps, attempt: Attempt, manifest: bytes, draft: str, timeout: float) -> None:
-    """Create the manifest, which names the folder of the attempt, in the target.
+    """Commit by creating the manifest, which names the folder of the attempt, in the target.
 
     Args:
-        fs: where effects go.
-        attempt: whose files are complete.
-        manifest: its content.
-        draft: a file with this content.
-        timeout: seconds for which it is read back where its creation was not confirmed.
+        fs: the file system.
+        attempt: an attempt whose files are complete.
+        manifest: content of the manifest.
+        draft: path of a file with the same content.
+        timeout: seconds to keep reading the manifest back when its creation was not confirmed.
     """
     target = attempt.target
     try:
@@ -204,7 +205,7 @@ def _put(fs: FsOps, attempt: Attempt, manifest: bytes, draft: str, timeout: floa
     try:
         fs.sync_folder(target)
     except OSError:
-        # The save is reported as failed, so it must not be found either.
+        # The save is reported as failed, so readers must not find it.
         _take_back(fs, target)
         raise
     try:
@@ -214,15 +215,15 @@ def _put(fs: FsOps, attempt: Attempt, manifest: bytes, draft: str, timeout: floa
 
 
 def _confirm(fs: FsOps, attempt: Attempt, manifest: bytes, error: OSError, timeout: float) -> None:
-    """The put failed, or its answer was lost: return when the manifest is there all the same, else raise."""
+    """After a failed or unanswered put: return if the manifest was created nevertheless, else raise."""
     target = attempt.target
-    with contextlib.suppress(CheckpointTimeoutError):  # then what follows raises
+    with contextlib.suppress(CheckpointTimeoutError):  # the read below raises
         wait_visible(lambda: _is_readable(fs, target), target, timeout)
     try:
         token = _committed_token(fs, target)
     except CheckpointCorruptError as unread:
         if not isinstance(unread, CheckpointUnreadableError) and _holds_part(fs, target, manifest):
-            _take_back(fs, target)  # a store that shows files before they are whole: this is no commit
+            _take_back(fs, target)  # the store shows files before they are complete: this is not a commit
             raise error from unread
         raise CheckpointSaveError(
             f"Could not find out whether {target} was committed: {error}, and then {unread} The next start decides by "
@@ -233,22 +234,22 @@ def _confirm(fs: FsOps, attempt: Attempt, manifest: bytes, error: OSError, timeo
         raise error
     if token != attempt.token:
         raise _taken(target) from error
-    logger.warning("%s is committed, although its last step was answered by an error: %s", target, error)
+    logger.warning("%s is committed, although its last step reported an error: %s", target, error)
 
 
 def _is_readable(fs: FsOps, target: str) -> bool:
-    """Whether it can be known by now what manifest there is, if any."""
+    """Whether the manifest can be read, or is known to be missing."""
     try:
         read_manifest(fs, target)
     except CheckpointUnreadableError:
         return False
     except CheckpointError:
-        pass  # it was read
+        pass  # it was read, and is invalid
     return True
 
 
 def _committed_token(fs: FsOps, target: str) -> str | None:
-    """The token of the committed attempt, or None; CheckpointError when that cannot be read."""
+    """The token of the committed attempt, or None. Raises CheckpointError when the manifest cannot be read."""
     manifest = read_manifest(fs, target)
     return None if manifest is None else str(manifest.get("attempt"))
 
@@ -257,7 +258,7 @@ def _holds_part(fs: FsOps, target: str, manifest: bytes) -> bool:
     try:
         content = fs.read(os.path.join(target, MANIFEST), MAX_BYTES)
     except OSError:
-        return False  # then it is unknown, which is what the caller reports
+        return False  # the caller reports that the outcome is unknown
     return len(content) < len(manifest) and manifest.startswith(content)
 
 
@@ -266,7 +267,7 @@ def _take_back(fs: FsOps, target: str) -> None:
         fs.unlink(os.path.join(target, MANIFEST))
         fs.sync_folder(target)
     except OSError as error:
-        logger.warning("%s could not be taken back (%s), so it may be found although its save failed", target, error)
+        logger.warning("%s could not be rolled back (%s), so it may be found although its save failed", target, error)
 
 
 def _taken(target: str) -> CheckpointExistsError:

@@ -1,8 +1,8 @@
-"""Who may commit under a root: the run that took it over last, as one small file there says.
+"""Fencing: only the run that took over a root last may commit there. A small owner file in the root names it.
 
-A run that was stopped (a frozen node, SIGSTOP, a network cut) may wake up long after another one took its place. Before
-every commit the file is read again, and a run that does not own the root any more commits nothing.
-The root is taken at a run's first save, not when it restores: a script that only evaluates must not stop the training.
+A suspended run (a frozen node, SIGSTOP, a network outage) may wake up long after another one replaced it. The owner
+file is read again before every commit, and a run that no longer owns the root commits nothing.
+A run takes the root at its first save, not when it restores: an evaluation script must not fence off the training.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from .names import MEGATRON, OWNER, StepNames
 logger = logging.getLogger(__name__)
 
 _MAX_BYTES = 64 << 10
-#: By how much the clock may have been set between the start of a process and its claim.
+#: How far the clock may have been adjusted between the start of a process and its claim.
 _CLOCK_SLACK_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
 class Owner:
-    """One run as owner of a root.
+    """The run that owns a root.
 
     Attributes:
-        generation: counts the runs that owned the root.
+        generation: counts the runs that have owned the root.
         token: identifies this run.
-        host: where its leading rank runs.
-        pid: its leading rank's process.
-        since: when it took the root, seconds since 1970.
+        host: host of the run's leading rank.
+        pid: process ID of the leading rank.
+        since: when the run took the root, seconds since 1970.
     """
 
     generation: int
@@ -47,12 +47,12 @@ class Owner:
 
     @property
     def alive(self) -> bool | None:
-        """Whether its leading rank still runs; None: that cannot be known, on another host or in this very process."""
+        """Whether its leading rank is running; None if that is unknown: on another host, or in this very process."""
         if self.host != socket.gethostname():
             return None
         started = _started(self.pid)
         if started is None or started > self.since + _CLOCK_SLACK_SECONDS:
-            return False  # it ended; another process may have its number
+            return False  # it ended, and its process ID may have been reused
         return None if self.pid == os.getpid() else True
 
     def __str__(self) -> str:
@@ -64,7 +64,7 @@ class FencingToken:
     """One run's claim to a root.
 
     Args:
-        fs: where effects go.
+        fs: the file system.
         root: folder of the run's checkpoints.
         steps: how steps are named there.
     """
@@ -74,19 +74,19 @@ class FencingToken:
         self._root = root
         self._steps = steps
         self._taken = False
-        #: What earlier owners left and can no longer commit; cleaned up until nothing of it is there.
+        #: Leftovers of earlier owners, which can no longer be committed; to be deleted.
         self._fenced: set[str] = set()
         self.token = os.urandom(8).hex()
 
     def acquire(self) -> None:
-        """Take the root over at the first call; at later ones make sure that it is still ours. Rank 0 alone.
+        """Take over the root at the first call; later calls check that this run still owns it. Called on rank 0 only.
 
-        Then what earlier owners left is deleted, on whichever host they ran, unless it may be alive: none of it can be
+        Then delete the leftovers of earlier owners on any host, except those that may be alive: none of them can be
         committed any more.
 
         Raises:
-            CheckpointFencedError: another run took it concurrently.
-            OSError: the file could not be written.
+            CheckpointFencedError: another run took over the root concurrently.
+            OSError: the owner file could not be written.
         """
         owner = read_owner(self._fs, self._root)
         if self._taken and owner is not None:
@@ -111,15 +111,15 @@ class FencingToken:
             logger.log(level, text, self._root, predecessor, " (still running)" if alive else "")
 
     def check_after(self, error: Exception) -> None:
-        """After a failure: raise CheckpointFencedError where another run took the root over. Rank 0 alone."""
+        """After a failure, raise CheckpointFencedError if another run took over the root. Called on rank 0 only."""
         if self._taken and not isinstance(error, CheckpointFencedError):
-            with contextlib.suppress(OSError):  # the failure itself counts
+            with contextlib.suppress(OSError):  # the original failure matters more
                 owner = read_owner(self._fs, self._root)
                 if owner is not None:
                     _refuse_other(owner, self._root, self.token)
 
     def neighbor(self) -> Owner | None:
-        """Another process that saves there and may be alive, or None."""
+        """The owner, if it is another process that may be alive, else None."""
         owner = read_owner(self._fs, self._root)
         if owner is None or owner.token == self.token or owner.alive is False:
             return None
@@ -138,14 +138,14 @@ def check_owner(fs: FsOps, root: str, token: str) -> None:
     """Raise CheckpointFencedError unless the run with this token owns the root."""
     owner = read_owner(fs, root)
     if owner is None:
-        # Another run would have left its name.
+        # It was deleted: a run that took over would have replaced it.
         logger.warning("%s is missing; committing without it", os.path.join(root, OWNER))
         return
     _refuse_other(owner, root, token)
 
 
 def read_owner(fs: FsOps, root: str) -> Owner | None:
-    """The owner of a root, or None where there is none or its file cannot be made out."""
+    """The owner of a root, or None if there is no owner file or it is damaged."""
     path = os.path.join(root, OWNER)
     try:
         owner = Owner(**json.loads(fs.read(path, _MAX_BYTES)))
@@ -163,13 +163,13 @@ def read_owner(fs: FsOps, root: str) -> Owner | None:
 def _refuse_other(owner: Owner, root: str, token: str) -> None:
     if owner.token != token:
         raise CheckpointFencedError(
-            f"Another run took over {root} ({owner}), so this one commits nothing there any more; end one of the two, "
+            f"Another run took over {root} ({owner}), so this one can no longer commit there; end one of the two, "
             "or give each a checkpoint.dir of its own."
         )
 
 
 def _started(pid: int) -> float | None:
-    """When a process of this host began, seconds since 1970; None where there is none. Of a zombie there is none."""
+    """The start time of a process of this host, seconds since 1970; None if it does not exist or is a zombie."""
     try:
         with open(f"/proc/{pid}/stat") as stream:
             values = stream.read().rpartition(")")[2].split()

@@ -1,4 +1,4 @@
-"""The one place that picks the `FsOps` of a process: the plain one, or the failing one when a test asks for it."""
+"""Chooses the `FsOps` of a process: the plain one, or `FailpointFs` when a test asks for it."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import os
 
 from .fs import FsOps
 
-#: Which operations fail, and how: `failpoints`.
+#: Environment variable: which operations fail, and how; see `failpoints`.
 SPEC = "CKPT_FAILPOINT"
-#: The file in which all processes count their operations.
+#: Environment variable: the file in which all processes record their operations.
 LOG = "CKPT_FAILPOINT_LOG"
 
 
@@ -18,13 +18,13 @@ def file_system(*, durable: bool, atomic_rename: bool = True, process: str = "tr
     Args:
         durable: see `FsOps`.
         atomic_rename: see `FsOps`.
-        process: what this process is, for the `process=` of a failpoint.
+        process: name of this process, which `process=` of a failpoint matches.
 
     Raises:
-        FailpointError: the environment variables are set and cannot be understood.
+        FailpointError: the environment variables are set but invalid.
     """
     if not (os.environ.get(SPEC) or os.environ.get(LOG)):
         return FsOps(durable=durable, atomic_rename=atomic_rename, warns=process == "trainer")
-    from ..testing.failpoint_fs import FailpointFs  # only tests set these variables; production never loads it
+    from ..testing.failpoint_fs import FailpointFs  # only tests set these variables; production never imports it
 
     return FailpointFs(durable=durable, atomic_rename=atomic_rename, process=process)

@@ -1,6 +1,6 @@
-"""Every file-system effect of a save goes through `FsOps`.
+"""`FsOps`: all file-system operations of a save.
 
-It is production code and the seam for fault injection (`failpoint_fs` counts, fails or stops at the n-th call).
+It is production code and the hook for fault injection (`failpoint_fs` counts calls and fails or stops at the n-th).
 Nothing else in the package writes, renames or deletes a checkpoint's files.
 """
 
@@ -21,9 +21,9 @@ from .safe_open import open_regular
 #: Linux takes at most this many buffers in one vectored write (IOV_MAX).
 _MAX_BUFFERS = 1024
 
-#: What a hard link is answered where the file system has none: object stores that are mounted, FAT, some FUSE.
+#: Errors of `link` on file systems without hard links: mounted object stores, FAT, some FUSE.
 _NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS})
-#: What another rank made is looked for this often: network file systems cache names, for up to half a minute.
+#: Polling intervals for files of other ranks: network file systems cache names for up to half a minute.
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.02, 1.0
 
 _RENAME_NOREPLACE = 1
@@ -32,17 +32,17 @@ _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 
 class FsOps:
-    """The file-system calls that a save is made of.
+    """The file-system operations of a save.
 
     Args:
-        durable: `True` makes `sync` and `sync_folder` reach the disk (safe against a power cut); `False` makes
-            them do nothing (safe against the death of processes alone, several times faster on small saves).
-        atomic_rename: whether a folder can be renamed in one step. `False`, for object stores that are mounted: nothing
-            is renamed, checkpoints are committed by `put_new`, and files are overwritten where they stand.
+        durable: `True`: `sync` and `sync_folder` reach the disk (survives a power cut). `False`: they do nothing
+            (survives only process crashes, several times faster on small saves).
+        atomic_rename: whether a folder can be renamed in one step. `False`, for mounted object stores: nothing is
+            renamed, checkpoints are committed by `put_new`, and files are overwritten in place.
         warns: whether to warn, once, if the file system has no locks. A writer process leaves that to its trainer.
     """
 
-    #: The system call of `write`; it may take fewer bytes than it is given.
+    #: The system call behind `write`; it may write fewer bytes than given.
     _pwritev: Callable[[int, Sequence[memoryview], int], int] = staticmethod(os.pwritev)
 
     def __init__(self, *, durable: bool = True, atomic_rename: bool = True, warns: bool = True) -> None:
@@ -51,7 +51,7 @@ class FsOps:
         self.warns = warns
 
     def make_folders(self, path: str) -> None:
-        """Create a folder and the missing ones above it, each made durable in its parent."""
+        """Create a folder and its missing parents, and make each new entry durable."""
         missing = []
         while not os.path.isdir(path):
             missing.append(path)
@@ -60,15 +60,15 @@ class FsOps:
             try:
                 self.make_folder(folder)
             except FileExistsError:
-                continue  # another rank or run made it concurrently
+                continue  # another rank or run created it concurrently
             self.sync_folder(os.path.dirname(folder))
 
     def make_folder(self, path: str) -> None:
-        """Create one new folder; an existing one is an error."""
+        """Create one folder; it is an error if it exists."""
         os.mkdir(path)
 
     def create(self, path: str, size: int = 0) -> int:
-        """Open a file that must not exist yet, with `size` bytes of disk reserved; returns its descriptor."""
+        """Create a file that must not exist yet and reserve `size` bytes of disk; returns its descriptor."""
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
         if size:
             try:
@@ -81,7 +81,7 @@ class FsOps:
         return fd
 
     def write(self, fd: int, buffers: Sequence[memoryview], offset: int) -> None:
-        """Write all of `buffers`, one after the other, at `offset`; short writes are continued."""
+        """Write all `buffers` one after the other from `offset` on, and continue after short writes."""
         pending = list(buffers)
         while pending:
             written = self._pwritev(fd, pending[:_MAX_BUFFERS], offset)
@@ -92,31 +92,31 @@ class FsOps:
                 pending[0] = pending[0][written:]
 
     def start_writeback(self, fd: int, offset: int, length: int) -> None:
-        """Have the kernel begin to write a range that will be synced later, so that the disk starts early.
+        """Start writing a range to disk that will be synced later. Does not wait.
 
-        Linux starts writing dirty pages that are advised as not needed any more; this call does not wait.
+        Linux starts the writeback of dirty pages when they are advised as no longer needed.
         """
         if self.durable:
             os.posix_fadvise(fd, offset, length, os.POSIX_FADV_DONTNEED)
 
     def open_direct(self, path: str) -> int:
-        """Open a file of `create` once more, for writes of whole pages past the page cache."""
+        """Open a file made by `create` a second time, for direct I/O in whole pages."""
         return os.open(path, os.O_WRONLY | os.O_DIRECT | os.O_NOFOLLOW | os.O_CLOEXEC)
 
     def open_over(self, path: str) -> int:
-        """Open a file to write it anew, whether it exists or not; returns its descriptor."""
+        """Create or truncate a file for writing; returns its descriptor."""
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
 
     def link(self, source: str, target: str) -> None:
-        """Give a file a second name, and fail with FileExistsError when that is taken."""
+        """Hard-link a file to a second name; raises FileExistsError if that exists."""
         os.link(source, target, follow_symlinks=False)
 
     def truncate(self, fd: int, size: int) -> None:
-        """Cut a file to its size."""
+        """Truncate a file to `size` bytes."""
         os.ftruncate(fd, size)
 
     def drop_cached(self, fd: int) -> None:
-        """Let the kernel forget the pages of a synced file, so that they do not push out what training has there."""
+        """Drop the pages of a synced file from the page cache, so that they do not evict the training's data."""
         if self.durable:
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
@@ -126,31 +126,31 @@ class FsOps:
             os.fsync(fd)
 
     def close(self, fd: int) -> None:
-        """Close a descriptor of `create`."""
+        """Close a descriptor returned by `create`."""
         os.close(fd)
 
     def write_new(self, path: str, data: bytes, *, over: bool = False) -> None:
-        """Write one small file durably: a new one, or `over` what is there."""
+        """Durably write one small file: a new one, or `over` an existing one."""
         fd = self.open_over(path) if over else self.create(path)
         try:
             self.write(fd, [memoryview(data)], 0)
             self.sync(fd)
         except BaseException:
-            with contextlib.suppress(OSError):  # the first error counts
+            with contextlib.suppress(OSError):  # the first error is the one to report
                 self.close(fd)
             raise
         self.close(fd)
 
     def put_new(self, path: str, data: bytes, draft: str) -> None:
-        """Let a small file appear whole under its name, and fail with FileExistsError when the name is taken.
+        """Create a small file in one step; raises FileExistsError if the name is taken.
 
-        With any other error it may have appeared all the same: who needs to know has to read it back.
+        After any other error the file may exist nevertheless; read it back to find out.
 
         Args:
-            path: its name.
-            data: its content.
-            draft: a synced file with the same content, which becomes a second name of it where there are hard links.
-                Elsewhere the file is created exclusively, which is the conditional put of an object store.
+            path: path of the file.
+            data: content of the file.
+            draft: a synced file with the same content, to which `path` is hard-linked where the file system can do
+                that. Elsewhere `path` is created exclusively, which is the conditional put of an object store.
         """
         try:
             self.link(draft, path)
@@ -160,20 +160,20 @@ class FsOps:
             self.write_new(path, data)
 
     def write_over(self, path: str, data: bytes) -> None:
-        """Replace one small file durably; readers see the old bytes or the new ones.
+        """Durably replace one small file; readers see either the old bytes or the new ones.
 
-        Without renames the file is overwritten where it stands, which an object store makes visible at the close.
+        Without renames the file is overwritten in place, which an object store makes visible at the close.
         """
         fresh = f"{path}.new" if self.atomic_rename else path
         if self.size(fresh) is None and os.path.lexists(fresh):
-            self.unlink(fresh)  # a link or a FIFO is replaced, and not written through
+            self.unlink(fresh)  # replace a link or a FIFO instead of writing through it
         try:
             self.write_new(fresh, data, over=True)
             if self.atomic_rename:
                 self.replace(fresh, path)
         except BaseException:
             if self.atomic_rename:
-                with contextlib.suppress(OSError):  # the first error counts
+                with contextlib.suppress(OSError):  # the first error is the one to report
                     self.unlink(fresh)
             raise
         self.sync_folder(os.path.dirname(path))
@@ -189,10 +189,10 @@ class FsOps:
             os.close(fd)
 
     def rename_new(self, source: str, target: str) -> None:
-        """Rename, and fail with FileExistsError when `target` exists, even as an empty folder.
+        """Rename; raises FileExistsError if `target` exists, even as an empty folder.
 
-        A plain rename silently replaces an empty folder, so this asks the kernel for RENAME_NOREPLACE; where a
-        file system lacks that, the check and the rename are two steps.
+        A plain rename silently replaces an empty folder, so this uses RENAME_NOREPLACE; on file systems without it,
+        the check and the rename are two steps.
         """
         import ctypes  # 5 ms, and only a commit needs it
 
@@ -221,7 +221,7 @@ class FsOps:
         os.rmdir(path)
 
     def remove_tree(self, path: str) -> None:
-        """Delete a folder and all in it; links are deleted, never followed."""
+        """Delete a folder and everything in it; links are deleted, never followed."""
         if os.path.islink(path):
             self.unlink(path)
             return
@@ -235,22 +235,22 @@ class FsOps:
         self.remove_folder(path)
 
     def names(self, path: str) -> list[str]:
-        """The names in a folder, sorted; none when there is no such folder."""
+        """The names in a folder, sorted; empty if the folder does not exist."""
         try:
             return sorted(os.listdir(path))
         except FileNotFoundError:
             return []
 
     def is_folder(self, path: str) -> bool:
-        """Whether there is a folder, or a link to one."""
+        """Whether the path is a folder or a link to one."""
         return os.path.isdir(path)
 
     def is_real_folder(self, path: str) -> bool:
-        """Whether there is a folder, and no link to one."""
+        """Whether the path is a folder and not a link."""
         return os.path.isdir(path) and not os.path.islink(path)
 
     def size(self, path: str) -> int | None:
-        """The size of a regular file in bytes, or None when there is none (a link does not count)."""
+        """The size of a regular file in bytes, or None if there is none (links do not count)."""
         try:
             status = os.lstat(path)
         except FileNotFoundError:
@@ -258,9 +258,9 @@ class FsOps:
         return status.st_size if stat.S_ISREG(status.st_mode) else None
 
     def try_folder(self, path: str, name: str) -> float:
-        """Make a small file in a folder and delete it; an error is what a save would meet there.
+        """Create a small file in a folder and delete it; raises the error that a save would get there.
 
-        Returns when it was made by the clock of the file system, seconds since 1970.
+        Returns the file's creation time by the clock of the file system, seconds since 1970.
         """
         trial = os.path.join(path, name)
         try:
@@ -273,37 +273,37 @@ class FsOps:
         return made
 
     def free_bytes(self, path: str) -> int | None:
-        """How many bytes this process may still write below a folder, which may have to be made; None: not known."""
+        """Bytes that this process can still write below a folder, which need not exist yet; None if unknown."""
         while not os.path.isdir(path) and path != os.path.dirname(path):
             path = os.path.dirname(path)
         try:
             status = os.statvfs(path)
         except OSError:
-            return None  # the write itself will say what is wrong with this folder
+            return None  # the write itself reports what is wrong with this folder
         if status.f_blocks == 0:
             return None  # some network file systems
-        # Part of most disks is kept back for root.
+        # Most file systems reserve a part of the disk for root.
         return status.f_frsize * (status.f_bfree if os.geteuid() == 0 else status.f_bavail)
 
     def in_memory(self, path: str) -> bool:
-        """Whether a folder's file system keeps its files in memory alone; False where that cannot be known."""
+        """Whether a folder is on an in-memory file system; False if that is unknown."""
         return kind_of(path) in ("tmpfs", "ramfs")
 
     def read(self, path: str, limit: int) -> bytes:
-        """The whole content of a regular file of at most `limit` bytes; links, FIFOs and the like are refused."""
+        """Read a regular file of at most `limit` bytes; refuses links, FIFOs and the like."""
         fd = open_regular(path)
         with os.fdopen(fd, "rb") as stream:
             data = stream.read(limit + 1)
         if len(data) > limit:
-            raise OSError(errno.EFBIG, f"more than the {limit} bytes that this file may have", path)
+            raise OSError(errno.EFBIG, f"larger than the {limit} bytes allowed for this file", path)
         return data
 
     def touch(self, path: str) -> None:
-        """Set the time of a file to now, by the clock of the file system."""
+        """Set the modification time of a file to now, by the clock of the file system."""
         os.utime(path)
 
     def modified(self, path: str) -> float:
-        """When a file, or something in a folder, was last changed, seconds since 1970."""
+        """When a file, or a folder or any entry in it, was last modified, seconds since 1970."""
         status = os.lstat(path)
         times = [status.st_mtime]
         if stat.S_ISDIR(status.st_mode):
@@ -314,24 +314,24 @@ class FsOps:
         return max(times)
 
     def open_folder(self, path: str) -> int:
-        """Open a folder to lock it; closing the descriptor, or the death of the process, gives the lock back."""
+        """Open a folder to lock it; closing the descriptor or the end of the process releases the lock."""
         return os.open(path, _FOLDER)
 
     def flock(self, fd: int, how: int) -> None:
-        """Lock an open folder, which shows others that its owner is alive."""
+        """Lock an open folder, which shows other processes that its owner is alive."""
         fcntl.flock(fd, how)
 
 
 def wait_visible(is_visible: Callable[[], bool], what: str, seconds: float) -> None:
-    """Return when `is_visible` is true.
+    """Poll until `is_visible` returns True.
 
     Args:
-        is_visible: whether what another rank made is there.
-        what: for the message.
+        is_visible: whether another rank's file is visible here.
+        what: what to name in the error message.
         seconds: `timeouts.visible`.
 
     Raises:
-        CheckpointTimeoutError: it did not appear.
+        CheckpointTimeoutError: it did not become visible in time.
     """
     deadline, pause = time.monotonic() + seconds, _FIRST_PAUSE
     while not is_visible():

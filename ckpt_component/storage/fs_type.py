@@ -1,4 +1,4 @@
-"""What kind of file system a folder is on."""
+"""The type of the file system that a folder is on."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import os
 
 
 def kind_of(path: str) -> str:
-    """The name that the system has for it, such as `ext4` or `tmpfs`; "" where that cannot be known.
+    """The kernel's name of the file system, such as `ext4` or `tmpfs`; "" if unknown.
 
     Raises:
-        OSError: there is nothing at `path`.
+        OSError: `path` does not exist.
     """
     device = os.stat(path).st_dev
     number = f"{os.major(device)}:{os.minor(device)}"
@@ -20,5 +20,5 @@ def kind_of(path: str) -> str:
                 if mount.split()[2:3] == [number]:
                     return kind.partition(" ")[0]
     except OSError:
-        return ""  # no /proc, or not for this process
+        return ""  # /proc is missing or not readable
     return ""

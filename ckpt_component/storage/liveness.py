@@ -1,7 +1,7 @@
-"""Which attempts are alive: a process that works on one holds a lock on its folder, or touches a file beside it.
+"""Liveness of save attempts: a process that works on one holds a lock on its folder, or keeps touching a mark file.
 
-The file is for file systems without locks. It is touched every few seconds, and an attempt for which nothing was
-touched for a minute, by the clock of the file system, counts as dead.
+The mark file is for file systems without locks. It is touched every few seconds; an attempt without a touch for a
+minute, by the clock of the file system, is considered dead.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from .names import ALIVE_PREFIX, TRIAL_PREFIX, Attempt, new_token
 logger = logging.getLogger(__name__)
 
 TOUCH_SECONDS = 5.0
-#: Without a lock to look at, what did not change for so long is dead.
+#: Without locks, an attempt that did not change for this long is considered dead.
 QUIET_SECONDS = 60.0
-#: A folder this young may not have been locked by its process yet.
+#: The process of a folder younger than this may not have locked it yet.
 _YOUNG_SECONDS = 5.0
-#: What a lock is answered where the file system has none: NFS without lockd, Lustre without `-o flock`, some FUSE.
+#: Errors of `flock` on file systems without locks: NFS without lockd, Lustre without `-o flock`, some FUSE.
 _NO_LOCKS = frozenset({errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS})
-#: A process that looks at a lock holds it for microseconds.
+#: How long to retry while other processes probe the lock; a probe holds it for microseconds.
 _LOOK_SECONDS = 5.0
 _LOOK_PAUSE = 0.01
 
 
 class AttemptLock:
-    """Shows that this process works on an attempt, until `close` or its death.
+    """Marks an attempt as in use by this process, until `close` or the end of the process.
 
     Args:
-        fs: where effects go.
-        attempt: which has begun.
+        fs: the file system.
+        attempt: an attempt that has begun.
 
     Raises:
         OSError: the folder could be neither locked nor marked.
@@ -53,7 +53,7 @@ class AttemptLock:
         self._fd: int | None = fs.open_folder(staging)
         deadline, locked = time.monotonic() + _LOOK_SECONDS, None
         try:
-            while (locked := try_lock(fs, self._fd, fcntl.LOCK_SH, staging)) is False:  # another process looks at it
+            while (locked := try_lock(fs, self._fd, fcntl.LOCK_SH, staging)) is False:  # another process probes it
                 if time.monotonic() > deadline:
                     raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN), staging)
                 time.sleep(_LOOK_PAUSE)
@@ -68,34 +68,34 @@ class AttemptLock:
             self._thread.start()
 
     def held_by_others(self) -> bool:
-        """Whether another living process holds a lock on the attempt."""
+        """Whether another live process holds a lock on the attempt."""
         if self._fd is None:
             return False
         try:
             return try_lock(self._fs, self._fd, fcntl.LOCK_EX, self._attempt.staging) is False
         finally:
-            # A conversion that fails gives the shared lock up as well (flock(2)).
+            # A failed conversion also drops the shared lock (flock(2)).
             try_lock(self._fs, self._fd, fcntl.LOCK_SH, self._attempt.staging)
 
     def touched_by_others(self) -> float:
-        """When another process without a lock last showed that it lives; 0 where none did."""
+        """When another process last touched its mark file for this attempt; 0 if there is none."""
         marks = _marks(self._root, self._fs.names(self._root), self._attempt.token)
         return max((_modified(self._fs, mark) for mark in marks if mark != self._mark), default=0.0)
 
     def close(self) -> None:
-        """Give it back."""
+        """Release the attempt."""
         self._over.set()
         if self._fd is not None:
             os.close(self._fd)
         if self._thread is not None:
-            self._thread.join(1.0)  # longer only where the storage does not answer
+            self._thread.join(1.0)  # it takes longer only when the storage hangs
         if self._mark is not None:
             try:
                 self._fs.unlink(self._mark)
             except FileNotFoundError:
-                pass  # it was taken for that of a dead process
+                pass  # a cleanup considered this process dead
             except OSError as error:
-                logger.warning("%s stays until a later start: %s", self._mark, error)
+                logger.warning("%s could not be deleted and stays until a later start: %s", self._mark, error)
 
     def _touch(self, mark: str) -> None:
         warned = False
@@ -103,21 +103,19 @@ class AttemptLock:
             try:
                 self._fs.touch(mark)
             except FileNotFoundError:
-                return  # taken for dead: the attempt is being deleted
+                return  # considered dead: the attempt is being deleted
             except OSError as error:
                 if not warned:
-                    logger.warning(
-                        "%s could not be touched (%s); the save may be taken for that of a dead run", mark, error
-                    )
+                    logger.warning("%s could not be touched (%s); this run's save may be considered dead", mark, error)
                 warned = True
 
 
 class LifeSigns:
-    """One look at a folder of checkpoints, and at who is alive in it.
+    """A snapshot of a folder of checkpoints, to find out which attempts in it are alive.
 
     Attributes:
         root: the folder.
-        names: what is in it.
+        names: the entries of the folder.
     """
 
     def __init__(self, fs: FsOps, root: str) -> None:
@@ -126,12 +124,12 @@ class LifeSigns:
         self.names = fs.names(root)
 
     def is_alive(self, path: str, token: str, *, here: bool = True) -> bool:
-        """Whether a process works on the folder of an attempt, or may do so.
+        """Whether a process is working, or may be working, on the folder of an attempt.
 
         Args:
-            path: of the folder.
-            token: of the attempt.
-            here: whether its processes are of this host, whose locks can be seen where there are any.
+            path: path of the folder.
+            token: token of the attempt.
+            here: whether its processes run on this host, so that a missing lock means that they are dead.
         """
         locked = is_locked(self._fs, path)
         if locked:
@@ -142,20 +140,20 @@ class LifeSigns:
         return any(not self.is_quiet(mark) for mark in marks)
 
     def is_quiet(self, path: str) -> bool:
-        """Whether a file, or all that is in a folder, has not changed for so long that its owner is dead."""
+        """Whether a file, or a folder with its entries, was last changed so long ago that its owner must be dead."""
         return self._now - _modified(self._fs, path) >= QUIET_SECONDS
 
     def is_young(self, path: str) -> bool:
-        """Whether a file or a folder itself (not what is in it) was made or changed just now."""
+        """Whether a file, or a folder itself (not its entries), was made or changed just now."""
         return self._now - os.lstat(path).st_mtime < _YOUNG_SECONDS
 
     @cached_property
     def _now(self) -> float:
-        """The time of day on the file system, which on a server may differ from this host's."""
+        """The current time of the file system, which on a server may differ from this host's."""
         try:
             return self._fs.try_folder(self.root, f"{TRIAL_PREFIX}{new_token()}")
         except OSError as error:
-            logger.info("the clock of %s is taken to be that of this host: %s", self.root, error)
+            logger.info("could not read the clock of %s, using this host's: %s", self.root, error)
             return time.time()
 
 
@@ -172,7 +170,7 @@ def try_lock(fs: FsOps, fd: int, how: int, path: str) -> bool | None:
             fs.warns = False
             logger.warning(
                 "there are no file locks at %s (%s); instead, each process that saves there touches a small file "
-                "every few seconds, and what was not touched for a minute counts as left by a dead run",
+                "every few seconds, and a save that was not touched for a minute is considered dead",
                 os.path.dirname(path),
                 error.strerror,
             )
@@ -181,7 +179,7 @@ def try_lock(fs: FsOps, fd: int, how: int, path: str) -> bool | None:
 
 
 def is_locked(fs: FsOps, path: str) -> bool | None:
-    """Whether a living process holds an `AttemptLock` on a folder; None: there are no locks here."""
+    """Whether a live process holds an `AttemptLock` on a folder; None: the file system has no locks."""
     fd = fs.open_folder(path)
     try:
         locked = try_lock(fs, fd, fcntl.LOCK_EX, path)
@@ -191,12 +189,12 @@ def is_locked(fs: FsOps, path: str) -> bool | None:
 
 
 def _marks(root: str, names: Sequence[str], token: str) -> list[str]:
-    """The files by which processes without a lock show that they work on an attempt."""
+    """Paths of the mark files of processes that work on an attempt without a lock."""
     return [os.path.join(root, name) for name in names if name.startswith(f"{ALIVE_PREFIX}{token}.")]
 
 
 def _modified(fs: FsOps, path: str) -> float:
-    """When something changed there; 0 for what is not there any more."""
+    """When a file or a folder was last modified; 0 if it no longer exists."""
     try:
         return fs.modified(path)
     except FileNotFoundError:

@@ -1,9 +1,9 @@
-"""The manifest: the last file of a checkpoint, and the witness that it is complete.
+"""The manifest: the last file written to a checkpoint, which shows that it is complete.
 
-It lists every file with its size, and a CRC for the small ones. The data files' CRCs are per item and stand in
-`integrity-<rank>.json`, whose own CRC is in the manifest. It also carries a CRC of itself, so a copy that was cut
-short is noticed. A checkpoint is committed when its folder has its final name and its manifest verifies. Its files are
-beside the manifest; or, where the manifest alone makes the commit, in the folder of the attempt that it names (`at`).
+It lists every file with its size, and a CRC for the small ones. The CRCs of the data files are per item and stored in
+`integrity-<rank>.json`, whose CRC is in the manifest. The manifest has a CRC of itself too, which detects truncated
+copies. A checkpoint is committed when its folder has its final name and its manifest verifies. Its files are next to
+the manifest, or, where checkpoints are committed without a rename, in the attempt's folder that it names (`at`).
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from .names import MANIFEST, is_token
 from .safe_open import is_plain_name, read_failure
 
 VERSION = 1
-#: More than any manifest has.
+#: Larger than any manifest.
 MAX_BYTES = 64 << 20
 
 
 def encode_manifest(content: Mapping[str, Any]) -> bytes:
-    """The bytes of `manifest.json`: the content and the CRC-32 of its canonical form."""
+    """Encode `manifest.json`: the content and the CRC-32 of its canonical form."""
     body = json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
     return b'{"crc32":%d,"manifest":%s}\n' % (zlib.crc32(body), body)
 
 
 def decode_manifest(data: bytes, path: str) -> dict[str, Any]:
-    """The content of a manifest, checked value by value.
+    """Decode a manifest and validate its values.
 
-    A checksum can be right for values that are not, so what is used later as number or name must be one.
+    A matching checksum does not make the values valid, so every number and name that is used later is checked.
 
     Raises:
-        CheckpointCorruptError: it is not what was written, or no writer would have written it.
-        CheckpointLoadError: another release wrote it, in a form that this one does not know.
+        CheckpointCorruptError: the manifest is damaged or has invalid values.
+        CheckpointLoadError: another release wrote it, in a version that this one does not support.
     """
     try:
         outer = json.loads(data)
@@ -49,7 +49,7 @@ def decode_manifest(data: bytes, path: str) -> dict[str, Any]:
     if zlib.crc32(body) != crc:
         raise CheckpointCorruptError(f"{path} does not match its own checksum.")
     if not isinstance(content, dict):
-        raise CheckpointCorruptError(f"{path} holds a {type(content).__name__} and no manifest.")
+        raise CheckpointCorruptError(f"{path} holds a {type(content).__name__}, not a manifest.")
     if content.get("version") != VERSION:
         raise CheckpointLoadError(
             f"{path} has version {content.get('version')!r}, and this release of ckpt_component reads version "
@@ -77,11 +77,11 @@ def decode_manifest(data: bytes, path: str) -> dict[str, Any]:
 
 
 def read_manifest(fs: FsOps, folder: str) -> dict[str, Any] | None:
-    """The verified manifest of a checkpoint folder, or None where there is none (a foreign checkpoint).
+    """Read and verify the manifest of a checkpoint folder; None if there is none (a foreign checkpoint).
 
     Raises:
-        CheckpointCorruptError: it is not what was written.
-        CheckpointUnreadableError: it is there, and cannot be read.
+        CheckpointCorruptError: the manifest is damaged.
+        CheckpointUnreadableError: the manifest exists but cannot be read.
         CheckpointLoadError: another release wrote it.
     """
     path = os.path.join(folder, MANIFEST)
@@ -95,11 +95,11 @@ def read_manifest(fs: FsOps, folder: str) -> dict[str, Any] | None:
 
 
 def data_folder(folder: str, manifest: Mapping[str, Any]) -> str:
-    """Where the files of a checkpoint are: its folder, or the one in it that its manifest names. Not through a link.
+    """The folder of a checkpoint's files: its own, or the subfolder that its manifest names, which may not be a link.
 
     Raises:
         CheckpointCorruptError: there is no such folder.
-        CheckpointUnreadableError: it cannot be looked at.
+        CheckpointUnreadableError: the folder cannot be examined.
     """
     if "at" not in manifest:
         return folder
@@ -109,12 +109,12 @@ def data_folder(folder: str, manifest: Mapping[str, Any]) -> str:
     except OSError as error:
         raise read_failure(path, error) from error
     if not stat.S_ISDIR(status.st_mode):
-        raise CheckpointCorruptError(f"{path} is no folder, and manifest.json says that the files are in it.")
+        raise CheckpointCorruptError(f"{path} is not a folder, but manifest.json says that the files are in it.")
     return path
 
 
 def check_files(fs: FsOps, folder: str, manifest: Mapping[str, Any]) -> None:
-    """Compare the size of every file in a `data_folder` with the manifest; cheap, reads no data."""
+    """Compare the size of every file in a `data_folder` with the manifest. Cheap: reads no data."""
     for entry in manifest["files"]:
         path = os.path.join(folder, entry["name"])
         try:
@@ -122,7 +122,7 @@ def check_files(fs: FsOps, folder: str, manifest: Mapping[str, Any]) -> None:
         except OSError as error:
             raise read_failure(path, error) from error
         if size is None and os.path.lexists(path):
-            raise CheckpointCorruptError(f"{path} is no regular file (a link, a folder, a FIFO or a device).")
+            raise CheckpointCorruptError(f"{path} is not a regular file (a link, a folder, a FIFO or a device).")
         if size is None:
             raise CheckpointCorruptError(f"{path} is missing; manifest.json lists it with {entry['size']} bytes.")
         if size != entry["size"]:

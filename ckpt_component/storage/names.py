@@ -1,7 +1,7 @@
-"""What things are called on disk.
+"""Names of files and folders on disk.
 
-The names of committed checkpoints and of the pointer file are Megatron's (or the plain `step` form); the names
-of unfinished and of retired folders start with a dot and our own prefix, so that nothing else is ever deleted.
+Committed checkpoints and the pointer file have Megatron's names (or the plain `step` form). Unfinished and retired
+folders have names that start with `.ckpt-`, so that cleanup never deletes anything else.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from dataclasses import dataclass
 
 MANIFEST = "manifest.json"
 OWNER = ".ckpt-owner.json"
-#: How files end that a reader takes for a checkpoint, alone in a folder.
+#: Suffixes of a file that readers accept as a checkpoint when it is the only file in a folder.
 SINGLE_FILES = (".pt", ".pth", ".bin", ".safetensors")
 STAGING_PREFIX = ".ckpt-tmp."
 TRASH_PREFIX = ".ckpt-trash."
 TRIAL_PREFIX = ".ckpt-trial."
 ALIVE_PREFIX = ".ckpt-alive."
 QUARANTINE_PREFIX = ".ckpt-quarantine."
-#: In the folder of an attempt, or of a checkpoint, that stays where it is and is used no more: what its manifest was.
+#: Marks a quarantined folder that stays in place; contains the former manifest.
 QUARANTINED = "quarantined.json"
 
-#: The most digits that a step has; more than any training run takes.
+#: Maximum number of digits of a step.
 STEP_DIGITS = 18
 MAX_STEP = 10**STEP_DIGITS - 1
 
@@ -34,13 +34,13 @@ _TOKEN = re.compile(rf"[0-9a-f]{{8}}-[0-9a-f]{{8}}({_OWNED})?(-\d+)?")
 
 
 def integrity_name(rank: int) -> str:
-    """The file in which a rank writes down what it wrote: every item with its place and CRC."""
+    """The file in which a rank lists every item that it wrote, with location and CRC."""
     return f"integrity-{rank}.json"
 
 
 @dataclass(frozen=True)
 class StepNames:
-    """How steps become folder names, and the pointer file beside them."""
+    """How steps map to folder names, and the name of the pointer file."""
 
     prefix: str
     digits: int
@@ -57,45 +57,45 @@ class StepNames:
         return int(name[len(self.prefix) :])
 
 
-#: As Megatron-LM names them.
+#: The names of Megatron-LM.
 MEGATRON = StepNames("iter_", 7, "latest_checkpointed_iteration.txt")
 STEP = StepNames("step_", 8, "latest")
-#: By the words of `checkpoint.naming`.
+#: Values of `checkpoint.naming`.
 NAMINGS = {"megatron": MEGATRON, "step": STEP}
 
-#: As programs name a checkpoint by its step: iter_0000200, step-200, global_step200, checkpoint-200, epoch=1-step=200.
+#: Step names of common programs: iter_0000200, step-200, global_step200, checkpoint-200, epoch=1-step=200.
 _NAMED_STEP = re.compile(rf"(?:.*[^a-z])?(?:iter|iteration|step|checkpoint|ckpt)[_=-]?(\d{{1,{STEP_DIGITS}}})", re.I)
 
 
 def step_in_name(name: str) -> int | None:
-    """The step that a folder or a file of any program's names, or None."""
+    """The step in the name of any program's folder or file, or None."""
     match = _NAMED_STEP.fullmatch(os.path.splitext(name)[0])
     return None if match is None else int(match[1])
 
 
 def new_token() -> str:
-    """The identity of one save attempt: this host, and a random part."""
+    """Create the identity of a save attempt: a hash of the host name and a random part."""
     return f"{_host_token()}-{os.urandom(4).hex()}"
 
 
 def owned_token(token: str) -> str:
-    """The token of an attempt that is committed only while its run owns the root."""
+    """The token of an attempt that may be committed only while its run owns the root."""
     return token + _OWNED
 
 
 def is_owned_token(token: str) -> bool:
-    """Whether this is a token of `owned_token`, or of one of its tries."""
+    """Whether this token comes from `owned_token`, or from a retry of such an attempt."""
     match = _TOKEN.fullmatch(token)
     return match is not None and match[1] is not None
 
 
 def token_of_try(token: str, number: int) -> str:
-    """The token of a save's n-th try, from 1; all ranks derive the same one from what they agreed on at first."""
+    """The token of a save's n-th try, from 1. All ranks derive the same one from the token of the first try."""
     return token if number == 1 else f"{token}-{number}"
 
 
 def is_token(name: object) -> bool:
-    """Whether this is the token of some attempt, which is its folder's name inside that of the checkpoint."""
+    """Whether this is the token of an attempt. A folder inside a checkpoint with such a name holds an attempt."""
     return isinstance(name, str) and _TOKEN.fullmatch(name) is not None
 
 
@@ -106,12 +106,12 @@ def is_token_of_this_host(token: str) -> bool:
 
 @dataclass(frozen=True)
 class Attempt:
-    """One try to make the checkpoint `target`.
+    """One attempt to save the checkpoint `target`.
 
     Attributes:
-        target: absolute path of the checkpoint to be.
+        target: absolute path of the checkpoint.
         token: identifies this attempt.
-        owner: the run that must own the folder of the target at the commit; empty: anyone may commit there.
+        owner: token of the run that must own the parent folder at the commit; empty: any run may commit there.
         by_rename: whether the commit renames the staging folder, or creates the manifest in the target.
     """
 
@@ -122,7 +122,7 @@ class Attempt:
 
     @functools.cached_property
     def staging(self) -> str:
-        """The folder that collects the files: beside the target until the commit, or in it for good."""
+        """The folder that collects the files: next to the target until the commit, or permanently inside it."""
         if not self.by_rename:
             return os.path.join(self.target, self.token)
         folder, name = os.path.split(self.target)
@@ -130,18 +130,18 @@ class Attempt:
 
 
 def token_of(name: str) -> str:
-    """The token at the end of the name of a folder or a small file of ours, after a dot or a slash."""
+    """The token at the end of a name in this module's format, after a dot or a slash."""
     return re.split("[./]", name)[-1]
 
 
 def trash_path(path: str) -> str:
-    """A new name beside `path` under which it waits for deletion."""
+    """A new path next to `path`, for a folder that is about to be deleted."""
     name = os.path.basename(path).removeprefix(STAGING_PREFIX)
     return os.path.join(os.path.dirname(path), f"{TRASH_PREFIX}{name}.{new_token()}")
 
 
 def quarantine_path(path: str) -> str:
-    """A new name beside `path` under which a damaged checkpoint is kept for inspection."""
+    """A new path next to `path`, where a damaged checkpoint is kept for inspection."""
     return os.path.join(os.path.dirname(path), f"{QUARANTINE_PREFIX}{os.path.basename(path)}.{new_token()}")
 
 

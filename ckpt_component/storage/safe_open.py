@@ -1,7 +1,7 @@
-"""Opening a file of a checkpoint: a regular file under its own name, or an error; nothing else is ever opened.
+"""Open the files of a checkpoint safely: regular files only.
 
-A link could lead out of the folder, a FIFO would block, a device may do anything. Hard links are taken: they
-are how `cp -al` and `rsync --link-dest` keep copies, and they can only name what the reader may open anyway.
+A link could lead out of the folder, a FIFO would block, a device may do anything. Hard links are accepted: `cp -al` and
+`rsync --link-dest` create them, and they can only name files that the reader may open anyway.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import stat
 
 from ..errors import CheckpointCorruptError, CheckpointUnreadableError
 
-#: What an open answers for a name that is no regular file: a link (O_NOFOLLOW), a socket.
+#: Errors of `open` for something other than a regular file: a link (O_NOFOLLOW), a socket.
 _NOT_A_FILE = (errno.ELOOP, errno.ENXIO)
 
 
@@ -23,8 +23,8 @@ def open_regular(path: str) -> int:
         A descriptor, owned by the caller.
 
     Raises:
-        NotRegularError: it is a link, a FIFO, a device, a socket or a folder.
-        OSError: it cannot be opened.
+        NotRegularError: the path is a link, a FIFO, a device, a socket or a folder.
+        OSError: the file cannot be opened.
     """
     # Without O_NONBLOCK, opening a FIFO waits for a writer. Regular files ignore it.
     try:
@@ -40,29 +40,29 @@ def open_regular(path: str) -> int:
 
 
 def open_past_cache(fd: int) -> int:
-    """Open a file once more, for reads of whole pages past the page cache.
+    """Open an already open file again for direct I/O, which reads whole pages past the page cache.
 
     Args:
-        fd: of the file: the same one is opened, whatever has its name by now.
+        fd: descriptor of the file. The same file is opened even if its name now refers to another.
 
     Returns:
         A descriptor, owned by the caller.
 
     Raises:
-        OSError: the file system has no such reads, or there is no /proc to open it through.
+        OSError: the file system has no direct I/O, or /proc is missing.
     """
     return os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
 
 
 class NotRegularError(OSError):
-    """Something that is no regular file stands where a file of a checkpoint should."""
+    """A path of a checkpoint's file is not a regular file."""
 
     def __init__(self, path: str) -> None:
-        super().__init__(errno.EINVAL, "it is no regular file (a link, a folder, a FIFO or a device)", path)
+        super().__init__(errno.EINVAL, "it is not a regular file (a link, a folder, a FIFO or a device)", path)
 
 
 def is_plain_name(name: object) -> bool:
-    """Whether a text is the name of something directly in a folder, and so cannot lead out of it."""
+    """Whether a value is a valid name of an entry directly in a folder, so that it cannot lead out of it."""
     if not isinstance(name, str) or name in ("", ".", "..") or "/" in name or "\0" in name:
         return False
     try:
@@ -72,10 +72,10 @@ def is_plain_name(name: object) -> bool:
 
 
 def read_failure(path: str, error: OSError) -> CheckpointCorruptError:
-    """What a failed open or read of a file says about a checkpoint.
+    """Convert a failed open or read of a checkpoint's file into the error to raise.
 
-    A missing file, or something else in its place, is damage. A device, a mount or a permission that fails says nothing
-    about the bytes, which may be all right tomorrow.
+    A file that is missing or not a regular file means that the checkpoint is damaged. A failed device, mount or
+    permission check says nothing about the bytes, which may be readable later.
     """
     if isinstance(error, NotRegularError) or error.errno in (errno.ENOENT, errno.EFBIG, errno.ENAMETOOLONG):
         return CheckpointCorruptError(f"{path} cannot be read: {error.strerror}.")

@@ -1,4 +1,4 @@
-"""Which checkpoints exist under a root: the scan decides, the pointer file is only a hint."""
+"""Find the checkpoints under a root. The scan is authoritative, the pointer file is only a hint."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ from .names import MANIFEST, NAMINGS, QUARANTINED, STEP_DIGITS, StepNames
 logger = logging.getLogger(__name__)
 
 _POINTER_BYTES = 64
-#: Files that only our writers make, and those that others make under the same names beside `.metadata`.
+#: Files that only our writers create, and files that other programs create under the same names next to `.metadata`.
 _OURS = re.compile(r"integrity-\d+\.json")
 _DATA = re.compile(r".*__\d+_\d+\.distcp|checkpoint_\d+\.(pt|safetensors)")
-#: Files of `torch.save` and safetensors; and what the folders of checkpoints hold, those of Megatron included.
+#: Files of `torch.save` and safetensors; entries of checkpoint folders, including Megatron's.
 _FILES = (".pt", ".pth", ".ckpt", ".safetensors")
 _ANY_CHECKPOINT = re.compile(r"manifest\.json|\.metadata|mp_rank_.*|.*\.(pt|pth|bin|ckpt|safetensors|distcp)")
 
 
 @dataclass
 class Scan:
-    """What stands under the names of steps.
+    """The steps found under a root, sorted by their condition.
 
     Attributes:
         committed: steps of committed checkpoints, oldest first: the folder has its final name, its manifest verifies,
             and every file has its size.
-        damaged: step -> why its checkpoint, which has a manifest, is not whole.
-        torn: step -> why a folder with our files is no checkpoint: it has no manifest, so it was never committed, or
-            it lost its manifest since.
-        unfinished: step -> what a folder without a manifest holds beside nothing else: attempts that may yet be
-            committed, or that may still be alive.
-        unusable: step -> why its condition is unknown, or why it cannot be used here: it cannot be read, or another
+        damaged: step -> why its checkpoint, which has a manifest, is incomplete or corrupt.
+        torn: step -> why a folder with our files is not a checkpoint: it has no manifest, because it was never
+            committed or lost it later.
+        unfinished: step -> description of a folder without a manifest that holds attempts, which may still be alive
+            or may yet be committed.
+        unusable: step -> why its condition is unknown or why it cannot be used here: it cannot be read, or another
             release wrote it.
         foreign: step -> why it is left alone.
     """
@@ -51,13 +51,13 @@ class Scan:
 
     @property
     def occupied(self) -> dict[int, str]:
-        """Steps under whose names checkpoints stand, whole or not, which a save of these steps would meet; and why."""
-        whole = dict.fromkeys(self.committed, "committed")
-        return {**whole, **self.damaged, **self.torn, **self.unusable}
+        """Steps whose names are taken by a checkpoint, complete or not, so that a save of them would fail -> why."""
+        committed = dict.fromkeys(self.committed, "committed")
+        return {**committed, **self.damaged, **self.torn, **self.unusable}
 
 
 def scan_steps(fs: FsOps, root: str, names: StepNames) -> Scan:
-    """Look at every folder under `root` that has the name of a step; reads manifests, no data."""
+    """Examine every folder under `root` that is named like a step; reads manifests, no data."""
     scan = Scan()
     for name in fs.names(root):
         step = names.step(name)
@@ -68,28 +68,28 @@ def scan_steps(fs: FsOps, root: str, names: StepNames) -> Scan:
 
 
 def committed_steps(fs: FsOps, root: str, names: StepNames, warned: set[str] | None = None) -> list[int]:
-    """The steps of committed checkpoints, oldest first; what is none is skipped with a warning and left as it is.
+    """The steps of committed checkpoints, oldest first. Other folders of steps are skipped with a warning.
 
     Args:
-        fs: where effects go.
+        fs: the file system.
         root: folder of the checkpoints.
         names: how steps are named.
-        warned: what was warned about before, and need not be again; grows.
+        warned: warnings logged before, which are not repeated; new ones are added.
     """
     scan = scan_steps(fs, root, names)
     warned = set() if warned is None else warned
     for group in (scan.damaged, scan.torn, scan.unusable, scan.foreign):
         for why in group.values():
             if why not in warned:
-                logger.warning("not taken for a committed checkpoint: %s", why)
+                logger.warning("skipped, not a committed checkpoint: %s", why)
                 warned.add(why)
     return scan.committed
 
 
 def _sort_in(fs: FsOps, folder: str, step: int, scan: Scan) -> None:
     if not fs.is_real_folder(folder):
-        # A link of others: deleting it later could delete its target.
-        scan.foreign[step] = f"{folder} is a link or no folder"
+        # We never create links: deleting it later could delete its target.
+        scan.foreign[step] = f"{folder} is a link or not a folder"
         return
     try:
         manifest = read_manifest(fs, folder)
@@ -101,7 +101,7 @@ def _sort_in(fs: FsOps, folder: str, step: int, scan: Scan) -> None:
     except CheckpointUnreadableError as error:
         scan.unusable[step] = str(error)
     except CheckpointCorruptError as error:
-        if fs.is_folder(folder):  # else it was retired just now
+        if fs.is_folder(folder):  # else it was deleted concurrently
             scan.damaged[step] = str(error)
     except (CheckpointError, OSError) as error:
         scan.unusable[step] = f"{folder}: {error}"
@@ -110,24 +110,24 @@ def _sort_in(fs: FsOps, folder: str, step: int, scan: Scan) -> None:
 def _sort_in_without_manifest(fs: FsOps, folder: str, step: int, scan: Scan) -> None:
     names, attempts = fs.names(folder), attempts_in(fs, folder)
     if not fs.is_folder(folder):
-        return  # retired just now
+        return  # deleted concurrently
     unfinished = [token for token in attempts if not is_quarantined(fs, os.path.join(folder, token))]
     if unfinished:
-        scan.unfinished[step] = f"{folder} has no manifest, and unfinished saves in it: {', '.join(unfinished)}"
+        scan.unfinished[step] = f"{folder} has no manifest, but unfinished saves in it: {', '.join(unfinished)}"
     elif not attempts and QUARANTINED not in names:
         where = scan.torn if _is_torn(names) else scan.foreign
         where[step] = f"{folder} has no manifest"
 
 
 def _is_torn(names: Sequence[str]) -> bool:
-    """Whether a folder without a manifest is an unfinished checkpoint, and not what others may have made whole."""
+    """Whether a folder without a manifest is an incomplete one of ours, not a complete one of another program."""
     if any(_OURS.fullmatch(name) for name in names):
         return True
     return ".metadata" not in names and any(_DATA.fullmatch(name) for name in names)
 
 
 def committed_under_other_names(fs: FsOps, root: str, names: StepNames) -> tuple[str, list[int]] | None:
-    """The other naming under which steps are committed here: its word in `checkpoint.naming`, and the steps."""
+    """Another naming with committed steps under this root: its value for `checkpoint.naming`, and the steps."""
     for word, other in NAMINGS.items():
         steps = [] if other == names else scan_steps(fs, root, other).committed
         if steps:
@@ -136,14 +136,14 @@ def committed_under_other_names(fs: FsOps, root: str, names: StepNames) -> tuple
 
 
 def foreign_checkpoints(fs: FsOps, root: str, scan: Scan, names: StepNames) -> list[str]:
-    """Paths of what looks like a checkpoint that this run did not save under its names: `root` itself, or in it.
+    """Paths of apparent checkpoints, `root` itself or inside it, that this run did not save under its own naming.
 
-    Those of stock DCP, of Megatron, of `torch.save` and safetensors, and ours under other names or behind links.
+    Found are those of stock DCP, Megatron, `torch.save` and safetensors, and ours under other names or behind links.
     """
-    ours, entries = scan.occupied.keys() | scan.unfinished.keys(), fs.names(root)
+    own_steps, entries = scan.occupied.keys() | scan.unfinished.keys(), fs.names(root)
     if MANIFEST in entries or ".metadata" in entries:
         return [root]
-    others = [name for name in entries if not name.startswith(".") and names.step(name) not in ours]
+    others = [name for name in entries if not name.startswith(".") and names.step(name) not in own_steps]
     return [path for path in (os.path.join(root, name) for name in others) if _is_checkpoint(fs, path)]
 
 
@@ -153,33 +153,33 @@ def _is_checkpoint(fs: FsOps, path: str) -> bool:
     try:
         return any(_ANY_CHECKPOINT.fullmatch(name) for name in fs.names(path))
     except OSError as error:
-        logger.warning("%s cannot be listed (%s); whether it is a checkpoint is unknown", path, error)
+        logger.warning("could not list %s (%s); unknown whether it is a checkpoint", path, error)
         return False
 
 
 def read_pointer(fs: FsOps, root: str, names: StepNames) -> int | None:
-    """The step that the pointer file names; None when it names none, or there is none."""
+    """The step in the pointer file; None if there is no pointer file or it holds no step."""
     try:
         text = fs.read(os.path.join(root, names.pointer), _POINTER_BYTES)
     except OSError:
-        return None  # whatever stands there, it is no pointer
+        return None  # missing, or not a pointer file
     return int(text) if re.fullmatch(rb"\d{1,%d}\s*" % STEP_DIGITS, text) else None
 
 
 def write_pointer(fs: FsOps, root: str, names: StepNames, step: int) -> None:
-    """Point to the newest committed step, for tools that look there; replaced atomically."""
+    """Atomically write the newest committed step to the pointer file, for tools that read it."""
     fs.write_over(os.path.join(root, names.pointer), f"{step}".encode())
 
 
 def repair_pointer(fs: FsOps, root: str, names: StepNames, committed: Sequence[int]) -> None:
-    """Have the pointer name the newest of the committed steps; where that fails, with a warning, it stays as it is."""
+    """Update the pointer file to the newest committed step. Failures are logged as a warning."""
     pointed = read_pointer(fs, root, names)
     if not committed or pointed == committed[-1]:
         return
     try:
         write_pointer(fs, root, names, committed[-1])
     except OSError as error:
-        logger.warning("%s in %s could not be set right: %s", names.pointer, root, error)
+        logger.warning("%s in %s could not be updated: %s", names.pointer, root, error)
     else:
         level = logging.INFO if pointed is None else logging.WARNING
         logger.log(level, "updated %s in %s to step %d", names.pointer, root, committed[-1])

@@ -1,4 +1,4 @@
-"""Free space for a checkpoint: checked before anything is written, and reported when it runs out during a write."""
+"""Disk space for a checkpoint: checked before a write, and reported when it runs out during one."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ import os
 from ..errors import CheckpointStorageFullError
 from .fs import FsOps
 
-#: A disk, a quota, or a limit of one file's size.
+#: The disk, a quota, or the maximum size of a file is exceeded.
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
 def refuse_without_room(fs: FsOps, target: str, needed: int, margin: int) -> None:
-    """Raise CheckpointStorageFullError when a checkpoint does not fit into what is free.
+    """Raise CheckpointStorageFullError when a checkpoint does not fit into the free space.
 
     Args:
-        fs: where to look.
-        target: path of the checkpoint to be.
+        fs: the file system.
+        target: path of the planned checkpoint.
         needed: bytes of all ranks' files.
-        margin: bytes that have to stay free (`min_free_bytes`).
+        margin: bytes that must stay free (`min_free_bytes`).
     """
     free = fs.free_bytes(os.path.dirname(target))
     if free is None or free >= needed + margin:
@@ -32,12 +32,12 @@ def refuse_without_room(fs: FsOps, target: str, needed: int, margin: int) -> Non
 
 
 def full_text(fs: FsOps, target: str, needed: int, code: int) -> str:
-    """What an error of a full disk ends with: the numbers, and what helps.
+    """The end of an error message about a full disk: the numbers, and what to do.
 
     Args:
-        fs: where to look.
-        target: path of the checkpoint that was to be.
-        needed: bytes of what could not be written.
+        fs: the file system.
+        target: path of the checkpoint that could not be saved.
+        needed: bytes that the checkpoint needs.
         code: errno of the write.
     """
     free = fs.free_bytes(os.path.dirname(target))
@@ -46,7 +46,7 @@ def full_text(fs: FsOps, target: str, needed: int, code: int) -> str:
 
 
 def amount(nbytes: int) -> str:
-    """Bytes for people: `1.50 GB`, `12.34 MB`, `800 bytes`."""
+    """Format a number of bytes: `1.50 GB`, `12.34 MB`, `800 bytes`."""
     if nbytes >= 1e8:
         return f"{nbytes / 1e9:.2f} GB"
     return f"{nbytes / 1e6:.2f} MB" if nbytes >= 1e5 else f"{nbytes} bytes"
@@ -54,6 +54,6 @@ def amount(nbytes: int) -> str:
 
 def _advice(code: int) -> str:
     if code == errno.EFBIG:
-        return "One file may not be that large: raise checkpoint.writer.workers, which makes more files, or ulimit -f."
+        return "The file is too large: raise checkpoint.writer.workers, which makes more files, or ulimit -f."
     quota = "or have the quota raised, " if code == errno.EDQUOT else ""
     return f"Delete what is not needed there, {quota}or lower checkpoint.keep.last."

@@ -259,7 +259,7 @@ def test_no_special_file_by_itself(
     save_file({"a": torch.ones(2)}, path) if name.endswith("safetensors") else torch.save({"a": torch.ones(2)}, path)
     replace_by(path)
     for target in (None, {"a": torch.zeros(2)}):
-        with pytest.raises(CheckpointCorruptError, match="no regular file"):
+        with pytest.raises(CheckpointCorruptError, match="not a regular file"):
             ours.load(path, target)
 
 

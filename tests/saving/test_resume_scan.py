@@ -253,7 +253,7 @@ def test_a_pointer_that_cannot_be_set_is_a_warning(tmp_path: Path, caplog: pytes
     (tmp_path / POINTER).unlink()
     (tmp_path / POINTER).mkdir()
     assert restored(tmp_path) == 2
-    assert "could not be set right" in caplog.text
+    assert "could not be updated" in caplog.text
 
 
 def test_a_pointer_beside_no_checkpoint_of_ours_is_somebody_elses(tmp_path: Path) -> None:
