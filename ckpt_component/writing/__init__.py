@@ -1,1 +1,1 @@
-"""Byte ranges to files, here or in a writer process. Imports no torch."""
+"""Write byte ranges to files, in this process or in a writer process. Imports no torch."""

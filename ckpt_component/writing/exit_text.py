@@ -1,4 +1,4 @@
-"""How a process ended, in words. Standard library alone: everyone who starts a process uses it."""
+"""Describe how a process exited. Standard library only, because every module that starts a process uses it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _LIKELY_CAUSES = {
     signal.SIGKILL: "probably the out-of-memory killer",
     signal.SIGBUS: "probably a full /dev/shm, or a file that shrank under a mapping",
     signal.SIGSEGV: "a crash in native code",
-    signal.SIGXCPU: "over its limit of CPU time",
+    signal.SIGXCPU: "over its CPU time limit",
 }
 
 
@@ -21,11 +21,11 @@ def signal_name(number: int) -> str:
 
 
 def describe_exit(exitcode: int | None, pid: int | None = None) -> str:
-    """The second half of a sentence about a process that ended.
+    """Describe how a process exited, as the second half of a sentence.
 
     Args:
-        exitcode: as `multiprocessing` and `subprocess` give it: negative for a signal, None while it runs.
-        pid: process id, named where the kernel's log can say more.
+        exitcode: as `multiprocessing` and `subprocess` report it: negative for a signal, None while it runs.
+        pid: process id, given where the kernel's log may have more.
 
     Returns:
         For example `exited with code 3`, or `was killed by SIGKILL (probably the out-of-memory killer)`.

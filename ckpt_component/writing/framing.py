@@ -1,6 +1,6 @@
 """Frames over a socket between the trainer and its byte writer: one JSON header, bytes, and file descriptors.
 
-JSON and raw bytes, not pickle: neither side can make the other one run anything. Standard library alone.
+The frames are JSON and raw bytes, not pickle, so neither side can make the other run code. Standard library only.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ _HEAD = struct.Struct("<QQ")
 _MAX_FDS = 4
 _CHUNK = 1 << 20
 
-#: Header, bytes, and file descriptors, which are the receiver's.
+#: Header, bytes, and file descriptors, which the receiver owns.
 Frame = tuple[dict[str, Any], memoryview, list[int]]
 
 
 def send_frame(
     sock: socket.socket, header: dict[str, Any], blobs: Sequence[bytes | memoryview] = (), fds: Sequence[int] = ()
 ) -> None:
-    """Send a header, the concatenation of `blobs` (of bytes), and copies of open file descriptors.
+    """Send a header, the concatenated `blobs` (views of bytes), and copies of open file descriptors.
 
-    The socket's own timeout bounds each wait. Raises OSError when the other side has closed.
+    The socket's timeout bounds each wait. Raises OSError if the other side has closed the connection.
     """
     text = json.dumps(header, separators=(",", ":")).encode()
     head = _HEAD.pack(len(text), sum(map(len, blobs)))
@@ -37,7 +37,7 @@ def send_frame(
 
 
 def receive_frame(sock: socket.socket) -> Frame | None:
-    """The next frame as (header, bytes, file descriptors), or None when the other side closed."""
+    """Receive the next frame as (header, bytes, file descriptors); None if the other side has closed the connection."""
     data, fds, _, _ = socket.recv_fds(sock, _HEAD.size, _MAX_FDS)
     rest = _receive(sock, _HEAD.size - len(data))
     if not data or rest is None:

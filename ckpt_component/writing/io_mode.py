@@ -1,4 +1,4 @@
-"""Direct or buffered: which of the two makes bytes durable sooner in a folder. Tried out once per disk."""
+"""Choose direct or buffered I/O: whichever makes bytes durable sooner in a folder, by a trial once per disk."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from ..storage.fs import FsOps
 from ..storage.names import new_token
 from .request import WriteRequest
 
-#: An image below this has nothing to gain, and a trial would take longer than the save.
+#: A smaller image has nothing to gain, and a trial would take longer than the save.
 SMALLEST = 32 << 20
 _TRIED_BYTES = 16 << 20
 BLOCK_BYTES = 4 << 20
-#: Of each, and the best counts: of single trials 5 in 60 said the wrong one, of the best of two none in 30.
+#: Trials per mode; the fastest counts. One trial chose the slower mode in 5 of 60 runs, the best of two in none of 30.
 _TRIALS = 2
 
 
 def choose_io(request: WriteRequest, *, in_memory: bool) -> str:
-    """`direct` or `buffered`; or `auto` where there is too little to write for a trial, which is then buffered.
+    """Return `direct` or `buffered`; or `auto`, which writes buffered, if the image is too small for a trial.
 
     Args:
-        request: of which this is the mode.
-        in_memory: the folder's files are kept in memory alone.
+        request: the request to choose for.
+        in_memory: whether the folder's files are kept only in memory.
     """
     if request.options.io != "auto":
         return request.options.io
-    # An object store takes whole files at their close, and has no second way to open one.
+    # An object store stores a file when it is closed, so a file cannot be opened a second time for direct I/O.
     if in_memory or not request.fs.atomic_rename:
         return "buffered"
     if request.source.nbytes < SMALLEST:
@@ -37,18 +37,18 @@ def choose_io(request: WriteRequest, *, in_memory: bool) -> str:
 
 
 def direct_is_faster(fs: FsOps, folder: str, block: memoryview) -> bool:
-    """Write `block` a few times into `folder` in both ways, until it is durable, and compare.
+    """Write `block` a few times into `folder` in both modes, until it is durable, and compare the times.
 
     Args:
-        fs: where effects go.
-        folder: on the disk in question; the trial file is deleted again.
-        block: `BLOCK_BYTES` that begin at a page boundary of memory.
+        fs: file system operations.
+        folder: a folder on the disk to test; the trial file is deleted.
+        block: `BLOCK_BYTES` bytes, page-aligned in memory.
 
     Returns:
-        False also where the file system has no direct I/O.
+        Also False if the file system has no direct I/O.
 
     Raises:
-        OSError: buffered writing fails, so that everything else would.
+        OSError: a buffered write failed, so the save would fail too.
     """
     path = os.path.join(folder, f".io-trial.{new_token()}")  # ranks try at the same time
     buffered, direct = [], []
@@ -57,8 +57,7 @@ def direct_is_faster(fs: FsOps, folder: str, block: memoryview) -> bool:
         try:
             direct.append(_seconds(fs, path, block, direct=True))
         except OSError:
-            # Not there, in one of many ways: EINVAL at open or at write, EOPNOTSUPP. The save itself is then buffered,
-            # which its log says.
+            # No direct I/O: EINVAL from open or write, EOPNOTSUPP or others. The save is then buffered and logs that.
             return False
     return min(direct) < min(buffered)
 
@@ -76,5 +75,5 @@ def _seconds(fs: FsOps, path: str, block: memoryview, *, direct: bool) -> float:
         for position in range(0, _TRIED_BYTES, BLOCK_BYTES):
             fs.write(target, [block], position)
         fs.sync(target)
-        took = time.perf_counter() - started
-    return took
+        elapsed = time.perf_counter() - started
+    return elapsed

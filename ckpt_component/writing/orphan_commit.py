@@ -1,7 +1,7 @@
 """Finish a save whose trainers have died: rank 0's writer process commits what all ranks' writers have written.
 
-The disk decides: each rank's integrity file in the staging folder, which is written last and after its data is durable,
-is that rank's vote.
+The ranks vote on disk: a rank's vote is its integrity file in the staging folder, which is written last, after the
+rank's data is durable.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class UndecidedSave:
     """A save that is written but neither committed nor given up.
 
     Attributes:
-        request: of this rank.
+        request: this rank's.
         result: what this rank wrote.
-        sidecars: files that belong to the commit, compressed: they are used only when the trainer dies.
+        sidecars: files that the commit adds; compressed, because they are used only if the trainer dies.
         lock: this process's lock on the staging folder.
         until: the save's deadline, monotonic seconds.
     """
@@ -45,7 +45,7 @@ class UndecidedSave:
     until: float
 
     def finish(self) -> None:
-        """Commit, or delete the unfinished checkpoint, and print which of the two on stderr."""
+        """Commit or delete the unfinished checkpoint, and report on stderr which it was."""
         request = self.request
         fs, attempt = request.fs, request.attempt
         try:
@@ -66,9 +66,9 @@ class UndecidedSave:
         _print(f"committed {attempt.target}")
 
     def _votes(self) -> list[Mapping[str, Any]] | None:
-        """What every rank wrote; None when a rank's writer died without a vote.
+        """Collect what every rank wrote; None if a rank's writer died without a vote.
 
-        A writer is alive while it holds its lock on the folder, or touches its file. Where locks do not reach other
+        A writer is alive while it holds its lock on the folder or touches its lock file. Where locks do not work across
         hosts, a change in the folder counts as well.
         """
         request, fs, staging = self.request, self.request.fs, self.request.attempt.staging
@@ -89,7 +89,7 @@ class UndecidedSave:
 
 
 def _vote(fs: FsOps, staging: str, rank: int) -> Mapping[str, Any] | None:
-    """A rank's integrity file as its vote; None while it is missing or incomplete."""
+    """Read a rank's vote, its integrity file; None while it is missing or incomplete."""
     name = integrity_name(rank)
     try:
         data = fs.read(os.path.join(staging, name), _MAX_BYTES)

@@ -1,7 +1,7 @@
-"""A child process that ends when its parent has ended, in whatever way.
+"""Make a child process exit when its parent has exited, for whatever reason.
 
-The kernel's own means (PR_SET_PDEATHSIG) fires when the *thread* that started the child ends, and not at all
-when that thread had ended already. So a thread of the child watches the parent process instead.
+PR_SET_PDEATHSIG fires when the *thread* that started the child exits, and never if that thread had exited before.
+So a thread of the child watches the parent process instead.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ PARENT_GRACE_SECONDS = 1.0
 
 
 def watch_parent(grace_seconds: float = PARENT_GRACE_SECONDS) -> None:
-    """Call this in the main thread of a child of `multiprocessing`, once.
+    """Exit when the parent process exits. Call this once, in the main thread of a `multiprocessing` child.
 
-    When the parent ends, the main thread is interrupted as by Ctrl-C; when it has not left within `grace_seconds`,
-    the process exits at once. Does nothing in a process that `multiprocessing` did not start.
+    When the parent exits, the main thread is interrupted as by Ctrl-C; if the process is still running after
+    `grace_seconds`, it exits at once. Does nothing in a process that `multiprocessing` did not start.
     """
     parent = multiprocessing.parent_process()
     if parent is None or parent.pid is None:
@@ -40,8 +40,8 @@ def watch_parent(grace_seconds: float = PARENT_GRACE_SECONDS) -> None:
 def _leave_after(sentinel: int, parent_pid: int, main_thread: int, grace_seconds: float) -> None:
     pidfd = _pidfd_of(parent_pid)
     if pidfd is not None:
-        # The sentinel is a pipe that a sibling may have inherited and hold open; the pidfd cannot be fooled so.
-        # No deadline: this is what the thread is for, and it is a daemon.
+        # A sibling may have inherited the sentinel's pipe and hold it open; a pidfd is not affected by that.
+        # No deadline: this daemon thread has nothing else to do.
         multiprocessing.connection.wait([sentinel, *([pidfd] if pidfd >= 0 else [])])
     signal.pthread_kill(main_thread, signal.SIGINT)
     time.sleep(grace_seconds)
@@ -49,7 +49,7 @@ def _leave_after(sentinel: int, parent_pid: int, main_thread: int, grace_seconds
 
 
 def _pidfd_of(pid: int) -> int | None:
-    """A descriptor that becomes readable when the process ends; None when it has ended, -1 without pidfd support."""
+    """Return a descriptor that becomes readable when the process exits; None if it has exited, -1 without pidfd."""
     try:
         return os.pidfd_open(pid)
     except ProcessLookupError:

@@ -1,7 +1,7 @@
-"""The trainer's side of the background writer process: start it, give it work, notice its death, end it.
+"""The trainer's side of the background writer process: start it, send it work, detect its death, stop it.
 
-It is started with `subprocess` and not with `multiprocessing`: a child of `multiprocessing` would import the
-training script again, and torch with it (2 to 4 s and 270 MB, where this one takes 20 to 70 ms and 15 MB).
+It is started with `subprocess`, not with `multiprocessing`: a `multiprocessing` child would import the training
+script again, and torch with it (2 to 4 s and 270 MB instead of 20 to 70 ms and 15 MB).
 """
 
 from __future__ import annotations
@@ -26,31 +26,31 @@ _CODE = (
     "import sys; sys.path.insert(0, sys.argv[1]); "
     "from ckpt_component.writing.worker import main; main(int(sys.argv[2]))"
 )
-#: For its C library: what one save has freed goes back to the system, whichever thread it was of.
+#: Settings of malloc: memory that a save has freed is returned to the system, whichever thread used it.
 _MALLOC = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOLD_": "131072"}
-#: A dead worker is noticed by the closed socket at once, or by this poll when a forked process keeps the socket open.
+#: A dead worker is detected at once by the closed socket, or by this poll if a forked process keeps the socket open.
 _POLL_SECONDS = 0.5
 _KILL_SECONDS = 5.0
 
 
 def await_frame(sock: socket.socket, deadline: float, is_alive: Callable[[], bool]) -> Frame | None:
-    """The next frame of a process; None when it has closed its end, or has died.
+    """Wait for the next frame of a process; None if the process has closed its end or died.
 
     Args:
-        sock: to the process.
+        sock: connected to the process.
         deadline: monotonic seconds.
-        is_alive: whether the process runs; one that is dead is noticed also when another process, forked while this
-            one was started, keeps its end open.
+        is_alive: whether the process runs. Detects a death that the socket does not show because another process,
+            forked while this one was started, keeps its end open.
 
     Raises:
-        TimeoutError: it did not come in time.
+        TimeoutError: no frame arrived in time.
     """
     poll = select.poll()
     poll.register(sock, select.POLLIN)
     while True:
-        alive, remaining = is_alive(), deadline - time.monotonic()  # before the look, so that a last frame is taken
+        alive, remaining = is_alive(), deadline - time.monotonic()  # first, so that a last frame is not missed
         if poll.poll(max(min(remaining, _POLL_SECONDS if alive else 0), 0) * 1000):
-            # It is already on its way; a process stopped in the middle of it is caught here.
+            # A frame has begun to arrive; this timeout catches a process that stops in the middle of it.
             sock.settimeout(max(remaining, 1.0))
             try:
                 return receive_frame(sock)
@@ -68,46 +68,46 @@ class ByteProcess:
     """One running writer process.
 
     Args:
-        start_timeout: seconds within which it must answer that it is ready.
+        start_timeout: seconds within which the process must report that it is ready.
 
     Raises:
-        CheckpointTimeoutError: it did not answer in time.
-        WorkerDiedError: it ended before it answered.
+        CheckpointTimeoutError: the process did not report in time.
+        WorkerDiedError: the process exited before it reported.
     """
 
     def __init__(self, start_timeout: float) -> None:
-        ours, theirs = socket.socketpair()
-        self._sock = ours
+        trainer_end, worker_end = socket.socketpair()
+        self._sock = trainer_end
         try:
             # -I -S: no site-packages and no PYTHON* settings, so that nothing slow or foreign is imported.
             self._process = subprocess.Popen(
-                [sys.executable, "-I", "-S", "-c", _CODE, _PACKAGE_ROOT, str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
+                [sys.executable, "-I", "-S", "-c", _CODE, _PACKAGE_ROOT, str(worker_end.fileno())],
+                pass_fds=[worker_end.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 env={**os.environ, **_MALLOC},
             )
         except OSError as error:
-            ours.close()
+            trainer_end.close()
             raise CheckpointSaveError(f"The writer process could not be started: {error}.", error.errno) from error
         finally:
-            theirs.close()
+            worker_end.close()
         try:
             first = self.receive(time.monotonic() + start_timeout, "timeouts.worker_start")
             if first["kind"] != "ready":
-                raise CheckpointSaveError(f"The writer process began with a frame {first['kind']!r}, and not 'ready'.")
+                raise CheckpointSaveError(f"The writer process first sent a frame {first['kind']!r}, not 'ready'.")
         except BaseException:
             self.kill()
             raise
 
     @property
     def pid(self) -> int:
-        """Its process id."""
+        """The process id."""
         return self._process.pid
 
     @property
     def alive(self) -> bool:
-        """Whether it still runs."""
+        """Whether the process is running."""
         return self._process.poll() is None
 
     def send(
@@ -129,7 +129,7 @@ class ByteProcess:
             raise self._died() from error
 
     def receive(self, deadline: float, key: str) -> dict[str, Any]:
-        """The next answer; `key` is the setting that the deadline comes from, for the error text."""
+        """Wait for the next answer. `key` is the setting that the deadline comes from, for the error text."""
         try:
             frame = await_frame(self._sock, deadline, lambda: self.alive)
         except TimeoutError as error:
@@ -141,7 +141,7 @@ class ByteProcess:
         return frame[0]
 
     def close(self, timeout: float) -> None:
-        """End it: politely, and after `timeout` seconds by SIGKILL. Safe to call twice."""
+        """Ask the process to exit, and kill it after `timeout` seconds. Safe to call twice."""
         with contextlib.suppress(OSError):  # it may have ended already
             self._sock.settimeout(timeout)
             send_frame(self._sock, {"kind": "close"})
@@ -152,10 +152,10 @@ class ByteProcess:
             self.kill()
 
     def kill(self) -> None:
-        """End it at once."""
+        """Kill the process."""
         self._sock.close()
         self._process.kill()
-        # A process in uninterruptible I/O cannot be killed; it is then left to the kernel.
+        # A process in uninterruptible I/O cannot be killed; leave it to the kernel.
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_KILL_SECONDS)
 

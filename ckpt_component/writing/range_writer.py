@@ -1,8 +1,8 @@
-"""Parallel writers: each takes its ranges of the image, block by block, writes them, and computes checksums.
+"""Parallel writers: each writes its ranges of the image, block by block, and computes checksums.
 
-With direct I/O whole pages are written past the page cache: durable sooner, and nothing that training has in the cache
-is pushed out. A range that begins or ends inside a page is widened to whole pages; the neighbour writes the same bytes
-there, because both lie in the same image.
+Direct I/O writes whole pages past the page cache: they are durable sooner, and nothing that training has in the cache
+is evicted. A range that begins or ends inside a page is widened to whole pages; the adjacent range writes the same
+bytes there, because both come from the same image.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ..storage.checksum import Checksum, Stream
 if TYPE_CHECKING:
     from .request import WriteRequest
 
-#: So much is still in the core's own cache (2 MB) when its checksum is taken right after it was copied.
+#: This much is still in the core's cache (2 MB) when its checksum is computed right after the copy.
 _CACHED_BYTES = 512 << 10
 
 
@@ -32,32 +32,32 @@ class ByteSource(Protocol):
 
     @property
     def nbytes(self) -> int:
-        """Of the image."""
+        """Size of the image."""
         ...
 
     def buffers(self, start: int, end: int, *, whole: bool = False) -> list[memoryview]:
-        """The bytes [start, end) of the image as one or more pieces, in order.
+        """Return bytes [start, end) of the image as one or more pieces, in order.
 
-        They are there until the same thread has asked for the range after the next.
+        The pieces stay valid during the next call by the same thread, and no longer.
 
         Args:
             start: a page boundary, if `whole`.
-            end: may be behind the image's, in its last page.
-            whole: as one piece that begins at a page boundary of memory.
+            end: may be past the end of the image, within its last page.
+            whole: return one piece, page-aligned in memory.
         """
         ...
 
 
 @dataclass(frozen=True)
 class Lane:
-    """What one parallel writer does: bytes [start, end) of a file, and the items that lie in there.
+    """A range for one parallel writer: bytes [start, end) of a file, and the items in it.
 
     Attributes:
-        file: number in the table.
-        start: of the bytes.
-        end: of the bytes.
-        first: the number of the first item among all items.
-        places: of `places_of` the items.
+        file: its number in the table.
+        start: offset of the first byte.
+        end: offset after the last byte.
+        first: number of the first item among all items.
+        places: offsets and lengths of the items, packed by `places_of`.
     """
 
     file: int
@@ -68,19 +68,19 @@ class Lane:
 
 
 def places_of(items: Iterable[tuple[int, int]]) -> memoryview:
-    """Offsets and lengths of items in a file, ascending, side by side: pairs would take ten times the memory.
+    """Pack the ascending offsets and the lengths of items in a file; tuples would take ten times the memory.
 
     Args:
-        items: offset and length of each.
+        items: (offset, length) of each.
 
     Returns:
-        64-bit numbers.
+        64-bit integers: offset, length, offset, length, and so on.
     """
     return memoryview(array("Q", itertools.chain.from_iterable(items)))
 
 
 class Throttle:
-    """Keeps all lanes together below a rate.
+    """Limits the combined write rate of all lanes.
 
     Args:
         bytes_per_second: None: no limit.
@@ -92,7 +92,7 @@ class Throttle:
         self._free_at = time.monotonic()
 
     def wait(self, nbytes: int) -> None:
-        """Return when so many more bytes may be written."""
+        """Block until `nbytes` more bytes may be written."""
         if self._rate is None:
             return
         with self._lock:
@@ -106,11 +106,11 @@ class LaneWriter:
 
     Args:
         request: which bytes go where, and how.
-        descriptors: of the table's files, by number.
-        checksum: of the items.
-        sums: by number of the item; filled in.
+        descriptors: open files of the table, by number.
+        checksum: algorithm of the items' checksums.
+        sums: checksums by item number; filled in.
         direct: whether the descriptors bypass the page cache.
-        in_memory: whether the files are kept in memory alone, so that a write is a copy and nothing else.
+        in_memory: whether the files are kept only in memory, so that a write is just a copy.
     """
 
     def __init__(
@@ -136,13 +136,13 @@ class LaneWriter:
         self._failed: list[BaseException] = []
 
     def run(self) -> None:
-        """Write all lanes, a group after its own order and the groups at once.
+        """Write all lanes: the groups in parallel, the lanes of a group in order.
 
         Raises:
-            OSError: the first failure; the others have stopped at their next block.
+            OSError: the first failure; the other writers stop at their next block.
         """
         groups = [lanes for lanes in self._table.lanes if lanes]
-        # Where no device is waited for, a thread beside takes the processor of one that copies, if there are so few.
+        # Without a device to wait for, checksum threads would compete with the copying threads for too few cores.
         alone = self._in_memory and len(os.sched_getaffinity(0)) < 2 * len(groups)
         with ThreadPoolExecutor(max(len(groups), 1), thread_name_prefix="ckpt-write") as pool:
             for lanes in groups:
@@ -152,31 +152,31 @@ class LaneWriter:
 
     def _run_group(self, lanes: Sequence[Lane], alone: bool) -> None:
         try:
-            # One thread beside the one that writes, because disk, checksum (zlib: 2 GB/s) and the gathering of live
-            # tensors each take about as long as the other.
-            with ThreadPoolExecutor(1, thread_name_prefix="ckpt-sum") as beside:
+            # A second thread computes checksums (zlib: 2 GB/s) and gathers live tensors while this one writes; each of
+            # the three takes about as long as the others.
+            with ThreadPoolExecutor(1, thread_name_prefix="ckpt-sum") as helper:
                 for lane in lanes:
                     if alone:
                         self._write_alone(lane)
                     else:
-                        self._write(lane, beside)
+                        self._write(lane, helper)
         except BaseException as error:
             self._failed.append(error)
 
     def _ranges(self, lane: Lane, nbytes: int) -> list[tuple[int, int]]:
-        """What one write call after the other takes of a lane's file."""
+        """Split a lane into the ranges of successive write calls."""
         start, stop = lane.start, lane.end
         if self._direct:
             start, stop = align_down(start), align(stop)
         return [(at, min(at + nbytes, stop)) for at in range(start, stop, nbytes)]
 
     def _pieces(self, lane: Lane, start: int, end: int) -> list[memoryview]:
-        """The bytes of a range of a lane's file."""
+        """Return the bytes of a range of a lane's file."""
         base = self._table.files[lane.file].base
         return self._source.buffers(base + start, base + end, whole=self._direct)
 
     def _write_alone(self, lane: Lane) -> None:
-        """In one thread, which sums what is still in its cache: on two processors 1.2 times as fast as with another."""
+        """Write and checksum a lane in one thread, while data is in cache: on two cores 1.2 times as fast as in two."""
         descriptor, cursor = self._descriptors[lane.file], SumCursor(lane, self._checksum, self._sums)
         for position, end in self._ranges(lane, min(self._block_bytes, _CACHED_BYTES)):
             if self._failed:
@@ -186,20 +186,20 @@ class LaneWriter:
             self._fs.write(descriptor, pieces, position)
             cursor.feed(_within(pieces, position, lane.start, lane.end))
 
-    def _write(self, lane: Lane, beside: ThreadPoolExecutor) -> None:
+    def _write(self, lane: Lane, helper: ThreadPoolExecutor) -> None:
         descriptor, cursor = self._descriptors[lane.file], SumCursor(lane, self._checksum, self._sums)
         ranges = self._ranges(lane, self._block_bytes)
-        next_pieces = beside.submit(self._pieces, lane, *ranges[0]) if ranges else None
+        next_pieces = helper.submit(self._pieces, lane, *ranges[0]) if ranges else None
         last_sum: Future[None] | None = None
         for number, (position, end) in enumerate(ranges, 1):
             if self._failed or next_pieces is None:
                 return
             pieces = next_pieces.result()
             if last_sum is not None:
-                last_sum.result()  # it came before this fetch; a failure ends the lane here
-            # From the image and not from the file, so that it also covers the write. In order, behind the last block's.
-            last_sum = beside.submit(cursor.feed, _within(pieces, position, lane.start, lane.end))
-            next_pieces = beside.submit(self._pieces, lane, *ranges[number]) if number < len(ranges) else None
+                last_sum.result()  # done, as it was submitted before this fetch; a failure ends the lane here
+            # From the image, not from the file, so that it also covers the write. The helper keeps the order of blocks.
+            last_sum = helper.submit(cursor.feed, _within(pieces, position, lane.start, lane.end))
+            next_pieces = helper.submit(self._pieces, lane, *ranges[number]) if number < len(ranges) else None
             self._throttle.wait(end - position)
             self._fs.write(descriptor, pieces, position)
             if not self._direct:
@@ -209,7 +209,7 @@ class LaneWriter:
 
 
 class SumCursor:
-    """Takes the bytes of a lane in order and notes one checksum per item; bytes between items are skipped."""
+    """Takes the bytes of a lane in order and records one checksum per item; skips the bytes between items."""
 
     def __init__(self, lane: Lane, checksum: Checksum, sums: list[int]) -> None:
         self._places = lane.places
@@ -219,8 +219,8 @@ class SumCursor:
         self._position = lane.start
         self._checksum = checksum
         self._sums = sums
-        #: Of the item that the last piece ended in.
-        self._begun: Stream | None = None
+        #: Checksum of the item in which the last piece ended.
+        self._partial: Stream | None = None
 
     def feed(self, pieces: Sequence[memoryview]) -> None:
         """Take the next bytes."""
@@ -241,18 +241,18 @@ class SumCursor:
             elif offset >= stop:
                 break
             else:
-                begun = self._begun = self._begun or self._checksum.stream()
-                begun.update(piece[max(offset, start) - start : min(end, stop) - start])
+                partial = self._partial = self._partial or self._checksum.stream()
+                partial.update(piece[max(offset, start) - start : min(end, stop) - start])
                 if end > stop:
                     break
-                sums[number] = begun.value()
-                self._begun = None
+                sums[number] = partial.value()
+                self._partial = None
             number += 1
         self._number = number
 
 
 def _within(pieces: Sequence[memoryview], position: int, start: int, end: int) -> list[memoryview]:
-    """What of the pieces, the first of which is at `position`, lies in [start, end)."""
+    """Clip pieces, the first of which is at `position`, to [start, end)."""
     inside = []
     for piece in pieces:
         after = position + piece.nbytes

@@ -1,4 +1,4 @@
-"""Errors cross processes as text: an exception object may not be picklable, or mean nothing on the other side."""
+"""Pass errors between processes as text: an exception may not be picklable, or its type unknown to the receiver."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ..errors import CheckpointSaveError, RemoteTraceback, describe_error, errno
 
 
 class Failure(TypedDict):
-    """An exception in plain values."""
+    """An exception as plain values."""
 
     error: str
     errno: int | None
@@ -17,7 +17,7 @@ class Failure(TypedDict):
 
 
 def describe_failure(error: BaseException) -> Failure:
-    """An exception as text, with the errno of the first OSError in its chain."""
+    """Describe an exception as text, with the errno of the first OSError in its chain."""
     return {
         "error": describe_error(error),
         "errno": errno_of(error),
@@ -26,7 +26,7 @@ def describe_failure(error: BaseException) -> Failure:
 
 
 def as_local_error(failure: Failure, what: str) -> CheckpointSaveError:
-    """The typed error to raise here for a failure over there; `what` is the first half of its sentence."""
+    """Return the error to raise here for a failure in another process; `what` is the first half of its text."""
     error = CheckpointSaveError(f"{what}: {failure['error']}", failure["errno"])
     error.__cause__ = RemoteTraceback(failure["traceback"])
     return error

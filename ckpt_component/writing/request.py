@@ -1,4 +1,4 @@
-"""One rank's part of one save: what has to be written, and where. Standard library alone."""
+"""A write request: what one rank writes in one save, and where. Standard library only."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .range_writer import ByteSource, Lane
 
 @dataclass(frozen=True)
 class FileSpec:
-    """One file of the image: its name, where its bytes start in the image, and how many there are."""
+    """One file of the image: its name, where its bytes start in the image, and its size."""
 
     name: str
     base: int
@@ -24,14 +24,14 @@ class FileSpec:
 
 @dataclass(frozen=True)
 class WriteTable:
-    """The constant part of a rank's jobs: it is sent to the writer process once per structure.
+    """The constant part of a rank's requests, sent to the writer process once per structure.
 
     Attributes:
-        number: another one for every table.
+        number: unique to the table.
         files: the files whose bytes come from the image.
-        lanes: per parallel writer, what it writes, in order.
-        item_count: number of items over all lanes.
-        description: JSON text that describes items and keys for readers; copied into the integrity file as it is.
+        lanes: what each parallel writer writes, in order.
+        item_count: number of items in all lanes.
+        description: JSON text that describes items and keys for readers; copied unchanged into the integrity file.
         checksum: algorithm of the items' checksums.
     """
 
@@ -43,7 +43,7 @@ class WriteTable:
     checksum: str = "crc32"
 
     def to_parts(self) -> tuple[dict[str, Any], list[bytes | memoryview]]:
-        """As plain values for JSON, and what is too much for that: as bytes, not copied."""
+        """Return plain values for JSON, and the large parts as bytes, not copied."""
         places = [lane.places.cast("B") for group in self.lanes for lane in group]
         plain = {
             "number": self.number,
@@ -57,7 +57,7 @@ class WriteTable:
 
     @classmethod
     def from_parts(cls, plain: Mapping[str, Any], parts: Sequence[memoryview]) -> WriteTable:
-        """The inverse of `to_parts`; `parts` have the sizes that stand in `plain`, and are not copied."""
+        """The inverse of `to_parts`; `parts` have the sizes listed in `plain` and are not copied."""
         description, *places = parts
         lists = iter([data.cast("Q") for data in places])
         return cls(
@@ -75,9 +75,9 @@ class WriteTable:
 
 @dataclass(frozen=True)
 class ObjectBlob:
-    """Bytes that are not in the image, because their length changes from save to save: encoded Python objects.
+    """Encoded Python objects, which are not in the image because their length changes from save to save.
 
-    `items` are (offset, length) relative to the file, and follow the image's items in the list of checksums.
+    `items` are (offset, length) pairs relative to the file; their checksums follow those of the image's items.
     """
 
     file: str
@@ -88,13 +88,13 @@ class ObjectBlob:
 
 @dataclass(frozen=True)
 class EncodedSave:
-    """Everything of one save besides the arena's bytes.
+    """Everything that one save writes except the arena's bytes.
 
     Attributes:
-        table: the constant part; another one only when it had to change.
+        table: the constant part; a new one only when it had to change.
         object_blobs: the encoded objects of this save.
-        rank_index: makes, as JSON values for `Writer.index`, where everything of this rank stands. It belongs to the
-            table, takes more memory than that, and is asked for once per table.
+        rank_index: returns, as JSON values for `Writer.index`, where each item of this rank is stored. Called once per
+            table; the index is not kept, because it takes more memory than the table.
     """
 
     table: WriteTable
@@ -103,8 +103,8 @@ class EncodedSave:
 
     @property
     def file_bytes(self) -> int:
-        """About how many bytes all files of this save take on disk, those that describe it included."""
-        # The integrity file has the description and a number per item, and a rank's index says about the same again.
+        """Approximate size on disk of all files of this save, including those that describe it."""
+        # The integrity file has the description and a number per item; a rank's index is about as large.
         total = 2 * len(self.table.description) + 12 * self.table.item_count
         for file in self.table.files:
             total += file.size
@@ -118,8 +118,8 @@ class WriteOptions:
     """How a writer writes.
 
     Attributes:
-        block_bytes: how many bytes one write call takes.
-        io: `buffered`, `direct` (past the page cache), or `auto`: whichever is faster in this folder.
+        block_bytes: bytes per write call.
+        io: `buffered`, `direct` (bypassing the page cache), or `auto`: whichever is faster in this folder.
         max_bytes_per_second: for all parallel writers of a rank together; None: no limit.
     """
 
@@ -132,11 +132,11 @@ class WriteResult(TypedDict):
     """What one rank wrote, as JSON values.
 
     Attributes:
-        rank: this one.
+        rank: this rank.
         files: names and sizes, and the CRC of the integrity file.
-        bytes: of all files.
-        seconds: how long it took.
-        io: how it was written, for the next request in this folder; `auto` where that was not tried out.
+        bytes: total size of the files.
+        seconds: how long the write took.
+        io: mode of the write, for the next request in this folder; `auto` if no trial was made.
     """
 
     rank: int
@@ -151,18 +151,18 @@ class WriteRequest:
     """Write one complete snapshot into the staging folder of an attempt.
 
     Attributes:
-        fs: where effects go; another process makes its own with the same properties.
+        fs: file system operations; another process makes its own with the same properties.
         attempt: target and staging folder.
-        rank: whose files these are.
-        world_size: how many ranks write.
-        table: the constant part, alike for all saves of a structure.
+        rank: this rank.
+        world_size: number of ranks.
+        table: the constant part, the same for all saves of a structure.
         object_blobs: the encoded objects of this save.
-        source: the image's bytes; an `Arena` for a caller in another process.
+        source: the image's bytes; an `Arena` if another process writes.
         options: how to write.
         manifest_fields: plain values for the manifest.
-        timeouts: for how long the writer process waits for other ranks where the trainers have died.
-        sidecars: files that the commit adds, such as `.metadata`; on rank 0, whose writer process commits when the
-            trainers have died.
+        timeouts: how long the writer process waits for other ranks after the trainers have died.
+        sidecars: files that the commit adds, such as `.metadata`; only on rank 0, whose writer process commits if
+            the trainers die.
     """
 
     fs: FsOps
@@ -178,7 +178,7 @@ class WriteRequest:
     sidecars: Mapping[str, bytes] | None = None
 
     def to_parts(self) -> tuple[dict[str, Any], list[memoryview]]:
-        """As JSON values, and the bytes of the blobs; the table, the sidecars and the image are sent by themselves."""
+        """Return JSON values and the bytes of the blobs; the table, the sidecars and the image are sent separately."""
         blobs, parts = [], []
         for blob in self.object_blobs:
             blobs.append([blob.file, blob.offset, blob.data.nbytes, list(blob.items)])
@@ -199,7 +199,7 @@ class WriteRequest:
     def from_parts(
         cls, plain: Mapping[str, Any], table: WriteTable, blob_bytes: memoryview, source: ByteSource
     ) -> WriteRequest:
-        """The inverse of `to_parts`, in the writer process, with what was sent by itself."""
+        """The inverse of `to_parts`, in the writer process, given the parts that were sent separately."""
         blobs = []
         for file, offset, size, items in plain["blobs"]:
             blobs.append(ObjectBlob(file, offset, blob_bytes[:size], items))

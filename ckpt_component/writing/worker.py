@@ -1,9 +1,9 @@
 """The background writer process: it writes staged images to files and imports no torch.
 
-Protocol, frame by frame (see `framing`): `arena` brings a memfd; `table` brings a structure's layout; `write` asks for
-one save and is answered by `done` or `failed`; `decided` means that the trainer committed or gave up the last one. End
-of file means that the trainer has died: rank 0's process then finishes a save that was written but not decided
-(`orphan_commit`).
+The frames of the protocol (see `framing`): `arena` passes a memfd; `table` passes the layout of a structure; `write`
+requests one save and is answered by `done` or `failed`; `decided` means that the trainer committed or gave up the last
+save. End of file means that the trainer has died: rank 0's process then finishes a save that was written but not
+decided (`orphan_commit`).
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from .remote_error import describe_failure
 from .request import WriteRequest, WriteTable
 from .write_job import run_write_job
 
-#: How often an idle process checks that its trainer lives.
+#: How often an idle process checks that its trainer is alive.
 _POLL_SECONDS = 1.0
 
 
 class _Memory:
-    """An arena of the trainer, mapped: the image as one block, which begins and ends at page boundaries."""
+    """A mapped arena of the trainer: the image as one block that begins and ends at page boundaries."""
 
     def __init__(self, memory: memoryview) -> None:
         self._memory = memory
         self.nbytes = memory.nbytes
 
     def buffers(self, start: int, end: int, *, whole: bool = False) -> list[memoryview]:
-        """The one slice, whole in any case."""
+        """Return one slice, whether or not `whole` is set."""
         return [self._memory[start:end]]
 
 
 class ByteWorker:
-    """The state of the writer process: mapped arenas, known tables, and the save that awaits its decision."""
+    """The state of the writer process: mapped arenas, layout tables, and the undecided save."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
@@ -51,7 +51,7 @@ class ByteWorker:
         self._poll = select.poll()
         self._poll.register(sock, select.POLLIN)
         self._arenas: dict[int, _Memory] = {}
-        #: By number: the table, what a commit from here adds (compressed), and where the package of its checksum is.
+        #: By number: a table, the compressed sidecars of a commit from here, and where the checksum's package is.
         self._tables: dict[int, tuple[WriteTable, dict[str, bytes], str | None]] = {}
         self._undecided: UndecidedSave | None = None
 
@@ -87,7 +87,7 @@ class ByteWorker:
                 return
 
     def _refuse(self, kind: object) -> None:
-        """The trainer's other frames may not mean what they seem to either: answer, and do nothing more."""
+        """Report a frame of an unknown kind, and handle no others: they too may have another meaning."""
         error = f"the trainer sent a frame of the unknown kind {kind!r}; they may be of different releases"
         print(f"ckpt writer: {error}", file=sys.stderr)
         send_frame(self._sock, {"kind": "failed", "id": None, "error": error, "errno": None, "traceback": error})
@@ -96,7 +96,7 @@ class ByteWorker:
                 os.close(fd)
 
     def _next_frame(self) -> Frame | None:
-        """The next frame; None when the trainer has died, also while a process that it forked holds the socket open."""
+        """Wait for the next frame; None if the trainer has died, even if a process it forked holds the socket open."""
         try:
             while not self._poll.poll(_POLL_SECONDS * 1000):
                 if os.getppid() != self._parent:
@@ -114,16 +114,16 @@ class ByteWorker:
             os.close(fd)
 
     def _take_table(self, header: Mapping[str, Any], blob: memoryview) -> None:
-        self._tables = {}  # the last one is not needed any more, and would be in memory beside the new one
-        sizes, named = header["table"]["sizes"], header["sidecars"]
-        pieces = _pieces(blob, [*sizes, *(size for _, size in named)])
-        # Copied, because the whole frame would stay in memory with them.
+        self._tables = {}  # free the last table before the new one takes memory
+        sizes, files = header["table"]["sizes"], header["sidecars"]
+        pieces = _pieces(blob, [*sizes, *(size for _, size in files)])
+        # Copied, because views would keep the whole frame in memory.
         table = WriteTable.from_parts(header["table"], [memoryview(bytes(p)) for p in pieces[: len(sizes)]])
-        sidecars = {name: zlib.compress(piece, 1) for (name, _), piece in zip(named, pieces[len(sizes) :], strict=True)}
+        sidecars = {name: zlib.compress(piece, 1) for (name, _), piece in zip(files, pieces[len(sizes) :], strict=True)}
         self._tables = {table.number: (table, sidecars, header["checksum_home"])}
 
     def _write(self, job: Mapping[str, Any], blob: memoryview) -> None:
-        """One save: a failure is answered and fails this save alone."""
+        """Write one save. A failure is sent as the answer and fails only this save."""
         self._forget()
         lock: AttemptLock | None = None
         until = time.monotonic() + job["seconds"]
@@ -142,7 +142,7 @@ class ByteWorker:
         try:
             send_frame(self._sock, answer)
         except OSError:
-            # The trainer has died; the next read finds the end of file and decides what to do.
+            # The trainer has died; the next read finds the end of file and handles it.
             if answer["kind"] == "failed":
                 print(f"ckpt writer: the trainer has died and the save failed: {answer['error']}", file=sys.stderr)
 
@@ -162,7 +162,7 @@ def _pieces(blob: memoryview, sizes: list[int]) -> list[memoryview]:
 
 def main(fd: int) -> None:
     """Entry point of the process; `fd` is its end of the socket to the trainer."""
-    # A Ctrl-C or a SIGTERM to the process group is for the trainer; this process obeys the socket alone.
+    # Ctrl-C or SIGTERM to the process group is meant for the trainer; this process only obeys the socket.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     sock = socket.socket(fileno=fd)

@@ -1,7 +1,7 @@
-"""Run one write job: byte ranges of an image to files, in parallel, with checksums. Standard library alone.
+"""Run one write job: write byte ranges of an image to files in parallel, with checksums. Standard library only.
 
-This runs in the background writer process, which imports no torch, and as it is in the trainer for
-`caller=inline`. A job is plain data: the layout table says which bytes go where; the source gives the bytes.
+The job runs in the background writer process, which imports no torch, or with `caller=inline` in the trainer. It is
+plain data: the layout table says which bytes go where, and the source provides them.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import errno
 import json
 import os
 import time
-import zlib  # integrity files themselves have a crc32 in the manifest, whatever the items have
+import zlib  # the manifest has a crc32 of each integrity file, whatever checksum the items have
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -25,11 +25,11 @@ from .request import WriteRequest, WriteResult
 
 
 def run_write_job(request: WriteRequest, checksum_home: str | None = None) -> WriteResult:
-    """Write a rank's files into the staging folder, each fsynced, and its integrity file last.
+    """Write a rank's files into the staging folder, each fsynced, and the integrity file last.
 
     Args:
-        request: what to write, and where; the staging folder exists.
-        checksum_home: where the package of the table's checksum is, for a process without site-packages.
+        request: what to write, and where; the staging folder must exist.
+        checksum_home: where the checksum's package is installed, for a process without site-packages.
 
     Raises:
         OSError: the first failure of any parallel writer, after all of them have stopped.
@@ -45,7 +45,7 @@ def run_write_job(request: WriteRequest, checksum_home: str | None = None) -> Wr
     sizes = {spec.name: spec.size for spec in table.files}
     for blob in blobs:
         sizes[blob.file] = max(sizes.get(blob.file, 0), blob.offset + blob.data.nbytes)
-    sums = [checksum.of(memoryview(b""))] * table.item_count  # what items without bytes keep
+    sums = [checksum.of(memoryview(b""))] * table.item_count  # for items without bytes
     with _closing(fs, descriptors), _closing(fs, direct):
         _create(fs, folder, sizes, descriptors)
         if io == "direct":
@@ -54,7 +54,7 @@ def run_write_job(request: WriteRequest, checksum_home: str | None = None) -> Wr
         targets = [(direct or descriptors)[spec.name] for spec in table.files]
         LaneWriter(request, targets, checksum, sums, direct=bool(direct), in_memory=in_memory).run()
         for spec in table.files if direct else ():
-            fs.truncate(descriptors[spec.name], sizes[spec.name])  # the last page is written as a whole
+            fs.truncate(descriptors[spec.name], sizes[spec.name])  # direct I/O writes the last page as a whole
         for blob in blobs:
             fs.write(descriptors[blob.file], [blob.data], blob.offset)
             for offset, length in blob.items:
@@ -83,7 +83,7 @@ def run_write_job(request: WriteRequest, checksum_home: str | None = None) -> Wr
 
 
 def _create(fs: FsOps, folder: str, sizes: Mapping[str, int], descriptors: dict[str, int]) -> None:
-    """Create all files at once: to reserve 1.5 GB of memory takes one thread as long as half the copy into it."""
+    """Create the files in parallel: reserving 1.5 GB of memory takes one thread half as long as the copy into it."""
 
     def create(name: str) -> None:
         descriptors[name] = fs.create(os.path.join(folder, name), sizes[name])
@@ -104,16 +104,16 @@ def _open_direct(fs: FsOps, path: str) -> int:
 
 @contextlib.contextmanager
 def _closing(fs: FsOps, descriptors: Mapping[str, int]) -> Iterator[None]:
-    """In the end close all that was opened, also when a close fails; the first error counts."""
-    failed: BaseException | None = None
+    """On exit, close all descriptors, even if closing one fails; raise the first error."""
+    failure: BaseException | None = None
     try:
         yield
     except BaseException as error:
-        failed = error
+        failure = error
     for fd in descriptors.values():
         try:
             fs.close(fd)
         except OSError as error:
-            failed = failed or error
-    if failed is not None:
-        raise failed
+            failure = failure or error
+    if failure is not None:
+        raise failure
