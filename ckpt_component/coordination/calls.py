@@ -1,4 +1,4 @@
-"""What every rank must call: who has not, and where that rank is instead."""
+"""Calls that every rank must make: report which ranks have not, and where they are."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from .rank_store import RankStore
 
 logger = logging.getLogger(__name__)
 
-#: A rank that waits looks this often where the others are, and warns once after this long.
+#: In seconds: how often a waiting rank checks where the missing ranks are, and when it warns, once.
 _LOOK_SECONDS, _WARN_SECONDS = 1.0, 10.0
-#: How many of the missing ranks a look asks for, and how many a message names.
+#: How many of the missing ranks are checked, and how many a message names.
 _ASKED, _NAMED = 256, 8
 
 
 class StepQuestions:
-    """Questions that rank 0 alone answers, one for each call of a method with a step.
+    """Questions that only rank 0 answers, one per call of a method that takes a step.
 
     Args:
-        ranks: who has to call.
-        name: of the method.
+        ranks: the ranks that must call.
+        name: the method's name.
     """
 
     def __init__(self, ranks: Coordinator, name: str) -> None:
@@ -34,13 +34,13 @@ class StepQuestions:
         self.restart(0)
 
     def restart(self, turn: int) -> None:
-        """Steps begin again, on all ranks; the number of the turn distinguishes the questions from those before."""
+        """Restart from an earlier step, on all ranks; `turn` distinguishes the new questions from earlier ones."""
         self._tag = f"{self._name}/{turn}"
         self._number = 0
-        self._ahead: list[Any] | None = None  # rank 0's answer for a step to which this rank has not come
+        self._ahead: list[Any] | None = None  # rank 0's answer for a step that this rank has not reached
 
     def ask(self, step: int, action: Callable[[], Any], deadline: float) -> Any:
-        """As `Coordinator.run_on_leader`, for this step. What rank 0 answered when it called alone is passed over.
+        """Like `Coordinator.run_on_leader`, for this step. Skips answers for steps that only rank 0 called for.
 
         Raises:
             RanksError: rank 0 did not call for this step.
@@ -62,14 +62,14 @@ class StepQuestions:
 
 
 class Lookout:
-    """Looks after the ranks that are missing in a call, for one that waits there.
+    """Checks, for a rank that waits in a call, where the ranks are that have not called.
 
     Args:
-        store: of the rank that waits.
-        name: of the method that was called.
+        store: connection of the waiting rank.
+        name: the method that was called.
         place: where this rank is.
-        missing: the ranks that have not called.
-        waits_for: those of them that this rank looks after.
+        missing: returns the ranks that have not called.
+        waits_for: returns those of them that this rank waits for.
     """
 
     def __init__(
@@ -90,10 +90,10 @@ class Lookout:
         self._warned = False
 
     def look(self) -> None:
-        """Look at most every second; warn once after ten.
+        """Check, at most once a second; warn once, after ten seconds.
 
         Raises:
-            RanksError: a rank has gone on, and will not come.
+            RanksError: a rank has continued and will not make the call.
         """
         now = time.monotonic()
         if now < self._next:
@@ -108,7 +108,7 @@ class Lookout:
             logger.warning("waiting for %.0f s: %s", now - self._began, self._text())
 
     def explain(self, error: CheckpointTimeoutError) -> CheckpointTimeoutError:
-        """The error of the wait; it names those who did not call."""
+        """Return the error of the wait, which names the ranks that did not call."""
         return CheckpointTimeoutError(f"Timed out: {self._text()}.") if self._missing() else error
 
     def _places(self, ranks: list[int]) -> Mapping[int, Place | None]:

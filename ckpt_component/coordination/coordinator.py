@@ -1,12 +1,12 @@
 """One decision on all ranks: the leader decides from every rank's value, and every rank gets the decision.
 
-A save or a load asks in five ways:
+A save or a load asks its questions in five ways:
 
 - `decide`: every rank sends a value, rank 0 decides.
 - `meet`: the same, at the beginning of a call that all ranks must make.
 - `scatter`: the same, with a part of the decision for each rank.
 - `run_on_leader`: rank 0 alone does something, all ranks get the result.
-- `all_succeed`: every rank does its part and learns whether all parts succeeded.
+- `all_succeed`: every rank does its part, and gets an error if any part failed.
 
 With one rank, all of them are plain calls.
 """
@@ -25,16 +25,16 @@ from ..errors import CheckpointWorldError
 
 
 class Coordinator(ABC):
-    """What a checkpointer needs from all ranks together.
+    """Lets all ranks of a checkpointer agree.
 
-    Every rank calls the same methods with the same tags in the same order; values are plain JSON. A tag is used once.
+    Every rank must call the same methods with the same tags in the same order. Values are plain JSON; tags are unique.
 
     Args:
-        rank: this one's number.
-        world_size: how many there are.
+        rank: this rank.
+        world_size: number of ranks.
 
     Attributes:
-        meetings: by name, how many questions `meet` has asked; alike on all ranks that have called.
+        meetings: number of questions that `meet` has asked, by name; equal on all ranks that have called.
     """
 
     def __init__(self, rank: int, world_size: int) -> None:
@@ -42,21 +42,21 @@ class Coordinator(ABC):
         self.world_size = world_size
         self.meetings: Counter[str] = Counter()
         dist = distributed()
-        # Weak, so that destroy_process_group() is not held up.
+        # Weak, so as not to keep a destroyed process group alive.
         self._group = None if dist is None else weakref.ref(dist.group.WORLD)
 
     @property
     def is_leader(self) -> bool:
-        """Whether this rank decides, looks at the file system, and commits."""
+        """Whether this rank decides, inspects the file system, and commits."""
         return self.rank == 0
 
     def check_world(self) -> None:
-        """Compare the default process group with the one at the time this was built, without a message.
+        """Check that the default process group is the one that this was built with. Sends no message.
 
-        None at all is right too: after `destroy_process_group()` the ranks keep connections of their own to the store.
+        No process group is fine too: after `destroy_process_group()` the ranks keep their connections to the store.
 
         Raises:
-            CheckpointWorldError: what was built then is of no use now.
+            CheckpointWorldError: a process group was initialized after this was built.
         """
         dist = distributed()
         if dist is None or dist.get_world_size() == self.world_size == 1:
@@ -74,18 +74,18 @@ class Coordinator(ABC):
             )
 
     def at_step(self, step: int) -> None:
-        """Note the training step of this rank, for ranks that wait for it. Costs nothing."""
+        """Record this rank's training step, for ranks that wait for it. Sends no message."""
 
     def resumed(self, step: int) -> None:
-        """All ranks continue from an earlier step."""
+        """Record that all ranks continue from an earlier step."""
 
     @abstractmethod
     def decide(self, tag: str, value: Any, decide: Callable[[list[Any]], Any], deadline: float) -> Any:
         """Send a value to the leader and return the leader's decision.
 
         Args:
-            tag: of this question.
-            value: this rank's.
+            tag: names the question.
+            value: this rank's value.
             decide: called on the leader with all values, by rank.
             deadline: monotonic seconds.
 
@@ -102,69 +102,69 @@ class Coordinator(ABC):
     def meet(
         self, name: str, value: Any, decide: Callable[[list[Any]], Any], deadline: float, about: str | None = None
     ) -> Any:
-        """As `decide`, where a call begins that all ranks must make; a rank that made it alone learns so soon.
+        """Like `decide`, at the start of a call that all ranks must make; a rank that calls alone gets an error early.
 
-        The questions of a name are numbered. One that a rank withdrew, because it was alone, keeps its number.
+        The questions of a name are numbered. A question that a rank withdrew, because it was alone, keeps its number.
 
         Args:
-            name: of the method that was called.
-            value: this rank's.
+            name: the method that was called.
+            value: this rank's value.
             decide: called on the leader with all values, by rank.
             deadline: monotonic seconds.
-            about: distinguishes the call from others of the method; None: where in its run the rank is.
+            about: distinguishes the call from others of the method; None: by where the rank is in its run.
 
         Raises:
-            RanksError: a rank has gone on without the call. For the rest see `decide`.
+            RanksError: a rank has continued without making the call. For other errors see `decide`.
         """
 
     @abstractmethod
     def scatter(self, tag: str, value: Any, decide: Callable[[list[Any]], list[Any]], deadline: float) -> Any:
-        """As `decide`, but each rank gets only its own part of the decision.
+        """Like `decide`, but each rank gets only its own part of the decision.
 
-        Sending all parts to all ranks would cost ranks times ranks.
+        Sending all parts to all ranks would be quadratic in their number.
 
         Args:
-            tag: of this question.
-            value: this rank's.
+            tag: names the question.
+            value: this rank's value.
             decide: called on the leader with all values, by rank; returns the parts, by rank.
             deadline: monotonic seconds.
         """
 
     @abstractmethod
     def run_on_leader(self, tag: str, action: Callable[[], Any], deadline: float, name: str | None = None) -> Any:
-        """Have the leader do something; all ranks get what it returned or raised.
+        """Run an action on the leader; all ranks get what it returned or raised.
 
         Args:
-            tag: of this question.
+            tag: names the question.
             action: called on the leader alone.
             deadline: monotonic seconds.
-            name: of the method whose call begins with this question; see `meet`.
+            name: the method whose call begins with this question; see `meet`.
         """
 
     @abstractmethod
     def all_succeed(self, tag: str, work: Callable[[], Any], progress: Callable[[], int], deadline: float) -> list[Any]:
-        """Do this rank's part and learn whether every rank's part succeeded.
+        """Do this rank's part, then wait until every rank's part has succeeded.
 
         Args:
-            tag: of this question.
+            tag: names the question.
             work: this rank's part.
-            progress: bytes written so far, to tell slow from hung.
+            progress: returns the bytes written so far, to tell a slow rank from a hung one.
             deadline: monotonic seconds.
 
         Returns:
-            On the leader what `work` returned, by rank. An empty list on the others: sending it to all would cost
-            ranks times ranks.
+            On the leader, what `work` returned, by rank. On the others an empty list: sending the results to all ranks
+            would be quadratic in their number.
 
         Raises:
-            RanksError: a rank's part failed, or a rank is dead; the same on all ranks, naming them.
+            RanksError: a rank's part failed, or a rank is dead; the same error on all ranks, which names those ranks.
         """
 
     def close(self) -> None:
-        """Give up the connections. Safe to call twice."""
+        """Close the connections. Safe to call twice."""
 
 
 class LocalCoordinator(Coordinator):
-    """One rank: it leads, and its value is the only one."""
+    """The coordinator of a single rank, which is its own leader."""
 
     def __init__(self) -> None:
         super().__init__(0, 1)
@@ -185,17 +185,17 @@ class LocalCoordinator(Coordinator):
         return decide([value])[0]
 
     def run_on_leader(self, tag: str, action: Callable[[], Any], deadline: float, name: str | None = None) -> Any:
-        """Do it."""
+        """Run the action."""
         return action()
 
     def all_succeed(self, tag: str, work: Callable[[], Any], progress: Callable[[], int], deadline: float) -> list[Any]:
-        """Do it."""
+        """Do the work."""
         return [work()]
 
 
 def distributed() -> ModuleType | None:
-    """`torch.distributed` where the script has initialized it, else None."""
-    dist = sys.modules.get("torch.distributed")  # a user of it has imported it
+    """Return `torch.distributed` if the script has initialized it, else None."""
+    dist = sys.modules.get("torch.distributed")  # a script that uses it has imported it
     if dist is None or not dist.is_available() or not dist.is_initialized():
         return None
     return dist

@@ -1,4 +1,4 @@
-"""Heartbeats: a rank that waits for another learns when that one has died, and where in its run it is."""
+"""Heartbeats: a rank that waits for another can see whether that one has died, and where it is in its run."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from .rank_store import RankStore
 logger = logging.getLogger(__name__)
 
 _BEAT_SECONDS = 2.0
-#: In place of a heartbeat: none is to be expected, and the rank is not missed.
+#: Replaces the heartbeat of a rank that sends none for now and is not to be considered dead.
 RESTING = b"[0, -1]"
-#: Between tries when the others take the rank for dead already.
+#: Seconds between attempts once the other ranks consider this one dead.
 _LATE_PAUSE = 30.0
-#: How long the last heartbeat waits for one that is under way.
+#: Seconds for which the last heartbeat waits for one in progress.
 _END_SECONDS = 1.0
 
 
@@ -27,9 +27,9 @@ class Place(NamedTuple):
     """Where a rank is in its run.
 
     Attributes:
-        turn: how often it went back to an earlier step.
-        step: the last training step that it named; None: none yet.
-        closed: it saves and restores nothing more.
+        turn: how often the rank has gone back to an earlier step.
+        step: the last training step that it reported; None: none yet.
+        closed: whether its manager is closed.
     """
 
     turn: int = 0
@@ -38,11 +38,11 @@ class Place(NamedTuple):
 
     def at(self, step: int) -> Place:
         """The place of the same rank at this step."""
-        step = int(step)  # it becomes JSON
+        step = int(step)  # for JSON
         return Place(self.turn + (self.step is not None and step < self.step), step)
 
     def is_past(self, other: Place) -> bool:
-        """Whether a rank here no longer comes to what a rank at `other` does now. Old news never says so."""
+        """Whether a rank here will not make the call that a rank at `other` is in. Never True for an outdated place."""
         if self.closed:
             return True
         return self.turn == other.turn and self.step is not None and (other.step is None or self.step > other.step)
@@ -54,18 +54,18 @@ class Place(NamedTuple):
 
 
 class Heartbeat:
-    """A thread that puts a heartbeat of this rank into the store every two seconds, until `stop`.
+    """A thread that writes a heartbeat of this rank to the store every two seconds, until `stop`.
 
-    One that cannot be sent is tried again, over a new connection. `check` raises the cause once that has failed for so
-    long that the other ranks take this one for dead.
+    A heartbeat that could not be sent is retried over a new connection. `check` raises the cause once retries have
+    failed for so long that the other ranks consider this one dead.
 
     Args:
-        store: a connection for the thread alone.
-        timeout: of those who watch; a short one makes it beat faster.
+        store: a connection for the thread only.
+        timeout: heartbeat timeout of the other ranks; with a short one heartbeats are more frequent.
 
     Attributes:
-        place: of the rank; sent along.
-        progress: gives the bytes written so far by what is under way, sent along; None: nothing is.
+        place: where the rank is; sent with the heartbeat.
+        progress: returns the bytes that the save in progress has written, sent too; None: no save is in progress.
     """
 
     def __init__(self, store: RankStore, timeout: float) -> None:
@@ -81,11 +81,11 @@ class Heartbeat:
         self._thread.start()
 
     def stop(self) -> None:
-        """Beat no more; does not wait."""
+        """Stop the heartbeat; does not wait."""
         self._over.set()
 
     def end(self) -> None:
-        """Beat a last time, so that the others know where this rank is now, and no more."""
+        """Send a last heartbeat, so that the others know where this rank is, and stop."""
         self.stop()
         self._thread.join(_END_SECONDS)
         if self._thread.is_alive() or self._failure is not None:
@@ -96,7 +96,7 @@ class Heartbeat:
             logger.debug("rank %d could not send its last heartbeat: %s", self._store.rank, error)
 
     def check(self) -> None:
-        """Raise when this rank could send no heartbeat for as long as the others wait for one.
+        """Raise an error if this rank has sent no heartbeat for as long as the others wait for one.
 
         Raises:
             RanksError: with the cause.
@@ -135,33 +135,33 @@ class Heartbeat:
 
 
 def place_of(store: RankStore, rank: int) -> Place | None:
-    """Where a rank is, by its last heartbeat; None where it has sent none."""
+    """Return where a rank is by its last heartbeat; None if it has sent none."""
     beat = store.peek(f"beat/{rank}")
     return None if beat is None else Place(*json.loads(beat)[2:])
 
 
 class FailureDetector:
-    """Looks after the heartbeats of other ranks. One that has not begun to beat is not missed: it may still start.
+    """Watches the heartbeats of other ranks. A rank that has sent none is not considered dead: it may be starting.
 
     Args:
         store: the watcher's connection.
         timeout: seconds without a heartbeat after which a rank is dead.
-        stall_timeout: seconds without a byte written after which it hangs; None: that does not matter.
+        stall_timeout: seconds without a written byte after which a rank is hung; None: not checked.
     """
 
     def __init__(self, store: RankStore, timeout: float, stall_timeout: float | None) -> None:
         self._store = store
         self._timeout = timeout
         self._stall_timeout = stall_timeout
-        #: By rank: the last heartbeat and the bytes that were written by then, and since when those are what they are.
+        #: By rank: the last heartbeat, and the bytes written by then; and since when each has not changed.
         self._beats: dict[int, tuple[bytes | None, float]] = {}
         self._bytes: dict[int, tuple[int, float]] = {}
         self._next = time.monotonic()
-        #: Those of the lost ranks whose heart stopped; the others hang.
+        #: The lost ranks that are dead; the others are hung.
         self._dead: set[int] = set()
 
     def dead_ranks(self, missing: Callable[[], Iterable[int]]) -> dict[int, str]:
-        """The state of those missing ranks that are dead or hung; looks at most every quarter timeout."""
+        """Describe the missing ranks that are dead or hung; checks at most every quarter of the timeout."""
         now = time.monotonic()
         if now < self._next:
             return {}
@@ -195,5 +195,5 @@ class FailureDetector:
             raise ranks_failed(lost, causes=self.causes(lost))
 
     def causes(self, lost: Iterable[int]) -> dict[int, str]:
-        """For `RanksError`: a dead rank will not take part in a retry, a hung one may."""
+        """The causes for `RanksError`: a dead rank will not take part in a retry, a hung one may."""
         return {rank: (RanksError if rank in self._dead else CheckpointTimeoutError).__name__ for rank in lost}

@@ -12,16 +12,16 @@ from ..errors import CheckpointTimeoutError, name_ranks, ranks_failed
 from .heartbeat import FailureDetector
 from .rank_store import RankStore
 
-#: After the first rank failed, others that fail in the same moment get this long to be named too.
+#: Seconds after the first failure in which other ranks that fail are still named in the error.
 _COMPANY_SECONDS = 0.2
 
 
 class Question:
-    """The keys `<tag>/...` of the store that all ranks share.
+    """A question, kept in the keys `<tag>/...` of the shared store.
 
     Args:
         store: this thread's connection.
-        tag: of the question.
+        tag: names the question.
     """
 
     def __init__(self, store: RankStore, tag: str) -> None:
@@ -29,7 +29,7 @@ class Question:
         self.tag = tag
 
     def count(self, counter: str, amount: int = 0) -> int:
-        """Add to one of the question's counters; returns its new value."""
+        """Add to one of the question's counters, and return its new value."""
         return self.store.add(f"{self.tag}/{counter}", amount)
 
     def post(self, value: Any) -> None:
@@ -50,45 +50,45 @@ class Question:
         return [rank for rank in range(self.store.world_size) if not self.has_posted(rank)]
 
     def absentees(self) -> str:
-        """Who keeps the question from being decided, for a message."""
+        """Describe what the question waits for, for a message."""
         ranks = self.missing()
         return (
             f"{name_ranks(ranks).lower()} to take part in '{self.tag}'" if ranks else f"rank 0 to decide '{self.tag}'"
         )
 
     def values(self, ranks: Iterable[int]) -> list[Any]:
-        """What these ranks have posted."""
+        """Return what these ranks have posted."""
         return [unpack(data) for data in self.store.read([f"{self.tag}/posts/{rank}" for rank in ranks])]
 
     def answer(self, **fields: Any) -> None:
-        """Give all ranks the answer."""
+        """Post the answer for all ranks."""
         self.store.set(f"{self.tag}/answer", pack(fields))
 
     def give_part(self, rank: int, part: Any) -> None:
-        """Give one rank its own part of the answer."""
+        """Post one rank's part of the answer."""
         self.store.set(f"{self.tag}/part/{rank}", pack(part))
 
     def take_part(self) -> Any:
-        """This rank's part of the answer; only this rank reads it."""
+        """Read and remove this rank's part of the answer."""
         key = f"{self.tag}/part/{self.store.rank}"
         (data,) = self.store.read([key])
         self.store.delete([key])
         return unpack(data)
 
     def delete(self) -> None:
-        """Remove all its keys."""
+        """Remove all keys of the question."""
         names = [f"posts/{rank}" for rank in range(self.store.world_size)]
         self.store.delete([f"{self.tag}/{name}" for name in (*names, "count", "failed", "closed", "answer", "left")])
 
     def is_over(self, detector: FailureDetector, lost: dict[int, str]) -> bool:
-        """Whether every rank has voted, or one has failed or is lost; adds those that are lost to the dict."""
+        """Whether every rank has voted, or one has failed or is lost; adds lost ranks to `lost`."""
         if self.has_all() or self.count("failed"):
             return True
         lost.update(detector.dead_ranks(self.missing))
         return bool(lost)
 
     def outcomes(self, detector: FailureDetector, deadline: float) -> list[Any]:
-        """On the leader: what every rank's work returned, by rank, once all have finished.
+        """On the leader: wait for all ranks, and return what each rank's work returned, by rank.
 
         Raises:
             RanksError: a rank failed, died or hangs, or did not finish in time.
@@ -113,7 +113,7 @@ class Question:
 
 
 def pack(value: Any) -> bytes:
-    """A plain value as bytes for the store."""
+    """Encode a plain value for the store."""
     return zlib.compress(json.dumps(value, separators=(",", ":")).encode(), 1)
 
 

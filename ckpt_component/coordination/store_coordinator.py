@@ -1,8 +1,8 @@
-"""Agreement of many ranks over their shared store: a few small messages a rank and question, no collective.
+"""Agreement of many ranks through their shared store: a few small messages per rank and question, no collectives.
 
-A question's keys are `<tag>/posts/<rank>`, a counter of them, `<tag>/answer`, and where the answer differs by rank
-`<tag>/part/<rank>`. The leader waits for the counter, decides, and answers; errors travel as name and text. The leader
-removes old questions once every rank has read the answer.
+The keys of a question are `<tag>/posts/<rank>`, a counter of posts, `<tag>/answer`, and `<tag>/part/<rank>` if the
+answer differs by rank. The leader waits for the counter, decides, and answers; errors are sent as name and text. The
+leader removes old questions once every rank has read the answer.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from .rank_store import RankStore
 
 logger = logging.getLogger(__name__)
 
-#: So many questions are kept for ranks that have not read the answer.
+#: How many questions are kept for ranks that have not read the answer.
 _KEPT = 64
-#: A rank whose time is up waits this much longer for a decision that the leader has begun to make.
+#: Extra seconds for which a rank past its deadline waits for a decision that the leader has begun to make.
 _ANSWER_SECONDS = 10.0
 
 
 class _AnotherCall(Exception):
-    """A question was withdrawn by a rank that asked it for another call; this one is for the next question."""
+    """The question was withdrawn by a rank that asked it for another call; this call needs the next question."""
 
 
 class StoreCoordinator(Coordinator):
@@ -54,33 +54,33 @@ class StoreCoordinator(Coordinator):
         super().__init__(store.rank, store.world_size)
         self._first = store
         self._connections = threading.local()
-        self._connections.store = store  # for the thread that makes this, which is the one that saves
+        self._connections.store = store  # for the thread that constructs this, which also calls save()
         self._heartbeat_timeout = heartbeat_timeout
         self._stall_timeout = stall_timeout
         self._answered: deque[str] = deque()
         self._tidying = threading.Lock()
-        self._heart = Heartbeat(store.clone(), heartbeat_timeout)
-        # The heartbeat thread has no reference to this object, and ends with it.
-        self._stop_heart = weakref.finalize(self, self._heart.stop)
+        self._heartbeat = Heartbeat(store.clone(), heartbeat_timeout)
+        # The heartbeat thread holds no reference to this object, and ends when it is collected.
+        self._stop_heartbeat = weakref.finalize(self, self._heartbeat.stop)
 
     def at_step(self, step: int) -> None:
-        """Note the step for the heartbeat."""
-        self._heart.place = self._heart.place.at(step)
+        """Record the step for the heartbeat."""
+        self._heartbeat.place = self._heartbeat.place.at(step)
 
     def resumed(self, step: int) -> None:
-        """Note the step, and that it is an earlier one."""
-        self._heart.place = Place(self._heart.place.turn + 1, step)
+        """Record that training continues from an earlier step."""
+        self._heartbeat.place = Place(self._heartbeat.place.turn + 1, step)
 
     def decide(self, tag: str, value: Any, decide: Callable[[list[Any]], Any], deadline: float) -> Any:
-        """Post a value; the leader then waits for all and answers, the others wait for the answer."""
+        """Post a value; the leader waits for all values and answers, the others wait for the answer."""
         return self._decide(self._question(tag), value, decide, deadline)
 
     def meet(
         self, name: str, value: Any, decide: Callable[[list[Any]], Any], deadline: float, about: str | None = None
     ) -> Any:
-        """As `decide`, with the next number, until the question is not one that was withdrawn."""
-        self._heart.check()
-        place = self._heart.place
+        """Like `decide`, with the next number; tries further numbers while questions were withdrawn."""
+        self._heartbeat.check()
+        place = self._heartbeat.place
         while True:
             self.meetings[name] += 1
             question = self._question(f"{name}/{self.meetings[name]}")
@@ -109,12 +109,12 @@ class StoreCoordinator(Coordinator):
         except (CheckpointTimeoutError, RanksError) as error:
             failure = error
         if data is None:
-            # The first rank to close the question answers it or gives it up, so that none goes on without the others.
+            # The first rank to close the question answers it or gives it up, so that none continues without the others.
             if question.count("closed", 1) == 1:
                 if failure is None:
                     return self._answer(question, lambda: decide(question.values(range(self.world_size))))
                 question.answer(error=error_as_plain(failure), about=about)
-                question.count("count", self.world_size)  # when the leader comes, it must not wait
+                question.count("count", self.world_size)  # so that the leader does not wait for the posts
                 self.leave(question.tag)
                 raise failure
             try:
@@ -141,19 +141,19 @@ class StoreCoordinator(Coordinator):
             return self._answer(question, action)
         lookout = None
         if name is not None:
-            lookout = Lookout(question.store, name, self._heart.place, lambda: [0], lambda: [0])
+            lookout = Lookout(question.store, name, self._heartbeat.place, lambda: [0], lambda: [0])
         return self._read_answer(question, self._await_answer(question, deadline, lookout))
 
     def all_succeed(self, tag: str, work: Callable[[], Any], progress: Callable[[], int], deadline: float) -> list[Any]:
         """Each rank posts what its part returned or raised; the leader answers with an error or with nothing."""
         result, failure = None, None
-        self._heart.progress = progress
+        self._heartbeat.progress = progress
         try:
             result = work()
         except Exception as error:
             failure = error
         finally:
-            self._heart.progress = None
+            self._heartbeat.progress = None
         self.cast(tag, result, failure)
         try:
             return self.count(tag, deadline)
@@ -161,12 +161,12 @@ class StoreCoordinator(Coordinator):
             raise error from failure
 
     def cast(self, tag: str, result: Any, failure: Exception | None = None) -> None:
-        """The first half of `all_succeed`: post how this rank's part went. Does not wait.
+        """The first half of `all_succeed`: post the outcome of this rank's part. Does not wait.
 
         Args:
-            tag: of this question.
-            result: of this rank's part.
-            failure: of this rank's part.
+            tag: names the question.
+            result: what this rank's part returned.
+            failure: what this rank's part raised.
         """
         question = self._question(tag)
         question.post({"work": result} if failure is None else {"error": error_as_plain(failure)})
@@ -174,16 +174,16 @@ class StoreCoordinator(Coordinator):
             question.count("failed", 1)
 
     def is_counted(self, tag: str, watch: FailureDetector) -> bool:
-        """On the leader: whether `count` has nothing to wait for. `watch` is kept from one look to the next."""
+        """On the leader: whether `count` would not wait. Pass the same `watch` in every call."""
         return self._question(tag).is_over(watch, {})
 
     def count(self, tag: str, deadline: float, watch: FailureDetector | None = None) -> list[Any]:
         """The second half of `all_succeed`: wait for the votes of all ranks, or the first failure.
 
         Args:
-            tag: of this question.
+            tag: names the question.
             deadline: monotonic seconds.
-            watch: of the heartbeats; None: one for this question alone.
+            watch: detects dead ranks; None: a new one for this question.
 
         Raises:
             RanksError: as `all_succeed`.
@@ -198,14 +198,14 @@ class StoreCoordinator(Coordinator):
         return results
 
     def look(self, tag: str, number: int, is_over: Callable[[], bool], deadline: float) -> bool:
-        """Whether something is over, the same on all ranks in their look of the same number.
+        """Whether something is over; looks of the same number return the same on all ranks.
 
-        A rank waits only while the leader has yet to make this look. All ranks call `leave` after the last.
+        A rank waits only until the leader has made this look. All ranks call `leave` after the last one.
 
         Args:
-            tag: of these looks, however many there are.
-            number: of this look, from 0.
-            is_over: asked on the leader; when it returned True, that was its last look.
+            tag: names this series of looks.
+            number: number of this look, from 0.
+            is_over: called on the leader; once it has returned True, the leader makes no more looks.
             deadline: monotonic seconds.
         """
         question = self._question(tag)
@@ -222,14 +222,14 @@ class StoreCoordinator(Coordinator):
         self._tidy(tag)
 
     def leave(self, tag: str) -> None:
-        """Nothing more is asked here about this question; its keys are removed when all ranks have left it."""
+        """Declare that this rank has no more use for a question; its keys are removed when all ranks have left it."""
         if self.is_leader:
             self._tidy(tag)
         else:
             self._question(tag).count("left", 1)
 
     def rest(self) -> None:
-        """As `close`, but the other ranks do not count this one as dead: it may start another coordinator."""
+        """Like `close`, but the other ranks do not consider this one dead: it may start another coordinator."""
         self.close()
         try:
             self._first.set(f"beat/{self.rank}", RESTING)
@@ -237,14 +237,14 @@ class StoreCoordinator(Coordinator):
             logger.debug("%s", error)
 
     def close(self) -> None:
-        """Send no more heartbeats; the keys of the last questions stay, for ranks that have yet to read them."""
-        if self._stop_heart.detach() is not None:
-            self._heart.place = Place(closed=True)
-            self._heart.end()
+        """Stop the heartbeat. The keys of the last questions stay, for ranks that have not read them yet."""
+        if self._stop_heartbeat.detach() is not None:
+            self._heartbeat.place = Place(closed=True)
+            self._heartbeat.end()
         self._connections = threading.local()
 
     def _store(self) -> RankStore:
-        """This thread's connection: one that waits must not hold up another thread's."""
+        """This thread's connection: a thread that waits must not block another one."""
         store: RankStore | None = getattr(self._connections, "store", None)
         if store is None:
             store = self._connections.store = self._first.clone()
@@ -257,11 +257,11 @@ class StoreCoordinator(Coordinator):
         return FailureDetector(self._store(), self._heartbeat_timeout, stall_timeout)
 
     def _silent(self, question: Question) -> list[int]:
-        """The ranks that have not posted, of those that this one looks after."""
+        """The ranks that have not posted, among those that this rank waits for."""
         return question.missing() if self.is_leader else [] if question.has_posted(0) else [0]
 
     def _await_all(self, question: Question, deadline: float, lookout: Lookout | None) -> None:
-        """On the leader: return when every rank has posted."""
+        """On the leader: wait until every rank has posted."""
         self._wait(
             lambda: question.count("count") >= self.world_size,
             question.missing,
@@ -297,7 +297,7 @@ class StoreCoordinator(Coordinator):
         what: Callable[[], str],
         lookout: Lookout | None,
     ) -> None:
-        """Return when it is done. Raises RanksError when a missing rank is dead, or has gone on without the call."""
+        """Wait until `is_done()`. Raises RanksError if a missing rank is dead or has continued without the call."""
         detector = self._detector(None)
 
         def check() -> bool:
@@ -318,7 +318,7 @@ class StoreCoordinator(Coordinator):
             raise error if lookout is None else lookout.explain(error) from None
 
     def _answer(self, question: Question, action: Callable[[], Any]) -> Any:
-        """On the leader: what the action returns or raises, for all ranks."""
+        """On the leader: run an action, and post what it returns or raises for all ranks."""
         try:
             result = action()
         except Exception as error:

@@ -236,7 +236,7 @@ def test_a_rank_whose_heart_stops_is_dead(dead: int, blocking: bool, monkeypatch
             if rank == dead:  # as `kill -9` does, once there has been a heartbeat
                 eventually(lambda: f"test/beat/{rank}" in store.values)
                 assert session._coordinator is not None
-                session._coordinator._heart.stop()
+                session._coordinator._heartbeat.stop()
                 stopped.set()
                 return None
             assert stopped.wait(20)

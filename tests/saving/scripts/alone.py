@@ -158,7 +158,7 @@ class BrokenStore:
 
 def a_heart_that_misses_beats(rank: int, world_size: int, folder: Path) -> None:
     with manager_in(folder) as manager:
-        heart = manager._ranks._heart  # type: ignore[attr-defined]
+        heart = manager._ranks._heartbeat  # type: ignore[attr-defined]
         if rank == 1:
             heart._store = broken = BrokenStore(heart._store, 3)
             assert broken.works_again.wait(SECONDS)
@@ -168,7 +168,7 @@ def a_heart_that_misses_beats(rank: int, world_size: int, folder: Path) -> None:
 def a_heart_that_stops(rank: int, world_size: int, folder: Path) -> None:
     """The save fails at once where the heart stopped, with the cause, and on the others as for any rank that is gone."""
     with manager_in(folder) as manager:
-        heart = manager._ranks._heart  # type: ignore[attr-defined]
+        heart = manager._ranks._heartbeat  # type: ignore[attr-defined]
         if rank == 1:
             heart._store = BrokenStore(heart._store, math.inf)
             while time.monotonic() - heart._sent_at < 2.1:
