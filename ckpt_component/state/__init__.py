@@ -1,1 +1,1 @@
-"""The state dict: flattened, its structure, its shards and its objects."""
+"""The state dict: flattening, structure, shards and objects."""

@@ -1,4 +1,4 @@
-"""Whether the chunks of a tensor make up the whole: asked before a save is committed, and when it is loaded."""
+"""Check that the chunks of a tensor cover it exactly: before a save is committed, and at a load."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from .shards import Box
 
 
 def cover_fault(what: str, whole: Sequence[int], boxes: Sequence[Box]) -> str | None:
-    """Why chunks do not make up a tensor exactly: out of bounds, overlapping, or with a hole. None where they do.
+    """Why chunks do not cover a tensor exactly (out of bounds, overlap, or hole); None if they do.
 
     Args:
-        what: is made up; the text begins with it.
+        what: names the tensor at the start of the message.
         whole: shape of the tensor.
         boxes: (offsets, sizes) of the chunks; exact ints, none negative.
     """
@@ -39,7 +39,7 @@ def cover_fault(what: str, whole: Sequence[int], boxes: Sequence[Box]) -> str | 
 
 
 def _first_overlap(boxes: Sequence[Box], dimensions: Sequence[int]) -> tuple[Box, Box] | None:
-    """Two boxes that have an element in common. `dimensions`: those in which the boxes are not known to be alike."""
+    """Find two boxes that overlap. `dimensions`: those in which the boxes may have different intervals."""
     if len(boxes) < 2:
         return None
     if not dimensions:
@@ -50,7 +50,7 @@ def _first_overlap(boxes: Sequence[Box], dimensions: Sequence[int]) -> tuple[Box
             groups.setdefault((box[0][along], box[1][along]), []).append(box)
         intervals = sorted(groups)
         if all(start + count <= after for (start, count), (after, _) in itertools.pairwise(intervals)):
-            # Slabs side by side, as in any table of chunks; each is looked at alone.
+            # Disjoint slabs, as in any regular chunking; check each on its own.
             rest = [dimension for dimension in dimensions if dimension != along]
             overlaps = (_first_overlap(group, rest) for group in groups.values())
             return next((pair for pair in overlaps if pair is not None), None)
@@ -58,7 +58,7 @@ def _first_overlap(boxes: Sequence[Box], dimensions: Sequence[int]) -> tuple[Box
 
 
 def _sweep(boxes: Sequence[Box], dimensions: Sequence[int]) -> tuple[Box, Box] | None:
-    """Any arrangement: along one dimension, each box is compared with those that reach into its place."""
+    """Find an overlap in any arrangement: sweep along one dimension and compare each box with those still open."""
     along = max(dimensions, key=lambda dimension: len({offsets[dimension] for offsets, _ in boxes}))
     active: list[Box] = []
     for box in sorted(boxes, key=lambda entry: entry[0][along]):

@@ -1,6 +1,6 @@
-"""Who stores what several ranks hold alike: each thing once, and about the same number of bytes on every rank.
+"""Deduplication across ranks: replicated values are stored once, with about the same number of bytes on every rank.
 
-This is Megatron's fully parallel save. It is worked out once per structure, on the leading rank.
+This is Megatron's fully parallel save. It is computed once per structure, on the leading rank.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from .flatten import FlatState, key_of
 from .replicas import runs_of
 from .structure import Structure
 
-#: What a rank has, as plain values: `tensors` and `objects` by identity, and the `bytes` of the tensors.
+#: What a rank has, as plain values: the identities of `tensors` and `objects`, and the `bytes` of the tensors.
 Holdings = dict[str, list[Any]]
-#: What a rank is to store: numbers of `tensors` and `objects`. And what other ranks have too (`Replicas`): runs of its
-#: `shared_objects` and `shared_tensors`, and how many `groups` of each all ranks have.
+#: What a rank is to store: numbers of `tensors` and `objects`. And which values other ranks have too (`Replicas`): runs
+#: of its `shared_objects` and `shared_tensors`, and the numbers of `groups` of objects and tensors, same on all ranks.
 Share = dict[str, list[Any]]
 
 
 def holdings(structure: Structure) -> Holdings:
-    """What this rank has; two ranks' entries are equal when their keys, dtypes, shapes and parts of the whole are."""
+    """What this rank has. Entries of two ranks are equal if their keys, dtypes, shapes and shards are equal."""
     keys: list[list[str]] = [[] for _ in structure.stored]
     for path, number in zip(structure.tensor_paths, structure.stored_of, strict=True):
         keys[number].append(key_of(path))
@@ -39,20 +39,20 @@ def holdings(structure: Structure) -> Holdings:
 
 
 def share_out(ranks: Sequence[Holdings]) -> list[Share]:
-    """On the leading rank: who stores what, by rank.
+    """Decide, on the leading rank, what each rank stores.
 
-    Tensors that one rank alone has are that rank's; of the others the largest goes first, to the rank with the least
-    so far. An object goes to the first rank that has it.
+    A tensor that only one rank has is stored by that rank. Of the others the largest is assigned first, to the rank
+    with the fewest bytes so far. An object is stored by the first rank that has it.
     """
     shares: list[Share] = [{"tensors": [], "objects": []} for _ in ranks]
     objects, tensors = _holders(ranks, "objects"), _holders(ranks, "tensors")
     for (rank, number), *_ in objects:
         shares[rank]["objects"].append(number)
     loads = [0] * len(ranks)
-    alone = [holders for holders in tensors if len(holders) == 1]
+    unshared = [holders for holders in tensors if len(holders) == 1]
     shared = [holders for holders in tensors if len(holders) > 1]
     shared.sort(key=lambda holders: ranks[holders[0][0]]["bytes"][holders[0][1]], reverse=True)
-    for holders in (*alone, *shared):
+    for holders in (*unshared, *shared):
         rank, number = min(holders, key=lambda holder: (loads[holder[0]], holder[0]))
         loads[rank] += ranks[rank]["bytes"][number]
         shares[rank]["tensors"].append(number)
@@ -74,10 +74,10 @@ def share_out(ranks: Sequence[Holdings]) -> list[Share]:
 
 
 def _holders(ranks: Sequence[Holdings], kind: str) -> list[list[tuple[int, int]]]:
-    """For everything that is there: the ranks that have it, each with its number there."""
+    """For every distinct value, the ranks that have it, each with the value's number on that rank."""
     holders: dict[str, list[tuple[int, int]]] = {}
-    for rank, held in enumerate(ranks):
-        for number, identity in enumerate(held[kind]):
+    for rank, holding in enumerate(ranks):
+        for number, identity in enumerate(holding[kind]):
             holders.setdefault(identity, []).append((rank, number))
     return list(holders.values())
 
@@ -90,8 +90,8 @@ class Selection:
     """The part of a state that this rank stores.
 
     Args:
-        structure: of all that the rank has.
-        share: from `share_out`.
+        structure: structure of everything that the rank has.
+        share: this rank's share from `share_out`.
     """
 
     def __init__(self, structure: Structure, share: Share) -> None:
@@ -100,7 +100,7 @@ class Selection:
         self._objects = share["objects"]
 
     def of(self, flat: FlatState) -> FlatState:
-        """That part of a state of the same structure."""
+        """Select that part of a state of the same structure."""
         return replace(
             flat,
             tensors=[flat.tensors[number] for number in self._tensors],

@@ -1,4 +1,4 @@
-"""Tensors whose memory is what is stored, and how many of them are examined at once."""
+"""Tensors whose memory holds exactly the bytes to store, and how many of them to examine at once."""
 
 from __future__ import annotations
 
@@ -7,29 +7,29 @@ from operator import attrgetter
 
 import torch
 
-#: So many tensors are examined together. The objects of 20,000 tensors are scattered over more memory than a
-#: processor's caches hold, so that asking all of them one question after the other waits for memory each time.
+#: Number of tensors to examine at once. The Python objects of 20,000 tensors do not fit into the CPU caches, so reading
+#: one attribute of all of them, then the next, would miss the caches every time.
 TOGETHER = 512
-#: By far most of the tensors are one of these.
+#: The types of almost all tensors.
 ORDINARY = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
 def is_its_bytes(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has memory of its own: no subclass that stands for other tensors, such as one of 8-bit floats.
+    """Whether a tensor has its own memory, unlike a subclass that wraps other tensors, such as one of 8-bit floats.
 
-    A subclass that adds no behaviour of its own to operators, such as nn.Buffer, is just its bytes.
+    A subclass that does not override `__torch_dispatch__`, such as nn.Buffer, has its own memory.
     """
     return type(tensor) in ORDINARY or type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
 
 
 def plain_address(tensor: torch.Tensor) -> int | None:
-    """Where a tensor's memory begins, if its elements lie there one after the other, as they are, on the host."""
-    there = is_its_bytes(tensor) and tensor.is_cpu and tensor.is_contiguous()
-    return tensor.data_ptr() if there and not (tensor.is_conj() or tensor.is_neg()) else None
+    """The address of a contiguous CPU tensor whose memory holds its values; None for any other tensor."""
+    contiguous = is_its_bytes(tensor) and tensor.is_cpu and tensor.is_contiguous()
+    return tensor.data_ptr() if contiguous and not (tensor.is_conj() or tensor.is_neg()) else None
 
 
 def plain_addresses(tensors: Sequence[torch.Tensor]) -> list[int | None]:
-    """`plain_address` of each of at most `TOGETHER`, which is found faster where none is None."""
+    """`plain_address` of up to `TOGETHER` tensors; faster if none is None."""
     kind = torch.Tensor
     if (
         ORDINARY.issuperset(map(type, tensors))

@@ -1,8 +1,8 @@
-"""A nested state dict as flat lists of tensors and objects, and back.
+"""Flatten a nested state dict into lists of tensors and objects, and back.
 
-The rules which containers are opened are those of `torch.distributed.checkpoint` since 2.4 (dicts always; a list
-when it holds a tensor, a dict or such a list; a tuple never), because stock `dcp.load` looks for the keys that these
-rules give. What stock forgets is kept beside: int keys, empty dicts, `OrderedDict`.
+The rules for which containers are flattened are those of `torch.distributed.checkpoint` since 2.4 (dicts always; a
+list if it holds a tensor, a dict or such a list; a tuple never), because stock `dcp.load` looks for the resulting keys.
+What stock DCP loses is recorded separately: int keys, empty dicts, `OrderedDict`.
 """
 
 from __future__ import annotations
@@ -25,46 +25,46 @@ from .objects import TAG
 from .per_rank import PerRank, rank_name
 from .shards import Shard, check_mesh, local_parts, mesh_of
 
-#: The way to a value: dict keys (str, int, float, bool or None) and list positions.
+#: The path to a value: dict keys (str, int, float, bool or None) and list indexes.
 Path = tuple[Any, ...]
 StateDict = dict[str, Any]
-#: Which rank a `PerRank` value belongs to: the same for all, or for each by its path.
+#: The rank of `PerRank` values: one rank for all, or a function of path and value.
 Owner = int | Callable[[Path, PerRank], int | None]
 
 _DICTS = (dict, OrderedDict)
-#: Of dict keys. What derives from them, such as an enum's or numpy's, loads as something else or not at all.
+#: Types of dict keys. Their subclasses, such as an enum's or numpy's, load as another type or not at all.
 _PLAIN_KEYS = frozenset({str, int, float, bool, type(None)})
-#: From so many values on a dict is looked at by columns: 0.1 us a value instead of 0.3.
+#: Dicts of at least this many values are first checked as a whole: 0.1 us per value instead of 0.3.
 _WIDE = 16
 
 
 class Stateful(Protocol):
-    """An object that gives its state as a dict and takes it back, such as a module or an optimizer."""
+    """An object with `state_dict()` and `load_state_dict()`, such as a module or an optimizer."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The state."""
+        """Return the state."""
         ...
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
-        """Take the state back."""
+        """Restore the state."""
         ...
 
 
 @dataclass
 class FlatState:
-    """A state dict, flattened.
+    """A flattened state dict.
 
     Attributes:
-        tensors: the tensors, in the order of the walk; not copied. Of a DTensor or ShardedTensor, what this rank holds:
-            several parts of one have the same path.
-        tensor_paths: where each one stood.
+        tensors: the tensors, in traversal order; not copied. Of a DTensor or ShardedTensor, the local parts of this
+            rank, which all have the same path.
+        tensor_paths: path of each tensor.
         objects: everything else.
-        object_paths: where each one stood.
-        containers: (path, kind) of what a plain dict would not give back: `list`, `odict`, `empty`.
-        stateful: (path, object) of the values that were asked for their state.
-        shards: for every tensor which part of a whole it is; None: it is the whole.
-        placed: by number, the DTensors and ShardedTensors whose local parts stand in `tensors`.
-        elsewhere: those of which this rank holds nothing, by place; they do not stand in `tensors`.
+        object_paths: path of each object.
+        containers: (path, kind) of containers that a plain dict would not restore: `list`, `odict`, `empty`.
+        stateful: (path, object) of the values whose `state_dict()` was called.
+        shards: for every tensor, which part of a whole tensor it is; None: it is the whole.
+        placed: the DTensors and ShardedTensors whose local parts are in `tensors`, by number of the part.
+        elsewhere: those of which this rank holds no part, by path; they are not in `tensors`.
     """
 
     tensors: list[torch.Tensor] = field(default_factory=list)
@@ -79,10 +79,10 @@ class FlatState:
 
     @cached_property
     def pointers(self) -> array[int]:
-        """Where the memory of each tensor begins.
+        """The data pointer of each tensor.
 
         Raises:
-            RuntimeError: a tensor has no memory of its own, such as a sparse one.
+            RuntimeError: a tensor has no data pointer, such as a sparse one.
         """
         return array("Q", map(torch.Tensor.data_ptr, self.tensors))
 
@@ -96,16 +96,16 @@ def keys_of(paths: Sequence[Path]) -> list[str]:
     """The flat keys of many paths."""
     try:
         return list(map(".".join, paths))
-    except TypeError:  # not all parts are text
+    except TypeError:  # not all parts are strings
         return list(map(key_of, paths))
 
 
 def kind_of(value: Any) -> Literal["tensor", "dict", "list", "per_rank", "stateful", "object"]:
-    """What the walk makes of a value.
+    """How `flatten` treats a value.
 
-    A dict is taken apart by key; an encoded numpy value and a config of OmegaConf, which would lose its
-    interpolations, are objects. A list is taken apart when it holds something else than objects. What is stateful is
-    asked for its `state_dict()`.
+    Dicts are flattened, except that an encoded numpy value and an OmegaConf config (which would lose its
+    interpolations) are objects. A list is flattened unless it holds objects only. A stateful value is replaced by its
+    `state_dict()`.
     """
     if type(value) in _DICTS or (isinstance(value, Mapping) and not is_config(value)):
         return "object" if TAG in value else "dict"
@@ -123,22 +123,22 @@ def kind_of(value: Any) -> Literal["tensor", "dict", "list", "per_rank", "statef
 
 
 def flatten(state_dict: Mapping[Any, Any], rank: Owner = 0, world_size: int | None = None) -> FlatState:
-    """Walk a state dict; objects with `state_dict()` are asked for their state wherever they stand.
+    """Flatten a state dict; objects with `state_dict()` are replaced by their state at any depth.
 
     Args:
-        state_dict: what to save, or to load into.
-        rank: whose it is; the name under which `PerRank` values stand. Or a function that says it of each of them, None
-            to leave it out.
-        world_size: how many ranks save together; None: nothing is saved.
+        state_dict: the state dict to save, or to load into.
+        rank: the rank whose name is the key of `PerRank` values; or a function that returns it for each of them, None
+            to leave the value out.
+        world_size: how many ranks save together; None if this is not for a save.
 
     Raises:
-        CheckpointStageError: the state is no dict or contains itself, a dict key is neither str, int, float, bool nor
-            None, an object could not be given its state back, or ranks that do not save hold parts of a tensor.
+        CheckpointStageError: the state is not a dict or contains itself, a dict key is neither str, int, float, bool
+            nor None, an object could not restore its state, or ranks that do not save hold parts of a tensor.
     """
     kind = kind_of(state_dict)
     if kind != "dict":
         advice = "; give it a name: {'model': ...}" if kind == "stateful" else ""
-        raise CheckpointStageError(f"A state dict was expected and a {type(state_dict).__name__} came{advice}.")
+        raise CheckpointStageError(f"Expected a state dict, got a {type(state_dict).__name__}{advice}.")
     flat = FlatState()
     try:
         _walk((), state_dict, flat, rank)
@@ -152,7 +152,7 @@ def flatten(state_dict: Mapping[Any, Any], rank: Owner = 0, world_size: int | No
 
 
 def _walk(path: Path, value: Any, flat: FlatState, owner: Owner, inside: bool = False) -> None:
-    """Put a value and all below it into `flat`. `inside`: an object around it restores it."""
+    """Add a value and everything below it to `flat`. `inside`: it is part of an object's state, which that restores."""
     kind = kind_of(value)
     if kind == "object":
         flat.objects.append(value)
@@ -181,7 +181,7 @@ def _walk(path: Path, value: Any, flat: FlatState, owner: Owner, inside: bool = 
                     f"A key of {key_of(path) or 'the state dict'} is the {type(name).__name__} {name!r}; "
                     "use str or int keys."
                 )
-            if type(element) in ORDINARY:  # as below, at once
+            if type(element) in ORDINARY:  # a shortcut for the most frequent case
                 tensors.append(element)
                 paths.append((*path, name))
             else:
@@ -193,8 +193,8 @@ def _walk(path: Path, value: Any, flat: FlatState, owner: Owner, inside: bool = 
     elif kind == "per_rank":
         if inside:
             raise CheckpointStageError(
-                f"'{key_of(path)}' is a PerRank in an object's state_dict(), and load_state_dict would not get it back "
-                "as it was; wrap the object instead: PerRank(object)."
+                f"'{key_of(path)}' is a PerRank in an object's state_dict(), and load_state_dict() would not get it "
+                "back unchanged; wrap the object instead: PerRank(object)."
             )
         rank = owner if isinstance(owner, int) else owner(path, value)
         if rank is not None:
@@ -209,10 +209,10 @@ def _walk(path: Path, value: Any, flat: FlatState, owner: Owner, inside: bool = 
 
 
 def _not_restorable(path: Path, value: Stateful, state: object) -> CheckpointStageError:
-    """The error for an object that a load could not give its state back."""
+    """The error for an object that could not restore its state at a load."""
     if isinstance(state, Mapping):
         problem = (
-            "which has state_dict() and no load_state_dict(), so no load could give it back; define load_state_dict, "
+            "which has state_dict() but no load_state_dict(), so no load could restore it; define load_state_dict(), "
             "or save what its state_dict() returns"
         )
     else:
@@ -221,7 +221,7 @@ def _not_restorable(path: Path, value: Stateful, state: object) -> CheckpointSta
 
 
 def _endless(state_dict: Mapping[Any, Any]) -> CheckpointStageError:
-    """The error for a state that is too deep to be walked through: where it contains itself, if it does."""
+    """The error for a state that is nested too deeply; names the value that contains itself, if there is one."""
     waiting: list[tuple[Path, Any, tuple[Any, ...]]] = [((), state_dict, ())]
     while waiting:
         path, value, around = waiting.pop()
@@ -242,10 +242,10 @@ def _endless(state_dict: Mapping[Any, Any]) -> CheckpointStageError:
 
 
 def _take_parts(flat: FlatState, world_size: int | None) -> None:
-    """Put the parts that this rank holds in the place of tensors that are spread over ranks."""
+    """Replace DTensors and ShardedTensors by the parts that this rank holds."""
     tensors = list(zip(flat.tensor_paths, flat.tensors, strict=True))
     flat.tensor_paths, flat.tensors = [], []
-    checked = None  # to look at a mesh takes longer than at a tensor, and there are few
+    checked = None  # checking a mesh is slow, and most tensors share one
     for path, tensor in tensors:
         parts: list[tuple[torch.Tensor, Shard | None]] = [(tensor, None)]
         if type(tensor) not in ORDINARY:
@@ -265,17 +265,17 @@ def _take_parts(flat: FlatState, world_size: int | None) -> None:
 
 
 def unflatten(values: Mapping[Path, Any], containers: Iterable[tuple[Path, str]]) -> StateDict:
-    """The nested state dict of flat values; the inverse of `flatten`.
+    """Build the nested state dict of flat values; the inverse of `flatten`.
 
     Args:
-        values: value by path.
-        containers: as `FlatState.containers`.
+        values: the values by path.
+        containers: see `FlatState.containers`.
     """
     kinds = dict(containers)
     opened: dict[Path, Any] = {}
 
     def container(path: Path) -> Any:
-        """The dict for what is below a path."""
+        """The dict of the values below a path."""
         if path not in opened:
             opened[path] = OrderedDict() if kinds.get(path) == "odict" else {}
             if path:
@@ -286,7 +286,7 @@ def unflatten(values: Mapping[Path, Any], containers: Iterable[tuple[Path, str]]
         container(path[:-1])[path[-1]] = value
     for path in kinds:
         container(path)
-    # Lists were collected as dicts by position; the deepest are turned first.
+    # Lists were collected as dicts by position; convert them, innermost first.
     for path in sorted(kinds, key=len, reverse=True):
         if kinds[path] == "list":
             positions = opened[path]

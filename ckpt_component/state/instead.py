@@ -1,4 +1,4 @@
-"""What to write into a state instead of an object that a checkpoint does not take."""
+"""Suggestions for error messages: what to save instead of an object that a checkpoint does not accept."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-#: By type, the first that fits; `x` is the value.
+#: Expressions by type, the first match counts; `x` is the value.
 _BY_TYPE: tuple[tuple[tuple[type, ...], str], ...] = (
     ((enum.Enum,), "x.value or x.name"),
     ((pathlib.PurePath, decimal.Decimal, fractions.Fraction, uuid.UUID), "str(x)"),
@@ -38,13 +38,13 @@ _BY_TYPE: tuple[tuple[tuple[type, ...], str], ...] = (
 
 
 def is_config(value: object) -> bool:
-    """Whether a value is a config of OmegaConf: opened as a dict, it would lose its interpolations."""
-    omegaconf = sys.modules.get("omegaconf")  # a config's maker has imported it
+    """Whether a value is an OmegaConf config. Flattened as a dict, it would lose its interpolations."""
+    omegaconf = sys.modules.get("omegaconf")  # if it was never imported, there are no configs
     return omegaconf is not None and isinstance(value, omegaconf.Container)
 
 
 def instead_of(value: object) -> str:
-    """What to save instead, for an error text: 'save dataclasses.asdict(x) instead'."""
+    """What to save instead, for an error message: 'save dataclasses.asdict(x) instead'."""
     expression = _expression(value)
     return "convert it, or keep it out of the state dict" if expression is None else f"save {expression} instead"
 

@@ -1,7 +1,7 @@
-"""Python objects in a form that `torch.load(weights_only=True)` gives back.
+"""Encode Python objects in a form that `torch.load(weights_only=True)` can load.
 
-Numpy values (RNG states above all) are not in its reach, so they travel as tagged tensors and are turned back by
-`decode`. Everything outside the list in `docs/state.md` is refused by key when the snapshot is taken.
+It cannot load numpy values (mostly RNG states), so they are stored as tagged tensors, which `decode` converts back.
+Types outside the list in `docs/state.md` are refused, by key, when the snapshot is taken.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from .dense_tensors import is_its_bytes
 from .instead import instead_of
 from .shards import is_spread
 
-#: The key that marks an encoded numpy value. A dict of the user's with this key is refused.
+#: The key that marks an encoded numpy value. A user's dict with this key is refused.
 TAG = "__ckpt_component_numpy__"
 
 _ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device})
 _CONTAINERS = frozenset({dict, OrderedDict, list, tuple, set})
-#: Elements of less than a byte: `torch.save` knows no storage of them.
+#: Dtypes of less than a byte, which `torch.save` does not support.
 PACKED_DTYPES = frozenset(
     value
     for bits in range(1, 8)
@@ -38,15 +38,15 @@ _ALLOWED = (
 
 
 def encode(value: Any, key: str, parents: tuple[int, ...] = ()) -> Any:
-    """A value in which everything can be loaded with `weights_only`; shares nothing mutable with the original.
+    """Copy a value into a form that loads with `weights_only`; shares nothing mutable with the original.
 
     Args:
-        value: what stands in the state dict.
-        key: its flat key, for error texts.
+        value: a value of the state dict.
+        key: its flat key, for error messages.
         parents: ids of the containers around it.
 
     Raises:
-        CheckpointStageError: something in the value is of a type that loading would refuse.
+        CheckpointStageError: the value contains a type that safe loading would refuse.
     """
     kind = type(value)
     if kind in _ATOMS:
@@ -66,7 +66,7 @@ def encode(value: Any, key: str, parents: tuple[int, ...] = ()) -> Any:
     if isinstance(value, torch.Tensor):
         check_tensor(value, key)
         return value.detach().cpu().clone(memory_format=torch.contiguous_format)
-    numpy = sys.modules.get("numpy")  # a numpy value can only exist where numpy was imported
+    numpy = sys.modules.get("numpy")  # if numpy was never imported, there are no numpy values
     if numpy is not None and (kind in (numpy.ndarray, numpy.memmap) or isinstance(value, numpy.generic)):
         return _encode_numpy(numpy, value, key)
     raise CheckpointStageError(
@@ -89,7 +89,7 @@ def _encode_numpy(numpy: Any, value: Any, key: str) -> dict[str, Any]:
 
 
 def decode(value: Any) -> Any:
-    """The inverse of `encode`, applied to what was loaded. Needs numpy where numpy values were saved."""
+    """The inverse of `encode`, applied to loaded values. Needs numpy if numpy values were saved."""
     kind = type(value)
     if kind not in _CONTAINERS:
         return value
@@ -104,7 +104,7 @@ def _decode_numpy(value: dict[str, Any]) -> Any:
     import numpy
 
     data = value["data"].to(torch.uint8)
-    if not data.is_contiguous():  # in a hostile file it may repeat one byte without end
+    if not data.is_contiguous():  # a hostile file can make one byte look like terabytes with a stride of 0
         raise ValueError("its bytes are not stored one after the other")
     raw = data.view(-1).numpy().tobytes()
     array = numpy.frombuffer(raw, dtype=value["dtype"]).reshape(value["shape"]).copy()
@@ -112,14 +112,14 @@ def _decode_numpy(value: dict[str, Any]) -> Any:
 
 
 def dump(value: Any) -> bytes:
-    """An encoded object as a `torch.save` archive, as stock DCP stores it."""
+    """Serialize an encoded object as a `torch.save` archive, as stock DCP does."""
     stream = io.BytesIO()
     torch.save(value, stream)
     return stream.getvalue()
 
 
 def check_tensor(tensor: torch.Tensor, key: str) -> None:
-    """Refuse, by key, the tensors whose bytes alone do not give them back."""
+    """Refuse, by key, tensors that cannot be restored from their bytes alone."""
     problem = None
     if is_spread(tensor):
         problem = (f"holds a {type(tensor).__name__} in a tuple or another object", "put it into a dict or a list")

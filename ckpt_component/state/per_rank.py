@@ -1,4 +1,4 @@
-"""Marks what every rank has of its own, such as random generators: saved and loaded by rank."""
+"""`PerRank` marks values that differ from rank to rank, such as RNG states: each rank saves and loads its own."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ WhenResized = Literal["keep", "first", "error"]
 
 @dataclass
 class PerRank:
-    """A value of a state dict that differs from rank to rank. All else is taken to be equal where keys are equal.
+    """A value of a state dict that differs from rank to rank. All other values must be equal on ranks with equal keys.
 
-    A save that finds a difference warns of it by key: only one rank's value is saved then.
+    Of those only one rank's value is saved; a save that finds a difference logs a warning with the key.
 
     Args:
         value: a plain value, a tensor, nested containers, or an object with `state_dict()` and `load_state_dict()`. A
-            load fills it in place, or replaces it where it is a plain value.
-        when_resized: what a load does when the checkpoint was saved by another number of ranks: `keep` leaves what the
-            value is now, `first` takes that of rank 0, `error` refuses.
+            load updates it in place, or replaces it if it is a plain value.
+        when_resized: what a load does if the checkpoint was saved with another number of ranks: `keep` keeps the
+            current value, `first` loads that of rank 0, `error` raises.
 
     Raises:
-        CheckpointConfigError: another text than these three.
+        CheckpointConfigError: `when_resized` is none of these three.
     """
 
     value: Any
@@ -37,7 +37,7 @@ class PerRank:
 
 
 def rank_name(rank: int) -> str:
-    """The name under which a rank's own value stands: `rank_00003`."""
+    """The key of a rank's own value: `rank_00003`."""
     return f"rank_{rank:05d}"
 
 

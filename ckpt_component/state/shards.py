@@ -1,4 +1,4 @@
-"""Which parts of a tensor this rank holds: boxes of the whole, as DTensor and ShardedTensor (FSDP2, FSDP1) cut it."""
+"""The parts of a DTensor or ShardedTensor (FSDP2, FSDP1) that this rank holds, as boxes of the whole tensor."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from ..errors import CheckpointStageError
 
 @dataclass(frozen=True)
 class Shard:
-    """Where a local tensor lies in the whole one.
+    """The position of a local tensor in the whole one.
 
     Attributes:
-        shape: of the whole tensor.
-        offsets: of the local part's first element, one per dimension.
+        shape: shape of the whole tensor.
+        offsets: offsets of the local part's first element, one per dimension.
     """
 
     shape: torch.Size
@@ -26,11 +26,11 @@ class Shard:
 
 
 def local_parts(tensor: torch.Tensor, key: str) -> list[tuple[torch.Tensor, Shard | None]]:
-    """As `local_part`, for tensors of which a rank may hold several parts, or none."""
+    """Like `local_part`, for tensors of which a rank may hold several parts or none."""
     if _is_sharded(tensor):
         sharded: Any = tensor
         whole = torch.Size(sharded.metadata().size)
-        # An empty part must not stand where another one begins.
+        # An empty part could have the same offsets as another one.
         shards = [shard for shard in sharded.local_shards() if shard.tensor.numel() or not whole.numel()]
         return [
             (
@@ -44,10 +44,10 @@ def local_parts(tensor: torch.Tensor, key: str) -> list[tuple[torch.Tensor, Shar
 
 
 def local_part(tensor: torch.Tensor, key: str) -> tuple[torch.Tensor, Shard | None]:
-    """The memory that this rank holds of a tensor, and which part of the whole that is (None: it is the whole).
+    """The local tensor of this rank, and which part of the whole it is (None: the whole).
 
     Raises:
-        CheckpointStageError: a DTensor with partial sums, which is no value yet.
+        CheckpointStageError: a DTensor with partial sums, which has no final value yet.
     """
     if mesh_of(tensor) is None:
         return tensor, None
@@ -62,7 +62,7 @@ def local_part(tensor: torch.Tensor, key: str) -> tuple[torch.Tensor, Shard | No
     shape, offsets = compute_local_shape_and_global_offset(placed.shape, placed.device_mesh, placed.placements)
     if tuple(shape) != tuple(local.shape):
         raise CheckpointStageError(
-            f"'{key}' should have the local shape {tuple(shape)} by its placements {placed.placements}, and has "
+            f"'{key}' should have the local shape {tuple(shape)} by its placements {placed.placements}, but has "
             f"{tuple(local.shape)}."
         )
     if tuple(local.shape) == tuple(placed.shape):
@@ -71,24 +71,24 @@ def local_part(tensor: torch.Tensor, key: str) -> tuple[torch.Tensor, Shard | No
 
 
 def mesh_of(tensor: torch.Tensor) -> Any:
-    """The mesh of ranks that a DTensor is placed on; None for other tensors."""
-    module = sys.modules.get("torch.distributed.tensor")  # a DTensor's maker has imported it
+    """The device mesh of a DTensor; None for other tensors."""
+    module = sys.modules.get("torch.distributed.tensor")  # if it was never imported, there are no DTensors
     return tensor.device_mesh if module is not None and isinstance(tensor, module.DTensor) else None
 
 
 def is_spread(tensor: torch.Tensor) -> bool:
-    """Whether its parts are on several ranks: a DTensor or a ShardedTensor."""
+    """Whether a tensor is distributed over ranks: a DTensor or a ShardedTensor."""
     return _is_sharded(tensor) or mesh_of(tensor) is not None
 
 
 def _is_sharded(tensor: torch.Tensor) -> bool:
-    """Whether it is a ShardedTensor, of which most of torch refuses even to ask for a shape."""
+    """Whether a tensor is a ShardedTensor, for which most torch functions raise, even for its shape."""
     module = sys.modules.get("torch.distributed._shard.sharded_tensor")
     return module is not None and isinstance(tensor, module.ShardedTensor)
 
 
 def check_mesh(mesh: Any, key: str, world_size: int) -> None:
-    """Refuse a DTensor of which a rank holds a part that does not save with this one."""
+    """Refuse a DTensor that has a part on a rank outside of this save."""
     ranks = mesh.mesh.flatten().tolist()
     if max(ranks) >= world_size:
         raise CheckpointStageError(
@@ -101,10 +101,10 @@ Box = tuple[Sequence[int], Sequence[int]]
 
 
 def overlap(one: Box, other: Box) -> tuple[tuple[slice, ...], tuple[slice, ...], int] | None:
-    """What two boxes (offsets, sizes) have in common.
+    """The intersection of two boxes (offsets, sizes).
 
     Returns:
-        The slices of the first, those of the second, and the number of elements; None where there is nothing.
+        Its slices in the first box, its slices in the second, and its number of elements; None if it is empty.
     """
     first, second, elements = [], [], 1
     for a, size_a, b, size_b in zip(one[0], one[1], other[0], other[1], strict=True):

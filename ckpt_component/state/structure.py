@@ -1,6 +1,6 @@
-"""Structure: what a state dict is made of.
+"""Structure: the keys, dtypes, shapes, strides, devices and ties of a state dict.
 
-It is compared on every save, so that a changed key, dtype, shape, stride, device or tie is always noticed.
+It is compared at every save, so that a change is always noticed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .objects import PACKED_DTYPES, check_tensor
 
 _COMPLEX = frozenset({torch.complex32, torch.complex64, torch.complex128})
 
-#: (tensor, other, distance in bytes): where the memory of a tensor begins behind that of another.
+#: (tensor, other, distance): the data pointer of a tensor minus that of another, in bytes.
 Relation = tuple[int, int, int]
 
 
@@ -39,12 +39,12 @@ def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 class Stored(NamedTuple):  # there may be a hundred thousand, and a dataclass takes longer to make
-    """One tensor that is stored: the first of those that are the same memory.
+    """A tensor to store: the first of those that share the same memory.
 
     Attributes:
         tensor: its number in `FlatState.tensors`.
-        window: None, or (start, count): instead of the tensor, that many elements of its storage from `start`
-            elements after the tensor's first one (negative: before). For tensors that overlap in part.
+        window: None, or (start, count): store `count` elements of the tensor's storage instead, from `start` elements
+            after the tensor's first one (negative: before). Used for tensors that overlap in part.
     """
 
     tensor: int
@@ -59,21 +59,21 @@ class Stored(NamedTuple):  # there may be a hundred thousand, and a dataclass ta
 
 
 class Structure:
-    """What has to be equal between two saves for the layout to be used again.
+    """What must be equal between two saves to reuse the layout.
 
     Attributes:
-        tensor_paths: as in `FlatState`, and so are the next four.
-        object_paths: where each object stood.
-        containers: (path, kind).
-        shards: for each tensor which part of a whole it is, or None.
-        elsewhere: the places of tensors of which other ranks hold all.
-        pointers: where the memory of each tensor began.
-        stored: the tensors that are stored, each memory once.
-        stored_of: for each tensor the number of its entry in `stored`.
-        ties: of tensors that are the same memory.
+        tensor_paths: path of each tensor, as in `FlatState`.
+        object_paths: path of each object.
+        containers: (path, kind), as in `FlatState`.
+        shards: for each tensor, which part of a whole tensor it is, or None.
+        elsewhere: paths of the tensors of which only other ranks hold parts.
+        pointers: data pointer of each tensor.
+        stored: the tensors to store; tied tensors once.
+        stored_of: for each tensor, the number of its entry in `stored`.
+        ties: relations of the tensors that share the same memory.
 
     Raises:
-        CheckpointStageError: a tensor that cannot be checkpointed, or two places with the same flat key.
+        CheckpointStageError: a tensor that cannot be checkpointed, or two paths with the same flat key.
     """
 
     def __init__(self, flat: FlatState) -> None:
@@ -91,18 +91,18 @@ class Structure:
             return [value for part in self._columns for value in getattr(part, name)]
 
         dtypes, shapes = column("dtypes"), column("shapes")
-        #: By number, of those that are not contiguous.
+        #: Strides of the tensors that are not contiguous, by number.
         self._strides = {
             number: tensors[number].stride() for number, flag in enumerate(column("contiguous")) if not flag
         }
-        #: Those whose memory does not hold their values.
+        #: Conjugate and negative views, whose memory does not hold their values.
         self._views = {number for number, flag in enumerate(column("negated")) if flag}
         self._views |= {number for number, each in enumerate(dtypes) if each.is_complex and tensors[number].is_conj()}
         self.ties: list[Relation] = []
         count = Counter(self.pointers)
         self._distinct_pointers = len(count)
         entries = list(map(Stored, range(len(tensors)), dtypes, shapes))
-        #: By what tensors are that are the same memory: the first of them.
+        #: The first tensor of each distinct memory and form.
         first_of: dict[Any, int] = {}
         for number, pointer in enumerate(self.pointers):
             if count[pointer] > 1 and entries[number].nbytes:
@@ -117,12 +117,12 @@ class Structure:
         self.stored_of = [place_of[first_with.get(number, number)] for number in range(len(tensors))]
 
     def stride_of(self, tensor: int) -> tuple[int, ...]:
-        """Strides of a tensor, in elements."""
+        """The strides of a tensor, in elements."""
         stride = self._strides.get(tensor)
         return contiguous_stride(self._shape_of(tensor)) if stride is None else stride
 
     def is_dense(self, tensor: int) -> bool:
-        """Whether a tensor's elements lie without gaps and each in its own place (also transposed), as they are."""
+        """Whether a tensor's memory holds exactly its values, without gaps or repeats; it may be transposed."""
         shape, stride = self._shape_of(tensor), self._strides.get(tensor)
         if tensor in self._views or shape.numel() == 0:
             return False
@@ -133,11 +133,11 @@ class Structure:
         return reach == shape.numel() and not expanded
 
     def matches(self, flat: FlatState, relations: Iterable[Relation] = ()) -> bool:
-        """Whether a state has this structure, so that the layout made for it fits.
+        """Whether a state has this structure, so that the layout made for it can be reused.
 
         Args:
             flat: the state.
-            relations: what the layout relies on beside `ties`.
+            relations: relations that the layout requires in addition to `ties`.
         """
         tensors = flat.tensors
         if (
@@ -156,14 +156,14 @@ class Structure:
                     return False
                 pointers.extend(map(torch.Tensor.data_ptr, part))
         except RuntimeError:
-            return False  # sparse and nested tensors have no shape or no address; the new structure refuses them by key
-        flat.pointers = pointers  # the same, while the tensors are in the caches
+            return False  # a sparse or nested tensor has no shape or address; the new structure refuses it by key
+        flat.pointers = pointers  # set the cached property here, while the tensors are in the CPU caches
         for number, stride in self._strides.items():
             if tensors[number].stride() != stride:
                 return False
         if pointers == self.pointers:
             return True
-        # Fewer distinct addresses than before: something became tied. A relation that broke: it was untied.
+        # Fewer distinct addresses than before: tensors became tied. A broken relation: tensors were untied.
         return len(set(pointers)) == self._distinct_pointers and all(
             pointers[number] - pointers[other] == distance for number, other, distance in (*self.ties, *relations)
         )
@@ -173,9 +173,9 @@ class Structure:
 
 
 class _Columns(NamedTuple):
-    """What some tensors are, to be compared as wholes: a loop over tensors would take as long as their copy.
+    """The properties of some tensors, compared as whole lists: a loop over tensors would take as long as their copy.
 
-    With an equal shape `contiguous` says it of strides.
+    Together with the shape, `contiguous` determines the strides of contiguous tensors.
     """
 
     types: list[type]
@@ -188,13 +188,13 @@ class _Columns(NamedTuple):
 
     @classmethod
     def of(cls, tensors: Sequence[torch.Tensor]) -> _Columns:
-        """Look at some tensors.
+        """Collect the properties of some tensors.
 
         Raises:
             RuntimeError: a tensor has no shape.
         """
         dtypes = list(map(attrgetter("dtype"), tensors))
-        on_host = list(map(attrgetter("is_cpu"), tensors))  # says it without making a device
+        on_host = list(map(attrgetter("is_cpu"), tensors))  # cheaper than creating `torch.device` objects
         return cls(
             list(map(type, tensors)),
             list(map(attrgetter("shape"), tensors)),
@@ -207,10 +207,10 @@ class _Columns(NamedTuple):
 
 
 def _check(flat: FlatState) -> None:
-    """Refuse tensors that cannot be checkpointed, and places whose flat keys are the same text.
+    """Refuse tensors that cannot be checkpointed, and different paths with the same flat key.
 
-    Such as `{"a.b": 1}` and `{"a": {"b": 1}}`. A place that comes several times is one: of a tensor of which this rank
-    holds several parts.
+    An example is `{"a.b": 1, "a": {"b": 1}}`. A path may occur several times, for a tensor of which this rank holds
+    several parts.
     """
     for path, tensor in zip(flat.tensor_paths, flat.tensors, strict=True):
         if (

@@ -158,7 +158,7 @@ class Own:
 @pytest.mark.parametrize(
     ("value", "text"),
     [
-        (Half({"x": 1}), "'a.b' is a Half, which has state_dict() and no load_state_dict()"),
+        (Half({"x": 1}), "'a.b' is a Half, which has state_dict() but no load_state_dict()"),
         (Whole(None), "'a.b' is a Whole, whose state_dict() returned a NoneType; a dict is expected"),
         (Whole(torch.ones(1)), "'a.b' is a Whole, whose state_dict() returned a Tensor"),
         (Whole({"x": PerRank(1)}), "'a.b.x' is a PerRank in an object's state_dict()"),
@@ -188,4 +188,4 @@ def test_what_the_object_around_it_restores_needs_no_load_of_its_own(ours: SyncC
 
 
 def test_a_config_is_no_state(ours: SyncCheckpointer, tmp_path: Path) -> None:
-    assert "a DictConfig came" in refused(ours, OmegaConf.create({"a": 1}), tmp_path / "one")
+    assert "got a DictConfig" in refused(ours, OmegaConf.create({"a": 1}), tmp_path / "one")
