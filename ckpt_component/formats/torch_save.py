@@ -55,8 +55,9 @@ class _TensorRef:
     """Stands for a tensor in the pickle: a view of a storage, which begins and strides at numbers of elements."""
 
     def __init__(
-        self, storage: _StorageRef, dtype: torch.dtype, offset: int, shape: Sequence[int], stride: Sequence[int]
+        self, storage: _StorageRef, dtype: torch.dtype, offset: int, shape: Sequence[int], stride: Sequence[int] | None
     ) -> None:
+        stride = contiguous_stride(shape) if stride is None else stride
         backward_hooks: OrderedDict[str, Any] = OrderedDict()
         form = (storage, offset, tuple(shape), tuple(stride), False, backward_hooks)
         if dtype in STORAGES:
@@ -148,8 +149,8 @@ class _TorchSavePlan(FormatPlan):
         return EncodedSave(self._table, (blob,))
 
 
-#: Number of what is stored; offset, shape and stride in there, in elements.
-_View = tuple[int, int, Sequence[int], Sequence[int]]
+#: Number of what is stored; offset, shape and stride in there, in elements; None: the stride of a contiguous tensor.
+_View = tuple[int, int, Sequence[int], Sequence[int] | None]
 
 
 def _join_overlaps(structure: Structure) -> tuple[list[Stored], list[_View], list[Relation]]:
@@ -165,7 +166,7 @@ def _join_overlaps(structure: Structure) -> tuple[list[Stored], list[_View], lis
     grouped = {number for group in groups for number in group}
     for number, entry in enumerate(structure.stored):
         if number not in grouped:
-            views[number] = (len(stored), 0, entry.shape, contiguous_stride(entry.shape))
+            views[number] = (len(stored), 0, entry.shape, None)
             stored.append(entry)
     for group in groups:
         first = structure.stored[group[0]]

@@ -52,12 +52,12 @@ class SweepReport(Callback):
         figures = figures_of([report for manager in managers for report in manager.reports])
         write_job_result(status, reason=reason, figures=figures)
 
-    def on_run_end(self, config: DictConfig, job_return: JobReturn, **_: Any) -> None:
+    def on_run_end(self, config: DictConfig, **kwargs: Any) -> None:
         """Called by Hydra after a single run. Of one that failed, the error is enough.
 
         A job that measures several things has shown them by itself.
         """
-        if _leads() and job_return.status == JobStatus.COMPLETED:
+        if _leads() and kwargs["job_return"].status == JobStatus.COMPLETED:
             from .jobs import read_jobs
             from .report import table
 
