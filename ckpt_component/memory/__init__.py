@@ -1,1 +1,1 @@
-"""Host memory below Python: mappings, huge pages, the page cache, columns of integers."""
+"""Low-level host memory: mappings, huge pages, the page cache, integer columns."""

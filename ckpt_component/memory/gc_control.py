@@ -22,6 +22,6 @@ def collector_paused() -> Iterator[None]:
 
 
 def give_back_freed() -> None:
-    """Have the C library return freed memory to the system: planning frees much that it would keep."""
+    """Return freed memory to the system: planning frees much, which the C library would keep."""
     if libc.malloc_trim is not None:
         libc.malloc_trim(0)

@@ -1,7 +1,7 @@
-"""Columns of integers, one for each of many tensors, handled by one thread.
+"""Columns of integers with one entry per tensor, processed by one thread.
 
-Some of torch's operations, such as `column[numbers]`, wake all of its threads for a few thousand numbers, which takes
-longer than the operation.
+Some torch operations, such as `column[numbers]`, wake up all threads for a few thousand numbers, which takes longer
+than the operation itself.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ Row = TypeVar("Row", bound=tuple[Any, ...])
 
 
 def rows_of(kind: type[Row], *columns: Iterable[Any]) -> Iterator[Row]:
-    """Named tuples of columns, one for each field; faster than their own constructor, which is Python."""
+    """Make named tuples from columns, one per field; faster than their constructor, which is Python code."""
     return map(partial(tuple.__new__, kind), zip(*columns, strict=False))
 
 
 def column_of(values: Iterable[int]) -> torch.Tensor:
-    """Integers below 2^63 as a column, int64; faster than `torch.tensor`.
+    """Make an int64 column; faster than `torch.tensor`.
 
     Raises:
-        OverflowError: one has more bits.
-        TypeError: one is no integer.
+        OverflowError: a value does not fit into int64.
+        TypeError: a value is not an integer.
     """
     numbers = array("q", values)
     return torch.frombuffer(numbers, dtype=torch.int64) if numbers else torch.empty(0, dtype=torch.int64)

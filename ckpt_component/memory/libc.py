@@ -1,6 +1,7 @@
-"""The C library's calls for which Python has no function, and raw memory. The one module that uses ctypes.
+"""C library functions that Python does not expose, and raw memory access, through ctypes.
 
-Standard library alone: the writer process imports it. A call that this C library does not have is None.
+Imports only the standard library, because the writer process imports it. A function that this C library does not have
+is None.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ from typing import Any
 MAP_FAILED = ctypes.c_void_p(-1).value
 MAP_FIXED = 0x10
 MAP_NORESERVE = 0x4000
-#: Advice of Linux 5.14 and 6.1 that the module `mmap` does not name.
+#: Advice of Linux 5.14 and 6.1 that the module `mmap` does not define.
 MADV_POPULATE_WRITE = 23
 MADV_COLLAPSE = 25
-#: Rows of address and length that one call takes (IOV_MAX of Linux), and the bytes of a row.
+#: Maximum number of rows (address, length) per call, as in Linux, and the size of a row in bytes.
 IOV_MAX = 1024
 IOV_BYTES = 16
 
@@ -49,7 +50,7 @@ get_errno = ctypes.get_errno
 
 
 def last_error() -> OSError:
-    """The error of the last call in this thread that failed."""
+    """The error of the last failed call in this thread."""
     code = ctypes.get_errno()
     return OSError(code, os.strerror(code))
 
@@ -60,7 +61,7 @@ def address_of(memory: memoryview) -> int:
 
 
 def memory_at(address: int, nbytes: int, owner: object) -> memoryview:
-    """The bytes at an address, without a copy. The view keeps `owner`, whose memory it is, alive."""
+    """View the bytes at an address without a copy. The view keeps `owner`, the owner of the memory, alive."""
     if nbytes == 0:
         return memoryview(b"")
     block = (ctypes.c_ubyte * nbytes).from_address(address)

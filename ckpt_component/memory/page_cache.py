@@ -1,4 +1,4 @@
-"""How much of a file is in the page cache, so that the disk need not be asked for it."""
+"""Query how much of a file is in the page cache and can be read without disk I/O."""
 
 from __future__ import annotations
 
@@ -9,25 +9,26 @@ from collections.abc import Sequence
 
 from . import libc
 
-#: Pages that are looked at, in all files together.
+#: Number of pages to query over all files.
 _SAMPLES = 256
 
 
 def share_in_memory(ranges: Sequence[tuple[int, int, int]]) -> float | None:
-    """How much of ranges of files is in the page cache, from 0 to 1, by samples.
+    """Estimate the share of file ranges that is in the page cache, from 0 to 1, by sampling pages.
 
     Args:
-        ranges: descriptor, offset and length.
+        ranges: (descriptor, offset, length) of each range.
 
     Returns:
-        None where the system does not tell: files that this process may neither own nor write, or no bytes at all.
+        The share; None if there are no bytes, or for files that this process neither owns nor may write, for which
+        Linux does not give the real answer.
 
     Raises:
         OSError: a file cannot be queried.
     """
     offsets: dict[int, list[int]] = {}
     step = max(sum(length for _, _, length in ranges) / _SAMPLES, 1)
-    position = 0.0  # of the next sample, from the start of a range
+    position = 0.0  # of the next sample, relative to the start of the range
     for fd, offset, length in ranges:
         while position < length:
             offsets.setdefault(fd, []).append(offset + int(position))
@@ -40,18 +41,18 @@ def share_in_memory(ranges: Sequence[tuple[int, int, int]]) -> float | None:
 
 
 def _may_query(fd: int) -> bool:
-    """Linux answers correctly to those who own or may write a file, and reports to all others that it is cached."""
+    """Linux gives the real answer only to processes that own or may write a file; to others it reports "cached"."""
     return os.fstat(fd).st_uid == os.geteuid() or os.access(f"/proc/self/fd/{fd}", os.W_OK, effective_ids=True)
 
 
 def are_cached(fd: int, offsets: Sequence[int]) -> list[bool]:
-    """Of bytes of a file, whether they are in memory.
+    """Whether the bytes at these offsets of a file are in the page cache.
 
     Raises:
         OSError: the file cannot be queried.
     """
     size = max(offsets) + 1
-    # Nothing is read through this mapping, so a disk that fails cannot end the process by a signal.
+    # Nothing is read through this mapping, so a failing disk cannot kill the process with SIGBUS.
     address = libc.mmap(None, size, mmap.PROT_READ, mmap.MAP_SHARED, fd, 0)
     if address == libc.MAP_FAILED:
         raise libc.last_error()

@@ -1,6 +1,6 @@
-"""Memory to read through, whose bytes one system call copies to many places.
+"""A read buffer whose bytes can be scattered to many destinations by one system call.
 
-It is a file without a name, because the system calls that fill many places read from a file.
+The buffer is a memfd, because `preadv`, which fills many destinations, reads from a file.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from .huge_pages import HUGE_PAGE, make_huge, map_shared
 
 logger = logging.getLogger(__name__)
 
-#: Of a block: one huge page.
+#: Size of a block: one huge page.
 BLOCK_BYTES = HUGE_PAGE
 
 
 class ScratchBlock:
-    """`BLOCK_BYTES` of memory that begin at a page, as `view`.
+    """A page-aligned block of `BLOCK_BYTES` bytes, accessible as `view`.
 
     Args:
-        huge: make them one huge page, which takes a while, and which direct I/O fills with fewer requests.
+        huge: back it with one huge page, which takes longer to allocate but lets direct I/O use fewer requests.
 
     Raises:
-        CheckpointError: there is no memory or no file descriptor for it.
+        CheckpointError: there is not enough memory or no free file descriptor.
     """
 
     def __init__(self, *, huge: bool) -> None:
         try:
             self._descriptor = os.memfd_create("ckpt-read", os.MFD_CLOEXEC)
             try:
-                os.posix_fallocate(self._descriptor, 0, BLOCK_BYTES)  # without it, too little memory is a signal
+                os.posix_fallocate(self._descriptor, 0, BLOCK_BYTES)  # else running out of memory would raise SIGBUS
                 if huge:
                     self.view = map_shared(self._descriptor, BLOCK_BYTES)
                 else:
@@ -52,16 +52,16 @@ class ScratchBlock:
             logger.debug("a read buffer is not in huge pages: %s", os.strerror(code))
 
     def scatter(self, table: int, pieces: int, nbytes: int, position: int) -> None:
-        """Copy the bytes from `position` on to pieces of memory, in one system call.
+        """Copy the bytes from `position` on to many pieces of memory with one system call.
 
         Args:
-            table: address of rows of address and length, each of 64 bits.
-            pieces: how many those are; at most `libc.IOV_MAX`.
-            nbytes: of all pieces.
-            position: in the block.
+            table: address of a table of the pieces: rows of address and length, 64 bits each.
+            pieces: number of pieces; at most `libc.IOV_MAX`.
+            nbytes: total size of all pieces.
+            position: position in the block.
 
         Raises:
-            OSError: the system refuses.
+            OSError: the system call failed.
         """
         while (copied := libc.preadv(self._descriptor, table, pieces, position)) != nbytes:
             code = libc.get_errno() if copied < 0 else errno.EIO
@@ -69,6 +69,6 @@ class ScratchBlock:
                 raise OSError(code, f"{os.strerror(code)}: {copied} of {nbytes} bytes were copied to tensors")
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         self.view.release()
         os.close(self._descriptor)
