@@ -1,1 +1,1 @@
-"""A rank's bytes in host memory, laid out once per structure: the tree, the items, the layout, the arena."""
+"""The image of a checkpoint in host memory: items, layout, arenas and copies."""

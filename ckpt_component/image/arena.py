@@ -1,7 +1,7 @@
-"""Host memory for images: one block per arena, leased to one save at a time.
+"""Arenas: host memory for images, one block each, leased to one save at a time.
 
-A memfd when another process must see it: no name in /dev/shm to leak, no container limit on /dev/shm, one descriptor
-for a run and not one per tensor. Page-locked, once, when CUDA tensors are copied into it.
+A shared arena is a memfd: it leaks no name in /dev/shm, is not limited by a container's size of /dev/shm, and needs one
+descriptor per run instead of one per tensor. It is page-locked, once, when CUDA tensors are copied into it.
 """
 
 from __future__ import annotations
@@ -27,24 +27,25 @@ from .layout import Layout
 
 logger = logging.getLogger(__name__)
 
-#: Arenas are numbered for the writer process; no state is shared through the numbers.
+#: Numbers by which the writer process identifies arenas.
 _numbers = itertools.count(1)
 
 
 class Slots(Sequence[torch.Tensor]):
-    """Where the payloads of a layout's items belong in an arena: addresses at once, tensors when they are asked for.
+    """The slots of a layout's items in an arena: addresses are computed at once, tensors on demand.
 
-    Copies of small tensors in host memory need the addresses alone, and a tensor takes microseconds and a kilobyte.
+    Copies of small tensors in host memory need only the addresses, and creating a tensor takes microseconds and a
+    kilobyte.
 
     Args:
         slab: the arena's bytes.
-        layout: of the image in there.
+        layout: layout of the image in the arena.
 
     Attributes:
         layout: as given.
-        addresses: of the payloads, int64.
-        sizes: of the payloads in bytes, int64.
-        plans: how these slots are filled, for the stager that does so; by the key of the plan.
+        addresses: addresses of the payloads, int64.
+        sizes: sizes of the payloads in bytes, int64.
+        plans: a cache of copy plans for the stager, by its own keys.
     """
 
     def __init__(self, slab: torch.Tensor, layout: Layout) -> None:
@@ -68,7 +69,7 @@ class Slots(Sequence[torch.Tensor]):
         return tensor
 
     def release(self) -> None:
-        """Let go of the arena's memory."""
+        """Drop all references to the arena's memory."""
         self.plans, self._slab, self._tensors = {}, torch.empty(0), []
 
 
@@ -76,12 +77,12 @@ class Arena:
     """One block of host memory holding a rank's image.
 
     Args:
-        nbytes: size; rounded up to whole pages.
-        shared: another process must be able to map it.
+        nbytes: size in bytes; rounded up to whole pages.
+        shared: whether another process must be able to map it.
 
     Attributes:
         memory: the block as bytes; empty once the arena is closed.
-        slab: the same as a tensor.
+        slab: the block as a tensor.
 
     Raises:
         CheckpointError: there is not enough memory.
@@ -95,7 +96,7 @@ class Arena:
         self._locked = False
         self._slots: Slots | None = None
         try:
-            # Checked beforehand: reserving more than there is does not fail, it has the kernel kill processes.
+            # Check first: reserving more than is available does not fail but triggers the OOM killer.
             available = psutil.virtual_memory().available
             if self.nbytes > available:
                 raise OSError(f"{available / 1e9:.2f} GB are available")
@@ -115,11 +116,11 @@ class Arena:
         self.slab = torch.frombuffer(self.memory, dtype=torch.uint8)
 
     def buffers(self, start: int, end: int, *, whole: bool = False) -> list[memoryview]:
-        """The bytes [start, end) of the image, for a writer in this process; see `ByteSource.buffers`."""
+        """The bytes [start, end) of the image, for an in-process writer; see `ByteSource.buffers`."""
         return [self.memory[start:end]]
 
     def slots(self, layout: Layout) -> Slots:
-        """A destination for every item of the layout; fixed bytes are written when the layout changes."""
+        """The slots of a layout. When the layout changes, its fixed bytes are written first."""
         slots = self._slots
         if slots is None or slots.layout is not layout:
             for position, data in layout.fixed_parts():
@@ -130,7 +131,7 @@ class Arena:
         return slots
 
     def page_lock(self, device: torch.device) -> None:
-        """Register the block with CUDA, once, so that copies from `device` run at full speed and in the background."""
+        """Register the block with CUDA, once, so that copies from `device` are asynchronous and run at full speed."""
         if self._locked:
             return
         with torch.cuda.device(device):
@@ -144,7 +145,7 @@ class Arena:
             )
 
     def close(self) -> None:
-        """Give the memory back; what `slots` returned must not be used any more."""
+        """Free the memory; the result of `slots` must not be used any more."""
         self.closed = True
         if self._locked:
             torch.cuda.cudart().cudaHostUnregister(self.slab.data_ptr())
@@ -152,17 +153,17 @@ class Arena:
         if self._slots is not None:
             self._slots.release()
             self._slots = None
-        # It is unmapped with the last tensor or view of it.
+        # The block is unmapped with the last tensor or view of it.
         self.slab, self.memory = torch.empty(0, dtype=torch.uint8), memoryview(b"")
         if self.fd is not None:
             os.close(self.fd)
             self.fd = None
 
     def shared_descriptor(self) -> int:
-        """A descriptor of the memory, for another process or owner; it stays the arena's.
+        """The descriptor of the memory, for another process or owner to duplicate; the arena keeps it.
 
         Raises:
-            CheckpointError: the arena is closed, or its memory is this process's alone.
+            CheckpointError: the arena is closed or not shared.
         """
         if self.fd is None:
             raise CheckpointError("This checkpoint arena is closed, or was not made to be shared with other processes.")
@@ -170,11 +171,11 @@ class Arena:
 
 
 class ArenaPool:
-    """Up to `count` arenas, each leased to one save and never written while it is.
+    """Up to `count` arenas, each leased to one save at a time.
 
     Args:
         count: how many saves may be in flight.
-        shared: as for `Arena`.
+        shared: see `Arena`.
     """
 
     def __init__(self, count: int, *, shared: bool) -> None:
@@ -187,19 +188,19 @@ class ArenaPool:
 
     @property
     def idle_bytes(self) -> int:
-        """The memory of arenas that no save has."""
+        """Total size of the arenas that are not leased."""
         with self._changed:
             return sum(arena.nbytes for arena in self._free)
 
     def wait_free(self, deadline: float) -> bool:
-        """Wait until `lease` would not have to. Returns False when it still would at `deadline` (monotonic seconds)."""
+        """Wait until `lease` would not block; returns False if `deadline` (monotonic seconds) passes first."""
         with self._changed:
             return self._changed.wait_for(
                 lambda: self._leased < self._count, timeout=max(deadline - time.monotonic(), 0)
             )
 
     def lease(self, nbytes: int, timeout: float) -> Arena:
-        """An arena of at least `nbytes`, for the caller alone until `give_back`.
+        """Lease an arena of at least `nbytes` for exclusive use until `give_back`.
 
         Raises:
             CheckpointTimeoutError: all arenas stayed busy for `timeout` seconds.
@@ -227,7 +228,7 @@ class ArenaPool:
             raise
 
     def give_back(self, arena: Arena, staged: Future[None] | None = None) -> None:
-        """End a lease: the save was committed or given up. Can be a callback of the future of the copy into it."""
+        """End a lease after the save was committed or given up. Can be used as a callback of the copy's future."""
         with self._changed:
             self._leased -= 1
             if self._closed:
@@ -237,7 +238,7 @@ class ArenaPool:
             self._changed.notify()
 
     def close(self) -> None:
-        """Free what is not leased now, and the rest when it comes back."""
+        """Free the arenas that are not leased now, and the others when they are given back."""
         with self._changed:
             self._closed = True
             while self._free:

@@ -1,9 +1,9 @@
-"""Copy the tensors of a state into their slots: planned once per structure, and cut into tasks that threads take.
+"""Copy the tensors of a state into their slots. The copy is planned once per structure and split into thread tasks.
 
-A large tensor in host memory is copied by a few `memmove`s, each as large as leaves work for all threads: glibc writes
-past the caches from a size on that depends on the last cache, and is faster then. Small ones are copied many at a time
-by one system call, which takes their addresses as columns; `torch._foreach_copy_` touches every tensor. From a CUDA
-device everything is copied by a side stream.
+A large tensor in host memory is copied by a few `memmove`s, as large as possible while all threads have work: above a
+size that depends on the last-level cache, glibc uses non-temporal stores, which are faster. Small tensors are copied
+many at a time by one system call, which takes columns of addresses; `torch._foreach_copy_` would touch every tensor.
+CUDA tensors are copied on a side stream.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from .layout import Layout
 logger = logging.getLogger(__name__)
 
 _TASK_BYTES = 8 << 20
-#: The most of one tensor in a task: a copy that is to stop, or to be helped with, must be between two tasks soon.
+#: Maximum bytes per task: only between two tasks can a copy be stopped, or other threads join it.
 _MAX_TASK_BYTES = 256 << 20
-#: From here on a tensor has tasks of its own.
+#: A tensor of at least this size gets tasks of its own.
 LARGE_BYTES = 512 << 10
-#: Below this torch copies with one thread (its grain size), and a task may have many of them.
+#: Below this number of elements (torch's grain size) torch copies with one thread, so a task has many such tensors.
 _GRAIN_ELEMENTS = 32768
 
 
 def sources_of(layout: Layout, flat: FlatState) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """The tensor to copy for every item of a layout, and the addresses of their memory; to be used under `no_grad`.
+    """The tensors to copy for the items of a layout, and their addresses. Use them under `no_grad`.
 
     Args:
-        layout: of the items.
+        layout: layout of the items.
         flat: a state of the layout's structure.
     """
     sources = list(map(flat.tensors.__getitem__, layout.tensor_of))
@@ -57,17 +57,17 @@ def sources_of(layout: Layout, flat: FlatState) -> tuple[list[torch.Tensor], tor
 
 
 class CopyPlan:
-    """How tensors of one structure are copied into their slots.
+    """How to copy the tensors of one structure into their slots.
 
     Args:
-        slots: contiguous tensors in CPU memory, each of its source's shape and dtype.
-        sources: tensors of any strides. Later copies take others of the same shapes, dtypes, strides and devices, and
-            with the same of them conjugated and negated views.
-        numbers: of those that are copied; None: all.
+        slots: contiguous CPU tensors, each of the same shape and dtype as its source.
+        sources: tensors of any strides. Later copies may use other tensors of the same shapes, dtypes, strides and
+            devices, and with the same ones conjugate or negative views.
+        numbers: numbers of the tensors to copy; None: all.
 
     Attributes:
-        numbers: as given.
-        device: a CUDA device that some of them lie on, or None.
+        numbers: numbers of the tensors to copy.
+        device: a CUDA device of some of the sources, or None.
 
     Raises:
         RuntimeError: a source does not fit its slot.
@@ -78,10 +78,10 @@ class CopyPlan:
     ) -> None:
         self.slots = slots
         self.numbers = list(range(len(sources)) if numbers is None else numbers)
-        #: By device the numbers of what lies there.
+        #: Numbers of the CUDA tensors, by device.
         self.on_device: dict[torch.device, list[int]] = defaultdict(list)
         self.gather = Gather()
-        #: Methods of `CopyTasks` with their arguments. Bound ones would keep the arena's memory alive by a cycle.
+        #: Methods of `CopyTasks` and their arguments. Bound methods would keep the arena's memory alive by a cycle.
         self.tasks: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
         if isinstance(slots, Slots):
             targets, sizes = slots.addresses, slots.sizes
@@ -109,28 +109,27 @@ class CopyPlan:
                 task = int(targets[number]) + start, number, start, min(step, nbytes[number] - start)
                 self.tasks.append((CopyTasks._copy_large, task))
         self.small = column_of(small)
-        #: Rows of address and length of the small ones' slots.
+        #: Rows of (address, length): the slots of the small tensors.
         self.pieces = torch.stack([targets.index_select(0, self.small), sizes.index_select(0, self.small)], 1)
         self.tasks += [(CopyTasks._copy_small, task) for task in _batches([nbytes[number] for number in small])]
-        # Those whose memory is not what is to be stored, only torch can copy; large ones together, because torch copies
-        # each of them with all its threads.
-        together = [strided[first:last] for first, last, _ in _batches([nbytes[number] for number in strided])]
-        together += [strided_large] if strided_large else []
-        self.tasks += [(CopyTasks._copy_strided, (numbers,)) for numbers in together]
+        # Non-contiguous tensors need torch to copy them. The large ones are one task, because torch copies each of
+        # them with all its threads.
+        groups = [strided[first:last] for first, last, _ in _batches([nbytes[number] for number in strided])]
+        groups += [strided_large] if strided_large else []
+        self.tasks += [(CopyTasks._copy_strided, (numbers,)) for numbers in groups]
 
 
 class CopyTasks:
-    """One copy, on its way. Any number of threads may work on it.
+    """A copy in progress. Any number of threads may work on it.
 
-    Copies from CUDA devices are started at once. A side stream first waits for what the trainer's current stream has
-    been given so far, so that they see finished values; `record_stream` keeps the sources' memory from being reused
-    before they are done.
+    Copies from CUDA devices start at once. Their side stream first waits for the work queued on the trainer's current
+    stream, so that it reads final values; `record_stream` keeps the memory of the sources from being reused before
+    the copies are done.
 
     Args:
-        plan: of the tensors' structure.
-        sources: what is copied, among others; by number.
-        addresses: where the memory of each begins (int64), if that cannot change before it is copied; None: looked up
-            when it is copied.
+        plan: plan of the tensors' structure.
+        sources: the tensors to copy, by number; may contain others.
+        addresses: the address of each source (int64), if it cannot change before the copy; None: look it up then.
     """
 
     def __init__(self, plan: CopyPlan, sources: Sequence[torch.Tensor], addresses: torch.Tensor | None = None) -> None:
@@ -148,16 +147,16 @@ class CopyTasks:
             self._events.append(self._start_on(device, numbers))
 
     def drain(self, until: float = math.inf, threads: int = 1) -> None:
-        """Do tasks until none is left; other threads may still be at work on theirs. `finish` raises what failed.
+        """Run tasks until none is left; other threads may still be running theirs. Errors are raised by `finish`.
 
         Args:
-            until: begin no further task after this time (monotonic seconds).
-            threads: how many may work, the calling one and those at work already included.
+            until: start no task after this time (monotonic seconds).
+            threads: how many threads may work, including the calling one and those already working.
         """
         helpers = min(threads - self._running, len(self._todo)) - 1
         with (
             ThreadPoolExecutor(max(helpers, 1), thread_name_prefix="ckpt-copy") as pool,
-            torch.no_grad(),  # holds for one thread alone
+            torch.no_grad(),  # applies only to this thread
         ):
             for _ in range(helpers):
                 pool.submit(self.drain, until)
@@ -177,21 +176,21 @@ class CopyTasks:
                     self._changed.notify_all()
 
     def stop(self) -> None:
-        """Leave the rest undone: the copy is not needed any more."""
+        """Drop the remaining tasks: the copy is no longer needed."""
         with self._changed:
             self._todo.clear()
 
     def finish(self, threads: int) -> None:
-        """Do what is left; when this returns or raises, nothing is copied any more.
+        """Run the remaining tasks. When this returns or raises, no thread is copying any more.
 
         Raises:
-            RuntimeError: something could not be copied.
+            RuntimeError: a tensor could not be copied.
         """
         try:
             self.drain(math.inf, threads)
         finally:
             with self._changed:
-                while self._running:  # memory copies, which wait for nothing
+                while self._running:  # memory copies, which never block
                     self._changed.wait()
             for event in self._events:
                 event.synchronize()
@@ -228,7 +227,7 @@ class CopyTasks:
 
 
 class Gather:
-    """Copies many pieces of this process's memory in one system call, which does not hold the GIL."""
+    """Copies many pieces of this process's memory with one system call, without holding the GIL."""
 
     def __init__(self) -> None:
         self._available = True
@@ -238,12 +237,12 @@ class Gather:
 
         Args:
             origins: address of a table of the pieces: rows of address and length, 64 bits each.
-            targets: address of a table of as many targets, of the same lengths.
-            pieces: how many there are; at most `IOV_MAX`.
-            nbytes: of all pieces together.
+            targets: address of a table of the targets, with the same number of rows and the same lengths.
+            pieces: number of pieces; at most `IOV_MAX`.
+            nbytes: total size of all pieces.
         """
         if self._available:
-            # Made for the memory of another process; for its own it needs no permission.
+            # This call is meant for the memory of other processes; on its own memory a process needs no permission.
             writev = libc.process_vm_writev
             copied = None if writev is None else writev(os.getpid(), origins, pieces, targets, pieces, 0)
             if copied == nbytes:
@@ -259,18 +258,18 @@ class Gather:
 
 
 def copy_on_host(slots: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], threads: int) -> None:
-    """Copy `sources` into `slots`, pairwise; done on return.
+    """Copy `sources` into `slots`, pairwise; synchronous.
 
     Args:
-        slots: contiguous tensors in CPU memory, each of its source's shape and dtype.
+        slots: contiguous CPU tensors, each of the same shape and dtype as its source.
         sources: CPU tensors of any strides.
-        threads: how many may copy at the same time, this one included.
+        threads: how many threads may copy at the same time, including this one.
     """
     CopyTasks(CopyPlan(slots, sources), sources).finish(threads)
 
 
 def _batches(sizes: Sequence[int]) -> list[tuple[int, int, int]]:
-    """(first, behind the last, bytes) of small tensors that make up a task."""
+    """Group small tensors into tasks: (first, last + 1, bytes) of each."""
     batches, first, nbytes = [], 0, 0
     for number, size in enumerate(sizes, 1):
         nbytes += size

@@ -1,8 +1,8 @@
-"""The bytes around a payload: what makes a tensor's own bytes an archive that `torch.load` reads.
+"""The bytes around a payload, which turn a tensor's bytes into an archive that `torch.load` reads.
 
-One stored tensor of a DCP file is a complete archive. Everything in it but the payload depends on dtype and shape
-alone. The pickle is, byte for byte, the one of `torch.save`. Of the records beside it these archives have what loading
-needs, without padding between them: 650 bytes around a payload instead of 1,560, which is 3 % of a state of 20,000
+Each stored tensor of a DCP file is a complete archive. Everything in it except the payload depends only on dtype and
+shape. The pickle equals that of `torch.save`, byte for byte. Of the other records, these archives contain only those
+that loading needs, without padding: 650 bytes per payload instead of 1,560. The difference is 3 % of a state of 20,000
 tensors of 1 to 64 KB.
 """
 
@@ -19,9 +19,9 @@ import torch
 from ..state.structure import contiguous_stride, element_bytes
 from .torch_archive import central_header, end_of_directory, local_header
 
-#: Of `torch.save`.
+#: The pickle protocol of `torch.save`.
 _PROTOCOL = 2
-#: Storage classes by dtype, as `torch.save` names them; newer dtypes have none and go as untyped storages.
+#: Storage classes by dtype, as in `torch.save`; newer dtypes have none and use untyped storages.
 STORAGES = {
     torch.float32: torch.FloatStorage,
     torch.float64: torch.DoubleStorage,
@@ -42,8 +42,7 @@ STORAGES = {
 def around_payload(dtype: torch.dtype, shape: torch.Size) -> tuple[bytes, bytes]:
     """The bytes before and after the payload of a contiguous tensor.
 
-    They are asked for when a layout is made and for each arena that gets it, so they are kept: a kilobyte for each of
-    the shapes, of which models have dozens.
+    Cached, because every layout and every arena needs them: a kilobyte per shape, and models have dozens of shapes.
     """
     pickled, nbytes = tensor_pickle(dtype, shape), element_bytes(dtype, shape)
     start, between, directory = _other_records(len(pickled))
@@ -54,9 +53,9 @@ def around_payload(dtype: torch.dtype, shape: torch.Size) -> tuple[bytes, bytes]
 
 
 def tensor_pickle(dtype: torch.dtype, shape: torch.Size) -> bytes:
-    """What `torch.save` pickles for a contiguous tensor.
+    """The pickle of `torch.save` for a contiguous tensor.
 
-    By `pickle.Pickler` it would take ten times as long, and there may be 20,000 tensors of different shapes.
+    `pickle.Pickler` would take ten times as long, and there may be 20,000 tensors of different shapes.
     """
     start, before_shape, before_stride, end = _constant_operations(dtype, len(shape) > 0)
     count = shape.numel() * (1 if dtype in STORAGES else dtype.itemsize)
@@ -66,18 +65,18 @@ def tensor_pickle(dtype: torch.dtype, shape: torch.Size) -> bytes:
 
 
 def _pickled_tuple(numbers: tuple[int, ...]) -> bytes:
-    """The operations that make a tuple, without its number in the pickle's memo."""
+    """The pickle opcodes of a tuple, without the one that memoizes it."""
     return pickle.dumps(tuple(numbers), _PROTOCOL)[2:-3] if numbers else b")"
 
 
 @functools.cache
 def _constant_operations(dtype: torch.dtype, has_dimensions: bool) -> tuple[bytes, bytes, bytes, bytes]:
-    """What is before the size of the storage, before the shape, before the strides, and after them."""
+    """The opcodes before the size of the storage, before the shape, before the strides, and after them."""
     typed = dtype in STORAGES
     numbers = itertools.count()
 
     def kept(operation: bytes) -> bytes:
-        """An operation whose result gets the next number in the pickle's memo."""
+        """An opcode whose result gets the next number in the pickle's memo."""
         return operation + b"q%c" % next(numbers)
 
     def kept_global(module: str, name: str) -> bytes:
@@ -99,7 +98,7 @@ def _constant_operations(dtype: torch.dtype, has_dimensions: bool) -> tuple[byte
         )
     )
     before_shape = kept(b"t") + b"QK\x00"
-    # An empty tuple is not kept.
+    # An empty tuple is not memoized.
     before_stride, end = (kept(b""), kept(b"")) if has_dimensions else (b"", b"")
     end += b"\x89" + kept_global("collections", "OrderedDict") + kept(b")R")
     if not typed:
@@ -109,7 +108,7 @@ def _constant_operations(dtype: torch.dtype, has_dimensions: bool) -> tuple[byte
 
 @functools.cache
 def _other_records(pickled: int) -> tuple[bytes, bytes, bytes]:
-    """What is before a pickle of this length, what is between it and the payload's record, and their directory."""
+    """The bytes before a pickle of this length, those between it and the payload's record, and their directory."""
     start = local_header("data.pkl", pickled, 0, aligned=False)
     directory = central_header("data.pkl", pickled, 0)
     between = b""

@@ -1,4 +1,4 @@
-"""Layout: where each byte of a state dict goes. Computed once per structure by the writer."""
+"""Layout: the position of every byte of a state dict in the files. Computed once per structure by the format."""
 
 from __future__ import annotations
 
@@ -12,21 +12,20 @@ import torch
 from ..memory.int_columns import column_of
 from ..state.structure import Relation, Stored, Structure
 
-#: Every item and every file starts at a multiple of this in the image: slots are aligned for any dtype, and whole files
-#: for direct I/O.
+#: Items start at multiples of this in the image, so that slots are aligned for any dtype.
 ITEM_ALIGNMENT = 64
 
 
 class Item(NamedTuple):  # there may be a hundred thousand, and a dataclass is slower to make
-    """Where one stored tensor lies.
+    """The location of one stored tensor.
 
     Attributes:
-        stored: number in `Layout.stored`.
-        file: number in `Layout.files`.
-        offset: where the item starts in its file.
-        payload: where the tensor's own bytes start in the file; between `offset` and this is the prefix.
-        nbytes: how many those are.
-        length: all bytes of the item, CRC included over all of them; what is left after the payload is the suffix.
+        stored: index in `Layout.stored`.
+        file: index in `Layout.files`.
+        offset: start of the item in its file.
+        payload: start of the tensor's bytes in the file; the prefix is between `offset` and this.
+        nbytes: size of the payload.
+        length: size of the item, which the CRC covers: prefix, payload and suffix.
     """
 
     stored: int
@@ -39,7 +38,7 @@ class Item(NamedTuple):  # there may be a hundred thousand, and a dataclass is s
 
 @dataclass(frozen=True)
 class ImageFile:
-    """A file of the image: `base` is where it starts in the arena, a multiple of the page size."""
+    """A file of the image. It starts at `base` in the arena, a multiple of the page size, for direct I/O."""
 
     name: str
     base: int
@@ -48,17 +47,17 @@ class ImageFile:
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """The whole image of one rank.
+    """The layout of one rank's image.
 
     Attributes:
-        structure: what it was made for.
-        stored: the tensors that are stored; those of the structure, unless the format joins overlapping ones.
+        structure: the structure that it was made for.
+        stored: the tensors to store: those of the structure, unless the format joins overlapping ones.
         files: the files whose bytes come from the arena.
         items: the stored tensors, ordered by file and offset.
-        arena_bytes: how large the arena must be.
-        constants: (place in the arena, bytes) that belong to no item, such as a file's header.
-        around: gives prefix and suffix of an item. None: items are payloads alone.
-        relations: of the tensors that the format joins: it fits a state only as long as they hold.
+        arena_bytes: required size of the arena.
+        constants: (position in the arena, bytes) that belong to no item, such as a file's header.
+        around: returns prefix and suffix of an item. None: items are payloads only.
+        relations: relations of the tensors that the format joins, which a state must satisfy to fit this layout.
     """
 
     structure: Structure
@@ -72,31 +71,31 @@ class Layout:
 
     @cached_property
     def payload_bytes(self) -> int:
-        """Bytes that staging copies."""
+        """Number of bytes that staging copies."""
         return sum(item.nbytes for item in self.items)
 
     @cached_property
     def tensor_of(self) -> list[int]:
-        """For every item the number of its tensor."""
+        """The tensor number of every item."""
         return [self.stored[item.stored].tensor for item in self.items]
 
     @cached_property
     def tensor_column(self) -> torch.Tensor:
-        """`tensor_of` as int64."""
+        """`tensor_of` as an int64 tensor."""
         return column_of(self.tensor_of)
 
     @cached_property
     def windows(self) -> dict[int, tuple[int, int]]:
-        """The windows of items that are not the whole of their tensor, by number."""
+        """The windows of the items that have one (`Stored.window`), by item number."""
         windows = {number: self.stored[item.stored].window for number, item in enumerate(self.items)}
         return {number: window for number, window in windows.items() if window is not None}
 
     def payload_at(self, item: Item) -> int:
-        """Where an item's payload lies in the arena."""
+        """The position of an item's payload in the arena."""
         return self.files[item.file].base + item.payload
 
     def fixed_parts(self) -> Iterator[tuple[int, bytes]]:
-        """What is the same on every save: (place in the arena, bytes)."""
+        """The bytes that are the same in every save: (position in the arena, bytes)."""
         yield from self.constants
         if self.around is None:
             return

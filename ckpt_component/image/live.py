@@ -1,4 +1,4 @@
-"""An image that is not in memory: its bytes are gathered from the live tensors while they are written."""
+"""An image without an arena: its bytes are gathered from the live tensors while they are written."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from .layout import Layout
 
 
 class LiveSource:
-    """The bytes of an image by range, block by block, as a writer asks for them.
+    """Provides the bytes of an image block by block, as a writer requests them.
 
-    Each thread has two blocks of memory in turn, so that the previous one stays valid for its checksum. Nothing else is
-    copied but tensors that are not contiguous in host memory, one at a time. The tensors must not change until all is
-    written.
+    Each thread alternates between two memory blocks, so that the previous one stays valid for its checksum. Apart from
+    the blocks, only tensors that are not contiguous in host memory are copied, one at a time. The tensors must not
+    change until everything is written.
 
     Args:
-        layout: of the image.
-        flat: the state.
+        layout: layout of the image.
+        flat: a state of the layout's structure.
 
     Attributes:
-        nbytes: of the image.
+        nbytes: size of the image.
     """
 
     def __init__(self, layout: Layout, flat: FlatState) -> None:
@@ -38,14 +38,14 @@ class LiveSource:
         self._addresses: list[int | None] = []
         for first in range(0, len(self._sources), TOGETHER):
             self._addresses += plain_addresses(self._sources[first : first + TOGETHER])
-        #: Where each item starts in the image, and where that ends.
+        #: The start of each item in the image, then the end of the image.
         self._starts = array("q", [layout.files[item.file].base + item.offset for item in layout.items])
         self._starts.append(align(self.nbytes))  # direct I/O writes whole pages
         self._gather = Gather()
         self._of_thread = threading.local()
 
     def buffers(self, start: int, end: int, *, whole: bool = False) -> list[memoryview]:
-        """The bytes [start, end) of the image; what lies between items is zero. See `ByteSource.buffers`."""
+        """The bytes [start, end) of the image; gaps between items are zero. See `ByteSource.buffers`."""
         first = max(bisect.bisect_right(self._starts, start) - 1, 0)
         last = bisect.bisect_left(self._starts, end, hi=len(self._sources))
         if last - first == 1 and not whole:
@@ -73,10 +73,10 @@ class LiveSource:
             block.put(payload, self._copied(number))
         else:
             block.copy(payload, address, item.nbytes)
-        block.put(end, bytes(self._starts[number + 1] - end))  # another block was in this memory before
+        block.put(end, bytes(self._starts[number + 1] - end))  # clear the gap: the memory is reused
 
     def _within_payload(self, number: int, start: int, end: int) -> memoryview | None:
-        """The range as it lies in a tensor, where it is all in one."""
+        """A view of the range in the tensor, if it is entirely within one contiguous payload."""
         item = self._layout.items[number]
         at = self._layout.payload_at(item)
         if self._addresses[number] is None or start < at or end > at + item.nbytes:
@@ -84,7 +84,7 @@ class LiveSource:
         return tensor_bytes(self._sources[number])[start - at : end - at]
 
     def _copied(self, number: int) -> memoryview:
-        # A writer goes through its items in order, so one copy per thread is enough; it lives until the next one.
+        # A writer processes its items in order, so each thread caches only its latest copy.
         last = getattr(self._of_thread, "copied", None)
         if last is None or last[0] != number:
             copied = self._sources[number].cpu().resolve_conj().resolve_neg().contiguous()
@@ -101,12 +101,12 @@ class LiveSource:
 
 
 class _Block:
-    """A range of an image that is put together in memory.
+    """A range of an image that is assembled in memory.
 
     Args:
-        start: of the range; what is put outside of it is left out.
-        end: of the range.
-        memory: begins at a page boundary.
+        start: start of the range; bytes outside of the range are ignored.
+        end: end of the range.
+        memory: page-aligned memory for the range.
 
     Attributes:
         view: the bytes of the range; valid after `finish`.
@@ -115,19 +115,19 @@ class _Block:
     def __init__(self, start: int, end: int, memory: mmap.mmap) -> None:
         self.start, self.end = start, end
         self.view = memoryview(memory)[: end - start]
-        #: The address that the image's first byte would have.
+        #: The address that the first byte of the image would have.
         self._base = address_of(memoryview(memory)) - start
-        #: Rows of address and length, of what `finish` copies.
+        #: Rows of (address, length) that `finish` copies.
         self._origins, self._targets = array("Q"), array("Q")
 
     def put(self, position: int, data: bytes | memoryview) -> None:
-        """Put bytes at a place of the image."""
+        """Write bytes at a position of the image."""
         first, last = max(position, self.start), min(position + len(data), self.end)
         if first < last:
             self.view[first - self.start : last - self.start] = memoryview(data)[first - position : last - position]
 
     def copy(self, position: int, address: int, nbytes: int) -> None:
-        """Copy bytes from an address to a place of the image; small ones are copied by `finish`."""
+        """Copy bytes from an address to a position of the image; small copies are deferred to `finish`."""
         first, last = max(position, self.start), min(position + nbytes, self.end)
         if last - first >= LARGE_BYTES:
             memmove(self._base + first, address + first - position, last - first)
@@ -136,7 +136,7 @@ class _Block:
             self._targets.extend((self._base + first, last - first))
 
     def finish(self, gather: Gather) -> None:
-        """Do the copies that are left."""
+        """Do the deferred copies."""
         for first in range(0, len(self._origins), 2 * IOV_MAX):
             origins, targets = self._origins[first : first + 2 * IOV_MAX], self._targets[first : first + 2 * IOV_MAX]
             gather(origins.buffer_info()[0], targets.buffer_info()[0], len(origins) // 2, sum(origins[1::2]))

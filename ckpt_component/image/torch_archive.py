@@ -1,8 +1,8 @@
-"""The zip records of a `torch.save` archive, written by hand so that every payload's place is known beforehand.
+"""The zip records of a `torch.save` archive, built here so that the position of every payload is known in advance.
 
 Stored (uncompressed) records as torch writes them: names below `archive/`, tensors on 64-byte boundaries, padding in
-an extra field "FB", zip64 where 4 GiB are passed. Checksums are left 0: torch never verifies them, and ours
-stand in the integrity file.
+an extra field "FB", zip64 above 4 GiB. Checksums are left 0: torch never verifies them, and ours are in the integrity
+file.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _DOS_DATE = 0x21  # 1 January 1980
 
 
 def local_header(name: str, size: int, offset: int, *, aligned: bool = True) -> bytes:
-    """The header of a record at `offset` in the file; the payload follows it, aligned as a tensor's must be."""
+    """The local header of a record at `offset` in the file. With `aligned`, padding aligns the payload after it."""
     encoded = _full_name(name)
     extra = b"" if size < _LIMIT else struct.pack("<2H2Q", 1, 16, size, size)
     if aligned:
@@ -46,7 +46,7 @@ def central_header(name: str, size: int, offset: int) -> bytes:
 
 
 def end_of_directory(count: int, size: int, offset: int) -> bytes:
-    """What closes the file: `count` directory entries of `size` bytes in all start at `offset`."""
+    """The end of the file. Before it, `count` directory entries of `size` bytes in total start at `offset`."""
     tail = b""
     if count >= _MANY or size >= _LIMIT or offset >= _LIMIT:
         tail = _END64.pack(b"PK\x06\x06", 44, _VERSION, _VERSION, 0, 0, count, count, size, offset)
