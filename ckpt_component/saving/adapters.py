@@ -1,4 +1,4 @@
-"""Parts of a checkpointer that are not ours: what they must have, and how a save passes through them."""
+"""Third-party parts of a checkpointer: the protocols they must satisfy, and a saver that uses them."""
 
 from __future__ import annotations
 
@@ -16,37 +16,37 @@ _WHOLE_SAVE = ResolvedTimeouts().whole_save
 
 
 class CheckpointReader(Protocol):
-    """What loads: gives the state dict, and the keys of the target that the checkpoint lacks."""
+    """Loads checkpoints: returns the state dict, and the keys of the target that the checkpoint lacks."""
 
     def read(
         self, path: str, state_dict: Any = None, *, map_location: Any = None, allow_dtype_cast: bool = False
     ) -> tuple[dict[str, Any], list[str]]:
-        """Read the checkpoint at `path`, into `state_dict` where one is given."""
+        """Read the checkpoint at `path`, into `state_dict` if one is given."""
         ...
 
 
 class CheckpointWriter(Protocol):
-    """What a synchronous checkpointer saves with."""
+    """Writes checkpoints for a synchronous checkpointer."""
 
     def write(self, state_dict: Any, path: str) -> Any:
-        """Return when the checkpoint is complete."""
+        """Write a checkpoint, and return when it is complete."""
         ...
 
     def close(self) -> None:
-        """Free what it holds."""
+        """Free all resources."""
         ...
 
 
 class ForeignSaver:
-    """Saves with a foreign writer, and with a stager where there is one.
+    """Saves with a third-party writer, and optionally a stager.
 
     Args:
-        stager: anything whose `stage(state_dict)` gives the state to write, or a future of it; None: the state itself.
-        writer: anything with `write(state, path)`, which returns when that is done or gives a future.
-        limit: seconds to wait for the save before.
+        stager: anything whose `stage(state_dict)` returns the state to write, or a future of it; None: no staging.
+        writer: anything with `write(state, path)`, which returns when it is done or returns a future.
+        limit: seconds to wait for the previous save.
 
     Attributes:
-        ranks: this one alone.
+        ranks: this rank only.
     """
 
     stager = None
@@ -61,13 +61,13 @@ class ForeignSaver:
 
     @property
     def busy(self) -> bool:
-        """Whether the last save still runs."""
+        """Whether the last save is still running."""
         return self._last is not None and not self._last.done()
 
     def save(
         self, state_dict: Mapping[Any, Any], path: str, *, may_wait: bool = True, **kwargs: Any
     ) -> tuple[Future[None], Future[Any]]:
-        """Stage and write. First waits for the last save: a stager has one buffer, which that must have left."""
+        """Stage and write. First waits for the previous save, because a stager has only one buffer."""
         if not may_wait and self.busy:
             raise CheckpointBusyError(f"{path} came while an earlier save was still running")
         refuse_existing(path)
@@ -75,7 +75,7 @@ class ForeignSaver:
         if last is not None:
             if wait_futures([last], self._limit).not_done:
                 raise CheckpointTimeoutError(
-                    f"{path} was not saved: {type(self._writer).__name__} was still writing the save before it after "
+                    f"{path} was not saved: {type(self._writer).__name__} was still writing the previous save after "
                     f"{self._limit:g} s. Find out what it waits for, and save again."
                 )
             self._last = None
@@ -87,7 +87,7 @@ class ForeignSaver:
         return _staged_future(staged), written
 
     def close(self) -> None:
-        """Close both, and raise the error of a save that ended."""
+        """Close stager and writer, and raise the error of the last save if it has ended."""
         try:
             if self._stager is not None:
                 self._stager.close()
@@ -99,7 +99,7 @@ class ForeignSaver:
 
 
 def _staged_future(staged: Any) -> Future[None]:
-    """A future that is done, or fails, when a stager's result is complete."""
+    """Return a future that is done, or fails, when a stager's result is."""
     future: Future[None] = Future()
     if not isinstance(staged, Future):
         future.set_result(None)

@@ -1,7 +1,8 @@
-"""The beginning of a save: all ranks agree that it takes place, before anything is copied.
+"""Admission of a save: all ranks agree that it takes place, before anything is copied.
 
-It is the one moment at which training waits for other ranks: each says where it wants to save, whether its state has
-changed its structure, and what went wrong; rank 0 checks that the path is free and gives the attempt its token.
+Unless the layout must be planned, training waits for other ranks only here. Each rank sends where it wants to save,
+whether the structure of its state has changed, and its errors; rank 0 checks that the path is free and makes the token
+of the attempt.
 """
 
 from __future__ import annotations
@@ -29,21 +30,21 @@ from ..stagers.base import Stager, StatePlan
 from ..storage.names import new_token
 from .in_flight import InFlightSaves, PendingSave
 
-#: The failure of an earlier save that one rank knows reaches the others within this time.
+#: Seconds within which the failure of an earlier save, known to one rank, reaches the others.
 _DECISION_SECONDS = 60.0
 
 
 class SaveProposal(TypedDict, total=False):
-    """What one rank says about the next save, as JSON values.
+    """What one rank proposes for the next save, as JSON values.
 
     Attributes:
-        path: where to, absolute.
-        changed: its state has to be planned anew.
-        error: why it cannot take part.
+        path: absolute path of the checkpoint.
+        changed: the layout of its state must be planned again.
+        error: why the rank cannot take part.
         cause: the error's type.
-        failed: earlier saves whose error its caller has not seen, as numbers and texts.
-        busy: it would have to wait for an earlier save, and must not (`overlap`).
-        stalled: what it has waited for, as long as training may wait.
+        failed: earlier saves whose error was not raised yet: numbers and error texts.
+        busy: the rank would have to wait for an earlier save, and must not (`overlap`).
+        stalled: what the rank has waited for as long as training may wait.
     """
 
     path: str
@@ -56,14 +57,14 @@ class SaveProposal(TypedDict, total=False):
 
 
 class SaveAdmission:
-    """Numbers the saves of a checkpointer, and lets the ranks agree on each.
+    """Numbers the saves of a checkpointer, and makes the ranks agree on each.
 
     Args:
-        ranks: who has to agree.
+        ranks: coordinator of the ranks that must agree.
         stager: inspects the state, and knows whether an earlier save still holds its memory.
         saves: the earlier saves.
         check_path: called on the leading rank with the path of every save; what it raises stops the save.
-        timeouts: for how long a save may keep training waiting.
+        timeouts: how long a save may block training.
     """
 
     def __init__(
@@ -84,25 +85,25 @@ class SaveAdmission:
     def admit(
         self, save: PendingSave, state_dict: Mapping[Any, Any], may_wait: bool = True
     ) -> StatePlan | BaseException:
-        """Agree on the next save, which gets its number, and its token if it takes place.
+        """Agree on the next save; sets its number, and its token if it takes place.
 
         Args:
-            save: with its path.
-            state_dict: to be saved.
-            may_wait: False: for this rank the save must not wait for an earlier one.
+            save: the save, with its path.
+            state_dict: the state to save.
+            may_wait: False: on this rank the save must not wait for an earlier one.
 
         Returns:
-            What to copy. Or, of a save that has not failed and does not take place either, what to raise instead: the
-            error of an earlier save, or CheckpointBusyError.
+            What to copy; or, if the save neither takes place nor fails, the error to raise instead: that of an earlier
+            save, or CheckpointBusyError.
 
         Raises:
             CheckpointStageError: a value that cannot be checkpointed, by key.
             CheckpointExistsError: the path is taken.
-            RanksError: a rank cannot take part, or has gone on without this save; with one rank its own error instead.
+            RanksError: a rank cannot take part, or has continued without this save; with one rank, its own error.
             CheckpointStallError: a rank waited too long for what it needs.
-            CheckpointTimeoutError: a rank did not come.
+            CheckpointTimeoutError: a rank did not call in time.
         """
-        # The call waits for nothing beyond this deadline; what is not agreed then does not take place, on any rank.
+        # The call waits no longer than this; a save that is not agreed on by then takes place on no rank.
         deadline = time.monotonic() + self._waiting
         proposal: SaveProposal = {"path": save.path, "failed": self._saves.drop_ended()}
         plan, failure = None, None
@@ -115,9 +116,9 @@ class SaveAdmission:
             except Exception as error:
                 if self._ranks.world_size == 1:
                     raise
-                failure = error  # the other ranks wait for this one, so they learn of it first
+                failure = error  # raised later: the other ranks wait for this one's proposal
                 proposal["error"], proposal["cause"] = describe_error(error), type(error).__name__
-        # With max_stall_s the ranks wait before they agree, so that they give a save up together.
+        # With max_stall_s the ranks wait for memory before they agree, so that they give up a save together.
         if plan is not None and self._max_stall is not None and not self._stager.wait_free(deadline):
             names = " and ".join(each.path for each in self._saves if not each.done()) or "an earlier save"
             proposal["stalled"] = (
@@ -132,7 +133,7 @@ class SaveAdmission:
             if self._max_stall is None or isinstance(late, CheckpointStallError):
                 raise
             why = f"{late} Training waits {self._max_stall:g} s at most (checkpoint.max_stall_s)."
-            if "stalled" in proposal:  # its time was up before the ranks could agree that it was
+            if "stalled" in proposal:  # the deadline passed before the ranks could agree on that
                 why = proposal["stalled"]
             raise CheckpointStallError(f"{save.path} was not saved: {why}") from late
         finally:
@@ -147,11 +148,11 @@ class SaveAdmission:
         return replace(plan, changed=decision["replan"], wait_until=wait_until)
 
     def _decide(self, deadline: float, proposals: list[SaveProposal]) -> dict[str, Any]:
-        """On the leading rank: what becomes of a save, from what every rank proposes.
+        """On the leading rank: decide on a save from the proposals of all ranks.
 
         Returns:
-            The `token` that names the attempt, and whether a rank's state needs to `replan`. Or `failed`: the number
-            of an earlier save that failed, and why; all ranks raise that first. Or nothing: a rank is busy.
+            The `token` of the attempt, and whether to `replan` the layout. Or `failed`: the number and error text of an
+            earlier save, which all ranks raise first. Or nothing, if a rank is busy.
         """
         failures, causes, stalled = dict[int, str](), dict[int, str](), dict[int, str]()
         paths, earlier = dict[str, int](), dict[int, str]()
@@ -170,7 +171,7 @@ class SaveAdmission:
         if len(paths) > 1:
             (first, rank), (other, other_rank) = sorted(paths.items())[:2]
             raise CheckpointSaveError(
-                f"The ranks must save to one path, and rank {rank} named {first}, rank {other_rank} {other}. save "
+                f"The ranks must save to one path, but rank {rank} named {first}, rank {other_rank} {other}. save "
                 "must be called on every rank for the same step."
             )
         path = next(iter(paths))
@@ -190,7 +191,7 @@ class SaveAdmission:
         return {"token": new_token(), "replan": replan}
 
     def _check_path_until(self, path: str, deadline: float) -> None:
-        """`check_path` on a thread that is left behind when the storage does not answer."""
+        """Run `check_path` on a thread that is abandoned if the storage does not answer."""
         failures: list[Exception] = []
 
         def check() -> None:

@@ -1,4 +1,4 @@
-"""Paths as people write them: `~/checkpoints`, `$SCRATCH/run`."""
+"""Expand paths such as `~/checkpoints` and `$SCRATCH/run`."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ _VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)\})")
 
 
 def expanded(path: str | os.PathLike[str], name: str) -> str:
-    """The path with the home folder for `~`, and their values for environment variables.
+    """Expand `~` and environment variables in a path.
 
     Args:
-        path: as it was written.
-        name: of its key or option, for errors.
+        path: as the user wrote it.
+        name: its key or option, for errors.
 
     Raises:
-        CheckpointConfigError: a variable that is not set, or the home of a user who does not exist.
+        CheckpointConfigError: a variable is not set, or a user has no home folder.
     """
     text = os.fspath(path)
 
@@ -30,7 +30,7 @@ def expanded(path: str | os.PathLike[str], name: str) -> str:
             )
         return os.environ[variable]
 
-    # First `~`: what a variable holds is taken as it is.
+    # `~` first: the value of a variable is used unchanged.
     home = os.path.expanduser(text)
     if home.startswith("~") and home == text:
         raise CheckpointConfigError(

@@ -1,4 +1,4 @@
-"""A save from its call to its end, and the list of those that have not come to theirs."""
+"""A save from its call to its end, and the list of saves in flight."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from .report import SaveReport
 
 
 class PendingSave(Future[SaveReport]):
-    """One save from its call to its end: the future that the caller of `save` holds, and what the save thread needs.
+    """One save: the future that the caller of `save` holds, and what the save thread needs.
 
     Args:
-        path: the checkpoint's, absolute.
-        step: the training step, where a manager saves.
+        path: absolute path of the checkpoint.
+        step: the training step, if a manager saves.
 
     Attributes:
-        number: counts the saves of a checkpointer, alike on all ranks.
+        number: number of the save in its checkpointer, the same on all ranks.
         started: when it began (`time.perf_counter`).
         stall_s: how long the call took.
-        token: names the save, as all ranks agreed.
-        attempt: the current one; its token is that of the save, or follows from it.
-        attempts: how many there were so far.
-        snapshot: what this rank writes; None when it could not be taken, and once the save has ended.
+        token: identifies the save; the same on all ranks.
+        attempt: the current attempt; its token is that of the save, or derived from it.
+        attempts: number of attempts so far.
+        snapshot: what this rank writes; None if it could not be taken, and once the save has ended.
         error: why this rank has no snapshot.
         written: what this rank wrote.
-        begun: False when nothing was copied, because the save could not begin.
-        delivered: the error was raised or asked for, or it was logged and that is enough.
-        report: once it has ended.
+        begun: False if nothing was copied, because the save could not begin.
+        delivered: the error was raised or retrieved, or was logged and need not be raised.
+        report: set when the save ends.
     """
 
     attempt: Attempt
@@ -57,17 +57,17 @@ class PendingSave(Future[SaveReport]):
 
     @property
     def undelivered(self) -> BaseException | None:
-        """The error of a failed save, as long as nobody has seen it."""
+        """The error of a failed save until it is delivered, else None."""
         return None if self.delivered or not self.done() else super().exception(0)
 
     def release(self) -> None:
-        """Give the snapshot's memory back."""
+        """Release the snapshot's memory."""
         snapshot, self.snapshot = self.snapshot, None
         if snapshot is not None:
             snapshot.release()
 
     def result(self, timeout: float | None = None) -> SaveReport:
-        """The report, or the save's error raised."""
+        """Return the report, or raise the save's error."""
         try:
             return super().result(timeout)
         except BaseException:
@@ -75,17 +75,17 @@ class PendingSave(Future[SaveReport]):
             raise
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """The save's error, or None."""
+        """Return the save's error, or None."""
         error = super().exception(timeout)
         self.delivered = True
         return error
 
 
 class InFlightSaves(list[PendingSave]):
-    """The saves that run, or failed and their error was not raised yet, in order; `drop_ended` drops the others."""
+    """Running saves, and failed ones whose error was not raised yet, in order; `drop_ended` drops the others."""
 
     def drop_ended(self) -> list[tuple[int, str]]:
-        """Drop what ended, except for errors that were not raised yet: their saves' numbers, and their texts."""
+        """Drop ended saves, except those whose error was not raised yet; return their numbers and error texts."""
         failed = []
         for save in list(self):
             if not save.done():
@@ -98,7 +98,7 @@ class InFlightSaves(list[PendingSave]):
         return failed
 
     def error_of(self, number: int, text: str, timeout: float) -> BaseException:
-        """The error of a save that another rank knows to have failed: here the same decision is on its way."""
+        """Return the error of a save that another rank reports as failed; waits until it fails on this rank too."""
         for save in self:
             if save.number == number:
                 save.delivered = True
@@ -115,13 +115,13 @@ class InFlightSaves(list[PendingSave]):
                 save.result(0)
 
     def wait(self, limit: float) -> None:
-        """Return when all of them have ended, however they did.
+        """Wait until all saves have ended, successfully or not.
 
         Args:
             limit: seconds for each.
 
         Raises:
-            CheckpointTimeoutError: one of them hangs.
+            CheckpointTimeoutError: a save is still running.
         """
         running = [save for save in self if not save.done()]
         if wait_futures(running, limit * len(running)).not_done:

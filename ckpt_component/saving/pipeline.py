@@ -1,8 +1,7 @@
-"""Takes saves from the training thread, and brings them to their end on a thread of its own, in order.
+"""Accepts saves on the training thread, and completes them in order on the save thread.
 
-So the training thread never waits for storage, and the commit never needs the training thread. Read from the top:
-`save` has the ranks agree and takes the snapshot; `_finish` writes and commits it (`SaveTransaction`), however many
-attempts that takes.
+So the training thread never waits for storage, and the commit never needs the training thread. `save` makes the ranks
+agree and takes the snapshot; `_finish` writes and commits it (`SaveTransaction`), in one or more attempts.
 """
 
 from __future__ import annotations
@@ -43,15 +42,15 @@ class SavePipeline:
         stager: takes the snapshots; owned by the pipeline from now on.
         caller: who runs the write requests; owned too.
         writer: the format.
-        ranks: how the ranks agree; owned too.
-        fs: where effects go.
+        ranks: coordinator of the ranks; owned too.
+        fs: file system operations.
         timeouts: deadlines.
         policy: what to do about saves that fail.
-        hooks: what the run adds to each save; None: saves to paths of the caller's choice.
+        hooks: hooks of the run; None: the caller chooses the paths.
 
     Attributes:
-        saves: those that run, and those whose error was not raised yet.
-        reports: of the saves that ended, in order.
+        saves: running saves, and failed ones whose error was not raised yet.
+        reports: reports of ended saves, in order.
         last_report: see `Checkpointer.last_report`.
     """
 
@@ -86,12 +85,12 @@ class SavePipeline:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="ckpt-save")
         self._closing = threading.Lock()
         self._closed = False
-        # A script that forgets close(): the interpreter first lets the save thread finish, then runs this.
+        # If a script does not call close(), the interpreter first lets the save thread finish, then runs this.
         self._at_exit = atexit.register(_close_if_alive, weakref.ref(self))
 
     @property
     def busy(self) -> bool:
-        """Whether all memory of the stager is being written."""
+        """Whether all memory of the stager is in use by saves."""
         return self.stager.busy
 
     def save(
@@ -107,17 +106,17 @@ class SavePipeline:
         Args:
             state_dict: what to save.
             path: absolute path of the new checkpoint.
-            may_wait: False: raise instead of waiting for the memory of an earlier save; with several ranks on all.
-            step: the training step, where a manager saves; it goes into the report.
+            may_wait: False: raise, on all ranks, instead of waiting for the memory of an earlier save.
+            step: the training step for the report, if a manager saves.
 
         Returns:
             Two futures, as `AsyncCheckpointer.save`; the second has the `SaveReport`. With `ErrorPolicy.warn` a save
-            that could not begin gives two that have failed, instead of an error.
+            that could not begin returns two failed futures instead of raising.
 
         Raises:
-            CheckpointBusyError: a rank would have to wait; nothing was begun.
-            CheckpointWorldError: the ranks are others than those that this was built for.
-            CheckpointError: it could not begin, with several ranks on all of them; or the error of an earlier save.
+            CheckpointBusyError: a rank would have to wait; the save was not begun.
+            CheckpointWorldError: the process group is not the one that this was built with.
+            CheckpointError: the save could not begin, on all ranks; or the error of an earlier save.
         """
         if self._closed:
             raise CheckpointError("This checkpointer is closed; build a new one to save again.")
@@ -136,13 +135,13 @@ class SavePipeline:
         save.stall_s = time.perf_counter() - save.started
         self._last_task = self._thread.submit(self._finish, save)
         if not self.caller.in_other_process:
-            wait_futures([save])  # its deadlines are those of the phases of a save
+            wait_futures([save])  # bounded by the deadlines of its phases
             if not save.delivered:
                 save.result()
         return staged, save
 
     def _stage(self, save: PendingSave, plan: StatePlan) -> None:
-        """With one rank a failure is raised; with several the others learn of it when the attempt begins."""
+        """Take the snapshot. A failure is raised with one rank; with several it fails the attempt on all."""
         owner = ""
         if self._hooks is not None:
             owner, save.token = self._hooks.ownership.token, owned_token(save.token)
@@ -156,7 +155,7 @@ class SavePipeline:
             save.error = error
 
     def _refuse(self, save: PendingSave, error: CheckpointError) -> tuple[Future[None], PendingSave]:
-        """A save that failed before anything was copied: raise, or give futures that have failed."""
+        """End a save that failed before anything was copied: raise, or return failed futures."""
         given_up = self._failures.add(error)
         if not self.policy.warn:
             raise given_up or error
@@ -164,11 +163,11 @@ class SavePipeline:
             raise given_up
         save.begun = False
         self._fail(save, error, given_up)
-        self.saves.append(save)  # with several ranks what must be raised comes at the next save, on all
+        self.saves.append(save)  # with several ranks an error is raised at the next save, on all of them
         return _failed(error), save
 
     def _finish(self, save: PendingSave) -> None:
-        """On the save thread: all attempts of a save, and its end."""
+        """On the save thread: make all attempts at a save, and end it."""
         report = None
         while report is None:
             try:
@@ -188,11 +187,11 @@ class SavePipeline:
             notify(self._hooks.after_save, save.path)
 
     def _fail(self, save: PendingSave, error: BaseException, given_up: BaseException | None) -> None:
-        """End a failed save: with its error, or with the one that says that there were too many."""
+        """End a failed save with its error, or with `given_up` after too many failures."""
         raised = given_up or error
         tolerated = self.policy.warn and given_up is None
         if tolerated:
-            logger.warning("%s was not saved, and training goes on (checkpoint.on_error=warn): %s", save.path, error)
+            logger.warning("%s was not saved, and training continues (checkpoint.on_error=warn): %s", save.path, error)
         else:
             logger.error("%s was not saved: %s", save.path, raised)
         outcome = "skipped" if self.policy.warn and is_stall(error) else "failed"
@@ -204,7 +203,7 @@ class SavePipeline:
         save.set_exception(raised)
 
     def close(self) -> None:
-        """Let the saves that were started finish, then end the writer process and free the memory. Safe to call twice.
+        """Finish the saves in flight, then stop the writer process and free the memory. Safe to call twice.
 
         Raises:
             CheckpointTimeoutError: a save hung; its deadline is timeouts.write.

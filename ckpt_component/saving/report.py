@@ -7,22 +7,22 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class SaveReport:
-    """What became of one save. Times are seconds from the call of `save`.
+    """The outcome of one save. Times are seconds since the call of `save`.
 
     Attributes:
         path: the checkpoint's path.
         outcome: `committed`, `failed`, or `skipped` (by `overlap: skip`, or by `max_stall_s` with `on_error: warn`).
-        step: the training step, when a manager made the save.
-        error: the text of what went wrong.
-        bytes: written, all files of this rank.
-        files: how many, the manifest included.
-        items: tensors and objects stored, ties once.
-        stall_s: how long the call kept training waiting.
+        step: the training step, if a manager made the save.
+        error: the error text of a failed or skipped save.
+        bytes: written by this rank, in all files.
+        files: number of files, including the manifest.
+        items: number of tensors and objects stored; tied tensors count once.
+        stall_s: how long the call blocked training.
         staged_s: when training could change the tensors again.
         written_s: when this rank's files were durable.
         committed_s: when the checkpoint was visible, on all ranks.
-        write_s: how long the writing itself took.
-        attempts: how often it was tried, with `on_error: retry`.
+        write_s: how long the write itself took.
+        attempts: number of attempts, with `on_error: retry`.
     """
 
     path: str
@@ -41,5 +41,5 @@ class SaveReport:
 
     @property
     def write_gbps(self) -> float:
-        """Gigabytes (1e9) per second of the writing."""
+        """Write throughput in gigabytes (1e9 bytes) per second."""
         return self.bytes / 1e9 / self.write_s if self.write_s > 0 else 0.0

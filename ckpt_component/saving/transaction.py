@@ -1,6 +1,6 @@
 """One attempt to make a checkpoint: staging folder, this rank's write, the vote of all ranks, the commit.
 
-It runs on the save thread. Every step is a question to the coordinator, so that all ranks learn one decision.
+It runs on the save thread. Every step goes through the coordinator, so that all ranks get the same decision.
 """
 
 from __future__ import annotations
@@ -47,35 +47,35 @@ _NAMED_KEYS = 10
 
 
 class RunHooks(Protocol):
-    """What a run adds to each of its saves. The calls take a checkpoint's path, on rank 0 alone.
+    """Hooks of a run for each of its saves. They are called with a checkpoint's path, on rank 0 only.
 
     Attributes:
-        ownership: of the folder of checkpoints, which the first save takes over.
+        ownership: fencing token of the checkpoint folder; the first save acquires it.
     """
 
     ownership: FencingToken
 
     def check_path(self, path: str) -> None:
-        """Called before a save begins; what it raises stops the save."""
+        """Called before a save begins; an exception stops the save."""
 
     def after_commit(self, path: str) -> None:
         """Called on the save thread before the save's future is done."""
 
     def after_save(self, path: str) -> None:
-        """The same, after the future is done; the next save and `close` wait for it."""
+        """Called on the save thread after the save's future is done; the next save and `close` wait for it."""
 
 
 class SaveTransaction:
-    """Makes attempts, one after the other.
+    """Runs save attempts, one after the other.
 
     Args:
         caller: who runs the write request.
         writer: the format.
-        ranks: how the ranks agree.
-        fs: where effects go.
+        ranks: coordinator of the ranks.
+        fs: file system operations.
         timeouts: deadlines.
-        min_free_bytes: what has to stay free beside a checkpoint; None: free space is not checked beforehand.
-        hooks: what the run adds to a save.
+        min_free_bytes: free space that a save must leave; None: free space is not checked beforehand.
+        hooks: hooks of the run.
     """
 
     def __init__(
@@ -97,21 +97,21 @@ class SaveTransaction:
         self._min_free_bytes = min_free_bytes
         self._hooks = hooks
         self._manifest_fields = {"format": writer.format}
-        #: The table whose index the leading rank has. All ranks replan together, so it gets all or none; it
-        #: keeps the index that they made, and the tables that this is of.
+        #: The table whose index was sent to the leading rank. All ranks replan together, so that rank gets all
+        #: indexes or none; it keeps the sidecars made from them, and the numbers of their tables.
         self._index_sent: int | None = None
         self._indexed: list[int] = []
         self._sidecars: Mapping[str, bytes] = {}
         #: Keys of values that differ by rank and were warned about.
         self._warned: set[str] = set()
-        #: By device: how it is written to fastest, where a request has tried that.
+        #: By device: the faster I/O mode, where a request has made a trial.
         self._fastest_io: dict[int, str] = {}
 
     def run(self, save: PendingSave) -> SaveReport:
         """Write and commit; returns when the checkpoint is committed, on all ranks.
 
         Raises:
-            CheckpointError: nothing became visible; with several ranks the same error on all of them.
+            CheckpointError: the attempt failed, and nothing became visible; the same error on all ranks.
         """
         attempt, tag = save.attempt, save.attempt.token
         deadline = time.monotonic() + self._timeouts.stage + self._timeouts.write
@@ -123,7 +123,7 @@ class SaveTransaction:
                 written_s = time.perf_counter() - save.started
                 files = self._ranks.run_on_leader(f"{tag}/commit", partial(self._publish, attempt, votes), deadline)
             except BaseException:
-                # First the writer process forgets the save, so that it does not commit what is being taken away.
+                # First the writer process forgets the save, so that it does not commit what is being deleted.
                 self._caller.settle()
                 self._index_sent = None
                 if self._leads:
@@ -152,7 +152,7 @@ class SaveTransaction:
         )
 
     def _begin(self, save: PendingSave, locks: contextlib.ExitStack, deadline: float) -> Snapshot:
-        """All ranks say what they are going to write, and the leading one makes the staging folder for it."""
+        """Send what this rank is going to write; the leading rank makes the staging folder."""
         snapshot = save.snapshot
         if snapshot is None:
             error = save.error or CheckpointSaveError("there is no snapshot")
@@ -175,7 +175,7 @@ class SaveTransaction:
     def _make_folder(
         self, attempt: Attempt, locks: contextlib.ExitStack, messages: Sequence[Mapping[str, Any]]
     ) -> list[list[int]]:
-        """On the leading rank. Returns which values differ by rank although the ranks share them."""
+        """On the leading rank: make the staging folder. Returns which shared values differ by rank."""
         failures: dict[int, str] = {}
         digests, tables, needed = [], [], 0
         for rank, message in enumerate(messages):
@@ -188,13 +188,13 @@ class SaveTransaction:
         if failures:
             raise ranks_failed(failures, causes={rank: messages[rank]["cause"] for rank in failures})
         if tables != self._indexed:
-            # Before the write: rank 0's writer process may have to commit when the trainers have died.
+            # Before the write: rank 0's writer process may have to commit if the trainers die.
             self._sidecars = self._writer.index([message["rank_index"] for message in messages])
             self._indexed = tables
             give_back_freed()
         with self._typed_errors(attempt.target, needed):
             if self._hooks is not None:
-                self._hooks.ownership.acquire()  # which deletes what an earlier run left
+                self._hooks.ownership.acquire()  # also deletes what an earlier run left
             if self._min_free_bytes is not None:
                 refuse_without_room(self._fs, attempt.target, needed, self._min_free_bytes)
             commit.begin(self._fs, attempt)
@@ -202,7 +202,7 @@ class SaveTransaction:
         return differing(digests) if len(messages) > 1 else []
 
     def _warn_of_lost(self, snapshot: Snapshot, different: Sequence[Sequence[int]]) -> None:
-        """Name what differs by rank although the ranks share it; the first rank that has a value, and once."""
+        """Warn of shared values that differ by rank: once each, on the first rank that has the value."""
         groups = {group for group, rank in different if rank == self._ranks.rank}
         if snapshot.comparison is None or not groups:
             return
@@ -211,7 +211,7 @@ class SaveTransaction:
         if keys:
             more = f" and {len(keys) - _NAMED_KEYS} more" if len(keys) > _NAMED_KEYS else ""
             logger.warning(
-                "%d %s by rank, and only what one rank has is saved: %s%s. Wrap what every rank needs back as its own "
+                "%d %s by rank, and only one rank's value is saved: %s%s. Wrap what every rank needs back as its own "
                 "(PerRank(value), from ckpt_component import PerRank), or make it equal on all ranks before the save.",
                 len(keys),
                 "value differs" if len(keys) == 1 else "values differ",
@@ -220,7 +220,7 @@ class SaveTransaction:
             )
 
     def _write(self, save: PendingSave, snapshot: Snapshot) -> Mapping[str, Any]:
-        """This rank's vote: what it wrote, once its snapshot is complete."""
+        """Write this rank's files once its snapshot is complete; returns its vote, which is what it wrote."""
         attempt, encoded, options = save.attempt, snapshot.encoded, self._writer.options
         if not self._leads:
             wait_visible(lambda: self._fs.is_folder(attempt.staging), attempt.staging, self._timeouts.visible)
@@ -228,7 +228,7 @@ class SaveTransaction:
             raise CheckpointTimeoutError(
                 f"The snapshot for {save.path} was not complete after {self._timeouts.stage:g} s (timeouts.stage)."
             )
-        snapshot.staged.result(0)  # or what made it worthless
+        snapshot.staged.result(0)  # raises the error of a failed snapshot
         size, seconds = amount(snapshot.layout.payload_bytes), snapshot.staged_at - save.started
         logger.info("%s staged: %s in %.3f s", os.path.basename(save.path), size, seconds)
         device = -1
@@ -263,16 +263,16 @@ class SaveTransaction:
         return written
 
     def _publish(self, attempt: Attempt, votes: Sequence[Mapping[str, Any]]) -> int:
-        """On the leading rank: commit what all have written. Returns how many files the checkpoint has."""
+        """On the leading rank: commit what all ranks have written. Returns the checkpoint's number of files."""
         with self._typed_errors(attempt.target, sum(map(len, self._sidecars.values()))):
             visible = self._timeouts.visible
             return commit.publish(self._fs, attempt, votes, self._sidecars, self._manifest_fields, visible)
 
     @contextlib.contextmanager
     def _typed_errors(self, path: str, needed: int) -> Iterator[None]:
-        """Turn errors of the file system into typed ones; a full disk is reported with the numbers.
+        """Turn file system errors into typed ones; for a full disk the text has the numbers.
 
-        A run that lost the root raises CheckpointFencedError: the new owner may have deleted its files.
+        Raises CheckpointFencedError if another run has taken over the root, and may have deleted this run's files.
         """
         try:
             yield
@@ -291,8 +291,8 @@ class SaveTransaction:
 
 
 def notify(hook: Callable[[str], None], path: str) -> None:
-    """Call a hook of a checkpoint that is committed, whatever the hook raises."""
+    """Call a hook for a committed checkpoint; an exception is only logged."""
     try:
         hook(path)
     except Exception:
-        logger.exception("%s is committed, but what follows a commit failed", path)
+        logger.exception("%s is committed, but a hook after the commit failed", path)

@@ -265,7 +265,7 @@ def test_warn_logs_reports_and_goes_on(preset: str, tmp_path: Path, caplog: pyte
         assert manager.save(1, state_of(1))  # a step that was not saved may be saved again
         manager.wait()
         assert manager.save(2, state_of(2))
-    assert "training goes on (checkpoint.on_error=warn): the disk is on fire" in caplog.text
+    assert "training continues (checkpoint.on_error=warn): the disk is on fire" in caplog.text
     assert [(report.step, report.outcome) for report in manager.reports] == [
         (1, "failed"),
         (1, "committed"),

@@ -80,7 +80,7 @@ def test_a_deletion_that_raises_is_logged_and_the_save_stays_committed(
     with manager_in(tmp_path) as manager:
         for step in (1, 2):
             assert manager.save(step, state_of(step))
-    assert "is committed, but what follows a commit failed" in caplog.text and manager.steps() == [1, 2]
+    assert "is committed, but a hook after the commit failed" in caplog.text and manager.steps() == [1, 2]
 
 
 def test_what_is_no_checkpoint_is_warned_about_once_in_a_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

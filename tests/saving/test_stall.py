@@ -93,7 +93,7 @@ def test_with_warn_a_save_that_would_stall_is_skipped_and_counts_as_a_failure_in
         (3, "skipped"),
         (1, "committed"),
     ]
-    assert "iter_0000002 was not saved, and training goes on" in caplog.text
+    assert "iter_0000002 was not saved, and training continues" in caplog.text
 
 
 def test_without_the_key_a_save_waits_as_long_as_the_phase_may_take(tmp_path: Path, stopped: list[int]) -> None:

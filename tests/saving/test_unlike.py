@@ -11,14 +11,14 @@ SCRIPT = Path(__file__).parent / "scripts" / "unlike.py"
 
 def test_every_kind_of_value_that_differs_is_named_and_no_other(tmp_path: Path) -> None:
     told = run_ranks(SCRIPT, "all_kinds", 2, tmp_path)
-    text = "4 values differ by rank, and only what one rank has is saved: 'seed.numpy', 'rng', 'drifted', 'scalar'. "
+    text = "4 values differ by rank, and only one rank's value is saved: 'seed.numpy', 'rng', 'drifted', 'scalar'. "
     assert told[0].count("differ by rank") == 1 and text + "Wrap what every rank" in told[0], told[0]
     assert "PerRank(" in told[0] and "differ" not in told[1]
 
 
 def test_values_that_part_later_are_noticed_by_the_first_rank_that_has_them(tmp_path: Path) -> None:
     told = run_ranks(SCRIPT, "later", 3, tmp_path)
-    assert "1 value differs by rank, and only what one rank has is saved: 'here'." in told[0]
+    assert "1 value differs by rank, and only one rank's value is saved: 'here'." in told[0]
     assert "'there.y'" in told[1] and "'there.x'" in told[1] and "differ" not in told[2]
 
 
