@@ -1,1 +1,1 @@
-"""Formats: how a rank's tensors and objects become files. Planning only, no I/O."""
+"""Checkpoint formats: how a rank's tensors and objects map to files. Planning only, no I/O."""

@@ -1,7 +1,7 @@
-"""What a writer is: it lays out a rank's files once per structure, and encodes the objects of every save.
+"""Base class of formats: lay out a rank's files once per structure, and encode the objects of every save.
 
-A writer never writes. It says which bytes go where (`FormatPlan`); the byte-range writer does the work, in
-whichever process the caller chose. A format of one's own is a subclass with `plan`.
+A `Writer` does no I/O. It defines which bytes go where (`FormatPlan`); the range writer writes them, in the process
+that the caller uses. To add a format, subclass `Writer` and implement `plan`.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ class FormatPlan(ABC):
 
     @abstractmethod
     def encode_objects(self, objects: Sequence[Any]) -> EncodedSave:
-        """Encode the objects of one save (`FlatState.objects`, in order) at once, so that they are a snapshot.
+        """Encode the objects of one save (`FlatState.objects`, in order) immediately, as a snapshot.
 
         Raises:
-            CheckpointStageError: an object that safe loading would refuse, by key.
+            CheckpointStageError: safe loading would refuse an object; names its key.
         """
 
 
@@ -52,24 +52,24 @@ class Writer(ABC):
     """A checkpoint format.
 
     Args:
-        workers: how many parallel writers share the bytes of a rank.
-        block_bytes: how many bytes one write call takes.
-        checksum: algorithm of the items' checksums; `auto` becomes the fastest one that is installed.
-        io: through the page cache, past it, or whichever a trial finds to be faster.
-        max_bytes_per_second: for all parallel writers together; None: no limit.
+        workers: number of parallel writers per rank.
+        block_bytes: number of bytes per write call.
+        checksum: checksum algorithm of the items; `auto`: the fastest one that is installed.
+        io: buffered or direct I/O, or whichever is faster in a trial.
+        max_bytes_per_second: limit for all parallel writers of a rank together; None: no limit.
 
     Attributes:
         options: how the bytes are written.
-        algorithm: of the checksums, as it stands in the files.
+        algorithm: name of the checksum algorithm, as recorded in the files.
 
     Raises:
-        CheckpointConfigError: a value that makes no sense, or a checksum whose package is not installed.
+        CheckpointConfigError: a value is out of range, or the package of the checksum is not installed.
     """
 
-    #: Stands in the manifest, so that a reader knows what it finds.
+    #: Name of the format, as recorded in the manifest.
     format: ClassVar[str]
-    #: Whether the ranks' files make up one checkpoint, in which what several ranks hold alike is stored once. Otherwise
-    #: every rank stores all that it has, for itself.
+    #: Whether the files of all ranks form one checkpoint, in which replicated values are stored once. Otherwise every
+    #: rank stores everything that it has.
     shared: ClassVar[bool] = False
 
     workers: int = 2
@@ -90,12 +90,12 @@ class Writer(ABC):
         """Lay out the files of one rank. Called once per structure."""
 
     def index(self, rank_indexes: Sequence[Mapping[str, Any]]) -> dict[str, bytes]:
-        """Small files about all ranks' items, such as `.metadata`, from every rank's `EncodedSave.rank_index`."""
+        """Index files over the items of all ranks, such as `.metadata`, from every rank's `EncodedSave.rank_index`."""
         return {}
 
 
 def _installed(checksum: ChecksumName) -> str:
-    """The algorithm that a setting means here."""
+    """Resolve a setting to the name of an installed algorithm."""
     if checksum is ChecksumName.auto:
         algorithm = fastest()
         text = "checkpoint.writer.checksum=auto: %s by %s, the fastest that is installed"
@@ -111,29 +111,29 @@ def _installed(checksum: ChecksumName) -> str:
 
 
 def refuse_parts(structure: Structure, writer: str) -> None:
-    """Raise CheckpointStageError where a tensor is a part of a whole, which a file of its own cannot say."""
+    """Raise CheckpointStageError if a tensor is a shard, which a format with one file per rank cannot describe."""
     for path, shard in zip(structure.tensor_paths, structure.shards, strict=True):
         if shard is not None:
             raise CheckpointStageError(
                 f"'{key_of(path)}' is a part of a tensor of shape {tuple(shard.shape)}, and checkpoint/writer={writer} "
-                "keeps whole tensors only; use checkpoint/writer=dcp."
+                "stores whole tensors only; use checkpoint/writer=dcp."
             )
     for path in structure.elsewhere:
         raise CheckpointStageError(
-            f"'{key_of(path)}' is a tensor of other ranks, and checkpoint/writer={writer} keeps whole tensors of each "
-            "rank only; use checkpoint/writer=dcp."
+            f"'{key_of(path)}' is a tensor of other ranks, and checkpoint/writer={writer} stores only each rank's "
+            "whole tensors; use checkpoint/writer=dcp."
         )
 
 
 def make_table(writer: Writer, layout: Layout, lanes: Sequence[Sequence[Lane]], *, keys: bool = True) -> WriteTable:
-    """The write table of a layout.
+    """Make the write table of a layout.
 
     Args:
-        writer: of the format.
-        layout: of the image.
-        lanes: per parallel writer, what it writes.
-        keys: False for a format that has its own index of keys. With keys, the objects are taken to be the items of
-            the object blobs, in their order.
+        writer: the format.
+        layout: layout of the image.
+        lanes: the lanes of each parallel writer.
+        keys: False for a format that has its own index of keys. With keys, the objects must be the items of the object
+            blobs, in the same order.
     """
     files = [FileSpec(file.name, file.base, file.size) for file in layout.files]
     description = _describe(layout, writer.format, keys).encode()
@@ -141,9 +141,9 @@ def make_table(writer: Writer, layout: Layout, lanes: Sequence[Sequence[Lane]], 
 
 
 def _describe(layout: Layout, format_name: str, keys: bool) -> str:
-    """The JSON that a reader needs beside the CRCs: every item with its place, every key with its item.
+    """The JSON that a reader needs in addition to the CRCs: every item with its location, every key with its item.
 
-    It is put together from texts, which take a fourth of the memory of lists for as long as it takes.
+    It is assembled from strings, which need a fourth of the memory of lists.
     """
     structure = layout.structure
     shape_text = cache(lambda shape: _text(list(shape)))
@@ -175,19 +175,19 @@ def _describe(layout: Layout, format_name: str, keys: bool) -> str:
     return "".join([*parts, "}"])
 
 
-#: One encoder for all, because `json.dumps` with separators makes one every time.
+#: One shared encoder, because `json.dumps` with separators creates a new one at every call.
 _text = json.JSONEncoder(separators=(",", ":")).encode
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """As files have it: `float32`."""
+    """The name of a dtype in files: `float32`."""
     return str(dtype).removeprefix("torch.")
 
 
 def balanced(sizes: Sequence[int], bins: int) -> list[list[int]]:
-    """Numbers of `sizes` in at most `bins` groups of about equal sums, each in ascending order; none is empty.
+    """Split the indexes of `sizes` into at most `bins` groups of about equal total size; none is empty.
 
-    Largest first into the lightest group, as DCP and NVRx do.
+    Each group is sorted. The largest size goes first, into the lightest group, as in DCP and NVRx.
     """
     groups: list[list[int]] = [[] for _ in range(max(1, min(bins, len(sizes))))]
     loads = [(0, number) for number in range(len(groups))]
@@ -201,29 +201,29 @@ def balanced(sizes: Sequence[int], bins: int) -> list[list[int]]:
 def groups_of_files(
     sizes: Sequence[int], files: int, hint: str = "", separate: Container[int] = ()
 ) -> list[tuple[str, list[int]]]:
-    """Which items go to which file: (what the file's name starts with, numbers of its items), with none empty.
+    """Distribute items over files by size; returns (prefix of the file's name, numbers of its items), none empty.
 
     Args:
-        sizes: of the items in bytes, which the files share.
-        files: the most there may be; at least 2 with a hint.
-        hint: what the names of files with the separate items start with.
-        separate: numbers of the items that get files of their own.
+        sizes: sizes of the items in bytes.
+        files: maximum number of files; at least 2 with a hint.
+        hint: name prefix of the files with the separate items.
+        separate: numbers of the items that get separate files.
     """
     first = [number for number in range(len(sizes)) if number not in separate]
     last = [number for number in range(len(sizes)) if number in separate]
-    own = files if last else 0
+    last_files = files if last else 0
     if first and last:
         share = sum(sizes[number] for number in last) / (sum(sizes) or 1)
-        own = min(max(round(files * share), 1), files - 1)
+        last_files = min(max(round(files * share), 1), files - 1)
     return [
         (start, [numbers[position] for position in group])
-        for start, numbers, count in (("", first, files - own), (hint, last, own))
+        for start, numbers, count in (("", first, files - last_files), (hint, last, last_files))
         for group in balanced([sizes[number] for number in numbers], count)
     ]
 
 
 def lanes_by_bytes(layout: Layout, workers: int) -> list[list[Lane]]:
-    """Cut a single-file image into at most `workers` ranges of about equal bytes, each at the start of an item."""
+    """Split a single-file image into at most `workers` ranges of about equal size, at the starts of items."""
     (file,) = layout.files
     items = layout.items
     offsets = [item.offset for item in items]

@@ -1,7 +1,7 @@
-"""Files of torch.distributed.checkpoint: what stock `dcp.load` reads, on any world size.
+"""The format of torch.distributed.checkpoint, which stock `dcp.load` reads with any world size.
 
-A stored tensor is a complete `torch.save` archive; `.metadata` is the only index. Objects are archives of
-their own in one small file, each in a slot with padding, so that `.metadata` stays as it is while they fit.
+A stored tensor is a complete `torch.save` archive; `.metadata` is the only index. Objects are separate archives in one
+small file, each in a padded slot, so that `.metadata` does not change as long as they fit.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from .dcp_metadata import metadata_of
 
 _END_OF_ARCHIVE = b"PK\x05\x06"
 _END_RECORD_BYTES = 22
-#: The comment of a zip archive, which is where a slot's padding goes, has at most so many bytes; a new slot has less.
+#: The padding of a slot is declared as the comment of the zip archive, which has a maximum size; a new slot has less.
 _MOST_COMMENT, _MOST_PADDING = 0xFFFF, 60_000
 
 
 @dataclass(eq=False)
 class DcpWriter(Writer):
-    """The DCP format, with as many files for tensors as `workers`. Beside the options of `Writer` it takes one more.
+    """The DCP format, with up to `workers` files for tensors per rank. It has one option in addition to `Writer`'s.
 
     Args:
-        separation_hint: keys that start with this text go to files of their own, whose names start with it too, as
-            NVRx's `FileSystemWriterAsync` does; needs at least two workers, which are shared by bytes.
+        separation_hint: tensors whose keys start with this prefix go to separate files, whose names start with it too,
+            as in NVRx's `FileSystemWriterAsync`. Needs at least two workers, which are divided by size.
     """
 
     format = "dcp"
@@ -67,19 +67,19 @@ class DcpWriter(Writer):
         """`.metadata`, the only index that stock DCP reads.
 
         Raises:
-            CheckpointStageError: what the ranks have stored does not make up a tensor, by key.
+            CheckpointStageError: the parts stored by the ranks do not form a complete tensor; names its key.
         """
         return {".metadata": metadata_of(rank_indexes)}
 
 
 def check_separation_hint(hint: str | None, files: int, name: str, files_name: str) -> None:
-    """Raise CheckpointConfigError for a hint that cannot begin the names of files, or that has no files of its own.
+    """Raise CheckpointConfigError if a hint is not a valid prefix of file names, or there are too few files for it.
 
     Args:
-        hint: to check; None is right.
-        files: how many a rank has.
-        name: of the hint's setting, for the error.
-        files_name: of the other one.
+        hint: the hint to check; None is valid.
+        files: number of files per rank.
+        name: name of the hint's setting, for the error message.
+        files_name: name of the setting for the number of files.
     """
     if hint is None:
         return
@@ -87,18 +87,18 @@ def check_separation_hint(hint: str | None, files: int, name: str, files_name: s
         raise CheckpointConfigError(f"{name} needs at least two files; set {files_name}=2.")
     if not re.fullmatch(r"[\w.\-]+", hint) or hint.startswith("."):
         raise CheckpointConfigError(
-            f"{name}={hint!r} becomes part of file names; use letters, digits, '_', '-' and '.', not at the start."
+            f"{name}={hint!r} becomes part of file names; use letters, digits, '_', '-' and '.', but no leading '.'."
         )
 
 
 class _DcpPlan(FormatPlan):
-    """Files of tensors, and one of objects.
+    """Files of tensors, and one file of objects.
 
     Args:
-        writer: of the format.
-        structure: to lay out.
-        files: name and numbers of the stored tensors of each.
-        object_file: its name.
+        writer: the format.
+        structure: the structure to lay out.
+        files: name of each file and numbers of its stored tensors.
+        object_file: name of the file of objects.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class _DcpPlan(FormatPlan):
         self._slots: list[tuple[int, int]] = []
 
     def encode_objects(self, objects: Sequence[Any]) -> EncodedSave:
-        """Encode the objects; the table is made again only when one does not fit into its slot."""
+        """Encode the objects; the table is rebuilt only if one does not fit into its slot."""
         archives: list[bytes] = []
         fits = self._table is not None
         for number, (key, value) in enumerate(zip(self._object_keys, objects, strict=True)):
@@ -147,15 +147,15 @@ class _DcpPlan(FormatPlan):
         data = bytearray()
         for archive, (offset, length) in zip(archives, self._slots, strict=True):
             if archive[-_END_RECORD_BYTES : -_END_RECORD_BYTES + 4] != _END_OF_ARCHIVE:
-                raise ValueError(f"torch.save ended the object at {offset} in an unknown way.")
-            # The padding is declared as the comment of the zip archive, so that it stays a valid one.
+                raise ValueError(f"torch.save ended the archive of the object at {offset} in an unexpected way.")
+            # Declare the padding as the comment of the zip archive, which keeps the archive valid.
             padding = length - len(archive)
             data += archive[:-2] + struct.pack("<H", padding) + bytes(padding)
         blobs = (ObjectBlob(self._object_file, 0, memoryview(data), self._slots),) if archives else ()
         return EncodedSave(self._table, blobs, partial(self._rank_index, self._slots))
 
     def _rank_index(self, slots: Sequence[tuple[int, int]]) -> dict[str, Any]:
-        """What `metadata_of` takes. Rows refer to what the structure has already: there may be a hundred thousand."""
+        """This rank's input of `metadata_of`. Rows share values with the structure: there may be a hundred thousand."""
         structure, layout = self.layout.structure, self.layout
         item_of = array("q", bytes(8 * len(layout.stored)))
         for number, item in enumerate(layout.items):

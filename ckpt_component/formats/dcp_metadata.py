@@ -1,7 +1,7 @@
 """`.metadata`: the index that stock DCP reads, a pickle of its own classes.
 
-It is written in batches. Pickled at once, the objects of 20,000 tensors take 30 MB beside 3 MB of pickle, most of which
-the C library keeps afterwards.
+It is pickled in batches. Pickling the objects of 20,000 tensors at once takes 30 MB in addition to 3 MB of pickle, most
+of which the C library does not return to the system.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from ..memory.gc_control import collector_paused
 from ..state.coverage import cover_fault
 from ..state.flatten import Path, key_of
 
-#: The oldest protocol in which a batch needs nothing of the ones before: it says the numbers of what it refers to.
+#: Batches must not depend on earlier ones: in this protocol, memo numbers are explicit.
 _PROTOCOL = 2
 _BEGIN, _END = b"\x80\x02", b"."
 _EMPTY_DICT, _MARK, _SET_ITEMS, _BUILD = b"}", b"(", b"u", b"b"
-#: What a pickled dict begins with: the empty dict, kept as number 0, to which nothing in it refers.
+#: The start of a pickled dict: an empty dict, memoized as number 0, to which nothing in it refers.
 _DICT_BEGIN = _BEGIN + _EMPTY_DICT + b"q\x00"
 _BATCH = 200
 
@@ -41,17 +41,17 @@ Pairs = Iterable[tuple[Any, Any]]
 
 
 def metadata_of(rank_indexes: Sequence[Mapping[str, Any]]) -> bytes:
-    """The file, from what all ranks have stored.
+    """Build the file from the indexes of all ranks.
 
     Args:
-        rank_indexes: of every rank: `tensors` as (path, dtype, shape of the whole, offsets, shape of the part, file,
-            offset, length), `objects` as (path, file, offset, length), the paths of `lists`, and those of tensors of
-            which other ranks hold all, `elsewhere`.
+        rank_indexes: for every rank: `tensors` as (path, dtype, shape of the whole, offsets, shape of the part, file,
+            offset, length), `objects` as (path, file, offset, length), the paths of `lists`, and `elsewhere`, the paths
+            of tensors of which only other ranks hold parts.
 
     Raises:
-        CheckpointStageError: the parts that all ranks have stored do not make up a tensor, by key.
+        CheckpointStageError: the parts stored by all ranks do not form a complete tensor; names its key.
     """
-    # No storage_meta: torch would put a pathlib path there, which other Python versions cannot unpickle.
+    # Leave out storage_meta: torch puts a pathlib path there, which other Python versions cannot unpickle.
     with collector_paused():
         index = _Index(rank_indexes)
         tables = {"state_dict_metadata": index.entries, "planner_data": index.paths, "storage_data": index.places}
@@ -59,11 +59,11 @@ def metadata_of(rank_indexes: Sequence[Mapping[str, Any]]) -> bytes:
 
 
 class _Index:
-    """What stands in the three tables of the metadata; each is made as it is walked through."""
+    """The three tables of the metadata, each generated lazily."""
 
     def __init__(self, rank_indexes: Sequence[Mapping[str, Any]]) -> None:
         self._lists = {tuple(path) for index in rank_indexes for path in index["lists"]}
-        #: By key: the rows of its parts.
+        #: The rows of each tensor's parts, by key.
         self._tensors: dict[str, list[Any]] = {}
         self._objects: dict[str, Any] = {}
         for index in rank_indexes:
@@ -74,7 +74,7 @@ class _Index:
         self._refuse_different()
         for key, rows in self._tensors.items():
             if len(rows) > 1:
-                # What is tied on one rank and not on another was stored by both, and one is enough.
+                # A tensor that is tied on one rank but not on another was stored by both; one copy is enough.
                 parts: dict[tuple[int, ...], Any] = {}
                 for row in rows:
                     parts.setdefault(tuple(row[3]), row)
@@ -82,7 +82,7 @@ class _Index:
         self._refuse_incomplete(key_of(path) for index in rank_indexes for path in index["elsewhere"])
 
     def _refuse_different(self) -> None:
-        """What has one key must be one tensor or one object on all ranks that stored something of it."""
+        """Raise if ranks stored different tensors, or a tensor and an object, under the same key."""
         for key, rows in self._tensors.items():
             first = rows[0]
             if len(rows) > 1 and any(row[1] != first[1] or row[2] != first[2] for row in rows):
@@ -97,11 +97,11 @@ class _Index:
             )
 
     def _refuse_incomplete(self, elsewhere: Iterable[str]) -> None:
-        """The same look as a load's, so that nothing is committed that cannot be loaded."""
+        """Make the same check as a load, so that no checkpoint is committed that cannot be loaded."""
         for key in elsewhere:
             if key not in self._tensors:
-                raise CheckpointStageError(f"'{key}' is spread over ranks, and no rank that saves holds a part of it.")
-        forms: set[Any] = set()  # many tensors are cut alike
+                raise CheckpointStageError(f"'{key}' is spread over ranks, but no rank that saves holds a part of it.")
+        forms: set[Any] = set()  # many tensors are sharded in the same way
         for key, rows in self._tensors.items():
             _, _, whole, offsets, shape, *_ = rows[0]
             if len(rows) == 1 and shape == whole and not any(offsets):
@@ -137,10 +137,10 @@ class _Index:
 
 
 def _pickled(value: Any, tables: Mapping[str, Callable[[], Pairs]]) -> bytes:
-    """The pickle of an object whose attributes `tables` are dicts of these pairs."""
+    """Pickle an object whose attributes in `tables` are dicts, given as pairs."""
     make, arguments, state, *rest = value.__reduce_ex__(_PROTOCOL)
     if make is not copyreg.__newobj__ or any(rest) or not isinstance(state, dict):  # type: ignore[attr-defined]
-        for name, pairs in tables.items():  # a release of torch that has it in another form
+        for name, pairs in tables.items():  # a torch release that defines the class differently
             setattr(value, name, dict(pairs()))
         return pickle.dumps(value, _PROTOCOL)
     kind = arguments[0]
@@ -153,13 +153,13 @@ def _pickled(value: Any, tables: Mapping[str, Callable[[], Pairs]]) -> bytes:
 
 
 def _batches(pairs: Pairs) -> Iterator[bytes]:
-    """A dict, as operations that begin with an empty one and add some items at a time."""
+    """The opcodes of a dict: start with an empty one, then add items in batches."""
     yield _EMPTY_DICT
     pairs = iter(pairs)
     while batch := dict(itertools.islice(pairs, _BATCH)):
         data = pickle.dumps(batch, _PROTOCOL)
         if not data.startswith(_DICT_BEGIN):
-            raise ValueError(f"pickle began a dict in an unknown way: {data[:8]!r}.")
+            raise ValueError(f"pickle started a dict in an unexpected way: {data[:8]!r}.")
         yield data[len(_DICT_BEGIN) : -len(_END)]
 
 
@@ -172,5 +172,5 @@ def _properties(dtype: str) -> TensorProperties:
 
 
 def _stock_path(path: Path, lists: set[Path]) -> tuple[Any, ...]:
-    """A path as stock DCP notes it: dict keys are text, list positions are numbers."""
+    """A path in the form of stock DCP: dict keys are strings, list indexes are ints."""
     return tuple(part if path[:depth] in lists else str(part) for depth, part in enumerate(path))

@@ -1,7 +1,7 @@
-"""One `.safetensors` file a rank: tensors only, read by the safetensors library.
+"""One `.safetensors` file per rank: tensors only, readable by the safetensors library.
 
-The format is a JSON header and the payloads without gaps. Tied tensors are stored once; the further names stand in the
-header's metadata, name to kept name, as `safetensors.torch.save_model` notes them.
+The format is a JSON header and the payloads without gaps. Tied tensors are stored once; the header's metadata maps
+their other names to the stored one, as in `safetensors.torch.save_model`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def file_name(rank: int) -> str:
 
 
 class SafetensorsWriter(Writer):
-    """The safetensors format. A state dict with anything but tensors and containers is refused by key."""
+    """The safetensors format. Refuses, by key, anything but tensors and containers."""
 
     format = "safetensors"
 
@@ -58,15 +58,15 @@ class SafetensorsWriter(Writer):
 class _SafetensorsPlan(FormatPlan):
     def __init__(self, writer: Writer, structure: Structure, rank: int) -> None:
         if structure.object_paths:
-            named = ", ".join(f"'{key_of(path)}'" for path in structure.object_paths[:3])
+            examples = ", ".join(f"'{key_of(path)}'" for path in structure.object_paths[:3])
             more = len(structure.object_paths) - 3
             raise CheckpointStageError(
-                f"safetensors files hold tensors only, and {named}{f' and {more} more' if more > 0 else ''} "
+                f"safetensors files hold tensors only, and {examples}{f' and {more} more' if more > 0 else ''} "
                 "are not; save just the model's tensors, or use checkpoint/writer=dcp."
             )
         refuse_parts(structure, "safetensors")
         stored = structure.stored
-        # Widest elements first, so that every payload is aligned although there are no gaps.
+        # Widest dtypes first, so that every payload is aligned without gaps.
         order = sorted(range(len(stored)), key=lambda number: (-stored[number].dtype.itemsize, number))
         header = _header(structure, order)
         items, size = [], len(header)
@@ -79,12 +79,12 @@ class _SafetensorsPlan(FormatPlan):
         self._encoded = EncodedSave(make_table(writer, self.layout, lanes_by_bytes(self.layout, writer.workers)))
 
     def encode_objects(self, objects: Sequence[Any]) -> EncodedSave:
-        """The same every time: there are no objects."""
+        """There are no objects, so the result is always the same."""
         return self._encoded
 
 
 def _header(structure: Structure, order: Sequence[int]) -> bytes:
-    """The file's first bytes, padded so that the payloads, which follow in this order, start on a 64-byte boundary."""
+    """The header of the file, padded so that the payloads, which follow in `order`, start on a 64-byte boundary."""
     keys = [key_of(structure.tensor_paths[entry.tensor]) for entry in structure.stored]
     aliases = {
         key_of(structure.tensor_paths[number]): keys[stored]
@@ -96,7 +96,7 @@ def _header(structure: Structure, order: Sequence[int]) -> bytes:
     for number in order:
         key, entry = keys[number], structure.stored[number]
         if entry.dtype not in DTYPES:
-            raise CheckpointStageError(f"'{key}' is {entry.dtype}, which safetensors files do not have.")
+            raise CheckpointStageError(f"'{key}' is {entry.dtype}, which safetensors files do not support.")
         if key == "__metadata__":
             raise CheckpointStageError("'__metadata__' is a reserved name in safetensors files; rename the tensor.")
         end = position + entry.nbytes

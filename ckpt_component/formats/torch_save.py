@@ -1,8 +1,8 @@
-"""One file that plain `torch.load(weights_only=True)` reads, memory-mapped too.
+"""One file per rank that plain `torch.load(weights_only=True)` reads, also with `mmap=True`.
 
-`torch.save` puts the pickle first, so that every payload would move when an object changes its length. A zip archive
-is read from its end, so here the payloads come first, at places known beforehand, and the pickle and the directory
-follow them. The pickle is made on every save; with very many small tensors `writer=dcp` stalls training less.
+`torch.save` writes the pickle first, so all payloads would move whenever an object changes its size. A zip archive is
+read from its end, so here the payloads come first, at fixed offsets, followed by the pickle and the directory. The
+pickle is made at every save; with very many small tensors `writer=dcp` stalls training less.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def file_name(rank: int) -> str:
 
 
 class TorchSaveWriter(Writer):
-    """The `torch.save` format, one file a rank. Tied and overlapping tensors share one storage, also after loading."""
+    """The `torch.save` format, one file per rank. Tied and overlapping tensors share a storage, also after loading."""
 
     format = "torch_save"
 
@@ -44,7 +44,7 @@ class TorchSaveWriter(Writer):
 
 
 class _StorageRef:
-    """Stands for a storage in the pickle."""
+    """Represents a storage in the pickle."""
 
     def __init__(self, dtype: torch.dtype, count: int, key: str) -> None:
         kind, length = (STORAGES[dtype], count) if dtype in STORAGES else (torch.UntypedStorage, count * dtype.itemsize)
@@ -52,7 +52,7 @@ class _StorageRef:
 
 
 class _TensorRef:
-    """Stands for a tensor in the pickle: a view of a storage, which begins and strides at numbers of elements."""
+    """Represents a tensor in the pickle: a view of a storage, with offset and strides in elements."""
 
     def __init__(
         self, storage: _StorageRef, dtype: torch.dtype, offset: int, shape: Sequence[int], stride: Sequence[int] | None
@@ -70,7 +70,7 @@ class _TensorRef:
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles a state dict whose tensors are references; tensors inside objects are added as further storages."""
+    """Pickles a state dict whose tensors are references; tensors inside objects become additional storages."""
 
     def __init__(self, stream: io.BytesIO, first_key: int) -> None:
         super().__init__(stream, protocol=2)
@@ -120,7 +120,7 @@ class _TorchSavePlan(FormatPlan):
         self._table = make_table(writer, self.layout, lanes_by_bytes(self.layout, writer.workers), keys=False)
 
     def encode_objects(self, objects: Sequence[Any]) -> EncodedSave:
-        """Pickle the nested state with references for tensors, and close the archive behind the payloads."""
+        """Pickle the nested state with references for tensors; pickle and directory follow the payloads."""
         structure, (file,), count = self.layout.structure, self.layout.files, len(self.layout.items)
         values: dict[Path, Any] = dict(self._references)
         for path, value in zip(structure.object_paths, objects, strict=True):
@@ -149,15 +149,15 @@ class _TorchSavePlan(FormatPlan):
         return EncodedSave(self._table, (blob,))
 
 
-#: Number of what is stored; offset, shape and stride in there, in elements; None: the stride of a contiguous tensor.
+#: Index of a stored tensor; offset, shape and strides of a view of it, in elements. Strides None: contiguous.
 _View = tuple[int, int, Sequence[int], Sequence[int] | None]
 
 
 def _join_overlaps(structure: Structure) -> tuple[list[Stored], list[_View], list[Relation]]:
-    """Store memory that several dense tensors of one dtype share only once.
+    """Join dense tensors of one dtype that overlap in memory, so that shared memory is stored once.
 
-    Returns what is stored, for every tensor its view, and the distances that this relies on. Tensors with gaps are
-    stored alone: joining them would also store what lies in the gaps.
+    Returns the tensors to store, the view of every tensor, and the relations that the result depends on. Tensors with
+    gaps are stored separately: joining them would also store the gaps.
     """
     stored: list[Stored] = []
     views: dict[int, _View] = {}
