@@ -1,8 +1,7 @@
-"""The one family of errors, and how an error crosses to another process or rank.
+"""The exceptions of this package, and how they are sent to other processes and ranks.
 
-Every error that a caller may want to catch derives from `CheckpointError`, and from the builtin that a
-reader would expect beside it. The torch-free writer process loads this module, so it imports the standard library
-alone.
+Every error that a caller may want to catch derives from `CheckpointError` and, in addition, from the closest builtin
+exception. The torch-free writer process imports this module, so it imports only the standard library.
 """
 
 from __future__ import annotations
@@ -38,27 +37,27 @@ __all__ = [
 
 
 class CheckpointError(Exception):
-    """Base of everything that this package raises on purpose."""
+    """Base class of all errors that this package raises on purpose."""
 
 
 class CheckpointConfigError(CheckpointError, ValueError):
-    """A config that cannot be built; the text has the key, its value, and what to type instead."""
+    """A config value is invalid; the message has the key, its value, and what to type instead."""
 
 
 class CheckpointStageError(CheckpointError, ValueError):
-    """A value in the state dict cannot be checkpointed; the text names its key."""
+    """A value in the state dict cannot be checkpointed; the message names its key."""
 
 
 class TornSnapshotError(CheckpointStageError):
-    """A tensor changed while it was being copied, so the snapshot would mix two moments; names the keys."""
+    """Tensors changed while they were being copied, so the snapshot would be inconsistent; names their keys."""
 
 
 class CheckpointStepError(CheckpointError, TypeError, ValueError):
-    """A step that is no step: negative, too large, or no whole number."""
+    """A step is invalid: negative, too large, or not an integer."""
 
 
 class CheckpointSaveError(CheckpointError, RuntimeError):
-    """A save failed after staging; nothing became visible. `errno` is that of the first OSError, or None."""
+    """A save failed after staging; no checkpoint became visible. `errno` is that of the first OSError, or None."""
 
     def __init__(self, message: str, errno: int | None = None) -> None:
         super().__init__(message)
@@ -66,27 +65,27 @@ class CheckpointSaveError(CheckpointError, RuntimeError):
 
 
 class CheckpointFencedError(CheckpointSaveError):
-    """Another run owns the folder of checkpoints now, so this one commits nothing there; names the owner."""
+    """Another run has taken over the checkpoint folder, so this one can no longer commit there; names the owner."""
 
 
 class CheckpointStorageFullError(CheckpointSaveError):
-    """The disk is too full for the checkpoint; names what it needs and what is free. `errno` says which limit."""
+    """The disk is too full for the checkpoint; has the needed and the free bytes. `errno` says which limit was hit."""
 
 
 class CheckpointGivenUpError(CheckpointSaveError):
-    """So many saves in a row failed that going on without checkpoints is refused; names the last failure."""
+    """Too many saves in a row failed to continue training without checkpoints; names the last failure."""
 
 
 class WorkerDiedError(CheckpointSaveError):
-    """The writer process ended before it answered; the text has its signal or exit code."""
+    """The writer process died before it responded; the message has its signal or exit code."""
 
 
 class RanksError(CheckpointSaveError):
-    """Ranks failed, or cannot be reached; the same on all ranks.
+    """Ranks failed or are unreachable; the same error on all ranks.
 
     Attributes:
-        failures: the text of each failed rank.
-        causes: the name of the error's type on each failed rank; `RanksError` for a rank that is dead.
+        failures: the message of each failed rank.
+        causes: the type name of the error on each failed rank; `RanksError` for a dead rank.
     """
 
     def __init__(
@@ -102,35 +101,35 @@ class RanksError(CheckpointSaveError):
 
 
 class CheckpointTimeoutError(CheckpointError, TimeoutError):
-    """A wait ran into its deadline; the text names the wait and the key that sets the deadline."""
+    """A wait timed out; the message names the wait and the key of its timeout."""
 
 
 class CheckpointStallError(CheckpointTimeoutError):
-    """A save would have kept training waiting for longer than `max_stall_s`, and was given up for it."""
+    """A save was given up because it would have blocked training for longer than `max_stall_s`."""
 
 
 class CheckpointBusyError(CheckpointError, RuntimeError):
-    """A save came while the previous one was still running and `overlap` is `error`."""
+    """A save was requested while the previous one was still running, and `overlap` is `error`."""
 
 
 class CheckpointTypeError(CheckpointError, TypeError):
-    """An argument is of a kind that cannot be used; the text says what to pass instead."""
+    """An argument has the wrong type; the message says what to pass instead."""
 
 
 class CheckpointExistsError(CheckpointError, FileExistsError):
-    """The path already holds something, and a path that holds a checkpoint is never written into."""
+    """The path already exists, and existing checkpoints are never overwritten."""
 
 
 class CheckpointLoadError(CheckpointError, RuntimeError):
-    """A checkpoint does not fit what was asked for: shape, dtype, or kind of a value."""
+    """A checkpoint does not match the load target, such as in shape, dtype or kind of a value."""
 
 
 class CheckpointWorldError(CheckpointError, RuntimeError):
-    """The ranks are not those for which the manager or checkpointer was built; the text says when to build it."""
+    """The ranks are not those for which the manager or checkpointer was built; the message says when to build it."""
 
 
 def first_keys(keys: list[str], most: int = 20) -> str:
-    """Keys for a text: a model has thousands."""
+    """Format the first of many keys for a message."""
     return ", ".join(keys[:most]) + (f" and {len(keys) - most} more" if len(keys) > most else "")
 
 
@@ -151,18 +150,18 @@ class UnexpectedKeysError(CheckpointLoadError):
 
 
 class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
-    """There is no checkpoint at the path, or no step that was asked for."""
+    """There is no checkpoint at the path, or not of the requested step."""
 
 
 class CheckpointCorruptError(CheckpointError, ValueError):
-    """The bytes on disk are not the bytes that were written; names the file and the item."""
+    """The bytes on disk are not the bytes that were written; the message names the file and the item."""
 
 
 class CheckpointUnreadableError(CheckpointCorruptError):
-    """The bytes cannot be read at all (EIO, EACCES, an unmounted folder): nothing is known about them.
+    """A checkpoint cannot be read (EIO, EACCES, an unmounted folder), so it is unknown whether it is corrupt.
 
-    A resuming run goes on from an older checkpoint as with a corrupt one, and leaves this one where it is. `errno` is
-    that of the system call, or None.
+    A run that resumes falls back to an older checkpoint, as with a corrupt one, and leaves this one in place. `errno`
+    is that of the system call, or None.
     """
 
     def __init__(self, message: str, errno: int | None = None) -> None:
@@ -170,14 +169,14 @@ class CheckpointUnreadableError(CheckpointCorruptError):
         self.errno = errno
 
 
-#: An error's text travels as a message of the store, and a state's keys can make it long.
+#: Maximum length of an error message that is sent through the store. The keys of a state can make it long.
 _LONGEST_TEXT = 20_000
-#: How many ranks a message names one by one.
+#: Maximum number of ranks that a message lists.
 _NAMED_RANKS = 8
 
 
 class RemoteTraceback(Exception):
-    """The traceback of another process, as the cause of the error raised here."""
+    """The traceback of another process, used as the cause of the error raised here."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
@@ -188,7 +187,7 @@ class RemoteTraceback(Exception):
 
 
 def describe_error(error: BaseException) -> str:
-    """An error as `Type: text`, also where its text cannot be made."""
+    """Format an error as `Type: message`, even if its `__str__` raises."""
     try:
         text = str(error)
     except Exception as broken:
@@ -197,7 +196,7 @@ def describe_error(error: BaseException) -> str:
 
 
 def errno_of(error: BaseException | None) -> int | None:
-    """The error's own errno, or that of the first OSError in its chain."""
+    """The errno of an error, or of the first OSError in its chain."""
     code = getattr(error, "errno", None)
     seen: set[int] = set()
     while code is None and error is not None and id(error) not in seen:
@@ -208,7 +207,7 @@ def errno_of(error: BaseException | None) -> int | None:
 
 
 def error_as_plain(error: BaseException) -> dict[str, Any]:
-    """An error as JSON values, for another rank; the family's own types come back as themselves."""
+    """Convert an error to JSON values, to send it to another rank; see `error_from_plain`."""
     plain: dict[str, Any] = {"kind": type(error).__name__, "text": _shortened(str(error)), "errno": errno_of(error)}
     if isinstance(error, RanksError):
         plain["failures"] = {str(rank): _shortened(text) for rank, text in error.failures.items()}
@@ -217,7 +216,7 @@ def error_as_plain(error: BaseException) -> dict[str, Any]:
 
 
 def error_from_plain(plain: Mapping[str, Any]) -> CheckpointError:
-    """The inverse of `error_as_plain`; what is not of the family becomes a CheckpointSaveError."""
+    """The inverse of `error_as_plain`; an error that is not of this package becomes a CheckpointSaveError."""
     kind, text, code = globals().get(plain["kind"]), plain["text"], plain["errno"]
     if kind is RanksError:
         failures = {int(rank): failure for rank, failure in plain["failures"].items()}
@@ -236,7 +235,7 @@ def error_from_plain(plain: Mapping[str, Any]) -> CheckpointError:
 def ranks_failed(
     failures: Mapping[int, str], errno: int | None = None, causes: Mapping[int, str] | None = None
 ) -> RanksError:
-    """The error that names every failed rank, with the texts of the first of them; for `causes` see `RanksError`."""
+    """Make the error that names the failed ranks and quotes the first messages; for `causes` see `RanksError`."""
     ranks = sorted(failures)
     first = " | ".join(f"rank {rank}: {failures[rank]}" for rank in ranks[:_NAMED_RANKS])
     more = f" (and {len(ranks) - _NAMED_RANKS} more)" if len(ranks) > _NAMED_RANKS else ""
@@ -244,7 +243,7 @@ def ranks_failed(
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
-    """Ranks for a message: `Rank 3`, `Ranks 0, 3, 4`; the first few of many."""
+    """Format ranks for a message: `Rank 3`, `Ranks 0, 3, 4`; only the first few of many."""
     shown = ", ".join(map(str, ranks[:_NAMED_RANKS])) + (", ..." if len(ranks) > _NAMED_RANKS else "")
     return f"{'Rank' if len(ranks) == 1 else 'Ranks'} {shown}"
 

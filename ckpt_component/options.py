@@ -1,4 +1,4 @@
-"""Options that the library and its configs share: the words of the configs as enums, and the ranges of numbers."""
+"""Options shared by the library and its configs: enums of config values, and ranges of numbers."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from .errors import CheckpointConfigError
 
 
 class Naming(Enum):
-    """How checkpoints are called in `checkpoint.dir`."""
+    """How checkpoints are named in `checkpoint.dir`."""
 
     megatron = "megatron"  # iter_0000200 and latest_checkpointed_iteration.txt
     step = "step"  # step_00000200 and latest
 
 
 class Overlap(Enum):
-    """What happens to a save that comes while the one before it still runs."""
+    """What happens to a save that is requested while the previous one is still running."""
 
     wait = "wait"
     skip = "skip"
     error = "error"
 
 
-#: What happens when a save fails. Not a class, because `raise` is a word of the language.
+#: What happens when a save fails. Not a class statement, because `raise` is a keyword.
 OnError = Enum("OnError", {"raise": "raise", "warn": "warn", "retry": "retry"})
 
 
@@ -33,18 +33,18 @@ class Durability(Enum):
     """What a committed checkpoint survives."""
 
     power_cut = "power_cut"  # everything is synced to the disk before the commit
-    process_crash = "process_crash"  # the kernel's cache is trusted
+    process_crash = "process_crash"  # files may still be in the page cache
 
 
 class Commit(Enum):
-    """How a checkpoint becomes visible, whole, under its name."""
+    """How a complete checkpoint becomes visible under its name."""
 
-    rename = "rename"  # its folder is renamed to its name
-    manifest = "manifest"  # manifest.json is put into its folder last; for object stores that are mounted
+    rename = "rename"  # its folder is renamed to its final name
+    manifest = "manifest"  # manifest.json is created in its folder last; for mounted object stores
 
 
 class Verify(Enum):
-    """When the checksums of what is read are compared. Sizes and structure always are."""
+    """When checksums are verified. Sizes and structure always are."""
 
     on_read = "on_read"  # at every load
     on_resume = "on_resume"  # when the manager resumes, not in a plain load
@@ -54,22 +54,22 @@ class Verify(Enum):
 class IoMode(Enum):
     """How files are written."""
 
-    auto = "auto"  # whichever makes bytes durable sooner in the folder, by a trial
+    auto = "auto"  # whichever makes bytes durable faster in a trial in the folder
     buffered = "buffered"  # through the page cache
-    direct = "direct"  # past it
+    direct = "direct"  # past the page cache
 
 
 class ChecksumName(Enum):
-    """The checksum that every item is stored with."""
+    """The checksum algorithm of stored items."""
 
-    crc32 = "crc32"  # always there: by zlib, and ten times faster by the package isal
+    crc32 = "crc32"  # always available, from zlib; ten times faster with the package isal
     crc32c = "crc32c"  # needs the package crc32c or google-crc32c
     xxh3_64 = "xxh3_64"  # needs the package xxhash
     auto = "auto"  # the fastest that is installed
 
 
 class IoPriority(Enum):
-    """How a writer process queues for the disk."""
+    """The I/O priority of a writer process."""
 
     normal = "normal"
     low = "low"
@@ -78,12 +78,12 @@ class IoPriority(Enum):
 
 @dataclass(frozen=True)
 class Range:
-    """The numbers that a key takes; None is for the key's type to allow.
+    """The range of numbers that a key accepts. It always contains None; the type of the key says whether that is valid.
 
     Attributes:
-        low: the least.
-        high: the greatest.
-        above: `low` itself is too little.
+        low: the minimum.
+        high: the maximum.
+        above: whether `low` itself is excluded.
     """
 
     low: float
@@ -100,16 +100,16 @@ class Range:
 
     @classmethod
     def finite_above(cls, low: float) -> Range:
-        """Every number above a limit but infinity."""
+        """Every finite number above a limit."""
         return cls(low, sys.float_info.max, above=True)
 
     def check(self, key: str, value: float | None) -> None:
-        """Raise CheckpointConfigError for a value that is not in the range."""
+        """Raise CheckpointConfigError for a value outside of the range."""
         if value not in self:
             raise CheckpointConfigError(f"{key} must be {self}, got {value}.")
 
 
-#: Ranges of the keys of parts; their constructors check them too.
+#: Ranges for the keys of components; the constructors of the components check them too.
 ARENAS = Range(1, 16)
 DEVICE_BUFFER_BYTES = Range(0)
 NICE = Range(0, 19)
@@ -123,8 +123,8 @@ class ResolvedTimeouts:
     """`timeouts.*` and `max_stall_s` in seconds, with a number for every key that is null in the config.
 
     Attributes:
-        max_stall: how long a save may keep training waiting; None: as long as the phases may take.
-        again: what all further attempts of a save may take, pauses included.
+        max_stall: maximum time that a save may block training; None: limited only by the timeouts of the phases.
+        again: maximum time for all retries of a save, including the pauses between them.
     """
 
     worker_start: float = 30.0
@@ -139,10 +139,10 @@ class ResolvedTimeouts:
 
     @property
     def whole_save(self) -> float:
-        """What a save may take from its snapshot to its commit, with all attempts."""
+        """Maximum time of a save from snapshot to commit, including retries."""
         return self.stage + self.write + self.again
 
     @property
     def waiting(self) -> float:
-        """How long the call of a save may wait for other ranks and for earlier saves."""
+        """Maximum time that the call of a save waits for other ranks and for earlier saves."""
         return self.stage if self.max_stall is None else min(self.stage, self.max_stall)

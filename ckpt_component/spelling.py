@@ -1,4 +1,4 @@
-"""What a mistyped name may have meant, and what to type instead."""
+"""Suggestions for mistyped names."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from collections.abc import Iterable, Sequence
 
 
 def closest(word: str, words: Iterable[str], cutoff: float = 0.7) -> str | None:
-    """The one of `words` that `word` is most likely a slip of, or short for; or None."""
+    """Return the entry of `words` of which `word` is most likely a misspelling or an abbreviation, or None."""
     names = list(words)
-    near = difflib.get_close_matches(word, names, n=1, cutoff=cutoff)
-    near = near or [name for name in names if sorted(name) == sorted(word)]  # `dpc`: too short for a ratio
-    if near or len(word) < 3:
-        return next(iter(near), None)
-    # `ckpt`, `async`: its letters in this order, from the first one on.
+    matches = difflib.get_close_matches(word, names, n=1, cutoff=cutoff)
+    matches = matches or [name for name in names if sorted(name) == sorted(word)]  # `dpc`: too short for a ratio
+    if matches or len(word) < 3:
+        return next(iter(matches), None)
+    # Abbreviations such as `ckpt` and `async`: the first letter, then the others in this order.
     pattern = re.compile(".*".join(map(re.escape, word)))
-    longer = [name for name in names if len(name) <= 3 * len(word) and pattern.match(name)]
-    begun = [name for name in longer if name.startswith(word)]
-    return begun[0] if begun else longer[0] if len(longer) == 1 else None
+    expansions = [name for name in names if len(name) <= 3 * len(word) and pattern.match(name)]
+    completions = [name for name in expansions if name.startswith(word)]
+    return completions[0] if completions else expansions[0] if len(expansions) == 1 else None
 
 
 def typed(key: str, value: str) -> str:
-    """`key=value` as it is typed in a shell for Hydra; with special characters in two pairs of quotes."""
+    """Format `key=value` for Hydra in a shell; a value with special characters is quoted for both."""
     if re.fullmatch(r"[\w/.+@%:-]+", value):
         return f"{key}={value}"
     quoted = value.replace("\\", "\\\\").replace('"', '\\"')
@@ -30,8 +30,8 @@ def typed(key: str, value: str) -> str:
 
 
 def other_word(key: str, value: object, words: Sequence[str], besides: Sequence[str] = ()) -> str:
-    """The text for a value that is none of the words that `key` takes, nor anything that it takes besides."""
-    near = closest(str(value), words)
+    """The message for an invalid value of `key`. `words`: valid values; `besides`: others, in words."""
+    suggestion = closest(str(value), words)
     *choices, last = [*words, *besides]
     choice = f"{', '.join(choices)} or {last}" if choices else last
-    return f"{key} must be {choice}, got {value}." + (f" Did you mean {key}={near}?" if near else "")
+    return f"{key} must be {choice}, got {value}." + (f" Did you mean {key}={suggestion}?" if suggestion else "")
