@@ -190,8 +190,8 @@ def describe_error(error: BaseException) -> str:
     """Format an error as `Type: message`, even if its `__str__` raises."""
     try:
         text = str(error)
-    except Exception as broken:
-        text = f"<its text cannot be shown: {type(broken).__name__}>"
+    except Exception as str_error:
+        text = f"<its text cannot be shown: {type(str_error).__name__}>"
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 

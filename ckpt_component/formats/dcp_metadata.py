@@ -29,7 +29,7 @@ from ..memory.gc_control import collector_paused
 from ..state.coverage import cover_fault
 from ..state.flatten import Path, key_of
 
-#: Batches must not depend on earlier ones: in this protocol, memo numbers are explicit.
+#: The oldest protocol in which batches do not depend on earlier ones: it writes memo numbers explicitly.
 _PROTOCOL = 2
 _BEGIN, _END = b"\x80\x02", b"."
 _EMPTY_DICT, _MARK, _SET_ITEMS, _BUILD = b"}", b"(", b"u", b"b"

@@ -216,10 +216,10 @@ class ArenaPool:
                 if arena.nbytes >= nbytes:
                     self._free.remove(arena)
                     return arena
-            outgrown = self._free.pop() if self._free and self._leased + len(self._free) > self._count else None
+            small_arena = self._free.pop() if self._free and self._leased + len(self._free) > self._count else None
         try:
-            if outgrown is not None:
-                outgrown.close()
+            if small_arena is not None:
+                small_arena.close()
             return Arena(nbytes, shared=self._shared)
         except BaseException:
             with self._changed:

@@ -79,7 +79,7 @@ def _encode_numpy(numpy: Any, value: Any, key: str) -> dict[str, Any]:
     array = numpy.ascontiguousarray(value)
     if array.dtype.kind not in "biufc":
         raise CheckpointStageError(
-            f"'{key}' holds a numpy value of dtype {array.dtype}; only numbers can be kept, so save its .tolist()."
+            f"'{key}' holds a numpy value of dtype {array.dtype}; only numeric dtypes work, so save its .tolist()."
         )
     native = array.astype(array.dtype.newbyteorder("="), copy=True)
     data = torch.frombuffer(native, dtype=torch.uint8) if native.size else torch.empty(0)

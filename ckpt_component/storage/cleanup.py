@@ -133,7 +133,7 @@ def sweep(fs: FsOps, root: str, steps: StepNames, fenced: Collection[str] = ()) 
 def living_attempts(fs: FsOps, root: str, steps: StepNames) -> list[str]:
     """Attempts in `root` that a live process of this host is still working on."""
     signs = LifeSigns(fs, root)
-    living = []
+    attempts = []
     for name in _unfinished(fs, root, steps, signs.names):
         path, token = os.path.join(root, name), token_of(name)
         try:
@@ -145,8 +145,8 @@ def living_attempts(fs: FsOps, root: str, steps: StepNames) -> list[str]:
             logger.warning("cannot tell whether a process is working on %s (%s); not waiting for it", path, error)
             continue
         if not _is_kept(fs, root, name):
-            living.append(name)
-    return living
+            attempts.append(name)
+    return attempts
 
 
 def leftovers(fs: FsOps, root: str, steps: StepNames) -> set[str]:

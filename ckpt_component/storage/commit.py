@@ -221,13 +221,13 @@ def _confirm(fs: FsOps, attempt: Attempt, manifest: bytes, error: OSError, timeo
         wait_visible(lambda: _is_readable(fs, target), target, timeout)
     try:
         token = _committed_token(fs, target)
-    except CheckpointCorruptError as unread:
-        if not isinstance(unread, CheckpointUnreadableError) and _holds_part(fs, target, manifest):
+    except CheckpointCorruptError as read_error:
+        if not isinstance(read_error, CheckpointUnreadableError) and _holds_part(fs, target, manifest):
             _take_back(fs, target)  # the store shows files before they are complete: this is not a commit
-            raise error from unread
+            raise error from read_error
         raise CheckpointSaveError(
-            f"Could not find out whether {target} was committed: {error}, and then {unread} The next start decides by "
-            "what is on disk.",
+            f"Could not find out whether {target} was committed: {error}, and then {read_error} The next start decides "
+            "by what is on disk.",
             error.errno,
         ) from error
     if token is None:
