@@ -1,4 +1,4 @@
-"""The front objects: `save`, `load`, `close`, path by path.
+"""The user-facing checkpointers: `save`, `load` and `close`, path by path.
 
 Names and behaviour follow torch's experimental checkpointer, with the argument order `save(state_dict, path)`.
 """
@@ -38,7 +38,7 @@ class Checkpointer(ABC):
     def last_report(self) -> SaveReport | None:
         """The report of the last save that was committed, or None.
 
-        With `on_error: warn` and `caller: inline` that of the last save, which may have failed.
+        With `on_error: warn` and `caller: inline`, the report of the last save, which may have failed.
         """
         return self.saver.last_report
 
@@ -54,15 +54,15 @@ class Checkpointer(ABC):
             may_wait: False: raise instead of waiting for the memory of an earlier save.
 
         Returns:
-            None when the save is complete on return; else (stage_future, write_future): the first is done when
-            the tensors may be changed, the second has the `SaveReport` when the checkpoint is committed.
+            None if the save is complete on return; else (stage_future, write_future): the first is done when the
+            tensors may be changed, the second has the `SaveReport` when the checkpoint is committed.
 
         Raises:
             CheckpointStageError: a value that cannot be checkpointed, by key.
             CheckpointExistsError: the path is taken.
-            CheckpointWorldError: the ranks are others than those that this was built for.
-            CheckpointBusyError: with `may_wait=False`, when an earlier save is in the way; with several ranks on all.
-            CheckpointError: what went wrong in an earlier save and was not raised yet.
+            CheckpointWorldError: the process group is not the one that this was built with.
+            CheckpointBusyError: `may_wait=False`, and the save would have to wait for an earlier one; on all ranks.
+            CheckpointError: an earlier save failed, and its error was not raised yet.
         """
 
     def load(
@@ -78,12 +78,12 @@ class Checkpointer(ABC):
 
         Args:
             path: its folder (or file).
-            state_dict: the target. Its tensors are copied into, its plain values replaced, its objects with
-                `load_state_dict()` given their state; keys that are not in it are not loaded. None: load everything.
+            state_dict: the target. Its tensors are copied into, its plain values replaced, and its objects with
+                `load_state_dict()` given their state; other keys are not loaded. None: load everything.
             default_map_location: a device, or a function as `torch.load` takes it, for tensors without a target.
-            strict: raise when the target has keys that the checkpoint lacks; False: one warning says which.
+            strict: raise if the target has keys that the checkpoint lacks; False: warn once, with the keys.
             **kwargs: passed to the reader; ours takes `allow_dtype_cast=True`, `allow_unexpected=False` to refuse a
-                checkpoint that has keys which the target lacks, and `resuming=True` to verify also where `verify` is
+                checkpoint with keys that the target lacks, and `resuming=True` to verify also if `verify` is
                 `on_resume`.
 
         Returns:
@@ -91,11 +91,11 @@ class Checkpointer(ABC):
 
         Raises:
             CheckpointNotFoundError: there is no checkpoint at the path.
-            CheckpointWorldError: the ranks are others than those that this was built for.
-            MissingKeysError: with `strict`.
-            CheckpointLoadError: a value of another shape, dtype or kind than the target's, such as a dict for a list.
-            UnexpectedKeysError: with `allow_unexpected=False`.
-            CheckpointCorruptError: the bytes on disk are not those that were written.
+            CheckpointWorldError: the process group is not the one that this was built with.
+            MissingKeysError: `strict`, and the checkpoint lacks keys of the target.
+            CheckpointLoadError: a value has another shape, dtype or kind than the target's, such as a dict for a list.
+            UnexpectedKeysError: `allow_unexpected=False`, and the checkpoint has keys that the target lacks.
+            CheckpointCorruptError: the bytes on disk differ from those that were written.
         """
         self.ranks.check_world()
         logger.debug("loading %s", path)
@@ -110,7 +110,7 @@ class Checkpointer(ABC):
         return loaded
 
     def guard(self, optimizer: Any) -> None:
-        """Let `optimizer.step()` wait for a snapshot that is still being copied. Needed by `zero_overhead` alone.
+        """Make `optimizer.step()` wait for a snapshot that is still being copied. Only `zero_overhead` needs it.
 
         Args:
             optimizer: a torch optimizer, a list of them, or a wrapper with the attribute `optimizer`.
@@ -119,23 +119,23 @@ class Checkpointer(ABC):
             self.saver.stager.guard(optimizer)
 
     def wait_staged(self, timeout: float | None = None) -> None:
-        """Return when the tensors of the last save may be changed."""
+        """Wait until the tensors of the last save may be changed."""
         if self.saver.stager is not None:
             self.saver.stager.wait_staged(timeout)
 
     def prewarm(self, state_dict: Mapping[Any, Any]) -> None:
-        """Plan and take memory for a state dict of this structure, so that the first save costs what others do."""
+        """Plan and allocate memory for a state dict of this structure, so that the first save is as fast as others."""
         if self.saver.stager is not None:
             self.saver.stager.prewarm(state_dict)
 
     @property
     def verifies(self) -> bool:
-        """Whether a run that resumes compares checksums, where a checkpoint has any."""
+        """Whether a run that resumes verifies checksums, if the checkpoint has any."""
         return getattr(self._reader, "verifies", False)
 
     @property
     def ranks(self) -> Coordinator:
-        """How the ranks agree."""
+        """The coordinator of the ranks."""
         return self.saver.ranks
 
     @property
@@ -144,10 +144,10 @@ class Checkpointer(ABC):
         return self.saver.busy
 
     def close(self) -> None:
-        """Finish what was started and free everything. Bounded; safe to call twice.
+        """Finish the saves in flight and free all resources. Bounded; safe to call twice.
 
         Raises:
-            CheckpointError: what went wrong in an earlier save and was not raised yet.
+            CheckpointError: an earlier save failed, and its error was not raised yet.
         """
         if not self._closed:
             self._closed = True
@@ -164,7 +164,7 @@ class Checkpointer(ABC):
         except CheckpointError as failure:
             if error is None:
                 raise
-            # The body's own exception goes on; this one must not hide it.
+            # The exception of the body propagates; this one must not hide it.
             logger.error("while closing the checkpointer: %s", failure)
 
 
@@ -172,8 +172,8 @@ class SyncCheckpointer(Checkpointer):
     """Saves while training waits.
 
     Args:
-        writer: what saves: a `SavePipeline`, or anything with `write(state_dict, path)` and `close()`.
-        reader: what loads.
+        writer: a `SavePipeline`, or anything with `write(state_dict, path)` and `close()`.
+        reader: loads checkpoints.
     """
 
     def __init__(self, writer: SavePipeline | CheckpointWriter, reader: CheckpointReader) -> None:
@@ -188,29 +188,29 @@ class AsyncCheckpointer(Checkpointer):
     """Saves in the background.
 
     Args:
-        checkpoint_stager: takes the snapshot: one of ours, or anything whose `stage(state_dict)` gives the state to
+        checkpoint_stager: takes the snapshot: a `Stager`, or anything whose `stage(state_dict)` returns the state to
             write, or a future of it.
         checkpoint_process: writes it: a `SavePipeline`, which owns the stager, or a `CheckpointProcess` for stagers
-            that give a state dict.
-        reader: what loads.
+            that return a state dict.
+        reader: loads checkpoints.
     """
 
     def __init__(self, checkpoint_stager: Any, checkpoint_process: Any, reader: CheckpointReader) -> None:
-        ours = isinstance(checkpoint_process, SavePipeline)
-        super().__init__(checkpoint_process if ours else ForeignSaver(checkpoint_stager, checkpoint_process), reader)
+        native = isinstance(checkpoint_process, SavePipeline)
+        super().__init__(checkpoint_process if native else ForeignSaver(checkpoint_stager, checkpoint_process), reader)
 
     def save(
         self, state_dict: Mapping[Any, Any], path: PathLike, *, may_wait: bool = True, **kwargs: Any
     ) -> tuple[Future[None], Future[Any]]:
         """Take a snapshot and write it in the background; see `Checkpointer.save`.
 
-        Waits for an earlier save only when all of the stager's memory is still being written.
+        Waits for an earlier save only if all of the stager's memory is in use.
         """
         return self.saver.save(state_dict, _absolute(path), may_wait=may_wait, **kwargs)
 
 
 def _absolute(path: PathLike) -> str:
-    """The absolute form of a local path. Raises CheckpointConfigError for a URL, and for a variable that is not set."""
+    """Make a local path absolute. Raises CheckpointConfigError for a URL, and for a variable that is not set."""
     text = os.fspath(path)
     if text.startswith("~") or "$" in text:
         text = expanded(text, "path")

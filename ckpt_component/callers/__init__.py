@@ -1,7 +1,7 @@
-"""Who runs the writes of a save: the trainer, a process per save, or one process for the whole run.
+"""Callers run the writes of a save: in the trainer, in a process per save, or in one process for the whole run.
 
-The reference classes for requests that a training script makes itself (`AsyncCallsQueue` and its parts) can be
-imported from here too; their code is in `ckpt_component.compat`.
+The reference classes for requests made by a training script (`AsyncCallsQueue` and its parts) can be imported from here
+too; their code is in `ckpt_component.compat`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Who runs a write request: the trainer itself, a process per save, or one process for the whole run.
+"""Callers run write requests: in the trainer, in a process per save, or in one process for the whole run.
 
-The process is the torch-free writer. What is constant (tables, the arena's descriptor) is sent once per process; a save
-is then a frame of a few hundred bytes and the encoded objects.
+The process is the torch-free writer. Tables and arena descriptors are constant and sent once per process; a save is
+then a frame of a few hundred bytes and the encoded objects.
 """
 
 from __future__ import annotations
@@ -40,40 +40,40 @@ class WriteCaller(ABC):
     in_other_process: ClassVar[bool]
 
     def prepare(self, timeout: float) -> None:
-        """Start what can be started before the first save.
+        """Start the writer process, if it can be started before the first save.
 
         Args:
-            timeout: seconds until a process must be up.
+            timeout: seconds within which the process must be ready.
 
         Raises:
-            CheckpointTimeoutError, WorkerDiedError: the writer process did not come up.
+            CheckpointTimeoutError, WorkerDiedError: the writer process did not start.
         """
 
     @abstractmethod
     def run(self, request: WriteRequest, deadline: float) -> Mapping[str, Any]:
-        """Fulfil one request before `deadline` (monotonic seconds); called by one thread at a time.
+        """Run one request before `deadline` (monotonic seconds). Called by one thread at a time.
 
         Returns:
             What was written: a `WriteResult`.
 
         Raises:
-            CheckpointSaveError: the write failed; the caller can take the next request all the same.
+            CheckpointSaveError: the write failed; the caller can still run further requests.
             CheckpointTimeoutError: the deadline passed; the process that hung was killed.
         """
 
     def progress(self) -> int:
-        """Bytes that the writing process has written since it started; other ranks tell slow from hung by it."""
+        """Bytes written by the writing process since it started; tells other ranks whether it is slow or hung."""
         return _written_by(os.getpid())
 
     def settle(self) -> None:
-        """The save of the last request was committed or given up."""
+        """Called when the save of the last request was committed or given up."""
 
     def close(self, timeout: float = 60.0) -> None:
-        """End what runs, by SIGKILL after `timeout` seconds. Safe to call twice."""
+        """Stop the process, by SIGKILL after `timeout` seconds. Safe to call twice."""
 
 
 class InlineCaller(WriteCaller):
-    """The trainer writes, here and now."""
+    """Writes in the trainer, while training waits."""
 
     in_other_process: ClassVar[bool] = False
     option: ClassVar[str] = "inline"
@@ -87,7 +87,7 @@ class InlineCaller(WriteCaller):
 
 
 class _ProcessCaller(WriteCaller):
-    """What both background callers share: the process and what it already knows."""
+    """Base of both background callers: the process, and what was sent to it already."""
 
     in_other_process: ClassVar[bool] = True
 
@@ -98,18 +98,18 @@ class _ProcessCaller(WriteCaller):
         self._process: ByteProcess | None = None
         self._numbers = itertools.count()
         self._arenas: dict[int, Arena] = {}
-        #: Of the last table that the process was sent: its number, and the files beside it.
+        #: The last table sent to the process: its number, and its sidecars.
         self._sent_table: tuple[int, Mapping[str, bytes] | None] | None = None
         self._unsettled: WriteRequest | None = None
 
     @property
     def pid(self) -> int | None:
-        """The writer process's id, or None when none runs."""
+        """The id of the writer process, or None if none is running."""
         process = self._process  # the save thread may drop it concurrently
         return process.pid if process is not None and process.alive else None
 
     def run(self, request: WriteRequest, deadline: float) -> Mapping[str, Any]:
-        """Send the request to the process, which is started when there is none, and wait for its answer."""
+        """Send the request to the process, starting one if necessary, and wait for the answer."""
         process = self._running(request.timeouts.worker_start)
         number = next(self._numbers)
         self._unsettled = request
@@ -120,10 +120,10 @@ class _ProcessCaller(WriteCaller):
             self._kill(process)
             raise
         except CheckpointTimeoutError as error:
-            place = _open_files(process.pid, request.attempt.staging)
+            open_files = _open_files(process.pid, request.attempt.staging)
             self._kill(process)
             raise CheckpointTimeoutError(
-                f"Rank {request.rank}'s part of {request.attempt.target} was not written in time; {place}. {error}"
+                f"Rank {request.rank}'s part of {request.attempt.target} was not written in time; {open_files}. {error}"
             ) from error
         matches = answer["kind"] in ("done", "failed") and answer["id"] == number
         if not matches:
@@ -142,12 +142,12 @@ class _ProcessCaller(WriteCaller):
         return dict(answer["result"])
 
     def progress(self) -> int:
-        """What the writer process has written; see `WriteCaller.progress`."""
+        """Bytes written by the writer process; see `WriteCaller.progress`."""
         pid = self.pid
         return 0 if pid is None else _written_by(pid)
 
     def settle(self) -> None:
-        """Let the process forget the save, which it would otherwise commit when the trainer dies."""
+        """Make the process forget the save, which it would otherwise commit if the trainer died."""
         request, self._unsettled = self._unsettled, None
         process = self._process
         if request is None or process is None or not process.alive:
@@ -160,7 +160,7 @@ class _ProcessCaller(WriteCaller):
             self._kill(process)
 
     def close(self, timeout: float = 60.0) -> None:
-        """End the process, which is idle or has a save that was given up."""
+        """Stop the process, which is idle or holds a save that was given up."""
         process, self._process = self._process, None
         if process is not None:
             process.close(timeout)
@@ -182,7 +182,7 @@ class _ProcessCaller(WriteCaller):
         self._process = None
 
     def _lower_priority(self, pid: int) -> None:
-        """Training keeps its cores and its disk; done from here because the process itself has no psutil."""
+        """Leave CPU and disk to training. Done by the trainer, because the process has no psutil."""
         try:
             process = psutil.Process(pid)
             process.nice(max(self._nice, process.nice()))
@@ -194,7 +194,7 @@ class _ProcessCaller(WriteCaller):
             logger.warning("the checkpoint writer process keeps its normal priority (%s)", error)
 
     def _send(self, process: ByteProcess, request: WriteRequest, number: int, deadline: float) -> None:
-        """What the process has not got yet: the arena's descriptor, the table; and the request itself."""
+        """Send the arena's descriptor and the table, unless the process has them, and the request itself."""
         arena, sidecars = request.source, request.sidecars or {}
         if not isinstance(arena, Arena):
             kind = type(arena).__name__
@@ -211,7 +211,7 @@ class _ProcessCaller(WriteCaller):
                 "kind": "table",
                 "table": plain,
                 "sidecars": [(name, len(data)) for name, data in sidecars.items()],
-                # It runs without site-packages, where the package of a checksum is.
+                # The process runs without site-packages, where the checksum's package is installed.
                 "checksum_home": home_of(request.table.checksum),
             }
             process.send(header, deadline, blobs=[*parts, *sidecars.values()])
@@ -242,7 +242,7 @@ class TemporalCaller(_ProcessCaller):
     option: ClassVar[str] = "temporal"
 
     def settle(self) -> None:
-        """The save is over, and so is its process."""
+        """Stop the process, because its save is over."""
         timeout = 60.0 if self._unsettled is None else self._unsettled.timeouts.close
         super().settle()
         self.close(timeout)
@@ -267,7 +267,7 @@ class PersistentCaller(_ProcessCaller):
 
 
 def _open_files(pid: int, folder: str) -> str:
-    """Which files of a folder a process has open, in words: where a write hangs."""
+    """Describe which files of a folder a process has open, to show where a write hangs."""
     names = set()
     try:
         for name in os.listdir(f"/proc/{pid}/fd"):
@@ -280,7 +280,7 @@ def _open_files(pid: int, folder: str) -> str:
 
 
 def _written_by(pid: int) -> int:
-    """From the kernel's own account; 0 for a process that has ended, or where there is no such account."""
+    """Bytes written by a process, from /proc; 0 if the process has ended or the kernel does not count them."""
     try:
         return int(psutil.Process(pid).io_counters().write_chars)
     except (psutil.Error, OSError, AttributeError):
