@@ -1,4 +1,4 @@
-"""Stagers: who takes the snapshot, into which memory, and when training may go on."""
+"""Stagers take the snapshot: into which memory, and when training may continue."""
 
 from .base import Snapshot, Stager, StatePlan
 from .live import LiveStager

@@ -1,4 +1,4 @@
-"""One copy that runs beside training, and whether a tensor changed under it."""
+"""A copy that overlaps with training, and detects tensors that change meanwhile."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from ..state.flatten import FlatState, key_of
 
 
 class BackgroundCopy:
-    """A copy on its way, with what it needs to tell whether a tensor changed under it.
+    """A copy in the background, and what it needs to detect tensors that change meanwhile.
 
     Args:
         flat: the state.
-        watched: numbers of the tensors that must not change before it has ended.
-        tasks: the copy. No tensor was changed since it was made.
+        watched: numbers of the tensors that must not change before the copy has ended.
+        tasks: the copy; no tensor may have changed since it was created.
 
     Attributes:
-        done: every tensor may be changed, whether the copy succeeded or not.
+        done: done when every tensor may be changed, whether or not the copy succeeded.
         discarded: why the snapshot is discarded, once it is.
     """
 
@@ -35,23 +35,23 @@ class BackgroundCopy:
         self._tasks: CopyTasks | None = tasks
 
     def help(self, until: float) -> None:
-        """Copy what is left with all threads, because training waits for it now; not beyond `until` (monotonic)."""
+        """Copy the rest with all threads, because training is waiting; not beyond `until` (monotonic seconds)."""
         tasks = self._tasks
         if tasks is not None:
             tasks.drain(until, torch.get_num_threads())
 
     def discard(self, reason: str) -> None:
-        """Let training change the tensors although the copy has not ended; the snapshot fails with this text."""
+        """Let training change the tensors before the copy has ended; the snapshot fails with this text."""
         self.discarded = CheckpointStallError(reason)
         tasks = self._tasks
         if tasks is not None:
             tasks.stop()
 
     def run(self, settle: Callable[[BaseException | None], None]) -> None:
-        """Copy what is left with this thread, and let training go on.
+        """Copy the rest with this thread, and let training continue.
 
         Args:
-            settle: called before that, with what makes the snapshot unusable, or None.
+            settle: called before training continues, with the error that makes the snapshot unusable, or None.
         """
         try:
             settle(self._finish())
@@ -69,7 +69,7 @@ class BackgroundCopy:
             return failure
 
     def _torn(self) -> TornSnapshotError | None:
-        """An error that names what changed since the copy began, or None."""
+        """Return an error that names the tensors changed since the copy began, or None."""
         versions = [tensor._version for tensor in self._tensors]
         if versions == self._versions:
             return None

@@ -1,4 +1,4 @@
-"""What a stager is: it inspects a state dict, plans its image once per structure, and takes snapshots."""
+"""Base class of stagers: inspect a state dict, plan its image once per structure, and take snapshots."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class StatePlan:
-    """A state dict as a save found it, and whether its layout is known.
+    """An inspected state dict, and whether its layout must be planned.
 
     Attributes:
         flat: its tensors and objects.
-        structure: of them.
-        changed: the layout must be made anew, for this rank's or for another rank's sake.
-        wait_until: monotonic seconds, beyond which `take` must not wait (`max_stall_s`).
+        structure: their structure.
+        changed: the layout must be planned again, because of this rank or another one.
+        wait_until: deadline for waits in `take`, monotonic seconds (`max_stall_s`).
     """
 
     flat: FlatState
@@ -52,10 +52,10 @@ class StatePlan:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What several ranks hold alike, to be compared when they begin to write.
+    """Values shared by several ranks, compared when the ranks begin to write.
 
     Attributes:
-        replicas: knows their keys.
+        replicas: knows the keys of the values.
         message: digests, for rank 0.
     """
 
@@ -65,18 +65,18 @@ class Comparison:
 
 @dataclass(eq=False)
 class Snapshot:
-    """A state dict at one moment, laid out for writing. Owned by the save, which calls `release` when it ended.
+    """A state dict at one moment, laid out for writing. Owned by the save, which calls `release` when it ends.
 
     Attributes:
-        layout: what lies where.
+        layout: where each item is in the image.
         encoded: the constant tables, and the encoded objects of this save.
         source: the bytes of the image; complete once `staged` is done.
-        arena: the leased memory, or None where there is none.
+        arena: the leased memory, or None.
         give_back: ends the lease; called with the arena and `staged`.
-        comparison: what to compare with other ranks, in the saves in which they do so.
-        staged: done when the image is complete; training may change every tensor by then, with a device buffer
-            sooner (`Stager.wait_staged`). Has the error when staging failed.
-        staged_at: when that was.
+        comparison: what to compare with other ranks, if they do so in this save.
+        staged: done when the image is complete. Training may change every tensor by then, or earlier with a device
+            buffer (`Stager.wait_staged`). Has the error if staging failed.
+        staged_at: when `staged` was done (`time.perf_counter`).
     """
 
     layout: Layout
@@ -89,7 +89,7 @@ class Snapshot:
     staged_at: float = 0.0
 
     def mark_staged(self, error: BaseException | None = None) -> None:
-        """Settle `staged`."""
+        """Complete `staged`, with an error if there is one."""
         self.staged_at = time.perf_counter()
         if error is None:
             self.staged.set_result(None)
@@ -97,35 +97,35 @@ class Snapshot:
             self.staged.set_exception(error)
 
     def release(self) -> None:
-        """Return the arena to its pool, once nothing is copied into it any more; the second call does nothing."""
+        """Return the arena to its pool, once the copy into it has ended; a second call does nothing."""
         arena, self.arena = self.arena, None
         give_back = self.give_back
         if arena is not None and give_back is not None:
-            # A save may be given up while its copy still runs. The callback runs at once when it does not.
+            # A save may be given up while its copy is running; if it is not, the callback runs at once.
             self.staged.add_done_callback(partial(give_back, arena))
 
 
 class Stager(ABC):
-    """Takes the snapshot of a state dict, so that training may go on.
+    """Takes the snapshot of a state dict, so that training may continue.
 
-    A stager of your own derives from this, takes its settings in `__init__`, and defines `take`. The factory calls
+    A custom stager derives from this class, takes its settings in `__init__`, and implements `take`. The factory calls
     `connect` with the rest of the graph before the first save.
     """
 
-    #: False: the writer reads the live tensors, so the trainer has to wait for it (`caller=inline`).
+    #: False: the writer reads the live tensors, so the trainer must wait for it (`caller=inline`).
     takes_snapshot: ClassVar[bool] = True
 
     def connect(
         self, writer: Writer, *, ranks: Coordinator, shared: bool, timeout: float, max_stall: float | None = None
     ) -> None:
-        """Set the parts of the graph that a stager works with.
+        """Set the other parts of the graph that a stager uses.
 
         Args:
             writer: lays out the image.
-            ranks: whose image it is, and who else stores the same things.
-            shared: another process writes, so the memory must be visible to it.
-            timeout: seconds that a snapshot may wait for memory that is still being written, and for other ranks.
-            max_stall: seconds that a save may keep training waiting; None: no such limit.
+            ranks: coordinator of the ranks, which share the work of storing replicated values.
+            shared: whether another process writes, so that the memory must be visible to it.
+            timeout: seconds that a snapshot may wait for free memory, and for other ranks.
+            max_stall: seconds that a save may block training; None: no limit.
         """
         self._writer = writer
         self._ranks = ranks
@@ -139,7 +139,7 @@ class Stager(ABC):
         self._lock = threading.Lock()
 
     def inspect(self, state_dict: Mapping[Any, Any]) -> StatePlan:
-        """Flatten a state dict, and see whether it still has the structure that is planned for.
+        """Flatten a state dict, and check whether it still has the planned structure.
 
         Raises:
             CheckpointStageError: a value that cannot be checkpointed, by key.
@@ -153,9 +153,9 @@ class Stager(ABC):
 
     @abstractmethod
     def take(self, plan: StatePlan) -> Snapshot:
-        """Take a snapshot of what was inspected just now. `Snapshot.staged` is done when it is complete.
+        """Take a snapshot of the inspected state. `Snapshot.staged` is done when it is complete.
 
-        With several ranks all call this together: where the structure changed on one, they plan together.
+        All ranks call this together: if the structure has changed on one, they plan together.
 
         Raises:
             CheckpointStageError: a value that cannot be checkpointed, by key.
@@ -163,14 +163,13 @@ class Stager(ABC):
         """
 
     def compare(self, plan: StatePlan, number: int) -> Comparison | None:
-        """Digests of what other ranks hold too, of the state that `take` was called with; None: not in this save.
+        """Compute digests of values shared with other ranks, from the state given to `take`; None: not in this save.
 
-        Values are compared when the plan is new, and in saves 2, 4, 8 and so on: what is equal at first may differ
-        later.
+        Values are compared if the plan is new, and in saves 2, 4, 8 and so on, because they may diverge later.
 
         Args:
-            plan: of the save.
-            number: of the save, the same on all ranks.
+            plan: the plan of the save.
+            number: number of the save, the same on all ranks.
         """
         if self._replicas is None or not (plan.changed or number & (number - 1) == 0):
             return None
@@ -178,7 +177,7 @@ class Stager(ABC):
         try:
             with torch.no_grad():
                 message = self._replicas.message(plan.flat, number.bit_length())
-        except Exception as error:  # the save does not need it
+        except Exception as error:  # the save does not depend on it
             logger.warning("cannot compare what the ranks share: %s: %s", type(error).__name__, error)
             return None
         logger.debug("digests of what the ranks share in %.3f s", time.perf_counter() - started)
@@ -194,28 +193,28 @@ class Stager(ABC):
         return True
 
     def guard(self, optimizer: Any) -> None:
-        """Keep an optimizer from changing weights that are still being copied. Most stagers need nothing for that.
+        """Keep an optimizer from changing weights that are still being copied. Most stagers do nothing.
 
         Args:
             optimizer: a torch optimizer, a list of them, or a wrapper with the attribute `optimizer`.
 
         Raises:
-            CheckpointTypeError: it is none of these.
+            CheckpointTypeError: `optimizer` is none of these.
         """
-        optimizers_in(optimizer)  # what one stager refuses, all do
+        optimizers_in(optimizer)  # all stagers refuse the same arguments
 
     def wait_staged(self, timeout: float | None = None) -> None:
-        """Return when every tensor may be changed. At once for stagers that are done when `take` returns."""
+        """Wait until every tensor may be changed. Returns at once for stagers that are done when `take` returns."""
 
     def prewarm(self, state_dict: Mapping[Any, Any]) -> None:
-        """Plan for a state dict of this structure, and allocate memory, so that the first save is as fast as others."""
+        """Plan and allocate memory for a state dict of this structure, so that the first save is as fast as others."""
         self._plan_for(self._inspect_together(state_dict))
 
     def close(self) -> None:
-        """Free the memory that no save uses; the rest is freed when its save ends."""
+        """Free the memory that no save is using; the rest is freed when its save ends."""
 
     def _inspect_together(self, state_dict: Mapping[Any, Any]) -> StatePlan:
-        """Inspect outside of a save, and agree with the other ranks whether they plan anew.
+        """Inspect a state outside of a save, and agree with the other ranks whether to plan again.
 
         Raises:
             CheckpointStageError: a value that cannot be checkpointed; with several ranks a RanksError on all.
@@ -225,7 +224,7 @@ class Stager(ABC):
         try:
             plan = self.inspect(state_dict)
             for path, value in zip(plan.flat.object_paths, plan.flat.objects, strict=True):
-                encode(value, key_of(path))  # refuses, by key, what a save would refuse
+                encode(value, key_of(path))  # raises, with the key, what a save would raise
         except Exception as error:
             if self._ranks.world_size > 1:  # the others wait for this one, and all raise the same
                 self._ranks.meet("prewarm", {"error": str(error)}, _any_changed, deadline)
@@ -233,7 +232,7 @@ class Stager(ABC):
         return replace(plan, changed=self._ranks.meet("prewarm", {"changed": plan.changed}, _any_changed, deadline))
 
     def _plan_for(self, plan: StatePlan) -> tuple[FormatPlan, FlatState]:
-        """The layout of what this rank stores, and that part of the state."""
+        """Return the layout of what this rank stores, and that part of the state."""
         with self._lock:
             if plan.changed or self._plan is None:
                 started = time.perf_counter()
@@ -241,7 +240,7 @@ class Stager(ABC):
                 selection = self._select(plan)
                 structure = plan.structure if selection is None else Structure(selection.of(plan.flat))
                 self._plan = self._writer.plan(structure, self._ranks.rank)
-                # Only now: a plan that failed must be made again next time.
+                # Set last, so that a plan that failed is made again next time.
                 self._structure, self._selection = plan.structure, selection
                 logger.info(
                     "planned %d tensors and %d objects in %.2f s%s",
@@ -257,7 +256,7 @@ class Stager(ABC):
         """Called after a new plan was made."""
 
     def _select(self, plan: StatePlan) -> Selection | None:
-        """Agree with the other ranks who stores what; None: this rank stores all that it has."""
+        """Agree with the other ranks which rank stores what; None: this rank stores its whole state."""
         if self._ranks.world_size == 1 or not self._writer.shared:
             return None
         self._plans += 1
@@ -268,7 +267,7 @@ class Stager(ABC):
 
 
 def _any_changed(messages: list[dict[str, Any]]) -> bool:
-    """On the leading rank: whether the ranks have to plan; raises what kept one from inspecting its state."""
+    """On the leading rank: whether the ranks must plan. Raises an error if a rank could not inspect its state."""
     failures = {rank: message["error"] for rank, message in enumerate(messages) if "error" in message}
     if failures:
         raise ranks_failed(failures)

@@ -1,7 +1,7 @@
-"""How `zero_overhead` splits a state: what is copied at once, what beside training, what the device buffer takes.
+"""How `zero_overhead` splits a state: copied at once, copied in the background, or copied to the device buffer.
 
-What forward itself may change (buffers such as BatchNorm's) is copied at once, and what the optimizer alone changes may
-wait. The device buffer takes what lies on its device, first that which training would have to wait for.
+Tensors that forward may change (buffers such as BatchNorm's) are copied at once; those that only the optimizer changes
+may wait. The device buffer takes tensors of its device, first those that training would have to wait for.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from ..state.shards import local_parts
 from .device_buffer import DeviceBuffer
 from .shared_memory import ArenaFill
 
-#: Beside a device buffer, so much of host memory is copied at once: with PyTorch's optimizers the step counts lie
-#: there, which then need no fence either.
+#: With a device buffer, up to this much of host memory is copied at once: step counts of PyTorch's optimizers are
+#: there, and need no fence then.
 _AT_ONCE_BYTES = 16 << 20
 
 
@@ -26,13 +26,13 @@ class CopySplit:
 
     Args:
         fill: the arena, and a state.
-        optimizers: those that wait at the fence.
-        buffer: takes what it can; None: the snapshot does without.
+        optimizers: the guarded optimizers, which wait at the fence.
+        buffer: the device buffer; None: not used by this snapshot.
 
     Attributes:
-        now: copies at once.
-        later: copies beside training, until the fence.
-        buffered: numbers of the items that the device buffer takes.
+        now: the copies made at once.
+        later: the copies made in the background, until the fence.
+        buffered: numbers of the items in the device buffer.
         watched: numbers of the tensors that must not change before the fence.
     """
 
@@ -42,11 +42,11 @@ class CopySplit:
         layout, sources = fill.slots.layout, fill.sources
         self._guarded = len(optimizers)
         self._pointers = fill.flat.pointers
-        #: For every tensor whether its copy may wait.
+        #: For every tensor, whether its copy may wait.
         self._late = late = _changed_by_optimizers_alone(fill.flat, optimizers)
         self.buffered = frozenset[int]()
         if buffer is not None:
-            # Of joined tensors one stands for all, and whether each of them may be changed would be hard to tell.
+            # Joined tensors are one item, for which it is hard to tell whether each tensor may be changed.
             alone = (number for number in range(len(sources)) if number not in layout.windows)
             order = sorted(alone, key=lambda number: late[layout.tensor_of[number]])
             self.buffered = buffer.place(sources, order)
@@ -64,7 +64,7 @@ class CopySplit:
         self.watched = [number for number, tensor in enumerate(stored) if late[number] and tensor not in free]
 
     def fits(self, flat: FlatState, optimizers: Sequence[torch.optim.Optimizer]) -> bool:
-        """Whether no tensor that moved, such as an RNG state made anew for every save, belongs elsewhere now."""
+        """Whether the split still fits after tensors have moved, such as an RNG state created for every save."""
         if self._guarded != len(optimizers):
             return False
         before, self._pointers = self._pointers, flat.pointers
@@ -73,7 +73,7 @@ class CopySplit:
         late = [
             number
             for number, (waits, old, new) in enumerate(zip(self._late, before, flat.pointers, strict=True))
-            if waits and old != new  # what is copied at once may be anything
+            if waits and old != new  # anything may be copied at once
         ]
         if optimizers:
             return not late
@@ -82,7 +82,7 @@ class CopySplit:
 
 
 def _few_on_host(fill: ArenaFill, late: Sequence[bool], buffer: DeviceBuffer) -> set[int]:
-    """The items in host memory that could wait, where they are so few that it is quicker not to."""
+    """The items in host memory that could wait, if they are so few that copying them at once is faster."""
     layout, sources = fill.slots.layout, fill.sources
     on_host = {
         number
@@ -94,10 +94,10 @@ def _few_on_host(fill: ArenaFill, late: Sequence[bool], buffer: DeviceBuffer) ->
 
 
 def _changed_by_optimizers_alone(flat: FlatState, optimizers: Sequence[torch.optim.Optimizer]) -> list[bool]:
-    """For every tensor: may its copy wait until the next optimizer step?
+    """For every tensor, whether its copy may wait until the next optimizer step.
 
-    With guarded optimizers: their parameters and their state. Without: everything but the buffers of modules in the
-    state, and the version check finds what the caller changes too early.
+    With guarded optimizers, their parameters and their state may wait. Without, all but the buffers of modules in the
+    state may, and the version check detects what the caller changes too early.
     """
     owned = _pointers(_optimizer_tensors(optimizers))
     buffers = _pointers(_module_buffers(flat))

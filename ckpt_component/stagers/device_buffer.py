@@ -1,12 +1,12 @@
-"""`device_buffer_bytes`: device memory for one snapshot, filled by one copy in the order of the trainer's stream.
+"""`device_buffer_bytes`: device memory for one snapshot, filled by a copy on the trainer's stream.
 
-What lies there may be changed as soon as `save()` has returned: whatever the trainer gives its stream later comes after
-the copy. From there it is drained into the arena beside training. One snapshot at a time lies in the buffer. A save
-that finds it taken does without and copies under the fence: to wait for it on the stream would stop all work on the
-device until the earlier snapshot has reached the host, and under the fence forward and backward go on.
+Tensors in the buffer may be changed as soon as `save()` has returned, because later work on the stream runs after the
+copy. The buffer is drained into the arena in the background. It holds one snapshot at a time. A save that finds it in
+use copies under the fence instead: waiting for it on the stream would stop all work on the device until the earlier
+snapshot has reached the host, whereas forward and backward continue under the fence.
 
-The memory is allocated when there is first something to put into it: as much as the tensors need, and at most
-`device_buffer_bytes` on each device; and again only for a structure that needs more.
+The memory is allocated on first use: as much as the tensors need, and at most `device_buffer_bytes` on each device. It
+is allocated again only for a structure that needs more.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ..memory.huge_pages import align
 logger = logging.getLogger(__name__)
 
 _KEY = "checkpoint.stager.device_buffer_bytes"
-#: So many copies to the host are started at a time: a stream with a full queue blocks the thread that starts work.
+#: How many copies to the host are started at a time: a stream with a full queue blocks the thread that adds work.
 _STARTED = 512
 
 #: Slots in the buffer, and the numbers of the tensors that go there.
@@ -33,13 +33,13 @@ _Group = tuple[list[torch.Tensor], list[int]]
 
 
 class CudaLane:
-    """Copies into and out of a device buffer: what runs on which stream of a CUDA device, and in which order.
+    """Copies into and out of the device buffer of a CUDA device, on the right streams and in the right order.
 
-    The memory belongs to a side stream, so that the caching allocator orders its reuse by that stream alone: it waits
-    for every fill, and a fill waits for it.
+    The memory belongs to a side stream, so that the caching allocator orders its reuse by that stream only. The side
+    stream waits for every fill, and a fill waits for the side stream.
 
     Args:
-        device: with its index.
+        device: the device, with its index.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -47,35 +47,35 @@ class CudaLane:
         self._stream = torch.cuda.Stream(device)
 
     def memory(self, nbytes: int) -> torch.Tensor:
-        """Bytes on the device; raises torch.OutOfMemoryError where there are not as many."""
-        # Outside of inference mode: a tensor made in it could not be written to later.
+        """Allocate bytes on the device. Raises torch.OutOfMemoryError if there are not enough."""
+        # Outside of inference mode, because an inference tensor could not be written to later.
         with torch.inference_mode(False), torch.cuda.stream(self._stream):
             return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
     def fill(self, groups: Sequence[tuple[list[torch.Tensor], list[torch.Tensor]]]) -> None:
-        """Start to copy tensors into slots, before anything that the trainer gives the device from now on."""
+        """Start to copy tensors into slots, before any work that the trainer queues from now on."""
         with torch.cuda.device(self._device):
             trainer = torch.cuda.current_stream(self._device)
             trainer.wait_stream(self._stream)
             for slots, values in groups:
                 torch._foreach_copy_(slots, values, non_blocking=True)
-                for value in values:  # it may belong to another stream, on which its memory could be reused
+                for value in values:  # it may belong to another stream, which could reuse its memory
                     value.record_stream(trainer)
             self._stream.wait_stream(trainer)
 
     def drain(self, targets: Sequence[torch.Tensor], slots: Sequence[torch.Tensor]) -> None:
-        """Copy slots to host memory, after `fill`; done on return. Called by another thread than the trainer's."""
+        """Copy slots to host memory, after `fill`; done on return. May run on any thread."""
         with torch.cuda.stream(self._stream):
             for first in range(0, len(slots), _STARTED):
                 some = slice(first, first + _STARTED)
                 torch._foreach_copy_(list(targets[some]), list(slots[some]), non_blocking=True)
-                copied = torch.cuda.Event(blocking=True)  # does not spin on a core while it is waited for
+                copied = torch.cuda.Event(blocking=True)  # waiting does not spin on a core
                 copied.record(self._stream)
                 copied.synchronize()
 
 
 class _Place(NamedTuple):
-    """Where in its device's memory a tensor goes."""
+    """Where a tensor goes in the memory of its device."""
 
     number: int
     start: int
@@ -89,7 +89,7 @@ _Places = dict[torch.device, list[_Place]]
 
 
 def cuda_device(tensor: torch.Tensor) -> torch.device | None:
-    """The CUDA device that a tensor lies on, or None."""
+    """Return the CUDA device of a tensor, or None."""
     return tensor.device if tensor.is_cuda else None
 
 
@@ -97,12 +97,12 @@ class DeviceBuffer:
     """The buffer on all devices of this process, held by one snapshot at a time.
 
     Args:
-        limit: the most bytes of each device; 0: there is no buffer.
-        device_of: the device of a tensor, or None for one that lies in host memory.
+        limit: most bytes on each device; 0: no buffer.
+        device_of: returns the device of a tensor, or None for one in host memory.
         lane: makes the copies of a device.
 
     Attributes:
-        numbers: of the tensors that have a place in it; another set whenever the memory is divided anew.
+        numbers: numbers of the tensors that have a place in it; a new set whenever the memory is divided again.
     """
 
     def __init__(
@@ -118,16 +118,16 @@ class DeviceBuffer:
         self._lanes: dict[torch.device, CudaLane] = {}
         self._memory: dict[torch.device, torch.Tensor] = {}
         self._places: _Places = {}
-        #: torch has one kernel for tensors of one dtype that lie alike.
+        #: Grouped by dtype and contiguity: torch copies such a group with one kernel.
         self._groups: dict[torch.device, list[_Group]] = {}
-        #: Devices without enough memory. They are not tried again: each try has torch free its whole cache.
+        #: Devices without enough memory. They are not tried again, because each try makes torch free its whole cache.
         self._full: set[torch.device] = set()
         self._lock = threading.Lock()
         self._held = self._closed = False
         self._logged: set[str] = set()
 
     def acquire(self) -> bool:
-        """Take the buffer for one snapshot. False where there is none, or an earlier snapshot still lies in it."""
+        """Acquire the buffer for one snapshot. False if there is none, or it still holds an earlier snapshot."""
         if not self._limit:
             return False
         with self._lock:
@@ -137,31 +137,31 @@ class DeviceBuffer:
             closed = self._closed
         if not closed:
             self._log_once(
-                f"{_KEY}: the snapshot before still lies in the buffer, so this one is copied under the fence, and so "
-                "will be others that come as soon"
+                f"{_KEY}: the previous snapshot is still in the buffer, so this one is copied under the fence, as will "
+                "be others that follow as soon"
             )
         return False
 
     def release(self) -> None:
-        """Nothing is copied out of the buffer any more; once for each `acquire`."""
+        """Release the buffer once the copy out of it has ended; call once for each `acquire`."""
         with self._lock:
             self._held = False
             if self._closed:
                 self._free()
 
     def close(self) -> None:
-        """Free the memory, or have `release` free it."""
+        """Free the memory now, or in `release` if the buffer is in use."""
         with self._lock:
             self._closed = True
             if not self._held:
                 self._free()
 
     def place(self, tensors: Sequence[torch.Tensor], order: Sequence[int]) -> frozenset[int]:
-        """Divide the buffer, and allocate its memory if need be; to be called while it is held.
+        """Divide the buffer, and allocate its memory if necessary. Call only while the buffer is held.
 
         Args:
-            tensors: of the snapshot.
-            order: numbers of those that may go into the buffer; the first ones before others, where not all fit.
+            tensors: the tensors of the snapshot.
+            order: numbers of those that may go into the buffer, in order of preference.
 
         Returns:
             `numbers`.
@@ -170,7 +170,7 @@ class DeviceBuffer:
             self._log_once(f"{_KEY}={self._limit}: no tensor is on a CUDA device, so there is nothing to buffer")
         places = self._fit(tensors, order)
         if places != self._places:
-            self._divide({})  # first let go of views of memory that is outgrown
+            self._divide({})  # first drop the views, so that outgrown memory can be freed
             for device, on_device in list(places.items()):
                 if self._allocate(device, max(1, on_device[-1].start + on_device[-1].nbytes)):
                     text = "%s: %.2f GB on %s go through the buffer, and the rest is copied under the fence"
@@ -181,12 +181,12 @@ class DeviceBuffer:
         return self.numbers
 
     def fill(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Copy those of `tensors` that have a place; they may be changed when this returns."""
+        """Copy the tensors that have a place; they may be changed when this returns."""
         for device, groups in self._groups.items():
             self._lanes[device].fill([(slots, [tensors[number] for number in numbers]) for slots, numbers in groups])
 
     def drain(self, targets: Sequence[torch.Tensor]) -> None:
-        """Copy what lies in the buffer to those of `targets` that have its numbers; done on return."""
+        """Copy the buffer to the `targets` with its numbers; done on return."""
         for device, groups in self._groups.items():
             for slots, numbers in groups:
                 self._lanes[device].drain([targets[number] for number in numbers], slots)
@@ -209,7 +209,7 @@ class DeviceBuffer:
             self._groups[device] = list(groups.values())
 
     def _fit(self, tensors: Sequence[torch.Tensor], order: Sequence[int]) -> _Places:
-        """As many tensors as the limit allows on each device, those that come first in `order` before others."""
+        """Choose as many tensors as the limit allows on each device, in the order of `order`."""
         places: _Places = {}
         used: dict[torch.device, int] = defaultdict(int)
         for number in order:
@@ -225,7 +225,7 @@ class DeviceBuffer:
         return places
 
     def _allocate(self, device: torch.device, nbytes: int) -> bool:
-        """Have so much memory on a device. False: it has not as much, and is not tried again."""
+        """Ensure that much memory on a device. False if the device has not enough; it is not tried again."""
         if device in self._memory and self._memory[device].nbytes >= nbytes:
             return True
         self._memory.pop(device, None)  # before more is allocated

@@ -1,4 +1,4 @@
-"""`none`: no snapshot at all. The writer reads the live tensors while the trainer waits."""
+"""The stager `none`: takes no snapshot; the writer reads the live tensors while the trainer waits."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from .base import Snapshot, Stager, StatePlan
 
 
 class LiveStager(Stager):
-    """Needs no memory, and `caller=inline`: nothing may change until the save has been written."""
+    """Uses no memory, and needs `caller=inline`, because the state must not change until it is written."""
 
     option: ClassVar[str] = "none"
     takes_snapshot: ClassVar[bool] = False
 
     def take(self, plan: StatePlan) -> Snapshot:
-        """Lay the state out; its tensors are read when the writer comes to them."""
+        """Lay out the state; its tensors are read when they are written."""
         format_plan, flat = self._plan_for(plan)
         encoded = format_plan.encode_objects(flat.objects)
         with torch.no_grad():

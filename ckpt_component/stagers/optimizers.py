@@ -1,4 +1,4 @@
-"""The torch optimizers in what is given to `guard`: one, several, or wrapped by a library."""
+"""Find the torch optimizers in the argument of `guard`: one, several, or wrapped by a library."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import torch
 
 from ..errors import CheckpointTypeError
 
-#: How wrappers name what they wrap, or what they are chained of: Accelerate, DeepSpeed and Apex, and Megatron.
+#: Attributes that hold the wrapped or chained optimizers: of Accelerate, DeepSpeed and Apex, and of Megatron.
 _INSIDE = ("optimizer", "chained_optimizers")
 
 
 def optimizers_in(given: Any) -> list[torch.optim.Optimizer]:
-    """All torch optimizers in a value, each once.
+    """Return all torch optimizers in a value, each once.
 
-    A wrapper that derives from torch's class may have no hooks, so what it wraps comes first.
+    A wrapper that derives from torch's class may have no hooks, so the wrapped optimizer is preferred.
 
     Raises:
-        CheckpointTypeError: there is none in it, or in one of its items; the text names what to pass.
+        CheckpointTypeError: the value, or one of its items, has no optimizer; the text says what to pass.
     """
     return list({id(optimizer): optimizer for optimizer in _inside(given, [])}.values())
 

@@ -1,7 +1,7 @@
-"""Is it worth while to copy beside training? Measured, not assumed: on some machines overlap costs far more.
+"""Measures whether copying in the background pays off: on some machines overlap costs far more than waiting.
 
-The optimizer steps are the clock. A step that a copy ran beside is compared with the undisturbed ones before it; what
-it took longer is the cost of the overlap. An awaited copy costs the time that it takes.
+Time is measured between optimizer steps. A step with a copy in the background is compared with the undisturbed steps
+before it; the difference is the cost of overlap. An awaited copy costs the time that it takes.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ from collections import deque
 
 logger = logging.getLogger(__name__)
 
-#: So many undisturbed steps are the measure, and so many overlapped copies are judged together.
+#: Number of undisturbed steps, and of overlapped copies, whose medians are compared.
 _STEPS = 8
 _SAVES = 3
-#: No awaited copy is slower than this (bytes a second, one thread); overlap that costs less is not examined.
+#: An awaited copy is faster than this (bytes per second, one thread); cheaper overlap is not examined.
 _SLOWEST_MEMORY = 2e9
-#: How much more overlap must cost than an awaited copy.
+#: Copies are awaited if overlap costs more than this times an awaited copy.
 _FACTOR = 1.5
 
 
 class OverlapMonitor:
-    """Decides for one stager, from what it reports, whether the next copy is awaited.
+    """Decides for a stager, from the times that it reports, whether the next copy is awaited.
 
     Attributes:
-        awaits: whether copies are awaited from now on, because overlap was found to cost more.
+        awaits: whether copies are awaited from now on, because overlap costs more.
     """
 
     def __init__(self) -> None:
@@ -34,31 +34,31 @@ class OverlapMonitor:
         self._undisturbed: deque[float] = deque(maxlen=_STEPS)
         self._costs: deque[float] = deque(maxlen=_SAVES)
         self._awaited: float | None = None
-        #: Bytes of the copy that began since the last step, and of the last one that was judged.
+        #: Bytes of the copy that began since the last step, and of the last one that was measured.
         self._beside: int | None = None
         self._copied = 0
 
     @property
     def wants_trial(self) -> bool:
-        """Whether the next copy should be awaited once, to learn what that costs."""
+        """Whether the next copy should be awaited once, to measure what that costs."""
         return self._awaited is None and self._cost > self._copied / _SLOWEST_MEMORY
 
     def began(self, nbytes: int) -> None:
-        """A copy began beside training."""
+        """Record that a copy began in the background."""
         self._beside = nbytes
 
     def beside_other(self) -> None:
-        """A snapshot leaves a device buffer beside training: the step that comes next says nothing about overlap."""
+        """Record that a device buffer is drained in the background: the next step is not a measure of overlap."""
         self._last_step = None
 
     def awaited(self, seconds: float) -> None:
-        """A copy was awaited, and took that long."""
+        """Record how long an awaited copy took."""
         self._awaited = seconds
-        self._last_step = None  # the step that it was a part of says nothing
+        self._last_step = None  # the step that contains it is no measure
         self._decide()
 
     def stepped(self, now: float) -> None:
-        """An optimizer step is about to change the weights, and nothing is being copied any more.
+        """Record an optimizer step that is about to change the weights, after all copies have ended.
 
         Args:
             now: monotonic seconds.
@@ -76,7 +76,7 @@ class OverlapMonitor:
 
     @property
     def _cost(self) -> float:
-        """Seconds that overlap costs a save; 0 while too few were measured."""
+        """Seconds that overlap costs per save; 0 until enough saves were measured."""
         return statistics.median(self._costs) if len(self._costs) == _SAVES else 0.0
 
     def _decide(self) -> None:
@@ -84,7 +84,7 @@ class OverlapMonitor:
             return
         self.awaits = True
         logger.warning(
-            "checkpoint/stager=zero_overhead: copying beside training cost it %.3f s a save, and waiting for the copy "
+            "checkpoint/stager=zero_overhead: copying beside training cost %.3f s per save, and waiting for the copy "
             "costs %.3f s, so copies are awaited from now on",
             self._cost,
             self._awaited,

@@ -1,4 +1,4 @@
-"""Awaited copies into arenas: `shared_memory`, and `pinned`, the fastest way off a CUDA device."""
+"""Stagers that wait for a copy into an arena: `shared_memory`, and `pinned`, the fastest copy from a CUDA device."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ from .base import Snapshot, Stager, StatePlan
 
 logger = logging.getLogger(__name__)
 
-#: Called once, when everything is copied, or with the error that kept it from being so.
+#: Called once: with None when everything is copied, or with an error.
 Settle = Callable[[BaseException | None], None]
 
 
 class ArenaFill:
-    """An arena and what is copied into it.
+    """An arena, and what is copied into it.
 
     Args:
-        arena: leased.
+        arena: the leased arena.
         layout: of the image.
         flat: the state.
 
     Attributes:
-        slots: of the arena, one for every item of the layout.
-        sources: what is copied into each.
-        addresses: where the memory of each source begins, int64.
+        slots: slots of the arena, one for every item of the layout.
+        sources: what is copied into each slot.
+        addresses: memory address of each source, int64.
     """
 
     def __init__(self, arena: Arena, layout: Layout, flat: FlatState) -> None:
@@ -48,7 +48,7 @@ class ArenaFill:
 
 
 class SharedMemoryStager(Stager):
-    """Copies into arenas, each leased to one save. `take` returns when the copy is done.
+    """Copies into arenas, each leased to one save; `take` returns when the copy is done.
 
     Args:
         arenas: how many saves may be in flight, each with its own copy of the state in host memory.
@@ -79,8 +79,8 @@ class SharedMemoryStager(Stager):
         with collector_paused(), torch.no_grad():
             format_plan, flat = self._plan_for(plan)
             layout, encoded = format_plan.layout, format_plan.encode_objects(flat.objects)
-            patience = min(self._timeout, max(plan.wait_until - time.monotonic(), 0))
-            arena = self._pool.lease(layout.arena_bytes, patience)
+            timeout = min(self._timeout, max(plan.wait_until - time.monotonic(), 0))
+            arena = self._pool.lease(layout.arena_bytes, timeout)
             snapshot = Snapshot(layout, encoded, arena, arena, self._pool.give_back)
             try:
                 self._fill(ArenaFill(arena, layout, flat), snapshot.mark_staged)
@@ -91,7 +91,7 @@ class SharedMemoryStager(Stager):
         return snapshot
 
     def _planned(self, plan: FormatPlan) -> None:
-        """Warn of more arenas than there is memory for: they are allocated when saves come close to each other."""
+        """Warn if there is not enough memory for all arenas, which are allocated when saves follow closely."""
         each = plan.layout.arena_bytes
         available = psutil.virtual_memory().available + self._pool.idle_bytes
         if self._arenas > 1 and self._arenas * each > available:
@@ -106,7 +106,7 @@ class SharedMemoryStager(Stager):
             )
 
     def _fill(self, fill: ArenaFill, settle: Settle) -> None:
-        """Copy what goes into the arena, and call `settle` now or later."""
+        """Copy the state into the arena, and call `settle` now or later."""
         plan = fill.slots.plans.get("all")
         if plan is None:
             plan = CopyPlan(fill.slots, fill.sources)
@@ -116,7 +116,7 @@ class SharedMemoryStager(Stager):
         settle(None)
 
     def _prepare(self, arena: Arena, device: torch.device | None) -> None:
-        """Called before the first copy of a structure into an arena, with a CUDA device that it copies from."""
+        """Called before the first copy of a structure into an arena, with the CUDA device of its sources or None."""
 
     def prewarm(self, state_dict: Mapping[Any, Any]) -> None:
         """Plan, and fill every arena once, so that its pages exist before the first save."""
@@ -142,13 +142,13 @@ class SharedMemoryStager(Stager):
 
 
 class PinnedStager(SharedMemoryStager):
-    """As `shared_memory`, and an arena is page-locked where tensors come from CUDA."""
+    """Like `shared_memory`, but arenas are page-locked if tensors are on a CUDA device."""
 
     option: ClassVar[str] = "pinned"
     _logged_pageable = False
 
     def _prepare(self, arena: Arena, device: torch.device | None) -> None:
-        """Lock an arena that is filled from `device`; the second time it is locked already."""
+        """Page-lock an arena that is filled from `device`, unless it is locked already."""
         if device is not None:
             arena.page_lock(device)
         elif not self._logged_pageable:

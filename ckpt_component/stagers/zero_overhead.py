@@ -1,11 +1,11 @@
-"""`zero_overhead`: `take` returns at once, and the copy runs beside forward and backward.
+"""The stager `zero_overhead`: `take` returns at once, and the copy overlaps with forward and backward.
 
-The fence keeps the snapshot whole: no optimizer step begins before the copy has ended. What forward itself may change
-(buffers such as BatchNorm's) is copied before `take` returns. Version counters are compared at the end, so a tensor
-that changed all the same fails the save by name.
+A fence keeps the snapshot consistent: no optimizer step begins before the copy has ended. Tensors that forward may
+change (buffers such as BatchNorm's) are copied before `take` returns. Version counters are compared at the end, so a
+tensor that changed in spite of that fails the save, with its name.
 
-In host memory one thread copies, a few megabytes at a time, so that the other cores are training's; a thread that
-reaches the fence before the copy is done helps with as many threads as torch has. What a device buffer takes needs no
+One thread copies in host memory, a few megabytes at a time, and leaves the other cores to training; a thread that
+reaches the fence before the copy is done helps with all of torch's threads. Tensors in a device buffer need no
 fence.
 """
 
@@ -38,12 +38,11 @@ class ZeroOverheadStager(PinnedStager):
 
     Args:
         arenas: how many saves may be in flight, each with its own copy of the state in host memory.
-        device_buffer_bytes: the most memory of each CUDA device that a snapshot may take there, by one copy in the
-            order of the trainer's stream. What fits into it needs no fence: it may be changed as soon as `take` has
-            returned. 0: none.
+        device_buffer_bytes: most memory on each CUDA device for a snapshot, filled by a copy on the trainer's stream.
+            Tensors that fit into it need no fence: they may be changed as soon as `take` has returned. 0: none.
 
     Raises:
-        CheckpointConfigError: `arenas` is not from 1 to 16, or `device_buffer_bytes` less than 0.
+        CheckpointConfigError: `arenas` is not from 1 to 16, or `device_buffer_bytes` is negative.
     """
 
     option: ClassVar[str] = "zero_overhead"
@@ -55,7 +54,7 @@ class ZeroOverheadStager(PinnedStager):
         self._optimizers: list[torch.optim.Optimizer] = []
         self._hooks: list[Any] = []
         self._copy_thread = ThreadPoolExecutor(1, thread_name_prefix="ckpt-stage")
-        # A thread of its own: the next snapshot's fence must not wait until the last one has left the device.
+        # A separate thread: the fence of the next snapshot must not wait until the last one has left the device.
         self._drain_thread = ThreadPoolExecutor(1, thread_name_prefix="ckpt-drain")
         self._pending: list[BackgroundCopy] = []
         self._pending_lock = threading.Lock()
@@ -64,7 +63,7 @@ class ZeroOverheadStager(PinnedStager):
     def guard(self, optimizer: Any) -> None:
         """Make `optimizer.step()` wait until the running copy has ended; see `Stager.guard`.
 
-        It also tells the stager which tensors only the optimizer changes; all others are copied before `take` returns.
+        The stager then also knows which tensors only the optimizer changes; it copies all others before `take` returns.
         """
         for each in optimizers_in(optimizer):
             if not any(guarded is each for guarded in self._optimizers):
@@ -72,10 +71,10 @@ class ZeroOverheadStager(PinnedStager):
                 self._hooks.append(each.register_step_pre_hook(self._before_step))
 
     def wait_staged(self, timeout: float | None = None) -> None:
-        """Return when every tensor may be changed.
+        """Wait until every tensor may be changed.
 
-        An error of the copy is not raised here: it is the save's own, and comes with its futures. So does the error of
-        a snapshot that is thrown away, so that training waits no longer than `max_stall_s`.
+        An error of the copy is not raised here, but by the save's futures. So is the error of a snapshot that is
+        discarded so that training waits no longer than `max_stall_s`.
 
         Raises:
             CheckpointTimeoutError: the copy did not end within `timeout` seconds (default: timeouts.stage).
@@ -89,8 +88,8 @@ class ZeroOverheadStager(PinnedStager):
             pending = [copy for copy in self._pending if not may_discard or copy.discarded is None]
         for copy in pending:
             copy.help(until)
-        left = max(until - time.monotonic(), 0)
-        if wait_futures([copy.done for copy in pending], timeout=left).not_done:
+        remaining = max(until - time.monotonic(), 0)
+        if wait_futures([copy.done for copy in pending], timeout=remaining).not_done:
             if not may_discard:
                 raise CheckpointTimeoutError(f"A snapshot was still being copied after {limit:g} s (timeouts.stage).")
             for copy in pending:
@@ -112,7 +111,7 @@ class ZeroOverheadStager(PinnedStager):
                 self._buffer.release()
                 buffered = False
             if buffered:
-                # First, so that what the fence waits for is copied after it.
+                # First, so that copies under the fence follow it.
                 self._buffer.fill(fill.sources)
                 settle = partial(self._drain_later, fill.slots, settle)
             self._copy(fill, split, buffered, settle)
@@ -122,7 +121,7 @@ class ZeroOverheadStager(PinnedStager):
             raise
 
     def _split(self, fill: ArenaFill, buffered: bool) -> CopySplit:
-        """How a state is split for an arena; made anew only when it could be another."""
+        """Return how a state is split for an arena; computed again only when that may have changed."""
         split: CopySplit | None = fill.slots.plans.get(buffered)
         if (
             split is None
@@ -135,10 +134,10 @@ class ZeroOverheadStager(PinnedStager):
         return split
 
     def _copy(self, fill: ArenaFill, split: CopySplit, buffered: bool, settle: Settle) -> None:
-        """Copy what the device buffer has not taken, and see to it that the snapshot is completed."""
+        """Copy what is not in the device buffer, and have the snapshot completed."""
         threads = torch.get_num_threads()
         CopyTasks(split.now, fill.sources, fill.addresses).finish(threads)
-        # Overlap is judged by whole copies alone: part of one, beside a drain, is no measure of it.
+        # Only complete copies measure overlap, not parts of a copy that run during a drain.
         if buffered:
             self._overlap.beside_other()
         if self._overlap.awaits or (not buffered and self._overlap.wants_trial):
@@ -149,7 +148,7 @@ class ZeroOverheadStager(PinnedStager):
         elif not split.later.numbers:
             settle(None)
         else:
-            # Addresses are looked up when it copies: a tensor may be given other memory before that.
+            # Addresses are looked up when it copies, because a tensor may get other memory before.
             copy = BackgroundCopy(fill.flat, split.watched, CopyTasks(split.later, fill.sources))
             with self._pending_lock:
                 self._pending.append(copy)
@@ -158,10 +157,10 @@ class ZeroOverheadStager(PinnedStager):
             self._copy_thread.submit(copy.run, settle)
 
     def _drain_later(self, slots: Slots, settle: Settle, error: BaseException | None) -> None:
-        """The copies under the fence have ended; what lies in the device buffer follows, unless one of them failed."""
+        """Drain the device buffer after the copies under the fence, unless one of those failed."""
         try:
             self._drain_thread.submit(self._drain, slots, settle, error)
-        except RuntimeError:  # close() did not wait for as long as the copy took
+        except RuntimeError:  # the copy took longer than close() waited
             self._drain(slots, settle, error)
 
     def _drain(self, slots: Slots, settle: Settle, error: BaseException | None) -> None:
@@ -177,7 +176,7 @@ class ZeroOverheadStager(PinnedStager):
         split = self._split(fill, False)
         CopyTasks(split.now, fill.sources, fill.addresses).finish(torch.get_num_threads())
         _copy_now(split, fill)
-        self._overlap.awaited(_copy_now(split, fill))  # with its pages there: what an awaited copy costs
+        self._overlap.awaited(_copy_now(split, fill))  # now its pages exist: the cost of an awaited copy
         if self._buffer.acquire():
             try:
                 if self._split(fill, True).buffered:
@@ -187,14 +186,14 @@ class ZeroOverheadStager(PinnedStager):
                 self._buffer.release()
 
     def prewarm(self, state_dict: Mapping[Any, Any]) -> None:
-        """As for every arena; no copy may be running."""
+        """Prewarm all arenas, after the running copy has ended; see `Stager.prewarm`."""
         self.wait_staged(self._timeout)
         super().prewarm(state_dict)
 
     def close(self) -> None:
-        """Wait for the running copy (bounded by timeouts.stage), take the hooks off, and free the memory.
+        """Wait for the running copy (bounded by timeouts.stage), remove the hooks, and free the memory.
 
-        A snapshot that still lies in a device buffer is drained to its end; then that memory is freed too.
+        A snapshot that is still in a device buffer is drained first; then that memory is freed too.
         """
         try:
             self.wait_staged(self._timeout)
@@ -209,7 +208,7 @@ class ZeroOverheadStager(PinnedStager):
 
 
 def _copy_now(split: CopySplit, fill: ArenaFill) -> float:
-    """Copy with all threads what otherwise is copied beside training. Returns the seconds that it took."""
+    """Copy with all threads what is otherwise copied in the background. Returns the seconds it took."""
     started = time.monotonic()
     CopyTasks(split.later, fill.sources, fill.addresses).finish(torch.get_num_threads())
     return time.monotonic() - started

@@ -220,7 +220,7 @@ def test_a_save_that_finds_the_buffer_taken_copies_under_the_fence(
         for number, name in enumerate(("one", "two", "three"), 1):
             assert ours.load(tmp_path / name)["weight"].eq(number).all()
     assert rig.filled == [1, 1]
-    assert caplog.text.count("the snapshot before still lies in the buffer") == 1
+    assert caplog.text.count("the previous snapshot is still in the buffer") == 1
 
 
 def test_a_device_without_the_memory_is_said_once_and_keeps_the_fence(
