@@ -1,4 +1,4 @@
-"""Checkpoints back into memory: ours verified and in parallel, and those of stock torch and safetensors."""
+"""Load checkpoints: our own, verified and in parallel, and those of stock torch and safetensors."""
 
 from .reader import Reader
 

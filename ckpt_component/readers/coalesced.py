@@ -1,8 +1,7 @@
-"""Small neighbours are read at once: what is done for each of them takes longer than its bytes.
+"""Read small neighbouring items together, because the overhead per item exceeds the cost of its bytes.
 
-A coalesced read is a range of one file. It is read into a block of memory, compared with the checksums there, where
-the processor's cache has it, and one system call scatters the payloads to their tensors. So no tensor is changed by
-bytes that are not those that were written.
+A coalesced read is a range of one file. It is read into a block of memory, verified there while it is still in the
+processor's cache, and scattered to its tensors with one system call. Damaged bytes never reach a tensor.
 """
 
 from __future__ import annotations
@@ -23,10 +22,10 @@ from .source import Request
 
 #: Larger items are read straight into their tensors.
 SMALL_BYTES = 256 << 10
-#: So few that the checksums find the bytes in the processor's cache. A range ends with the item that is behind a
-#: multiple of this, and fits a block with the rest of its first and last page.
+#: Small enough that the bytes are still in the processor's cache for the checksums. A range ends with the last item
+#: that begins before a multiple of this, and fits a block together with its first and last page.
 _RANGE_BYTES = 1 << 20
-#: One system call fills them all, and what is before each of them.
+#: One system call fills them all, with a gap before each.
 _MAX_TARGETS = IOV_MAX // 2
 
 
@@ -34,14 +33,14 @@ class CoalescedReads:
     """Reads that fill tensors whole from small items of one rank.
 
     Args:
-        items: of the rank.
-        numbers: which of them; at most `SMALL_BYTES` long.
-        requests: one for each, with an address; the destination has the payload's size.
-        checksum: of the items; None: they are not verified.
-        files: that the items are in.
+        items: The rank's items.
+        numbers: Numbers of the items to read, each at most `SMALL_BYTES` long.
+        requests: One for each item, with an address; the destination has the payload's size.
+        checksum: The items' checksum algorithm; None: they are not verified.
+        files: The files that contain the items.
 
     Attributes:
-        ranges: for all of them, to be read while this object is there.
+        ranges: The ranges that cover all items. They must be read while this object is alive.
     """
 
     def __init__(
@@ -59,25 +58,25 @@ class CoalescedReads:
         self._checksum = checksum
         self._requests = list(map(requests.__getitem__, order.tolist()))
         self._destinations = list(map(attrgetter("destination"), self._requests))
-        chosen = list(map(numbers.__getitem__, order.tolist()))
-        self._sums = list(map(items.checksums.__getitem__, chosen))
-        file, begin, length, payload, nbytes = items.table.index_select(1, column_of(chosen))
+        selected = list(map(numbers.__getitem__, order.tolist()))
+        self._sums = list(map(items.checksums.__getitem__, selected))
+        file, begin, length, payload, nbytes = items.table.index_select(1, column_of(selected))
         end, payload_end = begin + length, payload + nbytes
         self._bounds = list(zip(begin.tolist(), end.tolist(), strict=True))
         gap = begin[1:] - end[:-1]
-        # Tied tensors overlap, and are read again.
+        # Tied tensors overlap and are read more than once.
         cut = (gap < 0) | (gap > GAP_BYTES) | (file[1:] != file[:-1])
         cut |= begin[1:] // _RANGE_BYTES != begin[:-1] // _RANGE_BYTES
         cut[_MAX_TARGETS - 1 :: _MAX_TARGETS] = True
         first = torch.cat([torch.zeros(1, dtype=torch.int64), cut.nonzero().flatten() + 1])
         last = torch.cat([first[1:] - 1, torch.tensor([len(begin) - 1])])
         offset = begin.index_select(0, first)
-        # The system call fills pieces of memory one after the other: what is between two payloads goes nowhere.
+        # The system call fills pieces of memory in order; bytes between two payloads go to a discard buffer.
         before = torch.cat([torch.zeros(1, dtype=torch.int64), payload_end[:-1]]).index_copy_(0, first, offset)
-        self._nowhere = torch.empty(BLOCK_BYTES, dtype=torch.uint8)
-        nowhere = torch.full_like(payload, self._nowhere.data_ptr())
+        self._discard = torch.empty(BLOCK_BYTES, dtype=torch.uint8)
+        discard = torch.full_like(payload, self._discard.data_ptr())
         addresses = column_of(map(attrgetter("address"), self._requests))
-        self._table = torch.stack([nowhere, payload - before, addresses, nbytes], dim=1)
+        self._table = torch.stack([discard, payload - before, addresses, nbytes], dim=1)
         names = map(items.names.__getitem__, file.index_select(0, first).tolist())
         lengths = end.index_select(0, last) - offset
         filled = payload_end.index_select(0, last) - offset
@@ -91,16 +90,16 @@ class CoalescedReads:
         """Read a range and fill its tensors.
 
         Args:
-            name: of the file.
-            offset: in the file.
-            length: of the range.
-            filled: bytes of it up to the end of the last payload.
-            first: its first tensor.
-            last: the one behind its last.
+            name: Name of the file.
+            offset: Start of the range in the file.
+            length: Length of the range.
+            filled: Bytes of the range up to the end of the last payload.
+            first: Number of its first tensor.
+            last: Number of its last tensor, plus one.
 
         Raises:
-            CheckpointCorruptError: the bytes are not those that were written; no tensor of the range is changed then.
-            CheckpointUnreadableError: the read fails.
+            CheckpointCorruptError: The bytes do not match their checksums; no tensor of the range is changed.
+            CheckpointUnreadableError: The read failed.
         """
         block = self._files.block
         start = self._files.fill_block(name, offset, length)
@@ -114,5 +113,5 @@ class CoalescedReads:
                     if self._checksum.of(view[begin - offset : end - offset]) != checksum:
                         raise self._files.damaged(name, f"'{request.key}'")
         block.scatter(self._table.data_ptr() + first * 2 * IOV_BYTES, 2 * (last - first), filled, start)
-        # The memory was written without autograd's knowledge, and others may watch the version.
+        # Autograd did not see the write; code that checks tensor versions must.
         torch.autograd.graph.increment_version(self._destinations[first:last])

@@ -1,8 +1,8 @@
-"""Direct I/O: reads past the page cache into a small block of memory, and from there to where the bytes belong.
+"""Direct I/O: reads bypass the page cache into a small block of memory and are copied from there.
 
-After a restart nothing of a checkpoint is in memory. Reads through the page cache need as much memory again, which a
-virtual machine first gets from its host page by page; a block that stays in the processor's cache needs none, and
-nothing is pushed out of memory.
+After a restart no part of a checkpoint is in memory. Reads through the page cache allocate its whole size again, and a
+virtual machine gets that memory from its host page by page. A block that stays in the processor's cache avoids this,
+and evicts nothing from the page cache.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from ..storage.safe_open import open_past_cache
 
 logger = logging.getLogger(__name__)
 
-#: Offsets and lengths are multiples of what a disk takes as a unit.
+#: Offsets and lengths are multiples of this.
 PAGE = mmap.PAGESIZE
-#: Read at a time: with the rest of its first and its last page, it fits a block.
+#: Most bytes per read: together with the rest of the first and last page they fit a block.
 MAX_BYTES = BLOCK_BYTES - 2 * PAGE
-#: Below this the rest of the first and the last page, which is read for nothing, would be too much.
+#: Shorter reads would spend too much on the unneeded rest of their first and last page.
 _MIN_BYTES = 64 << 10
-#: Local file systems. Those on a network want to read further ahead than a few blocks.
+#: Local file systems. Network file systems need more read-ahead than a few blocks.
 _ON_DISK = frozenset({"ext2", "ext3", "ext4", "xfs", "f2fs"})
 
 
@@ -34,11 +34,11 @@ def is_on_disk(folder: str) -> bool:
 
 
 class DirectReader:
-    """Direct reads of files in one folder, for threads that read at the same time.
+    """Direct reads of files in one folder. Thread-safe.
 
     Args:
-        folder: where the files are.
-        descriptors: of the files, open for reading; they stay the caller's.
+        folder: The folder of the files.
+        descriptors: Descriptors of the files, open for reading. The caller closes them.
     """
 
     def __init__(self, folder: str, descriptors: Iterable[int]) -> None:
@@ -52,17 +52,17 @@ class DirectReader:
             self._disable(error)
 
     def read(self, fd: int, block: memoryview, offset: int, length: int) -> int | None:
-        """Read a range of a file. It begins at `offset % PAGE` in the block, whose beginning its first page fills.
+        """Read a range of a file into a block. Whole pages are read, so the range begins at `offset % PAGE` there.
 
         Args:
-            fd: of the file.
-            block: begins at a page, and is at least two pages longer than the range.
-            offset: in the file.
-            length: of the range.
+            fd: Descriptor of the file.
+            block: A page-aligned buffer, at least two pages longer than the range.
+            offset: Start of the range in the file.
+            length: Length of the range.
 
         Returns:
-            How many bytes of the range were read, fewer at the end of the file; None: it is to be read through the page
-            cache, because it is short, or because direct I/O fails here.
+            How many bytes of the range were read, fewer at the end of the file; None: read it through the page cache
+            instead, because the range is short or direct I/O fails here.
         """
         if length < _MIN_BYTES or self._disabled:
             return None
@@ -75,7 +75,7 @@ class DirectReader:
             return None
 
     def _disable(self, error: OSError) -> None:
-        """Leave it to ordinary reads, which report what is wrong with the disk itself."""
+        """Fall back to ordinary reads, which report any fault of the disk itself."""
         if not self._disabled:
             self._disabled = True
             logger.info("reading %s through the page cache: direct I/O failed (%s)", self._folder, error)

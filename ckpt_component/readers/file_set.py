@@ -1,4 +1,4 @@
-"""Parallel reads of byte ranges of the files of a checkpoint, straight into their destination."""
+"""Parallel reads of byte ranges of a checkpoint's files, directly into their destinations."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from .direct_io import MAX_BYTES, PAGE, DirectReader, is_on_disk
 
 logger = logging.getLogger(__name__)
 
-#: Read and summed at a time: what fits the processor's cache is fetched from memory once, not twice.
+#: Bytes to read and checksum at a time: they fit the processor's cache, so memory is accessed once, not twice.
 CHUNK_BYTES = 1 << 20
-#: Less than this is read before other threads have begun.
+#: Not worth starting other threads for.
 _FEW_BYTES = 1 << 20
 _MAX_THREADS = 4
-#: With direct I/O, where nothing is read ahead and threads wait for the disk.
+#: Used with direct I/O, where threads wait for the disk because nothing is read ahead.
 _MAX_DIRECT_THREADS = 8
-#: What a thread reads before it takes the next part of the files, and what is announced to the disk at a time.
+#: Most bytes of a batch, the unit that threads take and that is read ahead.
 _BATCH_BYTES = 32 << 20
-#: Bytes that are not needed are read too, rather than skipped, up to this gap.
+#: Gaps up to this size are read rather than skipped.
 GAP_BYTES = 32 << 10
 
 
 class RangeRead(NamedTuple):
-    """A range of a file, and what reads it."""
+    """A range of a file, and the function that reads it."""
 
     file: str
     offset: int
@@ -47,12 +47,12 @@ class RangeRead(NamedTuple):
 class FileSet:
     """The files of one checkpoint folder, opened when first needed. A context manager.
 
-    Only plain names and regular files: nothing outside the folder is read, no link is followed, no FIFO waited for.
+    Accepts only plain names of regular files: it never reads outside the folder, follows a link, or waits for a FIFO.
 
     Args:
-        folder: of the checkpoint.
-        shared: whether other processes on this host read the same files at the same time, so that the page cache
-            serves them all. Otherwise what is not cached is read with direct I/O.
+        folder: Folder of the checkpoint.
+        shared: Whether other processes on this host read the same files at the same time, so that the page cache
+            serves them all. If not, uncached data is read with direct I/O.
     """
 
     def __init__(self, folder: str, *, shared: bool = True) -> None:
@@ -68,8 +68,8 @@ class FileSet:
         """A descriptor for reading, owned by this object.
 
         Raises:
-            CheckpointCorruptError: the name leaves the folder, or there is no such regular file.
-            CheckpointUnreadableError: the file cannot be opened.
+            CheckpointCorruptError: The name points outside the folder, or there is no such regular file.
+            CheckpointUnreadableError: The file cannot be opened.
         """
         if name not in self._descriptors:
             if not is_plain_name(name):
@@ -85,7 +85,7 @@ class FileSet:
 
     @property
     def block(self) -> ScratchBlock:
-        """A block of memory of the calling thread."""
+        """The calling thread's block of memory."""
         block: ScratchBlock | None = getattr(self._of_thread, "block", None)
         if block is None:
             block = self._of_thread.block = ScratchBlock(huge=self._direct is not None)
@@ -93,7 +93,7 @@ class FileSet:
         return block
 
     def fill(self, name: str, buffer: memoryview, offset: int) -> bool:
-        """Fill a buffer from `offset` of a file on; False when the file ends before.
+        """Fill a buffer with a file's bytes from `offset`; False if the file is too short.
 
         Raises:
             CheckpointUnreadableError: the read fails.
@@ -102,22 +102,22 @@ class FileSet:
         if self._direct is not None:
             block = self.block.view
             while count := self._direct.read(fd, block, offset, min(buffer.nbytes, MAX_BYTES)):
-                # Other threads run during it, unlike with a slice.
+                # Releases the GIL, unlike a slice assignment.
                 libc.memmove(libc.address_of(buffer), libc.address_of(block) + offset % PAGE, count)
                 offset += count
                 buffer = buffer[count:]
         return self._fill_through_cache(name, buffer, offset)
 
     def fill_block(self, name: str, offset: int, length: int) -> int | None:
-        """Fill the thread's block with a range of a file, wherever in the block direct I/O can put it.
+        """Read a range of a file into the thread's block.
 
         Args:
-            name: of the file.
-            offset: in the file.
-            length: of the range; at most `MAX_BYTES`.
+            name: Name of the file.
+            offset: Start of the range in the file.
+            length: Length of the range, at most `MAX_BYTES`.
 
         Returns:
-            Where in the block the range begins; None when the file ends before.
+            Where in the block the range begins, which depends on direct I/O; None if the file is too short.
 
         Raises:
             CheckpointUnreadableError: the read fails.
@@ -144,10 +144,10 @@ class FileSet:
     def fill_summed(
         self, name: str, buffers: Iterable[memoryview], offset: int, checksum: Checksum | None
     ) -> int | None:
-        """Fill buffers, one after the other, from `offset` of a file on, and take their checksum on the way.
+        """Fill consecutive buffers with a file's bytes from `offset`, and compute their checksum.
 
         Returns:
-            The checksum, 0 if none is taken; None when the file ends before.
+            The checksum, 0 without an algorithm; None if the file is too short.
 
         Raises:
             CheckpointUnreadableError: the read fails.
@@ -164,20 +164,20 @@ class FileSet:
         return 0 if stream is None else stream.value()
 
     def damaged(self, name: str, what: str) -> CheckpointCorruptError:
-        """The error for bytes of a file that are not those that were written."""
+        """The error for bytes of a file that do not match their checksum."""
         return CheckpointCorruptError(
             f"{what} of {os.path.join(self._folder, name)} is damaged: the bytes do not match the checksum taken at "
             "the save."
         )
 
     def read_all(self, reads: Sequence[RangeRead]) -> None:
-        """Read many ranges in the order of the files, in as many threads as help.
+        """Read many ranges in file order, in several threads where that is faster.
 
-        Autograd is off during it, so that leaves can be filled.
+        Autograd is disabled meanwhile, so that leaf tensors can be filled.
 
         Raises:
-            Exception: the first one of `RangeRead.read`, after all threads have ended.
-            CheckpointCorruptError, CheckpointUnreadableError: a file cannot be opened; nothing is read.
+            Exception: The first one raised by a `RangeRead.read`, after all threads have ended.
+            CheckpointCorruptError, CheckpointUnreadableError: A file cannot be opened; nothing is read.
         """
         ordered = sorted(reads, key=attrgetter("file", "offset", "length"))
         ranges = [(self.descriptor(read.file), read.offset, read.length) for read in ordered]
@@ -189,7 +189,7 @@ class FileSet:
             for upcoming in range(number + threads if number else 0, number + threads + 1):
                 if self._reads_ahead and upcoming < len(batches):
                     self._read_ahead(batches[upcoming])
-            with torch.no_grad():  # holds for one thread alone
+            with torch.no_grad():  # applies to the current thread only
                 for read in batches[number]:
                     read.read()
 
@@ -202,7 +202,7 @@ class FileSet:
                 pass
 
     def _choose_ways(self, ranges: Sequence[tuple[int, int, int]]) -> int:
-        """Choose between direct I/O, reads ahead and plain reads, by what is in the page cache; returns the threads."""
+        """Choose direct I/O, read-ahead or plain reads by what the page cache holds; returns the number of threads."""
         share, direct = None, False
         try:
             share = share_in_memory(ranges)
@@ -217,7 +217,7 @@ class FileSet:
         return min(processors, _MAX_THREADS, len(ranges))
 
     def _read_ahead(self, batch: Sequence[RangeRead]) -> None:
-        """Let the disk read a batch into the page cache, while bytes of another one are summed and copied."""
+        """Let the disk read a batch into the page cache while other batches are checksummed and copied."""
         extents: list[tuple[str, int, int]] = []
         for name, offset, length, _ in batch:
             last = extents[-1] if extents else ("", 0, 0)
@@ -229,7 +229,7 @@ class FileSet:
             for name, start, end in extents:
                 os.posix_fadvise(self.descriptor(name), start, end - start, os.POSIX_FADV_WILLNEED)
         except OSError as error:
-            # It is advice alone: if the file itself is unreadable, the read fails.
+            # This is only advice: if the file itself is unreadable, the read fails.
             self._reads_ahead = False
             logger.info("read-ahead disabled for %s: posix_fadvise failed (%s)", self._folder, error)
 
@@ -246,7 +246,7 @@ class FileSet:
 
 
 def _batches(reads: Sequence[RangeRead], size: float) -> list[list[RangeRead]]:
-    """What a thread reads at a time: neighbours, so that all threads are near each other in the files."""
+    """Group neighbouring reads, so that all threads work near each other in the files."""
     batches: list[list[RangeRead]] = [[]]
     filled = 0
     for read in reads:

@@ -1,4 +1,4 @@
-"""What a target and a checkpoint have where, and the errors for what does not fit."""
+"""Compare the structure of a target with that of a checkpoint, and report mismatches."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ _NOTHING = object()
 
 
 class Forms:
-    """Compares the forms of a target's values with those of a checkpoint.
+    """Compares the forms (kinds of values) of a target with those of a checkpoint.
 
-    A plain value of the target takes anything. A dict, list, tuple, set or tensor, or an object that is given its
-    state, takes its like alone. The state of an object is that object's own business.
+    A plain value of the target accepts any form. A dict, list, tuple, set, tensor or stateful object accepts only its
+    own form. Each object checks its own state.
 
     Args:
-        state_dict: the target.
-        stateful: its objects that have a state, with their places, in the order of the walk.
-        owners: whose value each `PerRank` takes, by its path.
-        source: the checkpoint.
+        state_dict: The target.
+        stateful: Its stateful objects with their paths, in traversal order.
+        owners: The rank whose value each `PerRank` takes, by path.
+        source: The checkpoint.
 
     Attributes:
-        objects: those that are given their state, by place. An outer object restores those inside its own state.
-        lists: keys of lists of the checkpoint.
+        objects: Objects to restore, by path. An outer object restores those inside its own state.
+        lists: Keys of lists in the checkpoint.
     """
 
     def __init__(
@@ -50,10 +50,10 @@ class Forms:
 
     @cached_property
     def below(self) -> dict[str, list[str]]:
-        """For every dict and list of the checkpoint, by key, the keys below it."""
+        """The keys below every dict and list of the checkpoint, by the container's key."""
         below: dict[str, list[str]] = {}
         index = self._source.index
-        nodes: dict[Path, list[list[str]]] = {}  # by the path of a container: the lists that its keys belong to
+        nodes: dict[Path, list[list[str]]] = {}  # path of a container -> the lists that its keys are added to
         for key, path in index.paths():
             parent = path[:-1]
             if parent not in nodes:
@@ -66,7 +66,7 @@ class Forms:
         return below
 
     def object_around(self, path: Path) -> Path | None:
-        """The place of the target's object whose state a path is in; the object's own is one."""
+        """The path of the target's object whose state contains `path`; an object's own path counts."""
         if self.objects:
             for depth in range(1, len(path) + 1):
                 if path[:depth] in self.objects:
@@ -74,10 +74,10 @@ class Forms:
         return None
 
     def check(self, path: Path) -> None:
-        """Refuse another form at a place of the target, as far as it is known without reading; see `compare`.
+        """Refuse a different form at a path of the target, as far as the index shows it; see `compare`.
 
         Raises:
-            CheckpointLoadError: with the key.
+            CheckpointLoadError: The forms differ; names the key.
         """
         *_, key = _keys_along(path)
         there = None
@@ -91,10 +91,10 @@ class Forms:
             raise self._mismatch(path, there)
 
     def stored_object_above(self, path: Path) -> Path | None:
-        """Where an object of the checkpoint stands that a place of the target may be inside of.
+        """The path of the checkpoint's object that may contain a path of the target, or None.
 
         Raises:
-            CheckpointLoadError: a tensor stands there.
+            CheckpointLoadError: The checkpoint has a tensor there.
         """
         index, around = self._source.index, self.object_around(path)
         keys = _keys_along(path)
@@ -106,24 +106,24 @@ class Forms:
         return None
 
     def compare(self, path: Path, above: Path, value: Any) -> tuple[bool, Any]:
-        """Compare a place of the target with an object that was read.
+        """Compare the target at a path with an object that was read.
 
         Args:
-            path: of the target.
-            above: where the object stands.
-            value: the object.
+            path: Path in the target.
+            above: Path of the object.
+            value: The object.
 
         Returns:
-            Whether the object has something for the place, and what.
+            Whether the object has a value for the path, and that value.
 
         Raises:
-            CheckpointLoadError: it is of another form, there or on the way.
+            CheckpointLoadError: The forms differ at the path or between the object and it.
         """
         around = self.object_around(path)
         for depth in range(len(above), len(path) + 1):
             here = _form(self._target_value(path[:depth]))
             outside = around is None or depth <= len(around)
-            if outside and value is not None and here not in (None, _form(value)):  # None is as nothing
+            if outside and value is not None and here not in (None, _form(value)):  # None counts as absent
                 raise self._mismatch(path[:depth], type(value).__name__)
             if depth == len(path):
                 return value is not None or here != "tensor", value
@@ -136,7 +136,7 @@ class Forms:
         return False, None
 
     def _target_value(self, path: Path) -> Any:
-        """What the target has at a place, outside of the state of its objects."""
+        """The target's value at a path outside of its objects' states."""
         value: Any = self._state_dict
         for depth, part in enumerate(path):
             if isinstance(value, PerRank):
@@ -145,7 +145,7 @@ class Forms:
                     return _NOTHING
                 value = value.value
                 continue
-            # Stock DCP turns every dict key into text.
+            # Stock DCP turns every dict key into a string.
             for name in (part, int(part)) if isinstance(part, str) and part.isdecimal() else (part,):
                 in_list = isinstance(value, list) and type(name) is int and 0 <= name < len(value)
                 if in_list or (kind_of(value) == "dict" and name in value):
@@ -167,12 +167,12 @@ class Forms:
 
 
 def _keys_along(path: Path) -> list[str]:
-    """As `key_of`, of all that is around a place, from the outermost on, and of the place itself."""
+    """The keys, as by `key_of`, of all prefixes of a path, from the outermost to the path itself."""
     return list(accumulate(map(str, path), "{}.{}".format))
 
 
 def _form(value: Any) -> str | None:
-    """What takes its like alone; None for a plain value."""
+    """The form of a value that accepts only its own form; None for a plain value."""
     kind = kind_of(value)
     if kind in ("tensor", "list"):
         return kind

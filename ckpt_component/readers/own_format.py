@@ -1,4 +1,4 @@
-"""Our own checkpoints of the formats `dcp` and `safetensors`: read by the rank indexes, every item verified."""
+"""Our own checkpoints of the formats `dcp` and `safetensors`: read through the rank indexes, every item verified."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from .source import Index, Request, Source, TensorEntry, copy_into
 
 
 def checksum_of(folder: str, index: RankIndex) -> Checksum:
-    """The algorithm of the checksums of a rank's items.
+    """The checksum algorithm of a rank's items.
 
     Raises:
-        CheckpointLoadError: it cannot be computed here; the text says what to install.
+        CheckpointLoadError: It cannot be computed here; the text says what to install.
     """
     try:
         return find_checksum(index.checksum)
@@ -62,7 +62,7 @@ def verify_file(folder: str, name: str, index: RankIndex) -> None:
 
 
 class Chunk(NamedTuple):
-    """A stored part of a tensor, or an object: where it begins in the whole, its item, and the item's checksum."""
+    """A stored part of a tensor, or an object: its offsets in the whole, its item, and the checksum algorithm."""
 
     offsets: tuple[int, ...]
     item: StoredItem
@@ -70,17 +70,17 @@ class Chunk(NamedTuple):
 
 
 class OwnSource(Source):
-    """A checkpoint with rank indexes that say where every payload is.
+    """A checkpoint whose rank indexes locate every payload.
 
     Args:
-        folder: where the files are.
-        ranks: of `read_rank_indexes`.
-        verify: compare the checksum of everything that is read.
-        shared: as for `FileSet`.
+        folder: The folder of the files.
+        ranks: The indexes, from `read_rank_indexes`.
+        verify: Verify the checksum of everything that is read.
+        shared: As for `FileSet`.
 
     Raises:
-        CheckpointCorruptError: the indexes contradict each other, or tensors have holes or overlapping parts.
-        CheckpointLoadError: a checksum that cannot be computed here.
+        CheckpointCorruptError: The indexes contradict each other, or tensors have holes or overlapping parts.
+        CheckpointLoadError: A checksum cannot be computed here.
     """
 
     def __init__(self, folder: str, ranks: Sequence[RankIndex], *, verify: bool, shared: bool = True) -> None:
@@ -89,8 +89,8 @@ class OwnSource(Source):
         self._ranks = ranks
         self._shared = shared
         self._checksums: list[Checksum | None] = []
-        #: Of tensors of several parts, by their offsets. All others, by far the most, are one item each: `same_as` of
-        #: their entries is the number of the rank and that of the item.
+        #: Chunks of tensors stored in several parts, by key and offsets. All other tensors, the vast majority, are one
+        #: item each: `same_as` of their entries is (rank number, item number).
         self._chunks: dict[str, dict[tuple[int, ...], Chunk]] = {}
         self._objects: dict[str, Chunk] = {}
         containers: dict[tuple[Path, str], None] = {}
@@ -108,7 +108,7 @@ class OwnSource(Source):
             check_cover(f"'{key}' in {folder}", index.tensors[key].shape, boxes)
 
     def _add_tensors(self, number: int) -> None:
-        """Add one rank's tensors, of which there may be a hundred thousand: all at once where that is possible."""
+        """Add one rank's tensors, possibly a hundred thousand: all at once if possible."""
         rank, tensors = self._ranks[number], self.index.tensors
         keys = keys_of(rank.paths)
         dtypes = map(rank.tensors.dtypes.__getitem__, rank.numbers)
@@ -138,17 +138,17 @@ class OwnSource(Source):
                 "another."
             )
         self.index.tensors[key] = whole._replace(same_as=key)
-        # The same part twice: it was tied on one rank and not on another.
+        # The same part can occur twice: tied on one rank and not on another.
         self._chunks.setdefault(key, {}).setdefault(offsets, chunk._replace(offsets=offsets))
 
     def _chunk(self, place: tuple[int, int]) -> Chunk:
-        """An item as the whole of a tensor."""
+        """The chunk of a tensor stored as one item."""
         rank, number = place
         item = self._ranks[rank].tensors.item(number)
         return Chunk((0,) * len(item.shape), item, self._checksums[rank])
 
     def read_tensors(self, requests: Sequence[Request]) -> None:
-        """Read small items many at a time, and the payloads of others straight into their tensors."""
+        """Read small items many at a time, and larger payloads directly into their tensors."""
         small = [(rank.tensors.table[2] <= SMALL_BYTES).tolist() for rank in self._ranks]
         coalesced: dict[int, list[tuple[int, Request]]] = {}
         reads = []
@@ -163,12 +163,12 @@ class OwnSource(Source):
                     read = partial(self._read_chunk, request, chunk, files)
                     reads.append(RangeRead(chunk.item.file, chunk.item.offset, chunk.item.length, read))
             for rank, rows in coalesced.items():
-                numbers, chosen = zip(*rows, strict=True)
-                reads += CoalescedReads(self._ranks[rank].tensors, numbers, chosen, self._checksums[rank], files).ranges
+                numbers, group = zip(*rows, strict=True)
+                reads += CoalescedReads(self._ranks[rank].tensors, numbers, group, self._checksums[rank], files).ranges
             files.read_all(reads)
 
     def _chunks_of(self, request: Request) -> list[Chunk]:
-        """The chunks that hold a part of what is requested."""
+        """The chunks that overlap the requested part."""
         parts = self._chunks.get(request.key)
         stored = [self._chunk(self.index.tensors[request.key].same_as)] if parts is None else list(parts.values())
         if len(stored) == 1 and request.offsets is None:
@@ -180,7 +180,7 @@ class OwnSource(Source):
                 chunks.append(chunk)
                 elements += common[2]
         if elements != request.destination.numel():
-            raise CheckpointCorruptError(f"What {self.where} holds of '{request.key}' does not make up the tensor.")
+            raise CheckpointCorruptError(f"The parts of '{request.key}' in {self.where} do not make up the tensor.")
         return chunks
 
     def _read_chunk(self, request: Request, chunk: Chunk, files: FileSet) -> None:
@@ -202,7 +202,7 @@ class OwnSource(Source):
             copy_into(target[common[1]], landing[common[0]], request.key)
 
     def read_objects(self, keys: Sequence[str]) -> Mapping[str, Any]:
-        """Decode the objects, each verified."""
+        """Verify and decode the objects."""
         archives: dict[str, memoryview] = {}
         with FileSet(self._folder) as files:
             for key in keys:

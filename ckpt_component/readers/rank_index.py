@@ -1,6 +1,6 @@
-"""The index of a rank: what it wrote, item by item. Checked as data before anything is allocated by it.
+"""The index of what a rank wrote, item by item. It is validated before anything is allocated from it.
 
-Column by column: one by one, many small items take longer than their bytes.
+Validation works on whole columns: checking many small items one by one would take longer than reading them.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _MAX_INDEX_BYTES = 1 << 30
 _PATH_PARTS = frozenset({str, int, float, bool, type(None)})
 _CONTAINERS = frozenset({"list", "odict", "empty"})
 
-#: A part of a whole tensor: the whole's shape, and where the part begins in it.
+#: A part of a whole tensor: the shape of the whole, and the part's offsets in it.
 Part = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 class StoredItem(NamedTuple):
-    """One item: where it is, where its payload starts in the file, and its checksum. `dtype` is None for an object."""
+    """One item: its range of the file, the offset of its payload in the file, its checksum. Objects have no `dtype`."""
 
     file: str
     offset: int
@@ -46,14 +46,14 @@ class StoredItem(NamedTuple):
 
 @dataclass(frozen=True)
 class TensorItems:
-    """The items of tensors of one rank.
+    """The tensor items of one rank.
 
     Attributes:
-        names: files, by number.
-        table: rows of one number for each item, int64: number of its file; where it begins there; its bytes; where the
-            tensor's own bytes begin in the file; how many those are.
-        checksums: of the items; up to 64 bits without a sign.
-        dtypes, shapes: of the tensors.
+        names: File names, by number.
+        table: int64, one column per item; its rows are the file's number, the item's offset in the file, its length,
+            the offset of the tensor's bytes in the file, and their length.
+        checksums: Checksums of the items, unsigned, up to 64 bits.
+        dtypes, shapes: Dtypes and shapes of the tensors.
     """
 
     names: Sequence[str]
@@ -63,7 +63,7 @@ class TensorItems:
     shapes: Sequence[tuple[int, ...]]
 
     def item(self, number: int) -> StoredItem:
-        """One of them."""
+        """The item with this number."""
         file, offset, length, payload, _ = self.table[:, number].tolist()
         of_tensor = self.checksums[number], self.dtypes[number], self.shapes[number]
         return StoredItem(self.names[file], offset, length, payload, *of_tensor)
@@ -74,14 +74,15 @@ class RankIndex:
     """What one rank wrote.
 
     Attributes:
-        checksum: the algorithm of the items' checksums.
-        tensors: the items of tensors.
-        extras: the items of objects, whose numbers go on from those of the tensors.
-        paths: places of tensors in the state; none in a format that has its own index.
-        numbers: of their items.
-        parts: which parts of wholes they are, None for what is whole; None where all are whole, by far most often.
-        objects: places of objects, with each one's item.
-        containers: as `FlatState.containers`.
+        checksum: Name of the items' checksum algorithm.
+        tensors: Items of tensors.
+        extras: Items of objects; their numbers continue those of the tensors.
+        paths: Paths of the tensors in the state; empty for a format that has its own index.
+        numbers: Numbers of the tensors' items, one per path.
+        parts: The part that each tensor is of a whole, or None for a whole tensor; None if all are whole, the usual
+            case.
+        objects: Paths of objects with their items.
+        containers: As `FlatState.containers`.
     """
 
     checksum: str
@@ -97,17 +98,17 @@ class RankIndex:
 def read_rank_indexes(
     fs: FsOps, folder: str, manifest: Mapping[str, Any], ranks: Sequence[int] | None = None
 ) -> list[RankIndex]:
-    """The indexes of some ranks, each verified against the manifest.
+    """Read the indexes of ranks, each verified against the manifest.
 
     Args:
-        fs: the file system.
-        folder: the checkpoint.
-        manifest: of `read_manifest`.
-        ranks: whose; None: all of the manifest's.
+        fs: The file system.
+        folder: The checkpoint.
+        manifest: The manifest, from `read_manifest`.
+        ranks: The ranks to read; None: all ranks of the manifest.
 
     Raises:
-        CheckpointCorruptError: one is missing, damaged, or invalid.
-        CheckpointUnreadableError: one cannot be read.
+        CheckpointCorruptError: An index is missing, damaged, or invalid.
+        CheckpointUnreadableError: An index cannot be read.
     """
     entries = {entry["name"]: entry for entry in manifest["files"]}
     indexes = []
@@ -137,12 +138,12 @@ def _parse(content: Any, entries: Mapping[str, Any]) -> RankIndex:
     for name in [*names, *map(itemgetter(0), blobs)]:
         if name not in entries:
             raise ValueError(f"it refers to the file {name!r:.200}, which the manifest does not list")
-    # Before the algorithm could be chosen, the checksums stood under their only name.
+    # Older checkpoints have no choice of algorithm and store the checksums under "crc32".
     algorithm, sums = (content["checksum"], content["sums"]) if "sums" in content else ("crc32", content["crc32"])
     if not isinstance(algorithm, str) or len(sums) != len(rows) + len(blobs):
         raise ValueError(f"it has {len(sums)} checksums of {algorithm!r:.200} for {len(rows) + len(blobs)} items")
     _check_ints(sums)
-    count = len(rows)  # the first checksums are those of the tensors
+    count = len(rows)  # checksums of tensors come first
     tensors = tensor_items(rows, sums[:count], names, [entries[name]["size"] for name in names])
     extras = []
     for (name, offset, length), checksum in zip(blobs, sums[count:], strict=True):
@@ -173,11 +174,11 @@ def _parse(content: Any, entries: Mapping[str, Any]) -> RankIndex:
 
 
 def _paths(raws: Iterable[Any]) -> list[Path]:
-    """The paths of values; the state itself has none."""
+    """Convert paths of values, which must not be empty, to tuples."""
     raws = list(raws)
     if not set(map(type, raws)) <= {list} or not all(raws) or not _PATH_PARTS.issuperset(map(type, chain(*raws))):
-        good = (type(raw) is list and bool(raw) and _PATH_PARTS.issuperset(map(type, raw)) for raw in raws)
-        raise ValueError(f"it has the key {raws[list(good).index(False)]!r:.200}")
+        valid = (type(raw) is list and bool(raw) and _PATH_PARTS.issuperset(map(type, raw)) for raw in raws)
+        raise ValueError(f"it has the key {raws[list(valid).index(False)]!r:.200}")
     return list(map(tuple, raws))
 
 
@@ -193,16 +194,16 @@ def _part(raw: Sequence[Any], shape: tuple[int, ...]) -> Part:
 def tensor_items(
     rows: Sequence[Any], checksums: Sequence[int], names: Sequence[str], sizes: Sequence[int]
 ) -> TensorItems:
-    """The items of tensors, of rows that a file claims.
+    """Validate rows of an untrusted file and convert them to tensor items.
 
     Args:
-        rows: file number, offset, length, offset of the payload, dtype, shape.
-        checksums: exact ints, one a row.
-        names: files, by number.
-        sizes: of the files.
+        rows: File number, offset, length, offset of the payload, dtype and shape of each item.
+        checksums: One int per row.
+        names: File names, by number.
+        sizes: Sizes of the files.
 
     Raises:
-        ValueError, TypeError, KeyError, OverflowError, RuntimeError: a row that cannot be true.
+        ValueError, TypeError, KeyError, OverflowError, RuntimeError: A row is invalid.
     """
     if not rows:
         return TensorItems(names, torch.empty((5, 0), dtype=torch.int64), (), (), ())
@@ -222,13 +223,13 @@ def tensor_items(
     _refuse((file < 0) | (file >= len(names)), "it has an item in the file number {}", file)
     size = column_of(sizes).index_select(0, file)
     _refuse((offset < 0) | (length < 0), "it has an item at {} of {} bytes", offset, length)
-    # The differences below cannot overflow, because a file has fewer than 2^63 bytes.
+    # The subtractions below cannot overflow, because a file has fewer than 2^63 bytes.
     _refuse(
         (offset > size) | (length > size - offset),
         "its item at {} of {} bytes ends behind its file of {} bytes",
         *(offset, length, size),
     )
-    # The product of elements and their size could.
+    # Compared by division, because elements * itemsize could overflow.
     _refuse(
         elements > length // itemsize, "{} elements do not fit the item at {} of {} bytes", elements, offset, length
     )
@@ -242,14 +243,14 @@ def tensor_items(
 
 
 def _check_ints(values: Sequence[Any]) -> None:
-    """Refuse what is no exact int, such as True."""
+    """Refuse values that are not exactly of type int, such as True."""
     if not set(map(type, values)) <= {int}:
-        wrong = next(value for value in values if type(value) is not int)
-        raise ValueError(f"it has {wrong!r:.200} where a whole number is expected")
+        misfit = next(value for value in values if type(value) is not int)
+        raise ValueError(f"it has {misfit!r:.200} where a whole number is expected")
 
 
-def _refuse(wrong: torch.Tensor, text: str, *columns: torch.Tensor) -> None:
-    """Raise ValueError where `wrong` holds; the columns give the numbers of the first such place for the text."""
-    if bool(wrong.any()):
-        first = int(wrong.nonzero()[0])
+def _refuse(invalid: torch.Tensor, text: str, *columns: torch.Tensor) -> None:
+    """Raise ValueError if `invalid` is true anywhere, with the columns' numbers of the first such row in the text."""
+    if bool(invalid.any()):
+        first = int(invalid.nonzero()[0])
         raise ValueError(text.format(*(int(each[first]) for each in columns)))

@@ -1,4 +1,4 @@
-"""Load a checkpoint of any kind, into a target or into a new dict."""
+"""Load a checkpoint of any supported format into a target or a new dict."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ _ToDevice = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Reader:
-    """Reads checkpoints: ours, verified by their checksums; and those of stock DCP, `torch.save` and safetensors.
+    """Reads our own checkpoints, verified by their checksums, and those of stock DCP, `torch.save` and safetensors.
 
     Args:
-        rank: who reads: the rank whose `PerRank` values and files are loaded.
-        world_size: how many ranks there are.
-        verify: when the checksums of what is read are compared. Sizes and structure always are.
-        shared: whether other ranks on this host may read the same bytes; see `FileSet`.
+        rank: This rank, whose `PerRank` values and files are loaded.
+        world_size: Number of ranks.
+        verify: When to verify checksums. Sizes and structure are always checked.
+        shared: Whether other ranks on this host may read the same bytes; see `FileSet`.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Reader:
 
     @property
     def verifies(self) -> bool:
-        """Whether checksums are compared when a run resumes."""
+        """Whether checksums are verified when a run resumes."""
         return self._verify is not Verify.off
 
     def read(
@@ -72,18 +72,18 @@ class Reader:
         """Read the checkpoint at `path`.
 
         Args:
-            path: its folder, or the file.
-            state_dict: the target, filled in place; None: everything, as a new dict on the CPU.
-            map_location: a device or a function as `torch.load` takes it, for tensors that have no target.
-            allow_dtype_cast: let a target tensor take values of another dtype.
-            allow_unexpected: leave keys of the checkpoint that the target does not have; False: refuse them.
-            resuming: a run begins with what is read, which `verify: on_resume` is for.
+            path: The checkpoint's folder or file.
+            state_dict: The target, filled in place; None: load everything into a new dict on the CPU.
+            map_location: A device, dict or function as for `torch.load`, for tensors that have no target.
+            allow_dtype_cast: Convert values to the dtype of the target tensor.
+            allow_unexpected: Ignore keys of the checkpoint that the target lacks; False: refuse them.
+            resuming: A run resumes from this checkpoint; it is verified with `verify: on_resume`.
 
         Returns:
-            The target or the new dict, and the keys of the target that the checkpoint does not have.
+            The target or the new dict, and the keys of the target that the checkpoint lacks.
 
         Raises:
-            CheckpointNotFoundError, CheckpointCorruptError, CheckpointLoadError: see `Checkpointer.load`.
+            CheckpointNotFoundError, CheckpointCorruptError, CheckpointLoadError: See `Checkpointer.load`.
         """
         verify = self._verify is Verify.on_read or (resuming and self._verify is Verify.on_resume)
         with collector_paused(), torch.no_grad():
@@ -96,8 +96,7 @@ class Reader:
                 text = f"{path} has keys that the target does not have: {first_keys(target.unexpected)}"
                 if not allow_unexpected:
                     raise UnexpectedKeysError(f"{text}; pass allow_unexpected=True to leave them.", target.unexpected)
-                # A plain load may be of a part. A run that resumes should find all that it saved, and a list is one
-                # value.
+                # A plain load may be partial. A resumed run should load all that it saved, and a list only as a whole.
                 warns = resuming or target.shortens_lists
                 logger.log(logging.WARNING if warns else logging.INFO, "%s; they are not loaded", text)
             target.accept(_load_new(source, target.new_tensors, target.objects, to_device))
@@ -105,7 +104,7 @@ class Reader:
             return state_dict, target.finish()
 
     def _open(self, path: str, *, mapped: bool, verify: bool) -> Source:
-        """Find out what is at `path`. The folder itself may be a link, which the caller named; nothing in it may."""
+        """Open `path` by its format. It may itself be a link, because the caller chose it; no file in it may."""
         if not os.path.isdir(path):
             if not os.path.lexists(path):
                 raise CheckpointNotFoundError(f"There is no checkpoint at {path}.")
@@ -121,7 +120,7 @@ class Reader:
             raise read_failure(path, error) from error
         logger.warning("%s has no manifest, so what is loaded from it cannot be verified", path)
         if ".metadata" in names:
-            from .foreign.dcp import StockDcpSource  # importing DCP takes a second, and few loads need it
+            from .foreign.dcp import StockDcpSource  # few loads need DCP, which takes a second to import
 
             return StockDcpSource(self._fs, path, shared=self._shared)
         files = [name for name in names if name.endswith(SINGLE_FILES)]
@@ -138,11 +137,11 @@ class Reader:
         if form not in ("dcp", "safetensors", "torch_save"):
             raise CheckpointLoadError(f"{path} has the format {form!r:.200}, which this release cannot read.")
         rank = self._rank if world_size > 1 else 0
-        if form != "dcp":  # every rank has a file of its own
+        if form != "dcp":  # one file per rank
             if world_size not in (1, self._world_size):
                 raise CheckpointLoadError(
-                    f"{path} was saved by {world_size} ranks with checkpoint/writer={form}, in which every rank's file "
-                    f"is its own, and there are {self._world_size} now; only checkpoints of checkpoint/writer=dcp load "
+                    f"{path} was saved by {world_size} ranks with checkpoint/writer={form}, which writes one file per "
+                    f"rank, and there are {self._world_size} now; only checkpoints of checkpoint/writer=dcp load "
                     "on another number of ranks."
                 )
             ranks = [rank]
@@ -167,7 +166,7 @@ def _load_all(source: Source, to_device: _ToDevice) -> StateDict:
 
 
 def _load_new(source: Source, tensors: Iterable[str], objects: Iterable[str], to_device: _ToDevice) -> dict[str, Any]:
-    """Load these keys into new tensors and objects. Tensors that are stored once come back as one."""
+    """Load these keys into new tensors and objects. Tensors that are stored once stay tied."""
     loaded: dict[str, torch.Tensor] = {}
     stored: dict[Any, torch.Tensor] = {}
     requests = []
@@ -187,7 +186,7 @@ def _load_new(source: Source, tensors: Iterable[str], objects: Iterable[str], to
 
 
 def _to_device(map_location: Any) -> _ToDevice:
-    """What moves new tensors, in the ways that `torch.load` takes: device, dict, or function."""
+    """The function that moves new tensors, from a `map_location` as `torch.load` takes it."""
     if isinstance(map_location, Mapping):
         map_location = map_location.get("cpu")
     if map_location is None:

@@ -1,4 +1,4 @@
-"""Dtypes, shapes and chunks that a file claims: whether they can be."""
+"""Validate dtypes, shapes and chunks that come from a file."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from ..errors import CheckpointCorruptError
 from ..state.coverage import cover_fault
 from ..state.shards import Box
 
-#: By the name after `torch.`; looked up here, because attributes of torch import modules on demand.
+#: By the name after `torch.`. Names from a file are looked up here: attributes of torch can import modules.
 DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
 
-#: No operator of torch takes tensors of more.
+#: The most that operators of torch accept.
 MAX_DIMENSIONS = 64
-#: Above it, torch's own arithmetic of sizes and strides would overflow.
+#: Above this, torch's own arithmetic of sizes and strides overflows.
 MAX_ELEMENTS = 1 << 62
 
 
 def is_shape(value: Any) -> bool:
-    """Whether a list or tuple from a file may be used as a shape: exact ints, none negative, no overflow."""
+    """Whether a list or tuple from a file is a valid shape: ints, none negative, no overflow."""
     if len(value) > MAX_DIMENSIONS:
         return False
     elements = 1
@@ -33,10 +33,10 @@ def is_shape(value: Any) -> bool:
 
 
 def check_cover(what: str, whole: Sequence[int], boxes: Sequence[Box]) -> None:
-    """Refuse chunks that do not make up a tensor; see `cover_fault`.
+    """Refuse chunks that do not make up a whole tensor; see `cover_fault`.
 
     Raises:
-        CheckpointCorruptError: what is wrong, with the numbers.
+        CheckpointCorruptError: They do not; the text says where.
     """
     fault = cover_fault(what, whole, boxes)
     if fault is not None:

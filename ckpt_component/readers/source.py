@@ -1,4 +1,4 @@
-"""What every kind of checkpoint looks like to the reader: tensors and objects by key, and a way to read them."""
+"""The interface of a checkpoint of any format: an index of tensors and objects by key, and methods to read them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..state.shards import Box
 
 
 class TensorEntry(NamedTuple):
-    """A tensor in a checkpoint. `same_as` is equal for those that are stored once."""
+    """A tensor in a checkpoint. Tensors that share one stored copy have equal `same_as`."""
 
     path: Path
     dtype: torch.dtype
@@ -26,12 +26,12 @@ class TensorEntry(NamedTuple):
 
 
 class Request(NamedTuple):
-    """Read the tensor `key`, or a part of it, into `destination`, whose shape and dtype are right.
+    """A request to read the tensor `key`, or a part of it, into `destination`.
 
     Attributes:
-        destination: any device, any strides.
-        offsets: where the part begins in the whole, one per dimension; None: the whole is read.
-        address: the destination's `plain_address`.
+        destination: A tensor of matching shape and dtype, with any device and strides.
+        offsets: Offsets of the part in the whole, one per dimension; None: the whole is read.
+        address: The destination's `plain_address`.
     """
 
     key: str
@@ -41,7 +41,7 @@ class Request(NamedTuple):
 
     @classmethod
     def into(cls, key: str, destination: torch.Tensor, offsets: tuple[int, ...] | None = None) -> Request:
-        """Read into this tensor."""
+        """A request for this tensor as destination."""
         return cls(key, destination, offsets, plain_address(destination))
 
     @property
@@ -50,7 +50,7 @@ class Request(NamedTuple):
         return self.offsets or (0,) * self.destination.dim(), tuple(self.destination.shape)
 
     def part_of(self, whole: torch.Tensor) -> torch.Tensor:
-        """What is asked for, of the whole tensor."""
+        """The requested part of the whole tensor."""
         offsets, sizes = self.box
         for dimension, (start, count) in enumerate(zip(offsets, sizes, strict=True)):
             whole = whole.narrow(dimension, start, count)
@@ -58,10 +58,10 @@ class Request(NamedTuple):
 
 
 def copy_into(destination: torch.Tensor, value: torch.Tensor, key: str) -> None:
-    """Copy a value into (a part of) the target's tensor.
+    """Copy a value into a tensor of the target, or a part of one.
 
     Raises:
-        CheckpointLoadError: torch cannot do it, as into a tensor that was made under `inference_mode`.
+        CheckpointLoadError: torch refuses the copy, such as into a tensor created under `inference_mode`.
     """
     try:
         destination.copy_(value)
@@ -71,12 +71,12 @@ def copy_into(destination: torch.Tensor, value: torch.Tensor, key: str) -> None:
 
 @dataclass
 class Index:
-    """What a checkpoint holds, by flat key.
+    """The contents of a checkpoint, by flat key.
 
     Attributes:
-        tensors: tensors by key.
-        objects: paths of Python objects by key.
-        containers: as `FlatState.containers`, for giving back the nested form.
+        tensors: Tensors by key.
+        objects: Paths of Python objects by key.
+        containers: As `FlatState.containers`, to rebuild the nested form.
     """
 
     tensors: dict[str, TensorEntry] = field(default_factory=dict)
@@ -84,21 +84,21 @@ class Index:
     containers: list[tuple[Path, str]] = field(default_factory=list)
 
     def paths(self) -> list[tuple[str, Path]]:
-        """All keys, each with its path."""
+        """All keys with their paths."""
         return [*zip(self.tensors, map(attrgetter("path"), self.tensors.values()), strict=True), *self.objects.items()]
 
     def path_of(self, key: str) -> Path:
-        """Where the value of a key stands."""
+        """The path of a key's value."""
         entry = self.tensors.get(key)
         return self.objects[key] if entry is None else entry.path
 
 
 class Source(ABC):
-    """One checkpoint, opened.
+    """An opened checkpoint.
 
     Attributes:
-        where: its path.
-        index: what it holds.
+        where: Its path.
+        index: Its contents.
     """
 
     where: str
@@ -109,7 +109,7 @@ class Source(ABC):
         """Fill all destinations.
 
         Raises:
-            CheckpointCorruptError: the bytes are not those that were written.
+            CheckpointCorruptError: The stored bytes are damaged.
         """
 
     @abstractmethod
@@ -117,5 +117,5 @@ class Source(ABC):
         """The Python objects of these keys."""
 
     def tied(self, key: str) -> torch.Tensor | None:
-        """A tensor that is loaded already and may be handed out as it is, or None."""
+        """A tensor that is already loaded and can be returned as it is, or None."""
         return None

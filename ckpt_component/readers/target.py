@@ -1,4 +1,4 @@
-"""What a load has to fill: matches a target state dict with what a checkpoint holds."""
+"""Plan a load: match a target state dict with the contents of a checkpoint."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from .source import Request, Source, TensorEntry, copy_into
 class Target:
     """The plan of one load into `state_dict`.
 
-    - A tensor is copied into in place. A plain value is replaced, also by a whole subtree of the checkpoint.
-    - An empty dict takes all that the checkpoint has under its key.
-    - An object with `load_state_dict` is given its whole subtree; tensors that it has already are filled in place.
+    - A tensor is filled in place. A plain value is replaced, possibly by a whole subtree of the checkpoint.
+    - An empty dict receives everything that the checkpoint has under its key.
+    - An object with `load_state_dict` receives its whole subtree; tensors that it already has are filled in place.
 
     Attributes:
-        unexpected: keys of the checkpoint that the target has no place for.
-        shortens_lists: some of them are elements of lists that the target has, and that are longer in the checkpoint.
-        requests: tensors to fill in place.
-        new_tensors: keys of tensors to load into new memory; none twice.
-        objects: keys of objects to load; none twice.
+        unexpected: Keys of the checkpoint that have no place in the target.
+        shortens_lists: Whether some of these are elements of lists that are shorter in the target.
+        requests: Tensors to fill in place.
+        new_tensors: Keys of tensors to load into new memory, without duplicates.
+        objects: Keys of objects to load, without duplicates.
 
     Raises:
-        CheckpointLoadError: a value of another shape, dtype or kind than the checkpoint's.
+        CheckpointLoadError: A value has a different shape, dtype or kind in the checkpoint.
     """
 
     def __init__(
@@ -46,20 +46,20 @@ class Target:
         self._allow_dtype_cast = allow_dtype_cast
         owners: dict[Path, int | None] = {}
 
-        def owner(path: Path, own: PerRank) -> int | None:
-            owners[path] = _owner_of(path, own, source, rank, world_size)
+        def owner(path: Path, per_rank: PerRank) -> int | None:
+            owners[path] = _owner_of(path, per_rank, source, rank, world_size)
             return owners[path]
 
         self._flat = flat = flatten(state_dict, owner)
         self._forms = Forms(state_dict, flat.stateful, owners, source)
         self._missing: list[str] = []
-        #: For every place that gets another value: the keys of the checkpoint that make it up.
+        #: Path of every value to replace -> the keys of the checkpoint that make up the new value.
         self._replaced: dict[Path, list[str]] = {}
-        #: For every place inside an object of the checkpoint: where that object stands.
+        #: Path of every value stored inside an object of the checkpoint -> path of that object.
         self._inside: dict[Path, Path] = {}
-        #: The same for places whose form alone is to be compared.
+        #: The same for paths of which only the form is compared.
         self._compared: dict[Path, Path] = {}
-        #: New values by place. From the beginning: sharded tensors that the target did not have yet.
+        #: New values by path. Matching already adds sharded tensors that the target lacks; `accept` adds the rest.
         self._values: dict[Path, Any] = {}
         self._converted: list[Request] = []
         self.requests: list[Request] = []
@@ -70,7 +70,7 @@ class Target:
             if self._forms.object_around(path) is None:
                 self._forms.check(path)
         self._match_tensors()
-        #: Keys of tensors of which other ranks load all.
+        #: Keys of tensors whose every element is loaded by other ranks.
         elsewhere = set(keys_of([*flat.elsewhere]))
         self._missing += elsewhere - index.tensors.keys()
         places = [*flat.object_paths, *(path for path, kind in flat.containers if kind == "empty" and path)]
@@ -85,20 +85,20 @@ class Target:
         used = {request.key for request in self.requests} | self._new.keys() | (elsewhere & index.tensors.keys())
         self.unexpected: list[str] = []
         self.shortens_lists = False
-        # Keys of the checkpoint alone are used, so their count shows whether some are left.
+        # `used` contains only keys of the checkpoint, so the counts show whether some are unused.
         if len(used) < len(index.tensors) + len(index.objects):
             for key, path in index.paths():
-                if key not in used and all(rank_of(part) is None for part in path):  # else another rank's own
+                if key not in used and all(rank_of(part) is None for part in path):  # else a PerRank of another rank
                     self.unexpected.append(key)
                     self.shortens_lists |= any(path[:depth] in lists for depth in range(1, len(path)))
             self.unexpected.sort()
 
     def _match_tensors(self) -> None:
-        """Match all tensors, of which there may be a hundred thousand: at once where all of them fit as they are."""
+        """Match all tensors, possibly a hundred thousand: all at once if every one fits without conversion."""
         flat = self._flat
         keys = keys_of(flat.tensor_paths)
         entries = list(map(self._source.index.tensors.get, keys))
-        addresses = None if any(flat.shards) else _addresses_if_alike(entries, flat.tensors)
+        addresses = None if any(flat.shards) else _addresses_if_matching(entries, flat.tensors)
         if addresses is not None:
             self.requests += rows_of(Request, keys, flat.tensors, repeat(None), addresses)
             return
@@ -140,7 +140,7 @@ class Target:
             self._converted.append(request)
 
     def _match_value(self, path: Path, key: str, *, outside: bool, may_miss: bool) -> None:
-        """Match a plain value or an empty dict; `outside` of the states of objects it must be of the same form."""
+        """Match a plain value or an empty dict. If `outside` of objects' states, its form must match."""
         index = self._source.index
         if outside:
             self._forms.check(path)
@@ -155,7 +155,7 @@ class Target:
         self._new.update(dict.fromkeys(self._replaced.get(path, ())))
 
     def _match_inside_object(self, path: Path, key: str, *, may_miss: bool = False) -> None:
-        """Match a place that the checkpoint has no key for with what an object around it may have there."""
+        """Match a path that has no key in the checkpoint with the stored object that may contain it."""
         above = self._forms.stored_object_above(path)
         if above is not None:
             self._new[key_of(above)] = None
@@ -164,7 +164,7 @@ class Target:
             self._missing.append(key)
 
     def _match_objects(self, elsewhere: Iterable[str]) -> None:
-        """Take what the checkpoint has for objects beyond their present state, such as an optimizer's state."""
+        """Match keys that objects do not have yet, such as the state of an optimizer before its first step."""
         index, objects = self._source.index, self._forms.objects
         if not objects:
             return
@@ -182,7 +182,7 @@ class Target:
                     self._new[key] = None
 
     def _match_as_part(self, path: Path, stateful: Stateful, key: str) -> bool:
-        """Load what an optimizer keeps for a sharded parameter as the same part of the whole as the parameter's."""
+        """Load an optimizer's state of a sharded parameter with the parameter's sharding."""
         entry = self._source.index.tensors.get(key)
         if entry is None or not isinstance(stateful, torch.optim.Optimizer):
             return False
@@ -197,20 +197,20 @@ class Target:
         local, shard = local_part(parameter, key)
         if local is parameter:
             return False
-        made = torch.zeros_like(parameter, dtype=entry.dtype, requires_grad=False)
+        new = torch.zeros_like(parameter, dtype=entry.dtype, requires_grad=False)
         offsets = None if shard is None else shard.offsets
-        self.requests.append(Request.into(key, local_part(made, key)[0], offsets))
-        self._values[entry.path] = made
+        self.requests.append(Request.into(key, local_part(new, key)[0], offsets))
+        self._values[entry.path] = new
         return True
 
     def accept(self, loaded: Mapping[str, Any]) -> None:
-        """Find the new values in what was read; those of another form than the target's are refused.
+        """Collect the new values from what was read, and refuse those whose form differs from the target's.
 
         Args:
-            loaded: what was read of `new_tensors` and `objects`.
+            loaded: The values of `new_tensors` and `objects`, by key.
 
         Raises:
-            CheckpointLoadError: with the key.
+            CheckpointLoadError: The forms differ; names the key.
         """
         self._loaded = loaded
         for path, keys in self._replaced.items():
@@ -221,11 +221,11 @@ class Target:
                 continue
             if not exists:
                 self._missing.append(key_of(path))
-            elif above not in self._values:  # else an object takes all of it
+            elif above not in self._values:  # else that object is taken as a whole
                 self._values[path] = value
 
     def finish(self) -> list[str]:
-        """Put the new values in, and give the objects their state; returns the keys that the checkpoint lacks."""
+        """Store the new values in the target and load the objects' states; returns keys that the checkpoint lacks."""
         for request in self._converted:
             copy_into(request.destination, request.part_of(self._loaded[request.key]), request.key)
         for path, value in self._values.items():
@@ -235,7 +235,7 @@ class Target:
             try:
                 state = self._object_state(path)
                 if isinstance(stateful, torch.optim.Optimizer) and isinstance(state.get("state"), dict):
-                    # It is keyed by number; stock DCP turns every key into text.
+                    # Its keys are numbers; stock DCP turns every key into a string.
                     state["state"] = {
                         int(key) if isinstance(key, str) and key.isdigit() else key: value
                         for key, value in state["state"].items()
@@ -249,22 +249,22 @@ class Target:
         return sorted(set(self._missing))
 
     def _assemble(self, path: Path, keys: Sequence[str], loaded: Mapping[str, Any]) -> Any:
-        """The subtree of the checkpoint at a place."""
+        """The checkpoint's subtree at a path."""
         index = self._source.index
-        stored = index.path_of(keys[0])[: len(path)] if keys else path  # a dict key may be text there
+        stored = index.path_of(keys[0])[: len(path)] if keys else path  # stored dict keys may be strings
         return _nested(stored, {index.path_of(key): loaded[key] for key in keys}, index.containers)
 
     def _object_state(self, path: Path) -> StateDict:
-        """The state that an object is given: what the checkpoint has, and what the object has beside it.
+        """The state to load into an object: the checkpoint's values, and the object's own where it has none.
 
-        Tensors that the checkpoint has are filled already. What the checkpoint lacks keeps its value, where there is a
-        place left for it: not in a list that the checkpoint has, and not in the way of what is new.
+        Tensors of the checkpoint are already filled. Values that the checkpoint lacks are kept unless they are in a
+        list that the checkpoint has, or would collide with a new value.
 
         Args:
-            path: where the object stands.
+            path: Path of the object.
 
         Raises:
-            TypeError: the two make up no state.
+            TypeError: The values do not form a state.
         """
         flat, forms, new, missing = self._flat, self._forms, self._values, set(self._missing)
         depth = len(path)
@@ -294,14 +294,14 @@ class Target:
             for place, kind in containers.items()
             if place[:depth] == path
             and (kind != "empty" or place not in state)
-            # A value that was loaded as a whole has its containers already.
+            # A value that was loaded as a whole already has its containers.
             and not any(place[:length] in new for length in range(depth + 1, len(place) + 1))
         ]
         return _nested(path, state, kept)
 
 
 def why_unfillable(tensor: torch.Tensor) -> str | None:
-    """Why a tensor cannot be filled, and what to do; None: it can."""
+    """Why a tensor cannot be filled, and what to do; None if it can."""
     if is_lazy(tensor):
         return "is not initialized yet; run the module on one batch before the load"
     if tensor.is_meta:
@@ -313,12 +313,12 @@ def why_unfillable(tensor: torch.Tensor) -> str | None:
     return None
 
 
-def _addresses_if_alike(
+def _addresses_if_matching(
     entries: Sequence[TensorEntry | None], tensors: Sequence[torch.Tensor]
 ) -> list[int | None] | None:
-    """Where the memory of tensors begins, as `plain_addresses`; None: they must be matched one by one.
+    """The tensors' addresses, as `plain_addresses`; None if they must be matched one by one.
 
-    That is when one has no entry, or one of another shape or dtype, or has no memory that can simply be filled.
+    That is the case if one has no entry, differs in shape or dtype, or cannot be filled directly.
     """
     if None in entries:
         return None
@@ -334,13 +334,13 @@ def _addresses_if_alike(
             for tensor, address in zip(tensors, addresses, strict=True):
                 if address is None and why_unfillable(tensor) is not None:
                     return None
-    except RuntimeError:  # one has no shape at all
+    except RuntimeError:  # an uninitialized tensor has no shape
         return None
     return addresses
 
 
 def _nested(path: Path, values: Mapping[Path, Any], containers: Sequence[tuple[Path, str]]) -> Any:
-    """What stands at a place, of values at and below it."""
+    """The nested value at a path, from values at and below it."""
     nested: Any = unflatten(values, [(place, kind) for place, kind in containers if place[: len(path)] == path])
     for part in path:
         nested = nested.get(part, {})
@@ -356,16 +356,16 @@ def _set(root: Any, path: Path, value: Any) -> None:
         root[path[-1]] = value
 
 
-def _owner_of(path: Path, own: PerRank, source: Source, rank: int, world_size: int) -> int | None:
-    """Whose value a rank takes: its own, that of rank 0, or none, when the checkpoint is of another number of ranks."""
+def _owner_of(path: Path, per_rank: PerRank, source: Source, rank: int, world_size: int) -> int | None:
+    """The rank whose value to load: this rank's, or for another number of ranks rank 0's or None, by `when_resized`."""
     depth = len(path)
     names = {place[depth] for _, place in source.index.paths() if place[:depth] == path and len(place) > depth}
     saved = {number for number in map(rank_of, names) if number is not None}
     if not saved or (len(saved) == world_size and rank in saved):
         return rank
-    if own.when_resized == "error":
+    if per_rank.when_resized == "error":
         raise CheckpointLoadError(
-            f"'{key_of(path)}' is every rank's own; {source.where} has it of {len(saved)} ranks, and there are "
-            f"{world_size} now. PerRank(..., when_resized='keep') leaves it as it is, 'first' takes that of rank 0."
+            f"'{key_of(path)}' differs by rank; {source.where} has it for {len(saved)} ranks, and there are "
+            f"{world_size} now. PerRank(..., when_resized='keep') keeps the current value, 'first' takes rank 0's."
         )
-    return None if own.when_resized == "keep" else min(saved)
+    return None if per_rank.when_resized == "keep" else min(saved)

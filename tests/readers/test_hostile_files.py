@@ -343,9 +343,9 @@ BAD_METADATA: dict[str, tuple[Callable[[Metadata], None], str]] = {
     "no chunk": (chunks(), "has a hole"),
     "no storage": (forget_storage, "does not say where 'w' at .* is stored"),
     "a place before the file": (stored(offset=-1), "'w' is at -1 of"),
-    "a place behind the file": (stored(offset=HUGE), "'w' lies outside of __0_0.distcp"),
+    "a place behind the file": (stored(offset=HUGE), "'w' is beyond the end of __0_0.distcp"),
     "a length of minus one": (stored(length=-1), "'w' is at"),
-    "a huge length": (stored(length=HUGE), "'w' lies outside of __0_0.distcp"),
+    "a huge length": (stored(length=HUGE), "'w' is beyond the end of __0_0.distcp"),
     "a length that is too short": (stored(length=20), "'w' has a chunk of 24 bytes"),
     "an offset that is a float": (stored(offset=0.0), "'w' is at 0.0"),
     "an offset that is True": (stored(offset=True), "'w' is at True"),
@@ -401,7 +401,9 @@ def test_a_chunk_of_another_dtype_or_shape(stock: Path, ours: SyncCheckpointer) 
     torch.save(torch.arange(6, dtype=torch.int32).view(2, 3), stream)
     (stock / "other.distcp").write_bytes(stream.getvalue())
     edit_metadata(stock, stored(relative_path="other.distcp", offset=0, length=len(stream.getvalue())))
-    with pytest.raises(CheckpointCorruptError, match=r"'w' in .*other\.distcp is not the chunk that was promised"):
+    with pytest.raises(
+        CheckpointCorruptError, match=r"'w' in .*other\.distcp is not the chunk that \.metadata describes"
+    ):
         ours.load(stock)
 
 
@@ -525,7 +527,7 @@ BAD_HEADERS: dict[str, tuple[Any, str]] = {
     "a header that is a list": ([1], "not JSON"),
     "no JSON": (b"{", "not JSON"),
     "JSON that is too deep": (b"[" * 200_000, "not JSON"),
-    "a key twice": (b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},"a":3}', "a key stands twice"),
+    "a key twice": (b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},"a":3}', "a key occurs twice"),
 }
 
 

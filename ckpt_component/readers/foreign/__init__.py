@@ -1,1 +1,1 @@
-"""Checkpoints that others wrote, read safely."""
+"""Safe readers for checkpoints written by other libraries."""

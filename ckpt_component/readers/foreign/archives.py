@@ -1,7 +1,7 @@
-"""Archives of `torch.save`, loaded with `weights_only` after their directory was looked at.
+"""Load `torch.save` archives with `weights_only`, after checking their zip directory and storage sizes.
 
-torch itself unpacks compressed members, however large they become, and before 2.13 (seen in 2.7) it believes a pickle
-that claims a larger storage than is stored, and reads other memory. No writer makes either.
+torch itself unpacks compressed members of any size, and before 2.13 (seen in 2.7) it trusts a pickle that claims more
+bytes for a storage than are stored, and reads foreign memory. No writer produces either.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from ...state import objects as object_codec
 from .safe_unpickle import Record, load_inert, record_class
 
 _ENCRYPTED = 1
-#: Pickles of up to so many bytes are remembered.
+#: The claims of pickles up to this many bytes are cached.
 _SMALL = 4096
 _LOCAL_HEADER = struct.Struct("<4s22x2H")
-#: Bytes of one element, by the class that a pickle names for a storage.
+#: Bytes of one element, by the name of a storage class in a pickle.
 _ELEMENT_BYTES = {
     **dict.fromkeys(("UntypedStorage", "ByteStorage", "CharStorage", "BoolStorage"), 1),
     **dict.fromkeys(("QUInt8Storage", "QInt8Storage", "QUInt4x2Storage", "QUInt2x4Storage"), 1),
@@ -36,20 +36,20 @@ _ELEMENT_BYTES = {
 
 
 def check_archive(stream: IO[bytes], size: int, where: str) -> None:
-    """Refuse an archive whose members are compressed, encrypted, double, or larger or smaller than is claimed.
+    """Refuse an archive with members that are compressed, encrypted, duplicated, or of contradictory sizes.
 
     Args:
-        stream: at any position.
-        size: of the archive in bytes.
-        where: for error texts.
+        stream: The archive, at any position.
+        size: Size of the archive in bytes.
+        where: Name of the archive for error texts.
 
     Raises:
-        CheckpointCorruptError: it is no zip archive, or one that `torch.save` does not make.
+        CheckpointCorruptError: It is not a zip archive as `torch.save` writes it.
     """
     try:
         with zipfile.ZipFile(stream) as archive:
             members = archive.infolist()
-    # Besides its own error, zipfile lets out what struct, the codecs and a bad seek raise.
+    # zipfile also passes on errors of struct, of the codecs and of a bad seek.
     except (zipfile.BadZipFile, NotImplementedError, ValueError, OverflowError, EOFError) as error:
         raise CheckpointCorruptError(f"{where} is not a torch.save archive: {error}.") from error
     names = set()
@@ -75,7 +75,7 @@ def check_archive(stream: IO[bytes], size: int, where: str) -> None:
 
 
 def _stored(stream: IO[bytes], member: zipfile.ZipInfo, where: str) -> bytes:
-    """The bytes of a member. Not by zipfile: it compares a CRC, which torch may have left out."""
+    """The bytes of a member. zipfile would verify a CRC that torch may have omitted."""
     stream.seek(member.header_offset)
     head = stream.read(_LOCAL_HEADER.size)
     if len(head) == _LOCAL_HEADER.size:
@@ -88,9 +88,9 @@ def _stored(stream: IO[bytes], member: zipfile.ZipInfo, where: str) -> bytes:
 
 
 def _check_storages(pickled: bytes, prefix: str, sizes: Mapping[str, int], where: str) -> None:
-    """Every storage that the pickle refers to must be stored in full."""
+    """Check that every storage that the pickle refers to is stored in full."""
     try:
-        claims = _claims_again(pickled) if len(pickled) <= _SMALL else _claims(pickled)
+        claims = _cached_claims(pickled) if len(pickled) <= _SMALL else _claims(pickled)
     except Exception as error:  # a damaged pickle can raise nearly anything
         raise CheckpointCorruptError(f"{where} has a pickle that torch.save does not write: {error}.") from error
     for key, nbytes in claims:
@@ -103,7 +103,7 @@ def _check_storages(pickled: bytes, prefix: str, sizes: Mapping[str, int], where
 
 
 def _claims(pickled: bytes) -> tuple[tuple[str, int], ...]:
-    """The storages that a pickle refers to: names and bytes."""
+    """Names and sizes in bytes of the storages that a pickle refers to."""
     classes: dict[str, type[Record]] = {}
     references: list[Any] = []
     load_inert(
@@ -119,15 +119,15 @@ def _claims(pickled: bytes) -> tuple[tuple[str, int], ...]:
     return tuple(storages)
 
 
-#: In a folder of stock DCP every tensor has a pickle of its own, and those of one shape are the same bytes.
-_claims_again = functools.lru_cache(maxsize=256)(_claims)
+#: In a folder of stock DCP every tensor has its own pickle, and pickles of tensors of one shape are identical.
+_cached_claims = functools.lru_cache(maxsize=256)(_claims)
 
 
 def load_archive(data: bytearray | memoryview, where: str) -> Any:
-    """What such an archive in memory holds.
+    """Load an archive in memory.
 
     Raises:
-        CheckpointCorruptError: it is damaged, or holds what safe loading refuses.
+        CheckpointCorruptError: It is damaged, or contains objects that safe loading refuses.
     """
     stream = io.BytesIO(data)
     check_archive(stream, len(data), where)
@@ -139,27 +139,27 @@ def load_archive(data: bytearray | memoryview, where: str) -> Any:
 
 
 def load_objects(archives: dict[str, memoryview]) -> list[Any]:
-    """The Python objects that such archives hold, decoded, in their order.
+    """Load and decode the Python objects in archives, in their order.
 
     Args:
-        archives: by what they are called in errors. They are taken out, so that no more than one is held twice.
+        archives: The archives, by their name for error texts. Emptied on the way, to hold only one of them twice.
 
     Raises:
-        CheckpointCorruptError: one is damaged, or holds what safe loading refuses.
-        CheckpointLoadError: see `decode_all`.
+        CheckpointCorruptError: An archive is damaged, or contains objects that safe loading refuses.
+        CheckpointLoadError: See `decode_all`.
     """
     return decode_all({where: load_archive(archives.pop(where), where) for where in list(archives)})
 
 
 def decode_all(encoded: Mapping[str, Any]) -> list[Any]:
-    """The objects that were encoded as these values; tagged values are as hostile as the file may be.
+    """Decode objects from their encoded values, which come from an untrusted file.
 
     Args:
-        encoded: by what they are called in errors.
+        encoded: The values, by their name for error texts.
 
     Raises:
-        CheckpointCorruptError: a tagged value makes no sense.
-        CheckpointLoadError: it is a numpy value, and there is no numpy here.
+        CheckpointCorruptError: An encoded numpy value is invalid.
+        CheckpointLoadError: There is a numpy value, and numpy cannot be imported.
     """
     values = []
     for where, value in encoded.items():
@@ -171,5 +171,5 @@ def decode_all(encoded: Mapping[str, Any]) -> list[Any]:
                 "target without this key."
             ) from error
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise CheckpointCorruptError(f"{where} holds a numpy value that makes no sense: {error}.") from error
+            raise CheckpointCorruptError(f"{where} holds an invalid numpy value: {error}.") from error
     return values

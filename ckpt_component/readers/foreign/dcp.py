@@ -1,4 +1,4 @@
-"""Folders of stock `dcp.save`: `.metadata` is their only index, and every stored chunk is a `torch.save` archive."""
+"""Folders of stock `dcp.save`: `.metadata` is the only index, and every stored chunk is a `torch.save` archive."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ _MAX_METADATA = 1 << 30
 
 
 class StockDcpSource(Source):
-    """A checkpoint of `torch.distributed.checkpoint`, from any world size; chunks are put together.
+    """A checkpoint of `torch.distributed.checkpoint`, saved by any number of ranks.
 
     Args:
-        fs: reads what is small.
-        folder: of the checkpoint.
-        shared: as for `FileSet`.
+        fs: File system to read `.metadata` with.
+        folder: Folder of the checkpoint.
+        shared: As for `FileSet`.
 
     Raises:
-        CheckpointCorruptError: `.metadata` is damaged, or says what cannot be.
-        CheckpointUnreadableError: it cannot be read.
+        CheckpointCorruptError: `.metadata` is damaged or contradicts the files.
+        CheckpointUnreadableError: `.metadata` cannot be read.
     """
 
     def __init__(self, fs: FsOps, folder: str, *, shared: bool = True) -> None:
@@ -53,18 +53,18 @@ class StockDcpSource(Source):
         self.where, self.index = folder, index
 
     def read_tensors(self, requests: Sequence[Request]) -> None:
-        """Load the chunks of every tensor, and copy what each has of the parts that are asked for."""
+        """Load the chunks of every tensor, and copy their overlap with the requested parts."""
         with FileSet(self.where, shared=self._shared) as files:
 
             def read(request: Request, sizes: Sequence[int], place: StoredAt, common: Any) -> None:
-                theirs, ours, _ = common
+                source, target, _ = common
                 value = load_archive(self._bytes(files, place, request.key), self._name(request.key, place))
-                promised = self.index.tensors[request.key].dtype, torch.Size(sizes)
-                if not isinstance(value, torch.Tensor) or (value.dtype, value.shape) != promised:
+                expected = self.index.tensors[request.key].dtype, torch.Size(sizes)
+                if not isinstance(value, torch.Tensor) or (value.dtype, value.shape) != expected:
                     raise CheckpointCorruptError(
-                        f"{self._name(request.key, place)} is not the chunk that was promised."
+                        f"{self._name(request.key, place)} is not the chunk that .metadata describes."
                     )
-                copy_into(request.destination[ours], value[theirs], request.key)
+                copy_into(request.destination[target], value[source], request.key)
 
             files.read_all(
                 [
@@ -84,7 +84,7 @@ class StockDcpSource(Source):
         return dict(zip(keys, load_objects(archives), strict=True))
 
     def _chunks(self, request: Request) -> list[tuple[Box, StoredAt, Any]]:
-        """The chunks that have something of what is asked for, each with what they have in common."""
+        """The chunks that overlap the requested part, each with the overlap."""
         chunks = self._metadata.tensors[request.key].chunks
         pieces = [(box, place, overlap(box, request.box)) for box, place in chunks]
         return [(box, place, common) for box, place, common in pieces if common is not None]
@@ -92,7 +92,7 @@ class StockDcpSource(Source):
     def _bytes(self, files: FileSet, place: StoredAt, key: str) -> memoryview:
         data = memoryview(bytearray(place.length))
         if not files.fill(place.file, data, place.offset):
-            raise CheckpointCorruptError(f"{self._name(key, place)} is not whole: the file ends before.")
+            raise CheckpointCorruptError(f"{self._name(key, place)} is incomplete: the file is too short.")
         return data
 
     def _name(self, key: str, place: StoredAt) -> str:

@@ -1,4 +1,4 @@
-"""`.metadata` of stock DCP: read without running anything, then checked as data before anything is allocated by it."""
+"""`.metadata` of stock DCP: unpickled without running code, then validated before anything is allocated from it."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ _TENSORS = ("TensorStorageMetadata", "ChunkStorageMetadata", "TensorProperties",
 #: Names of classes, by module.
 _CLASSES: Mapping[str, Sequence[str]] = {
     f"{_DCP}.metadata": ("Metadata", "MetadataIndex", "StorageMeta", "BytesStorageMetadata", *_TENSORS),
-    # Megatron and NVRx keep every rank's plan in there, for their own next save.
+    # Megatron and NVRx store every rank's plan there, for their next save.
     f"{_DCP}.planner": ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData"),
     f"{_DCP}.filesystem": ("_StoragePrefix", "_StorageInfo"),
     f"{_MEGATRON}.torch": ("MCoreMetadata", "MCoreSavePlan"),
     "torch.serialization": ("_get_layout",),
-    # With Python 3.11.0 to 3.11.3 a member of an enumeration is pickled as the attribute of a class. A record as all
-    # others: it keeps what it was asked for, and gets nothing from anywhere.
+    # Python 3.11.0 to 3.11.3 pickles a member of an enumeration as a getattr call on its class. Here it is an inert
+    # record as all others.
     "builtins": ("getattr",),
-    # DCP notes the checkpoint's own path as an object, of a class that not every Python has.
+    # DCP stores the checkpoint's path as an object, of a class that depends on the Python version.
     "pathlib": _PATHS,
     "pathlib._local": _PATHS,
 }
@@ -43,7 +43,7 @@ _WHOLE = ("Metadata", "MCoreMetadata")
 
 @dataclass(frozen=True)
 class StoredAt:
-    """Where an archive is: file, offset and length in bytes."""
+    """The location of an archive: file, offset and length in bytes."""
 
     file: str
     offset: int
@@ -52,7 +52,7 @@ class StoredAt:
 
 @dataclass(frozen=True)
 class StockTensor:
-    """One tensor: dtype, shape, and its chunks with their places."""
+    """One tensor: dtype, shape, and its chunks with their locations."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -61,12 +61,12 @@ class StockTensor:
 
 @dataclass(frozen=True)
 class StockMetadata:
-    """What a `.metadata` says, once everything in it is known to make sense.
+    """The validated contents of a `.metadata` file.
 
     Attributes:
-        tensors: by key.
-        objects: places of the objects' archives, by key.
-        paths: the way to every value, where the planner noted it; a key alone has none.
+        tensors: Tensors by key.
+        objects: Locations of the objects' archives, by key.
+        paths: Paths of values by key, as far as the planner recorded them.
     """
 
     tensors: Mapping[str, StockTensor]
@@ -75,17 +75,17 @@ class StockMetadata:
 
 
 def load_metadata(data: bytes, where: str, sizes: Mapping[str, int]) -> StockMetadata:
-    """The metadata of a DCP checkpoint.
+    """Load and validate the metadata of a DCP checkpoint.
 
     Args:
-        data: the file's bytes.
-        where: its path, for error texts.
-        sizes: bytes of the regular files beside it, by name.
+        data: Bytes of the file.
+        where: Path of the file, for error texts.
+        sizes: Sizes of the regular files in the same folder, by name.
 
     Raises:
-        CheckpointCorruptError: it is damaged, it holds what `.metadata` has no business to hold, or what it says cannot
-            be: a name that leaves the folder, a place outside of its file, chunks that overlap or leave a hole.
-        CheckpointLoadError: a form of storage that is not supported.
+        CheckpointCorruptError: It is damaged, refers to other classes than those of DCP, or is invalid: a file name
+            outside the folder, a location beyond the end of a file, chunks that overlap or leave a hole.
+        CheckpointLoadError: A form of storage is not supported.
     """
     try:
         record = load_inert(data, _RECORDS, lambda module, name: DTYPES.get(name) if module == "torch" else None)
@@ -95,14 +95,14 @@ def load_metadata(data: bytes, where: str, sizes: Mapping[str, int]) -> StockMet
 
 
 class _Checked:
-    """Turns records into our own classes, value by value."""
+    """Validates records and converts them to our own classes."""
 
     def __init__(self, where: str, sizes: Mapping[str, int]) -> None:
         self._where = where
         self._sizes = sizes
 
     def metadata(self, record: Any) -> StockMetadata:
-        """The whole."""
+        """Convert the root record."""
         entries, storage, planner = (
             self._attribute(record, self._kind(record) if self._kind(record) in _WHOLE else "Metadata", name)
             for name in ("state_dict_metadata", "storage_data", "planner_data")
@@ -158,7 +158,7 @@ class _Checked:
         return dtype
 
     def _places(self, storage: Mapping[Any, Any]) -> dict[Any, StoredAt]:
-        """Where everything is, by (key, offsets)."""
+        """Locations of all archives, by (key, offsets)."""
         places: dict[Any, StoredAt] = {}
         for index, info in storage.items():
             key, offsets = self._attribute(index, "MetadataIndex", "fqn"), index.get("offset")
@@ -182,7 +182,7 @@ class _Checked:
                 raise self._refused(f"'{key}' is at {reprlib.repr(offset)} of {name} with {reprlib.repr(length)} bytes")
             if offset + length > self._sizes[name]:
                 raise self._refused(
-                    f"'{key}' lies outside of {name}: {length} bytes at {offset}, and the file has {self._sizes[name]}"
+                    f"'{key}' is beyond the end of {name}: {length} bytes at {offset} of {self._sizes[name]}"
                 )
             if (key, offsets) in places:
                 raise self._refused(f"'{key}' is stored twice at {offsets}")
@@ -197,7 +197,7 @@ class _Checked:
         return place
 
     def _paths(self, planner: Any, entries: Mapping[str, Any]) -> dict[str, Path]:
-        """The planner's notes, where they are such: other planners keep other things there."""
+        """The paths that the planner recorded; other planners store other data there, which is ignored."""
         if not isinstance(planner, dict):
             return {}
         return {

@@ -1,10 +1,13 @@
-"""Unpickling without running anything: a pickle's own machine, with every class replaced by an inert record.
+"""Unpickle without running code: Python's unpickler, with every class replaced by an inert record.
 
-Three barriers, one behind the other. The opcodes are scanned first: only those that a pickle of plain data and
-dataclasses has, and no claim of a size that is not there (a memo number alone can make CPython's unpickler take 32 GB).
-Then names are looked up in a table of exact pairs; nothing is imported, and a dotted name, which would reach into an
-object, is not in it. What a name gives is a record made for this one load: it keeps its arguments and its state and
-does nothing, and what a pickle might set on its class ends with the load.
+There are three barriers:
+
+1. The opcodes are scanned. Only those of plain data and dataclasses are allowed, and sizes must be consistent with the
+   data (a memo number alone can make CPython's unpickler allocate 32 GB).
+2. Names are looked up in a table of exact (module, name) pairs. Nothing is imported, and the table has no dotted names,
+   which would reach into an object.
+3. A name gives a record class created for this load. It stores its arguments and state and does nothing else;
+   attributes that a pickle sets on the class are gone after the load.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ import pickle
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-#: Opcode -> what follows it: a fixed number of bytes; or, negative, bytes whose count stands in the first -n bytes.
+#: Opcode -> size of its argument in bytes; if negative, -n bytes that hold the argument's size come first.
 _ARGUMENT_BYTES: Mapping[int, int] = {
     **dict.fromkeys(b".()]}lde021tsuaNRbQ", 0),
     **dict.fromkeys(b"\x81\x92\x85\x86\x87\x88\x89\x8f\x90\x91\x93\x94", 0),
@@ -30,7 +33,7 @@ _GLOBAL, _LONG_BINPUT, _STOP = b"cr."
 
 
 class Record:
-    """What stands for an object: `args` that it was made of, and its `state`. `kind` is the name in the pickle."""
+    """Placeholder for an object: its constructor's `args` and its `state`. `kind` is its class name in the pickle."""
 
     __slots__ = ("args", "state")
     kind: str = ""
@@ -38,30 +41,30 @@ class Record:
     state: Any
 
     def __new__(cls, *args: Any, **_: Any) -> Record:
-        """Keep the arguments, and call nothing."""
+        """Store the arguments without calling anything."""
         self = object.__new__(cls)
         self.args = args
         self.state = None
         return self
 
     def __setstate__(self, state: Any) -> None:
-        """Keep the state."""
+        """Store the state."""
         self.state = state
 
     def _ignore(self, *_: Any) -> None:
-        """What a pickle puts into an object that is a dict, list or set is of no use here."""
+        """Ignore the elements of a class derived from dict, list or set."""
 
     __setitem__ = append = extend = add = _ignore
 
     def get(self, name: str, default: Any = None) -> Any:
-        """An attribute of the object that this stands for."""
+        """An attribute of the represented object."""
         # A dataclass with slots has its state as (None, attributes).
         state = self.state[1] if isinstance(self.state, tuple) and len(self.state) == 2 else self.state
         return state.get(name, default) if isinstance(state, dict) else default
 
 
 def record_class(kind: str) -> type[Record]:
-    """A new class of records."""
+    """Create a class of records."""
     return type(kind.replace(".", "_"), (Record,), {"__slots__": (), "kind": kind})
 
 
@@ -71,17 +74,17 @@ def load_inert(
     values: Callable[[str, str], Any] = lambda module, name: None,
     outside: Callable[[Any], Any] | None = None,
 ) -> Any:
-    """What a pickle holds, with records for objects.
+    """Load a pickle, with records in place of objects.
 
     Args:
-        data: the pickle.
-        records: (module, name) of the classes that may occur; each becomes a subclass of `Record` made for this load.
-        values: what another (module, name) stands for: something immutable, or a class made for this load; None refuses
-            it.
-        outside: what a reference to an outside object stands for; None refuses them.
+        data: The pickle.
+        records: (module, name) of the allowed classes; each is replaced by a subclass of `Record` made for this load.
+        values: Function that resolves any other (module, name) to an immutable value, or to a class made for this load;
+            None refuses the name.
+        outside: Function that resolves persistent ids, references to objects outside the pickle; None refuses them.
 
     Raises:
-        Exception: nearly anything, when the pickle is damaged or asks for what is not allowed.
+        Exception: Nearly any kind, if the pickle is damaged or uses something that is not allowed.
     """
     _scan(data)
     classes = {pair: record_class(pair[1]) for pair in records}
@@ -93,7 +96,7 @@ def load_inert(
 
     class Ordered(dict[Any, Any]):
         def __setstate__(self, state: Any) -> None:
-            """State dicts of modules have a further attribute."""
+            """Ignore the extra attribute of a module's state dict."""
 
     class Inert(pickle.Unpickler):
         def find_class(self, module: str, name: str) -> Any:
@@ -120,7 +123,7 @@ def _scan(data: bytes) -> None:
     """Walk over the opcodes without running them.
 
     Raises:
-        pickle.UnpicklingError: an opcode that plain data does not need, or a size that the data does not have.
+        pickle.UnpicklingError: There is an opcode that plain data does not need, or a size beyond the data.
     """
     position, end, steps = 0, len(data), 0
     sizes = _ARGUMENT_BYTES
@@ -146,5 +149,5 @@ def _scan(data: bytes) -> None:
             count = int.from_bytes(data[position : position - following], "little")
             position += count - following
             if position > end:
-                raise pickle.UnpicklingError(f"it has a text or number of {count} bytes and ends before")
-    raise pickle.UnpicklingError("it ends before its end")
+                raise pickle.UnpicklingError(f"it has a string or number of {count} bytes and is too short")
+    raise pickle.UnpicklingError("it ends without a STOP opcode")

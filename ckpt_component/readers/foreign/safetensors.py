@@ -1,4 +1,4 @@
-"""A safetensors file that others made: its header is checked as the library does, before anything is allocated."""
+"""Safetensors files of other libraries. The header is validated as by the library, before anything is allocated."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from ..rank_index import RankIndex, tensor_items
 from ..shapes import is_shape
 
 _MAX_HEADER = 100 << 20
-_KNOWN = {text: dtype for dtype, text in DTYPES.items()}
+_DTYPE_OF = {text: dtype for dtype, text in DTYPES.items()}
 
 
 class SafetensorsSource(OwnSource):
-    """A safetensors file: read as our own are, by an index made of its header, and without checksums.
+    """A safetensors file: read as our own, through an index built from its header, without checksums.
 
     Args:
-        path: the file.
-        shared: as for `FileSet`.
+        path: The file.
+        shared: As for `FileSet`.
 
     Raises:
-        CheckpointCorruptError: it is no regular file, or its header cannot be: offsets that overlap or leave gaps, that
-            do not fit shape and dtype or the file, a key that stands twice.
-        CheckpointUnreadableError: it cannot be read.
-        CheckpointLoadError: a dtype that is not supported.
+        CheckpointCorruptError: It is not a regular file, or its header is invalid: a duplicate key, or offsets that
+            overlap, leave gaps, or do not fit shape and dtype or the file.
+        CheckpointUnreadableError: It cannot be read.
+        CheckpointLoadError: A dtype is not supported.
     """
 
     def __init__(self, path: str, *, shared: bool = True) -> None:
@@ -49,7 +49,7 @@ class SafetensorsSource(OwnSource):
             for dtype, shape, (begin, end) in tensors
         ]
         numbers = {key: number for number, key in enumerate(header)}
-        # Names of tied tensors stand in the metadata, as the library's save_model notes them.
+        # The library's save_model records the names of tied tensors in the metadata.
         for alias, kept in (metadata if isinstance(metadata, dict) else {}).items():
             if isinstance(kept, str) and kept in header and alias not in header:
                 numbers[alias] = numbers[kept]
@@ -72,27 +72,27 @@ def _read_header(path: str, files: FileSet, name: str, size: int) -> tuple[dict[
     try:
         header = json.loads(bytes(text), object_pairs_hook=_unique)
         if not isinstance(header, dict):
-            raise ValueError("it is no object")
+            raise ValueError("it is not an object")
     except (ValueError, RecursionError) as error:
         raise CheckpointCorruptError(f"{path} has a header that is not JSON ({error}).") from error
     return header, 8 + count
 
 
 def _unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    """JSON takes the last of two equal keys in silence."""
+    """Refuse duplicate keys, of which JSON silently uses the last."""
     members = dict(pairs)
     if len(members) != len(pairs):
-        raise ValueError("a key stands twice")
+        raise ValueError("a key occurs twice")
     return members
 
 
 def _tensor(path: str, key: str, entry: Any) -> tuple[torch.dtype, list[int], tuple[int, int]]:
-    """Dtype, shape, and place of one tensor, relative to the end of the header."""
+    """Dtype, shape, and byte range of one tensor, relative to the end of the header."""
     values = [entry.get(name) for name in ("dtype", "shape", "data_offsets")] if isinstance(entry, dict) else [None] * 3
     name, shape, place = values
     if not isinstance(name, str) or not isinstance(shape, list) or not is_shape(shape):
         raise CheckpointCorruptError(f"'{key}' in {path} has the dtype {name!r:.200} and the shape {shape!r:.200}.")
-    dtype = _KNOWN.get(name)
+    dtype = _DTYPE_OF.get(name)
     if dtype is None:
         raise CheckpointLoadError(f"'{key}' in {path} has the dtype {name:.200}, which is not supported.")
     if not isinstance(place, list) or len(place) != 2 or any(type(end) is not int or end < 0 for end in place):
@@ -106,7 +106,7 @@ def _tensor(path: str, key: str, entry: Any) -> tuple[torch.dtype, list[int], tu
 
 
 def _check_contiguous(path: str, places: Mapping[str, tuple[int, int]], size: int) -> None:
-    """The format has neither gaps nor overlaps, and ends with its last tensor."""
+    """Check that the tensors fill the file without gaps or overlaps, as the format requires."""
     position = 0
     for key, (begin, end) in sorted(places.items(), key=lambda entry: entry[1]):
         if begin != position:

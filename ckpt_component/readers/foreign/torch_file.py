@@ -1,6 +1,6 @@
-"""Files of `torch.save`, and the way into nested states that stock DCP notes.
+"""Files of `torch.save`, and the paths of nested states that stock DCP records.
 
-Files that others made carry no checksums, so nothing is verified here; our own are verified before they come here.
+Nothing is verified here: foreign files have no checksums, and our own are verified before they are opened here.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ...storage.safe_open import open_regular, read_failure
 from ..source import Index, Request, Source, TensorEntry, copy_into
 from .archives import check_archive, decode_all
 
-#: A tensor may be larger than its file where it repeats what is stored (`expand`), up to this many bytes.
+#: A tensor may be larger than its file if it repeats stored elements (`expand`), up to this many bytes.
 _MOST_REPEATED = 64 << 20
 
 
@@ -27,13 +27,13 @@ class TorchFileSource(Source):
     """A file of `torch.save`, loaded with `weights_only`.
 
     Args:
-        path: the file.
-        mapped: map the file instead of reading it: for copying into a target.
+        path: The file.
+        mapped: Map the file into memory instead of reading it, to copy from it into a target.
 
     Raises:
-        CheckpointCorruptError: it is no regular file, damaged, or claims what it does not have.
-        CheckpointUnreadableError: it cannot be read.
-        CheckpointLoadError: it holds something else than a state dict of plain data.
+        CheckpointCorruptError: It is not a regular file, is damaged, or claims more data than it has.
+        CheckpointUnreadableError: It cannot be read.
+        CheckpointLoadError: It does not contain a state dict of plain data.
     """
 
     def __init__(self, path: str, *, mapped: bool) -> None:
@@ -45,7 +45,7 @@ class TorchFileSource(Source):
         try:
             flat = flatten(state)
         except (CheckpointStageError, RecursionError) as error:
-            raise CheckpointLoadError(f"{path} holds no state dict that can be taken apart: {error}") from error
+            raise CheckpointLoadError(f"{path} does not hold a valid state dict: {error}") from error
         for place, tensor in zip(flat.tensor_paths, flat.tensors, strict=True):
             nbytes = tensor.numel() * tensor.element_size()
             if nbytes > max(size, _MOST_REPEATED):
@@ -68,18 +68,18 @@ class TorchFileSource(Source):
             copy_into(request.destination, request.part_of(self._tensors[request.key]), request.key)
 
     def read_objects(self, keys: Sequence[str]) -> Mapping[str, Any]:
-        """Decode what stood beside the tensors."""
+        """Decode the Python objects."""
         return dict(
             zip(keys, decode_all({f"'{key}' in {self.where}": self._objects[key] for key in keys}), strict=True)
         )
 
     def tied(self, key: str) -> torch.Tensor | None:
-        """The loaded tensor itself, which shares its storage with those that were tied; not from a mapped file."""
+        """The loaded tensor itself, which shares its storage with tied tensors; None for a mapped file."""
         return None if self._mapped else self._tensors[key]
 
 
 def _torch_load(path: str, mapped: bool) -> tuple[Any, int]:
-    """What the file holds, and how large it is."""
+    """Load a file; returns its contents and its size."""
     try:
         stream = os.fdopen(open_regular(path), "rb")
     except OSError as error:
@@ -87,12 +87,12 @@ def _torch_load(path: str, mapped: bool) -> tuple[Any, int]:
     with stream:
         size = os.fstat(stream.fileno()).st_size
         try:
-            # torch.save wrote another form before 1.6, which cannot be mapped.
+            # Files of torch before 1.6 are not zip archives and cannot be mapped.
             zipped = zipfile.is_zipfile(stream)
             if zipped:
                 check_archive(stream, size, path)
             stream.seek(0)
-            # Mapping goes by name; the one that leads to what was just looked at, whatever happens to the path.
+            # Mapping needs a path; this one leads to the file just checked, even if `path` is replaced meanwhile.
             source = f"/proc/self/fd/{stream.fileno()}" if mapped and zipped else stream
             return torch.load(source, map_location="cpu", weights_only=True, mmap=mapped and zipped), size
         except CheckpointCorruptError:
@@ -110,9 +110,9 @@ def _torch_load(path: str, mapped: bool) -> tuple[Any, int]:
 
 def _first_line(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    # torch puts the reason last, behind advice on how to switch the check off.
-    named = [line for line in lines if "GLOBAL" in line or "WeightsUnpickler" in line]
-    return (named or lines or [type(error).__name__])[0]
+    # torch puts the reason last, after advice on how to disable the check.
+    reasons = [line for line in lines if "GLOBAL" in line or "WeightsUnpickler" in line]
+    return (reasons or lines or [type(error).__name__])[0]
 
 
 def list_paths(mapping: Mapping[str, Sequence[Any]]) -> tuple[dict[str, Path], list[tuple[Path, str]]]:
