@@ -1,4 +1,4 @@
-"""Checkpointing for Megatron-style PyTorch training, put together from Hydra configs.
+"""Checkpointing for Megatron-style PyTorch training, configured with Hydra.
 
     from ckpt_component import build_manager
 
@@ -6,8 +6,8 @@
         start = manager.restore(state) or 0
         ...
 
-Names are imported when they are first used: Hydra's search-path plugin and the writer process import this
-package, and neither may pay for torch.
+Names are imported on first use, because Hydra's search-path plugin and the writer process import this package and
+must not import torch.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from . import errors as _errors
 from ._lazy import lazy
-from .errors import *  # noqa: F403  (they import nothing, and all of them are public)
+from .errors import *  # noqa: F403  (the module imports nothing and is all public)
 
 if TYPE_CHECKING:
     from .callers import AsyncCaller, AsyncCallsQueue, AsyncRequest, PersistentAsyncCaller, TemporalAsyncCaller

@@ -1,8 +1,7 @@
-"""Hydra search-path plugin: installing the package brings `checkpoint=` and `+recipe=` to every Hydra app.
+"""Hydra search-path plugin: adds `checkpoint=` and `+recipe=` to every Hydra app once the package is installed.
 
-When the package is built this file becomes `hydra_plugins/ckpt_component_searchpath.py`, where Hydra looks
-for plugins. It runs at the start of every Hydra app in the environment, so it is quick, imports no torch, and
-never stops the app.
+The build copies this file to `hydra_plugins/ckpt_component_searchpath.py`, where Hydra looks for plugins. It runs at
+the start of every Hydra app in the environment, so it is fast, does not import torch, and never stops the app.
 """
 
 from __future__ import annotations
@@ -18,15 +17,15 @@ logger = logging.getLogger("ckpt_component")
 
 try:
     register()
-    from ckpt_component.config.hints import install  # knows Hydra's insides, which may be others in a later release
+    from ckpt_component.config.hints import install  # uses Hydra's internals, which a release may change
 
     install()
-except Exception as error:  # the app may well need none of it
+except Exception as error:  # the app may not need this package
     logger.warning("ckpt_component could not register with Hydra: %r", error)
 
 
 class CkptComponentSearchPath(SearchPathPlugin):
-    """Appends our configs, so that those of the app come first."""
+    """Appends our configs to the search path, after those of the app."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
         """Called by Hydra before it composes."""

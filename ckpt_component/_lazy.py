@@ -1,4 +1,4 @@
-"""Names of a package that are imported when they are first used: Hydra's plugin and the writer process pay for none."""
+"""Import the names of a package on first use, so that Hydra's plugin and the writer process do not pay for them."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 
 
 def lazy(package: str, homes: dict[str, str]) -> tuple[list[str], Callable[[str], Any], Callable[[], list[str]]]:
-    """`__all__`, `__getattr__` and `__dir__` of a package.
+    """Create `__all__`, `__getattr__` and `__dir__` for a package.
 
     Args:
-        package: its `__name__`.
-        homes: module, relative to the package -> the names that it gives, separated by spaces.
+        package: Its `__name__`.
+        homes: Module, relative to the package -> the names it provides, separated by spaces.
     """
     home_of = {name: module for module, names in homes.items() for name in names.split()}
 
@@ -21,7 +21,7 @@ def lazy(package: str, homes: dict[str, str]) -> tuple[list[str], Callable[[str]
         if name not in home_of:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         value = getattr(import_module(home_of[name], package), name)
-        setattr(sys.modules[package], name, value)  # found without this function from now on
+        setattr(sys.modules[package], name, value)  # later accesses bypass this function
         return value
 
     return sorted(home_of), load, lambda: sorted({*vars(sys.modules[package]), *home_of})

@@ -1,6 +1,6 @@
-"""The reference classes, under their own names and with their own behaviour.
+"""The reference classes with their original names and behaviour.
 
-The core does not know them. The function `spawn` is in the module of that name.
+The core does not use them. The function `spawn` is in the module of that name.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Configs: schema, composing for scripts, checking, and building parts. Imports no torch."""
+"""Configs: schema, composition, checks, and building of parts. Imports no torch."""
 
 from __future__ import annotations
 

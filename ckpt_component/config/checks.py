@@ -1,4 +1,4 @@
-"""What can be wrong with a composed config, each thing in words. All work on plain dicts."""
+"""Checks of a composed config, each with its error text. Most work on plain dicts."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from .explain import keys_text, unknown_key_of
 from .read import missing_text
 from .schema import PARTS, Checkpoint, part_schema
 
-#: Hydra's own keys that may stand in a part. All values reach the constructor as plain data anyway.
+#: Hydra's own keys, which a part may have. Values reach the constructor as plain data in any case.
 HYDRA_KEYS = ("_target_", "_convert_", "_recursive_")
-#: What is suggested where nothing is like what was typed: the parts of the preset to start with.
+#: Suggested if no option resembles what was typed: the parts of the recommended preset.
 USUAL = {"stager": "shared_memory", "caller": "persistent", "writer": "dcp"}
 
 
 def refuse_whole_app(tree: Mapping[str, Any]) -> None:
-    """The whole config of an app was passed instead of its `checkpoint`."""
+    """Refuse the whole config of an app, passed instead of its `checkpoint`."""
     if "checkpoint" in tree and "stager" not in tree:
         raise HydraConfigError(
-            f"This config has the keys {', '.join(map(str, tree))}, so it is that of the whole app; pass "
+            f"This config has the keys {', '.join(map(str, tree))}, so it is the config of the whole app; pass "
             "what is below `checkpoint`, such as build_manager(cfg.checkpoint)."
         )
 
 
 def refuse_missing(tree: Mapping[str, Any]) -> None:
-    """A mandatory key is absent or `???`. Without saving (`enabled: false`) no parts are needed."""
+    """Refuse a mandatory key that is absent or `???`. With `enabled: false` no parts are needed."""
     for kind in PARTS:
         if kind not in tree and tree.get("enabled", True) is not False:
             raise HydraConfigError(
@@ -41,7 +41,7 @@ def refuse_missing(tree: Mapping[str, Any]) -> None:
 
 
 def refuse_unknown_keys(tree: Mapping[str, Any], schema: type = Checkpoint, name: str = "checkpoint") -> None:
-    """A key that the schema does not have, or a value where keys belong."""
+    """Refuse a key that the schema does not have, and a value where keys belong."""
     hints = get_type_hints(schema)
     for key, value in tree.items():
         inner = hints.get(key)
@@ -55,14 +55,14 @@ def refuse_unknown_keys(tree: Mapping[str, Any], schema: type = Checkpoint, name
 
 
 def refuse_text_parts(tree: Any) -> None:
-    """A part was set with a dot, which makes it a string, or to another value that is not a part."""
+    """Refuse a part that was set with a dot, which makes it a string, or to another value that is not a part."""
     for kind in PARTS:
         part = tree.get(kind, {})
         pick = f"checkpoint/{kind}={USUAL[kind]}"
         if isinstance(part, str) and part != "???":
-            near = part if part in PARTS[kind] else closest(part, PARTS[kind])
-            pick = f"to choose a component use a slash: checkpoint/{kind}={near or USUAL[kind]}"
-            options = "" if near else f". checkpoint/{kind} can be: {', '.join(PARTS[kind])}, or your own"
+            match = part if part in PARTS[kind] else closest(part, PARTS[kind])
+            pick = f"to choose a component use a slash: checkpoint/{kind}={match or USUAL[kind]}"
+            options = "" if match else f". checkpoint/{kind} can be: {', '.join(PARTS[kind])}, or your own"
             raise HydraConfigError(f"checkpoint.{kind}={part!r} sets a string; {pick}{options}")
         if not isinstance(part, (Mapping, str)):
             raise HydraConfigError(f"checkpoint.{kind} is {part!r}, not a part; to pick one use a slash: {pick}")
@@ -73,14 +73,14 @@ def refuse_text_parts(tree: Any) -> None:
 
 
 def refuse_unknown_part_keys(kind: str, part: Mapping[str, Any]) -> None:
-    """A key that one of our own parts does not have. A user's class is asked for its keys by `part_class`."""
+    """Refuse a key that one of our own parts does not have. `part_class` checks the keys of a user's class."""
     schema = part_schema(kind, str(part.get("_target_")))
     if schema is not None:
         refuse_unknown_keys(part, schema, f"checkpoint.{kind}")
 
 
 def refuse_bad_dir(value: str) -> None:
-    """Checkpoints go to folders."""
+    """Refuse an empty folder and a URL."""
     if not value:
         raise HydraConfigError("checkpoint.dir is empty; name a folder: checkpoint.dir=checkpoints")
     if "://" in value:
@@ -90,14 +90,14 @@ def refuse_bad_dir(value: str) -> None:
 
 
 def refuse_contradictions(config: Checkpoint) -> None:
-    """Two values that cannot both have an effect."""
+    """Refuse two values that contradict each other."""
     times = config.timeouts
     for shorter, longer, why in (
         ("heartbeat", "write", "a dead rank would be noticed only after the write has timed out"),
-        ("heartbeat", "stall", "a dead rank would be taken for one that hangs"),
-        ("stall", "write", "the write is over before a rank that hangs is noticed"),
+        ("heartbeat", "stall", "a dead rank would be taken for a hung one"),
+        ("stall", "write", "the write would time out before a hung rank is noticed"),
     ):
-        # What is null follows the others.
+        # Values that are null follow the others.
         short, long = getattr(times, shorter), getattr(times, longer)
         if short is not None and long is not None and short >= long:
             raise HydraConfigError(

@@ -1,8 +1,8 @@
-"""The schemas as Hydra composes with them.
+"""Schemas in the form in which Hydra composes them.
 
-Hydra checks types while it composes, and would refuse `8MB` for a number of bytes; and it shows and completes an
-enum as `OnError.raise`, which cannot be typed. So composed configs have texts there; `read` gives them the types of the
-schema itself.
+Hydra checks types while composing: it would refuse `8MB` for a number of bytes, and it shows and completes an enum as
+`OnError.raise`, which cannot be typed. So composed configs have strings there, and `read` converts them to the types of
+the schema.
 """
 
 from __future__ import annotations
@@ -14,33 +14,33 @@ from typing import Any, cast, get_args, get_type_hints
 
 
 class _Derived(type):
-    """The type of the classes that `composable` makes; `schema` is what they are made from."""
+    """Metaclass of the classes that `composable` makes from a `schema`."""
 
     schema: type
 
 
 class _FromSchema(metaclass=_Derived):
-    """Their base."""
+    """Base of the classes that `composable` makes."""
 
 
 def composable(schema: type) -> type:
-    """The dataclass for the config store that belongs to a schema, a dataclass too.
+    """The dataclass for the config store, derived from the dataclass `schema`.
 
-    A process that unpickles a config, such as a launcher's worker, makes the class anew from the schema.
+    A process that unpickles a config, such as a launcher's worker, derives the class again.
     """
-    made = vars(schema).get("composable")
-    if made is None:
+    derived = vars(schema).get("composable")
+    if derived is None:
         hints = get_type_hints(schema)
         items = [_loosened(item, hints[item.name]) for item in fields(schema)]
-        made = make_dataclass(schema.__name__, items, bases=(_FromSchema,))
-        made.__module__, made.__qualname__ = schema.__module__, f"{schema.__qualname__}.composable"
-        made.schema = schema  # type: ignore[attr-defined]
-        type.__setattr__(schema, "composable", made)
-    return made
+        derived = make_dataclass(schema.__name__, items, bases=(_FromSchema,))
+        derived.__module__, derived.__qualname__ = schema.__module__, f"{schema.__qualname__}.composable"
+        derived.schema = schema  # type: ignore[attr-defined]
+        type.__setattr__(schema, "composable", derived)
+    return derived
 
 
-def _reduced(made: _Derived) -> tuple[Any, ...]:
-    return composable, (made.schema,)
+def _reduced(derived: _Derived) -> tuple[Any, ...]:
+    return composable, (derived.schema,)
 
 
 copyreg.pickle(_Derived, _reduced)

@@ -1,4 +1,4 @@
-"""Composing a checkpoint config outside of a Hydra app, or inside of one."""
+"""Compose a checkpoint config outside or inside a Hydra app."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from .store import PROVIDER, config_dir, register
 def compose_checkpoint(preset: str = "async_persistent", overrides: Sequence[str] = ()) -> DictConfig:
     """Compose the `checkpoint` config as a Hydra app would.
 
-    Works in an argparse script, in a notebook, and inside a running Hydra app, whose own presets and parts it
-    then sees. Not from several threads at once: Hydra's state is global.
+    Works in argparse scripts, in notebooks, and inside a running Hydra app, whose own presets and parts can then be
+    used. Not thread-safe: Hydra's state is global.
 
     Args:
-        preset: a file of the group `checkpoint`.
-        overrides: as on the command line: `checkpoint.writer.workers=4` sets a value,
+        preset: A file of the group `checkpoint`.
+        overrides: As on the command line: `checkpoint.writer.workers=4` sets a value,
             `checkpoint/stager=pinned` picks a part.
 
     Returns:
         The config below `checkpoint`, for `build_checkpointer` or `build_manager`.
 
     Raises:
-        CheckpointConfigError: an override that does not fit; the text says what to type instead.
+        CheckpointConfigError: An override is invalid; the text says what to type instead.
     """
     request = [f"+checkpoint={preset}", *checked_overrides(overrides)]
     torn = torn_apart(request)
@@ -51,10 +51,10 @@ def compose_checkpoint(preset: str = "async_persistent", overrides: Sequence[str
 
 
 def compose_part(kind: str, option: str) -> dict[str, Any]:
-    """The plain config of one part, `checkpoint/<kind>=<option>`, whose enums are texts.
+    """The config of one part, `checkpoint/<kind>=<option>`, as plain dicts with enums as strings.
 
     Raises:
-        CheckpointConfigError: there is no such part; the text lists those that are.
+        CheckpointConfigError: There is no such part; the text lists the options.
     """
     with hydra_session():
         part = _compose([f"+checkpoint/{kind}={option}"]).checkpoint[kind]
@@ -62,44 +62,44 @@ def compose_part(kind: str, option: str) -> dict[str, Any]:
 
 
 def plain_dict(node: Any, resolve: bool) -> dict[str, Any]:
-    """A mapping node as nested dicts and lists, enums as texts."""
+    """A mapping node as nested dicts and lists, enums as strings."""
     return cast(dict[str, Any], OmegaConf.to_container(node, resolve=resolve, enum_to_str=True))
 
 
 def checked_overrides(overrides: Sequence[str]) -> list[str]:
-    """The overrides as a list; refuses a single text, whose letters would be taken for overrides."""
+    """The overrides as a list; refuses a single string, whose characters would be taken for overrides."""
     if isinstance(overrides, str):
-        raise HydraConfigError(f"overrides must be a list, such as [{overrides!r}], not a text.")
+        raise HydraConfigError(f"overrides must be a list, such as [{overrides!r}], not a string.")
     return list(overrides)
 
 
 @contextmanager
 def hydra_session() -> Iterator[None]:
-    """Have Hydra initialized inside the `with`, on the running app's configs when it sees ours; after it, as before."""
+    """Initialize Hydra for the `with` block, or use a running app that sees our configs; restores Hydra's state."""
     register()
     current = GlobalHydra.instance()
     running = current.hydra
     if running is not None and _sees_our_configs(current):
         yield
         return
-    # Hydra 1.3 needs version_base, 1.4 warns about it.
+    # Hydra 1.3 needs version_base; 1.4 warns about it.
     version = {"version_base": "1.3"} if hydra.__version__ < "1.4" else {}
     current.clear()
     try:
         with initialize_config_dir(str(config_dir()), job_name="ckpt_component", **version):
             yield
     finally:
-        # `initialize_config_dir` puts a copy of the singleton back; a running app goes on with its own.
+        # `initialize_config_dir` restores a copy of the singleton; a running app needs its own instance.
         if running is not None:
             GlobalHydra.set_instance(current)
             current.hydra = running
 
 
 def _sees_our_configs(current: GlobalHydra) -> bool:
-    """False where the package is on `PYTHONPATH` but not installed: Hydra does not find the plugin."""
-    ours = f"file://{config_dir()}"
+    """False if the package is on `PYTHONPATH` but not installed: Hydra does not find the plugin then."""
+    folder = f"file://{config_dir()}"
     path = current.config_loader().get_search_path().get_path()
-    return any(element.provider == PROVIDER or element.path == ours for element in path)
+    return any(element.provider == PROVIDER or element.path == folder for element in path)
 
 
 def _compose(request: list[str]) -> DictConfig:
@@ -109,5 +109,5 @@ def _compose(request: list[str]) -> DictConfig:
     except CheckpointConfigError:
         raise
     except (HydraException, OmegaConfBaseException) as error:
-        # The text has all of the cause, which is Hydra's and long.
+        # The text includes the cause, whose long traceback would be Hydra's.
         raise HydraConfigError(without_noise(error)) from None

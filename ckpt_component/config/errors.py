@@ -13,7 +13,7 @@ __all__ = ["CheckpointConfigError", "HydraConfigError", "for_hydra"]
 
 
 class HydraConfigError(CompactHydraException, CheckpointConfigError):
-    """A config that cannot be built. It derives from a Hydra class, which the library below the configs never loads."""
+    """A config that cannot be built. Defined here because its Hydra base class is loaded by the config code only."""
 
 
 @contextmanager

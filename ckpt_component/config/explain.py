@@ -1,8 +1,7 @@
-"""What was probably meant: texts for overrides that Hydra cannot compose.
+"""Suggest corrections for overrides that Hydra cannot compose.
 
 Hydra's own text for a misspelt key advises to append it with `+`, and its text for a bad value does not say
-what was wrong with it. So the overrides are looked at again, one by one, against what the config really
-has.
+what is wrong with it. So each override is checked again against the keys and groups of the config.
 """
 
 from __future__ import annotations
@@ -23,58 +22,58 @@ from ..spelling import closest
 from .errors import CheckpointConfigError
 from .overrides import parse_override, torn_apart
 
-#: Groups that users do not pick from: Hydra's own, and our schemas.
+#: Groups that are not for users: Hydra's own, and our schemas.
 _HIDDEN_GROUPS = ("hydra", "ckpt_component")
 #: Name -> options.
 Groups = Mapping[str, Sequence[str]]
 _NO_GROUPS: Groups = {}
 
 
-#: What this package brings to an app: its own keys and groups.
+#: Top-level keys and groups that this package adds to an app.
 OURS = ("checkpoint", "recipe")
 
 
 def what_was_meant(
     error: BaseException, overrides: Sequence[str], config_name: str | None = None, roots: Sequence[str] | None = None
 ) -> str | None:
-    """Say in one line what is wrong with `overrides` that Hydra refused, and what to type instead.
+    """Explain in one line what is wrong with `overrides` that Hydra refused, and what to type instead.
 
     Call it while Hydra is initialized.
 
     Args:
-        error: what Hydra raised; overrides that it does not name are none of its reasons.
-        overrides: as they were typed.
-        config_name: the primary config, or None when there is none.
-        roots: say nothing of overrides that have to do with none of these keys and groups; None: of all.
+        error: Hydra's error; overrides that it does not name are not its cause.
+        overrides: The overrides as typed.
+        config_name: The primary config, or None without one.
+        roots: Explain only overrides of these keys and groups; None: of all.
 
     Returns:
-        The text, or None when nothing is found that Hydra does not say as well.
+        The text, or None if there is no better one than Hydra's.
     """
     parsed = []
     for typed in overrides:
         try:
             parsed.append(parse_override(typed))
-        except CheckpointConfigError as unreadable:
-            torn = torn_apart(overrides)
-            return torn or str(unreadable) if _concerns(f"{typed} {torn or ''}", roots) else None
+        except CheckpointConfigError as failure:
+            split_words = torn_apart(overrides)
+            return split_words or str(failure) if _concerns(f"{typed} {split_words or ''}", roots) else None
     loader = GlobalHydra.instance().config_loader()
     groups = _LoaderGroups(loader)
     picks = [override for override in parsed if override.key_or_group in groups]
-    named = f"{error} {error.__cause__ or ''}"
-    # What is Hydra's own, it explains itself, and an app's config does not have its keys.
+    hydra_text = f"{error} {error.__cause__ or ''}"
+    # Hydra explains its own keys well, and the app's config does not contain them.
     refused = [
         override
         for override in parsed
-        if (override.key_or_group in named or _picks_nothing(override, groups))
+        if (override.key_or_group in hydra_text or _picks_nothing(override, groups))
         and not override.key_or_group.startswith(("hydra.", "hydra/"))
     ]
-    # An option that is not here may be in a folder of --config-dir.
+    # Overrides that can be composed: Hydra finds an option of --config-dir only with the whole command line.
     usable = [item for item in picks if _unknown_option(item, loader, "") is None and not _picks_nothing(item, groups)]
     keys: list[str] | None = None
     for override in sorted(refused, key=lambda item: item not in picks):
         text: str | None
         if override in picks:
-            text = _unfit_pick(override, refused, named) or _unknown_option(
+            text = _unfit_pick(override, refused, hydra_text) or _unknown_option(
                 override, loader, "+" if override.is_add() and config_name else ""
             )
         else:
@@ -82,8 +81,8 @@ def what_was_meant(
             if "/" in override.key_or_group:
                 text = unknown_group(override.key_or_group, _value_text(override), groups, keys)
             elif keys:
-                text = _several_values(override, named) or _unfit_value(override, keys, groups, named)
-        # A misspelt key of ours shows in what is suggested for it.
+                text = _several_values(override, hydra_text) or _unfit_value(override, keys, groups, hydra_text)
+        # The suggestion shows whether a misspelt key is one of ours.
         hint = (text or "").partition("Did you mean ")[2]
         if text and (_concerns(override.key_or_group, roots) or _concerns(hint.lstrip("+"), roots)):
             return text
@@ -91,13 +90,13 @@ def what_was_meant(
 
 
 def unknown_key(key: str, keys: Sequence[str], value: str | None = None, groups: Groups = _NO_GROUPS) -> str | None:
-    """The text for a dotted key that is not among the keys; None when it is.
+    """The text for a dotted key that does not exist; None if it does.
 
     Args:
-        key: as it was typed.
-        keys: all dotted keys, with those of inner nodes.
-        value: what was to be set, for the suggestion.
-        groups: those of files, one of which is picked with a slash, and the files.
+        key: The key as typed.
+        keys: All dotted keys, including inner nodes.
+        value: The value as typed, for the suggestion.
+        groups: Config groups with their options, which are picked with a slash.
     """
     if key in keys:
         return None
@@ -106,16 +105,16 @@ def unknown_key(key: str, keys: Sequence[str], value: str | None = None, groups:
     if group and value is not None:
         return f"There is no key {key}. {_pick(group, value, groups[group])}"
     parent, _, last = key.rpartition(".")
-    meant = None
+    guess = None
     if parent == "" or parent in keys:
         siblings = [name for name in keys if name.rpartition(".")[0] == parent]
-        near = closest(last, [name.rpartition(".")[2] for name in siblings])
-        meant = near and (f"{parent}.{near}" if parent else near)
-    meant = meant or next((name for name in keys if name.endswith(f".{key}")), None)
-    if meant is None and parent not in keys:
-        meant = closest(key, keys, cutoff=0.8)
-    if meant:
-        return f"There is no key {key}. Did you mean {meant}{'' if value is None else f'={value}'}?"
+        match = closest(last, [name.rpartition(".")[2] for name in siblings])
+        guess = match and (f"{parent}.{match}" if parent else match)
+    guess = guess or next((name for name in keys if name.endswith(f".{key}")), None)
+    if guess is None and parent not in keys:
+        guess = closest(key, keys, cutoff=0.8)
+    if guess:
+        return f"There is no key {key}. Did you mean {guess}{'' if value is None else f'={value}'}?"
     if not parent:
         return f"There is no key {key}. {keys_text('the config', [name for name in keys if '.' not in name])}"
     if parent in keys:
@@ -125,13 +124,13 @@ def unknown_key(key: str, keys: Sequence[str], value: str | None = None, groups:
 
 
 def unknown_key_of(parent: str, key: str, keys: Sequence[str]) -> str:
-    """The text for a key that is not among those of its parent."""
+    """The text for a key that its parent does not have."""
     text = unknown_key(f"{parent}.{key}", [parent, *(f"{parent}.{name}" for name in keys)])
     return text or f"There is no key {parent}.{key}."
 
 
 def keys_text(parent: str, names: Sequence[str]) -> str:
-    """What there is, as a sentence."""
+    """A sentence that lists the keys."""
     return f"The keys of {parent}: {', '.join(names)}." if names else f"{parent} has no keys."
 
 
@@ -144,22 +143,22 @@ def dotted_keys(tree: Any, prefix: str = "") -> Iterator[str]:
 
 
 def unknown_group(name: str, value: str, groups: Groups, keys: Sequence[str]) -> str:
-    """The text for `checkpoint/stagr=pinned`, and for a slash where a dot is meant."""
+    """The text for `checkpoint/stagr=pinned`, and for a slash where a dot belongs."""
     as_key = name.replace("/", ".")
     if as_key in keys:
-        return f"{name} is not a group of files. A value is set with dots: {as_key}={value}."
-    meant = closest(name, groups)
-    return f"There is no group {name}." + (f" {_pick(meant, value, groups[meant])}" if meant else "")
+        return f"{name} is not a config group. Set a value with dots: {as_key}={value}."
+    guess = closest(name, groups)
+    return f"There is no group {name}." + (f" {_pick(guess, value, groups[guess])}" if guess else "")
 
 
 def _pick(group: str, value: str, options: Sequence[str]) -> str:
-    """What to type for a file of a group."""
-    near = value if value in options else closest(value, options)
-    return f"Did you mean {group}={near}?" if near else f"{group} can be: {', '.join(options)}."
+    """What to type to pick an option of a group."""
+    match = value if value in options else closest(value, options)
+    return f"Did you mean {group}={match}?" if match else f"{group} can be: {', '.join(options)}."
 
 
 class _LoaderGroups(dict[str, Sequence[str]]):
-    """The groups of an app. Hydra is slow to list the options of one, so that is done only for those that matter."""
+    """The config groups of an app. Their options are listed on demand, because Hydra is slow at it."""
 
     def __init__(self, loader: ConfigLoader) -> None:
         super().__init__(dict.fromkeys(_all_groups(loader, ""), ()))
@@ -174,86 +173,85 @@ def _concerns(text: str, roots: Sequence[str] | None) -> bool:
 
 
 def _picks_nothing(override: Override, groups: Groups) -> bool:
-    """`checkpoint=null`: Hydra's error does not name it."""
+    """Whether an override is like `checkpoint=null`, which Hydra's error does not name."""
     return override.key_or_group in groups and override.type is OverrideType.CHANGE and override.value() is None
 
 
-def _unfit_pick(override: Override, refused: Sequence[Override], named: str) -> str | None:
-    """For an option that exists, and cannot be picked like this."""
+def _unfit_pick(override: Override, refused: Sequence[Override], hydra_text: str) -> str | None:
+    """The text for an option that exists but cannot be picked like this."""
     group, value = override.key_or_group, _value_text(override)
     if _picks_nothing(override, {group: ()}):
         instead = "; to save nothing, type checkpoint=off" if group == "checkpoint" else ""
         return f"{group}={value} picks nothing{instead or ', and one of its files is needed'}."
     twins = [other for other in refused if other.key_or_group == group and other.is_add()]
-    if f"Multiple values for {group}" in named and len(twins) > 1:
+    if f"Multiple values for {group}" in hydra_text and len(twins) > 1:
         both = ",".join(_value_text(twin) for twin in twins)
         return f"{group} is added more than once. Did you mean +{group}=[{both}]?"
-    if f"Multiple values for {group}" in named and twins:
+    if f"Multiple values for {group}" in hydra_text and twins:
         return added_twice(group, value)
-    if "No match in the defaults list" in named and override.type is OverrideType.CHANGE:
+    if "No match in the defaults list" in hydra_text and override.type is OverrideType.CHANGE:
         return f"{group} is not in the app's defaults list, so a plus adds it. Did you mean +{group}={value}?"
-    return _several_values(override, named)
+    return _several_values(override, hydra_text)
 
 
 def added_twice(group: str, value: str) -> str:
     """The text for `+checkpoint=sync` in an app that has `checkpoint` in its defaults list."""
     return (
-        f"{group} is in the app's defaults list already, and a plus would add it once more. "
-        f"Did you mean {group}={value}?"
+        f"{group} is already in the app's defaults list, and a plus would add it again. Did you mean {group}={value}?"
     )
 
 
-def _several_values(override: Override, named: str) -> str | None:
-    if "Ambiguous value" not in named or not override.is_sweep_override():
+def _several_values(override: Override, hydra_text: str) -> str | None:
+    if "Ambiguous value" not in hydra_text or not override.is_sweep_override():
         return None
     return f"{override.input_line} has several values; -m runs a job for each: -m {override.input_line}"
 
 
 def _unknown_option(override: Override, loader: ConfigLoader, plus: str) -> str | None:
-    """For `checkpoint=async_persistant`, where the group exists and the file does not."""
+    """The text for `checkpoint=async_persistant`, where the group exists and the option does not."""
     group = override.key_or_group
     options = loader.get_group_options(group)
     for choice in _choices(override):
         if choice not in options:
-            meant = closest(choice, options)
-            hint = f" Did you mean {plus}{group}={meant}?" if meant else ""
-            own = f", or a file of your own, {group}/{choice}.yaml in a --config-dir" if not meant else ""
-            return f"There is no {group}={choice}.{hint} {group} can be: {', '.join(options)}{own}."
+            guess = closest(choice, options)
+            hint = f" Did you mean {plus}{group}={guess}?" if guess else ""
+            custom = f", or a file of your own, {group}/{choice}.yaml in a --config-dir" if not guess else ""
+            return f"There is no {group}={choice}.{hint} {group} can be: {', '.join(options)}{custom}."
     return None
 
 
-def _unfit_value(override: Override, keys: Sequence[str], groups: Groups, named: str) -> str | None:
-    """For a key that does not exist, one that cannot be deleted, and a value of another kind than its key's."""
+def _unfit_value(override: Override, keys: Sequence[str], groups: Groups, hydra_text: str) -> str | None:
+    """The text for a key that does not exist or cannot be deleted, or for a value of the wrong type."""
     key, value = override.key_or_group, _value_text(override)
     if override.is_delete():
-        return f"{key} cannot be deleted. Set it to null instead, where it may be: {key}=null"
+        return f"{key} cannot be deleted. Set it to null instead, if it may be null: {key}=null"
     inner = [name.rpartition(".")[2] for name in keys if name.rpartition(".")[0] == key]
     if inner and "_target_" not in inner and not value.startswith(("{", "$")):
         return f"{key} cannot itself be {value or 'empty'}. {keys_text(key, inner)}"
     unknown = unknown_key(key, keys, value, groups) if override.type is OverrideType.CHANGE else None
-    return unknown or _other_type(key, value, named)
+    return unknown or _other_type(key, value, hydra_text)
 
 
-#: OmegaConf's name of a type -> what a person would call it.
+#: OmegaConf's name of a type -> its description.
 _KINDS = {"Integer": "a whole number", "Float": "a number", "Boolean": "true or false"}
 
 
-def _other_type(key: str, value: str, named: str) -> str | None:
-    """For a value that OmegaConf could not convert."""
-    conversion = re.search(r"could not be converted to (\w+)", named)
-    if "is not a valid bool" in named:
+def _other_type(key: str, value: str, hydra_text: str) -> str | None:
+    """The text for a value that OmegaConf could not convert."""
+    conversion = re.search(r"could not be converted to (\w+)", hydra_text)
+    if "is not a valid bool" in hydra_text:
         return f"{key} must be {_KINDS['Boolean']}, got {value}."
     if conversion and conversion[1] in _KINDS:
         return f"{key} must be {_KINDS[conversion[1]]}, got {value}."
-    if "is not Optional" in named or "Incompatible value 'None'" in named:
+    if "is not Optional" in hydra_text or "Incompatible value 'None'" in hydra_text:
         return f"{key} cannot be null."
-    if "incompatible with type hint" in named:
+    if "incompatible with type hint" in hydra_text:
         return f"{key} cannot be {value}; it takes a number or a string."
     return None
 
 
 def _choices(override: Override) -> list[str]:
-    """What a group override picks; several in a sweep. Nothing for what is not a plain name."""
+    """The options that a group override picks, several in a sweep; none for values that are not plain names."""
     if override.is_delete():
         return []
     if override.is_sweep_override():
@@ -272,7 +270,7 @@ def _all_groups(loader: ConfigLoader, parent: str) -> Iterator[str]:
 
 
 def _keys_of(config_name: str | None, picks: Sequence[Override]) -> list[str]:
-    """The keys of the config with these groups; none when it cannot be composed."""
+    """The keys of the config with these group choices; none if it cannot be composed."""
     try:
         config = compose(
             config_name, [override.input_line or "" for override in picks if not override.is_sweep_override()]
@@ -289,10 +287,10 @@ def _value_text(override: Override) -> str:
 def without_noise(error: BaseException) -> str:
     """Hydra's text and its cause in one line."""
     lines = [str(error), str(error.__cause__ or "")]
-    kept = [
+    relevant = [
         line.strip()
         for line in "\n".join(lines).splitlines()
         if line.strip()
         and not line.strip().startswith(("full_key", "object_type", "To append", "See http", "reference_type"))
     ]
-    return ": ".join(line.rstrip(".").removeprefix("Error merging override ") for line in kept) + "."
+    return ": ".join(line.rstrip(".").removeprefix("Error merging override ") for line in relevant) + "."

@@ -1,4 +1,4 @@
-"""Defaults that follow what the user has set, so that one key is enough to change one thing."""
+"""Defaults that depend on other keys, so that users can change one key alone."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from .schema import Checkpoint, Retry
 
 
 def deadlines(config: Checkpoint) -> dict[str, float]:
-    """All of `timeouts`, with numbers for what is null.
+    """All of `timeouts`, with numbers in place of nulls.
 
-    A rank counts as dead (`heartbeat`) before it counts as hung (`stall`), and it hangs before its write is over
-    (`write`): what is null keeps that order. A snapshot may wait (`stage`) at least as long as `max_stall_s` lets it.
+    The numbers keep the order `heartbeat` < `stall` < `write`: a dead rank is noticed before it is considered hung,
+    and a hung rank before its write times out. `stage` is at least `max_stall_s`.
     """
     times = config.timeouts
     stage = times.stage or max(300.0, config.max_stall_s or 0.0)
@@ -28,12 +28,12 @@ def deadlines(config: Checkpoint) -> dict[str, float]:
 
 
 def longest_pause(retry: Retry) -> float:
-    """`retry.max_backoff_seconds`, or what stands for null."""
+    """`retry.max_backoff_seconds`, or the number for null."""
     return retry.max_backoff_seconds or max(60.0, retry.backoff_seconds)
 
 
 def _between(low: float, usual: float, high: float) -> float:
-    """The usual value where it is well between the limits, else one that is."""
+    """The usual value if it is well between the limits, else one that is."""
     if 2 * low <= high / 2:
         return min(max(usual, 2 * low), high / 2)
     return (low + high) / 2

@@ -1,8 +1,7 @@
-"""Better texts than Hydra's for overrides that it refuses, first and alone, in every Hydra app.
+"""Replace Hydra's texts for refused overrides by better ones, in every Hydra app.
 
-Hydra has no hook for this, so the methods are wrapped that compose, for a run and for a job of a sweep.
-The search-path plugin does that when an app starts. What concerns neither our keys nor our groups stays as it is, as
-does every error whose cause is not found.
+Hydra has no hook for this, so its methods that compose a run or a job of a sweep are wrapped. The search-path plugin
+does so when an app starts. Errors without a known cause, or about other keys and groups than ours, stay unchanged.
 """
 
 from __future__ import annotations
@@ -29,30 +28,30 @@ from .schema import Checkpoint
 
 logger = logging.getLogger("ckpt_component")
 
-#: Whose overrides are explained: those of these keys and groups, or (None) all.
+#: Explain overrides of these keys and groups; None: of all.
 _roots: ContextVar[Sequence[str] | None] = ContextVar("roots", default=OURS)
-#: Composing for an explanation is not explained itself.
+#: Set while an explanation composes configs itself.
 _explaining: ContextVar[bool] = ContextVar("explaining", default=False)
 
 
 def install() -> None:
-    """Have Hydra's errors explained, from now on; does nothing when they are."""
-    _wrap(Hydra, "compose_config", lambda given: (given["config_name"], given["overrides"]))
+    """Wrap Hydra's methods so that their errors are explained; does nothing if they are wrapped."""
+    _wrap(Hydra, "compose_config", lambda bound: (bound["config_name"], bound["overrides"]))
     if hasattr(ConfigLoaderImpl, "parse_overrides"):  # Hydra 1.4 reads what was typed before it composes
-        _wrap(ConfigLoaderImpl, "parse_overrides", lambda given: (given["config_name"], given["overrides"]))
+        _wrap(ConfigLoaderImpl, "parse_overrides", lambda bound: (bound["config_name"], bound["overrides"]))
     # The overrides of one job of a sweep.
     _wrap(
         ConfigLoaderImpl,
         "load_sweep_config",
-        lambda given: (given["master_config"].hydra.job.config_name, given["sweep_overrides"]),
+        lambda bound: (bound["master_config"].hydra.job.config_name, bound["sweep_overrides"]),
     )
 
 
 @contextmanager
 def override_hints() -> Iterator[None]:
-    """Explain all overrides that Hydra refuses inside of the `with`, and not only those of `checkpoint`.
+    """Explain all overrides that Hydra refuses in the `with` block, not only those of `checkpoint`.
 
-    For an app of one's own: `with override_hints(): main()`.
+    For your own app: `with override_hints(): main()`.
     """
     install()
     token = _roots.set(None)
@@ -64,10 +63,10 @@ def override_hints() -> Iterator[None]:
 
 @contextmanager
 def command_line(roots: Sequence[str]) -> Iterator[None]:
-    """As `override_hints`, for a command: it also refuses options that are overrides with dashes in front.
+    """As `override_hints`, for a command: also refuses overrides with dashes in front.
 
     Args:
-        roots: the keys and groups of the command.
+        roots: The keys and groups of the command.
     """
     _refuse_dashes(sys.argv[1:], roots)
     try:
@@ -86,7 +85,7 @@ def _refuse_dashes(words: Sequence[str], roots: Sequence[str]) -> None:
 
 
 def _wrap(owner: type, name: str, typed_in: Callable[[dict[str, Any]], tuple[str | None, list[str]]]) -> None:
-    """Have the overrides explained that a method of Hydra's refuses; `typed_in` finds them in its arguments."""
+    """Wrap a method of Hydra so that refused overrides are explained; `typed_in` extracts them from its arguments."""
     original: Callable[..., Any] = getattr(owner, name)
     if hasattr(original, "__wrapped__"):
         return
@@ -115,11 +114,11 @@ def _wrap(owner: type, name: str, typed_in: Callable[[dict[str, Any]], tuple[str
     def better_text(
         config: Any, error: Exception | None, positional: tuple[Any, ...], keywords: Mapping[str, Any]
     ) -> str | None:
-        """Looking for one must never stop an app, whatever its Hydra is like."""
+        """The text to raise instead, or None. Never fails itself, whatever the version of Hydra."""
         try:
             config_name, overrides = typed_in(signature.bind(*positional, **keywords).arguments)
             if error is None:
-                return _added_in_silence(config, overrides, config_name)
+                return _added_silently(config, overrides, config_name)
             return what_was_meant(error, overrides, config_name, _roots.get())
         except Exception as failure:
             logger.warning("ckpt_component could not look for a better text than Hydra's: %r", failure)
@@ -128,8 +127,8 @@ def _wrap(owner: type, name: str, typed_in: Callable[[dict[str, Any]], tuple[str
     setattr(owner, name, explaining)
 
 
-def _added_in_silence(config: Any, overrides: Sequence[str], config_name: str | None) -> str | None:
-    """The text for `+checkpoint=...` that came on top of the same option, and over what the app had set."""
+def _added_silently(config: Any, overrides: Sequence[str], config_name: str | None) -> str | None:
+    """The text for `+checkpoint=...` in an app that already has this group, whose settings it silently overrides."""
     if not isinstance(config, DictConfig):
         return None
     for number, text in enumerate(overrides):

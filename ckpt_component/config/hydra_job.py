@@ -1,4 +1,4 @@
-"""The Hydra job that runs in this process, where there is one: where its checkpoints go."""
+"""The checkpoint folder of the Hydra job that runs in this process, if any."""
 
 from __future__ import annotations
 
@@ -13,35 +13,35 @@ from .errors import HydraConfigError
 
 logger = logging.getLogger(__name__)
 
-#: Folder of checkpoints -> output folder of the multirun's job that saves there. Hydra's own launcher runs the jobs of
-#: a multirun one after the other in one process, and joblib's processes run several.
+#: Folder of checkpoints -> output folder of the multirun job that saves there. A process can run several jobs of a
+#: multirun in turn, with Hydra's own launcher and with joblib's.
 _USED: dict[str, str] = {}
 
 
 def root_of_job(root: str, *, saves: bool) -> str:
-    """Where the checkpoints of this process go: in a job of a multirun a relative folder lies in the job's own.
+    """The checkpoint folder of this process; in a multirun, a relative folder starts from the job's output folder.
 
     Args:
-        root: as configured.
-        saves: whether checkpoints are saved there, and not only loaded.
+        root: The folder as configured.
+        saves: Whether checkpoints are saved there, not only loaded.
 
     Returns:
-        The folder; `root` as it is outside of a multirun, and where it is absolute.
+        The folder; `root` unchanged outside a multirun or if it is absolute.
 
     Raises:
-        CheckpointConfigError: another job of the same multirun saves there.
+        CheckpointConfigError: Another job of the same multirun saves there.
     """
     output_dir = _multirun_job()
     if output_dir is None:
         return root
     if not os.path.isabs(root):
-        placed = os.path.join(output_dir, root)
+        folder = os.path.join(output_dir, root)
         logger.info(
             "checkpoints of this job go to %s, because in a multirun a relative checkpoint.dir starts from the job's "
             "output folder",
-            placed,
+            folder,
         )
-        return placed
+        return folder
     if not saves:
         return root
     other = _USED.setdefault(os.path.realpath(root), output_dir)
@@ -55,7 +55,7 @@ def root_of_job(root: str, *, saves: bool) -> str:
 
 
 def _multirun_job() -> str | None:
-    """The output folder of the multirun's job that runs in this process, if one does."""
+    """The output folder of the multirun job that runs in this process, or None."""
     if not HydraConfig.initialized():
         return None
     settings = HydraConfig.get()

@@ -1,9 +1,9 @@
-"""The checkpoint config of scripts with argparse, Megatron's above all.
+"""Checkpoint configs for argparse scripts, above all Megatron's.
 
     pretrain(..., extra_args_provider=add_checkpoint_args)      # Megatron-LM
     config = compose_from_args(args)                            # for build_checkpointer or build_manager
 
-What Megatron's own options say about checkpoints is taken over; the options added here come on top.
+Megatron's own checkpoint options are translated; the options added here take precedence.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from omegaconf import DictConfig
 
 from .compose import compose_checkpoint
 
-#: The preset of a script that does not choose one.
+#: The preset for scripts that do not choose one.
 _PRESET = "async_persistent"
-#: Megatron's option, our key, and the value besides None that asks for nothing.
+#: Megatron's option, our key, and the value (other than None) that leaves our default.
 _OPTIONS: tuple[tuple[str, str, Any], ...] = (
     ("save", "dir", None),
     ("save_interval", "save.every_steps", None),
@@ -25,7 +25,7 @@ _OPTIONS: tuple[tuple[str, str, Any], ...] = (
     ("most_recent_k", "keep.last", -1),
     ("ckpt_step", "resume", None),
 )
-#: Classes of `ionice`, which is what `--async-ckpt-io-priority` takes.
+#: Classes of `ionice`, the values of `--async-ckpt-io-priority`.
 _IO_CLASSES = {0: "normal", 1: "normal", 2: "low", 3: "idle"}
 
 
@@ -33,7 +33,7 @@ def add_checkpoint_args(parser: argparse.ArgumentParser) -> argparse.ArgumentPar
     """Add `--checkpoint-preset` and `--checkpoint-override` to a script's options.
 
     Args:
-        parser: of the script. Returned, as Megatron's `extra_args_provider` must.
+        parser: The script's parser, which is returned for Megatron's `extra_args_provider`.
     """
     group = parser.add_argument_group("checkpoint component")
     group.add_argument(
@@ -55,16 +55,16 @@ def add_checkpoint_args(parser: argparse.ArgumentParser) -> argparse.ArgumentPar
 
 
 def compose_from_args(args: argparse.Namespace) -> DictConfig:
-    """Compose the `checkpoint` config that the options of a script ask for.
+    """Compose the `checkpoint` config from the options of a script.
 
     Args:
-        args: with the options of `add_checkpoint_args`, and those of Megatron that it happens to have.
+        args: Parsed options of `add_checkpoint_args` and, if present, of Megatron.
 
     Returns:
         As `compose_checkpoint`.
 
     Raises:
-        CheckpointConfigError: an override that does not fit; give its text to `parser.error`.
+        CheckpointConfigError: An override is invalid; pass the text to `parser.error`.
     """
     preset = getattr(args, "checkpoint_preset", None) or _preset_of(args)
     overrides = [*megatron_overrides(args, preset), *getattr(args, "checkpoint_override", [])]
@@ -72,20 +72,20 @@ def compose_from_args(args: argparse.Namespace) -> DictConfig:
 
 
 def megatron_overrides(args: argparse.Namespace, preset: str) -> list[str]:
-    """What Megatron's options are in our keys. Those that were not given, or that a script lacks, say nothing.
+    """Translate Megatron's options into overrides. Options that are absent or not given are ignored.
 
     Args:
-        args: parsed options.
-        preset: to which the overrides will be applied.
+        args: Parsed options.
+        preset: The preset that the overrides are for.
     """
-    # 1 worker is the default of Megatron, so it was not asked for.
+    # 1 worker is Megatron's default, so it is treated as not given.
     options = list(_OPTIONS) + [("dist_ckpt_workers", "writer.workers", 1)] * (preset != "off")
     if preset not in ("off", "sync"):
         options.append(("async_ckpt_cpu_priority", "caller.nice", None))
     overrides = []
-    for option, key, silent in options:
+    for option, key, ignored in options:
         value = getattr(args, option, None)
-        if value is not None and value != silent:
+        if value is not None and value != ignored:
             overrides.append(f"checkpoint.{key}={_quoted(value)}")
     if getattr(args, "save", None) is not None and getattr(args, "most_recent_k", None) == -1:
         overrides.append("checkpoint.keep.last=null")  # Megatron keeps all
@@ -109,10 +109,10 @@ def _preset_of(args: argparse.Namespace) -> str:
 
 
 def _quoted(value: Any) -> str:
-    """A value as Hydra's override grammar takes it."""
+    """Quote a value for Hydra's override grammar."""
     if isinstance(value, (bool, int, float)):
         return str(value)
     text = str(value)
-    # Backslashes stand for themselves but before a quote and at the end.
+    # Backslashes are literal except before a quote and at the end.
     tail = len(text) - len(text.rstrip("\\"))
     return "'" + (text + "\\" * tail).replace("'", "\\'") + "'"

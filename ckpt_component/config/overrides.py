@@ -1,4 +1,4 @@
-"""Reading one override, `key=value`, and what was meant by one that cannot be read."""
+"""Parse one override, `key=value`, and suggest a correction if that fails."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _NAME = re.compile(r"[\w./@]+")
 
 
 def parse_override(text: str, several: bool = True) -> Override:
-    """Read one `key=value`.
+    """Parse one `key=value`.
 
     Args:
-        text: as it was typed.
-        several: allow several values, as in a sweep.
+        text: The override as typed.
+        several: Allow several values, as in a sweep.
 
     Raises:
-        CheckpointConfigError: it cannot be read (the text shows it in quotes), or has several values.
+        CheckpointConfigError: It cannot be parsed (the text shows how to quote it), or has several values.
     """
     try:
         override = OverridesParser.create().parse_override(text)
@@ -42,13 +42,13 @@ def parse_override(text: str, several: bool = True) -> Override:
         ) from None
     if override.is_sweep_override() and not several:
         raise HydraConfigError(
-            f"{text} has several values. Quote them if they are one text; to sweep, run a Hydra app with -m."
+            f"{text} has several values. Quote them if they are one string; to sweep, run a Hydra app with -m."
         )
     return override
 
 
 def torn_apart(overrides: Sequence[str]) -> str | None:
-    """The text for `checkpoint = sync`, which the shell makes three words of; None when nothing looks like it."""
+    """The text for `checkpoint = sync`, which the shell splits into three words; None if nothing looks like it."""
     for number, text in enumerate(overrides):
         before = overrides[number - 1] if number else ""
         after = overrides[number + 1] if number + 1 < len(overrides) else ""
@@ -63,7 +63,7 @@ def torn_apart(overrides: Sequence[str]) -> str | None:
 
 
 def _misspelt(text: str, key: str, value: str) -> str | None:
-    """What was meant by `checkpoint==sync`, `checkpoint/stager.arenas=2`, `checkpoint:sync`; None for other things."""
+    """The correction of `checkpoint==sync`, `checkpoint/stager.arenas=2` or `checkpoint:sync`; None for all others."""
     colon = re.fullmatch(r"([\w./]+):\s*([^\s=]+)", text)
     if colon:
         return f"{colon[1]}={colon[2]}"

@@ -1,4 +1,4 @@
-"""Building one part from its plain config. A part of the user's is built exactly as ours are."""
+"""Build one part from its plain config. A user's part is built exactly as our own."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from enum import Enum
 from typing import Any
 
-from hydra._internal.utils import _locate as locate  # `hydra.utils.get_class` logs its own text besides
+from hydra._internal.utils import _locate as locate  # `hydra.utils.get_class` also logs the error
 
 from ..spelling import closest, other_word
 from .checks import HYDRA_KEYS
@@ -21,14 +21,12 @@ def build_part(kind: str, plain: Mapping[str, Any], base: type[Any]) -> Any:
     """Build `checkpoint.<kind>`.
 
     Args:
-        kind: stager, caller or writer; for the texts.
-        plain: `_target_` and the constructor's keyword arguments. Where the constructor wants an enum, its
-            member's name is enough.
-        base: what the part must be: derived from it, or with all of its public methods.
+        kind: stager, caller or writer; for error texts.
+        plain: `_target_` and the constructor's keyword arguments. Enum members may be given by name.
+        base: The class that the part must derive from, or whose public methods it must have.
 
     Raises:
-        CheckpointConfigError: as `part_class`; or a value that the constructor refuses with ValueError or
-            TypeError.
+        CheckpointConfigError: As `part_class`; or the constructor refuses a value with ValueError or TypeError.
     """
     cls = part_class(kind, plain, base)
     parameters = _parameters(cls)
@@ -46,16 +44,16 @@ def build_part(kind: str, plain: Mapping[str, Any], base: type[Any]) -> Any:
 
 
 def part_class(kind: str, plain: Mapping[str, Any], base: type[Any]) -> type[Any]:
-    """The class that `_target_` names, so that everything can be checked before anything is built.
+    """Import and check the class of `_target_`, so that all parts can be checked before any is built.
 
     Args:
-        kind: as for `build_part`.
-        plain: as for `build_part`.
-        base: as for `build_part`.
+        kind: As for `build_part`.
+        plain: As for `build_part`.
+        base: As for `build_part`.
 
     Raises:
-        CheckpointConfigError: the class cannot be imported (the text has the cause) or is not a `base`; a key
-            that its constructor does not take, or one that it needs.
+        CheckpointConfigError: The class cannot be imported (the text has the cause) or is not a `base`; or a key is
+            unknown to its constructor or missing.
     """
     target = plain.get("_target_")
     where = f"checkpoint.{kind}._target_={target}"
@@ -70,7 +68,7 @@ def part_class(kind: str, plain: Mapping[str, Any], base: type[Any]) -> type[Any
 
 
 def _located(where: str, target: str) -> Any:
-    """What a dotted name means, as Hydra imports it; with a text that says which part of the name is wrong."""
+    """Import a dotted name as Hydra does; the error text says which part of the name is wrong."""
     try:
         return locate(target)
     except Exception as error:  # a module may raise anything while it is imported
@@ -94,8 +92,8 @@ def _not_located(where: str, target: str, cause: BaseException) -> str:
     else:
         parent, _, name = missing.rpartition(".")
         owner = sys.modules[parent]
-    meant = closest(name, dir(owner))
-    hint = f" Did you mean {meant}?" if meant else ""
+    guess = closest(name, dir(owner))
+    hint = f" Did you mean {guess}?" if guess else ""
     return f"{where}: {owner.__name__} has no {name}.{hint}"
 
 
@@ -113,7 +111,7 @@ def _refuse_other_kinds(kind: str, cls: type, base: type) -> None:
     missing = ", ".join(name for name in methods if not hasattr(cls, name))
     if missing or not methods:
         raise HydraConfigError(
-            f"checkpoint.{kind}: {_full_name(cls)} is no {kind}: it does not derive from {_full_name(base)}"
+            f"checkpoint.{kind}: {_full_name(cls)} is not a {kind}: it does not derive from {_full_name(base)}"
             + (f", and has no {missing}." if missing else ".")
         )
 
@@ -123,7 +121,7 @@ def _settings(plain: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _parameters(cls: type) -> dict[str, inspect.Parameter]:
-    """What the constructor takes by name."""
+    """The constructor's parameters that can be passed by name."""
     by_name = (
         inspect.Parameter.POSITIONAL_OR_KEYWORD,
         inspect.Parameter.KEYWORD_ONLY,
@@ -135,18 +133,18 @@ def _parameters(cls: type) -> dict[str, inspect.Parameter]:
 def _refuse_unfit_keys(
     kind: str, cls: type, values: Mapping[str, Any], parameters: Mapping[str, inspect.Parameter]
 ) -> None:
-    named = {name: entry for name, entry in parameters.items() if entry.kind is not inspect.Parameter.VAR_KEYWORD}
-    if len(named) == len(parameters):  # with **kwargs the class itself must say what it does not know
+    by_key = {name: entry for name, entry in parameters.items() if entry.kind is not inspect.Parameter.VAR_KEYWORD}
+    if len(by_key) == len(parameters):  # with **kwargs the class itself must refuse unknown keys
         for key in values:
-            if key not in named:
-                raise HydraConfigError(unknown_key_of(f"checkpoint.{kind}", key, list(named)))
-    for name, entry in named.items():
+            if key not in by_key:
+                raise HydraConfigError(unknown_key_of(f"checkpoint.{kind}", key, list(by_key)))
+    for name, entry in by_key.items():
         if entry.default is inspect.Parameter.empty and name not in values:
             raise HydraConfigError(f"checkpoint.{kind}.{name} is missing; {_full_name(cls)} needs it.")
 
 
 def _enum_member(full_key: str, value: Any, cls: type, parameter: inspect.Parameter) -> Any:
-    """The member that a text names, where the constructor's default or annotation is an enum."""
+    """The enum member of this name, if the parameter's default or annotation is an enum; else the value."""
     enum = parameter.annotation
     if isinstance(enum, str):  # `from __future__ import annotations`
         enum = getattr(inspect.getmodule(cls), enum, None)

@@ -6,7 +6,7 @@ import re
 
 from .errors import HydraConfigError
 
-#: Metadata of a field: what its number counts.
+#: Units of a field's number, as its metadata.
 BYTES, SECONDS = "bytes", "seconds"
 
 _DECIMAL = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
@@ -27,21 +27,21 @@ _QUANTITY = re.compile(r"([+-]?(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?)\s*([a-z/]*)", 
 
 
 def quantity(text: str, unit: str, name: str) -> float:
-    """The number that a text means; a whole number where it is one.
+    """Convert a string to a number, an int if it is whole.
 
     Args:
-        text: digits, and maybe a unit.
+        text: A number, optionally with a unit.
         unit: BYTES or SECONDS.
-        name: of the key or option, for the error.
+        name: Name of the key or option, for the error text.
 
     Raises:
-        CheckpointConfigError: it is no such quantity; the text says how to write one.
+        CheckpointConfigError: It is not a quantity of this unit; the text says how to write one.
     """
     match = _QUANTITY.fullmatch(text.strip())
     factor = _UNITS[unit].get(match[2].lower()) if match else None
     if match is None or factor is None:
         raise HydraConfigError(f"{name} must be {allowed(unit)}; got {text}.")
-    # Of a number without a unit, 0.5 bytes is no size; 1.3GB is one, whatever floats make of it.
+    # Rounds 1.3GB, which floats may make fractional; 0.5 without a unit stays fractional and is refused later.
     number = float(match[1]) * factor
     if match[2] and unit == BYTES:
         number = round(number)
@@ -49,5 +49,5 @@ def quantity(text: str, unit: str, name: str) -> float:
 
 
 def allowed(unit: str) -> str:
-    """What may be written, in words."""
+    """A description of valid quantities."""
     return _EXAMPLES[unit]

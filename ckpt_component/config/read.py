@@ -1,4 +1,4 @@
-"""From plain values to an instance of their schema: units, words, types, what is missing, ranges."""
+"""Convert plain values to an instance of their schema: checks units, words, types, missing values and ranges."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ T = TypeVar("T")
 
 
 def read(schema: type[T], values: Mapping[str, Any], name: str) -> T:
-    """An instance of a schema.
+    """Convert values to an instance of a schema.
 
     Args:
-        schema: a dataclass, whose fields may have a range and a unit; see `schema.within`.
-        values: plain, those of inner nodes included; the schema's defaults stand for the others.
-        name: in front of a key, for errors; empty for a config's top.
+        schema: A dataclass, whose fields may have a range and a unit; see `schema.within`.
+        values: Plain, nested values; for missing keys the schema's defaults apply.
+        name: Prefix of the keys in error texts; empty for the top of a config.
 
     Raises:
-        CheckpointConfigError: a key has no value, or one of another type, with another unit, or out of its range.
+        CheckpointConfigError: A key has no value, or one of a wrong type or unit, or out of range.
     """
     try:
         node = OmegaConf.merge(OmegaConf.structured(schema), _converted(schema, values, name))
@@ -48,7 +48,7 @@ def missing_text(key: str) -> str:
 
 
 def omegaconf_text(error: OmegaConfBaseException, name: str) -> str:
-    """OmegaConf's first line, with the key that it is about in front."""
+    """The first line of OmegaConf's error, with the key in front."""
     key = getattr(error, "full_key", None) or ""
     full = key if key.startswith(name) else _full(name, key)
     line = next(iter(str(error).splitlines()), type(error).__name__)
@@ -58,7 +58,7 @@ def omegaconf_text(error: OmegaConfBaseException, name: str) -> str:
 
 
 def _converted(schema: type, values: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """The values with numbers for what was written with a unit; refuses other words than an enum's."""
+    """Convert quantities with units to numbers, and refuse words that are not members of the enum."""
     hints, items = get_type_hints(schema), {item.name: item for item in fields(schema)}
     result = dict(values)
     for key in result.keys() & items.keys():

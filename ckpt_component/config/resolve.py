@@ -1,4 +1,4 @@
-"""From any form of config to the typed one that the factory reads."""
+"""Convert any form of config to the typed one that the factory reads."""
 
 from __future__ import annotations
 
@@ -36,20 +36,19 @@ _GROUPS = {f"checkpoint/{kind}": list(options) for kind, options in PARTS.items(
 def resolve_config(
     config: DictConfig | Mapping[str, Any] | Checkpoint | str, overrides: Sequence[str] = ()
 ) -> Checkpoint:
-    """Check a config and give it types. Nothing is built, and nothing of the input is changed.
+    """Check a config and convert its values. Builds nothing, and does not modify the input.
 
     Args:
-        config: a preset's name, the config below `checkpoint`, the same as a dict, or a result of this.
-        overrides: on top of it: `checkpoint.writer.workers=4` sets a value, `checkpoint/stager=pinned`
-            swaps a part.
+        config: A preset's name, the config below `checkpoint` as a DictConfig or dict, or a result of this function.
+        overrides: Applied to it: `checkpoint.writer.workers=4` sets a value, `checkpoint/stager=pinned` swaps a part.
 
     Returns:
         The config with real enums. `stager`, `caller` and `writer` are plain dicts with `_target_` and, for
-        our own parts, every key; enums in there are texts, which `build_part` converts.
+        our own parts, every key; their enums are strings, which `build_part` converts.
 
     Raises:
-        CheckpointConfigError: missing keys, unknown keys, a part that is a text, a value of another type, out of its
-            range, or at odds with another; looked for in this order, and before anything is built.
+        CheckpointConfigError: There are missing keys, unknown keys, a part set to a string, or a value that has a
+            wrong type, is out of range, or contradicts another; checked in this order.
     """
     overrides = checked_overrides(overrides)
     if isinstance(config, str):
@@ -75,7 +74,7 @@ def resolve_config(
 
 
 def _complete(kind: str, part: dict[str, Any]) -> dict[str, Any]:
-    """Every key of one of our parts, with its type and range checked; a user's part as it is."""
+    """Check types and ranges of our own part and add its defaults; a user's part is returned as it is."""
     schema = part_schema(kind, str(part.get("_target_")))
     if schema is None:
         return part
@@ -84,7 +83,7 @@ def _complete(kind: str, part: dict[str, Any]) -> dict[str, Any]:
 
 
 def _plain(config: Any) -> dict[str, Any]:
-    """Nested dicts and lists with everything resolved."""
+    """Convert a config to nested dicts and lists with all interpolations resolved."""
     if is_dataclass(config) and not isinstance(config, type):
         config = OmegaConf.structured(config)
     if not isinstance(config, (DictConfig, Mapping)):
@@ -121,14 +120,14 @@ def _override(tree: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def _readable(text: str, tree: Mapping[str, Any]) -> Override:
-    """One override on top of a config; refuses what makes sense on Hydra's command line only."""
+    """Parse one override of a config; refuses what only Hydra's command line supports."""
     override = parse_override(text, several=False)
     key, value = override.key_or_group, (override.input_line or "").partition("=")[2]
     if override.is_delete():
-        raise HydraConfigError(f"{key} cannot be deleted. Set it to null instead, where it may be: {key}=null")
+        raise HydraConfigError(f"{key} cannot be deleted. Set it to null instead, if it may be null: {key}=null")
     if key == "checkpoint":
         raise HydraConfigError(
-            f"{text} picks a whole preset, and a config was given already; pass {value!r} as the config."
+            f"{text} picks a whole preset, but a config was already given; pass {value!r} as the config."
         )
     if key.startswith("checkpoint/"):
         if key not in _GROUPS:

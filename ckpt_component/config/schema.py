@@ -1,7 +1,7 @@
-"""Every key that a checkpoint config has: its type, its default, its range, and one line on what it does.
+"""Every key of a checkpoint config: its type, default and range, and one line on what it does.
 
-Defaults stand here and nowhere else; the files in `conf/` set what differs. A part's schema has the name of
-the class that it is for, and the keys of that class's constructor.
+This is the only place with defaults; files in `conf/` set only what differs. The schema of a part has the name of the
+part's class and the keys of its constructor.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ T = TypeVar("T")
 
 
 def within(limits: Range, default: T, unit: str | None = None) -> T:
-    """A field whose number is in a range, or None where its type allows it.
+    """A field for a number in a range, or None if its type allows it.
 
     Args:
-        limits: the range.
-        default: of the field.
-        unit: BYTES or SECONDS: the number may be written with a unit, such as `8MB`.
+        limits: The range.
+        default: The default value.
+        unit: BYTES or SECONDS, if the number may be written with a unit such as `8MB`.
     """
     return field(default=default, metadata={"range": limits, "unit": unit})
 
 
 def at_least(limit: float, default: T, unit: str | None = None) -> T:
-    """As `within`, for a number that is not below `limit`."""
+    """As `within`, for a number of at least `limit`."""
     return within(Range(limit), default, unit)
 
 
@@ -58,66 +58,66 @@ def above(limit: float, default: T, unit: str | None = None) -> T:
 
 @dataclass
 class Save:
-    """When to save. A save is due when either of the two periods is over."""
+    """When to save. A save is due when either of the two intervals has passed."""
 
     every_steps: int | None = at_least(1, 100)
-    """Save at every n-th step; null: not by steps."""
+    """Save every n-th step; null: not by steps."""
     every_seconds: float | None = above(0, None, SECONDS)
     """Save when this many seconds have passed since the last save began; null: not by time."""
     at_end: bool = True
-    """Save the last step too, when the manager's `with` block ends without an exception."""
+    """Also save the last step, when the manager's `with` block ends without an exception."""
 
 
 @dataclass
 class Keep:
-    """What to keep. Only committed checkpoints count, and the last good one is never deleted."""
+    """Which checkpoints to keep. Only committed ones count, and the last good one is never deleted."""
 
     last: int | None = at_least(1, 3)
     """Keep this many of the newest checkpoints; null: all of them."""
     every_steps: int | None = at_least(1, None)
-    """Keep those of every n-th step permanently, besides the newest; null: none."""
+    """Also keep the checkpoint of every n-th step permanently; null: none."""
 
 
 @dataclass
 class Retry:
-    """How `on_error: retry` tries a failed save again: the same snapshot, all files anew, on all ranks together."""
+    """How `on_error: retry` repeats a failed save: all ranks together write all files of the same snapshot again."""
 
     attempts: int = at_least(2, 3)
-    """How often a save is tried in all."""
+    """Attempts per save, including the first."""
     backoff_seconds: float = above(0, 1.0, SECONDS)
-    """Pause before the second try; before each further one it is twice as long."""
+    """Pause before the second attempt; it doubles before each further one."""
     max_backoff_seconds: float | None = above(0, None, SECONDS)
-    """The longest pause; null: 60, or the first one where that is longer."""
+    """The longest pause; null: 60, or `backoff_seconds` if that is longer."""
 
 
 @dataclass
 class Timeouts:
-    """Deadlines, in seconds or as `30m`. A wait that runs into one is an error that names its key."""
+    """Deadlines, in seconds or as `30m`. A wait that exceeds one raises an error that names its key."""
 
     worker_start: float = above(0, 30.0, SECONDS)
-    """Until a writer process has started."""
+    """For a writer process to start."""
     stage: float | None = above(0, None, SECONDS)
-    """Until memory for a snapshot is free, and until its copy is done; null: 300, or `max_stall_s` if that is more."""
+    """For memory for a snapshot to become free, and for its copy; null: 300, or `max_stall_s` if that is more."""
     write: float | None = above(0, None, SECONDS)
-    """Until all files of a checkpoint are written and committed; null: 1800, or more where `stall` is long."""
+    """For all files of a checkpoint to be written and committed; null: 1800, or more if `stall` is long."""
     close: float = above(0, 60.0, SECONDS)
-    """Until an idle writer process has ended."""
+    """For an idle writer process to exit."""
     heartbeat: float | None = above(0, None, SECONDS)
-    """With several ranks: a rank without a heartbeat for so long counts as dead; null: 30, or less, below `stall`."""
+    """A rank without a heartbeat for this long is considered dead; null: 30, or less if `stall` is short."""
     stall: float | None = above(0, None, SECONDS)
-    """With several ranks: one that writes nothing for so long hangs; null: 300, less where `write` is short."""
+    """A rank that writes nothing for this long is considered hung; null: 300, or less if `write` is short."""
     visible: float = above(0, 60.0, SECONDS)
-    """With several ranks: until all see what one of them made, where a network file system caches names."""
+    """For all ranks to see a file or folder that one created, on network file systems that cache names."""
 
 
 @dataclass
 class Checkpoint:
-    """The whole of `checkpoint`."""
+    """The config below `checkpoint`."""
 
     dir: str = "checkpoints"
     """Folder of the checkpoints, local or mounted."""
     enabled: bool = True
-    """False: nothing is saved and nothing restored."""
+    """False: save and restore nothing."""
     naming: Naming = Naming.megatron
     """`megatron`: iter_0000200 and latest_checkpointed_iteration.txt; `step`: step_00000200 and latest."""
     save: Save = field(default_factory=Save)
@@ -125,31 +125,31 @@ class Checkpoint:
     keep: Keep = field(default_factory=Keep)
     """Which checkpoints to keep."""
     resume: int | str = "auto"
-    """`auto`: from the newest good one if there is one; `must`: fail without one; `never`; a step; or a path."""
+    """`auto`: from the newest good checkpoint, if any; `must`: fail without one; `never`; a step; or a path."""
     rewind: bool = False
-    """With `resume` a step, a path or `never`: retire the checkpoints that follow, which is refused otherwise."""
+    """With `resume` a step, a path or `never`: allow resuming before the newest checkpoint, and retire later ones."""
     overlap: Overlap = Overlap.wait
-    """A save comes while the one before it still runs: `wait` for it, `skip` this one, or `error`."""
+    """When a save is due while the previous one still runs: `wait` for it, `skip` the new one, or `error`."""
     on_error: OnError = OnError["raise"]
-    """A save fails: `raise` it at the next call, `warn` in log and reports and go on, or `retry` first, then raise."""
+    """When a save fails: `raise` at the next call, `warn` in log and reports and continue, or `retry`, then raise."""
     retry: Retry = field(default_factory=Retry)
-    """How `on_error: retry` tries again."""
+    """How `on_error: retry` repeats a failed save."""
     give_up_after: int | None = at_least(1, 3)
-    """With `warn` and `retry`: so many failed saves in a row are raised in any case; null: no number is too many."""
+    """With `warn` and `retry`: raise after this many failed saves in a row; null: never."""
     max_stall_s: float | None = above(0, None, SECONDS)
-    """The most seconds that a save may keep training waiting; then it is given up. null: as long as `timeouts` say."""
+    """The longest that a save may block training before it is given up; null: limited by `timeouts` only."""
     min_free_bytes: int | None = at_least(0, 0, BYTES)
-    """What must stay free on the disk beside a new checkpoint; null: free space is not looked at beforehand."""
+    """Bytes that must remain free on the disk after a save; null: do not check free space in advance."""
     durability: Durability = Durability.power_cut
-    """What a committed checkpoint survives: `power_cut`, or `process_crash` alone, which is faster."""
+    """What a committed checkpoint survives: `power_cut`, or only `process_crash`, which is faster."""
     commit: Commit = Commit.rename
-    """How a checkpoint appears: by `rename` of its folder; or `manifest`, put last, on a mounted object store."""
+    """How a checkpoint is committed: by `rename` of its folder, or by a `manifest` written last (object stores)."""
     verify: Verify = Verify.on_read
-    """When checksums are compared: `on_read`, at every load; `on_resume`, when the manager resumes; or `off`."""
+    """When to verify checksums: `on_read`, at every load; `on_resume`, when the manager resumes; or `off`."""
     timeouts: Timeouts = field(default_factory=Timeouts)
     """Deadlines in seconds."""
     stager: Any = MISSING
-    """Who takes the snapshot: checkpoint/stager=none, pinned, shared_memory, zero_overhead, or your own."""
+    """What takes the snapshot: checkpoint/stager=none, pinned, shared_memory, zero_overhead, or your own."""
     caller: Any = MISSING
     """Which process writes: checkpoint/caller=inline, temporal, persistent, or your own."""
     writer: Any = MISSING
@@ -158,7 +158,7 @@ class Checkpoint:
 
 @dataclass
 class Part:
-    """What every part has."""
+    """Keys of every part."""
 
     _target_: str = MISSING
     """The class to build, by its full name."""
@@ -192,7 +192,7 @@ class ZeroOverheadStager(Part):
     arenas: int = within(ARENAS, 2)
     """How many saves may be in flight, each with its own copy of the state in host memory."""
     device_buffer_bytes: int = within(DEVICE_BUFFER_BYTES, 0, BYTES)
-    """The most memory of each CUDA device that a snapshot may take; what fits into it needs no fence. 0: none."""
+    """The most memory of each CUDA device for snapshots; tensors that fit into it need no fence. 0: none."""
 
 
 @dataclass
@@ -222,18 +222,18 @@ class PersistentCaller(Part):
 
 @dataclass
 class WriterPart(Part):
-    """What every writer has."""
+    """Keys of every writer."""
 
     workers: int = within(WORKERS, 2)
-    """How many parallel writers a rank has, at most 128: threads with two blocks each; `dcp`: with a file each."""
+    """Parallel writer threads per rank, each with two blocks of memory, and with `dcp` its own file."""
     block_bytes: int = within(BLOCK_BYTES, 8 << 20, BYTES)
-    """How many bytes one write call takes, at most 1 GiB: each worker holds two such blocks."""
+    """Bytes per write call; each worker holds two such blocks."""
     checksum: ChecksumName = ChecksumName.crc32
     """Checksum of every item: `crc32`; `crc32c` or `xxh3_64`, with their packages; `auto`: the fastest installed."""
     io: IoMode = IoMode.auto
-    """How files are written: `buffered`, `direct` (past the page cache), or `auto`: a trial per disk says which."""
+    """How files are written: `buffered`, `direct` (bypasses the page cache), or `auto`: decided by a trial per disk."""
     max_bytes_per_second: float | None = within(BYTES_PER_SECOND, None, BYTES)
-    """The most that a rank writes in a second, where others use the storage too; null: no limit."""
+    """The most that a rank writes per second, for storage shared with others; null: no limit."""
 
 
 @dataclass
@@ -241,7 +241,7 @@ class DcpWriter(WriterPart):
     """`checkpoint/writer=dcp`."""
 
     separation_hint: str | None = None
-    """Keys that start with this text go to files of their own; null: no such split."""
+    """Keys with this prefix are written to separate files; null: no separate files."""
 
 
 @dataclass
@@ -268,7 +268,7 @@ PARTS: Mapping[str, Mapping[str, type[Part]]] = {
 
 
 def part_option(kind: str, target: str) -> str | None:
-    """The option of `checkpoint/<kind>` whose `_target_` this is, or None for a class of the user's."""
+    """The option of `checkpoint/<kind>` with this `_target_`, or None for a user's class."""
     module, _, name = target.rpartition(".")
     if module != f"ckpt_component.{kind}s":
         return None
@@ -276,6 +276,6 @@ def part_option(kind: str, target: str) -> str | None:
 
 
 def part_schema(kind: str, target: str) -> type[Part] | None:
-    """The schema of one of our own parts, or None for a class of the user's."""
+    """The schema of one of our own parts, or None for a user's class."""
     option = part_option(kind, target)
     return None if option is None else PARTS[kind][option]

@@ -1,4 +1,4 @@
-"""Where our configs lie, and their registration with Hydra."""
+"""The folders of our configs, and their registration with Hydra."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ logger = logging.getLogger("ckpt_component")
 
 #: Our name in Hydra's search path and config store.
 PROVIDER = "ckpt-component"
-#: The group of the schemas, outside of the groups that users pick from.
+#: The group of the schemas, separate from the groups for users.
 SCHEMAS = "ckpt_component/schema"
 
 
 def config_dir() -> Path:
-    """The folder of Hydra configs: in the package when that came from a wheel, else in the checkout."""
+    """The folder of Hydra configs: in the package if installed from a wheel, else in the checkout."""
     return _beside_the_code("conf", "checkpoint/async_persistent.yaml")
 
 
@@ -30,7 +30,7 @@ def recipe_dir() -> Path:
 
 
 def register() -> None:
-    """Give Hydra the schemas and the recipes; does nothing when it has them."""
+    """Register the schemas and recipes with Hydra; does nothing if they are registered."""
     if registered("checkpoint"):
         return
     store = ConfigStore.instance()
@@ -38,23 +38,23 @@ def register() -> None:
     for kind, options in PARTS.items():
         for option, schema in options.items():
             store.store(group=f"{SCHEMAS}/{kind}", name=option, node=composable(schema), provider=PROVIDER)
-    # Files of the config store need no `# @package` line, and the group's name need not be the folder's.
+    # In the config store, files need no `# @package` line, and the group can differ from the folder's name.
     store_files(recipe_dir(), "recipe", "_global_")
 
 
 def registered(schema: str) -> bool:
-    """Whether Hydra has a schema; Hydra 1.4 warns of what is stored twice."""
+    """Whether a schema is registered; Hydra 1.4 warns if something is stored twice."""
     return f"{schema}.yaml" in ConfigStore.instance().repo.get("ckpt_component", {}).get("schema", {})
 
 
 def store_files(folder: Path, group: str | None, package: str | None = None) -> None:
-    """Give Hydra the YAML files of a folder as a group's options; None: as configs that an app may start from."""
+    """Register the YAML files of a folder as options of a group; None: as primary configs."""
     store = ConfigStore.instance()
     for path in sorted(folder.glob("*.yaml")):
         try:
             node = OmegaConf.load(path)
         except Exception as error:  # a broken file must not stop the apps that do not use it
-            logger.warning("%s cannot be read and is left out: %s", path, error)
+            logger.warning("%s cannot be read and is ignored: %s", path, error)
             continue
         store.store(group=group, name=path.stem, node=node, package=package, provider=PROVIDER)
 

@@ -1,4 +1,4 @@
-"""How ranks agree on one decision per save."""
+"""Coordination: ranks agree on one decision per save."""
 
 from .calls import StepQuestions
 from .coordinator import Coordinator, LocalCoordinator, distributed

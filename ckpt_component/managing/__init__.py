@@ -1,1 +1,1 @@
-"""What a training loop holds: when to save, what to keep, where to resume."""
+"""The checkpoint manager of a training loop: when to save, what to keep, where to resume."""

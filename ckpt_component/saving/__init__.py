@@ -1,1 +1,1 @@
-"""One save, from the call to the commit."""
+"""A save, from the call to the commit."""

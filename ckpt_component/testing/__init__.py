@@ -1,1 +1,1 @@
-"""The fault-injection rig behind the file-system seam."""
+"""Fault injection: a file system that fails at chosen operations."""

@@ -1,7 +1,7 @@
-"""A file system that counts its operations and fails at the n-th one, as the environment says.
+"""A file system that counts its operations and fails at the n-th one, controlled by environment variables.
 
-`CKPT_FAILPOINT` and `CKPT_FAILPOINT_LOG` are inherited by the writer process, and operations are counted over all
-processes in the one log, so that "the 7th operation of the save" is the same place in every run.
+The writer process inherits `CKPT_FAILPOINT` and `CKPT_FAILPOINT_LOG`, and all processes count operations in one log,
+so "the 7th operation of the save" is the same in every run.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from ..storage.fs import FsOps
 from .failpoints import EFFECTS, LOOKS, Failpoint, FailpointError, parse_failpoints
 from .operation_log import append, record
 
-#: Operations of two paths: the second one is what changes.
+#: Operations with two paths, of which the second one changes.
 _WITH_TARGET = ("link", "rename_new", "replace")
-#: Operations whose result the caller needs, which therefore cannot be skipped.
+#: Operations that cannot be skipped, because the caller needs their result.
 _WITH_RESULT = ("create", "open_direct", "open_over", *LOOKS)
 
 
 class FailpointFs(FsOps):
-    """Counts every operation in a log that all processes share, and does what a failpoint says at its turn.
+    """Counts every operation in a log shared by all processes, and triggers failpoints.
 
-    The log is a file outside the checkpoints; `read_log` reads it. Beside it come `<log>.<n>`, as long as the n-th
-    failpoint has matches, and `<log>.fired`.
+    The log is a file outside the checkpoints, for `read_log`. Next to it are `<log>.<n>`, with one byte per match of
+    the n-th failpoint, and `<log>.fired`, the log of triggered failpoints.
 
     Args:
-        durable: see `FsOps`.
-        atomic_rename: see `FsOps`.
-        process: see `file_system`.
+        durable: See `FsOps`.
+        atomic_rename: See `FsOps`.
+        process: See `file_system`.
 
     Raises:
-        FailpointError: the environment variables cannot be understood.
+        FailpointError: The environment variables are invalid.
     """
 
     def __init__(self, *, durable: bool, atomic_rename: bool, process: str) -> None:
@@ -51,7 +51,7 @@ class FailpointFs(FsOps):
             )
         self._process = process
         self._rank = os.environ.get("RANK", "0")
-        #: By thread: how its next write is to be cut, "short" or "torn".
+        #: Thread -> how to cut its next write, "short" or "torn".
         self._cut: dict[int, str] = {}
 
     def _pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
@@ -66,7 +66,7 @@ class FailpointFs(FsOps):
         return written
 
     def reach(self, operation: str, path: str) -> bool:
-        """An operation is about to happen. Returns whether it is to be done at all."""
+        """Called before an operation. Returns False to skip it."""
         entry = functools.partial(record, os.getpid(), self._rank, self._process, operation, path)
         if operation in EFFECTS:
             append(self._log, entry())
@@ -85,7 +85,7 @@ class FailpointFs(FsOps):
         if action == "kill":
             _die()
         elif action == "stop":
-            # To this very thread: another one might take the signal of the process, while this one went on.
+            # A signal to the process could be taken by another thread while this one continues.
             signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
         elif action == "raise":
             code = getattr(errno, failpoint.argument)
@@ -98,7 +98,7 @@ class FailpointFs(FsOps):
 
 
 def _counted(operation: str) -> Callable[..., Any]:
-    """The method of `FsOps`, counted and made to fail."""
+    """A method of `FsOps`, wrapped to count and to trigger failpoints."""
     method = getattr(FsOps, operation)
     index = 1 if operation in _WITH_TARGET else 0
 
@@ -109,7 +109,7 @@ def _counted(operation: str) -> Callable[..., Any]:
             do_it = fs.reach(operation, path) or operation in _WITH_RESULT
         except OSError:
             if operation == "close":
-                method(fs, *args)  # as in Linux, whose close() frees the descriptor also when it fails
+                method(fs, *args)  # Linux's close() frees the descriptor even if it fails
             raise
         return method(fs, *args, **kwargs) if do_it or operation == "close" else None
 

@@ -1,17 +1,17 @@
-"""What `CKPT_FAILPOINT` says: which operation of a save fails, and how.
+"""Parse `CKPT_FAILPOINT`, which defines the operations of a save that fail, and how.
 
-    CKPT_FAILPOINT_LOG=/dev/shm/ops                              where operations are counted and written down
-    CKPT_FAILPOINT="rename_new:nth=2:rank=1:action=kill"         several are separated by ";"
+    CKPT_FAILPOINT_LOG=/dev/shm/ops                              the log in which operations are counted
+    CKPT_FAILPOINT="rename_new:nth=2:rank=1:action=kill"         separate several with ";"
 
-The first word is an operation of `FsOps` by name, or `any` for every one that changes something. Which one:
-`nth=2` the second, `from=2` the second and all later ones, neither: all. Only those count that match `rank=` (of the
-environment variable RANK), `process=trainer` or `writer`, and `path=` (a part of the path). What happens instead of
-the operation or before it, by `action=`, which comes last:
+The first word is the name of an operation of `FsOps`, or `any` for all that change something. `nth=2` selects the
+second match, `from=2` the second and all later ones; the default is all. Matches can be restricted by `rank=` (the
+environment variable RANK), `process=trainer` or `writer`, and `path=` (a part of the path). `action=` comes last and
+happens before the operation or instead of it:
 
-    kill          SIGKILL to the process            raise:ENOSPC  OSError with this errno; a close closes all the same
-    stop          SIGSTOP to the process            sleep:5       seconds, then the operation
-    skip          nothing at all (not for an open) short         a write that takes half of its bytes at first
-    torn          half of a write, then SIGKILL
+    kill          SIGKILL to the process            raise:ENOSPC  OSError with this errno; close still closes the file
+    stop          SIGSTOP to the process            sleep:5       wait 5 seconds, then do the operation
+    skip          do nothing (not for an open)      short         a write writes only half of its bytes at first
+    torn          write half of the bytes, then SIGKILL
 """
 
 from __future__ import annotations
@@ -39,28 +39,28 @@ EFFECTS = (
     "unlink",
     "remove_folder",
 )
-#: Those that only look: they can fail by name, and are not part of the count.
+#: Operations that change nothing: they fail only if named, and are not counted.
 LOOKS = ("names", "size", "modified", "read", "flock")
 _ACTIONS = ("kill", "stop", "skip", "torn", "short")
 
 
 class FailpointError(CheckpointError, ValueError):
-    """`CKPT_FAILPOINT` cannot be understood; the text says which part of it."""
+    """`CKPT_FAILPOINT` is invalid; the text names the part."""
 
 
 @dataclass(frozen=True)
 class Failpoint:
-    """One place to fail, and how; see the top of this file.
+    """One failpoint; see the top of this file.
 
     Attributes:
-        operation: of `EFFECTS` or `LOOKS`, or `any`.
-        action: what happens.
-        argument: its errno by name, or its seconds.
-        first: number of the first match, from 1, that counts.
-        last: number of the last one; None: all that follow.
-        rank: which rank, or None.
-        process: `trainer`, `writer`, or None.
-        path: a part of the path.
+        operation: One of `EFFECTS` or `LOOKS`, or `any`.
+        action: What happens.
+        argument: The action's errno by name, or its seconds.
+        first: Number of the first match that triggers it, from 1.
+        last: Number of the last match that triggers it; None: no limit.
+        rank: The rank, or None for all.
+        process: `trainer`, `writer`, or None for both.
+        path: A part of the path.
     """
 
     operation: str
@@ -73,10 +73,10 @@ class Failpoint:
     path: str = ""
 
     def matches(self, operation: str, path: str, rank: str, process: str) -> bool:
-        """Whether an operation is one of those that this failpoint counts."""
-        named = operation == self.operation or (self.operation == "any" and operation in EFFECTS)
+        """Whether this failpoint counts an operation."""
+        selected = operation == self.operation or (self.operation == "any" and operation in EFFECTS)
         return (
-            named
+            selected
             and self.rank in (None, rank)
             and self.process in (None, process)
             and (not self.path or self.path in path)
@@ -84,10 +84,10 @@ class Failpoint:
 
 
 def parse_failpoints(text: str) -> list[Failpoint]:
-    """The failpoints of `CKPT_FAILPOINT`.
+    """Parse the value of `CKPT_FAILPOINT`.
 
     Raises:
-        FailpointError: naming the part that is wrong.
+        FailpointError: A part is invalid; the text names it.
     """
     return [_parse(part.strip()) for part in text.split(";") if part.strip()]
 
@@ -106,7 +106,7 @@ def _parse(text: str) -> Failpoint:
     kind, _, argument = action.partition(":")
     valid = action in _ACTIONS
     if kind == "raise":
-        valid = isinstance(getattr(errno, argument, None), int)  # some have two names, and `errorcode` one
+        valid = isinstance(getattr(errno, argument, None), int)  # `errno.errorcode` lacks aliases
     elif kind == "sleep":
         valid = argument.replace(".", "", 1).isdigit()
     if not valid:

@@ -1,11 +1,11 @@
-"""The log in which `FailpointFs` counts the operations of all processes of a test: records of one length, appended."""
+"""The log in which `FailpointFs` counts the operations of all processes of a test, as records of fixed length."""
 
 from __future__ import annotations
 
 import os
 from dataclasses import dataclass
 
-#: Every record has this length, so that its place is its number.
+#: Length of every record, so that the position in the file gives a record's number.
 RECORD_BYTES = 512
 
 
@@ -21,7 +21,7 @@ class Operation:
 
 
 def read_log(path: str) -> list[Operation]:
-    """The operations of a log (or of `<log>.fired`), in order; none when there is no such file."""
+    """The operations of a log (or of `<log>.fired`), in order; none if there is no such file."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -37,10 +37,10 @@ def read_log(path: str) -> list[Operation]:
 
 
 def record(pid: int, rank: str, process: str, operation: str, path: str) -> bytes:
-    """One record, padded.
+    """Format one record, padded.
 
     Raises:
-        ValueError: the path is too long for a record; cut, it would be another one for each operation.
+        ValueError: The path is too long for a record; paths are never truncated, so that they stay distinct.
     """
     head = f"{pid} {rank} {process} {operation} ".encode()
     tail = os.fsencode(path).replace(b"\n", b"?")
@@ -50,11 +50,11 @@ def record(pid: int, rank: str, process: str, operation: str, path: str) -> byte
 
 
 def append(path: str, data: bytes) -> int:
-    """Append one record, and return its number from 1. Each call opens the file anew, so forks and threads may call."""
+    """Append one record and return its number, from 1. Opens the file each time, so it is safe in forks and threads."""
     fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         os.write(fd, data)
-        # An appending write leaves the position behind its own data, also when others append.
+        # An appending write leaves the position at the end of its own data, even if others append.
         return os.lseek(fd, 0, os.SEEK_CUR) // len(data)
     finally:
         os.close(fd)

@@ -1,4 +1,4 @@
-"""The writers under the names that configs use; their code is in `ckpt_component.formats`."""
+"""The writers under the names that configs use; they are defined in `ckpt_component.formats`."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ def test_a_value_may_be_quoted() -> None:
         (
             "sync",
             "checkpoint/writer/workers=4",
-            "checkpoint/writer/workers is not a group of files. A value is set with dots: checkpoint.writer.workers=4.",
+            "checkpoint/writer/workers is not a config group. Set a value with dots: checkpoint.writer.workers=4.",
         ),
         (
             "sync",
@@ -130,13 +130,13 @@ def test_a_value_may_be_quoted() -> None:
         (
             "sync",
             "checkpoint.writer.workers=1,2",
-            "checkpoint.writer.workers=1,2 has several values. Quote them if they are one text; to sweep, run a Hydra app "
+            "checkpoint.writer.workers=1,2 has several values. Quote them if they are one string; to sweep, run a Hydra app "
             "with -m.",
         ),
         (
             "sync",
             "~checkpoint.keep.last",
-            "checkpoint.keep.last cannot be deleted. Set it to null instead, where it may be: checkpoint.keep.last=null",
+            "checkpoint.keep.last cannot be deleted. Set it to null instead, if it may be null: checkpoint.keep.last=null",
         ),
     ],
 )

@@ -144,7 +144,7 @@ def test_deriving_from_the_base_is_enough() -> None:
         (
             "my_app_parts.Half",
             {},
-            f"checkpoint.stager: my_app_parts.Half is no stager: it does not derive from {Base.__module__}.Base, and "
+            f"checkpoint.stager: my_app_parts.Half is not a stager: it does not derive from {Base.__module__}.Base, and "
             "has no guard.",
         ),
         (

@@ -194,12 +194,12 @@ def test_resume_is_a_word_or_a_step(value: Any, expected: Any) -> None:
         (
             {"timeouts": {"heartbeat": 300, "stall": 300}},
             "checkpoint.timeouts.heartbeat=300 must be less than checkpoint.timeouts.stall=300; else a dead rank "
-            "would be taken for one that hangs.",
+            "would be taken for a hung one.",
         ),
         (
             {"timeouts": {"stall": 300, "write": 100}},
-            "checkpoint.timeouts.stall=300 must be less than checkpoint.timeouts.write=100; else the write is over before "
-            "a rank that hangs is noticed.",
+            "checkpoint.timeouts.stall=300 must be less than checkpoint.timeouts.write=100; else the write would time out "
+            "before a hung rank is noticed.",
         ),
         (
             {"max_stall_s": 400, "timeouts": {"stage": 300}},
@@ -258,7 +258,7 @@ def test_missing_keys_come_first_and_ranges_last() -> None:
 
 def test_the_config_of_the_whole_app_is_recognized() -> None:
     assert refused(OmegaConf.create({"lr": 1, "checkpoint": PARTS})) == (
-        "This config has the keys lr, checkpoint, so it is that of the whole app; pass what is below `checkpoint`, such "
+        "This config has the keys lr, checkpoint, so it is the config of the whole app; pass what is below `checkpoint`, such "
         "as build_manager(cfg.checkpoint)."
     )
 
@@ -268,7 +268,7 @@ def test_the_config_of_the_whole_app_is_recognized() -> None:
     [
         (
             "checkpoint=sync",
-            "checkpoint=sync picks a whole preset, and a config was given already; pass 'sync' as the config.",
+            "checkpoint=sync picks a whole preset, but a config was already given; pass 'sync' as the config.",
         ),
         (
             "checkpoint/stagr=pinned",
@@ -288,11 +288,11 @@ def test_the_config_of_the_whole_app_is_recognized() -> None:
         ),
         (
             "~checkpoint.keep.last",
-            "checkpoint.keep.last cannot be deleted. Set it to null instead, where it may be: checkpoint.keep.last=null",
+            "checkpoint.keep.last cannot be deleted. Set it to null instead, if it may be null: checkpoint.keep.last=null",
         ),
         (
             "checkpoint.writer.workers=1,2",
-            "checkpoint.writer.workers=1,2 has several values. Quote them if they are one text; to sweep, run a Hydra app "
+            "checkpoint.writer.workers=1,2 has several values. Quote them if they are one string; to sweep, run a Hydra app "
             "with -m.",
         ),
     ],

@@ -420,7 +420,7 @@ def test_looking_for_a_better_text_never_stops_an_app(
         raise KeyError("config_name")
 
     monkeypatch.setattr("ckpt_component.config.hints.what_was_meant", broken)
-    monkeypatch.setattr("ckpt_component.config.hints._added_in_silence", broken)
+    monkeypatch.setattr("ckpt_component.config.hints._added_silently", broken)
     assert ask(["checkpoint=sync"]) is None
     assert "synk" in (ask(["checkpoint=synk"]) or "")
     assert "could not look for a better text than Hydra's: KeyError('config_name')" in caplog.text
