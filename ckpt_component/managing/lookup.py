@@ -1,4 +1,4 @@
-"""Which checkpoint a run may begin with: by step, by path, the newest; and what else there is, that may be meant."""
+"""Find the checkpoint that a run begins with: by step, by path, or the newest; and others that may be meant."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _FROM_SCRATCH = "to start from scratch, a new checkpoint.dir"
 
 
 def candidates_of(run: RunContext, policy: ResumePolicy, scan: Scan) -> list[tuple[int, str]]:
-    """The checkpoints to try, best first, as steps and paths; none: the run starts from scratch.
+    """Return the checkpoints to try, best first, as (step, path); none: the run starts from scratch.
 
     Raises:
-        CheckpointNotFoundError: `resume` asks for what is not there, or what is there may be meant and has other names.
-        CheckpointCorruptError: what it asks for, or all that is there, is damaged.
+        CheckpointNotFoundError: there is no checkpoint as `resume` asks for, or only one that may be meant.
+        CheckpointCorruptError: the checkpoint that it asks for, or every one, is damaged.
     """
     root, choice = run.root, policy.choice
     if policy.path is not None:
@@ -47,19 +47,19 @@ def candidates_of(run: RunContext, policy: ResumePolicy, scan: Scan) -> list[tup
     if scan.committed:
         if other is not None:
             logger.warning(
-                "%s also holds checkpoints up to step %d of checkpoint.naming=%s, which are not looked at",
+                "%s also holds checkpoints up to step %d of checkpoint.naming=%s, which are ignored",
                 root,
                 other[1][-1],
                 other[0],
             )
         return [(step, run.path_of(step)) for step in reversed(scan.committed)]
-    # A folder that has a manifest was a checkpoint once, so starting from scratch beside it is surely not meant.
+    # A folder with a manifest was a checkpoint once, so the user hardly means to start from scratch next to it.
     lost = {**scan.damaged, **scan.unusable}
     if lost:
         newest = max(lost)
         kind = CheckpointUnreadableError if newest in scan.unusable else CheckpointCorruptError
         raise kind(
-            f"{root} holds checkpoints, and none that can be used; the newest: {lost[newest]} To start from scratch, "
+            f"{root} holds checkpoints, but none that can be used; the newest: {lost[newest]} To start from scratch, "
             "use checkpoint.resume=never with another checkpoint.dir, or with checkpoint.rewind=true."
         )
     _refuse_others(run, scan, other)
@@ -71,25 +71,25 @@ def candidates_of(run: RunContext, policy: ResumePolicy, scan: Scan) -> list[tup
 
 
 def _refuse_others(run: RunContext, scan: Scan, other: tuple[str, list[int]] | None) -> None:
-    """Refuse to start from scratch, without a checkpoint of one's own, beside checkpoints that may be meant.
+    """Refuse to start from scratch if the folder has no checkpoint of this run, but others that may be meant.
 
-    What has no step in its name, such as a pretrained model, is warned about and left alone.
+    A checkpoint without a step in its name, such as a pretrained model, only causes a warning.
 
     Args:
-        run: that begins.
-        scan: of its folder.
-        other: what is there under the other naming.
+        run: the run.
+        scan: scan of its folder.
+        other: the other naming and its steps in the folder, if there are any.
 
     Raises:
-        CheckpointNotFoundError: with what to type.
+        CheckpointNotFoundError: there are such checkpoints; the text says what to type.
     """
     fs, root, names = run.fs, run.root, run.names
     if other is not None:
         word, steps = other
         raise CheckpointNotFoundError(
             f"{root} holds no checkpoint named as {names.folder(steps[-1])}, and those of the other naming, the newest "
-            f"{NAMINGS[word].folder(steps[-1])}. To go on from it, type checkpoint.naming={word}; {_FROM_SCRATCH} or "
-            "checkpoint.resume=never."
+            f"{NAMINGS[word].folder(steps[-1])}. To continue from it, type checkpoint.naming={word}; {_FROM_SCRATCH} "
+            "or checkpoint.resume=never."
         )
     foreign = foreign_checkpoints(fs, root, scan, names)
     numbered = {path: step for path in foreign if (step := step_in_name(os.path.basename(path))) is not None}
@@ -103,20 +103,20 @@ def _refuse_others(run: RunContext, scan: Scan, other: tuple[str, list[int]] | N
             text += f"To load it, type {typed('checkpoint.resume', path)}{elsewhere}; "
         else:
             text += "Its format is not read here; "
-        # Under a name of ours, or around all of them, it would be in the way.
+        # With a name of this run's checkpoints, or as their folder, it would be in the way.
         free = path != root and names.step(os.path.basename(path)) is None
         raise CheckpointNotFoundError(f"{text}{_FROM_SCRATCH}{' or checkpoint.resume=never' if free else ''}.")
     if foreign:
         more = f" and {len(foreign) - 1} more" if len(foreign) > 1 else ""
         hint = typed("checkpoint.resume", foreign[0])
-        logger.warning("%s%s may be a checkpoint, and is not loaded; to load it, type %s", foreign[0], more, hint)
+        logger.warning("%s%s may be a checkpoint, but is not loaded; to load it, type %s", foreign[0], more, hint)
     pointed = read_pointer(fs, root, names)
     if pointed is not None and not scan.occupied:
-        logger.warning("%s in %s names step %d, and there is no such checkpoint", names.pointer, root, pointed)
+        logger.warning("%s in %s names step %d, but there is no such checkpoint", names.pointer, root, pointed)
 
 
 def _is_readable(fs: FsOps, path: str) -> bool:
-    """Whether a checkpoint of another program is one that a reader takes; of Megatron before DCP there is none."""
+    """Whether a reader supports a checkpoint of another program; Megatron's format before DCP is not supported."""
     if not os.path.isdir(path):
         return True
     files = fs.names(path)
@@ -124,14 +124,14 @@ def _is_readable(fs: FsOps, path: str) -> bool:
 
 
 def _step_of_checkpoint(fs: FsOps, path: str) -> int:
-    """The step of a checkpoint anywhere, by its name; 0, with a warning, where the name has none.
+    """Return the step in the name of a checkpoint anywhere; 0, with a warning, if the name has none.
 
     Raises:
-        CheckpointNotFoundError: there is nothing, or a folder of checkpoints.
+        CheckpointNotFoundError: the path does not exist, or is a folder of checkpoints.
     """
     if not os.path.exists(path):
         raise CheckpointNotFoundError(
-            f"checkpoint.resume={path}, and there is nothing; name the folder of a checkpoint, or its file."
+            f"checkpoint.resume={path} does not exist; name the folder of a checkpoint, or its file."
         )
     names = [os.path.basename(path)]
     if not os.path.isdir(path):
@@ -146,12 +146,12 @@ def _step_of_checkpoint(fs: FsOps, path: str) -> int:
             )
     step = next((step for step in map(step_in_name, names) if step is not None), None)
     if step is None:
-        logger.warning("%s has no step in its name, such as iter_0000200: it counts as step 0", path)
+        logger.warning("%s has no step in its name, such as iter_0000200; it is loaded as step 0", path)
     return step or 0
 
 
 def size_of_checkpoint(fs: FsOps, path: str) -> tuple[int, bool]:
-    """The bytes of a checkpoint of any program, and whether it has checksums.
+    """Return the size in bytes of a checkpoint of any program, and whether it has checksums.
 
     Raises:
         CheckpointCorruptError: its manifest is damaged, or cannot be read.

@@ -1,4 +1,4 @@
-"""What a training loop holds: it decides when to save, what to keep, and where to resume."""
+"""The checkpoint manager of a training loop: it decides when to save, what to keep, and where to resume."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ logger = logging.getLogger(__name__)
 
 
 class CheckpointManager:
-    """Saves, keeps and resumes the steps of one run. A context manager.
+    """Saves, keeps and restores the checkpoints of one run. A context manager.
 
     Args:
-        checkpointer: does the saving; owned and closed by the manager. None: nothing is saved or restored
+        checkpointer: saves and loads; owned and closed by the manager. None: nothing is saved or restored
             (`checkpoint=off`).
         run: the folder of the checkpoints, the ranks, and deadlines.
         save: when to save.
-        restorer: loads what the run begins with; None without a checkpointer.
-        overlap: what to do when a save comes while earlier ones hold all memory: `wait`, `skip` or `error`.
+        restorer: loads the checkpoint that the run begins with; None without a checkpointer.
+        overlap: what to do with a save while earlier ones use all memory: `wait`, `skip` or `error`.
 
     Attributes:
         reports: one `SaveReport` per ended or skipped save, in order.
-        idle: set by `close`: the step that was restored when none came after it, so that nothing was trained.
+        idle: set by `close`: the restored step, if no step came after it, so that nothing was trained.
         stopped_by: the signal by which `should_stop` ends the loop, or None.
     """
 
@@ -70,12 +70,12 @@ class CheckpointManager:
         if checkpointer is None or restorer is None:
             return
         self._restorer = restorer
-        self._pipeline = cast(SavePipeline, checkpointer.saver)  # a manager is built with parts of ours
+        self._pipeline = cast(SavePipeline, checkpointer.saver)  # a manager is never built with third-party parts
         self._saves, self.reports = self._pipeline.saves, self._pipeline.reports
 
     @property
     def enabled(self) -> bool:
-        """Whether anything is saved at all."""
+        """Whether the manager saves and restores anything."""
         return self._checkpointer is not None
 
     def path_of(self, step: int) -> str:
@@ -87,7 +87,7 @@ class CheckpointManager:
         return self._run.committed()
 
     def guard(self, optimizer: Any) -> None:
-        """Let `optimizer.step()` wait for a snapshot that is still being copied. Needed by `zero_overhead` alone.
+        """Make `optimizer.step()` wait for a snapshot that is still being copied. Only `zero_overhead` needs it.
 
         Args:
             optimizer: a torch optimizer, a list of them, or a wrapper with the attribute `optimizer`.
@@ -96,33 +96,33 @@ class CheckpointManager:
             self._checkpointer.guard(optimizer)
 
     def wait_staged(self, timeout: float | None = None) -> None:
-        """Return when the tensors of the last save may be changed."""
+        """Wait until the tensors of the last save may be changed."""
         if self._checkpointer is not None:
             self._checkpointer.wait_staged(timeout)
 
     def restore(self, state: dict[str, Any], *, strict: bool = True, allow_dtype_cast: bool = False) -> int | None:
-        """Load the checkpoint that `resume` says into `state`, in place.
+        """Load the checkpoint chosen by `resume` into `state`, in place.
 
-        First waits for a checkpoint that the writer process of a dead run is still finishing, and deletes what dead
-        runs of this host left half-done. A newest checkpoint that is damaged is passed over, loudly, unless `resume`
-        names its step. Then plans and takes memory for the saves to come (`prewarm`), where the policy makes any.
+        First waits for a checkpoint that the writer process of a dead run is still finishing, and deletes the
+        unfinished files of dead runs on this host. If the newest checkpoint is damaged, logs an error and loads the
+        one before, unless `resume` names its step. Then plans and allocates memory for saves (`prewarm`), if the policy
+        makes any.
 
         Args:
-            state: as for `save`; its objects get their state back.
-            strict: raise when the state has keys that the checkpoint lacks; False: one warning says which.
+            state: as for `save`; its objects are given their state.
+            strict: raise if the state has keys that the checkpoint lacks; False: warn once, with the keys.
             allow_dtype_cast: let the state's tensors take values of another dtype.
 
         Returns:
-            The step that was loaded, or None when the run starts from scratch. 0 for a checkpoint that was named by a
-            path without a step.
+            The step that was loaded, or None if the run starts from scratch. 0 for a checkpoint whose path has no step.
 
         Raises:
-            CheckpointNotFoundError: `resume` asks for what is not there, or what is there has other names.
-            CheckpointWorldError: the ranks are others than those that the manager was built for.
-            CheckpointExistsError: checkpoints follow the one that `resume` names, which saves would meet.
+            CheckpointNotFoundError: there is no checkpoint as `resume` asks for, or only under other names.
+            CheckpointWorldError: the process group is not the one that the manager was built with.
+            CheckpointExistsError: checkpoints follow the one that `resume` names, and saves would collide with them.
             CheckpointStageError: the state has a value that cannot be saved, by key.
-            CheckpointCorruptError: no checkpoint that may be used is whole.
-            CheckpointLoadError: the checkpoint is another model's.
+            CheckpointCorruptError: every checkpoint that may be used is damaged.
+            CheckpointLoadError: the checkpoint does not fit the state.
         """
         if self._checkpointer is None:
             if os.environ.get("RANK", "0") == "0":
@@ -142,7 +142,7 @@ class CheckpointManager:
         return step
 
     def maybe_save(self, step: int, state: Mapping[Any, Any]) -> bool:
-        """Save when the policy says so. Call it after every step. Returns whether a save was started.
+        """Save if the policy says so. Call this after every step. Returns whether a save was started.
 
         Args:
             step: the step just done.
@@ -150,9 +150,9 @@ class CheckpointManager:
                 reference to it, for the save at the end.
 
         Raises:
-            CheckpointWorldError: the ranks are others than those that the manager was built for.
-            CheckpointError: also what went wrong in an earlier save and was not raised yet; with several ranks at the
-                next save, on all of them.
+            CheckpointWorldError: the process group is not the one that the manager was built with.
+            CheckpointError: the save failed, or an earlier one did and its error was not raised yet. With several ranks
+                it is raised at the next save, on all of them.
         """
         step = checked_step(step)
         self._seen = (step, state)
@@ -174,21 +174,21 @@ class CheckpointManager:
         policy = self._save_policy
         if self._ranks.world_size == 1 or policy.every_seconds is None:
             return policy.should_save(step, time.monotonic() - self._last_save)
-        # The ranks' clocks differ, so rank 0's is asked.
+        # The clocks of the ranks differ, so rank 0 decides.
         deadline, since = time.monotonic() + self._timeouts.waiting, self._last_save
         return bool(self._due.ask(step, lambda: policy.should_save(step, time.monotonic() - since), deadline))
 
     def save(self, step: int, state: Mapping[Any, Any]) -> bool:
         """Save now. Returns whether a save was started.
 
-        It is not when the step is saved already, when `overlap: skip` says so, and with `on_error: warn` when it could
-        not begin; the last two are in `reports`.
+        None is started if the step is saved already, if `overlap: skip` applies, or if it could not begin and
+        `on_error` is `warn`; the last two cases are in `reports`.
 
         Raises:
-            CheckpointBusyError: `overlap: error` and an earlier save still runs.
+            CheckpointBusyError: `overlap: error`, and an earlier save is still running.
             CheckpointExistsError: an older run saved this step, or later ones.
-            CheckpointStepError: the step is no step.
-            CheckpointError: what went wrong, also in an earlier save.
+            CheckpointStepError: the step is not a valid step.
+            CheckpointError: this save or an earlier one failed.
         """
         step = checked_step(step)
         self._seen = (step, state)
@@ -214,13 +214,13 @@ class CheckpointManager:
         return save.begun and (self._pipeline.caller.in_other_process or save.report.outcome == "committed")
 
     def _prewarm_loaded(self, state: Mapping[Any, Any]) -> None:
-        """Not from scratch: then an optimizer has no state before its first step, and the plan would be another."""
+        """Prewarm after a restore, but not from scratch: the optimizer's first step changes the plan."""
         try:
             self.prewarm(state)
         except CheckpointError as error:
             if not self._pipeline.policy.warn:
                 raise
-            logger.warning("the first save is going to fail (checkpoint.on_error=warn): %s", error)
+            logger.warning("the first save will fail (checkpoint.on_error=warn): %s", error)
 
     def _skip(self, step: int, text: str) -> bool:
         logger.warning("step %d is skipped: %s", step, text)
@@ -228,32 +228,31 @@ class CheckpointManager:
         return False
 
     def prewarm(self, state: Mapping[Any, Any]) -> None:
-        """Plan and take memory for this state, so that the first save costs what others do."""
+        """Plan and allocate memory for this state, so that the first save is as fast as others."""
         if self._checkpointer is not None:
             self._checkpointer.prewarm(state)
 
     def stop_on_signals(self) -> None:
-        """From now on and until `close`, note SIGTERM, SIGINT and SIGUSR1 for `should_stop`, and do not end by them.
+        """Until `close`, catch SIGTERM, SIGINT and SIGUSR1 for `should_stop`, instead of being ended by them.
 
-        Call it on every rank, in the main thread. A SIGINT after another of these signals ends the process at once.
+        Call this on every rank, in the main thread. A SIGINT after another of these signals ends the process at once.
         """
         if self._signals is not None or self._closed:
             return
-        # Without a checkpointer the ranks agree on nothing else, and have no coordinator.
+        # Without a checkpointer the ranks agree on nothing else, so there is no coordinator.
         ranks = self._ranks if self.enabled else job_ranks("stop_signals", self._timeouts)
         self._signals = StopSignals(ranks, self._timeouts.stage, owns_ranks=not self.enabled)
 
     def should_stop(self) -> bool:
-        """Whether a signal asks to stop: the same answer on all ranks. Call it once after every step.
+        """Whether a signal asks to stop; the same on all ranks. Call this once after every step.
 
-        When it is true, leave the loop: the end of the `with` block then saves the last step that `maybe_save` saw,
-        whatever `save.at_end` says, and takes no longer than `timeouts` allow. A signal is acted upon within about a
-        second and a step.
+        If True, leave the loop: the end of the `with` block then saves the last step passed to `maybe_save`, whatever
+        `save.at_end` says, within `timeouts`. It takes about a second and a step to react to a signal.
 
         Raises:
             CheckpointError: `stop_on_signals` was not called.
             CheckpointTimeoutError: a rank did not call in time.
-            RanksError: a rank is dead, or has gone on without the call.
+            RanksError: a rank is dead, or has continued without the call.
         """
         if self._signals is None:
             raise CheckpointError("Call stop_on_signals() before the loop; should_stop() reports what it notes.")
@@ -261,7 +260,7 @@ class CheckpointManager:
         return self.stopped_by is not None
 
     def wait(self) -> None:
-        """Return when every save that was started is committed, or raise what went wrong.
+        """Wait until every save that was started is committed, or raise the error of one that failed.
 
         Raises:
             CheckpointTimeoutError: a save hung; see timeouts.write.
@@ -270,10 +269,10 @@ class CheckpointManager:
         self._saves.raise_first()
 
     def close(self) -> None:
-        """Finish what was started and free everything; saves nothing more. Bounded; safe to call twice.
+        """Finish the saves in flight and free all resources; starts no save. Bounded; safe to call twice.
 
         Raises:
-            CheckpointError: what went wrong in an earlier save and was not raised yet.
+            CheckpointError: an earlier save failed, and its error was not raised yet.
         """
         if self._closed:
             return
@@ -294,11 +293,11 @@ class CheckpointManager:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None:
-            self._restored = None  # the loop may have ended before its first step
+            self._restored = None  # the loop may have failed before its first step
             try:
                 self.close()
             except CheckpointError as failure:
-                # The loop's own exception goes on; this one must not hide it.
+                # The exception of the loop propagates; this one must not hide it.
                 logger.error("while closing the checkpoint manager: %s", failure)
             return
         try:
@@ -309,7 +308,7 @@ class CheckpointManager:
 
     def _warn_if_idle(self) -> None:
         if self._restored is None or not self._save_policy.enabled:
-            return  # what only evaluates has no steps
+            return  # an evaluation has no steps
         if self._seen is None or self._seen[0] == self._restored:
             self.idle = self._restored
             if self._ranks.is_leader:
@@ -318,7 +317,7 @@ class CheckpointManager:
                 )
 
     def _save_last(self, step: int, state: Mapping[Any, Any]) -> None:
-        """Save the last step: `overlap` must not skip it, nor an earlier save's error keep it from being tried."""
+        """Save the last step, even if `overlap` is `skip` or an earlier save has failed."""
         self._saves.wait(self._timeouts.whole_save)
         failed = [save for save in self._saves if save.undelivered is not None]
         for save in failed:

@@ -1,4 +1,4 @@
-"""When to save, what to keep, where to resume: three small rules, each on its own; and what a step is."""
+"""Policies: when to save, what to keep, where to resume; and the check of a step."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ RESUME_WORDS = ("auto", "must", "never")
 
 
 def checked_resume(value: int | str) -> int | str:
-    """`auto`, `must`, `never`, a step that is not negative, which may have come as a text, or a path.
+    """Check a value of `resume`: `auto`, `must`, `never`, a step of at least 0, which may be a string, or a path.
 
-    A path has a slash, begins with `~`, or names what is there.
+    A path contains a slash, begins with `~`, or exists.
     """
     if isinstance(value, str) and value.isdecimal():
         value = int(value)
@@ -34,12 +34,12 @@ def checked_resume(value: int | str) -> int | str:
 
 @dataclass(frozen=True)
 class SavePolicy:
-    """Save every so many steps, or after so many seconds, and at the end.
+    """Save every `every_steps` steps, or every `every_seconds` seconds, and at the end.
 
     Attributes:
-        every_steps: save when the step is a multiple; None: never for this reason.
-        every_seconds: save when the last save is so long ago; None: never for this reason.
-        at_end: save the last step when the manager is left without an exception.
+        every_steps: save if the step is a multiple; None: not used.
+        every_seconds: save if the last save was that long ago; None: not used.
+        at_end: save the last step if the `with` block ends without an exception.
     """
 
     every_steps: int | None = 100
@@ -48,7 +48,7 @@ class SavePolicy:
 
     @property
     def enabled(self) -> bool:
-        """Whether it saves at all, unasked."""
+        """Whether the policy makes any saves."""
         return self.at_end or self.every_steps is not None or self.every_seconds is not None
 
     def should_save(self, step: int, seconds_since_last: float) -> bool:
@@ -63,8 +63,8 @@ class RetentionPolicy:
     """Keep the newest checkpoints, and some permanently.
 
     Attributes:
-        last: how many of the newest; None: all.
-        every_steps: those whose step is a multiple are never deleted; None: none is.
+        last: how many of the newest to keep; None: all.
+        every_steps: checkpoints whose step is a multiple are never deleted; None: not used.
     """
 
     last: int | None = 3
@@ -84,7 +84,7 @@ class ResumePolicy:
 
     Attributes:
         choice: `auto` (newest, or from scratch), `must` (newest), `never`, a step, or a path.
-        rewind: retire what follows the chosen checkpoint.
+        rewind: retire the steps that follow the chosen checkpoint.
     """
 
     choice: str | int = "auto"
@@ -92,22 +92,22 @@ class ResumePolicy:
 
     @property
     def searches(self) -> bool:
-        """Whether the newest checkpoint that is whole will do."""
+        """Whether to load the newest undamaged checkpoint."""
         return self.choice in ("auto", "must")
 
     @property
     def path(self) -> str | None:
-        """The checkpoint elsewhere that was asked for, absolute; None for any other choice."""
+        """The absolute path of the checkpoint, if the choice is a path, else None."""
         if isinstance(self.choice, int) or self.searches or self.choice == "never":
             return None
         return os.path.abspath(os.path.expanduser(self.choice))
 
 
 def checked_step(step: object) -> int:
-    """A step as the plain int that it is.
+    """Check a step, and return it as a plain int.
 
     Raises:
-        CheckpointStepError: it is no step.
+        CheckpointStepError: it is not a valid step.
     """
     try:
         number = None if isinstance(step, bool) else operator.index(step)  # type: ignore[arg-type]

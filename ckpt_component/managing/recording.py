@@ -1,4 +1,4 @@
-"""The managers that a Hydra job builds, recorded for its report. Nothing is kept unless a report asked for it."""
+"""Record the managers that a Hydra job builds, for its report. Nothing is recorded unless a report asks for it."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ _managers: ContextVar[list[CheckpointManager] | None] = ContextVar("managers", d
 
 
 def start() -> None:
-    """Record the managers that this job builds from now on."""
+    """Start to record the managers that this job builds."""
     _managers.set([])
 
 
 def record(manager: CheckpointManager) -> None:
-    """Keep a manager for the report, if one was asked for. The factory calls this with every manager."""
+    """Record a manager, if recording was started. The factory calls this for every manager."""
     managers = _managers.get()
     if managers is not None:
         managers.append(manager)
 
 
 def stop() -> list[CheckpointManager]:
-    """The managers since `start`, oldest first. From now on none is kept."""
+    """Stop recording, and return the managers since `start`, oldest first."""
     managers = _managers.get()
     _managers.set(None)
     return managers or []

@@ -1,4 +1,4 @@
-"""Where a run begins: rank 0 scans what is committed, all ranks load the same step, and fall back together."""
+"""Restore a run: rank 0 scans for committed steps; all ranks load the same step, and fall back together."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from .run_folder import RunFolder
 
 logger = logging.getLogger(__name__)
 
-#: As which a failure reaches all ranks, the worst first: what proves damage, what an older checkpoint may make up for.
+#: The types in which a failure is raised on all ranks, the worst first; the first two allow an older checkpoint.
 _ORDER: tuple[type[CheckpointError], ...] = (CheckpointCorruptError, CheckpointUnreadableError, CheckpointLoadError)
 
 
 class Restorer:
-    """Searches for the checkpoint to begin with.
+    """Finds and loads the checkpoint that a run begins with.
 
     Args:
-        checkpointer: loads.
-        folder: of the run that begins, with what becomes of the steps that follow.
-        saves: whether the run is going to save by itself.
+        checkpointer: loads the checkpoint.
+        folder: the run's folder, which refuses or retires the steps that follow.
+        saves: whether the save policy makes any saves.
 
     Attributes:
         loaded: the path of the checkpoint that was loaded last.
@@ -51,14 +51,14 @@ class Restorer:
         self.loaded: str | None = None
 
     def load(self, state: dict[str, Any], strict: bool, allow_dtype_cast: bool) -> int | None:
-        """Load the best step that is whole; see `CheckpointManager.restore`. Returns it, or None.
+        """Load the best undamaged step; see `CheckpointManager.restore`. Returns the step, or None.
 
-        What was found to be damaged is quarantined once an older checkpoint has been loaded in its place, or where
-        there never was a checkpoint: until then it may be all there is. What follows is retired as late.
+        Damaged checkpoints are quarantined only after an older checkpoint has been loaded, or if there never was one:
+        until then they may be all there is. Steps that follow are retired as late.
 
         Args:
             state: filled in place.
-            strict: refuse a checkpoint that lacks keys of the state.
+            strict: raise if the checkpoint lacks keys of the state.
             allow_dtype_cast: let the state's tensors take values of another dtype.
         """
         ranks, timeouts = self._run.ranks, self._run.timeouts
@@ -94,7 +94,7 @@ class Restorer:
         tag: str,
         load: Callable[[str, str], tuple[int, bool]],
     ) -> tuple[int | None, str | None]:
-        """Load the first candidate that is whole, and add the damaged ones before it to the suspects."""
+        """Load the first undamaged candidate, and add the damaged ones before it to `suspects`."""
         for number, (step, path) in enumerate(candidates):
             started = time.perf_counter()
             try:
@@ -103,7 +103,7 @@ class Restorer:
                 if number + 1 == len(candidates):
                     raise
                 logger.error("step %d cannot be used, trying step %d: %s", step, candidates[number + 1][0], error)
-                # What cannot be read may be all right: the disk or the mount is not.
+                # An unreadable checkpoint may be intact: the disk or the mount may be at fault.
                 if not isinstance(error, CheckpointUnreadableError):
                     suspects.append(step)
                 continue
@@ -120,11 +120,11 @@ class Restorer:
         return None, None
 
     def _look(self) -> list[Any]:
-        """On the leading rank.
+        """On the leading rank: clean up and scan the folder.
 
         Returns:
-            The steps to try with their paths, best first; all that are committed; those to quarantine; and all that a
-            save would meet.
+            The steps to try with their paths, best first; the committed steps; the steps to quarantine; and all steps
+            that a save would collide with.
         """
         self._clean_up()
         scan = self._run.scan()
@@ -132,9 +132,9 @@ class Restorer:
         for step, why in sorted(bad.items()):
             logger.error("step %d is not a usable checkpoint: %s", step, why)
         for why in scan.unfinished.values():
-            logger.warning("%s; it is no checkpoint, and left alone", why)
+            logger.warning("%s; it is not a checkpoint and is left alone", why)
         for why in scan.foreign.values():
-            logger.warning("%s, so it is not taken for a checkpoint of this run and left alone", why)
+            logger.warning("%s, so it is not considered a checkpoint of this run and is left alone", why)
         self._run.warned.update(bad.values(), scan.foreign.values())
         candidates = candidates_of(self._run, self._policy, scan)
         if self._saves and not self._policy.searches and not self._policy.rewind:
@@ -144,7 +144,7 @@ class Restorer:
         return [candidates, scan.committed, suspects, sorted(scan.occupied)]
 
     def _tidy(self, suspects: list[int], committed: list[int], retired: list[int]) -> list[int]:
-        """On the leading rank: put away what is damaged and what is to be retired, and set the pointer right.
+        """On the leading rank: quarantine damaged steps, retire others, and repair the pointer.
 
         Returns:
             The steps that it moved.
@@ -155,7 +155,7 @@ class Restorer:
             try:
                 target = quarantine(self._run.fs, path)
             except OSError as error:
-                logger.error("%s is damaged and could not be put out of the way: %s", path, error)
+                logger.error("%s is damaged and could not be quarantined: %s", path, error)
                 continue
             logger.error("%s is damaged; it is kept as %s, which nothing uses or deletes", path, target)
             moved.append(step)
@@ -163,10 +163,10 @@ class Restorer:
         return moved
 
     def _load_together(self, state: dict[str, Any], path: str, tag: str, **options: bool) -> tuple[int, bool]:
-        """Load a checkpoint on all ranks; what fails on one fails on all, and corrupt bytes are the worst.
+        """Load a checkpoint on all ranks. A failure on one rank is raised on all; corruption takes precedence.
 
         Returns:
-            On the leading rank the bytes of the checkpoint, and whether it has checksums.
+            On the leading rank, the size of the checkpoint in bytes, and whether it has checksums.
         """
         run, size = self._run, (0, False)
         failure: Exception | None = None
@@ -174,7 +174,7 @@ class Restorer:
             if run.ranks.is_leader:
                 size = size_of_checkpoint(run.fs, path)
             else:
-                # A path that was named may be that of a file.
+                # A path given by the user may be a file.
                 wait_visible(lambda: run.fs.is_folder(path) or os.path.isfile(path), path, run.timeouts.visible)
             self._checkpointer.load(path, state, resuming=True, **options)
         except Exception as error:
@@ -185,7 +185,7 @@ class Restorer:
             return size
         kind = next((each for each in (_ORDER[1], _ORDER[0]) if isinstance(failure, each)), _ORDER[2])
         outcome = None if failure is None else [_ORDER.index(kind), str(failure)]
-        # As long as the slowest rank needs to read its part.
+        # Time for the slowest rank to read its part.
         deadline = time.monotonic() + run.timeouts.stage + run.timeouts.write
         try:
             run.ranks.decide(tag, outcome, _raise_worst, deadline)
@@ -194,19 +194,19 @@ class Restorer:
         return size
 
     def _clean_up(self) -> None:
-        """Wait, bounded, for what a dead run's writer still finishes; then delete what dead runs left."""
+        """Wait, bounded, for the writer of a dead run to finish its checkpoint; then delete what dead runs left."""
         deadline = time.monotonic() + self._run.timeouts.close
         logged = False
         while living := living_attempts(self._run.fs, self._run.root, self._run.names):
             if not logged:
                 logger.info(
-                    "waiting up to %g s for a checkpoint that another process finishes: %s",
+                    "waiting up to %g s for a checkpoint that another process is finishing: %s",
                     self._run.timeouts.close,
                     living,
                 )
                 logged = True
             if time.monotonic() > deadline:
-                logger.warning("%s is still being written by another process; going on without it", living)
+                logger.warning("%s is still being written by another process; continuing without it", living)
                 break
             time.sleep(0.05)
         for name in sweep(self._run.fs, self._run.root, self._run.names):
@@ -214,7 +214,7 @@ class Restorer:
 
 
 def _raise_worst(outcomes: list[Any]) -> None:
-    """On the leading rank: raise the worst failure, with its rank in the text, unless every rank loaded its part."""
+    """On the leading rank: raise the worst failure, with its rank in the text, if there is one."""
     failures = [(outcome[0], rank, outcome[1]) for rank, outcome in enumerate(outcomes) if outcome is not None]
     if failures:
         order, rank, text = min(failures)

@@ -1,4 +1,4 @@
-"""What the parts of a manager share: where the checkpoints of the run lie, how they are named, and who saves them."""
+"""Context shared by the parts of a manager: the run's checkpoint folder, how steps are named, and the ranks."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ class RunContext:
     """One run and its folder of checkpoints.
 
     Attributes:
-        fs: where effects go.
+        fs: file system operations.
         root: absolute path of the folder.
         names: how steps are named on disk.
-        ranks: how the ranks agree.
+        ranks: coordinator of the ranks.
         timeouts: deadlines.
-        warned: warnings that were given already; see `committed_steps`.
+        warned: warnings that were logged already; see `committed_steps`.
     """
 
     fs: FsOps
@@ -52,15 +52,15 @@ class RunContext:
 
 
 def job_ranks(purpose: str, timeouts: ResolvedTimeouts) -> Coordinator:
-    """One rank, or those of `torch.distributed` where the script has initialized it."""
+    """Return the coordinator of the ranks of `torch.distributed` if the script has initialized it, else of one rank."""
     store = RankStore.of_job(purpose)
     if store is not None:
         return StoreCoordinator(store, timeouts.heartbeat, timeouts.stall)
     launched = os.environ.get("WORLD_SIZE", "")
     if distributed() is None and launched.isdigit() and int(launched) > 1:
         logger.warning(
-            "WORLD_SIZE is %s and torch.distributed is not initialized, so this rank (RANK=%s) saves and restores for "
-            "itself. Ranks that train one model need init_process_group() before build_manager(); independent ones "
+            "WORLD_SIZE is %s and torch.distributed is not initialized, so this rank (RANK=%s) saves and restores on "
+            "its own. Ranks that train one model need init_process_group() before build_manager(); independent ones "
             "need a checkpoint.dir each.",
             launched,
             os.environ.get("RANK"),
@@ -69,7 +69,7 @@ def job_ranks(purpose: str, timeouts: ResolvedTimeouts) -> Coordinator:
 
 
 def steps_text(steps: list[int]) -> str:
-    """Steps for a message; the first and the last of many."""
+    """Format steps for a message; of many, only the first ones and the last."""
     shown = list(map(str, steps))
     if len(shown) > _NAMED:
         shown = [*shown[: _NAMED - 1], f"... ({len(steps)} in all), {shown[-1]}"]

@@ -1,7 +1,8 @@
-"""One run's folder of checkpoints: whether it can be written to, the pointer, what is deleted, and what follows.
+"""The checkpoint folder of a run: write access, the latest-pointer, retention, and the steps that follow.
 
-What follows the checkpoint that a run begins with is refused before the first step, or retired. Otherwise the run would
-train up to the first step that is saved already, and `keep` would take its new checkpoints for the oldest.
+If steps follow the checkpoint that a run begins with, the run is refused before its first step, or they are retired.
+Otherwise the run would fail at the first step that is saved already, and `keep` would treat its new checkpoints as the
+oldest.
 """
 
 from __future__ import annotations
@@ -25,22 +26,22 @@ from .run_context import RunContext, steps_text
 
 logger = logging.getLogger(__name__)
 
-#: By these torchrun and Slurm count how often they started a job again.
+#: torchrun and Slurm count restarts of a job in these.
 _RESTARTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
 _RESTORE_ONLY = "A script that only restores sets checkpoint.save.every_steps=null checkpoint.save.at_end=false."
 
 
 class RunFolder:
-    """What a run adds to its saves (`RunHooks`), and what a restore does about the steps that follow.
+    """The hooks of a run for its saves (`RunHooks`), and how a restore handles the steps that follow.
 
     Args:
-        run: whose folder it is.
-        resume: where the run begins, and whether it may retire what follows.
+        run: the run.
+        resume: where the run begins, and whether it may retire the steps that follow.
         keep: which checkpoints to keep.
 
     Attributes:
-        ownership: of the folder, which the first save takes over.
-        settled: a restore has dealt with what follows, so that the first save need not.
+        ownership: fencing token of the folder; the first save acquires it.
+        settled: whether a restore has handled the steps that follow, so that the first save need not.
     """
 
     def __init__(self, run: RunContext, resume: ResumePolicy, keep: RetentionPolicy) -> None:
@@ -52,9 +53,9 @@ class RunFolder:
         self._root = run.root
 
     def check_writable(self) -> None:
-        """Make the folder where there is none, and a small file in it from every rank, which is deleted at once.
+        """Make the folder if necessary, and write and delete a small file in it on every rank.
 
-        All ranks call it, before the first step. Warns when another run that saves there is alive on this host.
+        All ranks call this, before the first step. Warns if another run that saves there is alive on this host.
 
         Raises:
             CheckpointConfigError: a rank cannot write there; the same on all ranks.
@@ -62,7 +63,7 @@ class RunFolder:
         """
         run, failure = self.run, None
         deadline = time.monotonic() + run.timeouts.stage + run.timeouts.visible
-        # Rank 0 makes the folder, and the others find it.
+        # Rank 0 makes the folder, and the others wait for it.
         run.ranks.run_on_leader("root/made", self._try_to_write, deadline)
         if not run.ranks.is_leader:
             try:
@@ -93,7 +94,7 @@ class RunFolder:
             fs.try_folder(root, f"{TRIAL_PREFIX}{new_token()}")
         except OSError as error:
             if error.errno in FULL:
-                # What fills the disk may be what a dead run left, and that is deleted when this one restores.
+                # A dead run's files may fill the disk; they are deleted when this run restores.
                 logger.warning("%s is full (%s); saves fail until there is free space", root, error)
                 return
             raise CheckpointConfigError(
@@ -102,11 +103,11 @@ class RunFolder:
             ) from error
 
     def check_path(self, path: str) -> None:
-        """Before a save: nothing that follows may be in its way, where no restore has looked for that.
+        """Before a save: refuse or retire the steps that follow, unless a restore did, and check that the path is free.
 
         Raises:
-            CheckpointExistsError: something is; the text names the run that put it there, if that may be alive.
-            CheckpointSaveError: it cannot be looked at, or could not be retired.
+            CheckpointExistsError: a checkpoint is in the way; the text names the run that saved it, if it may be alive.
+            CheckpointSaveError: the folder cannot be listed, or a step could not be retired.
         """
         if not self.settled:
             self._settle(self._step_of(path))
@@ -125,7 +126,7 @@ class RunFolder:
             logger.warning("step %d is committed, but its pointer file could not be written: %s", step, error)
 
     def after_save(self, path: str) -> None:
-        """Delete what `keep` no longer keeps beside a new checkpoint. A failure is a warning."""
+        """Delete the checkpoints that `keep` no longer keeps after a new one. A failure is a warning."""
         try:
             for old in self._keep.to_delete(self.run.committed()):
                 logger.info("deleting the checkpoint of step %d (checkpoint.keep)", old)
@@ -135,14 +136,14 @@ class RunFolder:
             logger.warning("step %d is committed, but listing or deleting older checkpoints failed: %s", step, error)
 
     def refuse(self, later: Iterable[int], step: int | None) -> None:
-        """Refuse to begin with a step that others follow.
+        """Refuse to begin with a step if others follow it.
 
         Args:
-            later: the steps that follow; none: nothing is wrong.
-            step: that the run begins with; None: from scratch.
+            later: the steps that follow; if empty, nothing is raised.
+            step: the step that the run begins with; None: from scratch.
 
         Raises:
-            CheckpointExistsError: with the ways out.
+            CheckpointExistsError: steps follow; the text says what to do.
         """
         later = sorted(later)
         if not later:
@@ -151,27 +152,27 @@ class RunFolder:
         retire = "to retire them (they are renamed, not deleted), checkpoint.rewind=true"
         if step is None:
             text = (
-                f"checkpoint.resume=never, and {self._root} holds checkpoints of {steps}. To go on from the newest, "
+                f"checkpoint.resume=never, and {self._root} holds checkpoints of {steps}. To continue from the newest, "
                 f"type checkpoint.resume=auto; to keep them, a new checkpoint.dir; {retire}."
             )
         else:
             path = self.resume.path or self.run.path_of(step)
             text = (
                 f"checkpoint.resume={self.resume.choice}, and in {self._root} {steps} would follow step {step}. To "
-                f"keep them, type {typed('checkpoint.resume', path)} checkpoint.dir=<new folder>; {retire}; to go on "
-                f"from the newest, checkpoint.resume=auto. {_RESTORE_ONLY}"
+                f"keep them, type {typed('checkpoint.resume', path)} checkpoint.dir=<new folder>; {retire}; to "
+                f"continue from the newest, checkpoint.resume=auto. {_RESTORE_ONLY}"
             )
         raise CheckpointExistsError(self._beside_others(text))
 
     def retire(self, steps: Iterable[int]) -> list[int]:
-        """Rename checkpoints to names that nothing lists, the newest first; this run owns the root then.
+        """Rename checkpoints to names that no scan lists, the newest first, after acquiring ownership of the root.
 
         Returns:
             The steps, ascending.
 
         Raises:
-            CheckpointExistsError: the job was restarted, so they may be what it saved itself.
-            CheckpointSaveError: the run that saved there still runs, or one could not be renamed.
+            CheckpointExistsError: the job was restarted, so it may have saved them itself.
+            CheckpointSaveError: the run that saved there is still running, or a checkpoint could not be renamed.
         """
         steps = sorted(steps)
         if not steps:
@@ -180,7 +181,7 @@ class RunFolder:
         if restart is not None:
             raise CheckpointExistsError(
                 f"checkpoint.rewind=true retires nothing in a job that was restarted ({restart}), because "
-                f"{steps_text(steps)} in {self._root} may be its own. To go on from the newest, type "
+                f"{steps_text(steps)} in {self._root} may be its own. To continue from the newest, type "
                 "checkpoint.resume=auto checkpoint.rewind=false; to go back once more, start a new job."
             )
         other = self.ownership.neighbor()
@@ -193,7 +194,7 @@ class RunFolder:
         try:
             self.ownership.acquire()
             if read_pointer(self.run.fs, self._root, self.run.names) in steps:
-                self.run.fs.unlink(pointer)  # what is left is pointed to afterwards
+                self.run.fs.unlink(pointer)  # the pointer is repaired afterwards
             for step in reversed(steps):
                 target = quarantine(self.run.fs, self.run.path_of(step))
                 logger.info("retired step %d (checkpoint.rewind=true): kept as %s", step, target)
@@ -205,7 +206,7 @@ class RunFolder:
         return steps
 
     def _settle(self, step: int) -> None:
-        """What follows the first step that is saved, without a restore: as `rewind` says."""
+        """Handle the steps that follow the first saved step, without a restore, as `rewind` says."""
         try:
             occupied = self.run.scan().occupied
         except OSError as error:
@@ -220,7 +221,7 @@ class RunFolder:
             raise CheckpointExistsError(
                 self._beside_others(
                     f"Step {step} is the first that this run saves, and {self._root} holds checkpoints of steps "
-                    f"{steps_text(sorted(later))}. To go on from the newest, call restore() before training, with "
+                    f"{steps_text(sorted(later))}. To continue from the newest, call restore() before training, with "
                     "checkpoint.resume=auto; to keep them, type a new checkpoint.dir; to retire them (they are "
                     "renamed, not deleted), checkpoint.rewind=true."
                 )

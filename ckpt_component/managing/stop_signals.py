@@ -1,4 +1,4 @@
-"""Stop signals: noted when they come, and acted upon by all ranks after the same training step."""
+"""Stop signals: caught when they arrive, and handled by all ranks after the same training step."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from ..coordination import Coordinator
 
 logger = logging.getLogger(__name__)
 
-#: How a scheduler or a person asks a job to stop; Slurm's --signal=USR1 is the usual early warning.
+#: Signals by which a scheduler or a user stops a job; Slurm's --signal=USR1 is the usual early warning.
 STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-#: The ranks compare what they have caught about this often, and at least once in so many steps.
+#: The ranks exchange what they have caught about this often, and at least once in this many steps.
 _SECONDS_BETWEEN, _MOST_STEPS_BETWEEN = 1.0, 100
 
 
 class StopSignals:
-    """Notes stop signals until it is closed. A SIGINT after another signal ends the process at once.
+    """Catches stop signals until it is closed. A SIGINT after another signal ends the process at once.
 
-    A signal reaches the ranks at different moments, and perhaps one of them alone. So about once a second they exchange
-    what they have caught. After how many steps they do so again is decided by the leading rank, for all of them.
+    A signal reaches the ranks at different times, or only one of them. So about once a second the ranks exchange what
+    they have caught. The leading rank decides for all of them after how many steps they do so again.
 
     Args:
-        ranks: who stops together.
+        ranks: coordinator of the ranks, which stop together.
         timeout: seconds to wait for the other ranks.
-        owns_ranks: close the ranks too.
+        owns_ranks: whether `close` closes the coordinator too.
     """
 
     def __init__(self, ranks: Coordinator, timeout: float, *, owns_ranks: bool = False) -> None:
@@ -47,11 +47,11 @@ class StopSignals:
             self._handlers[number] = signal.signal(number, self._note)
 
     def agreed(self) -> signal.Signals | None:
-        """The signal by which all ranks stop now, or None. All ranks must call it after the same steps.
+        """Return the signal by which all ranks stop now, or None. All ranks must call this after the same steps.
 
         Raises:
             CheckpointTimeoutError: a rank did not call in time.
-            RanksError: a rank is dead, or has gone on without the call.
+            RanksError: a rank is dead, or has continued without the call.
         """
         if self._ranks.world_size == 1:
             return self._caught
@@ -64,7 +64,7 @@ class StopSignals:
         return self._agreed
 
     def close(self) -> None:
-        """Handle signals as before. Safe to call twice."""
+        """Restore the previous signal handlers. Safe to call twice."""
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
         self._handlers = {}
@@ -82,5 +82,5 @@ class StopSignals:
             os.kill(os.getpid(), signal.SIGINT)
         if self._caught is None:
             self._caught = signal.Signals(number)
-            # Not by logging or print, which may be half-way through a line of their own when a signal comes.
+            # Not by logging or print, which the signal may have interrupted in the middle of a line.
             os.write(2, f"{self._caught.name}: stopping after this step\n".encode())

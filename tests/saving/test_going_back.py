@@ -286,7 +286,7 @@ def test_a_path_into_the_runs_own_folder_is_that_step(tmp_path: Path) -> None:
 def test_paths_that_are_no_checkpoint(tmp_path: Path) -> None:
     saved(tmp_path / "old", 1, 2)
     new = tmp_path / "new"
-    with pytest.raises(CheckpointNotFoundError, match="and there is nothing; name the folder"):
+    with pytest.raises(CheckpointNotFoundError, match="does not exist; name the folder"):
         restored(new, f"checkpoint.resume={tmp_path}/nothing")
     with pytest.raises(CheckpointNotFoundError, match=f"such as checkpoint.resume={tmp_path}/old/iter_0000002"):
         restored(new, f"checkpoint.resume={tmp_path}/old")
@@ -333,7 +333,7 @@ def test_a_stock_dcp_checkpoint_is_not_passed_over(name: str, tmp_path: Path) ->
 def test_megatrons_own_checkpoints_are_not_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / POINTER).write_text("5")
     assert restored(tmp_path) is None
-    assert f"{POINTER} in {tmp_path} names step 5, and there is no such checkpoint" in caplog.text
+    assert f"{POINTER} in {tmp_path} names step 5, but there is no such checkpoint" in caplog.text
     (tmp_path / "iter_0000005" / "mp_rank_00").mkdir(parents=True)
     with pytest.raises(
         CheckpointNotFoundError, match=r"iter_0000005\. Its format is not read here; .* checkpoint\.dir\.$"
@@ -413,7 +413,7 @@ def test_a_state_that_cannot_be_saved_is_refused_when_it_is_restored(
         manager.restore(bad, strict=False)
     with manager_in(tmp_path, "checkpoint.on_error=warn", preset=preset) as manager:
         assert manager.restore(bad, strict=False) == 1
-    assert "the first save is going to fail (checkpoint.on_error=warn): " in caplog.text
+    assert "the first save will fail (checkpoint.on_error=warn): " in caplog.text
 
 
 # --- steps that are none --------------------------------------------------------------------------------------------

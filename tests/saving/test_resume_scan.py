@@ -219,7 +219,7 @@ def test_a_rename_that_fails_does_not_stop_the_run(
 
     monkeypatch.setattr(FsOps, "rename_new", fail)
     assert restored(tmp_path) == 1
-    assert "could not be put out of the way" in caplog.text
+    assert "could not be quarantined" in caplog.text
 
 
 @pytest.mark.parametrize("text", [b"", b"garbage", b"7", b"-1", b"\xff\xfe", b"9" * 100, b"1", None])
