@@ -1,6 +1,6 @@
-"""From a config to the checkpointer graph: the only place that knows which parts fit together.
+"""Build the checkpointer graph from a config; the only module that knows which parts fit together.
 
-Read from here: `build_manager` and `build_checkpointer`, the table of rules, and the graph.
+It has `build_manager` and `build_checkpointer`, the table of rules, and the construction of the graph.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 
 @for_hydra()
 def build_checkpointer(config: Any, overrides: Sequence[str] = ()) -> Checkpointer:
-    """Build the checkpointer that a config asks for.
+    """Build the checkpointer of a config.
 
     Args:
         config: the `checkpoint` node of a Hydra config, a dict of the same form, or a preset's name
@@ -54,10 +54,10 @@ def build_checkpointer(config: Any, overrides: Sequence[str] = ()) -> Checkpoint
         overrides: as on a command line: `checkpoint.writer.workers=4`, `checkpoint/stager=pinned`.
 
     Returns:
-        A `SyncCheckpointer` when the caller is `inline`, else an `AsyncCheckpointer`.
+        A `SyncCheckpointer` if the caller is `inline`, else an `AsyncCheckpointer`.
 
     Raises:
-        CheckpointConfigError: the config is wrong, or its parts do not fit together; nothing was built then.
+        CheckpointConfigError: the config is wrong, or its parts do not fit together; nothing was built.
     """
     settings = resolve_config(config, overrides)
     if not settings.enabled:
@@ -73,17 +73,17 @@ def build_checkpointer(config: Any, overrides: Sequence[str] = ()) -> Checkpoint
 def build_manager(
     config: Any, overrides: Sequence[str] = (), *, dir: str | os.PathLike[str] | None = None
 ) -> CheckpointManager:
-    """Build the manager that a training loop holds, with its checkpointer.
+    """Build the manager for a training loop, with its checkpointer.
 
     Args:
         config: as for `build_checkpointer`.
         overrides: as for `build_checkpointer`.
-        dir: the folder of the checkpoints; instead of `checkpoint.dir`. In a job of a Hydra multirun a relative one,
-            from either, lies in the job's output folder.
+        dir: the checkpoint folder, instead of `checkpoint.dir`. In a job of a Hydra multirun, a relative folder from
+            either is relative to the job's output folder.
 
     Raises:
         CheckpointConfigError: the config is wrong, or its parts do not fit together, or another job of the multirun
-            saves in the folder; nothing was built then. Or a rank cannot write to the folder; then on all ranks.
+            saves in the folder; nothing was built. Or a rank cannot write to the folder; raised on all ranks.
     """
     settings = resolve_config(config, overrides)
     root = settings.dir if dir is None else _folder(dir)
@@ -99,7 +99,7 @@ def build_manager(
         parts, ranks = _build_parts(settings), job_ranks("checkpointer", timeouts)
         try:
             if job_root != root:
-                # Each rank's Hydra names the output folder by its own clock.
+                # Hydra names the output folder by each rank's clock, so rank 0's name is used.
                 job_root = ranks.run_on_leader("root/job", lambda: job_root, time.monotonic() + timeouts.stage)
             run = RunContext(fs, os.path.abspath(job_root), names, ranks, timeouts)
             folder = RunFolder(run, resume, RetentionPolicy(settings.keep.last, settings.keep.every_steps))
@@ -117,7 +117,7 @@ def build_manager(
 
 
 def _folder(dir: str | os.PathLike[str]) -> str:
-    """The argument `dir`, checked as the key is."""
+    """Check the argument `dir` like the key, and expand it."""
     root = os.fspath(dir)
     refuse_bad_dir(root)
     return expanded(root, "dir")
@@ -125,13 +125,13 @@ def _folder(dir: str | os.PathLike[str]) -> str:
 
 @dataclass(frozen=True)
 class Rule:
-    """A combination that is refused, and what to type instead. `{stager}` and so on are the parts' names."""
+    """A refused combination, and what to type instead. `{stager}` and others are replaced by the parts' names."""
 
     refuses: Callable[[Checkpoint, type[Stager], type[WriteCaller]], bool]
     text: str
 
 
-#: Which parts do not fit together, and what this machine must have. Everything else works.
+#: Parts that do not fit together, and requirements on the machine. All other combinations work.
 RULES = (
     Rule(
         lambda settings, stager, caller: sys.platform != "linux",
@@ -144,7 +144,7 @@ RULES = (
     ),
     Rule(
         lambda settings, stager, caller: caller.in_other_process and not hasattr(os, "memfd_create"),
-        "checkpoint/caller={caller} hands memory to a process by memfd, which this Python lacks. "
+        "checkpoint/caller={caller} passes memory to a process by memfd, which this Python lacks. "
         "Use checkpoint/caller=inline.",
     ),
     Rule(
@@ -158,13 +158,13 @@ RULES = (
             settings.writer.get("io") == IoMode.direct.value and settings.commit is Commit.manifest
         ),
         "checkpoint.writer.io=direct opens every file twice, and checkpoint.commit=manifest is for object stores, "
-        "in which a file is there only when it is closed. Use checkpoint.writer.io=auto, or checkpoint.commit=rename.",
+        "where a file exists only once it is closed. Use checkpoint.writer.io=auto, or checkpoint.commit=rename.",
     ),
 )
 
 
 def _build_parts(settings: Checkpoint) -> tuple[Stager, WriteCaller, Writer]:
-    """The chosen parts, before anything is started; raises CheckpointConfigError where they do not fit together."""
+    """Build the chosen parts, starting nothing. Raises CheckpointConfigError if they do not fit together."""
     stager_class = part_class("stager", settings.stager, Stager)
     caller_class = part_class("caller", settings.caller, WriteCaller)
     part_class("writer", settings.writer, Writer)
@@ -190,7 +190,7 @@ def _build_graph(
     hooks: RunHooks | None = None,
 ) -> Checkpointer:
     stager, caller, writer = parts
-    # An arena must be visible to the process that writes it; that is the caller's to say, not the stager's.
+    # An arena must be visible to the process that writes it, which depends on the caller, not the stager.
     shared = caller.in_other_process
     stager.connect(writer, ranks=ranks, shared=shared, timeout=timeouts.stage, max_stall=timeouts.max_stall)
     pipeline = SavePipeline(stager, caller, writer, ranks, fs, timeouts, policy, hooks)
@@ -201,7 +201,7 @@ def _build_graph(
 
 
 def _shares_computer(world_size: int) -> bool:
-    """Whether other ranks may be on this computer: torchrun sets how many there are, other launchers may not."""
+    """Whether other ranks may be on this host: torchrun sets how many there are, other launchers may not."""
     return world_size > 1 and os.environ.get("LOCAL_WORLD_SIZE") != "1"
 
 
@@ -212,7 +212,7 @@ def _file_system(settings: Checkpoint) -> FsOps:
 
 
 def _option(part: type[Any]) -> str:
-    """The name by which a config chooses a class: that of its file in conf/, or the class's own for a user's."""
+    """Return the name by which a config chooses a class: its option in conf/, or the name of a custom class."""
     return getattr(part, "option", part.__name__)
 
 
