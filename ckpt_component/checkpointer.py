@@ -74,7 +74,7 @@ class Checkpointer(ABC):
         strict: bool = False,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        """Load a checkpoint: ours, or one of stock `dcp.save`, `torch.save` or safetensors.
+        """Load a checkpoint: a native one, or one of stock `dcp.save`, `torch.save` or safetensors.
 
         Args:
             path: its folder (or file).
@@ -82,8 +82,8 @@ class Checkpointer(ABC):
                 `load_state_dict()` given their state; other keys are not loaded. None: load everything.
             default_map_location: a device, or a function as `torch.load` takes it, for tensors without a target.
             strict: raise if the target has keys that the checkpoint lacks; False: warn once, with the keys.
-            **kwargs: passed to the reader; ours takes `allow_dtype_cast=True`, `allow_unexpected=False` to refuse a
-                checkpoint with keys that the target lacks, and `resuming=True` to verify also if `verify` is
+            **kwargs: passed to the reader; the native one takes `allow_dtype_cast=True`, `allow_unexpected=False` to
+                refuse a checkpoint with keys that the target lacks, and `resuming=True` to verify also if `verify` is
                 `on_resume`.
 
         Returns:

@@ -275,8 +275,8 @@ def _open_files(pid: int, folder: str) -> str:
             if os.path.dirname(path) == folder:
                 names.add(os.path.basename(path))
     except OSError:  # the process has ended, or a descriptor was closed just now
-        return "which file it was at is not known"
-    return f"open were {', '.join(sorted(names))}" if names else "no file of it was open"
+        return "the file that it was writing is unknown"
+    return f"open files: {', '.join(sorted(names))}" if names else "none of its files was open"
 
 
 def _written_by(pid: int) -> int:

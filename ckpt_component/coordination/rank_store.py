@@ -104,7 +104,7 @@ class RankStore:
             what: describes what is missing, for the error.
 
         Raises:
-            CheckpointTimeoutError: it did not by the deadline; the text says what was missing.
+            CheckpointTimeoutError: it returned False until the deadline; the text says what was missing.
         """
         pause = max(_FIRST_POLL, _FIRST_POLL_PER_RANK * self.world_size)
         while not ready():
@@ -120,7 +120,7 @@ class RankStore:
         except RuntimeError as error:  # all errors of torch's stores are RuntimeErrors
             raise RanksError(
                 f"Rank {self.rank} cannot reach the store that all {self.world_size} ranks share; the process that "
-                f"holds it, rank 0 or torchrun, is gone: {str(error).splitlines()[0]}"
+                f"holds it, rank 0 or torchrun, has ended: {str(error).splitlines()[0]}"
             ) from error
 
 

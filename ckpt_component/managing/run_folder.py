@@ -81,7 +81,7 @@ class RunFolder:
             return
         if other is not None and other.alive:
             logger.warning(
-                "another run saves in %s: %s, which is still running. The run that saved there first last owns the "
+                "another run saves in %s: %s, which is still running. The run whose first save came last owns the "
                 "folder; end one of the two, or give each a checkpoint.dir of its own",
                 run.root,
                 other,

@@ -35,7 +35,7 @@ class OverlapMonitor:
         self._costs: deque[float] = deque(maxlen=_SAVES)
         self._awaited: float | None = None
         #: Bytes of the copy that began since the last step, and of the last one that was measured.
-        self._beside: int | None = None
+        self._copying: int | None = None
         self._copied = 0
 
     @property
@@ -45,7 +45,7 @@ class OverlapMonitor:
 
     def began(self, nbytes: int) -> None:
         """Record that a copy began in the background."""
-        self._beside = nbytes
+        self._copying = nbytes
 
     def beside_other(self) -> None:
         """Record that a device buffer is drained in the background: the next step is not a measure of overlap."""
@@ -64,14 +64,14 @@ class OverlapMonitor:
             now: monotonic seconds.
         """
         before, self._last_step = self._last_step, now
-        beside, self._beside = self._beside, None
+        nbytes, self._copying = self._copying, None
         if before is None:
             return
-        if beside is None:
+        if nbytes is None:
             self._undisturbed.append(now - before)
         elif len(self._undisturbed) == _STEPS:
             self._costs.append(now - before - statistics.median(self._undisturbed))
-            self._copied = beside
+            self._copied = nbytes
             self._decide()
 
     @property
@@ -84,7 +84,7 @@ class OverlapMonitor:
             return
         self.awaits = True
         logger.warning(
-            "checkpoint/stager=zero_overhead: copying beside training cost %.3f s per save, and waiting for the copy "
+            "checkpoint/stager=zero_overhead: copying in the background cost %.3f s per save, and waiting for the copy "
             "costs %.3f s, so copies are awaited from now on",
             self._cost,
             self._awaited,

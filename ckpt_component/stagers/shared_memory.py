@@ -97,7 +97,7 @@ class SharedMemoryStager(Stager):
         if self._arenas > 1 and self._arenas * each > available:
             logger.warning(
                 "checkpoint.stager.arenas=%d may take %.2f GB of memory (%.2f GB each), and %.2f GB are available; "
-                "use %d, or saves that come close to each other will fail",
+                "use %d, or saves that follow each other closely will fail",
                 self._arenas,
                 self._arenas * each / 1e9,
                 each / 1e9,
