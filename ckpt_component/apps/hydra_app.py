@@ -1,4 +1,4 @@
-"""What our Hydra apps, `ckpt-train` and `ckpt-bench`, begin with."""
+"""Common entry point of our Hydra apps, `ckpt-train` and `ckpt-bench`."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ def run_app(config_name: str, task: Callable[[DictConfig], Any], roots: Sequence
     """Run the command line.
 
     Args:
-        config_name: the config that the app starts from.
-        task: what runs, once for each job.
-        roots: the keys and groups that an override may begin with.
+        config_name: The app's primary config.
+        task: The function to run for each job.
+        roots: Top-level keys and groups that overrides may begin with.
     """
-    # Hydra 1.4 warns of every target in a config that is on no list. A list of ours would shut out a user's callbacks.
+    # Hydra 1.4 warns of every target that is not on an allowlist. A list of ours would exclude users' callbacks.
     warnings.filterwarnings("ignore", message=r".*_target_='ckpt_component\.apps\.sweeps\.callback\.")
-    # Hydra 1.4 has this as its only behaviour, and warns of the argument.
+    # Hydra 1.4 has only this behaviour, and warns about the argument.
     version = {"version_base": "1.3"} if hydra.__version__ < "1.4" else {}
     with command_line(roots):
         hydra.main(config_path=str(config_dir()), config_name=config_name, **version)(task)()

@@ -1,6 +1,6 @@
 """`ckpt-train`, the same as `python -m ckpt_component.train`: one training run or a sweep, from Hydra.
 
-torch is imported when a run begins, so that `--help` and shell completion are quick.
+torch is imported when a run begins, so that `--help` and shell completion are fast.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ from .training.schema import register
 
 logger = logging.getLogger(__name__)
 
-#: The keys and groups that the command line may begin with.
+#: Top-level keys and groups that overrides may begin with.
 _ROOTS = ("checkpoint", "data", "model", "parallel", "recipe", "train")
 
 
 class TrainingFailed(CompactHydraException, CheckpointError):
-    """A checkpoint error, its cause, ended the run. Hydra prints the text without a traceback."""
+    """A checkpoint error ended the run and is the cause of this one. Hydra prints the text without a traceback."""
 
 
 def run_job(config: DictConfig, ranks: Ranks = ALONE) -> float:
-    """Train as the config says. Of several ranks, rank 0 writes the figures into `result.json` in the output folder.
+    """Run the training job of a config. Rank 0 writes the figures to `result.json` in the output folder.
 
     Returns:
-        How long a save kept training waiting, in seconds: what a sweeper minimises. NaN when a job of a sweep was
-        skipped because its parts do not fit together.
+        How long a save blocked training, in seconds, for a sweeper to minimise; NaN if a job of a sweep was skipped
+        because its parts are incompatible.
 
     Raises:
-        CheckpointConfigError: a value that cannot be used.
-        TrainingFailed: a save or a load failed.
-        SystemExit: a signal stopped the run, which saved its last step before.
+        CheckpointConfigError: A value is invalid.
+        TrainingFailed: A save or a load failed.
+        SystemExit: A signal stopped the run, after saving its last step.
     """
     _refuse_unreadable(config)
     swept = HydraConfig.get().mode == RunMode.MULTIRUN
@@ -56,7 +56,7 @@ def run_job(config: DictConfig, ranks: Ranks = ALONE) -> float:
         folder = os.path.join(launch_dir, resolve_config(config.checkpoint).dir)
     except CheckpointConfigError as refusal:
         return _skip(refusal, swept, ranks)
-    # Only now: importing torch takes seconds.
+    # Imported late, because importing torch takes seconds.
     from .training.job import Job
     from .training.loop import run
 
@@ -84,7 +84,7 @@ def run_job(config: DictConfig, ranks: Ranks = ALONE) -> float:
 
 
 def _skip(refusal: CheckpointConfigError, swept: bool, ranks: Ranks) -> float:
-    """A grid of parts has pairs that cannot work; the other jobs of the sweep must still run."""
+    """Skip a job of a sweep: a grid of parts has incompatible pairs, and the other jobs must still run."""
     if not swept:
         raise refusal
     logger.warning("skipped: %s", refusal)
@@ -95,10 +95,10 @@ def _skip(refusal: CheckpointConfigError, swept: bool, ranks: Ranks) -> float:
 
 def main() -> None:
     """Run the command line."""
-    # torch's CPU threads spin between operations unless told otherwise, which starves them on shared cores: a
-    # step of gpt_nano took 2.8 s beside another busy process, and 0.26 s so. Importing torch reads this.
+    # torch's CPU threads spin between operations by default, which is slow on shared cores: with another busy
+    # process a step of gpt_nano took 2.8 s, and 0.26 s with this. torch reads it when imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    # Nothing here needs NumPy, which is no dependency; torch warns of that at its first tensor.
+    # torch warns at its first tensor if NumPy is missing, which is not needed here.
     warnings.filterwarnings("ignore", message="Failed to initialize NumPy", category=UserWarning)
     register()
     try:
@@ -111,7 +111,7 @@ def main() -> None:
 
 
 def _refuse_unreadable(config: DictConfig) -> None:
-    """Refuse an interpolation that leads nowhere, and a config without `checkpoint`."""
+    """Refuse a config without `checkpoint`, and interpolations that cannot be resolved."""
     if OmegaConf.is_missing(config, "checkpoint") or config.get("checkpoint") is None:
         raise HydraConfigError("The config has no checkpoint. To save nothing, type checkpoint=off.")
     try:

@@ -92,7 +92,7 @@ def test_a_stopped_one_leaves_nothing(target: Path) -> None:
         ),
         (["--size=10"], "--size=10 is too little to measure; type a unit, such as --size=4GB"),
         (["--size=1e6TB"], "type a smaller --size"),
-        (["--repeats=1"], "--repeats=1 tells nothing from noise; type 2 or more"),
+        (["--repeats=1"], "--repeats=1 cannot be told from noise; type 2 or more"),
         (["--writers=dpc"], "There is no checkpoint/writer=dpc. Did you mean checkpoint/writer=dcp?"),
         (["--override=writer.workers=2"], "--override=writer.workers=2 must be like checkpoint.writer"),
         (["--override=checkpoint.writer.worker=2"], "Did you mean checkpoint.writer.workers=2?"),
@@ -108,5 +108,5 @@ def test_a_mistake_is_told_before_anything_is_measured(target: Path, options: li
 
 def test_a_wrong_folder(target: Path) -> None:
     parsed = parse(["tune", str(target / "nowhere")])
-    with pytest.raises(CheckpointConfigError, match="nowhere is no folder; give the one where checkpoints will be"):
+    with pytest.raises(CheckpointConfigError, match="nowhere is not a folder; give the one where checkpoints will be"):
         parsed.run(parsed)

@@ -1,7 +1,7 @@
-"""What a run's saves came to, as a Hydra callback: `hydra/callbacks=checkpoint_report`.
+"""Hydra callback that reports the saves of a run: `hydra/callbacks=checkpoint_report`.
 
-In the process of a job it writes `result.json`, unless the app writes a better one. A run is reported when it ends, and
-a multirun when its process ends: Hydra 1.3 does not call `on_multirun_end` when a job failed.
+In the process of a job it writes `result.json`, unless the app writes its own. A run is reported when it ends, and a
+multirun when its process exits, because Hydra 1.3 does not call `on_multirun_end` if a job failed.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from .result import RUNNING, read_result, write_job_result
 
 
 class SweepReport(Callback):
-    """Writes the result of a job, and reports a run or a sweep when it ends. Of several ranks, rank 0 does."""
+    """Writes the result of a job, and reports a run or sweep when it ends. With several ranks, only on rank 0."""
 
     _records = False
 
     def on_job_start(self, config: DictConfig, **_: Any) -> None:
         """Called by Hydra in the process of a job, before it begins."""
         if _leads():
-            read_result(config.hydra.runtime.output_dir)  # Hydra warns of what this raises, and the file stays as it is
+            read_result(config.hydra.runtime.output_dir)  # if this raises, Hydra warns and the file is not changed
             self._records = True
             recording.start()
             write_job_result(RUNNING)
 
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **_: Any) -> None:
-        """Called by Hydra in the process of a job when it returned or raised an exception."""
+        """Called by Hydra in the process of a job after it returned or raised an exception."""
         if not self._records:
             return
         self._records, managers = False, recording.stop()
@@ -68,7 +68,7 @@ class SweepReport(Callback):
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
         """Called by Hydra before the first job."""
         if _leads():
-            # As Hydra itself takes it: from the current folder, which no job has changed yet.
+            # Relative to the current folder, as in Hydra itself; no job has changed it yet.
             atexit.register(report_sweep, Path(os.path.abspath(config.hydra.sweep.dir)))
 
 

@@ -12,12 +12,12 @@ from .text import duration
 
 @dataclass(frozen=True)
 class Figure:
-    """One of them.
+    """One figure.
 
     Attributes:
-        column: its name in the table.
-        meaning: for the legend.
-        text: how a value is written.
+        column: Its column heading in the table.
+        meaning: Its text in the legend.
+        text: Formats a value.
     """
 
     column: str
@@ -39,11 +39,11 @@ FIGURES: Mapping[str, Figure] = {
 
 
 def figures_of(reports: Sequence[SaveReport], fence_s: float = 0.0) -> dict[str, float | None]:
-    """The figures of a run's saves; None where it had no such save.
+    """The figures of a run's saves; None for figures without a save.
 
     Args:
-        reports: of one run, in order; those that were not committed do not count.
-        fence_s: how long optimizer steps waited for snapshots, of all saves together.
+        reports: Reports of one run, in order; only committed saves count.
+        fence_s: How long optimizer steps waited for snapshots, summed over all saves.
     """
     saves = [report for report in reports if report.outcome == "committed"]
     stalls = [report.stall_s + fence_s / len(saves) for report in saves]

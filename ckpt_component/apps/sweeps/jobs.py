@@ -1,4 +1,4 @@
-"""The jobs of a sweep, read from its folder: also when it failed, was killed, or still runs."""
+"""Read the jobs of a sweep from its folder, even if it failed, was killed, or still runs."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from .result import RESULT, RUNNING, read_result
 
 @dataclass(frozen=True)
 class Row:
-    """What is compared with others: a job, or one of the things that a job measured.
+    """A row of the report: a job, or one measurement of a job.
 
     Attributes:
-        job: the job's folder, as seen from the sweep's.
-        name: which of the job's measurements; empty where it is the only one.
-        overrides: what was typed for the job.
-        workload: what was saved; times of different workloads are not compared.
-        status: see `write_result`.
-        reason: why it did not complete, or why it has no figures.
-        figures: those of `FIGURES` that it has.
+        job: The job's folder, relative to the sweep's.
+        name: Name of the measurement; empty if it is the job's only one.
+        overrides: The job's overrides.
+        workload: Description of what was saved; times of different workloads are not compared.
+        status: See `write_result`.
+        reason: Why it did not complete, or has no figures.
+        figures: Its values of `FIGURES`.
     """
 
     job: str
@@ -37,7 +37,7 @@ class Row:
 
     @property
     def stall_s(self) -> float | None:
-        """That of later saves; of a job with one save, that of it; None without any."""
+        """The stall of later saves, or of the only save; None without saves."""
         return self.figures.get("stall_s", self.figures.get("first_stall_s"))
 
     @property
@@ -49,34 +49,34 @@ class Row:
 
 
 def read_jobs(folder: Path) -> list[Row]:
-    """All rows of a sweep, in the order of its jobs; of a single run, its own.
+    """All rows of a sweep in the order of its jobs, or the rows of a single run.
 
     Args:
-        folder: a job's or a sweep's, or one with several of them in it.
+        folder: Folder of a job or a sweep, or one that contains several.
 
     Raises:
-        CheckpointConfigError: the folder has no jobs.
+        CheckpointConfigError: The folder has no jobs.
     """
     jobs, unreadable = list[Path](), list[OSError]()
     for parent, folders, names in os.walk(folder, onerror=unreadable.append):
         if RESULT in names:
-            folders.clear()  # its checkpoints may be many files
+            folders.clear()  # do not walk its checkpoints, possibly many files
             jobs.append(Path(parent))
     if not jobs:
         raise HydraConfigError(
             f"{folder} has no job with a {RESULT}, which hydra/callbacks=checkpoint_report writes; "
             "give the folder of a sweep, such as multirun/2026-11-21/10-30-00."
         )
-    jobs += [Path(error.filename) for error in unreadable]  # may be a job's
+    jobs += [Path(error.filename) for error in unreadable]  # may belong to a job
     return [row for job in sorted(jobs, key=_place) for row in _rows(job, folder)]
 
 
 def _rows(job: Path, folder: Path) -> list[Row]:
-    """The rows of a job; of one that cannot be read, a row with the reason."""
+    """The rows of a job; if it cannot be read, one row with the reason."""
     name = job.name if job == folder else str(job.relative_to(folder))
     try:
         return _rows_of(name, read_result(str(job)) or {})
-    except Exception as error:  # whatever is wrong with one job, the others have their rows
+    except Exception as error:  # a damaged job must not hide the others
         reason = f"it cannot be read ({type(error).__name__}: {' '.join(str(error).split())})"
         return [Row(name, status="unknown", reason=reason)]
 
@@ -91,7 +91,7 @@ def _rows_of(job: str, content: Mapping[str, Any]) -> list[Row]:
             overrides,
             row["workload"],
             "failed" if row.get("reason") else content["status"],
-            row.get("reason") or content["reason"],  # why a row has no figures is more to the point
+            row.get("reason") or content["reason"],  # a row's own reason is more specific
             {key: float(row["figures"][key]) for key in FIGURES if row["figures"].get(key) is not None},
         )
         for row in content.get("rows") or [{"name": "", "workload": workload, "figures": content["figures"]}]
@@ -103,11 +103,11 @@ def _is_about_saving(override: str) -> bool:
 
 
 def _place(job: Path) -> list[tuple[int, str]]:
-    """Job 10 comes after job 9."""
+    """Sort key that places job 10 after job 9."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in job.parts]
 
 
 def differing(rows: Sequence[Row]) -> list[tuple[str, ...]]:
-    """Of each row, the overrides that not all rows have."""
+    """The overrides of each row that not all rows share."""
     common = set.intersection(*(set(row.overrides) for row in rows)) if rows else set()
     return [tuple(word for word in row.overrides if word not in common) for row in rows]

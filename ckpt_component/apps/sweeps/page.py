@@ -1,4 +1,4 @@
-"""A picture, and a page with it that needs nothing but itself. Needs the extra `plot`."""
+"""Write a picture and a self-contained HTML page with it. Needs the extra `plot`."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-#: Shown where the extra is not installed.
+#: Shown if the extra is not installed.
 NO_PICTURE = "no picture: pip install 'ckpt_component[plot]'"
 
 
 def can_plot() -> bool:
-    """Whether matplotlib is there."""
+    """Whether matplotlib is installed."""
     return find_spec("matplotlib") is not None
 
 
 def new_figure(width: float, height: float) -> Any:
     """An empty matplotlib figure; sizes in inches."""
-    # It logs every font that it looks for.
+    # It logs every font lookup.
     logging.getLogger("matplotlib").setLevel(logging.WARNING)
-    # Not pyplot: it keeps figures and picks a window system.
+    # pyplot would keep figures in memory and choose a GUI backend.
     from matplotlib.figure import Figure  # type: ignore[import-not-found,unused-ignore]
 
     return Figure(figsize=(width, height), layout="constrained")
 
 
 def without_frame(axis: Any) -> None:
-    """Small ticks, and no lines at the top and at the right."""
+    """Use small ticks, and remove the lines at the top and right."""
     axis.tick_params(labelsize=7)
     for side in ("top", "right"):
         axis.spines[side].set_visible(False)
@@ -40,12 +40,12 @@ def write_page(base: Path, figure: Any, title: str, about: str, caption: str, bl
     """Write the picture, and the page as HTML.
 
     Args:
-        base: the files' path without `.png` and `.html`.
-        figure: the picture, which becomes part of the page.
-        title: of the page.
-        about: what it is of.
-        caption: what the picture shows.
-        blocks: texts of fixed width, below each other.
+        base: Path of the files without `.png` and `.html`.
+        figure: The picture, which is embedded in the page.
+        title: Title of the page.
+        about: Text below the title.
+        caption: Caption of the picture.
+        blocks: Preformatted texts below the picture.
 
     Returns:
         Both files.

@@ -1,4 +1,4 @@
-"""Small files that are replaced atomically, so that a concurrent reader never sees half of one."""
+"""Replace small files atomically, so that a concurrent reader never sees a partial one."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typing import Any, TextIO
 
 @contextmanager
 def replaced(path: Path, newline: str | None = None) -> Iterator[TextIO]:
-    """A file to write to, which takes the place of `path` when the `with` block ends without an exception.
+    """Open a file for writing that replaces `path` when the `with` block ends without an exception.
 
     Args:
-        path: in a folder that exists.
-        newline: as for `open`.
+        path: A path in an existing folder.
+        newline: As for `open`.
     """
     part = path.with_name(path.name + ".part")
     with open(part, "w", encoding="utf-8", newline=newline) as file:
@@ -28,9 +28,9 @@ def write_csv(path: Path, columns: Sequence[str], records: Iterable[Mapping[str,
     """Write a CSV file.
 
     Args:
-        path: as for `replaced`.
-        columns: its header, in order.
-        records: a line each, by column; what is left out, or None, stays empty.
+        path: As for `replaced`.
+        columns: Names of the columns, in order.
+        records: One per line, by column; missing values and None are written as empty cells.
     """
     with replaced(path, newline="") as file:
         writer = csv.DictWriter(file, columns)

@@ -23,12 +23,12 @@ def report(folder: Path, say: Callable[[str], None] = print, out: Path | None = 
     """Report a sweep.
 
     Args:
-        folder: of the sweep, of one job, or of several jobs.
-        say: gets the text.
-        out: where the files go; None: into `folder`.
+        folder: Folder of a sweep, of one job, or of several jobs.
+        say: Function that prints the text.
+        out: Folder for the files; None: `folder`.
 
     Raises:
-        CheckpointConfigError: the folder has no jobs, or the files cannot be written.
+        CheckpointConfigError: The folder has no jobs, or the files cannot be written.
     """
     rows = sorted(read_jobs(folder), key=lambda row: (row.workload, row.stall_s is None, row.stall_s or 0.0))
     text = table(rows)
@@ -51,10 +51,10 @@ def report(folder: Path, say: Callable[[str], None] = print, out: Path | None = 
 
 
 def table(rows: Sequence[Row]) -> str:
-    """The rows as text, a block for each workload, with a legend.
+    """Format the rows as a table with a block per workload, and a legend.
 
     Args:
-        rows: in the order that they are shown in.
+        rows: The rows, in the order in which to show them.
     """
     pareto, differences = best(rows), differing(rows)
     figures = {key: figure for key, figure in FIGURES.items() if any(key in row.figures for row in rows)}
@@ -76,7 +76,7 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def best(rows: Sequence[Row]) -> set[int]:
-    """The places of the Pareto rows: none of the same workload is as good in both times and better in one."""
+    """Indices of the Pareto rows: no row of the same workload is as good in both times and better in one."""
     points = {place: (row.workload, *times) for place, row in enumerate(rows) if (times := _times(row)) is not None}
     return {
         place
@@ -94,7 +94,7 @@ def _times(row: Row) -> tuple[float, float] | None:
 
 
 def _picture(rows: Sequence[Row]) -> Any:
-    """Stall against durable time, a point for each row."""
+    """Plot stall against durable time, one point per row."""
     figure = new_figure(9, 6)
     axis = figure.subplots()
     workloads = list(dict.fromkeys(row.workload for row in rows))

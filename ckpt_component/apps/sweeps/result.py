@@ -1,4 +1,4 @@
-"""`result.json` in a job's output folder: what was asked for, and what came of it; reports of sweeps read these."""
+"""`result.json` in a job's output folder: its overrides and its result, for reports of sweeps."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from .replaced import replaced
 #: The file's name.
 RESULT = "result.json"
 
-#: What a job that has begun says until it is over; after that, one that was killed.
+#: Status of a job that has not ended, or was killed.
 RUNNING = "running"
 
-#: What every such file has.
+#: Keys of every such file.
 _KEYS = {"status", "reason", "overrides", "figures"}
 
 
@@ -32,17 +32,17 @@ def write_result(
     reason: str | None = None,
     rows: Sequence[Mapping[str, Any]] = (),
 ) -> None:
-    """Write the file, whole or not at all.
+    """Write the file atomically.
 
     Args:
-        folder: the run's output folder; it exists.
+        folder: The run's output folder, which exists.
         status: `running`, `completed`, `stopped`, `skipped` or `failed`.
-        overrides: what was typed.
-        choices: config group to option.
-        figures: of the job; a report shows those that `sweeps.figures.FIGURES` names.
-        reason: why the run did not complete.
-        rows: of a job that measures several things: for each its `name`, its `workload` (rows of one can be compared),
-            its `figures`, and a `reason` where it has none.
+        overrides: The overrides as typed.
+        choices: Config group -> option.
+        figures: Figures of the job; reports show those in `sweeps.figures.FIGURES`.
+        reason: Why the run did not complete.
+        rows: For a job with several measurements: the `name`, `workload` (only rows of equal workload are compared) and
+            `figures` of each, and a `reason` if it has no figures.
     """
     content = {
         "status": status,
@@ -58,14 +58,14 @@ def write_result(
 
 
 def read_result(folder: str) -> dict[str, Any] | None:
-    """The content of the file, or None where there is none.
+    """Read the file; None if it does not exist.
 
     Args:
-        folder: the run's output folder.
+        folder: The run's output folder.
 
     Raises:
-        ValueError: the file is another program's, or damaged.
-        OSError: it cannot be read.
+        ValueError: The file is damaged, or was written by another program.
+        OSError: It cannot be read.
     """
     path = Path(folder) / RESULT
     try:
@@ -78,14 +78,14 @@ def read_result(folder: str) -> dict[str, Any] | None:
 
 
 def write_job_result(status: str, **result: Any) -> None:
-    """Write the file of the Hydra job that runs in this process, with what was typed for it.
+    """Write the file of the Hydra job that runs in this process, with its overrides and choices.
 
     Args:
-        status: as for `write_result`.
+        status: As for `write_result`.
         **result: `figures`, `reason` and `rows` of `write_result`.
     """
     settings = HydraConfig.get()
-    # Unresolved: what was typed may refer to what is not there, and that is why the job failed.
+    # Unresolved, because an interpolation that cannot be resolved may be why the job failed.
     overrides = cast(list[Any], OmegaConf.to_container(settings.overrides.task, resolve=False))
     choices = {group: str(option) for group, option in settings.runtime.choices.items()}
     write_result(

@@ -1,4 +1,4 @@
-"""Columns of text for the terminal."""
+"""Format text for the terminal."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 
 def aligned(lines: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> list[str]:
-    """Lines of a table whose cells stand below each other, two spaces apart.
+    """Format the lines of a table with aligned columns, two spaces apart.
 
     Args:
-        lines: cells; all lines have as many.
-        left: the columns that begin at the left; the others end at the right.
+        lines: Cells, equally many in all lines.
+        left: Indices of left-aligned columns; the others are right-aligned.
     """
     widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
     return [

@@ -1,4 +1,4 @@
-"""`ckpt`: reads the command line and runs one of the commands."""
+"""`ckpt`: parse the command line and run a subcommand."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ...errors import CheckpointError
 from ...saving.folders import expanded
 from . import report_command, tune_command
 
-#: In the order of the help. A command has `add(commands)`, which sets `run` to what gets the parsed arguments.
+#: In the order of the help. `add(commands)` of a command sets `run` to a function of the parsed arguments.
 _COMMANDS = (report_command, tune_command)
 
 
@@ -21,12 +21,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line.
 
     Args:
-        arguments: instead of those of the process.
+        arguments: The arguments; None: those of the process.
 
     Raises:
-        SystemExit: with code 1 and the text of what went wrong, or with 2 when the words cannot be understood.
+        SystemExit: With code 1 and the error text, or with 2 for invalid arguments.
     """
-    # What a command has made in other places is removed on the way out.
+    # Exit normally on SIGTERM, so that commands remove their temporary files.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         parsed = parse(arguments)
@@ -38,8 +38,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line in parts; `run` is the command's function, which takes them. Folders have no `~` any more."""
-    parser = argparse.ArgumentParser(prog="ckpt", description="What one does beside a run of training.")
+    """Parse the command line and expand `~` in paths; `run` of the result is the function of the subcommand."""
+    parser = argparse.ArgumentParser(prog="ckpt", description="Tools beside a training run.")
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for command in _COMMANDS:

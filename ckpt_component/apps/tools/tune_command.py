@@ -1,4 +1,4 @@
-"""`ckpt tune FOLDER`: the settings that suit this machine, this folder and this size of state, as a recipe."""
+"""`ckpt tune FOLDER`: measure the best settings for a machine, folder and state size, and write them as a recipe."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from ..tuning.questions import questions
 from ..tuning.recipe import recipe_path, write_recipe
 from ..tuning.tune import ROUNDS, tune
 
-#: The state, two snapshots of it (zero_overhead has two arenas), and a margin.
+#: Memory as a multiple of the state: the state, two snapshots (zero_overhead has two arenas), and a margin.
 _IN_MEMORY = 3.3
-#: Files of one checkpoint, and one that is being removed.
+#: Disk space as a multiple of the state: one checkpoint, and one that is being removed.
 _ON_DISK = 2.1
-#: Smaller states are saved too quickly to measure.
+#: Saves of smaller states are too fast to measure.
 _LEAST_BYTES = 1_000_000
 
 
@@ -33,38 +33,38 @@ def add(commands: Any) -> None:
         "tune",
         help="measure which settings suit this machine, a folder and a size of state, and write them as a recipe",
         description="Measure parallel writers, block sizes, direct I/O, stagers, and with --writers formats in "
-        "FOLDER, one after the other with interleaved repeats, say why what is chosen, and write a recipe. What it "
-        "writes into FOLDER is removed.",
+        "FOLDER, in turn with interleaved repeats, explain each choice, and write a recipe. Checkpoints written into "
+        "FOLDER are removed.",
     )
     parser.add_argument("folder", type=Path, help="where checkpoints will be")
     parser.add_argument("--state", default="large", choices=list(STATES), help="kind of state (large)")
-    parser.add_argument("--size", metavar="BYTES", help="its size, such as 4GB or 500MiB; otherwise as the kind has it")
-    parser.add_argument("--seconds", type=float, default=180.0, help="about how long it may take (180)")
+    parser.add_argument("--size", metavar="BYTES", help="its size, such as 4GB (that of the kind)")
+    parser.add_argument("--seconds", type=float, default=180.0, help="time to spend, roughly (180)")
     parser.add_argument("--repeats", type=int, default=3, help="rounds per setting, at least 2 (3)")
     parser.add_argument(
-        "--preset", default="async_persistent", choices=["async_persistent", "async_temporal"], help="what is tuned"
+        "--preset", default="async_persistent", choices=["async_persistent", "async_temporal"], help="preset to tune"
     )
-    parser.add_argument("--writers", metavar="A,B", help="formats to choose from; otherwise that of the preset stays")
-    parser.add_argument("--name", default="tuned", help="of the recipe (default tuned)")
-    parser.add_argument("--conf", type=Path, default=Path("tuned"), help="folder of configs that gets recipe/NAME.yaml")
-    parser.add_argument("--replace", action="store_true", help="write over a recipe of that name")
+    parser.add_argument("--writers", metavar="A,B", help="formats to choose from (only that of the preset)")
+    parser.add_argument("--name", default="tuned", help="name of the recipe (tuned)")
+    parser.add_argument("--conf", type=Path, default=Path("tuned"), help="configs folder for recipe/NAME.yaml")
+    parser.add_argument("--replace", action="store_true", help="overwrite a recipe of that name")
     parser.add_argument(
         "--override",
         action="append",
         default=[],
         metavar="checkpoint.KEY=VALUE",
-        help="a setting that stays as given and goes into the recipe; may come several times",
+        help="a fixed setting, which also goes into the recipe; may be repeated",
     )
     parser.set_defaults(run=run)
 
 
 def run(parsed: argparse.Namespace) -> None:
-    """Measure, say what is best, and write the recipe.
+    """Measure, print the best settings, and write the recipe.
 
     Raises:
-        CheckpointConfigError: an argument that cannot be used; the text says what to type instead.
+        CheckpointConfigError: An argument is invalid; the text says what to type instead.
     """
-    # Threads of torch that spin for work starve the others on shared cores; importing torch reads this.
+    # Spinning threads of torch starve other processes on shared cores; torch reads this when imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     warnings.filterwarnings("ignore", message="Failed to initialize NumPy", category=UserWarning)
     from ..tuning.measure import Trial
@@ -78,7 +78,7 @@ def run(parsed: argparse.Namespace) -> None:
     for overrides in (fixed, *([f"checkpoint/writer={writer}"] for writer in writers)):
         resolve_config(parsed.preset, overrides)
     if parsed.repeats < ROUNDS:
-        raise HydraConfigError(f"--repeats={parsed.repeats} tells nothing from noise; type {ROUNDS} or more.")
+        raise HydraConfigError(f"--repeats={parsed.repeats} cannot be told from noise; type {ROUNDS} or more.")
     nbytes = None if parsed.size is None else int(quantity(parsed.size, BYTES, "--size"))
     size = STATES[parsed.state] * 1e9 if nbytes is None else nbytes
     _refuse_size(size, parsed.folder)
@@ -105,7 +105,7 @@ def run(parsed: argparse.Namespace) -> None:
 
 def _refuse_size(size: float, folder: Path) -> None:
     if not folder.is_dir():
-        raise HydraConfigError(f"{folder} is no folder; give the one where checkpoints will be, such as '.'.")
+        raise HydraConfigError(f"{folder} is not a folder; give the one where checkpoints will be, such as '.'.")
     if size < _LEAST_BYTES:
         raise HydraConfigError(f"--size={size:g} is too little to measure; type a unit, such as --size=4GB.")
     for free, needed, where in (

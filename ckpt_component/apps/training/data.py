@@ -1,4 +1,4 @@
-"""The text to train on, as bytes, and which windows of it come next."""
+"""The text to train on, as bytes, and the order of its windows."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class Text:
     Attributes:
         train: uint8, one dimension.
         validation: uint8; the end of the text, never trained on. May be empty.
-        source: where it came from, for people.
-        fingerprint: a checksum of all of it, by which a resumed run knows its text.
+        source: Description of the source, for logs.
+        fingerprint: Checksum of the whole text, which a resumed run compares.
     """
 
     train: torch.Tensor
@@ -34,14 +34,14 @@ def load_text(path: str | None, max_bytes: int, validation: float, context: int)
     """Read the text and split it.
 
     Args:
-        path: a file, or a folder, whose files are taken in the order of their names, without hidden and binary ones;
+        path: A file, or a folder whose files are read in the order of their names, except hidden and binary ones;
             None: modules of Python's standard library.
-        max_bytes: how much to use.
-        validation: the share kept from training, from 0 to 1.
-        context: how many bytes the model sees at once.
+        max_bytes: Bytes to use at most.
+        validation: Fraction held out from training, from 0 to 1.
+        context: Length of a window in bytes.
 
     Raises:
-        CheckpointConfigError: nothing is at the path, or too little text for one window.
+        CheckpointConfigError: The path does not exist, or there is too little text for one window.
     """
     root = Path(path or sysconfig.get_paths()["stdlib"])
     source = "Python's standard library" if path is None else f"data.path={path}"
@@ -58,7 +58,7 @@ def load_text(path: str | None, max_bytes: int, validation: float, context: int)
             with file.open("rb") as opened:
                 content = opened.read(max_bytes - len(data))
             data += b"" if b"\0" in content else content
-    # A window needs one byte more than it shows, the one to predict last.
+    # A window needs one more byte than its inputs, the last target.
     split = len(data) - int(len(data) * validation)
     if 0 < len(data) - split <= context:
         split = len(data) - context - 1
@@ -72,12 +72,12 @@ def load_text(path: str | None, max_bytes: int, validation: float, context: int)
 
 
 class WindowSampler:
-    """Deals out the numbers of windows in a shuffled order, every one once per epoch.
+    """Returns the numbers of windows in shuffled order, each once per epoch.
 
     Args:
-        windows: how many there are.
-        seed: of the shuffling; it has a random generator of its own.
-        fingerprint: of the text, which must be the same when the state is given back.
+        windows: Number of windows.
+        seed: Seed of the sampler's own random generator.
+        fingerprint: Fingerprint of the text, which must match when a state is loaded.
     """
 
     def __init__(self, windows: int, seed: int, fingerprint: int) -> None:
@@ -88,8 +88,8 @@ class WindowSampler:
         self._order = self._shuffled()
 
     def take(self, count: int) -> torch.Tensor:
-        """The next `count` windows, int64; goes on into the next epoch when this one ends."""
-        taken = []
+        """The next `count` windows, int64; continues with the next epoch when this one ends."""
+        parts = []
         while count > 0:
             if self._position == self._windows:
                 # A new tensor, because a checkpoint may still be copying the old one.
@@ -98,11 +98,11 @@ class WindowSampler:
             part = self._order[self._position : self._position + count]
             self._position += len(part)
             count -= len(part)
-            taken.append(part)
-        return torch.cat(taken).long()
+            parts.append(part)
+        return torch.cat(parts).long()
 
     def state_dict(self) -> dict[str, Any]:
-        """The order of this epoch, the place in it, and the generator of the orders to come."""
+        """The order of this epoch, the position in it, and the generator for later epochs."""
         return {
             "order": self._order,
             "position": self._position,
@@ -111,10 +111,10 @@ class WindowSampler:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where a state was taken.
+        """Continue from a saved state.
 
         Raises:
-            ValueError: the state is of another text.
+            ValueError: The state belongs to another text.
         """
         if state["text"] != self._fingerprint:
             raise ValueError(
@@ -129,20 +129,20 @@ class WindowSampler:
 
 
 def windows_in(text: torch.Tensor, context: int) -> int:
-    """How many windows of `context` bytes, each with the byte that follows, a text has."""
+    """The number of windows of `context` bytes in a text, each with the byte that follows it."""
     return (len(text) - 1) // context
 
 
 def cut(text: torch.Tensor, windows: torch.Tensor, context: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The inputs and the targets of some windows.
+    """The inputs and targets of some windows.
 
     Args:
         text: uint8, one dimension.
-        windows: their numbers.
-        context: their length.
+        windows: Numbers of the windows.
+        context: Length of a window.
 
     Returns:
-        Two int64 tensors of shape (windows, context); the second is the first moved on by one byte.
+        Two int64 tensors of shape (windows, context); the second is the first shifted by one byte.
     """
     places = windows[:, None] * context + torch.arange(context + 1)
     tokens = text[places].long()

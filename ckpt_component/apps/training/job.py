@@ -1,4 +1,4 @@
-"""Everything that trains, built from the config, and the state of it that goes into checkpoints."""
+"""Build everything needed for training from the config, and the state that goes into checkpoints."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from .state import RngState
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one step gave.
+    """The result of one step.
 
     Attributes:
-        loss: mean loss of the step's batches, of this rank's part; on the device, so that nothing waits for it.
-        norm: of the gradients before clipping; on the device too.
-        lr: learning rate.
+        loss: Mean loss of this rank's part of the step's batches, on the device to avoid synchronization.
+        norm: Norm of the gradients before clipping, also on the device.
+        lr: Learning rate.
     """
 
     loss: torch.Tensor
@@ -38,29 +38,29 @@ class StepResult:
 
 
 class Job:
-    """One training run without its checkpoints.
+    """A training run without its checkpoints.
 
     Args:
-        config: with the nodes `train`, `data` and `model`, and the key `parallel`.
-        base_dir: the folder that a relative `data.path` starts from.
-        ranks: who trains together; `torch.distributed` is set up for them.
+        config: Config with the nodes `train`, `data` and `model`, and the key `parallel`.
+        base_dir: Folder that a relative `data.path` starts from.
+        ranks: The ranks of the run, for which `torch.distributed` is initialized.
 
     Attributes:
-        settings: the node `train`.
-        text: what it trains on.
-        device: where it trains.
-        model: the GPT; its parameters are sharded where `parallel` says so.
+        settings: The node `train`.
+        text: Text to train on.
+        device: Device to train on.
+        model: The GPT; its parameters may be sharded, depending on `parallel`.
         optimizer: AdamW.
-        state: everything that the next step depends on: plain values, and objects with `state_dict()` and
+        state: Everything that the next step depends on: plain values, and objects with `state_dict()` and
             `load_state_dict()`.
 
     Raises:
-        CheckpointConfigError: a value that cannot be used, in one sentence.
+        CheckpointConfigError: A value is invalid.
     """
 
     def __init__(self, config: DictConfig, base_dir: str, ranks: Ranks = ALONE) -> None:
-        whole = read(config)
-        self.settings, data, size, kind = whole.train, whole.data, whole.model, whole.parallel
+        loaded = read(config)
+        self.settings, data, size, kind = loaded.train, loaded.data, loaded.model, loaded.parallel
         settings = self.settings
         self.device = pick_device(settings.device, ranks)
         join(ranks, self.device, settings.timeout)
@@ -70,21 +70,21 @@ class Job:
             path = None if data.path is None else os.path.join(base_dir, expanded(data.path, "data.path"))
         self.text = load_text(path, data.max_bytes, data.validation, size.context)
         self._context = size.context
-        torch.manual_seed(settings.seed)  # of CUDA too
+        torch.manual_seed(settings.seed)  # also seeds CUDA
         self.model = Gpt(size).to(self.device)
         self._called = parallelize(self.model, kind, ranks, self.device)
         self.optimizer = build_optimizer(self.model, settings)
-        #: Who shares batches; all ranks of `tp` see the same text, and so must draw the same random numbers.
+        #: The ranks that split batches. All ranks of `tp` see the same text and must draw the same random numbers.
         self._sharers = ALONE if kind is Parallel.tp else ranks
-        alike = self._sharers.world_size == 1
-        if not alike:
-            torch.manual_seed(settings.seed + ranks.rank)  # of dropout; rank 0 goes on as one process would
+        same_numbers = self._sharers.world_size == 1
+        if not same_numbers:
+            torch.manual_seed(settings.seed + ranks.rank)  # for dropout; rank 0 draws as a single process would
         self._sampler = WindowSampler(windows_in(self.text.train, size.context), settings.seed, self.text.fingerprint)
-        generators = RngState(self.device, alike=None if ranks.world_size == 1 else alike)
+        generators = RngState(self.device, alike=None if ranks.world_size == 1 else same_numbers)
         self.state: dict[str, Any] = {
             "model": self.model,
             "optimizer": self.optimizer,
-            "rng": PerRank(generators, when_resized="first" if alike else "keep"),
+            "rng": PerRank(generators, when_resized="first" if same_numbers else "keep"),
             "data": self._sampler,
             "progress": {"step": 0, "tokens": 0},
         }
@@ -99,7 +99,7 @@ class Job:
 
     @property
     def step(self) -> int:
-        """The last step done."""
+        """The last completed step."""
         return int(self.state["progress"]["step"])
 
     def train_step(self) -> StepResult:
@@ -113,7 +113,7 @@ class Job:
             loss = self._loss(self.text.train, windows) * weight / settings.accumulate
             loss.backward()
             total += loss.detach()
-        # An infinite limit clips nothing and still measures.
+        # With an infinite limit this only measures.
         norm = clip(self.model.parameters(), float("inf") if settings.clip_norm is None else settings.clip_norm)
         progress["step"] += 1
         progress["tokens"] += settings.accumulate * settings.batch_size * self._context
@@ -122,23 +122,23 @@ class Job:
         return StepResult(total, norm, lr)
 
     def validation_loss(self) -> float | None:
-        """The mean loss on text that is never trained on; None without such text. Uses no random numbers."""
+        """The mean loss on the validation text, or None without one. Draws no random numbers."""
         text, size = self.text.validation, self.settings.batch_size
         count = windows_in(text, self._context) if len(text) else 0
         if not count:
             return None
         stride = max(count // (self.settings.eval_batches * size), 1)
-        chosen = torch.arange(0, count, stride)[: self.settings.eval_batches * size]
+        sample = torch.arange(0, count, stride)[: self.settings.eval_batches * size]
         self._called.eval()
         sums = []
         with torch.no_grad():
-            for windows in chosen.split(size):
+            for windows in sample.split(size):
                 part, weight = share(windows, self._sharers)
                 sums.append(self._loss(text, part) * weight * len(windows))
-        return float(mean(torch.stack(sums).sum(), self._sharers) / len(chosen))
+        return float(mean(torch.stack(sums).sum(), self._sharers) / len(sample))
 
     def mean_loss(self, losses: Sequence[torch.Tensor]) -> float:
-        """The mean of the losses of some steps, over all ranks; all of them must call it. Waits for the device."""
+        """The mean of some steps' losses over all ranks, a collective operation. Synchronizes with the device."""
         return float(mean(torch.stack(list(losses)).mean(), self._sharers))
 
     def _loss(self, text: torch.Tensor, windows: torch.Tensor) -> torch.Tensor:
@@ -149,10 +149,10 @@ class Job:
 
 
 def pick_device(choice: Device, ranks: Ranks = ALONE) -> torch.device:
-    """The device to train on; of several GPUs the one of this rank.
+    """The device to train on; with several GPUs, the GPU of this rank.
 
     Raises:
-        CheckpointConfigError: it is not there.
+        CheckpointConfigError: The device does not exist.
     """
     count = torch.cuda.device_count()
     if choice is Device.cpu or (choice is Device.auto and not count):

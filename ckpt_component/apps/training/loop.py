@@ -1,4 +1,4 @@
-"""The training loop: what a script of one's own would look like, with the reports that `ckpt-train` makes."""
+"""The training loop, as your own script would have it, plus the reports of `ckpt-train`."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ logger = logging.getLogger(__name__)
 
 
 def run(job: Job, checkpoint: Any, checkpoint_dir: str | None) -> Summary:
-    """Train to `train.steps`, or until a signal asks to stop; resume first where there is a checkpoint.
+    """Resume from a checkpoint if there is one, and train to `train.steps` or until a signal.
 
     Args:
-        job: what trains.
-        checkpoint: the node `checkpoint` of the config.
-        checkpoint_dir: the folder of the checkpoints; None: as the config says.
+        job: The training job.
+        checkpoint: The node `checkpoint` of the config.
+        checkpoint_dir: Folder of the checkpoints; None: that of the config.
 
     Returns:
-        The run in figures. All its saves have ended.
+        A summary of the run, after all its saves have ended.
 
     Raises:
-        CheckpointConfigError: the parts of the checkpointer do not fit together; nothing was trained then.
-        CheckpointError: a save or a load failed.
+        CheckpointConfigError: The parts of the checkpointer are incompatible; nothing was trained.
+        CheckpointError: A save or a load failed.
     """
     summary = Summary()
     logger.info(job.description)

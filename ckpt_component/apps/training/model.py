@@ -19,9 +19,9 @@ class Attention(nn.Module):
     """Causal self-attention.
 
     Args:
-        width: the size of a token's vector.
-        heads: how many heads share it.
-        dropout: applied to the output.
+        width: Size of a token's vector.
+        heads: Number of heads.
+        dropout: Dropout of the output.
     """
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
@@ -34,20 +34,20 @@ class Attention(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(batch, time, width) to the same."""
         batch, time, width = x.shape
-        # As in Megatron, q, k and v of one head lie together, so that tensor parallelism can deal out whole heads;
-        # then this rank's `qkv` gives some of them.
+        # As in Megatron, q, k and v of a head are adjacent, so that tensor parallelism can distribute whole heads;
+        # `qkv` then has only this rank's heads.
         q, k, v = self.qkv(x).view(batch, time, -1, 3, width // self.heads).permute(3, 0, 2, 1, 4)
         mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.dropout(self.out(mixed.transpose(1, 2).reshape(batch, time, -1)))
 
 
 class Block(nn.Module):
-    """Attention and MLP, each behind a norm and beside a residual path.
+    """Attention and MLP, each with a preceding norm and a residual connection.
 
     Args:
-        width: the size of a token's vector.
-        heads: attention heads.
-        dropout: applied to what each branch adds.
+        width: Size of a token's vector.
+        heads: Number of attention heads.
+        dropout: Dropout of each branch's output.
     """
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
@@ -66,16 +66,16 @@ class Block(nn.Module):
 
 
 class Gpt(nn.Module):
-    """The model. The head's weight is the embedding's, one tensor under two names.
+    """The model. Head and embedding share their weight, one tensor under two names.
 
     Args:
-        settings: its size.
+        settings: Size of the model.
 
     Attributes:
-        heads: attention heads of a block.
+        heads: Number of attention heads per block.
 
     Raises:
-        CheckpointConfigError: the heads do not divide the width.
+        CheckpointConfigError: The width is not divisible by the number of heads.
     """
 
     def __init__(self, settings: Model) -> None:
@@ -97,7 +97,7 @@ class Gpt(nn.Module):
         self._initialise(settings.layers)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Predict what follows.
+        """Predict the next bytes.
 
         Args:
             tokens: int64, (batch, time), from 0 to 255; time at most `context`.
@@ -112,7 +112,7 @@ class Gpt(nn.Module):
         return self.head(self.norm(x))
 
     def _initialise(self, layers: int) -> None:
-        # Radford et al. 2019, section 2.3: what goes to the residual path is scaled by its depth.
+        # Radford et al. 2019, section 2.3: weights of residual branches are scaled by the depth.
         for name, parameter in self.named_parameters():
             if parameter.dim() < 2:
                 if name.endswith("bias"):

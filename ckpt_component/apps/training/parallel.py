@@ -1,7 +1,7 @@
-"""How several ranks share the work of a step: `ddp`, `fsdp`, `tp`, each by what PyTorch ships for it.
+"""Split the work of a step over several ranks with PyTorch's own `ddp`, `fsdp` and `tp`.
 
-In all of them parameters keep the names, the order and the whole shapes of one process, so every checkpoint of
-`checkpoint/writer=dcp` resumes under every one of them and on every number of ranks.
+All three keep the names, order and global shapes of the parameters of a single process, so a checkpoint of
+`checkpoint/writer=dcp` resumes under any of them and on any number of ranks.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ def parallelize(model: Gpt, kind: Parallel, ranks: Ranks, device: torch.device) 
     """Prepare a model for several ranks, in place.
 
     Returns:
-        What is called in its stead. The state of the model itself keeps its keys.
+        The module to call instead of the model. The keys of the model's own state do not change.
 
     Raises:
-        CheckpointConfigError: the ranks do not divide the model's heads.
+        CheckpointConfigError: The number of heads is not divisible by the number of ranks.
     """
     if ranks.world_size == 1:
         return model
@@ -39,7 +39,7 @@ def parallelize(model: Gpt, kind: Parallel, ranks: Ranks, device: torch.device) 
     if kind is Parallel.fsdp:
         for block in model.blocks:
             fully_shard(block, mesh=mesh)
-        fully_shard(model, mesh=mesh)  # embedding and head share a tensor, so one group, the outermost, has them both
+        fully_shard(model, mesh=mesh)  # embedding and head share a tensor, so they must be in one group
         return model
     if model.heads % ranks.world_size:
         raise HydraConfigError(
@@ -58,16 +58,16 @@ def parallelize(model: Gpt, kind: Parallel, ranks: Ranks, device: torch.device) 
 
 
 def share(windows: torch.Tensor, ranks: Ranks) -> tuple[torch.Tensor, float]:
-    """This rank's part of a batch, and the weight of its mean loss, by which the mean over ranks is the batch's.
+    """This rank's part of a batch, and the weight of its mean loss, so that the mean over ranks is the batch's mean.
 
-    A rank that gets nothing takes a window for no weight: all must take part.
+    A rank without a part gets one window with weight 0, because all ranks must take part in collectives.
     """
     part = windows.tensor_split(ranks.world_size)[ranks.rank]
     return (part, len(part) * ranks.world_size / len(windows)) if len(part) else (windows[:1], 0.0)
 
 
 def mean(value: torch.Tensor, ranks: Ranks) -> torch.Tensor:
-    """The mean over the ranks; all of them must call it."""
+    """The mean over the ranks, a collective operation."""
     if ranks.world_size == 1:
         return value
     total = value.clone()
@@ -76,7 +76,7 @@ def mean(value: torch.Tensor, ranks: Ranks) -> torch.Tensor:
 
 
 def clip(parameters: Iterable[nn.Parameter], limit: float) -> torch.Tensor:
-    """Clip the gradients to a norm; returns the norm that they had."""
-    with implicit_replication():  # `tp` has DTensors and plain tensors side by side
+    """Clip the gradients to a norm; returns their norm before clipping."""
+    with implicit_replication():  # `tp` mixes DTensors and plain tensors
         norm = nn.utils.clip_grad_norm_(parameters, limit)
     return norm.full_tensor() if isinstance(norm, DTensor) else norm

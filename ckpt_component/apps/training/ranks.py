@@ -1,6 +1,6 @@
-"""The ranks of a run: how they find each other, and what they agree on before Hydra looks at the config.
+"""The ranks of a run: rendezvous, and what they agree on before Hydra reads the config.
 
-Read `meet` and `join`. Imports torch only where there are several ranks.
+Read `meet` and `join`. Imports torch only if there are several ranks.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ if TYPE_CHECKING:
 
 #: Names a run's output folder in train.yaml; the same on all ranks, although their clocks differ.
 RUN_NAME = "CKPT_TRAIN_RUN"
-#: For hydra/job_logging=ranks: the console shows only the warnings of ranks other than 0, with the rank.
+#: For hydra/job_logging=ranks: of ranks other than 0 the console shows only warnings, prefixed with the rank.
 CONSOLE_LEVEL, CONSOLE_PREFIX = "CKPT_TRAIN_LEVEL", "CKPT_TRAIN_PREFIX"
-#: Ranks start within seconds of each other, because their launcher has waited for all nodes before.
+#: Timeout of the rendezvous. Ranks start within seconds of each other, because their launcher waits for all nodes.
 _MEETING_SECONDS = 300.0
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """Who this process is among those that train together.
+    """This process among the ranks of a run.
 
     Attributes:
-        rank: its number; rank 0 writes the files and lines that are needed once.
-        world_size: how many there are.
-        local_rank: its number on this machine, which is that of its GPU.
-        store: where they meet; None with one.
+        rank: Its number; rank 0 writes files and log lines that are needed only once.
+        world_size: Number of ranks.
+        local_rank: Its number on this machine, which selects its GPU.
+        store: The store of the rendezvous; None with one rank.
     """
 
     rank: int = 0
@@ -46,13 +46,13 @@ ALONE = Ranks()
 
 
 def meet() -> Ranks:
-    """Find the other ranks by what `torchrun` or another launcher has put into the environment.
+    """Find the other ranks through the environment variables of `torchrun` or another launcher.
 
-    Sets variables of the environment that the configs read: a name for the run's output folder, the same on all ranks,
-    and what the console of this rank shows.
+    Sets environment variables that the configs read: a name for the run's output folder, the same on all ranks, and
+    the log level and prefix of this rank's console.
 
     Raises:
-        CheckpointConfigError: the environment is incomplete.
+        CheckpointConfigError: The environment is incomplete.
     """
     if os.environ.get("WORLD_SIZE", "1") == "1":
         return ALONE
@@ -65,7 +65,7 @@ def meet() -> Ranks:
         raise HydraConfigError(
             f"WORLD_SIZE={os.environ['WORLD_SIZE']}, but the ranks cannot meet: {error}. Start them with torchrun."
         ) from error
-    # The store of torchrun outlives a restart of the ranks: their folder stays, but their addresses must not.
+    # torchrun's store survives a restart of the ranks: they keep their folder, but need a new prefix for addresses.
     if rank == 0:
         store.compare_set("ckpt_train/run", "", time.strftime("%Y-%m-%d/%H-%M-%S"))
     os.environ[RUN_NAME] = store.get("ckpt_train/run").decode()
@@ -76,12 +76,12 @@ def meet() -> Ranks:
 
 
 def join(ranks: Ranks, device: torch.device, timeout: float) -> None:
-    """Set up `torch.distributed`, once per process; nothing with one rank.
+    """Initialize `torch.distributed`, once per process; does nothing with one rank.
 
     Args:
-        ranks: from `meet`.
-        device: of this rank; CUDA gets NCCL beside gloo.
-        timeout: seconds after which a collective gives up.
+        ranks: From `meet`.
+        device: This rank's device; CUDA adds NCCL to gloo.
+        timeout: Timeout of collectives in seconds.
     """
     import torch.distributed as dist
 
@@ -97,9 +97,9 @@ def join(ranks: Ranks, device: torch.device, timeout: float) -> None:
 
 
 def part(ranks: Ranks) -> None:
-    """Leave together with the others after a run that went well, or was stopped.
+    """Exit together with the other ranks after a run that completed or was stopped.
 
-    A rank that left early would take the store along, or have `torchrun` end those that still write their result.
+    A rank that exits early would close the store, or make `torchrun` kill ranks that still write their result.
     """
     if ranks.world_size == 1:
         return

@@ -1,4 +1,4 @@
-"""One run in figures, for its `result.json` and for a sweeper."""
+"""The figures of a run, for its `result.json` and for a sweeper."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ if TYPE_CHECKING:
 
 @dataclass
 class Summary:
-    """One run.
+    """The summary of a run.
 
     Attributes:
-        start: the step it resumed from, or 0.
-        step: the last step done.
-        step_s: how long a step took, without what it waited for checkpoints.
-        fence_s: how long optimizer steps waited for a snapshot that was being copied.
-        losses: (step, mean training loss since the one before), as reported.
+        start: The step it resumed from, or 0.
+        step: The last completed step.
+        step_s: Mean duration of a step, without waits for checkpoints.
+        fence_s: How long optimizer steps waited for snapshots to be copied.
+        losses: (step, mean training loss since the previous entry), as logged.
         validation: (step, validation loss).
-        stopped_by: the signal that ended the run early.
-        reports: one per save.
+        stopped_by: The signal that ended the run early.
+        reports: One report per save.
     """
 
     start: int = 0
@@ -42,7 +42,7 @@ class Summary:
     reports: list[SaveReport] = field(default_factory=list)
 
     def figures(self) -> dict[str, Any]:
-        """The run as plain data, for `result.json`."""
+        """The summary as plain data, for `result.json`."""
         return {
             **figures_of(self.reports, self.fence_s),
             "step_s": self.step_s,
@@ -55,10 +55,10 @@ class Summary:
 
 
 class Stopwatch:
-    """Adds up the time of its `with` blocks.
+    """Adds up the time spent in its `with` blocks.
 
     Attributes:
-        seconds: so far.
+        seconds: The sum so far.
     """
 
     def __init__(self) -> None:
@@ -73,11 +73,11 @@ class Stopwatch:
 
 
 def time_fence(optimizer: torch.optim.Optimizer, guard: Callable[[torch.optim.Optimizer], None]) -> Stopwatch:
-    """Guard an optimizer, and time how long its steps wait for that: the fence of `zero_overhead`.
+    """Guard an optimizer, and time how long its steps wait at the fence of `zero_overhead`.
 
     Args:
-        optimizer: the one to be guarded.
-        guard: registers the fence, such as `manager.guard`.
+        optimizer: The optimizer to guard.
+        guard: Function that registers the fence, such as `manager.guard`.
     """
     watch = Stopwatch()
     optimizer.register_step_pre_hook(lambda *_: watch.__enter__())  # hooks run in the order of registration

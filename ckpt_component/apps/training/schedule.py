@@ -1,4 +1,4 @@
-"""AdamW, and the learning rate: a linear warm-up, then a cosine down to a floor."""
+"""AdamW and its learning rate: linear warm-up, then cosine decay to a minimum."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .schema import Train
 
 
 def build_optimizer(model: nn.Module, settings: Train) -> torch.optim.AdamW:
-    """AdamW in two groups: matrices decay, biases and norms do not."""
+    """AdamW with two parameter groups: weight decay for matrices, none for biases and norms."""
     matrices = [parameter for parameter in model.parameters() if parameter.dim() >= 2]
     others = [parameter for parameter in model.parameters() if parameter.dim() < 2]
     groups = [{"params": matrices, "weight_decay": settings.weight_decay}, {"params": others, "weight_decay": 0.0}]
@@ -30,7 +30,7 @@ def learning_rate(step: int, settings: Train) -> float:
 
 
 def use_settings(optimizer: torch.optim.AdamW, step: int, settings: Train) -> float:
-    """Have the config count in this step, and not what came with a checkpoint; returns the learning rate."""
+    """Set the config's learning rate and weight decay, overriding a checkpoint's; returns the learning rate."""
     rate = learning_rate(step, settings)
     for group, decay in zip(optimizer.param_groups, (settings.weight_decay, 0.0), strict=True):
         group["lr"], group["weight_decay"] = rate, decay

@@ -1,6 +1,6 @@
-"""Every key of the training job: its type, its default, its range, and one line on what it does.
+"""Every key of the training job: its type, default and range, and one line on what it does.
 
-Imports no torch, so that `ckpt-train --help` and shell completion are quick.
+Imports no torch, so that `ckpt-train --help` and shell completion are fast.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ class Device(Enum):
 
 
 class Precision(Enum):
-    """What forward and backward compute in; weights and optimizer state are float32 always."""
+    """Dtype of forward and backward; weights and optimizer state are always float32."""
 
     float32 = "float32"
     bfloat16 = "bfloat16"
 
 
 class Parallel(Enum):
-    """How several ranks share the work: batches, batches and parameters, or the matrices of a block."""
+    """What is split over several ranks: batches, batches and parameters, or the matrices of a block."""
 
     ddp = "ddp"
     fsdp = "fsdp"
@@ -53,75 +53,75 @@ def fraction(default: float) -> float:
 
 @dataclass
 class Train:
-    """The whole of `train`."""
+    """The config below `train`."""
 
     steps: int = at_least(1, 100)
-    """The last step, counted from the start of training and not from where it resumed."""
+    """The last step, counted from the start of training, also after a resume."""
     batch_size: int = at_least(1, 16)
-    """How many windows of text one forward pass takes; of all ranks together, where there are several."""
+    """Windows of text per forward pass, of all ranks together."""
     accumulate: int = at_least(1, 1)
-    """How many such batches make up one step."""
+    """Batches per step (gradient accumulation)."""
     lr: float = above(0, 3e-3)
     """The highest learning rate."""
     min_lr_ratio: float = fraction(0.1)
-    """The learning rate at the end of the decay, and from then on, as a share of the highest."""
+    """The learning rate after the decay, as a fraction of the highest."""
     warmup_steps: int = at_least(0, 20)
-    """Over how many steps the learning rate rises to its highest."""
+    """Steps in which the learning rate rises to its highest."""
     decay_steps: int = at_least(1, 2000)
-    """The step at which the cosine decay ends; on its own, so that a higher train.steps goes on exactly."""
+    """The step at which the cosine decay ends; independent of train.steps, so that a run can be extended exactly."""
     weight_decay: float = at_least(0, 0.1)
-    """AdamW's weight decay, on matrices alone."""
+    """AdamW's weight decay, for matrices only."""
     clip_norm: float | None = above(0, 1.0)
-    """The norm to which gradients are clipped; null: they are not."""
+    """The norm to which gradients are clipped; null: no clipping."""
     dtype: Precision = Precision.float32
-    """What forward and backward compute in: `float32` or `bfloat16`."""
+    """Dtype of forward and backward: `float32` or `bfloat16`."""
     device: Device = Device.auto
-    """Where training runs: `cpu`, `cuda`, or `auto` (CUDA when it is there)."""
+    """Where training runs: `cpu`, `cuda`, or `auto` (CUDA if available)."""
     timeout: float = above(0, 600.0, SECONDS)
-    """How long one of several ranks waits for the others in a collective, in seconds."""
+    """Timeout of collectives with several ranks, in seconds."""
     threads: int | None = at_least(1, None)
-    """CPU threads of torch; null: as many as torch chooses."""
+    """CPU threads of torch; null: torch's default."""
     seed: int = at_least(0, 1234)
     """Seed of the weights, of dropout, and of the order of the text."""
     log_every: int = at_least(1, 10)
-    """Report the loss at every n-th step."""
+    """Log the loss every n-th step."""
     eval_every: int | None = at_least(1, 50)
-    """Compute the validation loss at every n-th step; null: never."""
+    """Compute the validation loss every n-th step; null: never."""
     eval_batches: int = at_least(1, 8)
-    """How many batches the validation loss is taken over."""
+    """Batches for the validation loss."""
 
 
 @dataclass
 class Data:
-    """The whole of `data`."""
+    """The config below `data`."""
 
     path: str | None = None
     """A file or a folder of text; null: the sources of Python's standard library."""
     max_bytes: int = at_least(1, 8_000_000, BYTES)
-    """How much of the text is used, in bytes."""
+    """Bytes of the text to use at most."""
     validation: float = fraction(0.05)
-    """The share of the text, at its end, that is kept for the validation loss."""
+    """The fraction of the text, at its end, that is held out for the validation loss."""
 
 
 @dataclass
 class Model:
-    """The whole of `model`: a decoder-only GPT on bytes."""
+    """The config below `model`: a decoder-only GPT on bytes."""
 
     layers: int = at_least(1, MISSING)
-    """How many transformer blocks."""
+    """Number of transformer blocks."""
     heads: int = at_least(1, MISSING)
-    """How many attention heads a block has; they share out the width."""
+    """Number of attention heads per block; must divide the width."""
     width: int = at_least(1, MISSING)
     """The size of a token's vector."""
     context: int = at_least(1, MISSING)
-    """How many bytes of text the model sees at once."""
+    """Length of a window in bytes."""
     dropout: float = fraction(0.0)
-    """The share of activations dropped in training."""
+    """Dropout probability in training."""
 
 
 @dataclass
 class Settings:
-    """What `ckpt-train` reads beside `checkpoint`."""
+    """Keys of `ckpt-train` besides `checkpoint`."""
 
     train: Train = field(default_factory=Train)
     """The training loop."""
@@ -130,18 +130,18 @@ class Settings:
     model: Model = field(default_factory=Model)
     """The size of the model."""
     parallel: Parallel = Parallel.ddp
-    """How the ranks of a torchrun share the work; one process has no use for it."""
+    """How the ranks of a torchrun split the work; ignored with one process."""
 
 
 def register() -> None:
-    """Give Hydra the schemas of the training job, and those of checkpoints before them."""
+    """Register the schemas of checkpoints and of the training job with Hydra."""
     register_checkpoint_configs()
     if registered("train"):
         return
     store = ConfigStore.instance()
     for name, schema in (("train", Train), ("data", Data), ("model", Model)):
         store.store(group=SCHEMAS, name=name, node=composable(schema), provider=PROVIDER)
-    # Not on Hydra's search path, which other apps share.
+    # Stored here rather than on Hydra's search path, which all apps share.
     conf = Path(__file__).parent / "conf"
     store_files(conf, None)
     store_files(conf / "model", "model")
@@ -149,10 +149,10 @@ def register() -> None:
 
 
 def read(config: DictConfig) -> Settings:
-    """The config as dataclasses; other keys than ours are left to whoever added them.
+    """Convert the config to dataclasses; unrelated keys are ignored.
 
     Raises:
-        CheckpointConfigError: a key has no value, or one that is out of its range.
+        CheckpointConfigError: A key has no value, or one that is out of range.
     """
     values = plain_dict(config, resolve=True)
     for key in ("train", "data", "model"):

@@ -1,4 +1,4 @@
-"""The random generators, which are checkpointed beside weights and optimizer."""
+"""The state of the random generators, which is checkpointed with weights and optimizer."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ logger = logging.getLogger(__name__)
 
 
 class RngState:
-    """The random generators of torch: on the CPU, and on one CUDA device.
+    """The random generators of torch, on the CPU and on one CUDA device.
 
-    Every key is there always, so that a checkpoint of a CPU run resumes on CUDA and the other way round.
+    Its state always has all keys, so that a checkpoint of a CPU run resumes on CUDA and vice versa.
 
     Args:
-        device: where training runs.
-        alike: whether all ranks must draw the same numbers (True), or should not (False); None: there is one rank.
+        device: Device of the training.
+        alike: Whether all ranks must draw the same numbers (True) or different ones (False); None with one rank.
     """
 
     def __init__(self, device: torch.device, alike: bool | None = None) -> None:
@@ -26,17 +26,17 @@ class RngState:
 
     def state_dict(self) -> dict[str, Any]:
         """The generators' states; None for a device that this process does not use."""
-        # Bytes and not a tensor: a tensor that only some checkpoints have could not be asked for.
+        # Bytes rather than a tensor, because a load cannot request a tensor that only some checkpoints have.
         cuda = bytes(torch.cuda.get_rng_state(self._device).tolist()) if self._device.type == "cuda" else None
         return {"torch": torch.get_rng_state(), "cuda": cuda, "alike": self._alike is not False}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Set the generators; those that a checkpoint has no state of keep theirs.
+        """Set the generators; those without a state in the checkpoint are unchanged.
 
-        States that were alike on all ranks are not taken where they must differ, nor the other way round.
+        States that were equal on all ranks are ignored if they must differ now, and vice versa.
         """
         if self._alike is not None and state["alike"] != self._alike:
-            logger.info("random generators start from train.seed: the checkpoint is of another way to share the work")
+            logger.info("random generators start from train.seed: the checkpoint was saved with another `parallel`")
             return
         torch.set_rng_state(state["torch"])
         if state["cuda"] is not None and self._device.type == "cuda":

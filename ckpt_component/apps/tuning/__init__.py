@@ -1,1 +1,1 @@
-"""Which settings suit this machine, this folder and this size of state: measured, and written as a recipe."""
+"""Measure which settings suit a machine, a folder and a size of state, and write them as a recipe."""

@@ -1,7 +1,7 @@
 """One measurement of `ckpt tune`, in this process.
 
-Every measurement has a checkpointer of its own, with its own memory and writer process, and a first save that is not
-counted; only the state and the loop that stands for training are shared.
+Every measurement has its own checkpointer, memory and writer process, and an uncounted first save; only the state and
+the simulated training loop are shared.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from ..bench.measure.ours import Ours
 from ..bench.measure.row import timed_save
 from ..bench.measure.states import make_state, nbytes_of
 
-#: Steady saves of a measurement; their median counts.
+#: Saves per measurement after the first; their median counts.
 _SAVES = 2
-#: A step of the loop that stands for training, and how long the loop goes on after a save, in seconds.
+#: Duration of a step of the simulated training loop, and how long the loop continues after a save, in seconds.
 _STEP_S, _TAIL_S = 0.02, 0.5
 
 
 class Trial:
-    """A state, which is saved with one setting after the other.
+    """A state to save with different settings.
 
     Args:
-        state: the kind of state, one of `bench.schema.STATES`.
-        nbytes: its size; None: as the kind has it.
-        preset: what the settings change.
-        folder: where to save; it is empty after every measurement.
+        state: Kind of state, one of `bench.schema.STATES`.
+        nbytes: Size of the state; None: the default of the kind.
+        preset: Preset that the settings modify.
+        folder: Folder to save to; it is empty after every measurement.
 
     Attributes:
-        state_bytes: bytes of all tensors.
-        took_s: how long each measurement took.
+        state_bytes: Bytes of all tensors.
+        took_s: Durations of the measurements.
     """
 
     def __init__(self, state: str, nbytes: int | None, preset: str, folder: str) -> None:
@@ -46,14 +46,14 @@ class Trial:
         self.took_s: list[float] = []
 
     def measure(self, overrides: Sequence[str], lost: bool) -> dict[str, float]:
-        """Save some times.
+        """Save several times.
 
         Args:
-            overrides: the settings.
-            lost: whether to measure what a save costs training, which takes longer.
+            overrides: The settings.
+            lost: Whether to measure the training time lost to a save too, which takes longer.
 
         Returns:
-            Seconds: `first_stall`, `stall`, `durable`, and `lost` where asked for.
+            Seconds: `first_stall`, `stall`, `durable`, and `lost` if requested.
         """
         started = time.monotonic()
         saver = Ours(self._state, self._preset, overrides)

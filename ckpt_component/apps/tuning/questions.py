@@ -1,4 +1,4 @@
-"""What is asked, and how an answer is chosen."""
+"""The questions of `ckpt tune`, and how their answers are chosen."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-#: A setting that is not the present one is chosen only when it is better by more than this share, and than noise.
+#: Another value replaces the current one only if it is better by more than this fraction, and by more than the noise.
 MARGIN = 0.05
 
 
 @dataclass(frozen=True)
 class Question:
-    """One setting, which is tried with some values while the others stand still.
+    """One setting to try with several values while all others are fixed.
 
     Attributes:
-        key: the setting as an override has it: `checkpoint.writer.workers`, `checkpoint/stager`.
-        values: the values; the first is the one to start with.
-        figure: what decides, the less the better: `durable`, or `lost`.
-        why: what it is about, for people.
+        key: The setting as in an override: `checkpoint.writer.workers`, `checkpoint/stager`.
+        values: The values; the first is the current one.
+        figure: The figure to minimise: `durable` or `lost`.
+        why: Description of the setting.
     """
 
     key: str
@@ -29,12 +29,12 @@ class Question:
 
 @dataclass(frozen=True)
 class Answer:
-    """The value that a question was answered with, and why.
+    """The chosen value of a question, and why.
 
     Attributes:
-        key: the question's.
-        value: the chosen one.
-        reason: in one line, with the figures.
+        key: The question's key.
+        value: The chosen value.
+        reason: The reason in one line, with the figures.
     """
 
     key: str
@@ -43,36 +43,36 @@ class Answer:
 
 
 def questions(cores: int, writers: Sequence[str]) -> list[Question]:
-    """All questions, in the order that they are asked in.
+    """All questions, in order.
 
     Args:
-        cores: of this machine.
-        writers: the formats to choose from; with fewer than two there is nothing to ask.
+        cores: Number of CPU cores of this machine.
+        writers: Formats to choose from; fewer than two give no question.
     """
-    # 2 is the default, and stays unless another is better.
+    # Begins with the default, 2.
     workers = [count for count in (2, 1, 4, 8) if count <= max(2, cores)]
     formats = [Question("checkpoint/writer", writers, "durable", "the format")] if len(writers) > 1 else []
     return [
         *formats,
         Question("checkpoint.writer.workers", [str(count) for count in workers], "durable", "parallel writers"),
         Question("checkpoint.writer.block_bytes", ["8388608", "1048576", "33554432"], "durable", "bytes a write call"),
-        Question("checkpoint.writer.io", ["auto", "buffered", "direct"], "durable", "with or past the page cache"),
+        Question("checkpoint.writer.io", ["auto", "buffered", "direct"], "durable", "with or without the page cache"),
         Question("checkpoint/stager", ["shared_memory", "pinned", "zero_overhead"], "lost", "who takes the snapshot"),
     ]
 
 
 def choose(question: Question, figures: Mapping[str, Sequence[float]]) -> Answer:
-    """The value to go on with.
+    """Choose a value.
 
-    The first value stays unless another is better by more than `MARGIN` and by more than the rounds of either value
-    differ among themselves.
+    The first value is kept unless another is better by more than `MARGIN` and by more than the variation between the
+    rounds of either value.
 
     Args:
-        question: what was asked.
-        figures: value -> the figure of each round, in seconds; none of those that failed, but at least one.
+        question: The question.
+        figures: Value -> its figure in each round, in seconds. Contains at least one value, and none that failed.
     """
     first = question.values[0]
-    # Time lost is a difference of two times, and below nothing only by noise.
+    # Time lost is a difference of two times, so only noise makes it negative.
     medians = {value: max(0.0, median(rounds)) for value, rounds in figures.items()}
     best = min(medians, key=lambda value: medians[value])
     seconds = ", ".join(f"{medians[value]:.3f} s with {value}" for value in medians)

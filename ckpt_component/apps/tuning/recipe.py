@@ -1,4 +1,4 @@
-"""A recipe from settings: a YAML file of the group `recipe`, as those in `recipes/` are."""
+"""Write settings as a recipe: a YAML file of the group `recipe`, like those in `recipes/`."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from ...config.errors import HydraConfigError
 
 
 def recipe_path(folder: Path, name: str, replace: bool) -> Path:
-    """Where a recipe goes.
+    """The path of a recipe.
 
     Args:
-        folder: a folder of configs; the group `recipe` is a folder in it.
-        name: of the recipe.
-        replace: whether a file that is there may be written over.
+        folder: Folder of configs, in which the group `recipe` is a folder.
+        name: Name of the recipe.
+        replace: Whether an existing file may be overwritten.
 
     Raises:
-        CheckpointConfigError: the name is none, or there is such a file.
+        CheckpointConfigError: The name is invalid, or the file exists.
     """
     if not name.replace("_", "").replace("-", "").isalnum():
         raise HydraConfigError(f"--name={name} cannot be a recipe's name; use letters, digits and _.")
     path = folder / "recipe" / f"{name}.yaml"
     if path.exists() and not replace:
-        raise HydraConfigError(f"{path} exists; type another --name, or --replace to write over it.")
+        raise HydraConfigError(f"{path} exists; type another --name, or --replace to overwrite it.")
     return path
 
 
@@ -33,16 +33,16 @@ def write_recipe(path: Path, preset: str, settings: Mapping[str, str], notes: Se
     """Write the file.
 
     Args:
-        path: from `recipe_path`.
-        preset: what the settings change.
-        settings: override to value: `checkpoint/writer` to `dcp`, `checkpoint.writer.workers` to `4`.
-        notes: comments, a line each; the first says whom the recipe is for.
+        path: From `recipe_path`.
+        preset: Preset that the settings modify.
+        settings: Override -> value, such as `checkpoint/writer` -> `dcp`, `checkpoint.writer.workers` -> `4`.
+        notes: Comments, one line each; the first says what the recipe is for.
 
     Raises:
-        CheckpointConfigError: the file cannot be written.
+        CheckpointConfigError: The file cannot be written.
     """
     values = OmegaConf.from_dotlist([f"{key}={value}" for key, value in settings.items() if "/" not in key])
-    # Hydra looks for the package in the first line alone.
+    # Hydra looks for the package only in the first line.
     lines = ["# @package _global_", *(f"# {note}" for note in notes), "defaults:"]
     lines.append(f"  - override /checkpoint: {preset}")
     lines += [f"  - override /{key}: {value}" for key, value in settings.items() if "/" in key]

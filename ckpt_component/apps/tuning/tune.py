@@ -1,4 +1,4 @@
-"""The short sweep of `ckpt tune`: one question after the other, each with the answers so far."""
+"""The sweep of `ckpt tune`: answers the questions in turn, each with the previous answers applied."""
 
 from __future__ import annotations
 
@@ -17,31 +17,31 @@ if TYPE_CHECKING:
 #: A single round gives no estimate of noise.
 ROUNDS = 2
 
-#: The figures of each round of one value, or the error that the value failed with.
+#: The figures of each round of one value, or the error text if the value failed.
 Outcome = list[dict[str, float]] | str
 
 
 def tune(
     trial: Trial, questions: Sequence[Question], fixed: Sequence[str], *, seconds: float, repeats: int
 ) -> list[Answer]:
-    """Ask all questions that there is time for; prints a table for each, and why it chooses what.
+    """Answer as many questions as time allows; prints a table and the reason of the choice for each.
 
     Args:
-        trial: measures.
-        questions: what is asked, in order.
-        fixed: overrides that all measurements have.
-        seconds: about how long all may take.
-        repeats: rounds for each question, at least two; fewer when the time is short.
+        trial: Takes the measurements.
+        questions: The questions, in order.
+        fixed: Overrides for all measurements.
+        seconds: Approximate time limit for all questions.
+        repeats: Rounds per question, at least two; fewer if time is short.
 
     Returns:
-        The answers, in the order of the questions; none for one that there was no time for.
+        The answers in the order of the questions, without those that there was no time for.
 
     Raises:
-        CheckpointConfigError: a question has no value that works, or the time is too short for any.
+        CheckpointConfigError: No value of a question works, or the time is too short for any question.
     """
     deadline = time.monotonic() + seconds
     answers, unanswered = list[Answer](), list[str]()
-    trial.measure(fixed, lost=False)  # the first one of a process takes longer, and does not count
+    trial.measure(fixed, lost=False)  # uncounted: the first measurement of a process takes longer
     for number, question in enumerate(questions):
         left = deadline - time.monotonic()
         if ROUNDS * len(question.values) * fmean(trial.took_s) > left:
@@ -65,27 +65,27 @@ def tune(
         text = f"--seconds={seconds:g} is too short for {', '.join(unanswered)}"
         if not answers:
             raise HydraConfigError(f"{text}; type a larger --seconds, or a smaller --size.")
-        print(f"\n{text}, which keep what the preset has; a larger --seconds asks all")
+        print(f"\n{text}, which keep the preset's values; a larger --seconds measures all")
     return answers
 
 
 def _ask(
     question: Question, overrides: Sequence[str], trial: Trial, repeats: int, seconds: float
 ) -> Mapping[str, Outcome]:
-    """Measure every value in turn, some rounds over; no further round after two when the time is over."""
+    """Measure every value in turn for several rounds; after two rounds it stops when the time is over."""
     outcomes: dict[str, Outcome] = {value: [] for value in question.values}
     until = time.monotonic() + seconds
     for number in range(repeats):
         if number >= ROUNDS and time.monotonic() + len(outcomes) * fmean(trial.took_s) > until:
             break
-        first = number % len(outcomes)  # each time another value is the first
+        first = number % len(outcomes)  # each round begins with another value
         for value in [*question.values[first:], *question.values[:first]]:
             outcome = outcomes[value]
             if isinstance(outcome, str):
                 continue
             try:
                 outcome.append(trial.measure([*overrides, f"{question.key}={value}"], lost=question.figure == "lost"))
-            except Exception as error:  # the other values are measured all the same
+            except Exception as error:  # the other values are still measured
                 outcomes[value] = f"{type(error).__name__}: {error}".splitlines()[0]
     return outcomes
 
