@@ -1,6 +1,6 @@
 """`ckpt-bench`, the same as `python -m ckpt_component.apps.bench`: the benchmark as a Hydra app.
 
-torch is imported in the rows' own processes alone.
+torch is imported only in the processes of the rows.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from .runs import Case, Run, Runner
 from .schema import STATES, Action, Bench, Device, Request, read, register
 from .table import LEGEND, render
 
-#: The first word of the command line, where it is one of these, is the action.
+#: Accepted as the first word of the command line, for `action=`.
 _ACTIONS = tuple(action.value for action in Action)
 _MULTIRUN = ("-m", "--multirun")
 
@@ -49,7 +49,7 @@ class BenchmarkFailed(CompactHydraException, CheckpointError):
 
 def main() -> None:
     """Run the command line."""
-    # What a run has made on its target is removed on the way out.
+    # Exit normally on SIGTERM, so that files on the target are removed.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     register()
     sys.argv[1:] = arguments(sys.argv[1:])
@@ -57,9 +57,9 @@ def main() -> None:
 
 
 def arguments(typed: list[str]) -> list[str]:
-    """The command line for Hydra: `check` for `action=check`, and lists without brackets outside of a sweep.
+    """Translate the command line for Hydra: `check` becomes `action=check`, and lists get brackets outside a sweep.
 
-    In a sweep, `state=large,many_small` is a job for each; otherwise it is one run of both.
+    In a sweep, `state=large,many_small` is one job per state; otherwise it is a single run of both.
     """
     if typed and typed[0] in _ACTIONS:
         typed = [f"action={typed[0]}", *typed[1:]]
@@ -69,12 +69,12 @@ def arguments(typed: list[str]) -> list[str]:
 
 
 def run_job(config: DictConfig) -> None:
-    """Do what the config asks for, and write `result.json` into the output folder.
+    """Run the action of the config, and write `result.json` to the output folder.
 
     Raises:
-        CheckpointConfigError: a value that cannot be used.
-        BenchmarkFailed: a promise failed, no row was measured, or a peer could not be installed.
-        SystemExit: a signal stopped the run.
+        CheckpointConfigError: A value is invalid.
+        BenchmarkFailed: A promise failed, no row was measured, or a peer could not be installed.
+        SystemExit: A signal stopped the run.
     """
     job = _JobResult()
     try:
@@ -110,7 +110,7 @@ def run_job(config: DictConfig) -> None:
 
 
 class _JobResult:
-    """What `result.json` has: the figures so far, so that a report of a killed run shows them."""
+    """Writes `result.json` with the figures so far, so that the report of a killed run shows them."""
 
     def __init__(self) -> None:
         self.cases = list[Case]()
@@ -164,7 +164,7 @@ def _measure(
             for state in request.states:
                 _refuse_full(state, base, key)
                 cases.append(Case(state, target))
-                # After every process, so that a run that is stopped leaves what it has.
+                # Figures are written after every process, so that a stopped run keeps them.
                 runner.measure(cases[-1], request.rows, base, keep)
                 keep()
                 print(render(cases[-1]), flush=True)
@@ -186,7 +186,7 @@ def _grow(request: Request, peers: PeerEnvironment, here: Path, folder: Path) ->
 
 
 def _parent(bench: Bench, target: str, here: Path) -> tuple[Path, str]:
-    """Where a run's folder is made, and the key that says so."""
+    """The parent of the run's folder, and the key that sets it."""
     disk = here / bench.dir, "dir"
     return disk if target == "disk" else (Path(bench.tmpfs_dir), "tmpfs_dir")
 
@@ -228,7 +228,7 @@ def _refuse_full(state: str, base: str, key: str) -> None:
 
 
 def _about(request: Request, peers: PeerEnvironment) -> dict[str, Any]:
-    """What a reader has to know to place the figures."""
+    """Machine, versions and settings, to interpret the figures."""
     try:
         torch = version("torch")
     except PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""A process that measures: it has a deadline, and nothing that it started outlives it."""
+"""Run a measuring process with a deadline, and end all processes that it started."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from typing import IO
 
 import psutil
 
-#: How often the processes are looked up: a look takes milliseconds, which what is measured would feel.
+#: Interval of listing processes, which takes milliseconds and would disturb the measurement if done more often.
 _LOOK_S = 2.0
 _GRACE_S = 2.0
 
 
 def run_process(command: Sequence[str], output: IO[bytes], timeout: float) -> int | None:
-    """Run a process and end all that it started, also when this call is left by an exception.
+    """Run a process and end all that it started, even if this call raises.
 
     Args:
-        command: what to run; gets a session of its own.
-        output: gets what it prints.
-        timeout: seconds after which it is killed.
+        command: The command, run in its own session.
+        output: File for its output.
+        timeout: Seconds after which it is killed.
 
     Returns:
-        The exit code, or None when the deadline was over.
+        The exit code, or None if the deadline passed.
     """
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     process = subprocess.Popen(
@@ -40,7 +40,7 @@ def run_process(command: Sequence[str], output: IO[bytes], timeout: float) -> in
     deadline = time.monotonic() + timeout
     try:
         while True:
-            # Seen while their parent lives: an orphan in a session of its own could not be found any more.
+            # Recorded while the parent lives, because an orphan in its own session could not be found later.
             started |= _descendants(process.pid)
             try:
                 return process.wait(min(_LOOK_S, max(0.0, deadline - time.monotonic())))
@@ -54,8 +54,8 @@ def run_process(command: Sequence[str], output: IO[bytes], timeout: float) -> in
             process.kill()
             with contextlib.suppress(subprocess.TimeoutExpired):  # the row is reported as hung in any case
                 process.wait(_GRACE_S)
-        # psutil holds a process by its id and its start, so that none but those is ended. Those of a row that has ended
-        # may be about to end too.
+        # psutil identifies a process by id and start time, so no other process is killed. After a normal end, children
+        # get a moment to exit by themselves.
         left = [child for child in started if child.is_running()]
         _, left = psutil.wait_procs(left, timeout=_GRACE_S if over else 0)
         for child in left:
@@ -74,12 +74,12 @@ def _descendants(pid: int) -> set[psutil.Process]:
 
 
 def _session_of(leader: int) -> set[psutil.Process]:
-    """What is left of the session that a process began, which may have ended; without itself."""
-    found = set()
+    """The processes in the session of a leader, which may have ended; without the leader."""
+    members = set()
     for process in psutil.process_iter():
         try:
             if process.pid != leader and os.getsid(process.pid) == leader:
-                found.add(process)
-        except OSError:  # it ended in between
+                members.add(process)
+        except OSError:  # it has just ended
             continue
-    return found
+    return members

@@ -1,4 +1,4 @@
-"""The CUDA device, asked for in a process of its own: the benchmark itself imports no torch."""
+"""Query the CUDA device in a separate process, because the benchmark itself does not import torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _PROBE = "import torch; print(torch.cuda.get_device_name(0) if torch.cuda.is_ava
 
 
 def device_name() -> str:
-    """What the CUDA device is called; empty where there is none."""
+    """The name of the CUDA device; empty without one."""
     done = subprocess.run(
         [sys.executable, "-c", _PROBE], capture_output=True, text=True, timeout=_ASK_SECONDS, check=False
     )
@@ -20,6 +20,6 @@ def device_name() -> str:
 
 
 def require_cuda() -> None:
-    """Raise CheckpointConfigError where torch sees no CUDA device."""
+    """Raise CheckpointConfigError if torch sees no CUDA device."""
     if not device_name():
         raise HydraConfigError("device=cuda: torch sees no CUDA device here; use device=cpu, or a machine with one.")

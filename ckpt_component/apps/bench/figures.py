@@ -1,4 +1,4 @@
-"""Medians with their range over the repeats of one run, and where they are kept."""
+"""Medians with their range over the repeats of a run, and the files they are written to."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .kept import read_run, write_run
 from .measure.names import LIMITS, ROWS
 from .runs import ABSENT, ERROR, Case
 
-#: Of a row, in order. Times are seconds.
+#: Figures of a row, in order. Times are in seconds.
 FIGURES = (
     "first_stall",
     "stall",
@@ -45,7 +45,7 @@ _COLUMNS = ("state", "target", "row", "figure", "median", "low", "high", "repeat
 
 @dataclass(frozen=True)
 class Spread:
-    """The median of some repeats, and the least and the most of them."""
+    """The median, minimum and maximum over the repeats."""
 
     median: float
     low: float
@@ -54,7 +54,7 @@ class Spread:
 
 
 def spread(case: Case, row: str, figure: str) -> Spread | None:
-    """A figure of a row; None where no repeat has it."""
+    """A figure of a row; None if no repeat has it."""
     values = sorted(run[figure] for run in case.rows.get(row, ()) if run.get(figure) is not None)
     if not values:
         return None
@@ -64,12 +64,12 @@ def spread(case: Case, row: str, figure: str) -> Spread | None:
 
 
 def fact(case: Case, row: str, name: str) -> Any:
-    """What is the same in all repeats, such as `state_bytes`; None where no repeat has it."""
+    """A value that is equal in all repeats, such as `state_bytes`; None if no repeat has it."""
     return next((run[name] for run in case.rows.get(row, ()) if name in run), None)
 
 
 def why_not(case: Case, row: str) -> str | None:
-    """Why a row has no figures, or fewer than repeats; None when all is well."""
+    """Why a row has no figures, or fewer than repeats; None if it is complete."""
     for run in case.rows.get(row, ()):
         if ABSENT in run:
             return f"not measured: {run[ABSENT]}"
@@ -80,7 +80,7 @@ def why_not(case: Case, row: str) -> str | None:
 
 
 def records(cases: Sequence[Case]) -> Iterator[dict[str, Any]]:
-    """One flat record per figure: what a CSV file or a data frame wants."""
+    """One flat record per figure, for a CSV file or a data frame."""
     for case in cases:
         for row in case.rows:
             names = FIGURES if row in ROWS else _limits_of(case)
@@ -93,13 +93,13 @@ def records(cases: Sequence[Case]) -> Iterator[dict[str, Any]]:
                 yield {"state": case.state, "target": case.target, "row": row, "figure": "note", "note": reason}
 
 
-#: Figure -> its name in the report of a sweep, which has the unit of a time in it.
+#: Figure -> its name in the report of a sweep, where names of times end with their unit.
 _IN_SWEEPS = {figure: name for figure in FIGURES for name in (figure, f"{figure}_s") if name in sweeps.FIGURES}
 
 
 def rows_for_sweep(cases: Sequence[Case]) -> list[dict[str, Any]]:
-    """The rows as `sweeps.result.write_result` takes them: medians, or the reason why there are none."""
-    found = []
+    """The rows for `sweeps.result.write_result`: medians, or the reason why there are none."""
+    rows = []
     for case in cases:
         for row in (name for name in case.rows if name in ROWS):
             medians = {name: spread(case, row, figure) for figure, name in _IN_SWEEPS.items()}
@@ -107,7 +107,7 @@ def rows_for_sweep(cases: Sequence[Case]) -> list[dict[str, Any]]:
             size = spread(case, row, "bytes")
             if size is not None and figures.get("durable_s"):
                 figures["gbps"] = size.median / 1e9 / figures["durable_s"]
-            found.append(
+            rows.append(
                 {
                     "name": row,
                     "workload": f"{case.state} on {case.target}",
@@ -115,11 +115,11 @@ def rows_for_sweep(cases: Sequence[Case]) -> list[dict[str, Any]]:
                     "reason": None if figures else why_not(case, row) or "not measured yet",
                 }
             )
-    return found
+    return rows
 
 
 def limits_of(case: Case) -> dict[str, Spread]:
-    """What the hardware did, in seconds, by name."""
+    """The hardware limits in seconds, by name."""
     return {name: found for name in _limits_of(case) if (found := spread(case, LIMITS, name)) is not None}
 
 
@@ -127,9 +127,9 @@ def write_figures(cases: Sequence[Case], folder: Path, about: dict[str, Any]) ->
     """Write `figures.json`, which has every run and can be read back, and `figures.csv`, which has the medians.
 
     Args:
-        cases: the figures, maybe of a run that goes on.
-        folder: where to.
-        about: the machine and the settings.
+        cases: The figures, possibly of an unfinished run.
+        folder: The folder to write to.
+        about: The machine and the settings.
     """
     content = {"about": about, "cases": [asdict(case) for case in cases]}
     write_run(folder, _NAME, content, _COLUMNS, records(cases))
@@ -139,7 +139,7 @@ def read_figures(folder: str) -> tuple[list[Case], dict[str, Any]]:
     """The figures of an earlier run, and the notes on it.
 
     Raises:
-        CheckpointConfigError: there are none in the folder.
+        CheckpointConfigError: The folder has none.
     """
 
     def of(content: Any) -> tuple[list[Case], dict[str, Any]]:

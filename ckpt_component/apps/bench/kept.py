@@ -1,4 +1,4 @@
-"""What a run keeps in its folder: all that was measured as JSON, which can be read back, and its points as CSV."""
+"""The files of a run: all measurements as JSON, which can be read back, and its points as CSV."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ def write_run(
     """Write `name.json` and `name.csv`.
 
     Args:
-        folder: where to.
-        name: of both files.
-        content: for the JSON file.
-        columns: of the CSV file.
-        records: its lines, by column.
+        folder: The folder to write to.
+        name: Name of both files.
+        content: Content of the JSON file.
+        columns: Columns of the CSV file.
+        records: Lines of the CSV file, by column.
     """
     with replaced(folder / f"{name}.json") as file:
         file.write(json.dumps(content, indent=1) + "\n")
@@ -38,13 +38,13 @@ def read_run(folder: str, name: str, of: Callable[[Any], T], command: str) -> T:
     """Read `name.json` of an earlier run.
 
     Args:
-        folder: the run's.
-        name: of the file; the text of an error calls what is in it so.
-        of: converts the content.
-        command: what writes such a file.
+        folder: Folder of the run.
+        name: Name of the file, and of its content in error texts.
+        of: Converts the content.
+        command: The command that writes such a file.
 
     Raises:
-        CheckpointConfigError: there is none in the folder, or it has something else in it.
+        CheckpointConfigError: The file is missing or invalid.
     """
     path = Path(folder).expanduser() / f"{name}.json"
     try:

@@ -1,7 +1,7 @@
-"""The environment of the peers: made by one command, asked what it has, never touched otherwise.
+"""The virtual environment of the peers, created by `ckpt-bench peers` and otherwise only queried.
 
-It is a virtual environment with the pinned packages of `peers.txt`, and behind them the libraries of this one, so
-that all rows run on the very same torch. What a peer brings along does not reach this environment.
+It has the pinned packages of `peers.txt`, and falls back to the libraries of this environment, so that all rows run on
+the same torch. Dependencies of the peers do not affect this environment.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ print(json.dumps(found))
 
 
 class PeerEnvironment:
-    """A folder that holds, or will hold, the environment.
+    """The environment of the peers, which may not exist yet.
 
     Args:
-        folder: `~` is the user's home.
+        folder: Its folder; `~` is expanded.
     """
 
     def __init__(self, folder: str) -> None:
@@ -57,26 +57,26 @@ class PeerEnvironment:
         return self.folder / "bin" / "python"
 
     def make(self, say: Callable[[str], None], requirements: Path = REQUIREMENTS) -> list[str]:
-        """Make the environment, or bring it to the pinned versions.
+        """Create the environment, or update it to the pinned versions.
 
         Args:
-            say: gets a line per step.
-            requirements: one pinned package per line. One that cannot be installed does not keep the others out.
+            say: Prints a line per step.
+            requirements: File with one pinned package per line. If one cannot be installed, the others still are.
 
         Returns:
-            The packages that could not be installed, each with pip's last word.
+            The packages that could not be installed, each with pip's last message.
 
         Raises:
-            RuntimeError: there can be no environment in the folder; the text has the reason.
+            RuntimeError: The environment cannot be created; the text has the reason.
         """
         say(f"making {self.folder}")
         done = self._run([sys.executable, "-m", "venv", "--without-pip", str(self.folder)])
         if done.returncode != 0:
             raise RuntimeError(f"No environment can be made in {self.folder}: {_last_line(done)}")
-        # A folder that a .pth file names comes after the environment's own packages, which win.
+        # Folders in a .pth file come after the environment's own packages, which take precedence.
         paths = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
         (self._site_packages() / "libraries-of-ckpt-bench.pth").write_text("\n".join(sorted(paths)) + "\n")
-        # The pip behind it will do; ensurepip is for environments that were made without one.
+        # The pip of this environment is used if there is one.
         if find_spec("pip") is None:
             done = self._run([str(self.python), "-m", "ensurepip"])
             if done.returncode != 0:
@@ -90,7 +90,7 @@ class PeerEnvironment:
         return failed
 
     def absent(self, rows: Sequence[str]) -> dict[str, str]:
-        """Why rows cannot be measured: row to reason, for those of the peers that are not there."""
+        """Rows whose peer is not installed, with the reason."""
         needed = {row: module for row in rows if (module := ROWS[row].needs) is not None}
         if not needed:
             return {}
@@ -109,7 +109,7 @@ class PeerEnvironment:
         }
 
     def versions(self) -> dict[str, str]:
-        """What is installed of the peers, by package; empty without an environment."""
+        """Installed versions of the peers, by package; empty without an environment."""
         names = [line.partition("==")[0] for line in _lines(REQUIREMENTS)]
         if not self.python.exists():
             return {}
@@ -117,7 +117,7 @@ class PeerEnvironment:
         return dict(json.loads(done.stdout)) if done.returncode == 0 else {}
 
     def interpreter_of(self, row: str) -> str:
-        """The interpreter that a row runs in: this one's, or the peers'."""
+        """The interpreter for a row: this one, or that of the peers."""
         return sys.executable if row not in ROWS or ROWS[row].needs is None else str(self.python)
 
     def _site_packages(self) -> Path:

@@ -1,4 +1,4 @@
-"""A folder on the target, for as long as something is measured there."""
+"""A temporary folder on the target of a measurement."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from ...config.errors import HydraConfigError
 
 @contextmanager
 def place(parent: Path, key: str) -> Iterator[str]:
-    """A folder that is made for the run and removed after it.
+    """Create a folder for the run, and remove it afterwards.
 
     Args:
-        parent: where it is made.
-        key: what the user typed the parent for, such as `dir=`.
+        parent: The folder to create it in.
+        key: The key or option that sets the parent, such as `dir=`, for the error text.
 
     Raises:
-        CheckpointConfigError: none can be made there.
+        CheckpointConfigError: No folder can be created there.
     """
     try:
         base = tempfile.mkdtemp(prefix="ckpt-bench-", dir=parent)

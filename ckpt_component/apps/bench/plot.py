@@ -1,4 +1,4 @@
-"""A picture of the figures, and a page that needs nothing but itself. Needs the extra `plot`."""
+"""Draw the figures, and write a self-contained HTML page. Needs the extra `plot`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .verdicts import Verdict
 _NAME = "figures"
 
 _COLOURS = {"ours": "#1b6ca8", "torch": "#8d99ae", "peers": "#d08c60"}
-#: Panel -> figure, and the limit that is drawn beside it.
+#: Title of a panel, its figure, and the limit to draw in it.
 _PANELS = (
     ("stall, s", "stall", "memcpy"),
     ("durable, s", "durable", "direct_1"),
@@ -31,13 +31,13 @@ def draw(cases: Sequence[Case], verdicts: Sequence[Verdict], about: Mapping[str,
     """Write the picture and the page.
 
     Args:
-        cases: the figures; those without a measured row are left out.
-        verdicts: for the page; none when nothing was checked.
-        about: the machine and the settings, for the page.
-        folder: where to.
+        cases: The figures; cases without a measured row are omitted.
+        verdicts: Verdicts for the page; empty if nothing was checked.
+        about: The machine and the settings, for the page.
+        folder: The folder to write to.
 
     Returns:
-        The files, none when there is nothing to draw.
+        The files; empty if there is nothing to draw.
     """
     shown = [case for case in cases if _rows(case)]
     if not shown:

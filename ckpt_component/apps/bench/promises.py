@@ -1,4 +1,4 @@
-"""What is promised, each as a ratio of figures of one run; to the hardware's own in turn with the very row."""
+"""The promises: ratios of figures of one run, some of them to raw hardware speed measured next to the same row."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ from .runs import Case
 from .verdicts import Figure, Missing, Verdict, at_least, at_most, best_of, figure_of, limit_of, raw_of, reported
 
 _ASYNC = ("async_persistent", "async_persistent_fast", "async_pinned", "async_temporal", "async_zero_overhead")
-#: The preset to start with, whose times are held to the disk's and the peers': with zlib's checksum, which is always
-#: there, and with the fastest that is installed.
+#: The recommended preset, whose times are compared with the disk and the peers: with zlib's checksum, which is always
+#: available, and with the fastest installed.
 _USUAL, _FAST = "async_persistent", "async_persistent_fast"
-#: What writes while it stages, and what stages first.
+#: One row writes while it stages, the other stages first.
 _FASTEST = ("async_zero_overhead_fast", _FAST)
 _DCP = ("dcp_save_t1", "dcp_save_t2")
 _RAW_WRITES = ("raw_write_2", "raw_direct_2", "raw_direct_4")
 _OTHERS = tuple(rows_of("torch", "peers"))
 _OTHERS_THAT_FSYNC = tuple(row for row in _OTHERS if ROWS[row].fsyncs)
-#: Smaller states do not stand out from what else a process takes.
+#: The memory of smaller states cannot be distinguished from other memory of a process.
 _TELLING_BYTES = 100 << 20
 
 
 def judge(cases: Sequence[Case], *, cores: int, loop_threads: int) -> list[Verdict]:
-    """Hold the figures of one run to all promises.
+    """Check the figures of one run against all promises.
 
     Args:
-        cases: the figures.
-        cores: of the machine; a promise about a free core needs one.
-        loop_threads: of the loop that stood for training.
+        cases: The figures.
+        cores: Number of CPU cores; some promises need a free core.
+        loop_threads: Threads of the simulated training loop.
     """
     large_disk = _case(cases, "large", "disk")
-    # Each for itself: the best of several rows that differ by chance would be better than any of them.
+    # Each row separately: the best of several rows would profit from chance.
     verdicts = [
         at_most(
             f"training time lost, {row}, large on disk, over the best peer whose snapshot is whole",
@@ -109,7 +109,7 @@ def _durable(cases: Sequence[Case]) -> Iterator[Verdict]:
 
 
 def _written(case: Case | Missing, where: str, bound: float) -> Iterator[Verdict]:
-    """What is promised of a fast checksum is the background's time; that of the copy before it is only reported."""
+    """With a fast checksum only the background time is promised; with the preceding copy it is only reported."""
     for row in _FASTEST:
         raw, text = raw_of(case, row, *_RAW_WRITES), f"{where}: the best raw write over ours, {row}"
         yield at_least(f"background save, {text}", bound, raw, _fast(case, row, "background"))
@@ -138,7 +138,7 @@ def _of_row(case: Case | Missing, row: str, figure: str) -> Figure | Missing:
 
 
 def _fast(case: Case | Missing, row: str, figure: str) -> Figure | Missing:
-    """A figure of a row with the fastest checksum, where that is not by zlib."""
+    """A figure of a row with the fastest checksum, unless that is zlib's."""
     if not isinstance(case, Missing) and fact(case, row, "checksum_by") == "zlib":
         return "no faster checksum than zlib's is installed: pip install 'ckpt_component[checksum]'"
     return figure_of(case, row, figure)

@@ -1,4 +1,4 @@
-"""Rows in turn, each in a fresh process that has a deadline."""
+"""Measure rows in turn, each in a fresh process with a deadline."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from .child import run_process
 from .measure.names import LIMITS, ROWS
 from .peers import PeerEnvironment
 
-#: What a run has instead of figures when the row broke, and when it could not be tried.
+#: Keys of a run without figures: the row failed, or could not be measured.
 ERROR, ABSENT = "error", "absent"
 _NOT_ON_CUDA = "on device=cuda only rows of ours and of torch are measured"
-#: Not -m: the package's folder is the last on the path, so that the peers' packages win over those beside ours.
+#: Not -m: our folder must be last on the path, so that the peers' packages take precedence over packages next to ours.
 BOOT = (
     "import sys; sys.path.append(sys.argv.pop(1)); "
     "from ckpt_component.apps.bench.measure.process import main; sys.exit(main(sys.argv[1:]))"
@@ -33,9 +33,9 @@ class Case:
     """One state on one target.
 
     Attributes:
-        state: its name.
+        state: Name of the state.
         target: `disk` or `tmpfs`.
-        rows: row (the limits too) to its runs, in the table's order.
+        rows: Runs by row, including the limits, in the order of the table.
     """
 
     state: str
@@ -44,16 +44,16 @@ class Case:
 
 
 class Runner:
-    """Starts rows.
+    """Runs the processes of rows.
 
     Args:
-        peers: the environment of the peers.
-        settings: what `measure.row.Settings` takes, but `cold`.
-        repeats: how often each row is measured.
-        timeout: seconds for one row's process.
-        logs: a folder that gets what a failed row printed.
-        say: gets a line of progress.
-        boot: the code that measures a row; gets the folder of our package, and what to measure.
+        peers: The environment of the peers.
+        settings: Arguments of `measure.row.Settings`, except `cold`.
+        repeats: How often to measure each row.
+        timeout: Time limit of a row's process in seconds.
+        logs: Folder for the output of failed rows.
+        say: Prints a line of progress.
+        boot: Code that measures a row; its arguments are the folder of our package and the task.
     """
 
     def __init__(
@@ -79,10 +79,10 @@ class Runner:
         """Measure all rows of a case, in turn, and the limits with them.
 
         Args:
-            case: gets the figures.
-            rows: the rows; those that are absent are recorded so.
-            base: a folder on the target, in which one is made for every process and removed after it.
-            tell: gets the row and its figures as soon as they are there.
+            case: Receives the figures.
+            rows: The rows; unavailable ones are recorded as such.
+            base: Folder on the target, for a temporary folder per process.
+            tell: Called with each row and its figures when they are available.
         """
         absent = self._peers.absent(rows)
         device = self._settings.get("device", "cpu")
@@ -140,7 +140,7 @@ def _minutes(seconds: float) -> str:
 
 
 def read_result(path: str, code: int | None, log: Path, timeout: float) -> Run:
-    """What a process measured, or why there is nothing: its own word, or the last line of its log."""
+    """The figures of a process, or an error: its own, or the last line of its log."""
     if code is None:
         return {ERROR: f"killed: not done after {timeout:g} s"}
     try:

@@ -1,4 +1,4 @@
-"""Every key of the benchmark: its type, its default, its range, and one line on what it does. Imports no torch."""
+"""Every key of the benchmark: its type, default and range, and one line on what it does. Imports no torch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ...saving.folders import expanded
 from ...spelling import other_word
 from .measure.names import FAMILIES, ROWS, rows_of
 
-#: Name -> gigabytes (1e9), not less than it has.
+#: Name -> size in gigabytes (1e9), rounded up.
 STATES: Mapping[str, float] = {"large": 1.5, "many_small": 0.7, "moe": 1.5, "bf16_mixed": 1.77, "tiny": 0.03}
 TARGETS = ("disk", "tmpfs")
 _FOLDERS = ("dir", "tmpfs_dir", "peers_dir", "results")
@@ -39,7 +39,7 @@ class Action(Enum):
 
 
 class Device(Enum):
-    """Where the states are."""
+    """The device of the states."""
 
     cpu = "cpu"
     cuda = "cuda"
@@ -63,17 +63,17 @@ class Bench:
     repeats: int = at_least(1, 5)
     """Fresh processes per row; rows take turns."""
     saves: int = at_least(1, 3)
-    """Steady saves in each process, after the first; their median is one repeat's figure."""
+    """Saves in each process after the first; their median is the figure of one repeat."""
     enough_seconds: float = above(0, 20.0, SECONDS)
     """No further steady save begins after so many seconds of them, so that slow rows make fewer."""
     loop_threads: int = at_least(1, 1)
-    """Threads of the loop that stands for training."""
+    """Threads of the simulated training loop."""
     step_seconds: float = above(0, 0.02, SECONDS)
-    """About how long a step of that loop takes."""
+    """Approximate duration of a step of that loop."""
     tail_seconds: float = at_least(0, 1.0, SECONDS)
-    """How long the loop goes on after the save is complete: page faults and write-back come late."""
+    """How long the loop continues after a save is complete, to include late page faults and write-back."""
     row_timeout: float = above(0, 900.0, SECONDS)
-    """A row's process that takes longer, in seconds, is killed, and reported as an error."""
+    """Time limit of a row's process in seconds; then it is killed and reported as an error."""
     dir: str = "."
     """A folder on the disk to measure."""
     tmpfs_dir: str = "/dev/shm"
@@ -100,20 +100,20 @@ class Request:
 
 
 def register() -> None:
-    """Give Hydra the schema of the benchmark, and those of checkpoints before it."""
+    """Register the schemas of checkpoints and of the benchmark with Hydra."""
     register_checkpoint_configs()
     if registered("bench"):
         return
     ConfigStore.instance().store(group=SCHEMAS, name="bench", node=composable(Bench), provider=PROVIDER)
-    # Not on Hydra's search path, which other apps share.
+    # Stored here rather than on Hydra's search path, which all apps share.
     store_files(Path(__file__).parent / "conf", None)
 
 
 def read(config: DictConfig) -> Request:
-    """The config as a request.
+    """Convert the config to a request.
 
     Raises:
-        CheckpointConfigError: a value that is out of its range, or a name that is none; the text says what to type.
+        CheckpointConfigError: A value is out of range, or a name is unknown; the text says what to type.
     """
     values = plain_dict(config, resolve=True)
     with for_hydra():

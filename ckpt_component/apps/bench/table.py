@@ -1,4 +1,4 @@
-"""The figures of one state on one target, for people."""
+"""Format the figures of one state on one target as a table."""
 
 from __future__ import annotations
 

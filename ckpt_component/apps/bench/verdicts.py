@@ -1,6 +1,6 @@
-"""The arithmetic of promises: a ratio of two figures of one run, and whether it is within its bound.
+"""Evaluate promises: the ratio of two figures of one run, and whether it is within a bound.
 
-A missing figure is a string that says why; a promise on it neither holds nor fails.
+A missing figure is a string with the reason; a promise about it neither holds nor fails.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from .runs import Case
 
 @dataclass(frozen=True)
 class Figure:
-    """A number, and what it is of."""
+    """A number with its name."""
 
     name: str
     value: float
@@ -30,10 +30,10 @@ class Verdict:
     """One promise, judged.
 
     Attributes:
-        promise: in words, with the bound.
-        measured: the ratio, None where it could not be measured.
-        holds: None where it could not be measured, or where nothing is promised and the ratio is only reported.
-        note: what was compared, or why it was not.
+        promise: Text of the promise, with the bound.
+        measured: The ratio, or None if it could not be measured.
+        holds: Whether it holds; None if it could not be measured, or is only reported.
+        note: What was compared, or why it was not.
     """
 
     promise: str
@@ -42,7 +42,7 @@ class Verdict:
     note: str
 
     def line(self) -> str:
-        """For the terminal."""
+        """The verdict as a line for the terminal."""
         words = {True: "pass", False: "FAIL", None: "not measured" if self.measured is None else "reported"}
         ratio = "" if self.measured is None else f"{self.measured:.2f}"
         return f"{words[self.holds]:<13}{ratio:>7}  {self.promise} ({self.note})"
@@ -61,7 +61,7 @@ def at_least(promise: str, bound: float, above: Figure | Missing, below: Figure 
 
 
 def reported(promise: str, above: Figure | Missing, below: Figure | Missing) -> Verdict:
-    """`above` over `below`, of which nothing is promised."""
+    """`above` over `below`, without a bound."""
     if isinstance(above, Missing):
         return Verdict(promise, None, None, above)
     if isinstance(below, Missing):
@@ -83,14 +83,14 @@ def figure_of(case: Case | Missing, row: str, figure: str) -> Figure | Missing:
 
 
 def raw_of(case: Case | Missing, row: str, *names: str) -> Figure | Missing:
-    """What the hardware did in turn with a row: the quickest of some of its figures that begin with `raw_`."""
+    """The raw hardware time measured next to a row: the smallest of these `raw_` figures."""
     found = [(name, figure_of(case, row, name)) for name in names]
     known = [Figure(f"{name} beside {row}", figure.value) for name, figure in found if isinstance(figure, Figure)]
     return min(known, key=_value) if known else found[0][1]
 
 
 def limit_of(case: Case | Missing, name: str) -> Figure | Missing:
-    """What the hardware did as a row of its own."""
+    """A hardware limit, measured as a separate row."""
     if isinstance(case, Missing):
         return case
     found = limits_of(case).get(name)
@@ -98,7 +98,7 @@ def limit_of(case: Case | Missing, name: str) -> Figure | Missing:
 
 
 def best_of(case: Case | Missing, rows: Iterable[str], figure: str, whole: bool = False) -> Figure | Missing:
-    """The row that has the least of a figure; with `whole`, of those whose snapshots were whole in every repeat."""
+    """The smallest figure of several rows; with `whole`, only of rows without torn snapshots."""
     if isinstance(case, Missing):
         return case
     found = []

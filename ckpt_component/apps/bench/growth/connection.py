@@ -1,4 +1,4 @@
-"""A connection to the store that counts what goes over it."""
+"""A connection to the store that counts its traffic."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The costs that are measured at growing sizes, what each is per item or rank, and where they are kept."""
+"""The costs measured at growing sizes, in total and per item or rank, and the files they are written to."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether a cost grows faster than what it is a cost of."""
+"""Judge whether a cost grows faster than the number of items or ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A picture of the growth, and a page that needs nothing but itself. Needs the extra `plot`."""
+"""Draw the growth, and write a self-contained HTML page. Needs the extra `plot`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""All sizes in turn, each in a fresh process that has a deadline."""
+"""Measure all sizes in turn, each in a fresh process with a deadline."""
 
 from __future__ import annotations
 

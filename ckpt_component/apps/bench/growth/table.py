@@ -1,4 +1,4 @@
-"""The costs for people: per item or rank, and how they grow from size to size."""
+"""Format the costs as a table: per item or rank, and their growth from size to size."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What runs in a row's own process, maybe in the peers' environment: torch and the standard library alone."""
+"""Code that runs in the process of a row, possibly in the peers' environment: needs only torch and the stdlib."""

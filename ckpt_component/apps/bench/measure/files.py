@@ -1,4 +1,4 @@
-"""What lies on the target: sizes, syncing, and the page cache."""
+"""Files on the target: sizes, syncing, and the page cache."""
 
 from __future__ import annotations
 

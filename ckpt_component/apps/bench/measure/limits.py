@@ -1,4 +1,4 @@
-"""What the hardware can do with the same bytes."""
+"""The hardware limits for the bytes of a state."""
 
 from __future__ import annotations
 

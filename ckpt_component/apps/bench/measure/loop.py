@@ -1,4 +1,4 @@
-"""The loop that stands for training, and what a save costs it."""
+"""A loop that simulates training, and the time that it loses to a save."""
 
 from __future__ import annotations
 

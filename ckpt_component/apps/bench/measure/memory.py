@@ -1,4 +1,4 @@
-"""Peak memory of this process and all that it started."""
+"""Peak memory of this process and its descendants."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rows by name: whose they are, and what they need. Imports no torch."""
+"""The rows by name, with their family and requirements. Imports no torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ours, as a training script uses it."""
+"""The rows of this package, used as in a training script."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Peers that are packages of their own: safetensors, torch_checkpointing, torchsnapshot."""
+"""Rows of separate packages: safetensors, torch_checkpointing, torchsnapshot."""
 
 from __future__ import annotations
 

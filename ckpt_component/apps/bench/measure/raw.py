@@ -1,4 +1,4 @@
-"""Bytes copied, written and read by the system's calls alone: no serializing, no plan, no commit."""
+"""Copy, write and read bytes with plain system calls, without serialization, planning or commit."""
 
 from __future__ import annotations
 

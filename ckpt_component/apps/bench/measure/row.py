@@ -1,4 +1,4 @@
-"""One row, measured in this process."""
+"""Measure one row in this process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a row has to be able to do."""
+"""The interface of a row."""
 
 from __future__ import annotations
 

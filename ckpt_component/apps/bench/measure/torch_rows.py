@@ -1,4 +1,4 @@
-"""What torch itself has."""
+"""Rows of torch itself."""
 
 from __future__ import annotations
 
