@@ -16,6 +16,7 @@ from ..memory.int_columns import column_of
 from ..memory.libc import IOV_BYTES, IOV_MAX
 from ..memory.scratch import BLOCK_BYTES
 from ..storage.checksum import Checksum
+from .combined_crc import POLYNOMIALS, combined_crcs, fits
 from .file_set import GAP_BYTES, FileSet, RangeRead
 from .rank_index import TensorItems
 from .source import Request
@@ -81,12 +82,17 @@ class CoalescedReads:
         lengths = end.index_select(0, last) - offset
         filled = payload_end.index_select(0, last) - offset
         columns = (column.tolist() for column in (offset, lengths, filled, first, last + 1))
+        expected: Sequence[int | None] = [None] * len(first)
+        if checksum is not None and checksum.name in POLYNOMIALS and fits(self._sums):
+            expected = combined_crcs(POLYNOMIALS[checksum.name], column_of(self._sums), begin, end, first, last)
         self.ranges = [
             RangeRead(name, offset, length, partial(self._fill, name, offset, length, *rest))
-            for name, offset, length, *rest in zip(names, *columns, strict=True)
+            for name, offset, length, *rest in zip(names, *columns, expected, strict=True)
         ]
 
-    def _fill(self, name: str, offset: int, length: int, filled: int, first: int, last: int) -> None:
+    def _fill(
+        self, name: str, offset: int, length: int, filled: int, first: int, last: int, expected: int | None
+    ) -> None:
         """Read a range and fill its tensors.
 
         Args:
@@ -96,6 +102,8 @@ class CoalescedReads:
             filled: Bytes of the range up to the end of the last payload.
             first: Number of its first tensor.
             last: Number of its last tensor, plus one.
+            expected: Checksum of the range where only zeros separate its items, as our writers leave them; None:
+                unknown.
 
         Raises:
             CheckpointCorruptError: The bytes do not match their checksums; no tensor of the range is changed.
@@ -107,11 +115,12 @@ class CoalescedReads:
             raise self._files.damaged(name, f"'{self._requests[last - 1].key}'")
         if self._checksum is not None:
             with block.view[start : start + length] as view:
-                for (begin, end), checksum, request in zip(
-                    self._bounds[first:last], self._sums[first:last], self._requests[first:last], strict=True
-                ):
-                    if self._checksum.of(view[begin - offset : end - offset]) != checksum:
-                        raise self._files.damaged(name, f"'{request.key}'")
+                if expected is None or self._checksum.of(view) != expected:
+                    for (begin, end), checksum, request in zip(
+                        self._bounds[first:last], self._sums[first:last], self._requests[first:last], strict=True
+                    ):
+                        if self._checksum.of(view[begin - offset : end - offset]) != checksum:
+                            raise self._files.damaged(name, f"'{request.key}'")
         block.scatter(self._table.data_ptr() + first * 2 * IOV_BYTES, 2 * (last - first), filled, start)
         # Autograd did not see the write; code that checks tensor versions must.
         torch.autograd.graph.increment_version(self._destinations[first:last])

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import repeat
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -150,14 +152,15 @@ class OwnSource(Source):
     def read_tensors(self, requests: Sequence[Request]) -> None:
         """Read small items many at a time, and larger payloads directly into their tensors."""
         small = [(rank.tensors.table[2] <= SMALL_BYTES).tolist() for rank in self._ranks]
-        coalesced: dict[int, list[tuple[int, Request]]] = {}
+        coalesced: dict[int, list[tuple[int, Request]]] = defaultdict(list)
+        entries = map(self.index.tensors.__getitem__, map(attrgetter("key"), requests))
         reads = []
         with FileSet(self._folder, shared=self._shared) as files:
-            for request in requests:
-                if request.key not in self._chunks and request.offsets is None and request.address is not None:
-                    rank, number = self.index.tensors[request.key].same_as
+            for request, place in zip(requests, map(attrgetter("same_as"), entries), strict=True):
+                if type(place) is tuple and request.offsets is None and request.address is not None:
+                    rank, number = place
                     if small[rank][number]:
-                        coalesced.setdefault(rank, []).append((number, request))
+                        coalesced[rank].append((number, request))
                         continue
                 for chunk in self._chunks_of(request):
                     read = partial(self._read_chunk, request, chunk, files)

@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from operator import attrgetter, itemgetter
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +22,7 @@ from ..memory.int_columns import column_of
 from ..state.flatten import Path
 from ..storage.fs import FsOps
 from ..storage.safe_open import read_failure
-from .shapes import DTYPES, is_shape
+from .shapes import DTYPES, MAX_DIMENSIONS, MAX_ELEMENTS, is_shape
 
 _MAX_INDEX_BYTES = 1 << 30
 _PATH_PARTS = frozenset({str, int, float, bool, type(None)})
@@ -212,14 +212,19 @@ def tensor_items(
         if kind not in DTYPES:
             raise ValueError(f"it names the dtype {kind!r:.200}, which this torch does not have")
     dtypes, shapes = list(map(DTYPES.__getitem__, kinds)), list(map(tuple, raw_shapes))
-    _check_ints(list(chain.from_iterable(shapes)))
-    for shape in set(shapes):
-        if not is_shape(shape):
-            raise ValueError(f"it has an item of the shape {list(shape)!r:.200}")
+    dimensions = list(chain.from_iterable(shapes))
+    _check_ints(dimensions)
+    elements = list(map(math.prod, shapes))
+    # All at once; one by one only with a size of 0, which hides how large the others are, or to name the invalid shape.
+    if min(dimensions, default=1) < 1 or max(elements) >= MAX_ELEMENTS or max(map(len, shapes)) > MAX_DIMENSIONS:
+        for shape in shapes:
+            if not is_shape(shape):
+                raise ValueError(f"it has an item of the shape {list(shape)!r:.200}")
     numbers = list(chain(*places))
     _check_ints(numbers)
-    columns = chain(numbers, map(math.prod, shapes), map(attrgetter("itemsize"), dtypes))
-    file, offset, length, payload, elements, itemsize = column_of(columns).view(6, len(rows))
+    widths = {dtype: dtype.itemsize for dtype in set(dtypes)}
+    columns = [*numbers, *elements, *map(widths.__getitem__, dtypes)]
+    file, offset, length, payload, count, itemsize = column_of(columns).view(6, len(rows))
     _refuse((file < 0) | (file >= len(names)), "it has an item in the file number {}", file)
     size = column_of(sizes).index_select(0, file)
     _refuse((offset < 0) | (length < 0), "it has an item at {} of {} bytes", offset, length)
@@ -230,10 +235,8 @@ def tensor_items(
         *(offset, length, size),
     )
     # Compared by division, because elements * itemsize could overflow.
-    _refuse(
-        elements > length // itemsize, "{} elements do not fit the item at {} of {} bytes", elements, offset, length
-    )
-    nbytes = elements * itemsize
+    _refuse(count > length // itemsize, "{} elements do not fit the item at {} of {} bytes", count, offset, length)
+    nbytes = count * itemsize
     _refuse(
         (payload < offset) | (payload - offset > length - nbytes),
         "{} bytes at {} do not fit the item at {} of {} bytes",

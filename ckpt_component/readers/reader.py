@@ -59,6 +59,8 @@ class Reader:
         """Whether checksums are verified when a run resumes."""
         return self._verify is not Verify.off
 
+    @collector_paused()  # as decorators: what a load leaves behind is freed before collections start again
+    @torch.no_grad()
     def read(
         self,
         path: str,
@@ -86,22 +88,21 @@ class Reader:
             CheckpointNotFoundError, CheckpointCorruptError, CheckpointLoadError: See `Checkpointer.load`.
         """
         verify = self._verify is Verify.on_read or (resuming and self._verify is Verify.on_resume)
-        with collector_paused(), torch.no_grad():
-            to_device = _to_device(map_location)
-            source = self._open(path, mapped=state_dict is not None, verify=verify)
-            if state_dict is None:
-                return _load_all(source, to_device), []
-            target = Target(state_dict, source, self._rank, self._world_size, allow_dtype_cast=allow_dtype_cast)
-            if target.unexpected:
-                text = f"{path} has keys that the target does not have: {first_keys(target.unexpected)}"
-                if not allow_unexpected:
-                    raise UnexpectedKeysError(f"{text}; pass allow_unexpected=True to leave them.", target.unexpected)
-                # A plain load may be partial. A resumed run should load all that it saved, and a list only as a whole.
-                warns = resuming or target.shortens_lists
-                logger.log(logging.WARNING if warns else logging.INFO, "%s; they are not loaded", text)
-            target.accept(_load_new(source, target.new_tensors, target.objects, to_device))
-            source.read_tensors(target.requests)
-            return state_dict, target.finish()
+        to_device = _to_device(map_location)
+        source = self._open(path, mapped=state_dict is not None, verify=verify)
+        if state_dict is None:
+            return _load_all(source, to_device), []
+        target = Target(state_dict, source, self._rank, self._world_size, allow_dtype_cast=allow_dtype_cast)
+        if target.unexpected:
+            text = f"{path} has keys that the target does not have: {first_keys(target.unexpected)}"
+            if not allow_unexpected:
+                raise UnexpectedKeysError(f"{text}; pass allow_unexpected=True to leave them.", target.unexpected)
+            # A plain load may be partial. A resumed run should load all that it saved, and a list only as a whole.
+            warns = resuming or target.shortens_lists
+            logger.log(logging.WARNING if warns else logging.INFO, "%s; they are not loaded", text)
+        target.accept(_load_new(source, target.new_tensors, target.objects, to_device))
+        source.read_tensors(target.requests)
+        return state_dict, target.finish()
 
     def _open(self, path: str, *, mapped: bool, verify: bool) -> Source:
         """Open `path` by its format. It may itself be a link, because the caller chose it; no file in it may."""
