@@ -276,15 +276,15 @@ BENCH: list[tuple[str, str | None]] = [
 ]
 
 CKPT = [
-    ("tune . --size 10", "type a unit, such as --size=10GB"),
+    ("tune . --size 10", "type a unit, such as --size=4GB"),
     ("tune . --size 4XB", "500MB (MB = 1e6)"),
-    ("tune . --size=-4GB", "--size=-4GB is -4000000000 bytes"),
-    ("tune . --seconds 0", "--seconds=0 is out of range"),
+    ("tune . --size=-4GB", "--size=-4GB is too little to measure"),
+    ("tune . --seconds 0", "--seconds=0 must be above 0"),
     ("tune . --state larg", "Did you mean --state=large?"),
-    ("tune . --writers dpc", "--writers must be dcp, torch_save or safetensors, got dpc. Did you mean --writers=dcp?"),
-    ("tune nowhere", "nowhere does not exist"),
+    ("tune . --writers dpc", "Did you mean checkpoint/writer=dcp?"),
+    ("tune nowhere", "nowhere is not a folder"),
     ("tune '$NOPE/x'", "the environment variable NOPE is not set"),
-    ("tune . --override workers=3", "type such as checkpoint.writer.checksum=auto"),
+    ("tune . --override workers=3", "must be like checkpoint.writer.checksum=auto"),
     ("tune . --override checkpoint.writer.worker=3", "Did you mean checkpoint.writer.workers=3?"),
 ]
 

@@ -13,6 +13,8 @@ import psutil
 from ...config import resolve_config
 from ...config.errors import HydraConfigError
 from ...config.quantities import BYTES, quantity
+from ...saving.folders import expanded
+from ...spelling import other_word
 from ..bench.place import place
 from ..bench.schema import STATES
 from ..tuning.questions import questions
@@ -37,7 +39,7 @@ def add(commands: Any) -> None:
         "FOLDER are removed.",
     )
     parser.add_argument("folder", type=Path, help="where checkpoints will be")
-    parser.add_argument("--state", default="large", choices=list(STATES), help="kind of state (large)")
+    parser.add_argument("--state", default="large", help=f"kind of state: {', '.join(STATES)} (large)")
     parser.add_argument("--size", metavar="BYTES", help="its size, such as 4GB (that of the kind)")
     parser.add_argument("--seconds", type=float, default=180.0, help="time to spend, roughly (180)")
     parser.add_argument("--repeats", type=int, default=3, help="rounds per setting, at least 2 (3)")
@@ -69,6 +71,11 @@ def run(parsed: argparse.Namespace) -> None:
     warnings.filterwarnings("ignore", message="Failed to initialize NumPy", category=UserWarning)
     from ..tuning.measure import Trial
 
+    if parsed.state not in STATES:
+        raise HydraConfigError(other_word("--state", parsed.state, list(STATES)))
+    if not parsed.seconds > 0:
+        raise HydraConfigError(f"--seconds={parsed.seconds:g} must be above 0; the default is 180.")
+    folder = Path(expanded(str(parsed.folder), "FOLDER"))
     path = recipe_path(parsed.conf, parsed.name, parsed.replace)
     writers = parsed.writers.split(",") if parsed.writers else []
     for override in parsed.override:
@@ -81,12 +88,12 @@ def run(parsed: argparse.Namespace) -> None:
         raise HydraConfigError(f"--repeats={parsed.repeats} cannot be told from noise; type {ROUNDS} or more.")
     nbytes = None if parsed.size is None else int(quantity(parsed.size, BYTES, "--size"))
     size = STATES[parsed.state] * 1e9 if nbytes is None else nbytes
-    _refuse_size(size, parsed.folder)
+    _refuse_size(size, parsed.size, folder)
     about = f"{size / 1e9:.2f} GB of state ({parsed.state})"
-    print(f"{about} in {parsed.folder}, {parsed.preset}, {parsed.seconds:g} s", flush=True)
+    print(f"{about} in {folder}, {parsed.preset}, {parsed.seconds:g} s", flush=True)
     settings = dict(override.split("=", 1) for override in fixed)
     open_questions = [item for item in questions(len(os.sched_getaffinity(0)), writers) if item.key not in settings]
-    with place(parsed.folder, "the folder ") as base:
+    with place(folder, "the folder ") as base:
         trial = Trial(parsed.state, nbytes, parsed.preset, base)
         answers = tune(trial, open_questions, fixed, seconds=parsed.seconds, repeats=parsed.repeats)
     settings |= {answer.key: answer.value for answer in answers}
@@ -103,11 +110,11 @@ def run(parsed: argparse.Namespace) -> None:
     )
 
 
-def _refuse_size(size: float, folder: Path) -> None:
+def _refuse_size(size: float, text: str | None, folder: Path) -> None:
     if not folder.is_dir():
         raise HydraConfigError(f"{folder} is not a folder; give the one where checkpoints will be, such as '.'.")
     if size < _LEAST_BYTES:
-        raise HydraConfigError(f"--size={size:g} is too little to measure; type a unit, such as --size=4GB.")
+        raise HydraConfigError(f"--size={text} is too little to measure; type a unit, such as --size=4GB.")
     for free, needed, where in (
         (psutil.virtual_memory().available, _IN_MEMORY * size, "of memory"),
         (psutil.disk_usage(str(folder)).free, _ON_DISK * size, f"in {folder}"),
