@@ -33,4 +33,4 @@ def test_a_dead_rank_is_an_error_and_no_wait(gone: int, tmp_path: Path) -> None:
     results = finish_ranks(start_ranks(SCRIPT, "dead_rank", 2, tmp_path, **PATHS), timeout=60)
     outputs = [result.output for result in results]
     assert results[gone].code == -9 and results[1 - gone].code == 0, outputs
-    assert "raised: " in outputs[1 - gone] and re.search("considered dead|gone", outputs[1 - gone]), outputs
+    assert "raised: " in outputs[1 - gone] and re.search("considered dead|has ended", outputs[1 - gone]), outputs
