@@ -481,7 +481,7 @@ BAD_MANIFESTS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "a billion ranks": (at("world_size", value=1 << 30), "does not list integrity-1.json"),
     "a format of nobody's": (at("format", value=["dcp"]), "the format"),
     "another release's": (at("version", value=99), "this release of ckpt_component reads version 1"),
-    "no manifest at all": (lambda manifest: [1, 2], "no manifest"),
+    "no manifest at all": (lambda manifest: [1, 2], "holds a list, not a manifest"),
 }
 
 
