@@ -46,7 +46,7 @@ class ScheduledCall:
         number: alike on all ranks.
         looks: how often all ranks were asked about it without waiting.
         is_asked_about: whether all ranks were asked at all.
-        vote: acquired by whoever tells the other ranks how it went on this one, which is done once.
+        vote: held by the thread that posts the outcome of this rank; an outcome is posted once.
     """
 
     what: str
