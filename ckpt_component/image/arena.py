@@ -23,6 +23,7 @@ from ..errors import CheckpointError, CheckpointTimeoutError
 from ..memory.huge_pages import align, allocate_pages, map_private, map_shared
 from ..memory.int_columns import column_of
 from ..memory.libc import memory_at
+from .items import around_payload
 from .layout import Layout
 
 logger = logging.getLogger(__name__)
@@ -125,6 +126,7 @@ class Arena:
         if slots is None or slots.layout is not layout:
             for position, data in layout.fixed_parts():
                 self.memory[position : position + len(data)] = data
+            around_payload.cache_clear()  # a kilobyte per shape, which only another arena would need again
             if slots is not None:
                 slots.release()
             slots = self._slots = Slots(self.slab, layout)

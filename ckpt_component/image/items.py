@@ -42,7 +42,7 @@ STORAGES = {
 def around_payload(dtype: torch.dtype, shape: torch.Size) -> tuple[bytes, bytes]:
     """The bytes before and after the payload of a contiguous tensor.
 
-    Cached, because every layout and every arena needs them: a kilobyte per shape, and models have dozens of shapes.
+    Cached from the layout to the first filled arena: a kilobyte per shape, and models have dozens of shapes.
     """
     pickled, nbytes = tensor_pickle(dtype, shape), element_bytes(dtype, shape)
     start, between, directory = _other_records(len(pickled))
