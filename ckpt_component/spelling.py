@@ -29,9 +29,9 @@ def typed(key: str, value: str) -> str:
     return f"'{key}=\"{quoted}\"'"
 
 
-def other_word(key: str, value: object, words: Sequence[str], besides: Sequence[str] = ()) -> str:
-    """The message for an invalid value of `key`. `words`: valid values; `besides`: others, in words."""
+def invalid_choice(key: str, value: object, words: Sequence[str], descriptions: Sequence[str] = ()) -> str:
+    """The message for an invalid value of `key`. `words`: valid values; `descriptions`: others, in words."""
     suggestion = closest(str(value), words)
-    *choices, last = [*words, *besides]
+    *choices, last = [*words, *descriptions]
     choice = f"{', '.join(choices)} or {last}" if choices else last
     return f"{key} must be {choice}, got {value}." + (f" Did you mean {key}={suggestion}?" if suggestion else "")

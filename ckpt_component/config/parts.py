@@ -10,7 +10,7 @@ from typing import Any
 
 from hydra._internal.utils import _locate as locate  # `hydra.utils.get_class` also logs the error
 
-from ..spelling import closest, other_word
+from ..spelling import closest, invalid_choice
 from .checks import HYDRA_KEYS
 from .composable import is_enum
 from .errors import CheckpointConfigError, HydraConfigError, for_hydra
@@ -153,7 +153,7 @@ def _enum_member(full_key: str, value: Any, cls: type, parameter: inspect.Parame
     if not is_enum(enum) or not isinstance(value, str):
         return value
     if value not in enum.__members__:
-        raise HydraConfigError(other_word(full_key, value, list(enum.__members__)))
+        raise HydraConfigError(invalid_choice(full_key, value, list(enum.__members__)))
     return enum[value]
 
 

@@ -11,7 +11,7 @@ from typing import Any, TypeVar, cast, get_type_hints
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from ..spelling import other_word
+from ..spelling import invalid_choice
 from .composable import is_enum
 from .errors import HydraConfigError
 from .quantities import quantity
@@ -77,7 +77,7 @@ def _converted(schema: type, values: Mapping[str, Any], name: str) -> dict[str, 
 def _refuse_other_words(key: str, value: Any, words: list[str]) -> None:
     if isinstance(value, Enum) or value in words:
         return
-    text = other_word(key, "null" if value is None else value, words)
+    text = invalid_choice(key, "null" if value is None else value, words)
     if str(value) == "False" and "off" in words:  # a composed config has it as a string
         text += " YAML reads off as false; quote it: 'off'."
     raise HydraConfigError(text)

@@ -9,7 +9,7 @@ from array import array
 
 from ..memory.huge_pages import address_of, align, map_private
 from ..memory.libc import IOV_MAX, memmove
-from ..state.dense_tensors import TOGETHER, plain_addresses
+from ..state.dense_tensors import BATCH, plain_addresses
 from ..state.flatten import FlatState
 from .arena import tensor_bytes
 from .copy import LARGE_BYTES, Gather, sources_of
@@ -36,8 +36,8 @@ class LiveSource:
         self._layout = layout
         self._sources, _ = sources_of(layout, flat)
         self._addresses: list[int | None] = []
-        for first in range(0, len(self._sources), TOGETHER):
-            self._addresses += plain_addresses(self._sources[first : first + TOGETHER])
+        for first in range(0, len(self._sources), BATCH):
+            self._addresses += plain_addresses(self._sources[first : first + BATCH])
         #: The start of each item in the image, then the end of the image.
         self._starts = array("q", [layout.files[item.file].base + item.offset for item in layout.items])
         self._starts.append(align(self.nbytes))  # direct I/O writes whole pages

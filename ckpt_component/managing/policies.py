@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..errors import CheckpointConfigError, CheckpointStepError
-from ..spelling import other_word
+from ..spelling import invalid_choice
 from ..storage.names import MAX_STEP
 
 RESUME_WORDS = ("auto", "must", "never")
@@ -29,7 +29,7 @@ def checked_resume(value: int | str) -> int | str:
                 f"checkpoint.resume={value} is a URL, and checkpoints are loaded from local or mounted folders only."
             )
         return value
-    raise CheckpointConfigError(other_word("checkpoint.resume", value, RESUME_WORDS, ["a step", "a path"]))
+    raise CheckpointConfigError(invalid_choice("checkpoint.resume", value, RESUME_WORDS, ["a step", "a path"]))
 
 
 @dataclass(frozen=True)

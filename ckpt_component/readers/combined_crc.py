@@ -25,7 +25,7 @@ _ALL = (1 << _BITS) - 1
 #: Powers are products of two table entries; this is the size of the table of small powers.
 _SMALL = 1 << 11
 #: Numbers per operation. From 32,768 on, torch splits each of these hundreds of small operations between threads.
-_TOGETHER = (1 << 15) - 1
+_BATCH = (1 << 15) - 1
 
 
 def combined_crcs(
@@ -53,7 +53,7 @@ def combined_crcs(
     columns = (crcs ^ _ALL, finish - end, finish - begin)
     added: list[int] = []
     removed: list[int] = []
-    for some, after, whole in zip(*(column.split(_TOGETHER) for column in columns), strict=True):
+    for some, after, whole in zip(*(column.split(_BATCH) for column in columns), strict=True):
         added += _multiply(some.to(torch.int32), _powers(after, polynomial), polynomial).tolist()
         removed += _powers(whole, polynomial).tolist()
     ranges = list(zip(first.tolist(), (last + 1).tolist(), strict=True))

@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 
 from ..errors import CheckpointLoadError
 from ..memory.int_columns import rows_of
-from ..state.dense_tensors import TOGETHER, plain_addresses
+from ..state.dense_tensors import BATCH, plain_addresses
 from ..state.flatten import Path, StateDict, Stateful, flatten, key_of, keys_of, unflatten
 from ..state.per_rank import PerRank, rank_of
 from ..state.shards import Shard, local_part
@@ -324,10 +324,10 @@ def _addresses_if_matching(
         return None
     addresses: list[int | None] = []
     try:
-        for first in range(0, len(tensors), TOGETHER):
-            some = tensors[first : first + TOGETHER]
+        for first in range(0, len(tensors), BATCH):
+            some = tensors[first : first + BATCH]
             for column in map(attrgetter, ("shape", "dtype")):
-                if list(map(column, entries[first : first + TOGETHER])) != list(map(column, some)):
+                if list(map(column, entries[first : first + BATCH])) != list(map(column, some)):
                     return None
             addresses += plain_addresses(some)
         if None in addresses:

@@ -9,12 +9,12 @@ import torch
 
 #: Number of tensors to examine at once. The Python objects of 20,000 tensors do not fit into the CPU caches, so reading
 #: one attribute of all of them, then the next, would miss the caches every time.
-TOGETHER = 512
+BATCH = 512
 #: The types of almost all tensors.
 ORDINARY = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
-def is_its_bytes(tensor: torch.Tensor) -> bool:
+def has_plain_bytes(tensor: torch.Tensor) -> bool:
     """Whether a tensor has its own memory, unlike a subclass that wraps other tensors, such as one of 8-bit floats.
 
     A subclass that does not override `__torch_dispatch__`, such as nn.Buffer, has its own memory.
@@ -24,12 +24,12 @@ def is_its_bytes(tensor: torch.Tensor) -> bool:
 
 def plain_address(tensor: torch.Tensor) -> int | None:
     """The address of a contiguous CPU tensor whose memory holds its values; None for any other tensor."""
-    contiguous = is_its_bytes(tensor) and tensor.is_cpu and tensor.is_contiguous()
+    contiguous = has_plain_bytes(tensor) and tensor.is_cpu and tensor.is_contiguous()
     return tensor.data_ptr() if contiguous and not (tensor.is_conj() or tensor.is_neg()) else None
 
 
 def plain_addresses(tensors: Sequence[torch.Tensor]) -> list[int | None]:
-    """`plain_address` of up to `TOGETHER` tensors; faster if none is None."""
+    """`plain_address` of up to `BATCH` tensors; faster if none is None."""
     kind = torch.Tensor
     if (
         ORDINARY.issuperset(map(type, tensors))

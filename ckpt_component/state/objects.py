@@ -16,7 +16,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from ..errors import CheckpointStageError
-from .dense_tensors import is_its_bytes
+from .dense_tensors import has_plain_bytes
 from .instead import instead_of
 from .shards import is_spread
 
@@ -135,7 +135,7 @@ def check_tensor(tensor: torch.Tensor, key: str) -> None:
         problem = ("is quantized", "save .int_repr() with its scale and zero point")
     elif tensor.dtype in PACKED_DTYPES:
         problem = (f"is {tensor.dtype}", "save its .view(torch.uint8)")
-    elif not is_its_bytes(tensor):
+    elif not has_plain_bytes(tensor):
         problem = (f"is a {type(tensor).__name__}", "save the plain tensors it is made of")
     if problem is not None:
         raise CheckpointStageError(f"'{key}' {problem[0]}, which cannot be checkpointed; {problem[1]}.")

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..errors import CheckpointStageError
-from .dense_tensors import ORDINARY, TOGETHER
+from .dense_tensors import BATCH, ORDINARY
 from .flatten import FlatState, Path, key_of, keys_of
 from .objects import PACKED_DTYPES, check_tensor
 
@@ -85,7 +85,7 @@ class Structure:
         self.shards = flat.shards
         self.elsewhere = list(flat.elsewhere)
         self.pointers = flat.pointers
-        self._columns = [_Columns.of(tensors[first : first + TOGETHER]) for first in range(0, len(tensors), TOGETHER)]
+        self._columns = [_Columns.of(tensors[first : first + BATCH]) for first in range(0, len(tensors), BATCH)]
 
         def column(name: str) -> list[Any]:
             return [value for part in self._columns for value in getattr(part, name)]
@@ -150,8 +150,8 @@ class Structure:
             return False
         pointers = array("Q")
         try:
-            for first, columns in zip(range(0, len(tensors), TOGETHER), self._columns, strict=True):
-                part = tensors[first : first + TOGETHER]
+            for first, columns in zip(range(0, len(tensors), BATCH), self._columns, strict=True):
+                part = tensors[first : first + BATCH]
                 if _Columns.of(part) != columns:
                     return False
                 pointers.extend(map(torch.Tensor.data_ptr, part))

@@ -170,7 +170,7 @@ def structure_of(state: dict[str, Any]) -> tuple[Structure, FlatState]:
 
 def together(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     """Let so many tensors be looked at before the next ones."""
-    monkeypatch.setattr("ckpt_component.state.structure.TOGETHER", count)
+    monkeypatch.setattr("ckpt_component.state.structure.BATCH", count)
 
 
 def test_a_changed_structure_is_always_noticed() -> None:

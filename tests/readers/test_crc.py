@@ -15,7 +15,7 @@ from ckpt_component.storage.checksum import ChecksumMissingError, find_checksum
 @pytest.mark.parametrize("together", [7, 1 << 14])
 @pytest.mark.parametrize("name", ["crc32", "crc32c"])
 def test_pieces_make_up_ranges(name: str, together: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(combined_crc, "_TOGETHER", together)
+    monkeypatch.setattr(combined_crc, "_BATCH", together)
     try:
         checksum = find_checksum(name)
     except ChecksumMissingError as error:

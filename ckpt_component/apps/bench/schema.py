@@ -20,7 +20,7 @@ from ...config.schema import above, at_least
 from ...config.store import PROVIDER, SCHEMAS, registered, store_files
 from ...config.store import register as register_checkpoint_configs
 from ...saving.folders import expanded
-from ...spelling import other_word
+from ...spelling import invalid_choice
 from .measure.names import FAMILIES, ROWS, rows_of
 
 #: Name -> size in gigabytes (1e9), rounded up.
@@ -144,5 +144,5 @@ def _names(key: str, value: Any, words: Sequence[str]) -> list[str]:
         raise HydraConfigError(f"{key} is empty; give it some of {', '.join(words)}.")
     for name in names:
         if name not in words:
-            raise HydraConfigError(other_word(key, name, words))
+            raise HydraConfigError(invalid_choice(key, name, words))
     return names

@@ -14,7 +14,7 @@ from ...config import resolve_config
 from ...config.errors import HydraConfigError
 from ...config.quantities import BYTES, quantity
 from ...saving.folders import expanded
-from ...spelling import other_word
+from ...spelling import invalid_choice
 from ..bench.place import place
 from ..bench.schema import STATES
 from ..tuning.questions import questions
@@ -72,7 +72,7 @@ def run(parsed: argparse.Namespace) -> None:
     from ..tuning.measure import Trial
 
     if parsed.state not in STATES:
-        raise HydraConfigError(other_word("--state", parsed.state, list(STATES)))
+        raise HydraConfigError(invalid_choice("--state", parsed.state, list(STATES)))
     if not parsed.seconds > 0:
         raise HydraConfigError(f"--seconds={parsed.seconds:g} must be above 0; the default is 180.")
     folder = Path(expanded(str(parsed.folder), "FOLDER"))

@@ -19,14 +19,14 @@ from .table import LEGEND, render_growth
 def measure_courses(
     request: Request, parent: tuple[Path, str], about: Mapping[str, Any], folder: Path, say: Callable[[str], None]
 ) -> list[Course]:
-    """Measure what the config asks for.
+    """Measure the sizes that the config selects.
 
     Args:
         request: the config.
-        parent: where a folder is made to save to, and the key that says so.
+        parent: folder for the checkpoints, and the key that set it.
         about: the machine and the settings.
-        folder: gets the costs after every process.
-        say: gets a line of progress.
+        folder: where the costs are written after every process.
+        say: called with each line of progress.
     """
     bench = request.bench
     with place(parent[0], f"{parent[1]}=") as base:
@@ -45,7 +45,7 @@ def measure_courses(
 def show_courses(
     courses: list[Course], about: Mapping[str, Any], folder: Path, say: Callable[[str], None]
 ) -> str | None:
-    """Print tables and verdicts, and draw; returns what failed, or None."""
+    """Print tables and verdicts, and draw the costs. Return a text about failures, or None."""
     print("\n".join(render_growth(course) for course in courses))
     verdicts = judge_growth(courses)
     print(f"\n{LEGEND}\n\n" + "\n".join(verdict.line() for verdict in verdicts))

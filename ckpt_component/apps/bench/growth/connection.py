@@ -6,18 +6,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-#: Heartbeats go on between saves and are not counted.
+#: Heartbeats also happen between saves and are not counted.
 _BEAT = "beat/"
 
 
 @dataclass(frozen=True)
 class Counts:
-    """What went over a connection so far.
+    """Traffic of a connection so far.
 
     Attributes:
-        messages: calls that change something.
-        looks: calls that ask.
-        bytes_read: of values.
+        messages: calls that change the store.
+        looks: calls that read it.
+        bytes_read: total size of the values read.
     """
 
     messages: int = 0
@@ -32,12 +32,12 @@ class Counts:
 
 
 class CountedConnection:
-    """Stands in for a store, on one thread beside that of the heartbeat. Its clones are itself.
+    """A store that counts its calls. Used by one thread besides that of the heartbeat; `clone` returns itself.
 
-    Connecting looks names up, which takes seconds now and then where no name server answers; so many ranks share one.
+    Ranks share connections, because a name lookup at connect may take seconds without a name server.
 
     Args:
-        store: what is asked; it may be shared.
+        store: the store to call; it may be shared.
     """
 
     def __init__(self, store: Any) -> None:
@@ -45,40 +45,40 @@ class CountedConnection:
         self._messages = self._looks = self._bytes_read = 0
 
     def counts(self) -> Counts:
-        """So far."""
+        """The traffic so far."""
         return Counts(self._messages, self._looks, self._bytes_read)
 
     def clone(self) -> CountedConnection:
-        """Itself."""
+        """Return this connection."""
         return self
 
     def set(self, key: str, value: bytes) -> None:
-        """See `torch.distributed.Store`, as for all others here."""
+        """See `torch.distributed.Store` for this and the following methods; counts as a message."""
         self._messages += _BEAT not in key
         self._store.set(key, value)
 
     def add(self, key: str, amount: int) -> int:
-        """An amount of 0 is a look."""
+        """Counts as a look if the amount is 0, else as a message."""
         self._messages += amount != 0
         self._looks += amount == 0
         return int(self._store.add(key, amount))
 
     def delete_key(self, key: str) -> bool:
-        """A message."""
+        """Counts as a message."""
         self._messages += 1
         return bool(self._store.delete_key(key))
 
     def check(self, keys: Sequence[str]) -> bool:
-        """A look."""
+        """Counts as a look."""
         self._looks += 1
         return bool(self._store.check(list(keys)))
 
     def get(self, key: str) -> bytes:
-        """A look."""
+        """Counts as a look."""
         return self._read([bytes(self._store.get(key))])[0]
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        """One look at many keys."""
+        """Counts as one look."""
         return self._read([bytes(value) for value in self._store.multi_get(list(keys))])
 
     def _read(self, values: list[bytes]) -> list[bytes]:

@@ -1,4 +1,4 @@
-"""The costs measured at growing sizes, in total and per item or rank, and the files they are written to."""
+"""The costs measured at growing sizes, in total and per item or rank, and their files."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from ..kept import read_run, write_run
 #: The files are `growth.json` and `growth.csv`.
 _NAME = "growth"
 
-#: Axis -> cost -> what it is. Those that end in `bytes`, `messages` and `looks` are counted, the others are seconds.
+#: Axis -> cost -> description. Names ending in `bytes`, `messages` and `looks` are counts, all others seconds.
 COSTS: Mapping[str, Mapping[str, str]] = {
     "items": {
-        "survey": "first save: find the tensors, note their structure",
-        "layout": "first save: give every byte its place",
-        "templates": "first save: the bytes around as many different shapes as items",
-        "describe": "first save: describe the places for readers",
+        "survey": "first save: find the tensors and record their structure",
+        "layout": "first save: lay out the files",
+        "templates": "first save: the bytes around payloads, for as many shapes as items",
+        "describe": "first save: describe the layout for readers",
         "index": "first save: .metadata",
         "first_stall": "first save: the whole call",
         "first_save": "first save: until it is committed",
         "walk": "every save: find the tensors",
         "check": "every save: compare the structure",
-        "stage": "every save: start the copies, and make them",
+        "stage": "every save: copy the tensors",
         "stall": "every save: the whole call",
         "save": "every save: until it is committed",
         "first_load": "the first load",
@@ -40,19 +40,19 @@ COSTS: Mapping[str, Mapping[str, str]] = {
         "leader_cpu": "every save: CPU of rank 0, the store's server included",
         "messages": "every save: calls that change the store",
         "leader_messages": "every save: such calls of rank 0",
-        "looks": "every save: calls that ask the store",
-        "collected_bytes": "every save: read by rank 0 from the store, votes above all",
+        "looks": "every save: calls that read the store",
+        "collected_bytes": "every save: read by rank 0 from the store, mostly votes",
         "heard_bytes": "every save: read by all others",
         "first_seconds": "first save: from its call to its commit",
         "first_cpu": "first save: CPU of all ranks",
         "first_leader_cpu": "first save: CPU of rank 0",
         "first_messages": "first save: calls that change the store",
-        "first_looks": "first save: calls that ask the store",
+        "first_looks": "first save: calls that read the store",
         "first_collected_bytes": "first save: read by rank 0, catalogs and plans",
         "first_heard_bytes": "first save: read by all others",
     },
 }
-#: What one of an axis' units is called.
+#: Name of one unit of an axis.
 ONE = {"items": "item", "ranks": "rank"}
 
 
@@ -62,7 +62,7 @@ class Course:
 
     Attributes:
         axis: a key of `COSTS`.
-        runs: size to its repeats, each cost by its name or `error`; sizes ascend.
+        runs: size -> repeats, each with its costs by name or with `error`; sizes ascend.
     """
 
     axis: str
@@ -71,13 +71,13 @@ class Course:
 
 @dataclass(frozen=True)
 class Point:
-    """One cost at one size, of all items or ranks together.
+    """One cost at one size, for all items or ranks together.
 
     Attributes:
         median, low, high: over the repeats.
-        each: the median for one item or rank.
-        ratio: what one cost at the lowest, over the same at the size before; 1 is linear growth, less is better. None
-            at the first size.
+        each: the median per item or rank.
+        ratio: lowest cost per item or rank, divided by that of the previous size; 1 is linear growth, less is better.
+            None at the first size.
     """
 
     size: int
@@ -89,27 +89,27 @@ class Point:
 
 
 def is_counted(cost: str) -> bool:
-    """Whether a cost is a number of bytes or calls; otherwise it is seconds."""
+    """Whether a cost is a number of bytes or calls, not seconds."""
     return cost.endswith(("bytes", "messages", "looks"))
 
 
 def points(course: Course, cost: str) -> list[Point]:
-    """A cost at all sizes where it was measured."""
-    found: list[Point] = []
+    """A cost at all measured sizes."""
+    result: list[Point] = []
     for size, runs in course.runs.items():
         values = sorted(run[cost] for run in runs if cost in run)
         if not values:
             continue
         middle = (values[(len(values) - 1) // 2] + values[len(values) // 2]) / 2
-        # The lowest repeats are those that others on the machine disturbed least.
-        before = found[-1].low / found[-1].size if found else 0.0
+        # The lowest repeat is the one least disturbed by other work on the machine.
+        before = result[-1].low / result[-1].size if result else 0.0
         ratio = values[0] / size / before if before > 0 else None
-        found.append(Point(size, middle, values[0], values[-1], middle / size, ratio))
-    return found
+        result.append(Point(size, middle, values[0], values[-1], middle / size, ratio))
+    return result
 
 
 def errors(course: Course) -> Iterator[str]:
-    """What went wrong, a line for each size."""
+    """One line for each size with failures."""
     for size, runs in course.runs.items():
         failed = [run["error"] for run in runs if "error" in run]
         if failed:
@@ -117,11 +117,11 @@ def errors(course: Course) -> Iterator[str]:
 
 
 def write_growth(courses: Sequence[Course], folder: Path, about: Mapping[str, Any]) -> None:
-    """Write `growth.json`, which has every run and can be read back, and `growth.csv`, which has the points.
+    """Write every run to `growth.json`, which can be read back, and the points to `growth.csv`.
 
     Args:
-        courses: maybe of a run that goes on.
-        folder: where to.
+        courses: the costs, also of an unfinished run.
+        folder: where to write.
         about: the machine and the settings.
     """
     content = {"about": dict(about), "courses": [asdict(course) for course in courses]}
@@ -136,10 +136,10 @@ def write_growth(courses: Sequence[Course], folder: Path, about: Mapping[str, An
 
 
 def read_growth(folder: str) -> tuple[list[Course], dict[str, Any]]:
-    """The costs of an earlier run, and the notes on it.
+    """Read the costs and the description of an earlier run.
 
     Raises:
-        CheckpointConfigError: there are none in the folder.
+        CheckpointConfigError: the folder has no costs.
     """
 
     def of(content: Any) -> tuple[list[Course], dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""What one rank's save and load cost for a number of items: in Python steps, since the tensors are small."""
+"""The cost of one rank's save and load by the number of items. Tensors are small, so Python dominates."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from ....storage.names import MANIFEST, integrity_name
 from ..measure.files import fill_cache, remove
 
 _SECONDS = 600
-#: Shapes repeat after so many items, so that the tensors stay small.
+#: Shapes repeat after this many items, so that the tensors stay small.
 _ROWS, _COLUMNS = 64, 64
 
 
 def make_items(count: int) -> dict[str, Any]:
-    """A state of so many tensors of 2 bytes to 8 KB, bfloat16, of at most 4,096 shapes; and one number."""
+    """A state of `count` bfloat16 tensors of 2 bytes to 8 KB, of at most 4,096 shapes, and one number."""
     layers: dict[str, Any] = {}
     for number in range(count):
         shape = (1 + number % _ROWS, 1 + number // _ROWS % _COLUMNS)
@@ -39,15 +39,15 @@ def make_items(count: int) -> dict[str, Any]:
 
 
 def measure_items(count: int, saves: int, folder: str) -> dict[str, float]:
-    """Costs of one rank with `count` small tensors, seconds and bytes of all of them together.
+    """Costs of one rank with `count` small tensors, in total seconds and bytes.
 
     Args:
-        count: of tensors.
-        saves: how many steady saves; their median counts.
-        folder: where to save; it is empty, and is so after.
+        count: number of tensors.
+        saves: number of saves after the first; their median counts.
+        folder: where to save; empty before and after.
 
     Returns:
-        Figures by the names of `figures.ITEMS`.
+        Costs by the names of `figures.COSTS`.
     """
     state = make_items(count)
     found = {"templates": _seconds(lambda: _templates(count))}
@@ -58,14 +58,14 @@ def measure_items(count: int, saves: int, folder: str) -> dict[str, float]:
 
 
 def _templates(count: int) -> None:
-    """As many shapes as items, which `make_items` has not."""
+    """As many shapes as items, none of which `make_items` has."""
     around_payload.cache_clear()
     for number in range(count):
         around_payload(torch.float32, torch.Size((number + 1,)))
 
 
 def _planned(state: dict[str, Any], saves: int) -> dict[str, float]:
-    """What the first save plans, step by step, and what is left of it in the next ones."""
+    """The planning of the first save, step by step, and the part repeated in later ones."""
     writer = DcpWriter()
     started = time.perf_counter()
     flat = flatten(state)
@@ -88,7 +88,7 @@ def _planned(state: dict[str, Any], saves: int) -> dict[str, float]:
         flat = flatten(state)
         walked = time.perf_counter()
         if not structure.matches(flat):
-            raise RuntimeError("An unchanged state was taken for a changed one.")
+            raise RuntimeError("The structure did not match an unchanged state.")
         plan.encode_objects(flat.objects)
         checked = time.perf_counter()
         CopyTasks(copies, *sources_of(plan.layout, flat)).finish(threads)
@@ -110,7 +110,7 @@ def _planned(state: dict[str, Any], saves: int) -> dict[str, float]:
 
 
 def _saved(state: dict[str, Any], saves: int, folder: str) -> dict[str, float]:
-    """Whole saves and loads, as a training script makes them."""
+    """Complete saves and loads, as in a training script."""
     found: dict[str, float] = {}
     with build_checkpointer(compose_checkpoint("async_persistent", ["checkpoint.durability=process_crash"])) as ours:
         calls, whole = [], []

@@ -24,10 +24,10 @@ def draw_growth(
         courses: the costs.
         verdicts: for the page.
         about: the machine and the settings, for the page.
-        folder: where to.
+        folder: where to write.
 
     Returns:
-        The files, none when nothing was measured.
+        The files; empty if nothing was measured.
     """
     panels = [
         (course, counted, costs)

@@ -15,17 +15,17 @@ def main(arguments: list[str]) -> int:
         arguments: one JSON text with `axis`, `size`, `saves`, `folder` and `result`.
 
     Returns:
-        The exit code; after an error, which then stands in the result file, it is raised.
+        The exit code. An error is written to the result file and raised.
     """
     task = json.loads(arguments[0])
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # importing torch reads this
     warnings.filterwarnings("ignore")
     try:
-        found = _measure(task)
+        costs = _measure(task)
     except Exception as error:
         _write(task["result"], {"error": f"{type(error).__name__}: {error}".splitlines()[0]})
         raise
-    _write(task["result"], found)
+    _write(task["result"], costs)
     return 0
 
 
@@ -39,7 +39,7 @@ def _measure(task: dict[str, Any]) -> dict[str, Any]:
     return dict(measure_items(task["size"], task["saves"], task["folder"]))
 
 
-def _write(path: str, found: dict[str, Any]) -> None:
+def _write(path: str, costs: dict[str, Any]) -> None:
     with open(path + ".part", "w", encoding="utf-8") as file:
-        json.dump(found, file)
+        json.dump(costs, file)
     os.replace(path + ".part", path)

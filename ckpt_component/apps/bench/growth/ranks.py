@@ -1,8 +1,7 @@
-"""What agreeing costs a number of ranks, simulated by threads of a few processes that share a few connections.
+"""The cost of coordination by the number of ranks, simulated by threads of a few processes that share connections.
 
-Each runs what a rank of a job runs: survey, agreement, plan, vote, commit. Only the write is a stand-in, two tiny
-files. The leading rank has a process of its own, as in a job: what it does for all others must not wait for their
-threads.
+Each thread runs what a rank of a job runs: inspect, admit, plan, vote, commit. Only the write is replaced, by two tiny
+files. Rank 0 has a process of its own, as in a job, so that its work for the others does not wait for their threads.
 """
 
 from __future__ import annotations
@@ -36,25 +35,25 @@ from ..measure.files import remove
 from .connection import CountedConnection, Counts
 
 _SECONDS = 600.0
-#: So many ranks share a connection; a call is over in microseconds.
+#: Ranks per connection; a call takes microseconds.
 _SHARING = 25
-#: And so many a process.
+#: Ranks per process.
 _IN_A_PROCESS = 250
-#: Of every rank: tensors of its own, and tensors that all have alike and share out.
+#: Tensors of each rank: those that it alone has, and replicated ones, which the ranks divide among them.
 _OWN, _ALIKE = 10, 10
 _HOST = "127.0.0.1"
 
 
 def measure_ranks(world_size: int, saves: int, folder: str) -> dict[str, float]:
-    """Costs of one save of `world_size` ranks, of all of them together.
+    """Costs of one save of `world_size` ranks, in total.
 
     Args:
-        world_size: how many.
-        saves: how many steady saves; their median counts.
-        folder: where they save to; it is empty, and is so after.
+        world_size: number of ranks.
+        saves: number of saves after the first; their median counts.
+        folder: where they save; empty before and after.
 
     Returns:
-        Figures by the names of `figures.RANKS`.
+        Costs by the names of `figures.COSTS`.
     """
     store = TCPStore(_HOST, 0, None, is_master=True, wait_for_workers=False)
     others = range(1, world_size)
@@ -64,7 +63,7 @@ def measure_ranks(world_size: int, saves: int, folder: str) -> dict[str, float]:
         leader = _Group(store, range(1), world_size)
         for group in groups:
             group.ready()
-        found = []
+        costs = []
         for number in range(saves + 1):
             path = os.path.join(folder, f"save-{number}")
             started = time.perf_counter()
@@ -76,7 +75,7 @@ def measure_ranks(world_size: int, saves: int, folder: str) -> dict[str, float]:
                 count, used = group.finish()
                 counts.append(count)
                 cpus.append(used)
-            found.append(
+            costs.append(
                 {
                     "seconds": time.perf_counter() - started,
                     "cpu": sum(cpus),
@@ -93,7 +92,7 @@ def measure_ranks(world_size: int, saves: int, folder: str) -> dict[str, float]:
     finally:
         for group in groups:
             group.close()
-    first, steady = found[0], found[1:]
+    first, steady = costs[0], costs[1:]
     return {
         **{f"first_{name}": value for name, value in first.items()},
         **{name: _median([each[name] for each in steady]) for name in first},
@@ -114,7 +113,7 @@ class _Group:
         self._pool = ThreadPoolExecutor(len(numbers), thread_name_prefix="bench-rank")
 
     def save(self, path: str) -> tuple[Counts, float]:
-        """One save of all of them: what went over their connections, and CPU seconds of this process."""
+        """One save of all its ranks: traffic of their connections, and CPU seconds of this process."""
         before = [connection.counts() for connection in self._connections]
         used = time.process_time()
         list(self._pool.map(lambda rank: rank.save(path), self._ranks, timeout=_SECONDS))
@@ -125,7 +124,7 @@ class _Group:
         return total, used
 
     def close(self) -> None:
-        """End their threads."""
+        """End the threads and stop the heartbeats."""
         self._pool.shutdown(wait=False)
         for rank in self._ranks:
             rank.close()
@@ -142,20 +141,20 @@ class _Process:
         theirs.close()
 
     def ready(self) -> None:
-        """Return when its ranks are there."""
+        """Wait until its ranks are connected."""
         self._answer()
 
     def begin(self, path: str) -> None:
-        """Have them save."""
+        """Start a save on its ranks."""
         self._pipe.send(path)
 
     def finish(self) -> tuple[Counts, float]:
-        """What the save took; see `_Group.save`."""
+        """Wait for the save and return its cost; see `_Group.save`."""
         counts, used = self._answer()
         return counts, used
 
     def close(self) -> None:
-        """End it."""
+        """End the process."""
         self._pipe.close()
         self._process.join(10)
         if self._process.is_alive():
@@ -164,18 +163,18 @@ class _Process:
 
     def _answer(self) -> Any:
         if not self._pipe.poll(_SECONDS):
-            raise TimeoutError(f"{_SECONDS:g} s were not enough for the simulated ranks.")
-        found = self._pipe.recv()
-        if isinstance(found, Exception):
-            raise found
-        return found
+            raise TimeoutError(f"The simulated ranks did not answer within {_SECONDS:g} s.")
+        answer = self._pipe.recv()
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
 
 
 def _serve(pipe: Connection, port: int, numbers: range, world_size: int) -> None:
-    """The process of a group: a path comes, what the save took goes; the end of the pipe ends it."""
+    """Run a group: receive a path, save, send the cost; exit when the pipe is closed."""
     torch.set_num_threads(1)
-    # A thread that waits for its turn asks again after this long. Hundreds that did so every 5 ms would be most of what
-    # is measured; a rank gives its turn away at every call of the store anyway.
+    # Hundreds of threads that request the GIL every 5 ms would dominate the measurement; a rank releases it at every
+    # call of the store anyway.
     sys.setswitchinterval(0.1)
     group = _Group(TCPStore(_HOST, port, None, False, wait_for_workers=False), numbers, world_size)
     pipe.send(None)
@@ -191,7 +190,7 @@ def _serve(pipe: Connection, port: int, numbers: range, world_size: int) -> None
 
 
 class _Rank:
-    """One rank: the parts of a checkpointer that agree with others, without memory of its own and without a process."""
+    """One rank: the coordinating parts of a checkpointer, without an arena and a writer process."""
 
     def __init__(self, connection: CountedConnection, rank: int, world_size: int, fs: FsOps, writer: DcpWriter) -> None:
         self._ranks = StoreCoordinator(RankStore(connection, rank, world_size, f"{world_size}/"))
@@ -206,7 +205,7 @@ class _Rank:
         }
 
     def save(self, path: str) -> None:
-        """A save from its beginning to its end, on one thread."""
+        """Save from the admission to the commit, on one thread."""
         save = PendingSave(path)
         plan = self._admission.admit(save, self._state)
         if isinstance(plan, BaseException):

@@ -1,7 +1,7 @@
 """The hardware, measured in turn with a row's own saves and loads.
 
-A disk's speed wanders by a factor of two or three within minutes, which is more than what is compared: a limit that was
-measured in another minute says little of a row.
+The speed of a disk varies by a factor of two or three within minutes, more than the differences between rows. So the
+limits are measured in turn with the row, not before or after it.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from .files import drop_cache, files_of, fill_cache
 from .limits import checksums
 from .raw import block_of, copy, median, read_files, write
 
-#: Name, threads, and whether past the page cache: what is the fastest differs from disk to disk.
+#: Name, threads, and whether to bypass the page cache. Which is fastest depends on the disk.
 _WAYS = (("raw_write_2", 2, False), ("raw_direct_2", 2, True), ("raw_direct_4", 4, True))
 
 
 class RawSaves:
-    """Copies and writes as many bytes as a state has, in turn with its saves. A context manager, which has the memory.
+    """Copies and writes as many bytes as a state has, in turn with its saves. A context manager that owns the memory.
 
     Args:
-        nbytes: of the state.
-        folder: where files are written; it is as it was after each turn.
+        nbytes: size of the state.
+        folder: where files are written; they are removed after each turn.
     """
 
     def __init__(self, nbytes: int, folder: str) -> None:
@@ -32,7 +32,7 @@ class RawSaves:
         self._seconds: dict[str, list[float | None]] = {}
 
     def turn(self) -> None:
-        """Do each once."""
+        """Run each copy and write once."""
         self._seconds.setdefault("raw_copy", []).append(copy(self._source, self._target))
         for name, threads, direct in _WAYS:
             took = write(self._source, self._nbytes, self._folder, threads, direct=direct)
@@ -41,7 +41,7 @@ class RawSaves:
     def figures(self) -> dict[str, float | None]:
         """`raw_copy`, `raw_write_2`, `raw_direct_2`, `raw_direct_4`: seconds, medians of the turns.
 
-        The fastest way is not chosen here: the least of several wandering figures is less than any of them is.
+        The fastest is not chosen here, because the minimum of several noisy figures would be biased.
         """
         return {name: median(took) for name, took in self._seconds.items()}
 
@@ -58,25 +58,25 @@ class RawSaves:
 def measure_loads(
     load: Callable[[], float], path: str, *, turns: Callable[[], Iterable[int]], cold: bool, raw: str | None
 ) -> dict[str, float | None]:
-    """Load a checkpoint some times, and read its files in turn with that.
+    """Load a checkpoint several times, in turn with plain reads of its files.
 
     Args:
-        load: loads it; returns the seconds.
-        path: of the checkpoint.
-        turns: gives as many values as there are to be turns.
+        load: loads the checkpoint and returns the seconds it took.
+        path: the checkpoint.
+        turns: returns an iterable with one value per turn.
         cold: whether cold reads can be distinguished from cached ones here.
-        raw: the checksum to take of files that are merely read; None: they are not.
+        raw: name of the checksum computed during plain reads; None: no plain reads.
 
     Returns:
-        `load_cold`, `load_warm`, and with `raw` `raw_read_cold` and `raw_read_warm`: seconds, medians; None for what
-        cannot be distinguished.
+        `load_cold`, `load_warm`, and with `raw` also `raw_read_cold` and `raw_read_warm`: median seconds; None where
+        cold and warm reads cannot be distinguished.
     """
     paths = list(files_of(path))
-    found: dict[str, float | None] = {}
+    figures: dict[str, float | None] = {}
     target = block_of(sum(map(os.path.getsize, paths)) if raw is not None else 1)
     if cold:
-        # A virtual machine gets memory for its page cache from its host at the first read, which takes longer than the
-        # disk: that cost is not part of any figure here.
+        # At the first read, a virtual machine gets memory for its page cache from its host, which takes longer than
+        # the disk. No figure should include that.
         fill_cache(path)
     for cache, prepare in (("cold", drop_cache), ("warm", fill_cache)):
         loads, reads = [], []
@@ -86,7 +86,7 @@ def measure_loads(
             if raw is not None:
                 prepare(path)
                 reads.append(read_files(paths, target, checksums()[raw]))
-        found[f"load_{cache}"] = median(loads)
+        figures[f"load_{cache}"] = median(loads)
         if raw is not None:
-            found[f"raw_read_{cache}"] = median(reads)
-    return found
+            figures[f"raw_read_{cache}"] = median(reads)
+    return figures

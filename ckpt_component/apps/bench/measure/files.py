@@ -20,7 +20,7 @@ def files_of(path: str) -> Iterator[str]:
 
 
 def sync_tree(path: str) -> None:
-    """Make everything at a path durable: files, folders, and the name in the folder above."""
+    """Sync everything at a path: files, folders, and the entry in the parent folder."""
     for name in files_of(path):
         _sync(name)
     if os.path.isdir(path):
@@ -30,7 +30,7 @@ def sync_tree(path: str) -> None:
 
 
 def drop_cache(path: str) -> None:
-    """Have the next read of everything at a path come from the disk. The files are synced first."""
+    """Sync all files at a path and drop them from the page cache, so that the next read comes from the disk."""
     sync_tree(path)
     for name in files_of(path):
         fd = os.open(name, os.O_RDONLY | os.O_CLOEXEC)
@@ -41,7 +41,7 @@ def drop_cache(path: str) -> None:
 
 
 def fill_cache(path: str) -> None:
-    """Have the next read of everything at a path come from memory."""
+    """Read all files at a path, so that the next read comes from the page cache."""
     block = bytearray(_BLOCK)
     for name in files_of(path):
         with open(name, "rb", buffering=0) as file:

@@ -15,39 +15,39 @@ from .files import drop_cache, fill_cache
 from .raw import Checksum, block_of, copy, median, raw_paths, read_files, timed, write, write_files
 from .states import State, nbytes_of
 
-#: What is read back are so many files.
+#: Number of files that are read back.
 _FILES = 2
 
 
 def checksums() -> dict[str, Checksum]:
-    """The checksums at hand by name: `crc32` always, others where they are installed."""
-    found: dict[str, Checksum] = {}
+    """The available checksums by name: `crc32` always, others if their package is installed."""
+    available: dict[str, Checksum] = {}
     for name in ALGORITHMS:
         try:
-            found[name] = find_checksum(name).of
+            available[name] = find_checksum(name).of
         except ChecksumMissingError:
             continue
-    return found
+    return available
 
 
 def measure_limits(state: State, folder: str, rounds: int, cold: bool) -> dict[str, Any]:
-    """Seconds for the bytes of a state, medians of `rounds`; the first round, which meets cold pages, is left out.
+    """Seconds for the bytes of a state, medians of `rounds`. A first round, which touches cold pages, is not counted.
 
-    The limits take turns, as copies and writes do in a run of saves: a copy in a tight loop of copies is up to a
-    third faster than one that comes after a write.
+    The limits are measured in turn, as copies and writes alternate in real saves: in a tight loop of copies, a copy is
+    up to a third faster than after a write.
 
     Args:
-        state: gives the sizes.
-        folder: where files are written; it is as it was after.
-        rounds: how often.
+        state: determines the sizes.
+        folder: where files are written; they are removed again.
+        rounds: number of rounds.
         cold: whether cold reads can be distinguished from cached ones here.
 
     Returns:
-        `memcpy` (one warm block), `foreach_copy` (tensor by tensor), `write_1`, `write_2` (buffered and synced, by so
-        many threads to a file each), `direct_1`, `direct_2`, `direct_4` (O_DIRECT, preallocated, synced), `read_warm`
-        and `read_cold` (into memory that is there), the same with a checksum as `read_crc32_warm` and so on, `fork`,
-        `update`, and `update_after_fork`. None for what the target cannot do. For a state on a CUDA device
-        `d2h` (one block into page-locked memory) and `d2h_foreach` (tensor by tensor) in place of those of `fork`.
+        `memcpy` (one warm block), `foreach_copy` (tensor by tensor), `write_1`, `write_2` (buffered and synced, by one
+        or two threads with a file each), `direct_1`, `direct_2`, `direct_4` (O_DIRECT, preallocated, synced),
+        `read_warm` and `read_cold` (into mapped memory), the same with a checksum as `read_crc32_warm` and so on,
+        `fork`, `update`, and `update_after_fork`. None for what the target does not support. For a state on a CUDA
+        device, `d2h` (one block into page-locked memory) and `d2h_foreach` (tensor by tensor) replace those of `fork`.
     """
     nbytes = nbytes_of(state)
     tensors = list(state.values())
@@ -79,14 +79,14 @@ def measure_limits(state: State, folder: str, rounds: int, cold: bool) -> dict[s
         finally:
             for path in filter(os.path.exists, paths):
                 os.unlink(path)
-    return {name: median(found[1:]) for name, found in seconds.items()} | {"state_bytes": nbytes}
+    return {name: median(values[1:]) for name, values in seconds.items()} | {"state_bytes": nbytes}
 
 
 def _device_to_host(tensors: list[torch.Tensor], nbytes: int) -> dict[str, Callable[[], float | None]]:
-    """Copies from the CUDA device into page-locked memory, which nothing that stages can beat."""
+    """Copies from the CUDA device into page-locked memory: the upper bound for any staging."""
     block = torch.ones(nbytes, dtype=torch.uint8, device=tensors[0].device)
     pinned = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-    # Slots of their own: in one block the tensors' bytes would have to be aligned to their dtypes.
+    # Separate slots, because in one block each tensor's bytes would have to be aligned to its dtype.
     slots = [torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True) for tensor in tensors]
     return {
         "d2h": lambda: timed(lambda: pinned.copy_(block, non_blocking=True), True),
@@ -95,28 +95,28 @@ def _device_to_host(tensors: list[torch.Tensor], nbytes: int) -> dict[str, Calla
 
 
 def _reads(paths: list[str], target: mmap.mmap, cold: bool) -> dict[str, float | None]:
-    """Read files whole, plain and with every checksum, from memory and from the disk."""
+    """Read whole files, without and with each checksum, from the page cache and from the disk."""
     ways: Mapping[str, Checksum | None] = {"read": None, **{f"read_{name}": sum_ for name, sum_ in checksums().items()}}
-    found: dict[str, float | None] = {}
+    seconds: dict[str, float | None] = {}
     for name, checksum in ways.items():
-        found[f"{name}_cold"] = None
+        seconds[f"{name}_cold"] = None
         if cold:
             for path in paths:
                 drop_cache(path)
-            found[f"{name}_cold"] = read_files(paths, target, checksum)
+            seconds[f"{name}_cold"] = read_files(paths, target, checksum)
         for path in paths:
             fill_cache(path)
-        found[f"{name}_warm"] = read_files(paths, target, checksum)
-    return found
+        seconds[f"{name}_warm"] = read_files(paths, target, checksum)
+    return seconds
 
 
 def _forked(tensors: list[torch.Tensor]) -> list[tuple[str, float]]:
-    """What forking a process with this state costs, and the update after it, whose pages must all be copied."""
+    """The cost of a fork with this state, and of the next update, which copies all pages."""
     waiting, release = os.pipe()
     started = time.perf_counter()
     child = os.fork()
     if child == 0:
-        # Nothing but system calls here: other threads' locks may never be released.
+        # Only system calls here, because locks of other threads may never be released.
         os.close(release)
         os.read(waiting, 1)
         os._exit(0)

@@ -1,4 +1,4 @@
-"""A loop that simulates training, and the time that it loses to a save."""
+"""A loop that simulates training, and the time that a save costs it."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from .saver import Saver
 from .states import State, settle
 
 _WIDTH = 512
-#: As many steps of the undisturbed loop as this make a figure.
+#: Steps averaged for the undisturbed loop.
 _QUIET_STEPS = 50
-#: And as many after the call of save make the dip.
+#: Steps averaged after the call of save.
 _NEXT_STEPS = 10
 
 
 @dataclass(frozen=True)
 class Disturbance:
-    """What one save did to the loop.
+    """How one save affected the loop.
 
     Attributes:
-        lost_s: wall time of the loop with the save, less that of the same steps and the update undisturbed.
-        step_ratio: mean step time from the update on until the save was complete, over the undisturbed one; None
-            where fewer than three steps fell into that time.
-        next_steps: mean time of the ten steps that follow the call of save, over the undisturbed one.
+        lost_s: wall time of the loop with the save, minus that of the same steps and update without one.
+        step_ratio: mean step time from the update until the save was complete, divided by the undisturbed one; None
+            with fewer than three steps in that time.
+        next_steps: mean time of the ten steps after the call of save, divided by the undisturbed one.
     """
 
     lost_s: float
@@ -36,12 +36,12 @@ class Disturbance:
 
 
 class Loop:
-    """Steps of matrix products, and an update of all tensors in place.
+    """Steps of matrix products, and an in-place update of all tensors.
 
     Args:
-        state: what is updated.
-        threads: torch threads of the steps.
-        step_s: about how long one step takes, in seconds.
+        state: the tensors to update.
+        threads: number of torch threads of a step.
+        step_s: approximate duration of a step in seconds.
     """
 
     def __init__(self, state: State, threads: int, step_s: float) -> None:
@@ -57,19 +57,19 @@ class Loop:
                 self._products = max(1, round(self._products * step_s / self._step()))
 
     def update(self) -> float:
-        """Add 1 to every element, as an optimizer would change it; the seconds that took."""
+        """Add 1 to every element, in place of an optimizer step, and return the seconds that took."""
         started = time.perf_counter()
         torch._foreach_add_(self._tensors, 1)
         settle(self._state)
         return time.perf_counter() - started
 
     def disturbed_by(self, saver: Saver, path: str, tail_s: float) -> Disturbance:
-        """Save once and go on with the steps until the save is complete, and for `tail_s` seconds after it.
+        """Save once, and run steps until the save is complete and for `tail_s` seconds after it.
 
-        The update comes after the first step, as an optimizer's would, once the saver says that the tensors are free.
+        The update follows the first step, as an optimizer's would, once the saver says that the tensors may change.
         """
         before = self._undisturbed()
-        with self._loop_threads():  # as the one below
+        with self._loop_threads():  # like the update below
             update_s = sorted(self.update() for _ in range(3))[1]
         started = time.perf_counter()
         saver.save(path)

@@ -13,7 +13,7 @@ _PERIOD_S = 0.02
 
 
 def pss_of_tree() -> int:
-    """Proportional set size, in bytes, of this process and its descendants; what several map counts once."""
+    """Proportional set size, in bytes, of this process and its descendants; shared pages count once."""
     parents: dict[int, list[int]] = {}
     for name in os.listdir("/proc"):
         if name.isdigit():
@@ -29,7 +29,7 @@ def pss_of_tree() -> int:
 
 
 class Peak:
-    """The highest value seen."""
+    """The highest value sampled."""
 
     def __init__(self) -> None:
         self.nbytes = 0
@@ -37,7 +37,7 @@ class Peak:
 
 @contextmanager
 def sampled_peak() -> Iterator[Peak]:
-    """Sample the process tree's memory during the `with`. Reading it disturbs: time nothing during it."""
+    """Sample the memory of the process tree. Sampling slows everything down, so measure no times during it."""
     peak, over = Peak(), threading.Event()
 
     def sample() -> None:
@@ -57,7 +57,7 @@ def sampled_peak() -> Iterator[Peak]:
 
 @contextmanager
 def device_peak(device: str) -> Iterator[Peak]:
-    """The most memory that torch took on the CUDA device during the `with`, above what it had before; 0 on the CPU."""
+    """Peak memory of torch on the CUDA device, minus what it had before; 0 on the CPU."""
     peak = Peak()
     if device != "cuda":
         yield peak
@@ -73,9 +73,9 @@ def device_peak(device: str) -> Iterator[Peak]:
 def _parent(process: int) -> int | None:
     try:
         with open(f"/proc/{process}/stat", encoding="utf-8", errors="replace") as file:
-            # The name in parentheses may hold anything; the parent is the second field after it.
+            # The name in parentheses may contain spaces; the parent is the second field after it.
             return int(file.read().rpartition(")")[2].split()[1])
-    except OSError:  # it ended in between
+    except OSError:  # it ended meanwhile
         return None
 
 
@@ -86,6 +86,6 @@ def pss(process: int) -> int:
             for line in file:
                 if line.startswith("Pss:"):
                     return int(line.split()[1]) * 1024
-    except OSError:  # it ended in between
+    except OSError:  # it ended meanwhile
         pass
     return 0

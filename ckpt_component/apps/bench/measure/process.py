@@ -1,6 +1,6 @@
 """The process of one row: reads what to measure from its arguments, writes the figures to a file.
 
-Started by `bench.runs` with the interpreter of the environment that the row belongs to, where Hydra need not be.
+Started by `bench.runs` with the interpreter of the row's environment, which may lack Hydra.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import sys
 import warnings
 from typing import Any
 
-#: In the result file when the row broke.
+#: Key of the error in the result file of a row that failed.
 ERROR = "error"
 
 
@@ -22,19 +22,19 @@ def main(arguments: list[str]) -> int:
         arguments: one JSON text with `row`, `state`, `folder`, `result` and `settings`.
 
     Returns:
-        The exit code; 1 after an error, which then stands in the result file.
+        The exit code; 1 after an error, which is then in the result file.
     """
     task = json.loads(arguments[0])
-    # Threads that spin for work starve the others on shared cores; importing torch reads this.
+    # Read at the import of torch. Threads that spin while waiting starve others on shared cores.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     warnings.filterwarnings("ignore")
     try:
-        found = _measure(task)
+        figures = _measure(task)
     except Exception as error:
-        found = {ERROR: f"{type(error).__name__}: {error}".splitlines()[0]}
-        _write(task["result"], found)
+        figures = {ERROR: f"{type(error).__name__}: {error}".splitlines()[0]}
+        _write(task["result"], figures)
         raise
-    _write(task["result"], found)
+    _write(task["result"], figures)
     return 0
 
 
@@ -55,16 +55,16 @@ def _measure(task: dict[str, Any]) -> dict[str, Any]:
 
 
 def _hide_packages() -> None:
-    """Let this process import none of the packages that compute a checksum faster than zlib."""
+    """Prevent the import of packages that compute checksums faster than zlib."""
     from ....storage.checksum import PROVIDERS
 
     modules: dict[str, Any] = {provider.module: None for provider in PROVIDERS if provider.package != "zlib"}
     sys.modules.update(modules)
 
 
-def _write(path: str, found: dict[str, Any]) -> None:
+def _write(path: str, figures: dict[str, Any]) -> None:
     with open(path + ".part", "w", encoding="utf-8") as file:
-        json.dump(found, file)
+        json.dump(figures, file)
     os.replace(path + ".part", path)
 
 

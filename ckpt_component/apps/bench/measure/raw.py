@@ -17,26 +17,26 @@ from ....memory.huge_pages import map_private
 Checksum = Callable[[memoryview], int]
 
 _BLOCK = 8 << 20
-#: So much is read before its checksum is taken: it is in the cache of the core then.
+#: Bytes read before their checksum is computed; small enough to stay in the CPU cache.
 _READ_BLOCK = 1 << 20
-#: So many threads read, each whole files.
+#: Number of reading threads; each reads whole files.
 _READERS = 2
 
 
 def block_of(nbytes: int) -> mmap.mmap:
-    """Memory that starts at a page, as direct I/O needs it, in huge pages, which disks take best, and there already."""
+    """Page-aligned memory, as direct I/O needs, in huge pages if possible, and already touched."""
     block = map_private(rounded(nbytes))
     torch.frombuffer(block, dtype=torch.uint8).fill_(1)
     return block
 
 
 def rounded(nbytes: int) -> int:
-    """To whole pages."""
+    """Round up to whole pages."""
     return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 def timed(call: Callable[[], object], on_device: bool = False) -> float:
-    """Seconds that a call takes, with what it leaves to the CUDA device."""
+    """Seconds that a call takes, including the work that it queues on the CUDA device."""
     if on_device:
         torch.cuda.synchronize()
     started = time.perf_counter()
@@ -47,9 +47,9 @@ def timed(call: Callable[[], object], on_device: bool = False) -> float:
 
 
 def median(values: Sequence[float | None]) -> float | None:
-    """Of what is known; None where nothing is."""
-    known = [value for value in values if value is not None]
-    return statistics.median(known) if known else None
+    """The median of all values that are not None; None if there are none."""
+    present = [value for value in values if value is not None]
+    return statistics.median(present) if present else None
 
 
 def copy(source: mmap.mmap, target: mmap.mmap) -> float:
@@ -59,17 +59,17 @@ def copy(source: mmap.mmap, target: mmap.mmap) -> float:
 
 
 def write(source: mmap.mmap, nbytes: int, folder: str, threads: int, *, direct: bool) -> float | None:
-    """Seconds to write the bytes and sync them, by threads with a file each; the files are removed after that.
+    """Seconds to write and sync bytes, by several threads with a file each. The files are removed afterwards.
 
     Args:
-        source: of `block_of`.
-        nbytes: how many of it.
-        folder: where to.
-        threads: how many.
-        direct: past the page cache, into files whose place on the disk was taken before.
+        source: a block of `block_of`.
+        nbytes: how many of its bytes to write.
+        folder: where to write.
+        threads: number of threads.
+        direct: bypass the page cache and preallocate the files.
 
     Returns:
-        None where the file system cannot do that directly, such as many a tmpfs.
+        None if the file system has no direct I/O, as some tmpfs.
     """
     paths = raw_paths(folder, threads)
     size, flags = (rounded(nbytes), os.O_DIRECT) if direct else (nbytes, 0)
@@ -86,12 +86,12 @@ def write(source: mmap.mmap, nbytes: int, folder: str, threads: int, *, direct: 
 
 
 def raw_paths(folder: str, count: int) -> list[str]:
-    """Names of files that hold nothing but bytes."""
+    """Names of the files for raw bytes."""
     return [os.path.join(folder, f"raw-{number}") for number in range(count)]
 
 
 def write_files(source: mmap.mmap, nbytes: int, paths: Sequence[str], flags: int = 0) -> None:
-    """Write one part of the bytes to each file, all at the same time, and sync them."""
+    """Write one part of the bytes to each file, in parallel, and sync the files."""
     share = rounded(-(-nbytes // len(paths)))
 
     def write_part(number: int) -> None:
@@ -114,12 +114,12 @@ def write_files(source: mmap.mmap, nbytes: int, paths: Sequence[str], flags: int
 
 
 def read_files(paths: Sequence[str], target: mmap.mmap, checksum: Checksum | None) -> float:
-    """Seconds to read whole files one behind the other into memory that is there, maybe with their checksum.
+    """Seconds to read whole files into mapped memory, optionally with their checksum.
 
     Args:
-        paths: the files; larger ones are begun first.
+        paths: the files; larger ones are read first.
         target: at least as large as all of them.
-        checksum: taken of every part as soon as it is there.
+        checksum: computed for every part right after it is read.
     """
     sizes = sorted(((os.path.getsize(path), path) for path in paths), reverse=True)
     places, end = [], 0

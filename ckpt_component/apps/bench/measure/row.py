@@ -37,39 +37,39 @@ class Settings:
 
 
 def measure_row(name: str, state: State, folder: str, settings: Settings) -> dict[str, Any]:
-    """Run a row: the first save, steady ones, some beside the loop, loads, and one under a look at the memory.
+    """Run a row: the first save, further saves, saves during the loop, one that samples memory, and loads.
 
     Args:
-        name: of the row.
+        name: name of the row.
         state: what is saved; its values change.
-        folder: where to; it is empty, and is so after.
-        settings: how.
+        folder: where to save; empty before and after.
+        settings: how to measure.
 
     Returns:
-        Times in seconds, medians where there are several: `first_stall`, `stall` (what the call takes), `staged`
-        (until the tensors may be changed), `complete` (until the row says so), `durable` (synced too), `background`
-        (from the return of the call until then), `lost`, `load_warm`, `load_cold` (None where there is no cache to
-        drop). Of ours also the hardware's in turn with them: what `beside` gives, from `raw_copy` to `raw_read_cold`.
-        Besides: `step_ratio`, `next_steps`, `memory` (bytes; the host's), `device_memory` (None without CUDA), `bytes`,
-        `files`, `torn` (tensors that are not as they were when saved), and the row's own facts.
+        Times in seconds, medians of repeated ones: `first_stall`, `stall` (duration of the call), `staged` (until the
+        tensors may be changed), `complete` (until the row reports completion), `durable` (also synced), `background`
+        (from the return of the call to `durable`), `lost`, `load_warm`, `load_cold` (None without a cache to drop). For
+        our rows also the hardware's figures of `beside`, from `raw_copy` to `raw_read_cold`. In addition `step_ratio`,
+        `next_steps`, `memory` (host bytes), `device_memory` (None without CUDA), `bytes`, `files`, `torn` (tensors
+        that differ from their values at the save), and facts of the row.
     """
     row = ROWS[name]
     loop = Loop(state, settings.loop_threads, settings.step_seconds)
     saver = make_saver(name, state)
     try:
-        # Without the row's own processes, which count as its cost; with the modules that it has imported.
+        # Includes the imported modules, but not the row's processes, which count as its cost.
         start_memory = pss(os.getpid())
         first = timed_save(saver, os.path.join(folder, "first"), row.fsyncs)
         remove(os.path.join(folder, "first"))
         steady = _steady(saver, loop, folder, row, settings)
-        # Before anything is loaded: what a load frees, malloc may keep.
+        # Before any load, because malloc may keep the memory that a load frees.
         path = os.path.join(folder, "memory")
         with sampled_peak() as peak, device_peak(settings.device) as on_device:
             timed_save(saver, path, fsyncs=True)
         remove(path)
         path, disturbed = _beside_the_loop(saver, loop, folder, settings)
         facts = saver.facts(path)
-        found: dict[str, Any] = {
+        figures: dict[str, Any] = {
             "first_stall": first[0],
             **steady,
             **disturbed,
@@ -83,13 +83,13 @@ def measure_row(name: str, state: State, folder: str, settings: Settings) -> dic
             **_loads(saver, path, settings, facts.get("checksum")),
         }
         remove(path)
-        return found
+        return figures
     finally:
         saver.close()
 
 
 def _steady(saver: Saver, loop: Loop, folder: str, row: Row, settings: Settings) -> dict[str, float | None]:
-    """Save and remove again, in turn with the hardware alone; the folder is as it was after."""
+    """Save and remove repeatedly, in turn with raw copies and writes; the folder is empty afterwards."""
     times: list[tuple[float, float, float, float]] = []
     raw = RawSaves(nbytes_of(saver.state), folder) if row.family == "ours" else None
     with raw or nullcontext():
@@ -100,15 +100,15 @@ def _steady(saver: Saver, loop: Loop, folder: str, row: Row, settings: Settings)
                 raw.turn()
     stall, staged, complete, durable = map(median, zip(*times, strict=True))
     background = median([save[3] - save[0] for save in times])
-    found = {"stall": stall, "staged": staged, "complete": complete, "durable": durable, "background": background}
-    return found | ({} if raw is None else raw.figures())
+    figures = {"stall": stall, "staged": staged, "complete": complete, "durable": durable, "background": background}
+    return figures | ({} if raw is None else raw.figures())
 
 
 def _steady_save(saver: Saver, loop: Loop, path: str, fsyncs: bool) -> tuple[float, float, float, float]:
-    """Save and remove again; the figures of `timed_save`.
+    """Save and remove; return the figures of `timed_save`.
 
-    When the tensors may be changed and when the save is durable is seen at two saves where the first is after the call:
-    waiting for one changes the other.
+    If a row stages after the call, `staged` and `durable` come from two saves, because waiting for the first delays the
+    second.
     """
     loop.update()
     stall, staged, complete, durable = timed_save(saver, path, fsyncs)
@@ -121,22 +121,22 @@ def _steady_save(saver: Saver, loop: Loop, path: str, fsyncs: bool) -> tuple[flo
 
 
 def _beside_the_loop(saver: Saver, loop: Loop, folder: str, settings: Settings) -> tuple[str, dict[str, float | None]]:
-    """Save while the loop goes on; the last save is left, and its path returned."""
-    path, found = "", list[Disturbance]()
+    """Save while the loop runs. Keep the last save and return its path."""
+    path, disturbances = "", list[Disturbance]()
     for number in _turns(settings):
         if path:
             remove(path)
         path = os.path.join(folder, f"beside-{number}")
-        found.append(loop.disturbed_by(saver, path, settings.tail_seconds))
+        disturbances.append(loop.disturbed_by(saver, path, settings.tail_seconds))
     return path, {
-        "lost": median([one.lost_s for one in found]),
-        "step_ratio": median([one.step_ratio for one in found]),
-        "next_steps": median([one.next_steps for one in found]),
+        "lost": median([each.lost_s for each in disturbances]),
+        "step_ratio": median([each.step_ratio for each in disturbances]),
+        "next_steps": median([each.next_steps for each in disturbances]),
     }
 
 
 def make_saver(name: str, state: State) -> Saver:
-    """The saver of a row; imports what it needs, which may not be there."""
+    """Make the saver of a row. Imports the packages that it needs, which may be missing."""
     row = ROWS[name]
     if row.family == "ours":
         from .ours import Ours
@@ -166,15 +166,15 @@ def timed_save(saver: Saver, path: str, fsyncs: bool, *, awaited: bool = True) -
     """Save once.
 
     Args:
-        saver: who saves.
+        saver: the saver.
         path: a new path.
-        fsyncs: whether the saver syncs its files; otherwise they are synced here, on the clock of `durable`.
-        awaited: wait until the tensors may be changed; without, `staged` says nothing.
+        fsyncs: whether the saver syncs its files; if not, they are synced here, as part of `durable`.
+        awaited: wait until the tensors may be changed; otherwise `staged` is meaningless.
 
     Returns:
         Seconds from the call: stall, staged, complete, durable.
     """
-    settle(saver.state)  # what came before is not the save's
+    settle(saver.state)  # earlier work must not count
     started = time.perf_counter()
     saver.save(path)
     stall = time.perf_counter() - started
@@ -190,7 +190,7 @@ def timed_save(saver: Saver, path: str, fsyncs: bool, *, awaited: bool = True) -
 
 
 def _turns(settings: Settings) -> Iterator[int]:
-    """Numbers of saves, as many as asked for; at least one, and no further one after `enough_seconds`."""
+    """Numbers of up to `saves` saves; after `enough_seconds`, no further one."""
     began = time.perf_counter()
     for number in range(settings.saves):
         if number and time.perf_counter() - began >= settings.enough_seconds:
@@ -199,7 +199,7 @@ def _turns(settings: Settings) -> Iterator[int]:
 
 
 def _loads(saver: Saver, path: str, settings: Settings, checksum: Any) -> dict[str, Any]:
-    # Touched, so that a load does not pay for the pages of its target.
+    # Touched, so that a load does not include page faults of its target.
     target = {key: torch.empty_like(value).fill_(math.nan) for key, value in saver.state.items()}
 
     def load() -> float:
@@ -208,9 +208,9 @@ def _loads(saver: Saver, path: str, settings: Settings, checksum: Any) -> dict[s
         settle(target)
         return time.perf_counter() - started
 
-    found: dict[str, Any] = dict(
+    figures: dict[str, Any] = dict(
         measure_loads(load, path, turns=partial(_turns, settings), cold=settings.cold, raw=checksum)
     )
-    # One update came after the save: a snapshot that is whole is behind by 1 everywhere.
-    found["torn"] = sum(not torch.equal(target[key] + 1, value) for key, value in saver.state.items())
-    return found
+    # One update followed the save, so every element of a consistent snapshot is smaller by 1.
+    figures["torn"] = sum(not torch.equal(target[key] + 1, value) for key, value in saver.state.items())
+    return figures

@@ -1,7 +1,7 @@
-"""The states that are saved: made the same on every run.
+"""The states to save, identical in every run.
 
-All values are small whole numbers, so that adding 1 to every element is exact in bfloat16 too: that is how a row's
-snapshot is held against the state it was taken of, without a second copy.
+All values are small whole numbers, so that adding 1 to every element is exact, also in bfloat16. This allows comparing
+a snapshot with its state without a second copy.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ State = dict[str, torch.Tensor]
 _Shape = tuple[str, tuple[int, ...], torch.dtype]
 
 _KB = 1024
-#: bfloat16 holds whole numbers exactly up to 256; a row adds 1 a few dozen times at most.
+#: bfloat16 represents whole numbers up to 256 exactly; a row adds 1 a few dozen times at most.
 _BELOW = 64
 
 
 def make_state(name: str, nbytes: int | None = None, device: str = "cpu") -> State:
-    """A state by name.
+    """Make a state by name.
 
     Args:
         name: one of `STATES`.
-        nbytes: about how large it shall be: tensors are left out, or come again under other keys. None: as it is.
-        device: where it is.
+        nbytes: approximate size; tensors are left out or repeated under other keys. None: the original size.
+        device: device of the tensors.
 
     Raises:
         ValueError: there is no such state.
@@ -34,7 +34,7 @@ def make_state(name: str, nbytes: int | None = None, device: str = "cpu") -> Sta
     if name not in STATES:
         raise ValueError(f"There is no state {name!r}; use {', '.join(STATES)}.")
     generator = torch.Generator().manual_seed(1)
-    # One pool of random numbers for all tensors: making 1.5 GB of them one by one takes longer than many a row.
+    # One pool of random numbers for all tensors, because generating 1.5 GB of them takes longer than many rows.
     pool = torch.randint(0, _BELOW, (1 << 20,), generator=generator).to(device)
     state = {}
     for key, shape, dtype in STATES[name]() if nbytes is None else _sized(name, nbytes):
@@ -50,7 +50,7 @@ def make_state(name: str, nbytes: int | None = None, device: str = "cpu") -> Sta
 
 
 def _sized(name: str, nbytes: int) -> Iterator[_Shape]:
-    """The state's tensors, over and over, until they have so many bytes; at least one."""
+    """The tensors of the state, repeated until they have `nbytes` bytes; at least one."""
     left = nbytes
     for number in itertools.count():
         for key, shape, dtype in STATES[name]():
@@ -61,13 +61,13 @@ def _sized(name: str, nbytes: int) -> Iterator[_Shape]:
 
 
 def settle(state: Mapping[str, torch.Tensor]) -> None:
-    """Return when everything that was asked of the state's device is done, so that a clock can be read."""
+    """Wait until all work queued on the state's device is done, before a time is taken."""
     if any(tensor.is_cuda for tensor in state.values()):
         torch.cuda.synchronize()
 
 
 def nbytes_of(state: Mapping[str, torch.Tensor]) -> int:
-    """Bytes of all tensors."""
+    """Total size of all tensors in bytes."""
     return sum(tensor.nbytes for tensor in state.values())
 
 
