@@ -109,6 +109,17 @@ class Checkpointer(ABC):
             logger.warning("%s; these values are left as they are", text)
         return loaded
 
+    def verify(self, path: PathLike) -> bool:
+        """Read a whole checkpoint, loading nothing, and compare its checksums.
+
+        Returns:
+            False if it has no checksums, because another program saved it.
+
+        Raises:
+            CheckpointCorruptError: a file is missing or differs from what was written; names the file.
+        """
+        return bool(self._reader.verify(os.fspath(path)))
+
     def guard(self, optimizer: Any) -> None:
         """Make `optimizer.step()` wait for a snapshot that is still being copied. Only `zero_overhead` needs it.
 

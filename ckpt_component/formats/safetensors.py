@@ -52,11 +52,19 @@ class SafetensorsWriter(Writer):
 
     def plan(self, structure: Structure, rank: int) -> FormatPlan:
         """Lay out `checkpoint_<rank>.safetensors`."""
-        return _SafetensorsPlan(self, structure, rank)
+        return SafetensorsPlan(self, structure, file_name(rank))
 
 
-class _SafetensorsPlan(FormatPlan):
-    def __init__(self, writer: Writer, structure: Structure, rank: int) -> None:
+class SafetensorsPlan(FormatPlan):
+    """One safetensors file.
+
+    Args:
+        writer: the format.
+        structure: the structure to lay out.
+        name: name of the file.
+    """
+
+    def __init__(self, writer: Writer, structure: Structure, name: str) -> None:
         if structure.object_paths:
             examples = ", ".join(f"'{key_of(path)}'" for path in structure.object_paths[:3])
             more = len(structure.object_paths) - 3
@@ -74,7 +82,7 @@ class _SafetensorsPlan(FormatPlan):
             nbytes = stored[number].nbytes
             items.append(Item(number, 0, size, size, nbytes, nbytes))
             size += nbytes
-        file = ImageFile(file_name(rank), 0, size)
+        file = ImageFile(name, 0, size)
         self.layout = Layout(structure, tuple(stored), (file,), items, size, ((0, header),))
         self._encoded = EncodedSave(make_table(writer, self.layout, lanes_by_bytes(self.layout, writer.workers)))
 

@@ -40,7 +40,7 @@ class TorchSaveWriter(Writer):
 
     def plan(self, structure: Structure, rank: int) -> FormatPlan:
         """Lay out `checkpoint_<rank>.pt`."""
-        return _TorchSavePlan(self, structure, rank)
+        return TorchSavePlan(self, structure, file_name(rank))
 
 
 class _StorageRef:
@@ -88,8 +88,18 @@ class _Pickler(pickle.Pickler):
         return _TensorRef(storage, value.dtype, 0, value.shape, value.stride()).__reduce__()
 
 
-class _TorchSavePlan(FormatPlan):
-    def __init__(self, writer: Writer, structure: Structure, rank: int) -> None:
+class TorchSavePlan(FormatPlan):
+    """One file of `torch.save`.
+
+    Args:
+        writer: the format.
+        structure: the structure to lay out.
+        name: name of the file.
+        unchanged: pickle objects as they are, for programs that load the file with plain `torch.load`; else encode
+            them, so that `weights_only` can load numpy values too.
+    """
+
+    def __init__(self, writer: Writer, structure: Structure, name: str, *, unchanged: bool = False) -> None:
         refuse_parts(structure, "torch_save")
         stored, views, relations = _join_overlaps(structure)
         items: list[Item] = []
@@ -101,7 +111,7 @@ class _TorchSavePlan(FormatPlan):
             headers.append(header)
             directory.append(central_header(f"data/{number}", entry.nbytes, position))
             position = align(payload + entry.nbytes, ITEM_ALIGNMENT)
-        file = ImageFile(file_name(rank), 0, position)
+        file = ImageFile(name, 0, position)
         self.layout = Layout(
             structure,
             tuple(stored),
@@ -111,6 +121,7 @@ class _TorchSavePlan(FormatPlan):
             around=lambda item: (headers[item.stored], b""),
             relations=tuple(relations),
         )
+        self._unchanged = unchanged
         self._directory = b"".join(directory)
         storages = [_StorageRef(entry.dtype, entry.shape.numel(), str(number)) for number, entry in enumerate(stored)]
         self._references = {
@@ -124,7 +135,7 @@ class _TorchSavePlan(FormatPlan):
         structure, (file,), count = self.layout.structure, self.layout.files, len(self.layout.items)
         values: dict[Path, Any] = dict(self._references)
         for path, value in zip(structure.object_paths, objects, strict=True):
-            values[path] = object_codec.encode(value, key_of(path))
+            values[path] = value if self._unchanged else object_codec.encode(value, key_of(path))
         stream = io.BytesIO()
         pickler = _Pickler(stream, count)
         pickler.dump(unflatten(values, structure.containers))

@@ -6,7 +6,7 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, cast
 
@@ -140,6 +140,31 @@ class CheckpointManager:
             if self._save_policy.enabled and self._seen is None:
                 self._prewarm_loaded(state)
         return step
+
+    def begin_at(self, step: int) -> None:
+        """Instead of `restore`, for a program that has loaded a checkpoint of `dir` by itself, or started from scratch.
+
+        Cleans up after dead runs, verifies the checkpoint, and retires those that follow it if `rewind` is set.
+
+        Args:
+            step: the step of the checkpoint; 0: from scratch.
+
+        Raises:
+            CheckpointCorruptError: it is damaged; set aside if there is an older one, from which to resume instead.
+            CheckpointExistsError: checkpoints follow, and saves would collide with them.
+        """
+        if self._checkpointer is None:
+            return
+        step = checked_step(step)
+        self._ranks.check_world()
+        if self._restorer.begin(step):
+            self._saved_step, self._newest = step, None
+        self._ranks.resumed(step)
+
+    def on_commit(self, listener: Callable[[SaveReport], None]) -> None:
+        """Call a function with the report of every committed save, on the save thread; its exceptions are logged."""
+        if self._checkpointer is not None:
+            self._pipeline.listeners.append(listener)
 
     def maybe_save(self, step: int, state: Mapping[Any, Any]) -> bool:
         """Save if the policy says so. Call this after every step. Returns whether a save was started.

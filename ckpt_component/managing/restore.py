@@ -87,6 +87,50 @@ class Restorer:
         self._folder.settled = self._saves
         return step
 
+    def begin(self, step: int) -> bool:
+        """Begin after a step that the program has loaded by itself; see `CheckpointManager.begin_at`.
+
+        Args:
+            step: the step; 0: from scratch.
+
+        Returns:
+            Whether the folder has a committed checkpoint of this step.
+        """
+        timeouts = self._run.timeouts
+        deadline = time.monotonic() + timeouts.stage + timeouts.close + timeouts.write
+        here: bool = self._run.ranks.meet("begin_at", None, lambda _: self._check_start(step), deadline)
+        self._folder.settled = True
+        return here
+
+    def _check_start(self, step: int) -> bool:
+        """On the leading rank: clean up, verify the checkpoint of a step, and refuse or retire those that follow."""
+        self._clean_up()
+        scan = self._run.scan()
+        bad = {**scan.damaged, **scan.torn}
+        if step in scan.committed and self._checkpointer.verifies:
+            started = time.perf_counter()
+            try:
+                self._checkpointer.verify(self._run.path_of(step))
+            except CheckpointUnreadableError:
+                raise
+            except CheckpointCorruptError as error:
+                bad[step] = str(error)
+            else:
+                logger.info("step %d: checksums verified in %.2f s", step, time.perf_counter() - started)
+        if step in bad:
+            older = [other for other in scan.committed if other < step]
+            advice = "resume from another checkpoint"
+            if older:
+                path = quarantine(self._run.fs, self._run.path_of(step))
+                advice = f"it is now kept as {path}, and the next start resumes from step {older[-1]}"
+            raise CheckpointCorruptError(f"The checkpoint of step {step} is damaged; {advice}. {bad[step]}")
+        later = [other for other in {**scan.occupied, **scan.foreign} if other > step]
+        if self._policy.rewind:
+            self._folder.retire(later)
+        else:
+            self._folder.refuse_later(later, step)
+        return step in scan.committed
+
     def _load_first(
         self,
         candidates: list[tuple[int, str]],

@@ -164,6 +164,27 @@ class RunFolder:
             )
         raise CheckpointExistsError(self._beside_others(text))
 
+    def refuse_later(self, later: Iterable[int], step: int) -> None:
+        """Refuse to continue after a step that the program has loaded by itself, if others follow it.
+
+        Args:
+            later: the steps that follow; if empty, nothing is raised.
+            step: the step; 0: from scratch.
+
+        Raises:
+            CheckpointExistsError: steps follow; the text says what to do.
+        """
+        later = sorted(later)
+        if later:
+            begins = f"continues after step {step}" if step else "starts from scratch"
+            raise CheckpointExistsError(
+                self._beside_others(
+                    f"This run {begins}, and {self._root} holds checkpoints of steps {steps_text(later)}. Resume from "
+                    "the newest, or save to another folder; checkpoint.rewind=true retires them (they are renamed, not "
+                    "deleted)."
+                )
+            )
+
     def retire(self, steps: Iterable[int]) -> list[int]:
         """Rename checkpoints to names that no scan lists, the newest first, after acquiring ownership of the root.
 

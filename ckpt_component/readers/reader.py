@@ -29,6 +29,7 @@ from .own_format import OwnSource, verify_file
 from .rank_index import read_rank_indexes
 from .source import Request, Source
 from .target import Target
+from .verification import verify_checkpoint
 
 logger = logging.getLogger(__name__)
 
@@ -104,6 +105,10 @@ class Reader:
         source.read_tensors(target.requests)
         return state_dict, target.finish()
 
+    def verify(self, path: str) -> bool:
+        """Verify every file of a checkpoint of ours; False: it has no checksums. See `verify_checkpoint`."""
+        return verify_checkpoint(self._fs, path)
+
     def _open(self, path: str, *, mapped: bool, verify: bool) -> Source:
         """Open `path` by its format. It may itself be a link, because the caller chose it; no file in it may."""
         if not os.path.isdir(path):
@@ -135,6 +140,12 @@ class Reader:
     def _open_own(self, path: str, manifest: Mapping[str, Any], *, mapped: bool, verify: bool) -> Source:
         check_files(self._fs, path, manifest)
         form, world_size, ranks = manifest.get("format"), manifest["world_size"], None
+        if form == "files":
+            names = [entry["name"] for entry in manifest["files"] if entry["name"].endswith(SINGLE_FILES)]
+            raise CheckpointLoadError(
+                f"{path} has the files of another program, which loads them itself; here, load one of them: "
+                f"{', '.join(names) or 'none of them is a checkpoint'}."
+            )
         if form not in ("dcp", "safetensors", "torch_save"):
             raise CheckpointLoadError(f"{path} has the format {form!r:.200}, which this release cannot read.")
         rank = self._rank if world_size > 1 else 0

@@ -24,6 +24,10 @@ class CheckpointReader(Protocol):
         """Read the checkpoint at `path`, into `state_dict` if one is given."""
         ...
 
+    def verify(self, path: str) -> bool:
+        """Verify the checksums of the checkpoint at `path`; False: it has none."""
+        ...
+
 
 class CheckpointWriter(Protocol):
     """Writes checkpoints for a synchronous checkpointer."""

@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_futures
 from functools import partial
@@ -52,6 +52,7 @@ class SavePipeline:
         saves: running saves, and failed ones whose error was not raised yet.
         reports: reports of ended saves, in order.
         last_report: see `Checkpointer.last_report`.
+        listeners: called on the save thread with the report of every committed save, after its future is done.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class SavePipeline:
         self.saves = InFlightSaves()
         self.reports: list[SaveReport] = []
         self.last_report: SaveReport | None = None
+        self.listeners: list[Callable[[SaveReport], None]] = []
         self._fs = fs
         self._timeouts = timeouts
         self._hooks = hooks
@@ -185,6 +187,8 @@ class SavePipeline:
         save.set_result(report)
         if self._hooks is not None and self.ranks.is_leader:
             notify(self._hooks.after_save, save.path)
+        for listener in self.listeners:
+            notify(listener, report)
 
     def _fail(self, save: PendingSave, error: BaseException, given_up: BaseException | None) -> None:
         """End a failed save with its error, or with `given_up` after too many failures."""

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import wait as wait_futures
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from ..callers.write_callers import WriteCaller
 from ..coordination import Coordinator
@@ -41,6 +41,8 @@ from .in_flight import PendingSave
 from .report import SaveReport
 
 logger = logging.getLogger(__name__)
+
+_Subject = TypeVar("_Subject", str, SaveReport)
 
 #: How many keys a warning names.
 _NAMED_KEYS = 10
@@ -290,9 +292,10 @@ class SaveTransaction:
             raise CheckpointSaveError(f"{path} could not be saved: {error}.", error.errno) from error
 
 
-def notify(hook: Callable[[str], None], path: str) -> None:
-    """Call a hook for a committed checkpoint; an exception is only logged."""
+def notify(hook: Callable[[_Subject], None], subject: _Subject) -> None:
+    """Call a hook for a committed checkpoint, its path or report; an exception is only logged."""
     try:
-        hook(path)
+        hook(subject)
     except Exception:
+        path = subject.path if isinstance(subject, SaveReport) else subject
         logger.exception("%s is committed, but a hook after the commit failed", path)

@@ -5,6 +5,7 @@ It is compared at every save, so that a change is always noticed.
 
 from __future__ import annotations
 
+import copy
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -115,6 +116,32 @@ class Structure:
         self.stored = [entry for entry in entries if entry.tensor not in first_with]
         place_of = {entry.tensor: place for place, entry in enumerate(self.stored)}
         self.stored_of = [place_of[first_with.get(number, number)] for number in range(len(tensors))]
+
+    def below(self, name: Any) -> tuple[list[int], Structure]:
+        """The part of the structure below one top-level key, for a layout of its own; `matches` is for the whole only.
+
+        Returns:
+            The numbers of its tensors here, and the part, whose paths start after the key.
+        """
+        numbers = [number for number, path in enumerate(self.tensor_paths) if path[0] == name]
+        place_of = {number: place for place, number in enumerate(numbers)}
+        part = copy.copy(self)
+        part.tensor_paths = [self.tensor_paths[number][1:] for number in numbers]
+        part.object_paths = [path[1:] for path in self.object_paths if path[0] == name]
+        part.containers = [(path[1:], kind) for path, kind in self.containers if path[:1] == (name,)]
+        part.shards = [self.shards[number] for number in numbers]
+        part.elsewhere = [path[1:] for path in self.elsewhere if path[0] == name]
+        part.pointers = array("Q", map(self.pointers.__getitem__, numbers))
+        part._strides = {place_of[number]: stride for number, stride in self._strides.items() if number in place_of}
+        part._views = {place_of[number] for number in self._views if number in place_of}
+        #: The first tensor below the key of those that share the same memory, by their entry here.
+        first: dict[int, int] = {}
+        part.stored = []
+        for place, number in enumerate(numbers):
+            if first.setdefault(self.stored_of[number], len(part.stored)) == len(part.stored):
+                part.stored.append(self.stored[self.stored_of[number]]._replace(tensor=place))
+        part.stored_of = [first[self.stored_of[number]] for number in numbers]
+        return numbers, part
 
     def stride_of(self, tensor: int) -> tuple[int, ...]:
         """The strides of a tensor, in elements."""

@@ -1,7 +1,7 @@
 """Names of files and folders on disk.
 
-Committed checkpoints and the pointer file have Megatron's names (or the plain `step` form). Unfinished and retired
-folders have names that start with `.ckpt-`, so that cleanup never deletes anything else.
+Committed checkpoints and the pointer file have the names of `checkpoint.naming`, by default Megatron's. Unfinished and
+retired folders have names that start with `.ckpt-`, so that cleanup never deletes anything else.
 """
 
 from __future__ import annotations
@@ -60,8 +60,10 @@ class StepNames:
 #: The names of Megatron-LM.
 MEGATRON = StepNames("iter_", 7, "latest_checkpointed_iteration.txt")
 STEP = StepNames("step_", 8, "latest")
+#: The names of the `Trainer` of transformers, which finds the newest by listing the folder.
+HUGGINGFACE = StepNames("checkpoint-", 1, "latest_checkpoint.txt")
 #: Values of `checkpoint.naming`.
-NAMINGS = {"megatron": MEGATRON, "step": STEP}
+NAMINGS = {"megatron": MEGATRON, "step": STEP, "huggingface": HUGGINGFACE}
 
 #: Step names of common programs: iter_0000200, step-200, global_step200, checkpoint-200, epoch=1-step=200.
 _NAMED_STEP = re.compile(rf"(?:.*[^a-z])?(?:iter|iteration|step|checkpoint|ckpt)[_=-]?(\d{{1,{STEP_DIGITS}}})", re.I)

@@ -9,6 +9,7 @@ from .._lazy import lazy
 if TYPE_CHECKING:
     from ..formats.base import Writer
     from ..formats.dcp import DcpWriter
+    from ..formats.files import FilesWriter
     from ..formats.safetensors import SafetensorsWriter
     from ..formats.torch_save import TorchSaveWriter
 
@@ -17,6 +18,7 @@ __all__, __getattr__, __dir__ = lazy(
     {
         "..formats.base": "Writer",
         "..formats.dcp": "DcpWriter",
+        "..formats.files": "FilesWriter",
         "..formats.safetensors": "SafetensorsWriter",
         "..formats.torch_save": "TorchSaveWriter",
     },
