@@ -24,13 +24,14 @@ from .config.resolve import resolve_config
 from .config.schema import Checkpoint
 from .coordination import Coordinator, LocalCoordinator
 from .formats.base import Writer
+from .managing.best import BestPolicy
 from .managing.manager import CheckpointManager
 from .managing.policies import ResumePolicy, RetentionPolicy, SavePolicy
 from .managing.recording import record
 from .managing.restore import Restorer
 from .managing.run_context import RunContext, job_ranks
 from .managing.run_folder import RunFolder
-from .options import Commit, Durability, IoMode, ResolvedTimeouts
+from .options import Commit, Durability, IoMode, MetricMode, ResolvedTimeouts
 from .readers import Reader
 from .saving.folders import expanded
 from .saving.pipeline import SavePipeline
@@ -91,17 +92,17 @@ def build_manager(
     save = SavePolicy(settings.save.every_steps, settings.save.every_seconds, settings.save.at_end)
     job_root = root_of_job(root, saves=settings.enabled and save.enabled)
     fs, policy, timeouts = _file_system(settings), _policy(settings), _timeouts(settings)
-    names = NAMINGS[settings.naming.value]
+    names, best = NAMINGS[settings.naming.value], _best(settings)
     checkpointer, restorer = None, None
     ranks: Coordinator = LocalCoordinator()
-    run = RunContext(fs, os.path.abspath(job_root), names, ranks, timeouts)
+    run = RunContext(fs, os.path.abspath(job_root), names, ranks, timeouts, best)
     if settings.enabled:
         parts, ranks = _build_parts(settings), job_ranks("checkpointer", timeouts)
         try:
             if job_root != root:
                 # Hydra names the output folder by each rank's clock, so rank 0's name is used.
                 job_root = ranks.run_on_leader("root/job", lambda: job_root, time.monotonic() + timeouts.stage)
-            run = RunContext(fs, os.path.abspath(job_root), names, ranks, timeouts)
+            run = RunContext(fs, os.path.abspath(job_root), names, ranks, timeouts, best)
             folder = RunFolder(run, resume, RetentionPolicy(settings.keep.last, settings.keep.every_steps))
             if save.enabled:
                 folder.check_writable()
@@ -220,6 +221,18 @@ def _timeouts(settings: Checkpoint) -> ResolvedTimeouts:
     times, policy = deadlines(settings), _policy(settings)
     again = (policy.attempts - 1) * (times["stage"] + times["write"]) + policy.pauses
     return ResolvedTimeouts(**times, max_stall=settings.max_stall_s, again=again)
+
+
+def _best(settings: Checkpoint) -> BestPolicy | None:
+    keep = settings.keep.best
+    if keep.metric is None:
+        if settings.resume == "best":
+            raise HydraConfigError(
+                "checkpoint.resume=best needs a metric to compare, and checkpoint.keep.best.metric is null; name one "
+                "that the checkpoints were saved with, such as checkpoint.keep.best.metric=val_loss."
+            )
+        return None
+    return BestPolicy(keep.metric, keep.mode is MetricMode.max, keep.last)
 
 
 def _policy(settings: Checkpoint) -> ErrorPolicy:

@@ -52,6 +52,13 @@ class Verify(Enum):
     off = "off"
 
 
+class MetricMode(Enum):
+    """Which value of a metric is the best."""
+
+    min = "min"  # the smallest, such as of a loss
+    max = "max"  # the largest, such as of an accuracy
+
+
 class IoMode(Enum):
     """How files are written."""
 

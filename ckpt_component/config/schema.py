@@ -24,6 +24,7 @@ from ..options import (
     Durability,
     IoMode,
     IoPriority,
+    MetricMode,
     Naming,
     OnError,
     Overlap,
@@ -69,6 +70,18 @@ class Save:
 
 
 @dataclass
+class Best:
+    """Which checkpoints are the best, by a metric that is passed to `save` or `maybe_save`."""
+
+    metric: str | None = None
+    """Also keep the checkpoints with the best value of this metric; null: they are not compared."""
+    mode: MetricMode = MetricMode.min
+    """Whether the smallest value is the best (`min`) or the largest (`max`)."""
+    last: int = at_least(1, 1)
+    """Keep this many of the best."""
+
+
+@dataclass
 class Keep:
     """Which checkpoints to keep. Only committed ones count, and the last good one is never deleted."""
 
@@ -76,6 +89,8 @@ class Keep:
     """Keep this many of the newest checkpoints; null: all of them."""
     every_steps: int | None = at_least(1, None)
     """Also keep the checkpoint of every n-th step permanently; null: none."""
+    best: Best = field(default_factory=Best)
+    """Also keep the best ones by a metric."""
 
 
 @dataclass
@@ -125,9 +140,9 @@ class Checkpoint:
     keep: Keep = field(default_factory=Keep)
     """Which checkpoints to keep."""
     resume: int | str = "auto"
-    """`auto`: from the newest good checkpoint, if any; `must`: fail without one; `never`; a step; or a path."""
+    """`auto`: from the newest good checkpoint, if any; `must`: fail without one; `never`; `best`; a step; or a path."""
     rewind: bool = False
-    """With `resume` a step, a path or `never`: allow resuming before the newest checkpoint, and retire later ones."""
+    """With `resume` a step, a path, `best` or `never`: allow resuming before the newest one, and retire later ones."""
     overlap: Overlap = Overlap.wait
     """When a save is due while the previous one still runs: `wait` for it, `skip` the new one, or `error`."""
     on_error: OnError = OnError["raise"]

@@ -33,11 +33,13 @@ def candidates_of(run: RunContext, policy: ResumePolicy, scan: Scan) -> list[tup
     if choice == "never":
         return []
     other = committed_under_other_names(run.fs, root, run.names)
+    if choice == "best":
+        choice = _best_step(run, scan)
     if isinstance(choice, int):
         bad = {**scan.damaged, **scan.torn, **scan.unusable}
         if choice in bad:
             kind = CheckpointUnreadableError if choice in scan.unusable else CheckpointCorruptError
-            raise kind(f"checkpoint.resume={choice}, and that checkpoint cannot be used: {bad[choice]}")
+            raise kind(f"checkpoint.resume={policy.choice}, and that checkpoint cannot be used: {bad[choice]}")
         if choice not in scan.committed:
             others = f"there are {steps_text(scan.committed)}" if scan.committed else "there is none at all"
             if other is not None and choice in other[1]:
@@ -68,6 +70,29 @@ def candidates_of(run: RunContext, policy: ResumePolicy, scan: Scan) -> list[tup
             f"checkpoint.resume=must, but {root} has no committed checkpoint; use resume=auto to start from scratch."
         )
     return []
+
+
+def _best_step(run: RunContext, scan: Scan) -> int:
+    """The step of the best checkpoint; one that is damaged counts too, so that no worse one takes its place unnoticed.
+
+    Raises:
+        CheckpointNotFoundError: no checkpoint has the metric.
+    """
+    if run.best is None:
+        raise CheckpointNotFoundError(
+            "checkpoint.resume=best needs a metric to compare; type checkpoint.keep.best.metric=val_loss, for example."
+        )
+    ranked = run.best.ranked(scan.metrics)
+    if ranked:
+        return ranked[0]
+    names = dict.fromkeys(name for metrics in scan.metrics.values() for name in metrics)
+    there = f"no checkpoint in {run.root} has the metric '{run.best.metric}'{run.best.others(names)}"
+    if not scan.committed:
+        there = f"{run.root} has no committed checkpoint"
+    raise CheckpointNotFoundError(
+        f"checkpoint.resume=best, but {there}. To continue from the newest, or from scratch, type "
+        "checkpoint.resume=auto."
+    )
 
 
 def _refuse_others(run: RunContext, scan: Scan, other: tuple[str, list[int]] | None) -> None:

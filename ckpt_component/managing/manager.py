@@ -56,7 +56,7 @@ class CheckpointManager:
         self._save_policy = save
         self._overlap = overlap
         self._last_save = time.monotonic()
-        self._seen: tuple[int, Mapping[Any, Any]] | None = None
+        self._seen: tuple[int, Mapping[Any, Any], Mapping[str, Any] | None] | None = None
         self._newest: PendingSave | None = None
         self._saved_step: int | None = None
         self._restored: int | None = None
@@ -84,7 +84,11 @@ class CheckpointManager:
 
     def steps(self) -> list[int]:
         """The steps of committed checkpoints, oldest first."""
-        return self._run.committed()
+        return self._run.scan(warns=True).committed
+
+    def best_steps(self) -> list[int]:
+        """The steps of committed checkpoints with the metric of `keep.best`, the best first; none without one."""
+        return self._run.best_of(self._run.scan(warns=True))
 
     def guard(self, optimizer: Any) -> None:
         """Make `optimizer.step()` wait for a snapshot that is still being copied. Only `zero_overhead` needs it.
@@ -166,13 +170,14 @@ class CheckpointManager:
         if self._checkpointer is not None:
             self._pipeline.listeners.append(listener)
 
-    def maybe_save(self, step: int, state: Mapping[Any, Any]) -> bool:
+    def maybe_save(self, step: int, state: Mapping[Any, Any], *, metrics: Mapping[str, Any] | None = None) -> bool:
         """Save if the policy says so. Call this after every step. Returns whether a save was started.
 
         Args:
             step: the step just done.
             state: nested dicts of tensors, plain values, and objects with `state_dict()`. The manager keeps a
                 reference to it, for the save at the end.
+            metrics: as for `save`; used if this step is saved.
 
         Raises:
             CheckpointWorldError: the process group is not the one that the manager was built with.
@@ -180,7 +185,7 @@ class CheckpointManager:
                 it is raised at the next save, on all of them.
         """
         step = checked_step(step)
-        self._seen = (step, state)
+        self._seen = (step, state, metrics)
         self._ranks.at_step(step)
         if self._ranks.world_size == 1:
             self._saves.raise_first()
@@ -193,7 +198,7 @@ class CheckpointManager:
             if self._timeouts.max_stall is None or not self._pipeline.policy.warn:
                 raise
             return self._skip(step, f"{error} (checkpoint.max_stall_s)")
-        return due and self.save(step, state)
+        return due and self.save(step, state, metrics=metrics)
 
     def _is_due(self, step: int) -> bool:
         policy = self._save_policy
@@ -203,20 +208,27 @@ class CheckpointManager:
         deadline, since = time.monotonic() + self._timeouts.waiting, self._last_save
         return bool(self._due.ask(step, lambda: policy.should_save(step, time.monotonic() - since), deadline))
 
-    def save(self, step: int, state: Mapping[Any, Any]) -> bool:
+    def save(self, step: int, state: Mapping[Any, Any], *, metrics: Mapping[str, Any] | None = None) -> bool:
         """Save now. Returns whether a save was started.
 
         None is started if the step is saved already, if `overlap: skip` applies, or if it could not begin and
         `on_error` is `warn`; the last two cases are in `reports`.
 
+        Args:
+            step: the step just done.
+            state: as for `maybe_save`.
+            metrics: numbers by name, such as `{"val_loss": 0.5}`, which the checkpoint keeps for `keep.best`. Of
+                several ranks, what rank 0 passes counts.
+
         Raises:
             CheckpointBusyError: `overlap: error`, and an earlier save is still running.
             CheckpointExistsError: an older run saved this step, or later ones.
             CheckpointStepError: the step is not a valid step.
+            CheckpointTypeError: the metrics are not numbers by name.
             CheckpointError: this save or an earlier one failed.
         """
         step = checked_step(step)
-        self._seen = (step, state)
+        self._seen = (step, state, metrics)
         self._ranks.at_step(step)
         newest = self._newest
         failed = newest is not None and newest.done() and newest.report.outcome != "committed"
@@ -226,7 +238,8 @@ class CheckpointManager:
             raise CheckpointError("This manager is closed; build a new one to save again.")
         before, self._last_save = self._last_save, time.monotonic()
         try:
-            _, save = self._pipeline.save(state, self.path_of(step), step=step, may_wait=self._overlap == "wait")
+            path, may_wait = self.path_of(step), self._overlap == "wait"
+            _, save = self._pipeline.save(state, path, step=step, metrics=metrics, may_wait=may_wait)
         except CheckpointBusyError as error:
             self._last_save = before
             text = f"step {step} came while an earlier save was still running"
@@ -341,14 +354,14 @@ class CheckpointManager:
                     "restored step %d from %s and saw no further step: nothing was trained", self.idle, self._run.root
                 )
 
-    def _save_last(self, step: int, state: Mapping[Any, Any]) -> None:
+    def _save_last(self, step: int, state: Mapping[Any, Any], metrics: Mapping[str, Any] | None) -> None:
         """Save the last step, even if `overlap` is `skip` or an earlier save has failed."""
         self._saves.wait(self._timeouts.whole_save)
         failed = [save for save in self._saves if save.undelivered is not None]
         for save in failed:
             save.delivered = True
         try:
-            self.save(step, state)
+            self.save(step, state, metrics=metrics)
         finally:
             if failed:
                 failed[0].result(0)  # the errors of the others are in the log and in the reports

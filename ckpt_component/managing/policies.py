@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import operator
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from ..errors import CheckpointConfigError, CheckpointStepError
 from ..spelling import invalid_choice
 from ..storage.names import MAX_STEP
 
-RESUME_WORDS = ("auto", "must", "never")
+RESUME_WORDS = ("auto", "must", "never", "best")
 
 
 def checked_resume(value: int | str) -> int | str:
-    """Check a value of `resume`: `auto`, `must`, `never`, a step of at least 0, which may be a string, or a path.
+    """Check a value of `resume`: `auto`, `must`, `never`, `best`, a step of at least 0, or a path.
 
-    A path contains a slash, begins with `~`, or exists.
+    A step may be a string. A path contains a slash, begins with `~`, or exists.
     """
     if isinstance(value, str) and value.isdecimal():
         value = int(value)
@@ -70,12 +70,17 @@ class RetentionPolicy:
     last: int | None = 3
     every_steps: int | None = None
 
-    def to_delete(self, committed: Sequence[int]) -> list[int]:
-        """Which of the committed steps to delete; never the newest."""
+    def to_delete(self, committed: Sequence[int], best: Collection[int] = ()) -> list[int]:
+        """Which of the committed steps to delete; never the newest.
+
+        Args:
+            committed: all of them.
+            best: steps that are kept as well.
+        """
         if self.last is None:
             return []
         old = sorted(committed)[: -max(self.last, 1)]
-        return [step for step in old if self.every_steps is None or step % self.every_steps]
+        return [step for step in old if step not in best and (self.every_steps is None or step % self.every_steps)]
 
 
 @dataclass(frozen=True)
@@ -83,7 +88,7 @@ class ResumePolicy:
     """Where a run begins.
 
     Attributes:
-        choice: `auto` (newest, or from scratch), `must` (newest), `never`, a step, or a path.
+        choice: `auto` (newest, or from scratch), `must` (newest), `never`, `best` (by `keep.best`), a step, or a path.
         rewind: retire the steps that follow the chosen checkpoint.
     """
 
@@ -98,7 +103,7 @@ class ResumePolicy:
     @property
     def path(self) -> str | None:
         """The absolute path of the checkpoint, if the choice is a path, else None."""
-        if isinstance(self.choice, int) or self.searches or self.choice == "never":
+        if isinstance(self.choice, int) or self.choice in RESUME_WORDS:
             return None
         return os.path.abspath(os.path.expanduser(self.choice))
 

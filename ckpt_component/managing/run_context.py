@@ -10,7 +10,8 @@ from ..coordination import Coordinator, LocalCoordinator, RankStore, StoreCoordi
 from ..options import ResolvedTimeouts
 from ..storage.fs import FsOps
 from ..storage.names import StepNames
-from ..storage.scan import Scan, committed_steps, scan_steps
+from ..storage.scan import Scan, scan_steps, warn_of_skipped
+from .best import BestPolicy
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +29,8 @@ class RunContext:
         names: how steps are named on disk.
         ranks: coordinator of the ranks.
         timeouts: deadlines.
-        warned: warnings that were logged already; see `committed_steps`.
+        best: how checkpoints are compared; None: they are not (`keep.best.metric` is null).
+        warned: warnings that were logged already, and are not repeated.
     """
 
     fs: FsOps
@@ -36,19 +38,25 @@ class RunContext:
     names: StepNames
     ranks: Coordinator
     timeouts: ResolvedTimeouts
+    best: BestPolicy | None = None
     warned: set[str] = field(default_factory=set)
 
     def path_of(self, step: int) -> str:
         """Where the checkpoint of a step is, or would be."""
         return os.path.join(self.root, self.names.folder(step))
 
-    def scan(self) -> Scan:
-        """What the folder holds."""
-        return scan_steps(self.fs, self.root, self.names)
+    def scan(self, *, warns: bool = False) -> Scan:
+        """What the folder holds. `warns`: warn, once each, of what is not a committed checkpoint."""
+        scan = scan_steps(self.fs, self.root, self.names)
+        if warns:
+            warn_of_skipped(scan, self.warned)
+        return scan
 
-    def committed(self) -> list[int]:
-        """The steps of committed checkpoints, oldest first."""
-        return committed_steps(self.fs, self.root, self.names, self.warned)
+    def best_of(self, scan: Scan) -> list[int]:
+        """The steps of committed checkpoints that have the metric of `keep.best`, the best first."""
+        if self.best is None:
+            return []
+        return self.best.ranked({step: scan.metrics[step] for step in scan.committed})
 
 
 def job_ranks(purpose: str, timeouts: ResolvedTimeouts) -> Coordinator:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from ..errors import CheckpointConfigError, CheckpointError, CheckpointExistsError, CheckpointSaveError
 from ..spelling import typed
@@ -19,7 +19,7 @@ from ..storage.commit import refuse_existing
 from ..storage.fencing import FencingToken, Owner
 from ..storage.fs import wait_visible
 from ..storage.names import TRIAL_PREFIX, new_token
-from ..storage.scan import read_pointer, write_pointer
+from ..storage.scan import Scan, read_pointer, write_pointer
 from ..storage.space import FULL
 from .policies import ResumePolicy, RetentionPolicy
 from .run_context import RunContext, steps_text
@@ -38,14 +38,18 @@ class RunFolder:
         run: the run.
         resume: where the run begins, and whether it may retire the steps that follow.
         keep: which checkpoints to keep.
+        files: small files that rank 0 adds to every checkpoint, by name.
 
     Attributes:
         ownership: fencing token of the folder; the first save acquires it.
         settled: whether a restore has handled the steps that follow, so that the first save need not.
     """
 
-    def __init__(self, run: RunContext, resume: ResumePolicy, keep: RetentionPolicy) -> None:
+    def __init__(
+        self, run: RunContext, resume: ResumePolicy, keep: RetentionPolicy, files: Mapping[str, bytes] | None = None
+    ) -> None:
         self.run = run
+        self.files = files or {}
         self.resume = resume
         self.ownership = FencingToken(run.fs, run.root, run.names)
         self.settled = False
@@ -127,13 +131,23 @@ class RunFolder:
 
     def after_save(self, path: str) -> None:
         """Delete the checkpoints that `keep` no longer keeps after a new one. A failure is a warning."""
+        run, step = self.run, self._step_of(path)
         try:
-            for old in self._keep.to_delete(self.run.committed()):
+            scan = run.scan(warns=True)
+            best = [] if run.best is None else run.best_of(scan)[: run.best.last]
+            self._warn_if_never_best(step, scan)
+            for old in self._keep.to_delete(scan.committed, best):
                 logger.info("deleting the checkpoint of step %d (checkpoint.keep)", old)
-                discard(self.run.fs, self.run.path_of(old))
+                discard(run.fs, run.path_of(old))
         except OSError as error:
-            step = self._step_of(path)
             logger.warning("step %d is committed, but listing or deleting older checkpoints failed: %s", step, error)
+
+    def _warn_if_never_best(self, step: int, scan: Scan) -> None:
+        """Warn, once for each reason, that the new checkpoint cannot be the best one."""
+        why = None if self.run.best is None else self.run.best.why_never(scan.metrics.get(step, {}))
+        if why is not None and why not in self.run.warned:
+            self.run.warned.add(why)
+            logger.warning("step %d is never the best checkpoint (checkpoint.keep.best): %s", step, why)
 
     def refuse(self, later: Iterable[int], step: int | None) -> None:
         """Refuse to begin with a step if others follow it.

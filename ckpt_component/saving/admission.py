@@ -27,6 +27,7 @@ from ..errors import (
 )
 from ..options import ResolvedTimeouts
 from ..stagers.base import Stager, StatePlan
+from ..storage.metrics import encode_metrics
 from ..storage.names import new_token
 from .in_flight import InFlightSaves, PendingSave
 
@@ -85,7 +86,7 @@ class SaveAdmission:
     def admit(
         self, save: PendingSave, state_dict: Mapping[Any, Any], may_wait: bool = True
     ) -> StatePlan | BaseException:
-        """Agree on the next save; sets its number, and its token if it takes place.
+        """Agree on the next save; sets its number, its fields, and its token if it takes place.
 
         Args:
             save: the save, with its path.
@@ -98,6 +99,7 @@ class SaveAdmission:
 
         Raises:
             CheckpointStageError: a value that cannot be checkpointed, by key.
+            CheckpointTypeError: the metrics are not numbers by name.
             CheckpointExistsError: the path is taken.
             RanksError: a rank cannot take part, or has continued without this save; with one rank, its own error.
             CheckpointStallError: a rank waited too long for what it needs.
@@ -111,6 +113,8 @@ class SaveAdmission:
             proposal["busy"] = True
         else:
             try:
+                if save.metrics:
+                    save.manifest_fields = {"metrics": encode_metrics(save.metrics)}
                 plan = self._stager.inspect(state_dict)
                 proposal["changed"] = plan.changed
             except Exception as error:

@@ -20,8 +20,10 @@ class PendingSave(Future[SaveReport]):
     Args:
         path: absolute path of the checkpoint.
         step: the training step, if a manager saves.
+        metrics: numbers by name, such as a validation loss, as the caller passed them.
 
     Attributes:
+        manifest_fields: plain values for the manifest, beside those of all saves; on rank 0 they are written.
         number: number of the save in its checkpointer, the same on all ranks.
         started: when it began (`time.perf_counter`).
         stall_s: how long the call took.
@@ -39,11 +41,13 @@ class PendingSave(Future[SaveReport]):
     attempt: Attempt
     report: SaveReport
 
-    def __init__(self, path: str, step: int | None = None) -> None:
+    def __init__(self, path: str, step: int | None = None, metrics: Mapping[str, Any] | None = None) -> None:
         super().__init__()
         self.set_running_or_notify_cancel()
         self.path = path
         self.step = step
+        self.metrics = metrics
+        self.manifest_fields: Mapping[str, Any] = {}
         self.number = 0
         self.started = time.perf_counter()
         self.stall_s = 0.0

@@ -102,6 +102,7 @@ class SavePipeline:
         *,
         may_wait: bool = True,
         step: int | None = None,
+        metrics: Mapping[str, Any] | None = None,
     ) -> tuple[Future[None], PendingSave]:
         """Take a snapshot now, and write and commit it in the background; with an inline caller before it returns.
 
@@ -110,6 +111,7 @@ class SavePipeline:
             path: absolute path of the new checkpoint.
             may_wait: False: raise, on all ranks, instead of waiting for the memory of an earlier save.
             step: the training step for the report, if a manager saves.
+            metrics: numbers by name for the manifest; those of rank 0 are stored.
 
         Returns:
             Two futures, as `AsyncCheckpointer.save`; the second has the `SaveReport`. With `ErrorPolicy.warn` a save
@@ -123,7 +125,7 @@ class SavePipeline:
         if self._closed:
             raise CheckpointError("This checkpointer is closed; build a new one to save again.")
         self.ranks.check_world()
-        save = PendingSave(path, step)
+        save = PendingSave(path, step, metrics)
         try:
             plan = self._admission.admit(save, state_dict, may_wait)
             if isinstance(plan, StatePlan):

@@ -53,9 +53,11 @@ class RunHooks(Protocol):
 
     Attributes:
         ownership: fencing token of the checkpoint folder; the first save acquires it.
+        files: small files that rank 0 adds to every checkpoint, by name.
     """
 
     ownership: FencingToken
+    files: Mapping[str, bytes]
 
     def check_path(self, path: str) -> None:
         """Called before a save begins; an exception stops the save."""
@@ -123,7 +125,7 @@ class SaveTransaction:
                 write = partial(self._write, save, snapshot)
                 votes = self._ranks.all_succeed(f"{tag}/written", write, self._caller.progress, deadline)
                 written_s = time.perf_counter() - save.started
-                files = self._ranks.run_on_leader(f"{tag}/commit", partial(self._publish, attempt, votes), deadline)
+                files = self._ranks.run_on_leader(f"{tag}/commit", partial(self._publish, save, votes), deadline)
             except BaseException:
                 # First the writer process forgets the save, so that it does not commit what is being deleted.
                 self._caller.settle()
@@ -191,7 +193,8 @@ class SaveTransaction:
             raise ranks_failed(failures, causes={rank: messages[rank]["cause"] for rank in failures})
         if tables != self._indexed:
             # Before the write: rank 0's writer process may have to commit if the trainers die.
-            self._sidecars = self._writer.index([message["rank_index"] for message in messages])
+            index = self._writer.index([message["rank_index"] for message in messages])
+            self._sidecars = index if self._hooks is None else {**index, **self._hooks.files}
             self._indexed = tables
             give_back_freed()
         with self._typed_errors(attempt.target, needed):
@@ -246,7 +249,7 @@ class SaveTransaction:
             encoded.object_blobs,
             snapshot.source,
             options,
-            self._manifest_fields,
+            {**self._manifest_fields, **save.manifest_fields},
             self._timeouts,
             self._sidecars,
         )
@@ -264,11 +267,12 @@ class SaveTransaction:
         )
         return written
 
-    def _publish(self, attempt: Attempt, votes: Sequence[Mapping[str, Any]]) -> int:
+    def _publish(self, save: PendingSave, votes: Sequence[Mapping[str, Any]]) -> int:
         """On the leading rank: commit what all ranks have written. Returns the checkpoint's number of files."""
-        with self._typed_errors(attempt.target, sum(map(len, self._sidecars.values()))):
+        fields = {**self._manifest_fields, **save.manifest_fields}
+        with self._typed_errors(save.path, sum(map(len, self._sidecars.values()))):
             visible = self._timeouts.visible
-            return commit.publish(self._fs, attempt, votes, self._sidecars, self._manifest_fields, visible)
+            return commit.publish(self._fs, save.attempt, votes, self._sidecars, fields, visible)
 
     @contextlib.contextmanager
     def _typed_errors(self, path: str, needed: int) -> Iterator[None]:

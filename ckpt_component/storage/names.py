@@ -14,6 +14,8 @@ import socket
 from dataclasses import dataclass
 
 MANIFEST = "manifest.json"
+#: What a checkpoint says about the run that saved it; see `run_record`.
+RUN_RECORD = "run.json"
 OWNER = ".ckpt-owner.json"
 #: Suffixes of a file that readers accept as a checkpoint when it is the only file in a folder.
 SINGLE_FILES = (".pt", ".pth", ".bin", ".safetensors")

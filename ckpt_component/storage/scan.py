@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ..errors import CheckpointCorruptError, CheckpointError, CheckpointUnreadableError
 from .cleanup import attempts_in, is_quarantined
 from .fs import FsOps
 from .manifest import check_files, data_folder, read_manifest
+from .metrics import metrics_of
 from .names import MANIFEST, NAMINGS, QUARANTINED, STEP_DIGITS, StepNames
 
 logger = logging.getLogger(__name__)
@@ -40,6 +41,7 @@ class Scan:
         unusable: step -> why its condition is unknown or why it cannot be used here: it cannot be read, or another
             release wrote it.
         foreign: step -> why it is left alone.
+        metrics: step -> metrics of a checkpoint, committed or damaged, whose manifest could be read.
     """
 
     committed: list[int] = field(default_factory=list)
@@ -48,6 +50,7 @@ class Scan:
     unfinished: dict[int, str] = field(default_factory=dict)
     unusable: dict[int, str] = field(default_factory=dict)
     foreign: dict[int, str] = field(default_factory=dict)
+    metrics: dict[int, Mapping[str, float]] = field(default_factory=dict)
 
     @property
     def occupied(self) -> dict[int, str]:
@@ -67,23 +70,25 @@ def scan_steps(fs: FsOps, root: str, names: StepNames) -> Scan:
     return scan
 
 
-def committed_steps(fs: FsOps, root: str, names: StepNames, warned: set[str] | None = None) -> list[int]:
-    """The steps of committed checkpoints, oldest first. Other folders of steps are skipped with a warning.
+def committed_steps(fs: FsOps, root: str, names: StepNames) -> list[int]:
+    """The steps of committed checkpoints, oldest first. Other folders of steps are skipped with a warning."""
+    scan = scan_steps(fs, root, names)
+    warn_of_skipped(scan, set())
+    return scan.committed
+
+
+def warn_of_skipped(scan: Scan, warned: set[str]) -> None:
+    """Warn of the folders of steps that are not committed checkpoints.
 
     Args:
-        fs: the file system.
-        root: folder of the checkpoints.
-        names: how steps are named.
+        scan: the scan that skipped them.
         warned: warnings logged before, which are not repeated; new ones are added.
     """
-    scan = scan_steps(fs, root, names)
-    warned = set() if warned is None else warned
     for group in (scan.damaged, scan.torn, scan.unusable, scan.foreign):
         for why in group.values():
             if why not in warned:
                 logger.warning("skipped, not a committed checkpoint: %s", why)
                 warned.add(why)
-    return scan.committed
 
 
 def _sort_in(fs: FsOps, folder: str, step: int, scan: Scan) -> None:
@@ -96,6 +101,7 @@ def _sort_in(fs: FsOps, folder: str, step: int, scan: Scan) -> None:
         if manifest is None:
             _sort_in_without_manifest(fs, folder, step, scan)
             return
+        scan.metrics[step] = metrics_of(manifest, folder)
         check_files(fs, data_folder(folder, manifest), manifest)
         scan.committed.append(step)
     except CheckpointUnreadableError as error:

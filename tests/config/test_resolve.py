@@ -160,9 +160,9 @@ def test_resume_is_a_word_or_a_step(value: Any, expected: Any) -> None:
         ),
         (
             {"resume": "nevr"},
-            "checkpoint.resume must be auto, must, never, a step or a path, got nevr. Did you mean checkpoint.resume=never?",
+            "checkpoint.resume must be auto, must, never, best, a step or a path, got nevr. Did you mean checkpoint.resume=never?",
         ),
-        ({"resume": -1}, "checkpoint.resume must be auto, must, never, a step or a path, got -1."),
+        ({"resume": -1}, "checkpoint.resume must be auto, must, never, best, a step or a path, got -1."),
         ({"save": {"every_steps": 0}}, "checkpoint.save.every_steps must be at least 1, got 0."),
         (
             {"save": {"every_seconds": 0}},

@@ -123,7 +123,7 @@ def group_gone_before_close(rank: int, world_size: int, folder: Path) -> None:
     with build_manager("async_persistent", ["checkpoint.save.every_steps=1"], dir=folder / "run") as manager:
         assert manager.maybe_save(1, state)
         store = leave()
-        manager._seen = (2, state)
+        manager._seen = (2, state, None)
         before = time.monotonic()
     assert time.monotonic() - before < 60
     assert [report.outcome for report in manager.reports] == ["committed", "committed"]
