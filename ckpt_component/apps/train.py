@@ -79,7 +79,7 @@ def run_job(config: DictConfig, ranks: Ranks = ALONE) -> float:
         write_job_result(status, figures=figures, reason=reason)
     if summary.stopped_by is not None:
         part(ranks)
-        sys.exit(128 + summary.stopped_by)
+        summary.leave()
     return float(figures["stall_s"] or figures["first_stall_s"] or 0.0)
 
 

@@ -24,7 +24,7 @@ from ..writing.remote_error import describe_failure
 Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
 #: Held back in a process that starts, until its handlers for them are in place.
-GROUP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+GROUP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
 #: These end the process, wherever they are raised. All else is an answer, torch's CheckpointException too, which is a
 #: BaseException.

@@ -19,7 +19,7 @@ from ..saving.report import SaveReport
 from .policies import SavePolicy, checked_step
 from .restore import Restorer
 from .run_context import RunContext, job_ranks
-from .stop_signals import StopSignals
+from .stop_signals import LAST_SAVE, REQUEUE_EXIT_CODE, StopSignals, checked_signals
 
 logger = logging.getLogger(__name__)
 
@@ -270,16 +270,21 @@ class CheckpointManager:
         if self._checkpointer is not None:
             self._checkpointer.prewarm(state)
 
-    def stop_on_signals(self) -> None:
-        """Until `close`, catch SIGTERM, SIGINT and SIGUSR1 for `should_stop`, instead of being ended by them.
+    def stop_on_signal(self, *signals: signal.Signals, requeue_exit_code: int = REQUEUE_EXIT_CODE) -> None:
+        """Until `close`, catch signals for `should_stop`, instead of being ended by them.
 
-        Call this on every rank, in the main thread. A SIGINT after another of these signals ends the process at once.
+        Call this on every rank, in the main thread. A SIGINT after another signal ends the process at once.
+
+        Args:
+            *signals: which to catch; none named: SIGTERM, SIGINT, SIGUSR1 and SIGUSR2.
+            requeue_exit_code: see `exit_if_stopped`.
         """
+        numbers = checked_signals(signals, requeue_exit_code)
         if self._signals is not None or self._closed:
             return
         # Without a checkpointer the ranks agree on nothing else, so there is no coordinator.
-        ranks = self._ranks if self.enabled else job_ranks("stop_signals", self._timeouts)
-        self._signals = StopSignals(ranks, self._timeouts.stage, owns_ranks=not self.enabled)
+        ranks, own = (self._ranks, False) if self.enabled else (job_ranks("stop_signals", self._timeouts), True)
+        self._signals = StopSignals(ranks, self._timeouts.stage, numbers, requeue_exit_code, owns_ranks=own)
 
     def should_stop(self) -> bool:
         """Whether a signal asks to stop; the same on all ranks. Call this once after every step.
@@ -288,14 +293,29 @@ class CheckpointManager:
         `save.at_end` says, within `timeouts`. It takes about a second and a step to react to a signal.
 
         Raises:
-            CheckpointError: `stop_on_signals` was not called.
+            CheckpointError: `stop_on_signal` was not called.
             CheckpointTimeoutError: a rank did not call in time.
             RanksError: a rank is dead, or has continued without the call.
         """
         if self._signals is None:
-            raise CheckpointError("Call stop_on_signals() before the loop; should_stop() reports what it notes.")
+            raise CheckpointError("Call stop_on_signal() before the loop; should_stop() reports what it notes.")
         self.stopped_by = self._signals.agreed()
         return self.stopped_by is not None
+
+    def exit_if_stopped(self) -> None:
+        """After the `with` block: if a signal ended the loop, end the process with an exit code for its scheduler.
+
+        After SIGTERM, SIGINT, SIGHUP and SIGQUIT it is 128 + the signal, after any other, which is a warning, it is
+        `requeue_exit_code`. A handler that the signal had before is called first; that of submitit requeues the job.
+
+        Raises:
+            SystemExit: a signal ended the loop.
+            CheckpointError: the manager is not closed yet, so the last step is not saved.
+        """
+        if not self._closed:
+            raise CheckpointError("Call exit_if_stopped() after the manager's with block, which saves the last step.")
+        if self._signals is not None:
+            self._signals.exit()
 
     def wait(self) -> None:
         """Wait until every save that was started is committed, or raise the error of one that failed.
@@ -356,6 +376,8 @@ class CheckpointManager:
 
     def _save_last(self, step: int, state: Mapping[Any, Any], metrics: Mapping[str, Any] | None) -> None:
         """Save the last step, even if `overlap` is `skip` or an earlier save has failed."""
+        if self.stopped_by is not None and self.enabled and self._ranks.is_leader:
+            logger.info(LAST_SAVE, self.stopped_by.name, step, max(self.steps(), default=0))
         self._saves.wait(self._timeouts.whole_save)
         failed = [save for save in self._saves if save.undelivered is not None]
         for save in failed:

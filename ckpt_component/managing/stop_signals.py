@@ -5,17 +5,26 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import sys
 import threading
 import time
+from collections.abc import Sequence
 from types import FrameType
 from typing import Any
 
 from ..coordination import Coordinator
+from ..errors import CheckpointConfigError, CheckpointTypeError
 
 logger = logging.getLogger(__name__)
 
-#: Signals by which a scheduler or a user stops a job; Slurm's --signal=USR1 is the usual early warning.
-STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+#: Signals that are caught if none are named. Slurm's --signal=USR1 is the usual early warning; submitit sends SIGUSR2.
+STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+#: Exit code of a process that was warned, for example by SIGUSR1, has saved, and is to be queued again.
+REQUEUE_EXIT_CODE = 85
+#: Signals by which somebody ends the job, and decides whether it starts again; from weak to strong.
+_ENDING = (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP, signal.SIGTERM)
+#: Logged before the last save, whose end the scheduler may not wait for.
+LAST_SAVE = "%s: saving step %d; until it is committed, the newest checkpoint is that of step %d (0: there is none)"
 #: The ranks exchange what they have caught about this often, and at least once in this many steps.
 _SECONDS_BETWEEN, _MOST_STEPS_BETWEEN = 1.0, 100
 
@@ -29,21 +38,35 @@ class StopSignals:
     Args:
         ranks: coordinator of the ranks, which stop together.
         timeout: seconds to wait for the other ranks.
+        signals: which signals to catch.
+        requeue_exit_code: exit code after a warning.
         owns_ranks: whether `close` closes the coordinator too.
+
+    Attributes:
+        caught: the signal that this rank caught, or None; of several, a warning counts more than the end.
     """
 
-    def __init__(self, ranks: Coordinator, timeout: float, *, owns_ranks: bool = False) -> None:
+    def __init__(
+        self,
+        ranks: Coordinator,
+        timeout: float,
+        signals: Sequence[signal.Signals],
+        requeue_exit_code: int,
+        *,
+        owns_ranks: bool = False,
+    ) -> None:
         self._timeout = timeout
         self._ranks = ranks
         self._owns_ranks = owns_ranks
-        self._caught: signal.Signals | None = None
+        self._requeue_exit_code = requeue_exit_code
+        self.caught: signal.Signals | None = None
         self._agreed: signal.Signals | None = None
         self._steps, self._steps_left, self._asked_at = 1, 1, time.monotonic()
         self._handlers: dict[int, Any] = {}
         if threading.current_thread() is not threading.main_thread():
             logger.warning("training runs outside the main thread, so a SIGTERM will end it without a save")
             return
-        for number in STOPPING:
+        for number in signals:
             self._handlers[number] = signal.signal(number, self._note)
 
     def agreed(self) -> signal.Signals | None:
@@ -54,14 +77,28 @@ class StopSignals:
             RanksError: a rank is dead, or has continued without the call.
         """
         if self._ranks.world_size == 1:
-            return self._caught
+            self._agreed = self.caught
+            return self._agreed
         self._steps_left -= 1
         if self._agreed is None and self._steps_left <= 0:
             deadline = time.monotonic() + self._timeout
-            number, self._steps = self._ranks.meet("should_stop", self._caught or 0, self._decide, deadline)
+            number, self._steps = self._ranks.meet("should_stop", self.caught or 0, self._decide, deadline)
             self._agreed = signal.Signals(number) if number else None
             self._steps_left, self._asked_at = self._steps, time.monotonic()
         return self._agreed
+
+    def exit(self) -> None:
+        """End the process if the ranks have agreed to stop; see `CheckpointManager.exit_if_stopped`. After `close`."""
+        if self._agreed is None:
+            return
+        number = signal.Signals(max(self._agreed, self.caught or 0, key=_weight))  # a warning may have come since
+        ends = number in _ENDING
+        handler = signal.getsignal(number)
+        if callable(handler) and handler is not signal.default_int_handler:
+            signal.raise_signal(number)
+            if not ends:  # one process queues the job again, and an error code of another could end that one first
+                sys.exit(0)
+        sys.exit(128 + number if ends else self._requeue_exit_code)
 
     def close(self) -> None:
         """Restore the previous signal handlers. Safe to call twice."""
@@ -74,13 +111,43 @@ class StopSignals:
     def _decide(self, caught: list[int]) -> list[int]:
         """On the leading rank: the signal to stop by, or 0, and after how many steps to ask again."""
         seconds_per_step = max(time.monotonic() - self._asked_at, 1e-6) / self._steps
-        return [max(caught), max(1, min(int(_SECONDS_BETWEEN / seconds_per_step), _MOST_STEPS_BETWEEN))]
+        return [max(caught, key=_weight), max(1, min(int(_SECONDS_BETWEEN / seconds_per_step), _MOST_STEPS_BETWEEN))]
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGINT and self._caught is not None:
+        first = self.caught is None
+        if number == signal.SIGINT and not first:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGINT)
-        if self._caught is None:
-            self._caught = signal.Signals(number)
+        self.caught = signal.Signals(max(self.caught or 0, number, key=_weight))
+        if first:
             # Not by logging or print, which the signal may have interrupted in the middle of a line.
-            os.write(2, f"{self._caught.name}: stopping after this step\n".encode())
+            os.write(2, f"{self.caught.name}: stopping after this step\n".encode())
+
+
+def checked_signals(signals: Sequence[Any], requeue_exit_code: Any) -> Sequence[signal.Signals]:
+    """The signals to catch: those given, or else `STOPPING`.
+
+    Raises:
+        CheckpointTypeError: something that is not a signal, or one that cannot be caught.
+        CheckpointConfigError: the exit code means success, or is not one.
+    """
+    if not isinstance(requeue_exit_code, int) or not 1 <= requeue_exit_code <= 255:
+        raise CheckpointConfigError(
+            f"requeue_exit_code must be an exit code from 1 to 255, got {requeue_exit_code!r}; 0 means success."
+        )
+    try:
+        numbers = [signal.Signals(each) for each in signals]
+    except ValueError:
+        raise CheckpointTypeError(
+            f"stop_on_signal() takes signals such as signal.SIGUSR1, got {', '.join(map(repr, signals))}."
+        ) from None
+    for number in {signal.SIGKILL, signal.SIGSTOP}.intersection(numbers):
+        raise CheckpointTypeError(f"{number.name} cannot be caught; name one that can, such as signal.SIGTERM.")
+    return numbers or STOPPING
+
+
+def _weight(number: int) -> int:
+    """Which of several signals counts: a warning more than the end that may follow at once, 0 (none) the least."""
+    if number in _ENDING:
+        return 1 + _ENDING.index(signal.Signals(number))
+    return number and len(_ENDING) + number

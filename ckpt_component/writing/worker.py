@@ -162,9 +162,10 @@ def _pieces(blob: memoryview, sizes: list[int]) -> list[memoryview]:
 
 def main(fd: int) -> None:
     """Entry point of the process; `fd` is its end of the socket to the trainer."""
-    # Ctrl-C or SIGTERM to the process group is meant for the trainer; this process only obeys the socket.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    # A signal to the process group, or to all processes of a Slurm step, is meant for the trainer; this process only
+    # obeys the socket.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
     sock = socket.socket(fileno=fd)
     try:
         ByteWorker(sock).serve()

@@ -57,7 +57,7 @@ def test_a_killed_worker_is_reported_at_once_with_its_signal() -> None:
 def test_ctrl_c_and_sigterm_to_the_group_do_not_end_it() -> None:
     process = ByteProcess(30)
     try:
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
             os.kill(process.pid, number)
         process.send({"kind": "decided"}, time.monotonic() + 5)
         assert process.alive

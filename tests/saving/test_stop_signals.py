@@ -7,15 +7,23 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from ranks import run_ranks
 
 import ckpt_component
-from ckpt_component import CheckpointError, CheckpointManager, build_manager
+from ckpt_component import (
+    CheckpointConfigError,
+    CheckpointError,
+    CheckpointManager,
+    CheckpointTypeError,
+    build_manager,
+)
 from ckpt_component.managing.stop_signals import STOPPING
 
 SCRIPT = Path(__file__).parent / "scripts" / "stopping.py"
@@ -25,7 +33,7 @@ NOTHING_BY_ITSELF = ["checkpoint.save.every_steps=null", "checkpoint.save.at_end
 @pytest.fixture
 def manager(tmp_path: Path) -> Iterator[CheckpointManager]:
     with build_manager("sync", NOTHING_BY_ITSELF, dir=tmp_path) as manager:
-        manager.stop_on_signals()
+        manager.stop_on_signal()
         yield manager
 
 
@@ -42,10 +50,143 @@ def test_a_signal_is_noted_and_the_step_is_saved(
     assert manager.steps() == [1]
 
 
-def test_the_first_signal_counts(manager: CheckpointManager) -> None:
-    os.kill(os.getpid(), signal.SIGTERM)
-    os.kill(os.getpid(), signal.SIGUSR1)
-    assert manager.should_stop() and manager.stopped_by is signal.SIGTERM
+@pytest.mark.parametrize("numbers", [(signal.SIGTERM, signal.SIGUSR1), (signal.SIGUSR1, signal.SIGTERM)])
+def test_of_two_signals_the_warning_counts(
+    numbers: tuple[signal.Signals, ...], manager: CheckpointManager, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for number in numbers:
+        os.kill(os.getpid(), number)
+    assert manager.should_stop() and manager.stopped_by is signal.SIGUSR1
+    assert capfd.readouterr().err == f"{numbers[0].name}: stopping after this step\n"
+
+
+def test_only_the_named_signals_are_caught(tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGUSR1)
+    with build_manager("off") as manager:
+        manager.stop_on_signal(signal.SIGTERM)
+        assert signal.getsignal(signal.SIGUSR1) is before
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert manager.should_stop()
+
+
+@pytest.mark.parametrize(
+    ("signals", "code", "error", "text"),
+    [
+        (("USR1",), 85, CheckpointTypeError, r"signals such as signal.SIGUSR1, got 'USR1'\."),
+        ((1000,), 85, CheckpointTypeError, r"signals such as signal.SIGUSR1, got 1000\."),
+        ((signal.SIGKILL,), 85, CheckpointTypeError, r"SIGKILL cannot be caught; name one that can, such as"),
+        ((), 0, CheckpointConfigError, r"an exit code from 1 to 255, got 0; 0 means success"),
+        ((), "85", CheckpointConfigError, r"an exit code from 1 to 255, got '85'"),
+    ],
+)
+def test_wrong_arguments(signals: Any, code: Any, error: type[Exception], text: str) -> None:
+    before = [signal.getsignal(number) for number in STOPPING]
+    with build_manager("off") as manager, pytest.raises(error, match=text):
+        manager.stop_on_signal(*signals, requeue_exit_code=code)
+    assert [signal.getsignal(number) for number in STOPPING] == before
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [("SIGTERM", 143), ("SIGINT", 130), ("SIGUSR1", 85), ("SIGUSR2", 85), ("SIGXCPU", 85)]
+)
+def test_exit_codes(number: str, code: int, tmp_path: Path) -> None:
+    with build_manager("sync", NOTHING_BY_ITSELF, dir=tmp_path) as manager:
+        manager.stop_on_signal(getattr(signal, number))
+        manager.maybe_save(1, {"weight": torch.ones(2)})
+        os.kill(os.getpid(), getattr(signal, number))
+        assert manager.should_stop()
+        with pytest.raises(CheckpointError, match="after the manager's with block"):
+            manager.exit_if_stopped()
+    assert manager.steps() == [1]
+    with pytest.raises(SystemExit) as exit:
+        manager.exit_if_stopped()
+    assert exit.value.code == code
+
+
+def test_without_a_stop_it_does_not_exit() -> None:
+    with build_manager("off") as manager:
+        pass
+    manager.exit_if_stopped()
+    with build_manager("off") as manager:
+        manager.stop_on_signal(requeue_exit_code=99)
+        assert not manager.should_stop()
+        os.kill(os.getpid(), signal.SIGUSR1)  # after the last step: the job is done
+    manager.exit_if_stopped()
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGUSR1, 0), (signal.SIGTERM, 143)])
+def test_a_handler_from_before_gets_the_signal_after_the_save(number: signal.Signals, code: int) -> None:
+    calls: list[int] = []
+    before = signal.signal(number, lambda got, frame: calls.append(got))
+    try:
+        with build_manager("off") as manager:
+            manager.stop_on_signal()
+            os.kill(os.getpid(), number)
+            assert manager.should_stop() and not calls
+        with pytest.raises(SystemExit) as exit:
+            manager.exit_if_stopped()
+    finally:
+        signal.signal(number, before)
+    assert calls == [number] and exit.value.code == code
+
+
+def test_a_warning_that_comes_during_the_last_save_counts(tmp_path: Path) -> None:
+    class Slow:
+        def state_dict(self) -> dict[str, int]:
+            os.kill(os.getpid(), signal.SIGUSR1)
+            return {"value": 1}
+
+        def load_state_dict(self, state: dict[str, int]) -> None:
+            raise AssertionError
+
+    with build_manager("sync", NOTHING_BY_ITSELF, dir=tmp_path) as manager:
+        manager.stop_on_signal(requeue_exit_code=99)
+        manager.maybe_save(1, {"slow": Slow()})
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert manager.should_stop()
+    with pytest.raises(SystemExit) as exit:
+        manager.exit_if_stopped()
+    assert exit.value.code == 99 and manager.steps() == [1]
+
+
+def test_a_save_that_is_cut_off_leaves_the_checkpoint_before(tmp_path: Path) -> None:
+    code = """
+import logging, os, signal, sys, torch
+from ckpt_component import build_manager
+logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
+slow = ["checkpoint.save.every_steps=null", "checkpoint.writer.max_bytes_per_second=100000"]
+state = {"weight": torch.ones(10)}
+with build_manager("async_persistent", slow, dir="run") as manager:
+    manager.stop_on_signal()
+    for step in range((manager.restore(state) or 0) + 1, 3):
+        if step == 1:
+            manager.save(step, state)
+            manager.wait()
+        else:
+            state["large"] = torch.ones(1_000_000)
+            os.kill(os.getpid(), signal.SIGTERM)
+        manager.maybe_save(step, state)
+        if manager.should_stop():
+            break
+"""
+    first = subprocess.Popen(
+        [sys.executable, "-u", "-c", code], cwd=tmp_path, stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    assert first.stdout is not None
+    lines = []
+    try:
+        for line in first.stdout:
+            lines.append(line)
+            if line.startswith("iter_0000002 staged"):
+                break
+        time.sleep(0.2)
+    finally:
+        os.killpg(first.pid, signal.SIGKILL)  # what a scheduler does when the grace period is over
+    first.communicate(timeout=30)
+    said = "SIGTERM: saving step 2; until it is committed, the newest checkpoint is that of step 1 (0: there is none)\n"
+    assert lines.count(said) == 1
+    with build_manager("async_persistent", dir=tmp_path / "run") as manager:
+        assert manager.restore({"weight": torch.ones(10)}) == 1
 
 
 def test_handlers_are_as_before_afterwards(tmp_path: Path) -> None:
@@ -53,8 +194,8 @@ def test_handlers_are_as_before_afterwards(tmp_path: Path) -> None:
     for failure in (False, True):
         try:
             with build_manager("off") as manager:
-                manager.stop_on_signals()
-                manager.stop_on_signals()
+                manager.stop_on_signal()
+                manager.stop_on_signal()
                 assert signal.getsignal(signal.SIGTERM) != before[0]
                 if failure:
                     raise ZeroDivisionError
@@ -64,14 +205,14 @@ def test_handlers_are_as_before_afterwards(tmp_path: Path) -> None:
 
 
 def test_it_must_be_asked_for() -> None:
-    with build_manager("off") as manager, pytest.raises(CheckpointError, match=r"Call stop_on_signals\(\) before"):
+    with build_manager("off") as manager, pytest.raises(CheckpointError, match=r"Call stop_on_signal\(\) before"):
         manager.should_stop()
 
 
 def test_outside_the_main_thread_it_says_what_it_cannot_do(caplog: pytest.LogCaptureFixture) -> None:
     def use() -> None:
         with build_manager("off") as manager:
-            manager.stop_on_signals()
+            manager.stop_on_signal()
             assert not manager.should_stop()
 
     thread = threading.Thread(target=use)
@@ -86,7 +227,7 @@ def test_a_sigint_after_another_signal_ends_at_once(first: str) -> None:
 import os, signal
 from ckpt_component import build_manager
 with build_manager("off") as manager:
-    manager.stop_on_signals()
+    manager.stop_on_signal()
     os.kill(os.getpid(), signal.{first})
     print("still here", flush=True)
     os.kill(os.getpid(), signal.SIGINT)

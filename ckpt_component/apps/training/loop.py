@@ -33,7 +33,7 @@ def run(job: Job, checkpoint: Any, checkpoint_dir: str | None) -> Summary:
     summary = Summary()
     logger.info(job.description)
     with build_manager(checkpoint, dir=checkpoint_dir) as manager:
-        manager.stop_on_signals()
+        manager.stop_on_signal(requeue_exit_code=job.settings.requeue_exit_code)
         saving, fence = Stopwatch(), time_fence(job.optimizer, manager.guard)
         summary.start = manager.restore(job.state) or 0
         began = time.perf_counter()
@@ -49,7 +49,7 @@ def run(job: Job, checkpoint: Any, checkpoint_dir: str | None) -> Summary:
     if summary.step > summary.start:
         summary.step_s = trained_s / (summary.step - summary.start)
     if manager.stopped_by is not None and summary.step < job.settings.steps:
-        summary.stopped_by = manager.stopped_by
+        summary.stopped_by, summary.leave = manager.stopped_by, manager.exit_if_stopped
         kept = "saved" if manager.enabled else "not saved, because checkpoint.enabled=false"
         logger.info("stopped by %s after step %d, which is %s", manager.stopped_by.name, summary.step, kept)
     return summary

@@ -29,6 +29,7 @@ class Summary:
         losses: (step, mean training loss since the previous entry), as logged.
         validation: (step, validation loss).
         stopped_by: The signal that ended the run early.
+        leave: Ends the process with an exit code for its scheduler, if a signal ended the run.
         reports: One report per save.
     """
 
@@ -39,6 +40,7 @@ class Summary:
     losses: list[tuple[int, float]] = field(default_factory=list)
     validation: list[tuple[int, float]] = field(default_factory=list)
     stopped_by: signal.Signals | None = None
+    leave: Callable[[], None] = lambda: None
     reports: list[SaveReport] = field(default_factory=list)
 
     def figures(self) -> dict[str, Any]:

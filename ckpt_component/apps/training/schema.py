@@ -79,6 +79,8 @@ class Train:
     """Where training runs: `cpu`, `cuda`, or `auto` (CUDA if available)."""
     timeout: float = above(0, 600.0, SECONDS)
     """Timeout of collectives with several ranks, in seconds."""
+    requeue_exit_code: int = within(Range(1, 255), 85)
+    """Exit code after SIGUSR1 or SIGUSR2, by which a scheduler warns a job: the last step is saved, queue it again."""
     threads: int | None = at_least(1, None)
     """CPU threads of torch; null: torch's default."""
     seed: int = at_least(0, 1234)

@@ -20,7 +20,7 @@ def stopped_at(preset: str, root: Path, rank: int, pause: float) -> tuple[int, A
     """Train until all ranks stop, with a signal to rank 1 alone at step 3; the step, and the manager."""
     state = {"weight": torch.ones(3)}
     with build_manager(preset, ONLY_WHEN_STOPPED, dir=root) as manager:
-        manager.stop_on_signals()
+        manager.stop_on_signal()
         for step in range(1, 100_000):
             time.sleep(pause * (1 + rank))
             manager.maybe_save(step, state)
@@ -54,7 +54,7 @@ def without_checkpoints(rank: int, world_size: int, folder: Path) -> None:
 def one_does_not_ask(rank: int, world_size: int, folder: Path) -> None:
     """A rank that goes on without asking is named."""
     with build_manager("async_persistent", ONLY_WHEN_STOPPED, dir=folder / "run") as manager:
-        manager.stop_on_signals()
+        manager.stop_on_signal()
         manager.maybe_save(1, {})
         if rank == 1:
             with pytest.raises(RanksError, match="should_stop must be called on every rank; rank 0 did not"):
