@@ -1,4 +1,4 @@
-"""The callers of the reference: they run requests in other processes and say when one is done on all ranks."""
+"""The callers of the reference. They run requests in other processes and report when one is done on all ranks."""
 
 from __future__ import annotations
 
@@ -22,64 +22,64 @@ from .worker_process import check_start_method
 
 logger = logging.getLogger(__name__)
 
-#: What it may take to stop a process that does not react.
+#: Time to stop a process that does not react.
 _STOP_SECONDS = 10.0
 
 
 class AsyncCaller(ABC):
     """Runs the `async_fn` of requests in another process.
 
-    The calls of one caller are asked about in the order in which they were scheduled; the *current* call is the first
-    that was not yet reported as done.
+    Calls are reported in the order in which they were scheduled. The *current* call is the first that has not been
+    reported as done.
     """
 
     @cached_property
     def peers(self) -> Peers:
-        """The callers of the other ranks. The callers of one queue share this."""
+        """The other ranks; shared by the callers of one queue."""
         return Peers()
 
     @abstractmethod
     def schedule_async_call(self, async_req: AsyncRequest) -> None:
         """Run a request in the background. Call this on all ranks.
 
-        Everything that the request needs is taken by value before this returns, and `preload_fn` has run. Waits for
-        no other rank: with several, a request that cannot be scheduled on one of them is a call that failed there,
-        which all ranks learn when they ask about it.
+        When this returns, `preload_fn` has run and everything that the request needs has been copied. Does not wait for
+        other ranks: a request that cannot be scheduled on one of several ranks is a call that failed there, and all
+        ranks get the error when they ask for its result.
 
         Args:
-            async_req: without `async_fn` there is nothing to run.
+            async_req: the request; without `async_fn` there is nothing to run.
 
         Raises:
-            CheckpointStageError: something of the request cannot be sent to another process; with one rank.
-            StartMethodError: fork where CUDA is in use; with one rank.
-            RanksError: the store that all ranks share cannot be reached.
+            CheckpointStageError: with one rank, a part of the request cannot be sent to another process.
+            StartMethodError: with one rank, fork in a process that uses CUDA.
+            RanksError: the store of the ranks cannot be reached.
         """
 
     @abstractmethod
     def is_current_async_call_done(self, blocking: bool = False, no_dist: bool = False) -> bool:
         """Whether the current call is done on all ranks. Call this on all ranks, in the same way.
 
-        All ranks get the same answer to the n-th question, without a collective: it is the one that rank 0 got.
+        All ranks get rank 0's answer to the n-th call of this, without a collective.
 
         Args:
-            blocking: wait until it is done, at most as long as its deadline allows.
-            no_dist: look at this rank alone.
+            blocking: wait until it is done, at most until its deadline.
+            no_dist: look only at this rank.
 
         Returns:
             True when it is done, or nothing is scheduled.
 
         Raises:
-            CheckpointSaveError: the call failed; raised once. The call is then over, and the next one is the current
-                one. With several ranks it is a RanksError, the same on all of them as soon as one has failed; where
-                the call failed, that error is the cause.
-            CheckpointTimeoutError: the call, or rank 0's decision, did not come before the deadline.
+            CheckpointSaveError: the call failed; raised once. The next call is then the current one. With several
+                ranks it is the same RanksError on all of them as soon as one has failed, caused by the rank's own
+                error where the call failed.
+            CheckpointTimeoutError: timed out waiting for the call or for rank 0's decision.
         """
 
     def sync_all_async_calls(self, is_alive: int) -> bool:
-        """Whether no rank has a call at work; waits for all ranks. Call this on all ranks.
+        """Whether no rank has a running call. Call this on all ranks; waits for them.
 
         Args:
-            is_alive: nonzero when this rank's current call is not done.
+            is_alive: nonzero if this rank's current call is not done.
         """
         session = self.peers.session()
         alive = int(bool(is_alive))
@@ -87,10 +87,10 @@ class AsyncCaller(ABC):
 
     @abstractmethod
     def close(self, abort: bool = False) -> None:
-        """End the processes. Bounded; safe to call twice; the caller can be used again.
+        """End the processes. Bounded and safe to call twice; the caller can be used again.
 
         Args:
-            abort: kill them now and forget their calls. Otherwise they finish first, each within its deadline.
+            abort: kill them now and discard their calls. Otherwise they finish first, each within its deadline.
         """
 
 
@@ -101,7 +101,7 @@ class ProcessCaller(AsyncCaller):
         start_method: `spawn`, `forkserver` or `fork`.
         start_timeout: seconds for a process to start.
         write_timeout: seconds for one request.
-        close_timeout: seconds for a process to leave.
+        close_timeout: seconds for a process to exit.
 
     Raises:
         StartMethodError: `start_method` cannot be used.
@@ -179,17 +179,17 @@ class ProcessCaller(AsyncCaller):
         """Give a call to a process.
 
         Raises:
-            CheckpointStageError: something cannot be pickled; the message names it and what to do.
-            CheckpointSaveError: the system refused another process.
+            CheckpointStageError: a value cannot be pickled; the message names it and what to do.
+            CheckpointSaveError: the system could not start a process.
         """
 
     @abstractmethod
     def _give_up(self, call: ScheduledCall) -> None:
-        """What to do with a call that failed on another rank, and may still run here."""
+        """Handle a call that failed on another rank and may still run here."""
 
     @abstractmethod
     def _take_workers(self) -> list[WorkerClient]:
-        """The workers to close; they get no more calls."""
+        """Return the workers to close; they get no more calls."""
 
     def _is_done_here(self, call: ScheduledCall, blocking: bool) -> bool:
         if blocking:
@@ -206,16 +206,16 @@ class ProcessCaller(AsyncCaller):
 class TemporalAsyncCaller(ProcessCaller):
     """Starts a process for each request; several may run at the same time.
 
-    With several ranks, a request that failed on another one is killed here, so that nothing writes into a save that is
-    over.
+    With several ranks, a request that failed on another rank is killed here, so that no process writes to a save that
+    has ended.
 
     Args:
-        start_method: `spawn` or `forkserver` import the modules of `async_fn` afresh, which takes seconds where they
-            import torch. `fork` starts in milliseconds and pickles nothing, but makes the next update of the weights
-            slow, page by page, shares memory that was shared before, and is refused where CUDA is in use.
+        start_method: `spawn` and `forkserver` import the modules of `async_fn` anew, which takes seconds if they
+            import torch. `fork` starts in milliseconds and pickles nothing, but the next update of the weights copies
+            memory page by page and is slow, shared memory stays shared, and it is refused if CUDA is in use.
         start_timeout: seconds for a process to start.
         write_timeout: seconds for one request.
-        close_timeout: seconds for a process to leave when it is done.
+        close_timeout: seconds for a process to exit when it is done.
 
     Raises:
         StartMethodError: `start_method` cannot be used.
@@ -228,9 +228,9 @@ class TemporalAsyncCaller(ProcessCaller):
         else:
             loop, payload = partial(serve_calls, log_level=_log_level()), _payload_of(what, call)
         worker = self._make_client(loop, name="temporal checkpoint process")
-        worker.start()  # from here, so that a forked process has the state of this moment
+        worker.start()  # in this thread, so that a forked process has the current state
         result = worker.submit(payload, timeout=self._write_timeout, what=what)
-        worker.finish()  # its process ends with this request
+        worker.finish()  # the process ends with this request
         return result, worker
 
     def _give_up(self, call: ScheduledCall) -> None:
@@ -242,17 +242,17 @@ class TemporalAsyncCaller(ProcessCaller):
 
 
 class PersistentAsyncCaller(ProcessCaller):
-    """Sends requests to one process, which is started with the first of them.
+    """Sends requests to one process, which starts with the first request.
 
-    Requests may wait for each other. One that fails fails alone; one that kills the process fails, and the next one
-    gets a new process. With several ranks, a request that failed on another one is skipped here, or runs to its end if
-    it has begun: the next one comes after it, so that the two never write at the same time.
+    Requests run one after the other. A failed request does not affect others; if it kills the process, the next one
+    gets a new process. With several ranks, a request that failed on another rank is skipped here, or finishes if it has
+    begun, so that two requests never write at the same time.
 
     Args:
         start_method: `spawn` or `forkserver`; `fork` is refused where CUDA is in use.
         start_timeout: seconds for the process to start.
-        write_timeout: seconds for one request, from the moment when the process gets it.
-        close_timeout: seconds for the process to leave when it is asked to.
+        write_timeout: seconds for one request once it is sent to the process.
+        close_timeout: seconds for the process to exit when it is asked to.
 
     Raises:
         StartMethodError: `start_method` cannot be used.
@@ -262,12 +262,12 @@ class PersistentAsyncCaller(ProcessCaller):
 
     @property
     def pid(self) -> int | None:
-        """The process's id, or None when none runs."""
+        """The process ID, or None if no process runs."""
         process = self._worker.process if self._worker is not None else None
         return process.pid if process is not None else None
 
     def warm_up(self) -> None:
-        """Start the process now, so that the first request need not wait for it. Does not wait itself.
+        """Start the process now, so that the first request does not wait for it. Returns immediately.
 
         Raises:
             CheckpointSaveError: the system refused another process.
@@ -276,12 +276,12 @@ class PersistentAsyncCaller(ProcessCaller):
 
     @staticmethod
     def async_loop(rank: int, sock: socket.socket, log_level: int = logging.INFO) -> None:
-        """What the process runs: it takes requests from the trainer and answers each under its number.
+        """The loop of the process: it receives requests from the trainer and answers each with its number.
 
         Args:
-            rank: of the trainer.
-            sock: to the trainer. It carries requests, results and errors; the reference has three queues here.
-            log_level: of this package's loggers in the process.
+            rank: rank of the trainer.
+            sock: connection to the trainer for requests, results and errors; the reference has three queues.
+            log_level: level of this package's loggers in the process.
         """
         logger.debug("persistent checkpoint process of rank %d", rank)
         serve_calls(sock, log_level)
@@ -292,7 +292,7 @@ class PersistentAsyncCaller(ProcessCaller):
         return worker.submit(payload, timeout=self._write_timeout, what=what), worker
 
     def _give_up(self, call: ScheduledCall) -> None:
-        call.result.cancel()  # does nothing to a call that runs
+        call.result.cancel()  # has no effect on a running call
 
     def _take_workers(self) -> list[WorkerClient]:
         worker, self._worker = self._worker, None
@@ -306,15 +306,15 @@ class PersistentAsyncCaller(ProcessCaller):
 
 
 def _log_level() -> int:
-    """Of this package's loggers, for the processes."""
+    """The level of this package's loggers, for the processes."""
     return logging.getLogger("ckpt_component").getEffectiveLevel()
 
 
 def _payload_of(what: str, call: Call) -> bytes:
-    """A call by value, as of now.
+    """Pickle a call by value.
 
     Raises:
-        CheckpointStageError: something cannot be pickled; the message names it and what to do.
+        CheckpointStageError: a value cannot be pickled; the message names it and what to do.
     """
     return pickle_by_value(
         call,

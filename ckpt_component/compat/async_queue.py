@@ -16,12 +16,12 @@ from .torch_errors import as_checkpoint_exception
 
 logger = logging.getLogger(__name__)
 
-#: Among the exit handlers of multiprocessing: before those of the processes that the requests run in.
+#: Priority among the exit handlers of multiprocessing: before those of the worker processes.
 _EXIT_PRIORITY = 30
 
 
 class _ActiveAsyncRequest(NamedTuple):
-    """A request that is scheduled and not yet finalized."""
+    """A scheduled request that is not yet finalized."""
 
     idx: int
     async_caller: AsyncCaller
@@ -31,24 +31,24 @@ class _ActiveAsyncRequest(NamedTuple):
 class AsyncCallsQueue:
     """Runs requests in the background and calls their finalize functions on the trainer, in order.
 
-    All methods that say so must be called on all ranks, in the same order. They agree by small messages in the store of
-    `torch.distributed`: no collective, nothing on a device. A rank whose process has died fails the requests of the
-    others within about half a minute; one that lives but does not call, when the deadline of the request is over.
+    Methods whose docstring says so must be called on all ranks in the same order. The ranks agree by small messages in
+    the store of `torch.distributed`, without collectives or device work. If a rank's process dies, requests fail on the
+    others within about half a minute; if it is alive but does not call, at the deadline of the request.
 
-    The queues of the ranks belong together in the order in which they are first asked on all ranks. So a rank may have
-    a queue of its own, which it asks with `no_dist=True` alone, and closes when nothing is left in it.
+    The queues of the ranks are matched in the order of their first call that involves all ranks. A rank may also have a
+    queue of its own, if it always passes `no_dist=True` and closes the queue when it is empty.
 
     Errors are also torch's `CheckpointException`, with its `failures` by rank.
 
-    When the interpreter exits, a queue that was not closed finalizes what is left, if there is one rank; with several,
-    that is for their scripts to do together.
+    At interpreter exit, a queue that was not closed finalizes its requests if there is one rank. With several ranks,
+    the script must do that.
 
     Args:
         persistent: one process for all requests, instead of one for each.
         start_method: how processes are started; see the callers.
         start_timeout: seconds for a process to start.
         write_timeout: seconds for one request.
-        close_timeout: seconds for a process to leave when it is asked to.
+        close_timeout: seconds for a process to exit when it is asked to.
 
     Raises:
         StartMethodError: `start_method` cannot be used.
@@ -72,7 +72,7 @@ class AsyncCallsQueue:
             start_method, start_timeout=start_timeout, write_timeout=write_timeout, close_timeout=close_timeout
         )
         self._unreported: list[int] = []
-        # Also runs at the exit of a child of multiprocessing, which knows no atexit.
+        # Also runs at the exit of multiprocessing's children, which do not run atexit handlers.
         Finalize(self, _at_the_end, (weakref.ref(self), self.async_calls), exitpriority=_EXIT_PRIORITY)
 
     @as_checkpoint_exception()
@@ -80,45 +80,45 @@ class AsyncCallsQueue:
         """Start a request in the background. Call this on all ranks.
 
         Args:
-            async_request: of this package, megatron-core or NVRx. Its arguments and finalize functions are those of
-                this moment; what is changed later does not count.
+            async_request: a request of this package, megatron-core or NVRx. Later changes to its arguments and finalize
+                functions have no effect.
 
         Returns:
-            The request's number, which `maybe_finalize_async_calls` returns when it is done. From 0, never used twice.
+            The number of the request, counted from 0, which `maybe_finalize_async_calls` returns when it is done.
 
         Raises:
-            CheckpointStageError: with one rank, something of it cannot be sent to another process, and nothing is
-                scheduled. With several, no rank waits here to learn how it went elsewhere: the request has its number
-                on all ranks, and `maybe_finalize_async_calls` raises on all that it failed.
-            RanksError: the store that all ranks share cannot be reached.
+            CheckpointStageError: with one rank, a part of it cannot be sent to another process; nothing is scheduled.
+                With several ranks, no rank waits here for the others: the request gets its number on all ranks, and
+                `maybe_finalize_async_calls` raises the error on all of them.
+            RanksError: the store of the ranks cannot be reached.
         """
         idx = self.call_idx + 1
         request = AsyncRequest.of(async_request).freeze()._replace(call_idx=idx)
         self._caller.schedule_async_call(request._replace(finalize_fns=[]))
         self.call_idx = idx
-        # What the process was given is not needed here any more, and may be as large as the model.
+        # The arguments are no longer needed here, and may be as large as the model.
         remainder = request._replace(async_fn=None, async_fn_args=(), async_fn_kwargs={}, preload_fn=None)
         self.async_calls.append(_ActiveAsyncRequest(idx, self._caller, remainder))
         return idx
 
     @as_checkpoint_exception()
     def maybe_finalize_async_calls(self, blocking: bool = False, no_dist: bool = False) -> list[int]:
-        """Finalize the requests that are done, oldest first, up to the first that is not. Call this on all ranks.
+        """Finalize finished requests, oldest first, up to the first unfinished one. Call this on all ranks.
 
-        All ranks get the same answer in the n-th call, and finalize in it; they wait for each other only when there is
-        something to finalize, and until all have done so.
+        All ranks get the same answer in the n-th call and finalize the same requests in it. They wait for each other
+        only if there is something to finalize, until all have done so.
 
         Args:
             blocking: wait for all of them, each at most until its deadline.
-            no_dist: look at this rank alone, and leave out the others.
+            no_dist: look only at this rank.
 
         Returns:
             Numbers of the requests finalized since the last return.
 
         Raises:
-            CheckpointSaveError: a request failed, or a finalize function did. It is raised once, and that request is
-                over; call again for the ones after it. With several ranks it is a RanksError, the same on all of them;
-                where it failed, that error is the cause.
+            CheckpointSaveError: a request or a finalize function failed. It is raised once, and that request is over;
+                call again for later ones. With several ranks it is the same RanksError on all of them, caused by the
+                rank's own error where it failed.
             CheckpointTimeoutError: rank 0 did not decide in time.
         """
         while self.async_calls:
@@ -136,7 +136,7 @@ class AsyncCallsQueue:
         return finalized
 
     def get_num_unfinalized_calls(self) -> int:
-        """How many requests were scheduled and not yet finalized."""
+        """Number of requests that are scheduled and not yet finalized."""
         return len(self.async_calls)
 
     @as_checkpoint_exception()
@@ -146,10 +146,10 @@ class AsyncCallsQueue:
         Bounded, safe to call twice, and the queue can be used again.
 
         Args:
-            abort: kill the processes now and forget their requests; no finalize function is called.
+            abort: kill the processes now and discard their requests; no finalize function is called.
 
         Raises:
-            CheckpointSaveError: a request failed; the first of them, after all else is done. Others are logged.
+            CheckpointSaveError: a request failed. The first such error is raised at the end; others are logged.
         """
         first: CheckpointError | None = None
         try:
@@ -176,7 +176,7 @@ class AsyncCallsQueue:
                     fn()
                 except (KeyboardInterrupt, SystemExit):
                     raise
-                except BaseException as error:  # torch's CheckpointException is no Exception
+                except BaseException as error:  # torch's CheckpointException is not an Exception
                     text = f"{what} failed: {type(error).__name__}: {error}"
                     raise CheckpointSaveError(text, getattr(error, "errno", None)) from error
 
@@ -187,13 +187,13 @@ class AsyncCallsQueue:
 
 
 def _at_the_end(reference: weakref.ref[AsyncCallsQueue], calls: deque[_ActiveAsyncRequest]) -> None:
-    """A queue was dropped, or the interpreter exits."""
+    """Close a queue that was collected, or at interpreter exit."""
     queue = reference()
     if queue is None:
         if calls:
             logger.error("a queue was dropped with %d requests that were not finalized; call its close()", len(calls))
     elif calls and queue._caller.peers.current is not None:
-        # Finalizing is done by all ranks together, and the others may have ended already.
+        # All ranks finalize together, and others may have exited already.
         text = "the interpreter exits with %d requests that were not finalized; call close() on all ranks first"
         logger.error(text, len(calls))
     else:

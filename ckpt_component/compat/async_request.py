@@ -1,4 +1,4 @@
-"""`AsyncRequest`: what to run in the background, and what to run on the trainer afterwards."""
+"""`AsyncRequest`: a call to run in the background, and functions to run on the trainer afterwards."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class AsyncRequest(_Fields):
     """A call to run in the background, and functions to call on the trainer when it is done on all ranks.
 
     Args:
-        async_fn: what to run; None for nothing, so that only the finalize functions matter.
+        async_fn: function to run; None: run only the finalize functions.
         async_fn_args: its positional arguments.
         finalize_fns: called without arguments, in order, after `async_fn` is done on all ranks.
         async_fn_kwargs: its keyword arguments.
         preload_fn: called without arguments before `async_fn`, usually to copy tensors to the host; its result
-            takes the place of positional argument 1 of `async_fn`.
+            replaces positional argument 1 of `async_fn`.
         is_frozen: whether finalize functions may no longer be added.
         call_idx: orders requests; set by the queue.
     """
@@ -50,7 +50,7 @@ class AsyncRequest(_Fields):
         is_frozen: bool = False,
         call_idx: int = 0,
     ) -> AsyncRequest:
-        """Containers are copied, so that no two requests share one."""
+        """Copy the containers, so that requests do not share them."""
         return super().__new__(
             cls,
             async_fn,
@@ -64,15 +64,15 @@ class AsyncRequest(_Fields):
 
     @property
     def name(self) -> str:
-        """What error texts call it."""
+        """Name in error messages."""
         return f"Request {self.call_idx}"
 
     @classmethod
     def of(cls, request: Any) -> AsyncRequest:
-        """A request of this class with the fields of a like one, such as that of megatron-core or NVRx.
+        """Convert a similar request, such as that of megatron-core or NVRx.
 
         Raises:
-            CheckpointStageError: it is no such thing.
+            CheckpointStageError: it is not an async request.
         """
         if isinstance(request, cls):
             return request
@@ -83,26 +83,26 @@ class AsyncRequest(_Fields):
         return cls(**{name: getattr(request, name) for name in cls._fields if hasattr(request, name)})
 
     def add_finalize_fn(self, fn: Callable[[], Any]) -> None:
-        """Add a function to call after those that are there.
+        """Add a function to call after the existing ones.
 
         Raises:
-            RuntimeError: the request is frozen, which scheduling does to its copy.
+            RuntimeError: the request is frozen, as the copies of scheduled requests are.
         """
         if self.is_frozen:
             raise RuntimeError("This AsyncRequest is frozen: add finalize functions before it is scheduled.")
         self.finalize_fns.append(fn)
 
     def freeze(self) -> AsyncRequest:
-        """A copy to which no finalize function can be added, and which shares no container with this one."""
+        """A copy without shared containers, to which no finalize function can be added."""
         return AsyncRequest(**{**self._asdict(), "is_frozen": True})
 
     @as_checkpoint_exception()
     def execute_sync(self) -> None:
-        """Do here and now what a caller does in the background: preload, call, wait for all ranks, finalize.
+        """Run the request in this process: preload, call, wait for all ranks, finalize.
 
         Raises:
-            RanksError: with several ranks, something failed on one of them; the same error on all, with this rank's
-                own as its cause. If it was not a finalize function, no rank has called one.
+            RanksError: with several ranks, the request failed on one of them; the same error on all ranks, with this
+                rank's own as its cause. Unless a finalize function failed, no rank has called one.
             CheckpointTimeoutError: a rank was not done within half an hour of the others.
         """
         session = Peers().session()
@@ -117,7 +117,7 @@ class AsyncRequest(_Fields):
                 session.rest()
 
     def preloaded_call(self) -> Call | None:
-        """`async_fn` and its arguments, after a call of `preload_fn` here and now; None where there is nothing to run.
+        """Call `preload_fn` and return `async_fn` with its arguments; None if there is nothing to run.
 
         Raises:
             CheckpointStageError: `preload_fn` has no argument to replace.
@@ -136,7 +136,7 @@ class AsyncRequest(_Fields):
                 args[PRELOADED_ARGUMENT] = self.preload_fn()
             except (KeyboardInterrupt, SystemExit):
                 raise
-            except BaseException as error:  # torch's CheckpointException is no Exception
+            except BaseException as error:  # torch's CheckpointException is not an Exception
                 text = f"preload_fn of {self.name} failed: {error}"
                 raise CheckpointSaveError(text, getattr(error, "errno", None)) from error
         return self.async_fn, tuple(args), self.async_fn_kwargs

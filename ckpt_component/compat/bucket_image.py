@@ -1,7 +1,7 @@
-"""The bytes of a rank's files, made from its buckets, in memory that the writing process can open.
+"""The image of a rank's buckets, in memory that the writing process can open.
 
-A stored tensor is the archive that `torch.save` would write; only its payload is copied (`image.items`). Bytes items go
-as the planner made them, behind the tensors of their file, so that the image depends on dtypes and shapes alone.
+A stored tensor is the archive that `torch.save` would write, of which only the payload is copied (`image.items`). Byte
+items follow the tensors of their file, as the planner made them, so the image depends only on dtypes and shapes.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ from ..state.structure import element_bytes
 from .bucket_io import ImageBucket, Place
 from .host_image import HostImage, SharedFile
 
-#: A file to write before its tensors are copied: path, name in `.metadata`, and what is to go in, each with its item.
+#: A file to write before its tensors are copied: path, name in `.metadata`, and its contents, each with its item.
 WriteBucket = tuple[
     "os.PathLike[str] | str", str, tuple[list[tuple[WriteItem, bytes]], list[tuple[WriteItem, torch.Tensor]]]
 ]
-#: By file the dtypes and shapes of its tensors.
+#: Dtypes and shapes of the tensors of each file.
 Form = list[list[tuple[torch.dtype, torch.Size]]]
 
 
 class FilesImage:
-    """Host memory in which everything but the payloads is in its place.
+    """Host memory that contains everything except the payloads.
 
     Args:
-        form: what it is laid out for.
+        form: dtypes and shapes of each file's tensors.
 
     Attributes:
-        form: as given.
-        host_image: the memory, for another process.
-        slots: for the payloads.
-        files: for each file where it starts and ends in the memory, and the places of its tensors in the file.
+        form: as passed.
+        host_image: the memory, which another process can open.
+        slots: where the payloads go.
+        files: start and end of each file in the memory, and the locations of its tensors in the file.
 
     Raises:
-        CheckpointError: there is not enough host memory.
+        CheckpointError: not enough host memory.
     """
 
     def __init__(self, form: Form) -> None:
@@ -68,7 +68,7 @@ class FilesImage:
             base = align(end, PAGE)
         arena = Arena(base, shared=True)
         try:
-            # They keep the memory; the last of them to go gives it back.
+            # They keep the memory alive; it is returned when the last of them is collected.
             file = SharedFile(os.dup(arena.shared_descriptor()))
             self.host_image, slab = HostImage(file, arena.nbytes, arena.memory), arena.slab
         finally:
@@ -82,11 +82,10 @@ class FilesImage:
 
 
 class ImageLease:
-    """Has the image of a save for as long as another process may still have to open it; a pickled copy has nothing.
+    """Keeps the image of a save while another process may still have to open it. A pickled copy keeps nothing.
 
     Args:
-        free: images that the saves of one series use in turn, so that only the first has to lay one out; None: a new
-            one is made.
+        free: images that a series of saves reuses, so that only the first save lays one out; None: make a new one.
     """
 
     def __init__(self, free: list[FilesImage] | None = None) -> None:
@@ -97,14 +96,14 @@ class ImageLease:
         return ImageLease, ()
 
     def take(self, form: Form) -> FilesImage:
-        """An image of this form. Those of another one are freed: the structure has changed."""
+        """Return an image of this form. Images of other forms are freed, because the structure has changed."""
         fitting = [image for image in self._free if image.form == form]
         self._image = fitting.pop() if fitting else FilesImage(form)
         self._free[:] = fitting
         return self._image
 
     def end(self, *, reuse: bool) -> None:
-        """The save is over; `reuse` its memory only when the writing process is certainly done with it."""
+        """End the save. Pass `reuse` only if the writing process has certainly finished with the memory."""
         image, self._image = self._image, None
         if image is not None and reuse:
             self._free.append(image)
@@ -113,19 +112,19 @@ class ImageLease:
 def preload_tensors(
     write_buckets: Sequence[WriteBucket], non_blocking: bool = True, lease: ImageLease | None = None
 ) -> list[ImageBucket]:
-    """Copy all that is to be written, CPU tensors too; what training does afterwards changes nothing. Done on return.
+    """Copy everything to write, including CPU tensors, so that training may change the originals after the return.
 
     Args:
-        write_buckets: of `prepare_write_data`.
-        non_blocking: lets copies from a device run together; they are waited for at the end.
-        lease: keeps the copy until the writing process has opened it. Without it the caller has to keep the result for
-            as long.
+        write_buckets: result of `prepare_write_data`.
+        non_blocking: run copies from a device concurrently; they are complete on return.
+        lease: keeps the copy until the writing process has opened it. Without one, the caller must keep the result
+            that long.
 
     Returns:
-        The buckets to write. Pickled they are references to the copy, not the bytes.
+        The buckets to write. They are pickled as references to the copy, without its bytes.
 
     Raises:
-        CheckpointError: there is not enough host memory.
+        CheckpointError: not enough host memory.
     """
     form = [[(tensor.dtype, tensor.shape) for _, tensor in tensor_data] for _, _, (_, tensor_data) in write_buckets]
     image = (lease or ImageLease()).take(form)

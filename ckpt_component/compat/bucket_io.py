@@ -1,8 +1,8 @@
-"""Write the files of one rank from its image, all at the same time. Runs in whichever process the caller chose.
+"""Write the files of one rank from its image in parallel, in whichever process the caller chose.
 
-Each file is written under another name and fsynced; when all of this rank's are there, they get their names. A
-checkpoint that stood in the folder before loses its `.metadata` first, so that a crash leaves no mixture of two that
-could be loaded. Standard library alone.
+Each file is written under a temporary name and fsynced, and all are renamed once they are complete. The `.metadata` of
+an earlier checkpoint in the folder is removed first, so that a crash cannot leave a loadable mixture of two. Standard
+library only.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ class ImageBucket(NamedTuple):
     """A file to write.
 
     Attributes:
-        path: where.
+        path: its path.
         storage_key: its name in `.metadata`.
-        image: of the rank, with the bytes of all its files.
-        start: where this file's begin there.
-        end: where they end.
-        tail: what follows them in the file.
-        places: of the items, in the order of the bucket.
+        image: the rank's image, with the bytes of all its files.
+        start: where this file starts in the image.
+        end: where it ends there.
+        tail: bytes to append.
+        places: locations of the items, in the order of the bucket.
     """
 
     path: str
@@ -56,17 +56,17 @@ def write_preloaded_data_multiproc(
     *,
     ops: FsOps | None = None,
 ) -> None:
-    """Write all buckets of a rank, each by a thread of its own (writes do not hold the GIL).
+    """Write all buckets of a rank, each in its own thread (writes release the GIL).
 
-    An error of a bucket is a result, as in the reference: it reaches the trainer by `retrieve_write_results`.
+    As in the reference, an error is a result: `retrieve_write_results` returns it on the trainer.
 
     Args:
-        transform_list: of the reference; must be empty.
-        rank: whose they are.
-        write_buckets: what `preload_tensors` returned. What it is given will do too, and is then preloaded here.
-        global_results_queue: a `ResultMailbox` or a queue of any kind; gets {number of the bucket: places of its
-            items}, or the first error.
-        ops: where effects go; None: the file system, durably.
+        transform_list: as in the reference; must be empty.
+        rank: number of the rank.
+        write_buckets: result of `preload_tensors`, or its argument, which is then preloaded here.
+        global_results_queue: a `ResultMailbox` or any queue; receives {number of the bucket: locations of its items},
+            or the first error.
+        ops: file operations; None: those of the file system, with syncs.
     """
     what = f"Rank {rank} could not write its part of the checkpoint"
     places = _try_to_write(transform_list, write_buckets, ops or file_system(durable=True, process="writer"), what)
@@ -81,15 +81,15 @@ def write_preloaded_data(
     count_queue: Any,
     use_fsync: bool,
 ) -> None:
-    """Write one bucket, here and now.
+    """Write one bucket in the calling thread.
 
     Args:
-        transform_list: of the reference; must be empty.
+        transform_list: as in the reference; must be empty.
         local_proc_idx: number of the bucket.
-        write_bucket: one of those that `preload_tensors` returned.
-        results_queue: gets (number of the bucket, places of its items or the error).
-        count_queue: a joinable queue that holds one token, taken when the bucket is done; or None.
-        use_fsync: whether the file is to be durable.
+        write_bucket: one of the buckets that `preload_tensors` returned.
+        results_queue: receives (number of the bucket, locations of its items or the error).
+        count_queue: a joinable queue with one token, which is taken when the bucket is done; or None.
+        use_fsync: whether to fsync the file.
     """
     ops = file_system(durable=use_fsync, process="writer")
     places = _try_to_write(transform_list, [write_bucket], ops, f"Bucket {local_proc_idx} could not be written")
@@ -102,13 +102,13 @@ def write_preloaded_data(
 def _try_to_write(
     transform_list: Sequence[Any], write_buckets: Sequence[Any], ops: FsOps, what: str
 ) -> list[Sequence[Place]] | CheckpointSaveError:
-    """The places of the items of each bucket; or an error that any process can unpickle, with its `frames`."""
+    """Return the locations of each bucket's items, or an error that any process can unpickle, with its `frames`."""
     try:
         if any(getattr(transforms, "extensions", None) for transforms in transform_list):
             raise CheckpointSaveError("Stream transforms are not supported: the bytes of a file are fixed beforehand.")
         buckets = list(write_buckets)
         if not all(isinstance(bucket, ImageBucket) for bucket in buckets):
-            from .bucket_image import preload_tensors  # needs torch, which the process of a preloaded save does not
+            from .bucket_image import preload_tensors  # imports torch, which the process of a preloaded save lacks
 
             buckets = preload_tensors(buckets, non_blocking=False)
         _write_all(ops, buckets)
@@ -135,7 +135,7 @@ def _write_all(ops: FsOps, buckets: Sequence[ImageBucket]) -> None:
             ops.sync_folder(folder)
     except BaseException:
         for bucket in buckets:
-            with contextlib.suppress(OSError):  # a draft that stays does no harm; the first error counts
+            with contextlib.suppress(OSError):  # a remaining temporary file is harmless; the first error is reported
                 ops.unlink(bucket.path + suffix)
         raise
 

@@ -1,7 +1,7 @@
-"""A checkpoint writer in a process of its own.
+"""A checkpoint writer in its own process.
 
-The writer is any object with `write(state_dict, path, **kwargs)`. It is built in the process by a function of the
-user's, and is called there for every save. Beneath is the call loop; its requests here are `WorkerRequest`s.
+The writer is any object with `write(state_dict, path, **kwargs)`. A function of the user builds it in the process,
+which then calls it for every save. The process runs the loop of `worker_main`; its requests are `WorkerRequest`s.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .worker_process import FIX_FOR_SPAWN
 
 @dataclass
 class RankInfo:
-    """Which rank this is, and of how many."""
+    """The rank and the world size."""
 
     global_rank: int
     global_world_size: int
@@ -36,7 +36,7 @@ class CheckpointProcessConfig:
 
     Attributes:
         subprocess_init_timeout_secs: for the process to start and to build its writer.
-        subprocess_shutdown_timeout_secs: for `close()`, what still has to be written included.
+        subprocess_shutdown_timeout_secs: for `close()`, including pending writes.
         subprocess_write_timeout_secs: for one write. A process that takes longer is replaced.
     """
 
@@ -46,7 +46,7 @@ class CheckpointProcessConfig:
 
 
 class RequestType(Enum):
-    """What a request asks the process for."""
+    """The kinds of requests."""
 
     PING = "ping"
     WRITE_CHECKPOINT = "write_checkpoint"
@@ -55,7 +55,7 @@ class RequestType(Enum):
 
 @dataclass
 class WorkerRequest:
-    """What goes to the process. The payload of a write has `state_dict`, `path` and `kwargs`."""
+    """A request to the process. The payload of a write has `state_dict`, `path` and `kwargs`."""
 
     request_type: RequestType
     payload: dict[str, Any] = field(default_factory=dict)
@@ -63,7 +63,7 @@ class WorkerRequest:
 
 @dataclass
 class WorkerResponse:
-    """What comes back of a request that succeeded; the error of one that failed is raised by the trainer's future."""
+    """The response to a successful request. The error of a failed one is raised by the trainer's future."""
 
     request_type: RequestType
     success: bool
@@ -72,20 +72,20 @@ class WorkerResponse:
 
 
 class CheckpointWriter(Protocol):
-    """What a writer has to offer. A `close()` is called at the end when there is one."""
+    """The interface of a writer. If it has `close()`, that is called at the end."""
 
     def write(self, state_dict: dict[str, Any], path: str, **kwargs: Any) -> Future[Any] | None:
-        """Write one checkpoint; a future that it returns is waited for."""
+        """Write one checkpoint. If it returns a future, the process waits for it."""
 
 
 class CheckpointProcess:
     """Sends state dicts to a writer in another process.
 
-    The process is started when this object is made, and started again for the next write when it has died. A write
-    that fails leaves it alive. Use as a context manager, or call `close()`.
+    The process starts with this object, and is restarted for the next write after it died. A failed write leaves it
+    running. Use as a context manager, or call `close()`.
 
     Args:
-        rank_info: given to the writer as the argument `rank_info`, unless `checkpoint_writer_init_args` has one.
+        rank_info: passed to the writer as argument `rank_info`, unless `checkpoint_writer_init_args` has one.
         config: deadlines.
         subprocess_init_fn: called first in the process.
         subprocess_init_args: its arguments.
@@ -93,8 +93,8 @@ class CheckpointProcess:
         checkpoint_writer_init_args: its keyword arguments.
 
     Attributes:
-        process_creation_future: done when the first process answers; has the error when it could not start, of which
-            a TimeoutError is one. Nothing has to wait for it.
+        process_creation_future: done when the first process has started; has the error if it could not start, such
+            as a TimeoutError. Waiting for it is optional.
     """
 
     def __init__(
@@ -128,28 +128,28 @@ class CheckpointProcess:
 
     @property
     def process(self) -> ProcessContext | None:
-        """The process of now, or the last one there was; None before the first."""
+        """The current or last process; None before the first."""
         return self._worker.context
 
     def write(self, state_dict: dict[str, Any] | Future[dict[str, Any]], path: str, **kwargs: Any) -> Future[None]:
-        """Have a state dict written; writes are done in the order of these calls.
+        """Write a state dict in the process. Writes run in the order of these calls.
 
         Args:
-            state_dict: what to write, copied by value before this returns, or a future of it, copied by value when
-                it is there. CUDA tensors should be staged to the host first. A tensor in shared memory
-                (`share_memory_()`) is not copied: the writer has the same memory, and sees later changes.
-            path: given to the writer.
-            kwargs: given to the writer.
+            state_dict: what to write, copied by value before this returns; or a future of it, copied by value when
+                it is done. Stage CUDA tensors to the host first. A tensor in shared memory (`share_memory_()`) is
+                not copied: the writer uses the same memory and sees later changes.
+            path: passed to the writer.
+            kwargs: passed to the writer.
 
         Returns:
-            Done when the writer is. Its error is that of this write alone: CheckpointSaveError with the traceback of
-            the process, WorkerDiedError, CheckpointTimeoutError, or what the given future failed with.
+            A future, done when the write is. It fails with the error of this write: CheckpointSaveError with the
+            traceback of the process, WorkerDiedError, CheckpointTimeoutError, or the error of the `state_dict` future.
 
         Raises:
-            CheckpointStageError: something cannot be pickled; the message names it.
+            CheckpointStageError: a value cannot be pickled; the message names it.
             CheckpointSaveError: this object is closed.
         """
-        shared: list[Any] = []  # lives as long as the request
+        shared: list[Any] = []  # must live as long as the request
 
         def message(state: dict[str, Any]) -> bytes:
             payload = {"state_dict": state, "path": path, "kwargs": kwargs}
@@ -165,9 +165,9 @@ class CheckpointProcess:
         return result
 
     def close(self) -> None:
-        """Finish what was asked for, ask the process to end, and wait, all within the shut-down timeout.
+        """Finish pending writes and end the process, all within the shutdown timeout.
 
-        What is not done by then has failed, and the process is killed. Safe to call twice.
+        Then unfinished writes fail, and the process is killed. Safe to call twice.
         """
         self._worker.close(self._config.subprocess_shutdown_timeout_secs)
 
@@ -181,7 +181,7 @@ class CheckpointProcess:
 
 
 class _WriterSession:
-    """The writer in its process, and what requests do with it."""
+    """Handles requests in the process, with its writer."""
 
     def __init__(self, writer: CheckpointWriter) -> None:
         self._writer = writer
@@ -201,7 +201,7 @@ class _WriterSession:
     def _write(self, state_dict: dict[str, Any], path: str, kwargs: dict[str, Any]) -> None:
         result = self._writer.write(state_dict=state_dict, path=path, **kwargs)
         if isinstance(result, Future):
-            result.result()  # bounded by the parent, which gives this process up at the write's deadline
+            result.result()  # bounded by the parent, which kills this process at the write's deadline
 
 
 def _make_session(
@@ -210,7 +210,7 @@ def _make_session(
     writer_init_fn: Callable[..., CheckpointWriter],
     writer_init_args: Mapping[str, Any],
 ) -> _WriterSession:
-    """What the process runs first."""
+    """Build the writer, in the process."""
     init_fn(*init_args)
     return _WriterSession(writer_init_fn(**writer_init_args))
 
@@ -222,7 +222,7 @@ def _message(kind: RequestType, payload: dict[str, Any] | None = None, shared: l
 
 
 def _when_there(source: Future[Any], function: Callable[[Any], bytes]) -> Future[bytes]:
-    """A future of `function` of the result, worked out in the thread that provides the result."""
+    """A future of `function` of the result, called in the thread that sets the result."""
     message: Future[bytes] = Future()
 
     def provide(done: Future[Any]) -> None:

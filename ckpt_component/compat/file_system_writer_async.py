@@ -1,9 +1,8 @@
 """`FileSystemWriterAsync`: NVRx's storage writer for torch.distributed.checkpoint, built on the image.
 
-It starts no process: it gives out a function that writes, and its arguments, for a caller to run wherever it likes.
-Results come back through memory of this process that the function opens, one for each save. So they need no manager
-process, nothing lies on the disk beside the data, a full disk does not keep an error from being reported, and results
-of one save are never seen by another.
+It starts no process: it returns a function that writes, and its arguments, and a caller runs it in any process. Results
+come back through memory of this process that the function opens, separate for each save. They need no manager process
+and no file, so a full disk does not prevent the report of an error, and a save never sees the results of another.
 """
 
 from __future__ import annotations
@@ -40,38 +39,38 @@ from .peers import this_rank
 
 logger = logging.getLogger(__name__)
 
-#: What there is in place of NVRx's options.
+#: What replaces NVRx's options.
 _INSTEAD = {
     "is_multiproc_io": "each file has a writing thread, which does not hold the GIL",
     "use_cached_data_structure": "plans and memory are kept by save_state_dict_async_plan(metadata_cache=...)",
     "use_cpu_shm_for_gpu_tensors": "all tensors are copied to shared host memory in any case",
 }
 
-#: An error as DCP gathers it from ranks: itself, and its traceback.
+#: An error as DCP gathers it from ranks: the exception and its traceback.
 WrappedException = tuple[BaseException, traceback.StackSummary]
 
 
 class FileSystemWriterAsync(FileSystemWriter):
-    """Writes the files of one save in the background; one writer for each save.
+    """Writes the files of one save in the background. Make one writer for each save.
 
-    Order of use: plan (`save_state_dict_async_plan` does that, and calls `prepare_write_data`),
-    `get_save_function_and_args`, have the function run, `retrieve_write_results`, and on the coordinator `finish`.
+    Order of use: plan (`save_state_dict_async_plan`, which calls `prepare_write_data`), `get_save_function_and_args`,
+    run the function, `retrieve_write_results`, and on the coordinator `finish`.
 
     Args:
-        *args: of `torch.distributed.checkpoint.FileSystemWriter`; `thread_count` is how many files, and parallel
-            writers, a rank has; `single_file_per_rank` must stay True.
-        separation_hint: keys that start with this text go to files of their own, whose names start with it too; needs
+        *args: as for `torch.distributed.checkpoint.FileSystemWriter`. `thread_count` is the number of files and
+            parallel writers per rank; `single_file_per_rank` must be True.
+        separation_hint: keys with this prefix are written to separate files, whose names start with it too. Needs a
             `thread_count` of at least 2.
-        use_msc: of the reference; refused, for there is no object storage here.
-        fs_ops: where effects go; None: the file system, durably if `sync_files`.
-        image_memory: host memory that the writers of one series of saves use in turn; None: new memory. Planning with
-            a `CheckpointMetadataCache` sees to that.
-        **kwargs: as `*args`; and NVRx's `is_multiproc_io`, `use_cached_data_structure` and
-            `use_cpu_shm_for_gpu_tensors`, which do nothing here, and say so once.
+        use_msc: as in the reference; refused, because object storage is not supported.
+        fs_ops: file operations; None: those of the file system, with syncs if `sync_files`.
+        image_memory: host memory reused by the writers of a series of saves; None: new memory. Planning with a
+            `CheckpointMetadataCache` passes it.
+        **kwargs: as `*args`; also NVRx's `is_multiproc_io`, `use_cached_data_structure` and
+            `use_cpu_shm_for_gpu_tensors`, which have no effect here; a warning says so once.
 
     Raises:
-        NotImplementedError: `single_file_per_rank=False`, a `serialization_format` but torch's own, or transforms.
-        CheckpointConfigError: `separation_hint` with one thread, or not fit for a file name.
+        NotImplementedError: `single_file_per_rank=False`, a `serialization_format` other than torch's, or transforms.
+        CheckpointConfigError: `separation_hint` with one thread, or not valid in a file name.
     """
 
     def __init__(
@@ -98,32 +97,32 @@ class FileSystemWriterAsync(FileSystemWriter):
         check_separation_hint(separation_hint, self.thread_count, "separation_hint", "thread_count")
         self.separation_hint = separation_hint
         self.can_run_decentralized_global_plan = True
-        #: What there is to write, from `prepare_write_data`, as (path, name, (bytes items, tensor items)).
+        #: What to write, from `prepare_write_data`, as (path, name, (byte items, tensor items)).
         self.write_buckets: list[WriteBucket] | None = None
-        #: Anything with `put` and `get_nowait` that reaches the process that writes. None: there is nothing to write.
+        #: An object with `put` and `get_nowait` that the writing process can use. None: there is nothing to write.
         self.results_queue: Any = None
         self._ops = fs_ops or file_system(durable=self.sync_files)
         self.image_memory = image_memory
         self._lease = ImageLease(image_memory)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Make the folder, durably; else as torch does."""
+        """Create and sync the folder; otherwise as in torch."""
         self._ops.make_folders(os.path.abspath(self.path))
         return super().prepare_local_plan(plan)
 
     def prepare_decentralized_global_plan(self, local_plan: SavePlan) -> SavePlan:
-        """Name this rank's files by its rank, which is what the coordinator would do, without asking it."""
+        """Name this rank's files by its rank, as the coordinator would, without asking it."""
         return dataclasses.replace(local_plan, storage_data=_StoragePrefix(f"__{this_rank()}_"))
 
     def prepare_write_data(self, plan: SavePlan, planner: SavePlanner) -> None:
-        """Look up what is to be written, and into which file. Bytes are taken now, tensors when they are preloaded.
+        """Assign the items of the plan to files. Byte items are encoded now, tensors are copied by `preload_tensors`.
 
         Args:
             plan: the finished plan of this rank.
-            planner: gives bytes and tensors of its items.
+            planner: provides bytes and tensors of its items.
 
         Raises:
-            CheckpointStageError: a tensor that cannot be stored, by key.
+            CheckpointStageError: a tensor cannot be stored; the message names its key.
         """
         self.write_buckets = []
         self._lease = ImageLease(self.image_memory)
@@ -142,11 +141,11 @@ class FileSystemWriterAsync(FileSystemWriter):
     def get_save_function_and_args(
         self,
     ) -> tuple[Callable[..., None] | None, Callable[[], list[bucket_io.ImageBucket]] | None, Sequence[Any]]:
-        """What to run, in this process or another.
+        """Return what to run, in this process or another.
 
         Returns:
-            The function that writes, the function that copies tensors to host memory, whose result takes the place of
-            argument 1 of the first, and the arguments of the first. (None, None, ()) when this rank writes nothing.
+            The function that writes; the function that copies tensors to host memory, whose result replaces argument 1
+            of the first; and the arguments of the first. (None, None, ()) if this rank writes nothing.
         """
         if not self.write_buckets:
             return None, None, ()
@@ -167,9 +166,9 @@ class FileSystemWriterAsync(FileSystemWriter):
         )
 
     def retrieve_write_results(self) -> list[WriteResult] | WrappedException:
-        """What the save function wrote on this rank, or the error; it never waits, and never raises that error.
+        """Return what the save function wrote on this rank, or its error. Does not wait and does not raise that error.
 
-        Call it when the function is done. The copy of the tensors is given up.
+        Call it when the function is done. Frees the copy of the tensors.
         """
         if self.write_buckets is None:
             raise RuntimeError("retrieve_write_results comes after prepare_write_data.")
@@ -199,27 +198,27 @@ class FileSystemWriterAsync(FileSystemWriter):
         ]
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Write `.metadata`, which makes the checkpoint one; atomically. Call this on the coordinator alone.
+        """Commit the checkpoint by writing `.metadata` atomically. Call this only on the coordinator.
 
         Args:
-            metadata: of all ranks; not changed.
-            results: by rank.
+            metadata: global metadata; not changed.
+            results: write results by rank.
 
         Raises:
-            OSError: it could not be written; then nothing is visible.
+            OSError: it could not be written; no checkpoint is visible then.
         """
         storage = {result.index: result.storage_data for part in results for result in part}
         complete = dataclasses.replace(metadata, storage_data=storage, storage_meta=self.storage_meta())
         self._ops.write_over(os.path.join(self.path, bucket_io.METADATA), pickle.dumps(complete, protocol=4))
 
     def storage_meta(self) -> StorageMeta | None:
-        """As torch's, with the path as text: other Python versions cannot unpickle a pathlib path."""
+        """As torch's, with the path as a string, because other Python versions cannot unpickle a pathlib path."""
         return StorageMeta(checkpoint_id=str(self.path), save_id=self.save_id)
 
 
 @functools.cache
 def log_once(text: str) -> None:
-    """Warn; there is a writer for each save, which would log the same each time."""
+    """Warn once per text, because each save has its own writer."""
     logger.warning(text)
 
 

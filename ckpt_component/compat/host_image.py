@@ -1,8 +1,7 @@
-"""Memory that the trainer fills and another process of the same machine writes from, without a copy in between.
+"""Memory that the trainer fills and another process on the same host writes from, without a further copy.
 
-A memfd has no name that could be left behind, and no place on the disk. The other process opens it by its place in
-`/proc` of the process that holds it, so a pickled reference is a few bytes however large the memory is. Standard
-library alone.
+A memfd has no name that could be left behind and uses no disk. The other process opens it through `/proc` of the
+process that holds it, so a pickled reference takes a few bytes regardless of the memory's size. Standard library only.
 """
 
 from __future__ import annotations
@@ -21,10 +20,10 @@ _LENGTH = struct.Struct("<Q")
 
 
 class SharedFile:
-    """An anonymous file in memory. Unpickled in another process it is the same file, not a copy.
+    """An anonymous file in memory. Unpickling it in another process opens the same file, not a copy.
 
     Args:
-        fd: of a memfd; closed when this object is collected. Another process must unpickle it before that.
+        fd: descriptor of a memfd; closed when this object is collected. Other processes must unpickle it before that.
     """
 
     def __init__(self, fd: int) -> None:
@@ -32,20 +31,20 @@ class SharedFile:
         weakref.finalize(self, os.close, fd)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Numbers of descriptors are used again, numbers of memfds are not.
+        # Descriptor numbers are reused; inode numbers of memfds are not.
         return open_of, (os.getpid(), self.fd, os.fstat(self.fd).st_ino)
 
 
 def open_of(pid: int, fd: int, number: int) -> SharedFile:
-    """Open a file in memory by its place in a process that holds it.
+    """Open a memory file through `/proc` of a process that holds it.
 
     Args:
-        pid: of that process.
-        fd: its descriptor there.
-        number: of the file's inode.
+        pid: process ID of the holder.
+        fd: its descriptor of the file.
+        number: inode number of the file.
 
     Raises:
-        CheckpointSaveError: the process has died, or has closed the file.
+        CheckpointSaveError: the process has died or closed the file.
     """
     try:
         file = SharedFile(os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC))
@@ -61,12 +60,12 @@ def open_of(pid: int, fd: int, number: int) -> SharedFile:
 
 
 class HostImage:
-    """The bytes of a rank's files, as one block.
+    """The bytes of a rank's files in one block.
 
     Args:
-        file: the memfd that holds them.
+        file: the memfd with the bytes.
         nbytes: its size; must not be 0.
-        memory: the file's, where it is mapped already.
+        memory: its mapping, if it is mapped already.
     """
 
     def __init__(self, file: SharedFile, nbytes: int, memory: memoryview | None = None) -> None:
@@ -79,31 +78,31 @@ class HostImage:
 
 
 class ResultMailbox:
-    """Where a save's one result comes back, from whichever process wrote it. It belongs to one save alone.
+    """Receives the result of one save from the process that wrote it.
 
-    `put` and `get_nowait` are those of a queue, so that any queue can take its place.
+    It has the methods `put` and `get_nowait` of a queue, so that any queue can replace it.
     """
 
     def __init__(self) -> None:
         self._file = SharedFile(os.memfd_create("ckpt-result", os.MFD_CLOEXEC))
 
     def put(self, result: Any) -> None:
-        """Leave the result; a second one takes the place of the first."""
+        """Store the result; a second one replaces the first."""
         data = pickle.dumps(result)
         with open(self._file.fd, "r+b", closefd=False) as stream:
             stream.seek(0)
             stream.write(_LENGTH.pack(0) + data)
             stream.flush()
             stream.seek(0)
-            stream.write(_LENGTH.pack(len(data)))  # last, so that a writer that is killed here has left nothing
+            stream.write(_LENGTH.pack(len(data)))  # last, so that a writer killed here leaves no result
 
     def get_nowait(self) -> Any:
-        """The result.
+        """Return the result.
 
         Raises:
-            queue.Empty: there is none yet.
+            queue.Empty: there is no result yet.
         """
-        with open(self._file.fd, "rb", closefd=False) as stream:  # this process and its own children alone write it
+        with open(self._file.fd, "rb", closefd=False) as stream:  # only this process and its children write it
             stream.seek(0)
             head = stream.read(_LENGTH.size)
             if not any(head):

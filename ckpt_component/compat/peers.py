@@ -1,7 +1,6 @@
-"""What one queue or caller decides together with those of the other ranks. Imports no torch.
+"""Agreement of a queue or caller with its counterparts on the other ranks. Imports no torch.
 
-Which of them belong together is settled when they are first asked together: one that is only ever asked alone never
-takes part.
+Counterparts are matched at the first call that involves all ranks; a queue that is only used alone never takes part.
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ from .worker_client import WorkerClient
 
 logger = logging.getLogger(__name__)
 
-#: Without a heartbeat for so long, a rank is dead.
+#: A rank without a heartbeat for this long is considered dead.
 HEARTBEAT_SECONDS = 30.0
-#: The other ranks wait so much longer for rank 0's decision than rank 0 waits for them.
+#: How much longer the other ranks wait for rank 0's decision than rank 0 waits for them.
 GRACE_SECONDS = 15.0
-#: For a step that has no time of its own; `torch.distributed` gives a collective as long.
+#: For a step without a timeout of its own; the default of collectives in `torch.distributed`.
 _STEP_SECONDS = 1800.0
 
 
@@ -38,15 +37,15 @@ class ScheduledCall:
     """One request in flight.
 
     Attributes:
-        what: the request, for error texts.
-        timeout: seconds that it may take.
-        result: how it goes on this rank.
-        worker: None where there was nothing to do, or it failed before a process had it.
-        session: with the other ranks; None where there are none.
-        number: alike on all ranks.
+        what: name of the request in error messages.
+        timeout: seconds for the request.
+        result: its outcome on this rank.
+        worker: runs the request; None if there was nothing to run, or it failed before it was sent.
+        session: session with the other ranks; None if there are none.
+        number: number of the call, the same on all ranks.
         looks: how often all ranks were asked about it without waiting.
-        is_asked_about: whether all ranks were asked at all.
-        vote: held by the thread that posts the outcome of this rank; an outcome is posted once.
+        is_asked_about: whether all ranks were asked about it at all.
+        vote: lock of the thread that posts this rank's outcome, which is posted once.
     """
 
     what: str
@@ -60,11 +59,11 @@ class ScheduledCall:
     vote: threading.Lock = field(default_factory=threading.Lock)
 
     def wait(self) -> None:
-        """Return when it is done here, or its time is over."""
+        """Wait until it is done on this rank or its time is over."""
         wait([self.result], self.timeout)
 
     def error(self) -> CheckpointError | None:
-        """Why it failed here, as an error of this package. One that still runs has taken too long."""
+        """Why it failed on this rank, as an error of this package. A call that still runs has timed out."""
         if not self.result.done():
             return CheckpointTimeoutError(f"{self.what} was not done within its deadline.")
         error = None if self.result.cancelled() else self.result.exception(0)
@@ -76,12 +75,12 @@ class ScheduledCall:
 
 
 class PeerSession:
-    """A queue or caller together with those of the other ranks, in one process group.
+    """A queue or caller and its counterparts on the other ranks of one process group.
 
-    Used by one thread; only how a call went is sent by the thread that sees it done.
+    Used by one thread; only the outcome of a call is sent by the thread that completes it.
 
     Args:
-        store: a connection of its own, with keys that all queues of the job share.
+        store: its own connection, with the key prefix that all queues of the job share.
     """
 
     def __init__(self, store: RankStore) -> None:
@@ -89,12 +88,12 @@ class PeerSession:
         self._store = store
         self._coordinator: StoreCoordinator | None = None  # while requests are in flight
         self._detector: FailureDetector
-        self._prefix: str | None = None  # of all tags, from the first question to all ranks
+        self._prefix: str | None = None  # prefix of all tags, set by the first call that involves all ranks
         self._calls = 0
         self._sums = 0
 
     def add(self, call: ScheduledCall) -> None:
-        """A call begins, on all ranks. Waits for none of them.
+        """Begin a call, on all ranks, without waiting for them.
 
         Raises:
             RanksError: the store cannot be reached.
@@ -106,15 +105,15 @@ class PeerSession:
     def look(self, call: ScheduledCall, blocking: bool) -> bool:
         """Whether the oldest open call is done on all ranks. Call this on all ranks, in the same way.
 
-        All ranks get the same answer in the n-th look at a call.
+        All ranks get the same answer to the n-th look at a call.
 
         Args:
-            call: over, unless the answer is False.
+            call: the call; it is over unless the answer is False.
             blocking: wait until it is done.
 
         Raises:
-            RanksError: it failed on a rank; the same on all of them, with this rank's own error as its cause. Or rank 0
-                has died, or the store cannot be reached.
+            RanksError: it failed on a rank; the same error on all ranks, with this rank's own error as its cause. Or
+                rank 0 has died, or the store cannot be reached.
             CheckpointTimeoutError: rank 0 did not decide in time.
         """
         coordinator = self._join()
@@ -140,14 +139,14 @@ class PeerSession:
         return over
 
     def give_up(self, call: ScheduledCall, failure: CheckpointError) -> None:
-        """A call that other ranks may still ask about has failed here. Never raises."""
+        """Report the failure of a call that other ranks may still ask about. Never raises."""
         if self._prefix is None:
             return
         coordinator, tag = self._coordinate(), self._tag(call)
         self._cast(call, failure)
         try:
             if self.is_leader:
-                # A rank that is behind gets the answers to its earlier looks that this rank got.
+                # A rank that is behind gets the same answers to its earlier looks.
                 coordinator.look(f"{tag}/look", call.looks, lambda: True, 0)
                 coordinator.leave(f"{tag}/look")
                 coordinator.refuse(tag, ranks_failed({0: str(failure)}))
@@ -157,16 +156,16 @@ class PeerSession:
             logger.warning("could not tell the other ranks that %s is over on this one: %s", call.what, error)
 
     def run_step(self, name: str, work: Callable[[], Any], what: str, timeout: float = _STEP_SECONDS) -> None:
-        """Do a step on all ranks, and wait for all. Call this on all ranks.
+        """Run a step on all ranks and wait for them. Call this on all ranks.
 
         Args:
-            name: used once.
+            name: a unique name.
             work: the step.
-            what: the step, for error texts.
+            what: name of the step in error messages.
             timeout: seconds to wait for the other ranks.
 
         Raises:
-            RanksError: it failed on a rank; the same on all ranks, with this rank's own error as its cause.
+            RanksError: it failed on a rank; the same error on all ranks, with this rank's own error as its cause.
             CheckpointTimeoutError: rank 0 did not decide in time.
         """
         coordinator = self._join()
@@ -175,8 +174,8 @@ class PeerSession:
         try:
             work()
         except (KeyboardInterrupt, SystemExit):
-            raise  # these wait for no other rank
-        except BaseException as error:  # torch's CheckpointException is no Exception
+            raise  # their owner does not wait for other ranks
+        except BaseException as error:  # torch's CheckpointException is not an Exception
             failure = error
         coordinator.cast(tag, None, as_save_error(failure))
         try:
@@ -185,43 +184,43 @@ class PeerSession:
             raise self._failure(what, error) from failure
 
     def total(self, value: int) -> int:
-        """The sum over all ranks, for whom this waits. Call this on all ranks.
+        """The sum over all ranks. Call this on all ranks; waits for them.
 
         Raises:
             CheckpointTimeoutError: not all ranks took part in time.
-            RanksError: a rank or the store is.
+            RanksError: a rank has died, or the store cannot be reached.
         """
         coordinator = self._join()
         self._sums += 1
         return int(coordinator.decide(f"{self._prefix}/sum/{self._sums}", value, sum, self._deadline(_STEP_SECONDS)))
 
     def rest(self) -> None:
-        """Send no more heartbeats until there is another call. Call this on all ranks when no call is open."""
+        """Pause the heartbeats until the next call. Call this on all ranks when no call is open."""
         coordinator, self._coordinator = self._coordinator, None
         if coordinator is not None:
             coordinator.rest()
 
     @property
     def is_leader(self) -> bool:
-        """Whether this rank decides."""
+        """Whether this rank is rank 0, which decides."""
         return self._store.rank == 0
 
     def _coordinate(self) -> StoreCoordinator:
-        """The coordinator, whose heartbeats begin with the first call."""
+        """The coordinator; its heartbeats start with the first call."""
         if self._coordinator is None:
             self._coordinator = StoreCoordinator(self._store, HEARTBEAT_SECONDS, stall_timeout=math.inf)
             self._detector = FailureDetector(self._store, HEARTBEAT_SECONDS, None)
         return self._coordinator
 
     def _join(self) -> StoreCoordinator:
-        """Take part with the other ranks: the n-th queue of each rank that does so belongs together."""
+        """Join the other ranks. The n-th queues that join on each rank are counterparts."""
         coordinator = self._coordinate()
         if self._prefix is None:
             self._prefix = str(self._store.add(f"joined-by-{self._store.rank}", 1))
         return coordinator
 
     def _cast(self, call: ScheduledCall, failure: CheckpointError | None) -> None:
-        """Tell the other ranks how a call went here, from whichever thread. Never raises."""
+        """Send the outcome of a call on this rank, from any thread. Never raises."""
         try:
             if call.vote.acquire(blocking=False):
                 self._coordinate().cast(self._tag(call), None, failure)
@@ -241,15 +240,15 @@ class PeerSession:
 
 
 class Peers:
-    """The other ranks, as one caller or queue sees them: none, until it is used where there are several."""
+    """The other ranks of one caller or queue; none until it is used with several ranks."""
 
     def __init__(self) -> None:
-        self._group: weakref.ref[Any] | None = None  # weak, so that destroy_process_group() is not held up
-        #: The session of the last schedule, if any.
+        self._group: weakref.ref[Any] | None = None  # weak, so that it does not delay destroy_process_group()
+        #: The session of the last scheduled request, if any.
         self.current: PeerSession | None = None
 
     def session(self) -> PeerSession | None:
-        """The session with the ranks of the present default process group; None where there is one rank."""
+        """The session with the ranks of the current default process group; None with one rank."""
         dist = distributed()
         group = None if dist is None else dist.group.WORLD
         previous = None if self._group is None else self._group()
@@ -261,13 +260,13 @@ class Peers:
 
 
 def this_rank() -> int:
-    """The number of this rank; 0 without `torch.distributed`."""
+    """This rank; 0 without `torch.distributed`."""
     dist = distributed()
     return 0 if dist is None else int(dist.get_rank())
 
 
 def as_save_error(error: BaseException | None) -> Exception | None:
-    """An error of this package, whose message names the type of the original one."""
+    """An error of this package with the type of the original in its message."""
     if error is None or isinstance(error, CheckpointError):
         return error
     plain = describe_failure(error)

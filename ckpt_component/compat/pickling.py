@@ -1,11 +1,10 @@
 """Pickle a value now, so that later changes by the caller have no effect.
 
-Plain `pickle`, and not the pickler of `multiprocessing`: that one moves the storage of every CPU tensor to shared
-memory and sends a descriptor, so that the receiver sees later changes, and needs a descriptor per tensor. Only where
-the caller asks for it, tensors that lie in shared memory already go as that memory: with torch's strategy
-`file_descriptor` the other process opens it by its place in `/proc` of this one, so that no server thread is needed,
-and nothing stays open for a process that dies; with `file_system` it has a name, which torch removes with its last
-user. Imports torch only where such memory is mapped.
+This uses plain `pickle` because the pickler of `multiprocessing` moves every CPU tensor to shared memory: the receiver
+would see later changes, and each tensor would need a descriptor. On request, tensors that are already in shared
+memory are sent by reference. With torch's strategy `file_descriptor` the other process opens the memory through `/proc`
+of this one, so that no server thread is needed and nothing stays open for a process that dies. With `file_system` it
+has a name, which torch removes with its last user. Imports torch only to map such memory.
 """
 
 from __future__ import annotations
@@ -31,15 +30,15 @@ def pickle_by_value(
     """Pickle a value.
 
     Args:
-        value: anything that plain `pickle` takes; tensors go by value.
-        what: names the whole in the error message.
-        parts: the members of `value` by the names that the user knows them by.
-        fix: what to do about a value that cannot be pickled, as a clause.
-        shared: tensors in shared memory go by reference, and this gets what must live until they have been used. None:
-            they go by value too.
+        value: anything that plain `pickle` supports; tensors are sent by value.
+        what: name of the value in the error message.
+        parts: the members of `value` by their names for the user.
+        fix: a sentence on what to do about a value that cannot be pickled.
+        shared: if passed, tensors in shared memory are sent by reference, and objects that must live until they have
+            been used are appended to it. None: they are sent by value.
 
     Raises:
-        CheckpointStageError: something cannot be pickled; the message names it.
+        CheckpointStageError: a value cannot be pickled; the message names it.
     """
     try:
         stream = io.BytesIO()
@@ -48,7 +47,7 @@ def pickle_by_value(
         return stream.getvalue()
     except (MemoryError, OSError):
         raise
-    except Exception as error:  # __reduce__ of a foreign class may raise anything
+    except Exception as error:  # __reduce__ of a user's class may raise anything
         because, detail = "", error
         for name, culprit, why in _culprits(parts):
             because, detail = f", because {name} is {_describe(culprit)}", why
@@ -58,20 +57,20 @@ def pickle_by_value(
 
 
 class _SharingPickler(pickle.Pickler):
-    """Pickles storages of torch by reference if they lie in shared memory, and all else as ever.
+    """Pickles torch storages in shared memory by reference, and everything else as `pickle.Pickler`.
 
     Args:
-        keep_alive: gets what must stay alive until the other process is done with the pickle.
-        args: of `pickle.Pickler`, and `kwargs`.
+        keep_alive: objects that must live until the other process is done with the pickle are appended to it.
+        args: as for `pickle.Pickler`, also `kwargs`.
     """
 
     def __init__(self, keep_alive: list[Any], *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._keep_alive = keep_alive
-        self._torch = sys.modules.get("torch")  # where it was not imported, there are no tensors
+        self._torch = sys.modules.get("torch")  # without an imported torch there are no tensors
 
     def reducer_override(self, value: Any) -> Any:
-        """The reference to a shared storage. All views of it have the same object, which is pickled once."""
+        """The reference to a shared storage; the same object for all its views, so that it is pickled once."""
         torch = self._torch
         if torch is None or not isinstance(value, (torch.TypedStorage, torch.UntypedStorage)):
             return NotImplemented
@@ -80,7 +79,7 @@ class _SharingPickler(pickle.Pickler):
         if storage.device.type != "cpu" or not storage.nbytes() or not storage.is_shared():
             return NotImplemented
         if storage.filename is not None:
-            return NotImplemented  # mapped from a file of the user's
+            return NotImplemented  # mapped from a user's file
         if typed:
             return partial(torch.TypedStorage, wrap_storage=storage, dtype=value.dtype, _internal=True), ()
         self._keep_alive.append(storage)
@@ -93,7 +92,7 @@ class _SharingPickler(pickle.Pickler):
 def _map_descriptor(pid: int, fd: int, number: int, nbytes: int) -> Any:
     import torch
 
-    file = open_of(pid, fd, number)  # closed when this returns; torch has a copy of its own
+    file = open_of(pid, fd, number)  # closed on return; torch has its own descriptor
     return torch.UntypedStorage._new_shared_fd_cpu(file.fd, nbytes)  # type: ignore[attr-defined]
 
 
@@ -104,7 +103,7 @@ def _map_name(manager: bytes, name: bytes, nbytes: int) -> Any:
 
 
 def _culprits(parts: Mapping[str, Any]) -> Iterator[tuple[str, Any, Exception]]:
-    """What cannot be pickled, from the outside in: its name, itself, and why."""
+    """Values that cannot be pickled, from the outermost to the innermost: name, value and error."""
     members = list(parts.items())
     for _ in range(_MAX_DEPTH):
         for name, member in members:

@@ -1,4 +1,4 @@
-"""What planning keeps from one save to the next, and the fingerprint that shows whether it still holds."""
+"""What planning reuses from the previous save, and the fingerprint that tells whether it is still valid."""
 
 from __future__ import annotations
 
@@ -18,31 +18,29 @@ from .bucket_image import FilesImage
 
 
 class CheckpointMetadataCache:
-    """Plans, metadata, host memory and the connection to the other ranks, from one save to the next.
+    """Plans, metadata, host memory and the connection to the other ranks, reused from save to save.
 
-    Give it to each plan.
-
-    Nothing in it is used unchecked: a plan is reused when the fingerprints of all ranks are those it was made for.
-    One object for one series of saves; all ranks use theirs for the same saves.
+    Pass one object to every plan of a series of saves, on all ranks for the same saves. A plan is reused only if the
+    fingerprints of all ranks are those it was made for.
     """
 
     def __init__(self) -> None:
-        #: This rank's fingerprint, and the finished plan that belongs to it.
+        #: This rank's fingerprint, and its finished plan.
         self.plan: tuple[str, SavePlan] | None = None
-        #: On the coordinator: the fingerprints of all ranks, and what they make up together.
+        #: On the coordinator: the fingerprints of all ranks, and the metadata made for them.
         self.whole: tuple[list[str], Metadata] | None = None
         #: On the coordinator: digests of the results of all ranks, and the results.
         self.results: tuple[list[str], list[list[WriteResult]]] | None = None
-        #: For the writers of the saves, one after the other.
+        #: Reused by the writers of successive saves.
         self.memory: list[FilesImage] = []
         self._coordinator: Coordinator | None = None
         self._ranks: list[int] = []
         self._saves = 0
 
     def next_save(self, process_group: Any) -> tuple[Coordinator, int]:
-        """The coordinator of a group's ranks, and a number for the save that is the same on all of them.
+        """The coordinator of a group's ranks, and a number of the save that is the same on all of them.
 
-        Where the ranks or the default process group are others than before, all is forgotten.
+        If the ranks or the default process group have changed, everything is discarded.
         """
         ranks = _ranks_of(process_group)
         try:
@@ -57,11 +55,11 @@ class CheckpointMetadataCache:
         return self._coordinator, self._saves
 
     def forget(self) -> None:
-        """Plan afresh next time."""
+        """Discard the plan; the next save plans anew."""
         self.plan = self.whole = self.results = None
 
     def close(self) -> None:
-        """Give up the connection and the memory, and forget all."""
+        """Close the connection, free the memory, and discard everything."""
         self.forget()
         self.memory.clear()
         if self._coordinator is not None:
@@ -70,10 +68,10 @@ class CheckpointMetadataCache:
 
 
 def fingerprint_of(plan: SavePlan, planner: SavePlanner, world_size: int) -> str:
-    """8 bytes, as hex, that change with all that a plan of all ranks and its metadata depend on.
+    """A hash of everything that the global plan and its metadata depend on: 8 bytes in hex.
 
-    These are the keys, dtypes, shapes and offsets of a rank's own plan, how the planner flattened the state dict, its
-    settings, and the world size. Strides are not among them: a stored tensor is contiguous.
+    These are the keys, dtypes, shapes and offsets of the rank's own plan, how the planner flattened the state dict, its
+    settings, and the world size. Strides do not matter, because stored tensors are contiguous.
     """
     digest = hashlib.blake2b(digest_size=8)
 
@@ -91,7 +89,7 @@ def fingerprint_of(plan: SavePlan, planner: SavePlanner, world_size: int) -> str
 
 
 def digest_of(results: Sequence[WriteResult]) -> str:
-    """8 bytes, as hex, that change with the places of what a rank wrote."""
+    """A hash of the locations of what a rank wrote: 8 bytes in hex."""
     digest = hashlib.blake2b(digest_size=8)
     for result in results:
         place = result.storage_data
@@ -116,7 +114,7 @@ def _connect(process_group: Any, ranks: list[int]) -> Coordinator:
         store = RankStore.of_job("dcp-save")
         assert store is not None  # as there are several ranks
         return StoreCoordinator(store)
-    # Groups that have the same ranks share the counter; they take turns in the same order on all of them.
+    # Groups of the same ranks share the counter; all ranks use them in the same order.
     connection = another_connection(dist, dist.distributed_c10d._get_default_store())
     generation = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     prefix = f"ckpt/{generation}/dcp-save/{'-'.join(map(str, ranks))}/"

@@ -1,7 +1,7 @@
-"""Start a few processes, join them under supervision, and learn how each one failed.
+"""Start processes, supervise and join them, and report how each one failed.
 
-The contract is that of `torch.multiprocessing.spawn`, without torch and without its surprises: a child
-does not depend on the thread that started it, error texts leave no file behind, and nothing outlasts a failure.
+The contract is that of `torch.multiprocessing.spawn`, without torch. Unlike there, a child does not depend on the
+thread that started it, no error file is left behind, and no process survives the failure of another.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ from ..writing.parent_watch import watch_parent
 logger = logging.getLogger(__name__)
 
 START_METHODS = ("spawn", "forkserver", "fork")
-#: Set to 1, it has processes of a fork server started at the same time; the name is that of torch.
+#: If set to 1, processes of a fork server start in parallel; the name is torch's.
 ENV_VAR_PARALLEL_START = "TORCH_MP_PARALLEL_START"
 
-#: A process that ended is noticed by its sentinel at once, or by this poll when a grandchild holds the sentinel open.
+#: The sentinel shows the end of a process at once, unless a grandchild holds it open; then this poll does.
 _POLL_SECONDS = 0.5
-#: Between SIGTERM and SIGKILL where the caller names no grace period.
+#: Between SIGTERM and SIGKILL if the caller passes no grace period.
 _TERMINATE_SECONDS = 30.0
-#: After SIGKILL. A process in uninterruptible I/O outlasts it, and is then left to the kernel.
+#: After SIGKILL. A process in uninterruptible I/O may survive longer and is left to the kernel.
 _KILL_SECONDS = 5.0
 
 
 class StartMethodError(CheckpointError, ValueError):
-    """The start method does not exist, or must not be used here; the message names the one to take."""
+    """The start method does not exist or cannot be used here; the message names one that can."""
 
 
 class ProcessException(CheckpointError):
@@ -52,8 +52,8 @@ class ProcessException(CheckpointError):
 
     Args:
         msg: what happened.
-        error_index: which of the processes it was.
-        error_pid: its process id.
+        error_index: index of the process.
+        error_pid: its process ID.
     """
 
     def __init__(self, msg: str, error_index: int, error_pid: int) -> None:
@@ -67,18 +67,18 @@ class ProcessException(CheckpointError):
 
 
 class ProcessRaisedException(ProcessException):
-    """The function raised; the message has the traceback from the other process."""
+    """The function raised; the message contains the traceback of the other process."""
 
 
 class ProcessExitedException(ProcessException):
-    """The process ended by a signal, or with an exit code of its own.
+    """The process was killed by a signal or exited with a nonzero code.
 
     Args:
         msg: what happened.
-        error_index: which of the processes it was.
-        error_pid: its process id.
+        error_index: index of the process.
+        error_pid: its process ID.
         exit_code: negative for a signal.
-        signal_name: `SIGKILL` and the like, or None.
+        signal_name: such as `SIGKILL`, or None.
     """
 
     def __init__(
@@ -96,9 +96,9 @@ class ProcessContext:
     """Processes that were started together.
 
     Args:
-        processes: started, and not yet joined.
-        error_files: for each of them the path where it leaves its traceback. They lie in one private folder,
-            which a process that fails makes; it is removed when all are joined or this object is collected.
+        processes: started and not yet joined.
+        error_files: path of each process's traceback. They are in one private folder, created by the first process
+            that fails, and removed when all are joined or this object is collected.
     """
 
     def __init__(self, processes: Sequence[BaseProcess], error_files: Sequence[str]) -> None:
@@ -109,24 +109,23 @@ class ProcessContext:
         self._discard = weakref.finalize(self, _remove_folders, folders, os.getpid())
 
     def pids(self) -> list[int]:
-        """Process ids, in order."""
+        """Process IDs, in order."""
         return [int(process.pid or 0) for process in self.processes]
 
     def join(self, timeout: float | None = None, grace_period: float | None = None) -> bool:
-        """Wait until a process ends, and see how.
+        """Wait until a process ends, and check how it ended.
 
         Args:
-            timeout: seconds to wait. None waits as long as every process lives: how long that is, only the
-                functions know.
-            grace_period: seconds that the others have to end by themselves after one failed, and again between
-                SIGTERM and SIGKILL (None: no time before SIGTERM, 30 s between the two).
+            timeout: seconds to wait; None: as long as the processes run.
+            grace_period: after a failure, seconds for the other processes to end by themselves, and again between
+                SIGTERM and SIGKILL. None: SIGTERM at once, and 30 s between the two.
 
         Returns:
-            True when all processes have ended well, False when some still run.
+            True if all processes have ended successfully, False if some still run.
 
         Raises:
-            ProcessRaisedException: a function raised; by then all processes are ended.
-            ProcessExitedException: a process was killed or left with an exit code; likewise.
+            ProcessRaisedException: a function raised. All processes have ended.
+            ProcessExitedException: a process was killed or exited with a nonzero code. All processes have ended.
         """
         ended = self._wait_for_any(timeout)
         self.sentinels = {fd: index for fd, index in self.sentinels.items() if index not in ended}
@@ -136,7 +135,7 @@ class ProcessContext:
                 _join_all(self.processes, grace_period)
             end_processes(self.processes, _TERMINATE_SECONDS if grace_period is None else grace_period)
             self.sentinels.clear()
-            # Of several that failed in the same moment, the one with a traceback.
+            # If several failed together, prefer one with a traceback.
             error = self._error_of(next((index for index in failed if self.error_text(index)), failed[0]))
             self.discard_error_files()
             raise error
@@ -145,14 +144,14 @@ class ProcessContext:
         return not self.sentinels
 
     def error_text(self, index: int) -> str | None:
-        """The traceback that a process left, or None."""
+        """The traceback of a process, or None."""
         try:
             return Path(self.error_files[index]).read_text(errors="replace") or None
         except FileNotFoundError:
             return None
 
     def discard_error_files(self) -> None:
-        """Remove the private folder now, and not when this object is collected. Safe to call twice."""
+        """Remove the private folder now instead of when this object is collected. Safe to call twice."""
         self._discard()
 
     def _wait_for_any(self, timeout: float | None) -> list[int]:
@@ -194,7 +193,7 @@ class SpawnContext(ProcessContext):
 
 
 def end_processes(processes: Sequence[BaseProcess], grace_seconds: float) -> None:
-    """End those that still run: by SIGTERM, and after so many seconds by SIGKILL."""
+    """End running processes by SIGTERM, and after `grace_period` seconds by SIGKILL."""
     steps = (("SIGTERM", BaseProcess.terminate, grace_seconds), ("SIGKILL", BaseProcess.kill, _KILL_SECONDS))
     for name, end, seconds in steps:
         alive = [process for process in processes if process.is_alive()]
@@ -214,7 +213,7 @@ def _join_all(processes: Sequence[BaseProcess], seconds: float) -> None:
 
 
 def check_start_method_exists(start_method: str) -> None:
-    """Raise StartMethodError for a name that is none."""
+    """Raise StartMethodError if there is no such start method."""
     if start_method not in START_METHODS:
         raise StartMethodError(f"There is no start method {start_method!r}; take one of {', '.join(START_METHODS)}.")
 
@@ -229,14 +228,14 @@ def start_processes(
 ) -> ProcessContext | None:
     """Run `fn(i, *args)` in `nprocs` processes, i from 0.
 
-    With `forkserver` and TORCH_MP_PARALLEL_START=1 in the environment they are started at the same time. A child whose
-    parent has died (`kill -9` too) is interrupted as by Ctrl-C, and a second later it exits.
+    With `forkserver` and TORCH_MP_PARALLEL_START=1 in the environment they start in parallel. A child whose parent has
+    died, also by `kill -9`, is interrupted as by Ctrl-C and exits a second later.
 
     Args:
-        fn: with spawn and forkserver a function at the top level of a module.
-        args: the same for all; pickled with spawn and forkserver.
-        nprocs: how many.
-        join: wait until all have ended, as long as that takes; otherwise return at once.
+        fn: the function; with spawn and forkserver at the top level of a module.
+        args: further arguments, the same for all; pickled with spawn and forkserver.
+        nprocs: number of processes.
+        join: wait until all have ended, without a limit; otherwise return immediately.
         daemon: end the children when this process exits; they may then have no children of their own.
         start_method: `spawn`, `forkserver` or `fork`; None: the default of `multiprocessing` on this system.
 
@@ -245,8 +244,8 @@ def start_processes(
 
     Raises:
         ProcessRaisedException, ProcessExitedException: with `join`, a process failed.
-        StartMethodError: there is no such start method, or this process may start none.
-        OSError: the system refused another process; those already started are ended.
+        StartMethodError: there is no such start method, or this process must not start processes.
+        OSError: the system could not start a process; those already started are ended.
     """
     if start_method is None:
         start_method = multiprocessing.get_context().get_start_method()
@@ -293,7 +292,7 @@ def spawn(
     daemon: bool = False,
     start_method: str = "spawn",
 ) -> ProcessContext | None:
-    """`start_processes` by spawn; another `start_method` earns a warning and is not used."""
+    """`start_processes` with spawn; another `start_method` is ignored with a warning."""
     if start_method != "spawn":
         warnings.warn(
             f"spawn() starts processes by 'spawn' alone, not by {start_method!r}; use start_processes() for that.",
@@ -304,7 +303,7 @@ def spawn(
 
 
 def _run(fn: Callable[..., Any], index: int, args: tuple[Any, ...], error_file: str) -> None:
-    """What the child runs."""
+    """Run the function in the child and report its error."""
     watch_parent()
     try:
         fn(index, *args)
@@ -321,7 +320,7 @@ def _run(fn: Callable[..., Any], index: int, args: tuple[Any, ...], error_file: 
 
 
 def _remove_folders(folders: set[str], owner: int) -> None:
-    # A forked child holds a copy of the context, and may collect it: the folder is not the child's to remove.
+    # A forked child may collect its copy of the context and must not remove the folder.
     if os.getpid() == owner:
         for folder in folders:
             with contextlib.suppress(FileNotFoundError):

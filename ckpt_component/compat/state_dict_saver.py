@@ -1,8 +1,8 @@
 """Plan and finalize an asynchronous save with `FileSystemWriterAsync`: NVRx's pair of functions.
 
-Ranks agree over the job's store, by a few bytes each, and an error of any rank, the coordinator's too, is raised on
-all of them. Errors are also torch's `CheckpointException`. Plans and results are gathered by a
-collective, and only when they are new.
+Ranks agree through the job's store, with a few bytes each. An error of any rank, including the coordinator, is raised
+on all of them; errors are also torch's `CheckpointException`. Plans and results are gathered by a collective, and only
+when they have changed.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from .torch_errors import as_checkpoint_exception
 
 
 class SaveRanks(_DistWrapper):
-    """The ranks of one save: torch's collectives, and questions over the store.
+    """The ranks of one save, which communicate by torch's collectives and through the store.
 
     Args:
-        process_group: of the ranks; None: all of them.
-        cache: what is kept between saves; None: nothing.
+        process_group: group of the ranks; None: all ranks.
+        cache: values reused between saves; None: nothing is reused.
         timeout: seconds that ranks wait for each other at each step.
     """
 
@@ -47,22 +47,22 @@ class SaveRanks(_DistWrapper):
 
     @property
     def world_size(self) -> int:
-        """How many ranks take part."""
+        """Number of ranks that take part."""
         return self._coordinator.world_size
 
     def decide(
         self, step: str, value: dict[str, Any], failure: BaseException | None, decide: Callable[..., Any]
     ) -> Any:
-        """Have the coordinator decide from the values of all ranks.
+        """Let the coordinator decide from the values of all ranks.
 
         Args:
-            step: of the save.
-            value: this rank's, if nothing failed.
-            failure: of this rank.
+            step: name of the step.
+            value: this rank's value, if it did not fail.
+            failure: this rank's error.
             decide: called on the coordinator with all values, unless a rank failed.
 
         Raises:
-            RanksError: a rank failed, or `decide` did; on all ranks. One that is alone raises its own error.
+            RanksError: a rank or `decide` failed; raised on all ranks. A single rank raises its own error.
         """
         if failure is not None and self.world_size == 1 and isinstance(failure, CheckpointError):
             raise failure
@@ -84,11 +84,11 @@ class SaveRanks(_DistWrapper):
             raise
 
     def run_on_leader(self, step: str, action: Callable[[], Any]) -> None:
-        """Have the coordinator do something; what it raises is raised on all ranks, as RanksError."""
+        """Run `work` on the coordinator; its error is raised on all ranks, as RanksError."""
         self._coordinator.run_on_leader(self._tag(step), partial(_as_rank_0, action), self._deadline())
 
     def close(self) -> None:
-        """Give up the connection, unless it is the cache's."""
+        """Close the connection, unless it belongs to the cache."""
         if not self.keeps_plans:
             self.cache.close()
 
@@ -113,26 +113,26 @@ def save_state_dict_async_plan(
 ) -> tuple[FileSystemWriterAsync, Metadata | None, SaveRanks]:
     """Plan a save on all ranks, and prepare the writer. Call this on all ranks of the group.
 
-    The plan of the last save is used again where the structures of all ranks are what they were; that is asked on each
-    save, by 8 bytes a rank.
+    The plan of the last save is reused if the structures of all ranks are unchanged, which each save checks with 8
+    bytes per rank.
 
     Args:
         state_dict: what to save.
         storage_writer: a new one.
-        process_group: of the ranks; None: all of them.
-        coordinator_rank: 0; another one is refused.
+        process_group: group of the ranks; None: all ranks.
+        coordinator_rank: must be 0.
         planner: None: torch's DefaultSavePlanner.
-        enable_cache: of NVRx, which keeps plans in a global. Here they are kept in `metadata_cache`, and nowhere else;
-            without one, a warning is logged once.
-        metadata_cache: keeps plans between saves. None: each save is planned afresh.
+        enable_cache: for NVRx, which keeps plans in a global. Here only `metadata_cache` keeps them; without one, a
+            warning is logged once.
+        metadata_cache: keeps plans between saves. None: each save is planned anew.
         timeout: seconds that ranks wait for each other at each step.
 
     Returns:
-        What `save_state_dict_async_finalize` takes: the writer, the metadata on the coordinator and None elsewhere, and
-        the ranks.
+        The arguments of `save_state_dict_async_finalize`: the writer, the metadata (None except on the coordinator),
+        and the ranks.
 
     Raises:
-        RanksError: it failed on a rank; the same on all of them.
+        RanksError: it failed on a rank; the same error on all ranks.
         CheckpointTimeoutError: a rank did not take part in time.
     """
     if coordinator_rank != 0:
@@ -155,7 +155,7 @@ def save_state_dict_async_plan(
         if ranks.keeps_plans:
             fingerprint = fingerprint_of(local, planner, ranks.world_size)
         if cache.plan is not None and cache.plan[0] == fingerprint:
-            # Now, so that the one question of a known structure covers an error of this too.
+            # Before the ranks agree on a known structure, so that this covers its errors too.
             storage_writer.prepare_write_data(planner.finish_plan(cache.plan[1]), planner)
         else:
             cache.plan = None
@@ -188,16 +188,16 @@ def save_state_dict_async_plan(
 def save_state_dict_async_finalize(
     storage_writer: FileSystemWriterAsync, global_metadata: Metadata | None, dist_wrapper: _DistWrapper
 ) -> None:
-    """Collect what all ranks wrote, and make it a checkpoint. Call this on all ranks, when all are done writing.
+    """Collect the results of all ranks and commit the checkpoint. Call this on all ranks, when all have written.
 
     Args:
-        storage_writer: of the plan; so with the others.
-        global_metadata: on the coordinator.
+        storage_writer: result of the plan, as the others.
+        global_metadata: the metadata, on the coordinator.
         dist_wrapper: the ranks.
 
     Raises:
-        RanksError: a rank could not write, or the coordinator could not finish; the same on all of them. Nothing is
-            visible then.
+        RanksError: a rank could not write, or the coordinator could not finish; the same error on all ranks. No
+            checkpoint is visible then.
         CheckpointTimeoutError: a rank did not take part in time.
     """
     ranks = dist_wrapper if isinstance(dist_wrapper, SaveRanks) else SaveRanks(dist_wrapper.group, None, 600.0)
@@ -237,7 +237,7 @@ def save_state_dict_async_finalize(
 def _plan_together(
     local: SavePlan, planner: Any, storage_writer: FileSystemWriterAsync, ranks: SaveRanks
 ) -> tuple[SavePlan, Metadata | None]:
-    """The coordinator makes one plan of all; returns this rank's part of it, and on the coordinator the metadata."""
+    """Make one plan of all ranks' plans, on the coordinator. Return this rank's part, and there also the metadata."""
     each_alone = getattr(planner, "can_run_decentralized_global_plan", False) and getattr(
         storage_writer, "can_run_decentralized_global_plan", False
     )
@@ -257,7 +257,7 @@ def _plan_together(
 
 
 def _as_rank_0(action: Callable[..., Any], *args: Any) -> Any:
-    """An action of the coordinator, whose errors are of one type on all ranks."""
+    """Convert errors of the coordinator's work, so that they have one type on all ranks."""
     try:
         return action(*args)
     except CheckpointError:

@@ -1,8 +1,8 @@
-"""Errors of the reference classes are torch's `CheckpointException` too, which callers written for those expect.
+"""Make errors of the reference classes instances of torch's `CheckpointException`, which their callers expect.
 
-An error keeps its type, its message and its cause; it only gets torch's class as a further base, and `failures` as that
-class has them, with exceptions where `RanksError` has messages. Imports no torch: where the class was not imported,
-no code can catch it.
+An error keeps its type, message and cause. It gets torch's class as an additional base, and `failures` as in that
+class: exceptions instead of messages as in `RanksError`. Imports no torch: code that has not imported the class cannot
+catch it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .peers import this_rank
 
 @contextlib.contextmanager
 def as_checkpoint_exception() -> Iterator[None]:
-    """What this package raises inside is caught as torch's CheckpointException too, with its `failures` by rank."""
+    """Let errors of this package raised inside also be caught as torch's CheckpointException, with `failures`."""
     try:
         yield
     except CheckpointError as error:
@@ -31,7 +31,7 @@ def as_checkpoint_exception() -> Iterator[None]:
 
 @functools.cache
 def _both(own: type[CheckpointError], torchs: type[BaseException]) -> type[CheckpointError]:
-    """A class of both families, which is shown and pickled as the first."""
+    """A class with both bases that is shown and pickled as the first."""
     names = {
         "__doc__": own.__doc__,
         "__module__": own.__module__,
@@ -44,7 +44,7 @@ def _both(own: type[CheckpointError], torchs: type[BaseException]) -> type[Check
 
 
 def _failures(error: CheckpointError) -> dict[int, tuple[BaseException, traceback.StackSummary]]:
-    """As torch has them: the exception of each failed rank and its traceback; none for another rank."""
+    """As in torch: exception and traceback of each failed rank."""
     no_frames = traceback.StackSummary()
     if isinstance(error, RanksError) and vars(error)["failures"]:
         texts = vars(error)["failures"]

@@ -1,6 +1,6 @@
-"""A supervised process behind a queue of requests: first come, first served, and a dead process is replaced.
+"""A supervised process with a queue of requests, handled in order. A process that died is replaced.
 
-A thread holds the conversation with the process, so that a large request never blocks the thread that asked for it.
+A thread communicates with the process, so that a large request does not block the thread that submits it.
 """
 
 from __future__ import annotations
@@ -22,33 +22,33 @@ from .worker_process import CallProcess
 
 logger = logging.getLogger(__name__)
 
-#: While a payload is still to come, the thread looks this often whether it is to stop.
+#: While waiting for a payload, the thread checks this often whether to stop.
 _POLL_SECONDS = 0.5
-#: What the thread may need to stop a process that does not react.
+#: Time for the thread to stop a process that does not react.
 _STOP_SECONDS = 10.0
-#: Among the exit handlers of multiprocessing: after those of the queues that use workers.
+#: Priority among the exit handlers of multiprocessing: after those of the queues that use workers.
 _EXIT_PRIORITY = 10
 
 
 class WorkerClient:
-    """Runs requests in a process of its own, one after the other.
+    """Runs requests in its own process, one after the other.
 
-    A client that is not closed finishes what it was asked to do, and its process ends when the client is collected or
-    the interpreter exits. Failures are logged when they happen, because the result may not be asked for.
+    A client that is not closed finishes its requests; its process ends when the client is collected or the
+    interpreter exits. Failures are also logged, because callers may not ask for the result.
 
     Args:
-        loop: what the process runs, and `args` its further arguments; see `CallProcess`. It is started again when it
-            has died and there is more to do.
-        args: as above.
-        name: what errors call the process.
+        loop: the function that the process runs; see `CallProcess`. It is restarted if it died and there are
+            further requests.
+        args: its further arguments.
+        name: name of the process in error messages.
         start_method: `spawn`, `forkserver` or `fork`.
         start_timeout: seconds for the process to start.
-        close_timeout: seconds for the process to leave when it is asked to.
-        farewell: a pickled request that the process gets last.
+        close_timeout: seconds for the process to exit when it is asked to.
+        farewell: a pickled request that is sent last.
 
     Attributes:
-        process: the one that runs now, or None.
-        context: of the last one that was started, or None.
+        process: the running process, or None.
+        context: context of the last process that was started, or None.
     """
 
     def __init__(
@@ -73,14 +73,14 @@ class WorkerClient:
         self._thread: int | None = None
         self._requests: set[Future[Any]] = set()
         self._closed = self._ends_after_requests = False
-        self._stopped = ""  # why everything must end now
+        self._stopped = ""  # why everything was stopped
         self.process: CallProcess | None = None
         self.context: ProcessContext | None = None
-        # Also runs at the exit of a child of multiprocessing, which knows no atexit.
+        # Also runs at the exit of multiprocessing's children, which do not run atexit handlers.
         Finalize(self, _close_at_exit, (weakref.ref(self),), exitpriority=_EXIT_PRIORITY)
 
     def start(self) -> None:
-        """Start the process now, from this thread; requests do so otherwise. Raises as `CallProcess`."""
+        """Start the process now, from this thread, instead of at the first request. Raises as `CallProcess`."""
         with self._lock:
             self._check_open()
             self._ensure_process()
@@ -96,14 +96,14 @@ class WorkerClient:
         """Queue a request.
 
         Args:
-            payload: the pickled request, or where it will be; later requests wait for it.
-            timeout: seconds for the request from the moment when the process gets it.
-            what: the request, for error texts.
-            result_of: makes the result of the answer.
+            payload: the pickled request, or a future of it; later requests wait for it.
+            timeout: seconds for the request once it is sent to the process.
+            what: name of the request in error messages.
+            result_of: converts the answer to the result.
 
         Returns:
-            The result, or the error: CheckpointSaveError when the request raised, WorkerDiedError when the process
-            died, CheckpointTimeoutError when it did not answer in time, and what the start of a process raised.
+            A future of the result. It fails with CheckpointSaveError if the request raised, WorkerDiedError if the
+            process died, CheckpointTimeoutError if it did not answer in time, or the error of starting a process.
 
         Raises:
             CheckpointSaveError: the client is closed, or belongs to another process.
@@ -116,29 +116,29 @@ class WorkerClient:
         return result
 
     def finish(self) -> None:
-        """Take no more requests; the process ends after those taken. Does not wait."""
+        """Accept no more requests; the process ends after the accepted ones. Does not wait."""
         with self._lock:
             self._closed = self._ends_after_requests = True
         self._after(None)
 
     def close(self, timeout: float | None = None) -> None:
-        """Take no more requests, let those taken be done, and end the process. Safe to call twice.
+        """Accept no more requests, finish the accepted ones, and end the process. Safe to call twice.
 
         Args:
-            timeout: seconds for everything, after which the process is stopped and what is left has failed. None:
-                every request may take the time it was given.
+            timeout: seconds for everything; then the process is stopped and remaining requests fail. None: every
+                request may use its own timeout.
         """
         self._close(timeout, "was still running when the time for close() was over")
 
     def abort(self) -> None:
-        """Stop the process now; what is not done has failed."""
+        """Stop the process now; unfinished requests fail."""
         self._close(0, "was given up by abort")
 
     def _close(self, timeout: float | None, reason: str) -> None:
         if os.getpid() != self._pid:
-            return  # a forked copy; the process is the original's
+            return  # a forked copy does not own the process
         if threading.get_ident() == self._thread:
-            return self.finish()  # called back by a request, which must not wait for those behind it
+            return self.finish()  # called by a request, which must not wait for later ones
         begin = time.monotonic()
         with self._lock:
             self._closed = True
@@ -172,7 +172,7 @@ class WorkerClient:
         return self.process
 
     def _end_process(self, timeout: float | None) -> None:
-        """End the process if there is one: within so many seconds, or at once."""
+        """End the process, if any, within `timeout` seconds, or at once."""
         with self._lock:
             process, self.process = self.process, None
         if process is None:
@@ -182,7 +182,7 @@ class WorkerClient:
         else:
             process.end(max(timeout, 0.1), self._farewell)
 
-    # From here on: the thread.
+    # Methods of the thread.
 
     def _run(self, payload: bytes | Future[bytes], timeout: float, what: str, result_of: Callable[[Any], Any]) -> Any:
         self._thread = threading.get_ident()
@@ -193,7 +193,7 @@ class WorkerClient:
                     payload = payload.result(0)
             return result_of(self._call(payload, timeout, what))
         except BaseException as error:
-            logger.error("%s", str(error))  # its traceback would keep this client
+            logger.error("%s", str(error))  # a traceback would keep this client alive
             raise
 
     def _call(self, payload: bytes, timeout: float, what: str) -> Any:
@@ -208,14 +208,14 @@ class WorkerClient:
             process.await_ready()
             return process.call(payload, timeout, what)
         except CheckpointError as error:
-            # One that answers with an error lives on.
+            # A process that answers with an error keeps running.
             if not process.ready or isinstance(error, (WorkerDiedError, CheckpointTimeoutError)):
                 self._end_process(None)
             self._check_not_stopped(what)
             raise
 
     def _after(self, request: Future[Any] | None) -> None:
-        """A request is over, or there will be no more; that after which there is none ends the process."""
+        """Finish a request, or note that there will be no more. After the last one, the process ends."""
         with self._lock:
             if request is not None:
                 self._requests.discard(request)

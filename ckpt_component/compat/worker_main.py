@@ -1,7 +1,7 @@
-"""What runs in a supervised process: it answers requests until its parent ends the conversation or dies.
+"""The loop of a supervised process: it answers requests until its parent closes the connection or dies.
 
-One request at a time. A request that fails is answered with its traceback as text, and the loop goes on. The handler
-decides what a request means. Standard library alone.
+It handles one request at a time. A failed request is answered with its traceback as text, and the loop continues. The
+handler interprets the requests. Standard library only.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from ..writing.remote_error import describe_failure
 #: A function, its positional arguments, and its keyword arguments.
 Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
-#: Held back in a process that starts, until its handlers for them are in place.
+#: Blocked while a process starts, until its handlers are installed.
 GROUP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
-#: These end the process, wherever they are raised. All else is an answer, torch's CheckpointException too, which is a
+#: These end the process. Any other error is an answer, including torch's CheckpointException, which is a
 #: BaseException.
 _LEAVING = (SystemExit, KeyboardInterrupt, GeneratorExit)
 
 
 def serve(sock: socket.socket, make_handler: Callable[[], Callable[[Any], Any]]) -> None:
-    """Answer requests until the parent ends the conversation.
+    """Answer requests until the parent closes the connection.
 
     Args:
-        sock: to the parent.
-        make_handler: called once, before the process reports that it is ready. It returns what is called with each
-            unpickled request; what that returns is pickled as the answer.
+        sock: connection to the parent.
+        make_handler: called once, before the process reports that it is ready. It returns the handler, which is
+            called with each unpickled request and whose result is pickled as the answer.
     """
     with contextlib.suppress(ConnectionError):  # the parent has died
         try:
@@ -52,7 +52,7 @@ def serve(sock: socket.socket, make_handler: Callable[[], Callable[[Any], Any]])
             request = None
             try:
                 request = pickle.loads(frame[1])
-                del frame  # the state is there twice otherwise, for as long as the request runs
+                del frame  # otherwise the state would be in memory twice during the request
                 answer = pickle.dumps(handler(request), protocol=pickle.HIGHEST_PROTOCOL)
             except _LEAVING:
                 raise
@@ -61,7 +61,7 @@ def serve(sock: socket.socket, make_handler: Callable[[], Callable[[Any], Any]])
             else:
                 send_frame(sock, {}, [answer])
             del request
-            gc.collect()  # a state dict in a reference cycle would stay until the next request
+            gc.collect()  # free a state dict in a reference cycle before the next request
 
 
 def serve_calls(sock: socket.socket, log_level: int) -> None:
@@ -71,12 +71,12 @@ def serve_calls(sock: socket.socket, log_level: int) -> None:
 
 
 def serve_inherited_call(sock: socket.socket, call: Call) -> None:
-    """A loop with one call that a forked process has inherited, so that nothing of it was pickled."""
+    """A loop with one call that a forked process has inherited, without pickling."""
     serve(sock, lambda: lambda _request: run_call(call))
 
 
 def run_call(call: Call) -> None:
-    """Make a call for its effect; what it returns stays in the process."""
+    """Make a call; its result stays in the process."""
     function, args, kwargs = call
     function(*args, **kwargs)
 
@@ -91,13 +91,13 @@ def enter(
 
     Args:
         index: 0.
-        sock: this process's end of the conversation.
-        parents_end: in a forked process a copy of the parent's end, which would hide the parent's death.
+        sock: this process's end of the connection.
+        parents_end: in a forked process, the inherited copy of the parent's end, which would hide the parent's death.
         work: a loop and its arguments after the socket, pickled unless they are inherited.
     """
     if parents_end is not None:
         parents_end.close()
-        gc.freeze()  # what was inherited is the parent's to collect
+        gc.freeze()  # objects inherited by the fork must not be collected here
     _obey_the_parent_alone(sock)
     try:
         loop, args = pickle.loads(work) if isinstance(work, bytes) else work
@@ -108,11 +108,11 @@ def enter(
 
 
 def _obey_the_parent_alone(sock: socket.socket) -> None:
-    """Ignore Ctrl-C and SIGTERM, which a whole process group gets, unless the parent has left the conversation."""
+    """Ignore Ctrl-C and SIGTERM, which reach a whole process group, unless the parent has closed the connection."""
 
     def leave_if_the_parent_left(number: int, _frame: FrameType | None) -> None:
         poll = select.poll()
-        poll.register(sock.fileno(), 0)  # hang-up is reported without being asked for
+        poll.register(sock.fileno(), 0)  # a hang-up is always reported
         if poll.poll(0):
             raise SystemExit(128 + number)
 

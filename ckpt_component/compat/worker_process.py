@@ -1,4 +1,4 @@
-"""One supervised process, seen from its parent: start it, call it, notice its death, end it."""
+"""A supervised process, from its parent's side: start, call, detect its death, end."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from .worker_main import GROUP_SIGNALS, enter
 
 logger = logging.getLogger(__name__)
 
-#: How long a process that closed its end of the conversation may take to end.
+#: Time for a process that closed its connection to exit.
 _EXIT_SECONDS = 0.5
 #: Between SIGTERM and SIGKILL.
 _TERMINATE_SECONDS = 0.5
@@ -35,10 +35,10 @@ FIX_FOR_SPAWN = "Use functions and classes from the top level of a module, or a 
 
 
 def check_start_method(start_method: str) -> None:
-    """Refuse a start method that does not exist, and fork where it would break CUDA.
+    """Check that a start method exists, and refuse fork in a process that uses CUDA.
 
     Raises:
-        StartMethodError: with the one to take instead.
+        StartMethodError: the method cannot be used; the message names one that can.
     """
     check_start_method_exists(start_method)
     cuda = getattr(sys.modules.get("torch"), "cuda", None)  # this module does not import torch
@@ -49,23 +49,23 @@ def check_start_method(start_method: str) -> None:
 
 
 class CallProcess:
-    """A process that runs a loop of `worker_main`. Used by one thread at a time, save for `hang_up`.
+    """A process that runs a loop of `worker_main`. Used by one thread at a time, except for `hang_up`.
 
     Args:
         loop: called in the process as `loop(socket, *args)`.
-        args: its further arguments; pickled by value now, or inherited by a forked process.
+        args: further arguments; pickled by value now, or inherited by a forked process.
         start_method: `spawn`, `forkserver` or `fork`.
-        start_timeout: seconds from now within which the process must be ready.
-        name: what errors call it.
+        start_timeout: seconds for the process to become ready.
+        name: name of the process in error messages.
 
     Attributes:
         context: the started process, as `start_processes` returns it.
-        ready: whether it has answered that it is.
+        ready: whether the process has reported that it is ready.
 
     Raises:
         StartMethodError: fork in a process that uses CUDA, or an unknown start method.
         CheckpointStageError: `loop` or `args` cannot be pickled.
-        CheckpointSaveError: the system refused another process.
+        CheckpointSaveError: the system could not start a process.
     """
 
     def __init__(
@@ -89,10 +89,10 @@ class CallProcess:
             parts = {"its loop": loop, "args": args}
             work = pickle_by_value(work, f"What the {name} is to run", parts=parts, fix=FIX_FOR_SPAWN)
         self._sock, theirs = socket.socketpair()
-        # So that the process leaves also when this object is collected.
+        # The process also exits when this object is collected.
         weakref.finalize(self, self._sock.close)
         try:
-            with theirs, _group_signals_held(start_method):  # closed here, so that the process's end is the only one
+            with theirs, _group_signals_held(start_method):  # closed here, so that the process has the only copy
                 context = start_processes(
                     enter, (theirs, self._sock if is_fork else None, work), join=False, start_method=start_method
                 )
@@ -101,25 +101,25 @@ class CallProcess:
             if isinstance(error, OSError):
                 raise CheckpointSaveError(f"The {name} could not be started: {error}.", error.errno) from error
             raise
-        self.context = cast(ProcessContext, context)  # what join=False returns
+        self.context = cast(ProcessContext, context)  # the result with join=False
         self._process = self.context.processes[0]
 
     @property
     def pid(self) -> int:
-        """Its process id."""
+        """The process ID."""
         return self.context.pids()[0]
 
     @property
     def alive(self) -> bool:
-        """Whether it still runs."""
+        """Whether the process still runs."""
         return self._process.is_alive()
 
     def await_ready(self) -> None:
-        """Wait until the process has started; at once when it has.
+        """Wait until the process is ready.
 
         Raises:
             CheckpointTimeoutError: it was not ready within the start timeout.
-            CheckpointSaveError: its start-up raised.
+            CheckpointSaveError: its start raised an error.
             WorkerDiedError: it ended before it was ready.
         """
         if self.ready:
@@ -136,13 +136,13 @@ class CallProcess:
 
         Args:
             payload: the pickled request.
-            timeout: seconds for the whole.
-            what: the request, for error texts, such as `request 3`.
+            timeout: seconds for sending and answering.
+            what: name of the request in error messages, such as `request 3`.
 
         Raises:
-            CheckpointSaveError: the request raised in the process, which lives on.
+            CheckpointSaveError: the request raised an error; the process keeps running.
             WorkerDiedError: the process ended.
-            CheckpointTimeoutError: no answer in time; the process has to be stopped.
+            CheckpointTimeoutError: no answer in time; stop the process.
         """
         deadline = time.monotonic() + timeout
         late = (
@@ -161,15 +161,15 @@ class CallProcess:
         return self._answer(deadline, late, failed, doing)
 
     def end(self, timeout: float, farewell: bytes = b"") -> None:
-        """End the process in good order, after `timeout` seconds by `stop`.
+        """Ask the process to exit, and stop it after `timeout` seconds.
 
         Args:
-            timeout: seconds for the process to leave.
+            timeout: seconds for the process to exit.
             farewell: a last pickled request, or nothing.
         """
         deadline = time.monotonic() + timeout
         try:
-            if self.ready:  # one that still starts has nothing to lose
+            if self.ready:  # a process that is still starting has no work to lose
                 if farewell:
                     self.call(farewell, timeout, "its last request")
                 self.hang_up()
@@ -181,22 +181,22 @@ class CallProcess:
         self.stop()
 
     def stop(self) -> None:
-        """End the process: SIGTERM, and half a second later SIGKILL. Nothing happens to one that has ended."""
-        self.hang_up()  # shows the process that this SIGTERM is meant for it
+        """End the process by SIGTERM, and half a second later by SIGKILL. Does nothing if it has ended."""
+        self.hang_up()  # tells the process that the SIGTERM is meant for it
         end_processes(self.context.processes, _TERMINATE_SECONDS)
         self._sock.close()
         self.context.discard_error_files()
 
     def hang_up(self) -> None:
-        """End the conversation, from any thread. The thread that waits for the process wakes up and raises."""
-        with contextlib.suppress(OSError):  # the other side was faster
+        """Close the connection, from any thread. A thread that waits for the process wakes up and raises an error."""
+        with contextlib.suppress(OSError):  # the other side closed first
             self._sock.shutdown(socket.SHUT_RDWR)
 
     def death(self, doing: str = "") -> WorkerDiedError:
         """The error that describes how the process ended.
 
         Args:
-            doing: what it was at, as the end of a sentence.
+            doing: what it was doing, as the end of a sentence.
         """
         self._process.join(_EXIT_SECONDS)
         code = self._process.exitcode
@@ -212,7 +212,7 @@ class CallProcess:
         return error
 
     def _answer(self, deadline: float, late: str, failed: str, doing: str = "") -> Any:
-        """What the process answers next; the arguments after the deadline are for error texts."""
+        """The next answer of the process. The arguments after the deadline are for error messages."""
         try:
             frame = await_frame(self._sock, deadline, lambda: self.alive)
         except TimeoutError as error:
@@ -237,8 +237,8 @@ class CallProcess:
 
 @contextlib.contextmanager
 def _group_signals_held(start_method: str) -> Iterator[None]:
-    """A process started here gets Ctrl-C and SIGTERM only when its handlers for them are in place."""
-    # These live on and would keep what is held now for the processes of others.
+    """Block Ctrl-C and SIGTERM in a process started here until its handlers are installed."""
+    # A fork server and a resource tracker inherit the blocked signals; start them before.
     if start_method != "fork":
         resource_tracker.ensure_running()
     if start_method == "forkserver":
