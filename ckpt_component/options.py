@@ -83,6 +83,11 @@ class IoPriority(Enum):
     low = "low"
     idle = "idle"
 
+    @classmethod
+    def of_ionice_class(cls, number: int | None) -> IoPriority:
+        """What a class of `ionice`, as NVRx and Megatron take it, becomes here: never more than normal."""
+        return {2: cls.low, 3: cls.idle}.get(number or 0, cls.normal)
+
 
 @dataclass(frozen=True)
 class Range:

@@ -29,6 +29,7 @@ from ..storage.checksum import home_of
 from ..writing.process import ByteProcess
 from ..writing.request import WriteRequest
 from ..writing.write_job import run_write_job
+from .priority import lower_priority
 
 logger = logging.getLogger(__name__)
 
@@ -174,24 +175,13 @@ class _ProcessCaller(WriteCaller):
             process.close(timeout)
         self._arenas, self._sent_table = {}, None
         self._process = process = ByteProcess(timeout)
-        self._lower_priority(process.pid)
+        # By the trainer, because the process has no psutil.
+        lower_priority(process.pid, self._nice, self._io_priority)
         return process
 
     def _kill(self, process: ByteProcess) -> None:
         process.kill()
         self._process = None
-
-    def _lower_priority(self, pid: int) -> None:
-        """Leave CPU and disk to training. Done by the trainer, because the process has no psutil."""
-        try:
-            process = psutil.Process(pid)
-            process.nice(max(self._nice, process.nice()))
-            if self._io_priority is IoPriority.low:
-                process.ionice(psutil.IOPRIO_CLASS_BE, 7)
-            elif self._io_priority is IoPriority.idle:
-                process.ionice(psutil.IOPRIO_CLASS_IDLE)
-        except (psutil.Error, OSError) as error:
-            logger.warning("the checkpoint writer process keeps its normal priority (%s)", error)
 
     def _send(self, process: ByteProcess, request: WriteRequest, number: int, deadline: float) -> None:
         """Send the arena's descriptor and the table, unless the process has them, and the request itself."""

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from .async_callers import AsyncCaller, PersistentAsyncCaller, TemporalAsyncCaller
     from .async_queue import AsyncCallsQueue
     from .async_request import AsyncRequest
+    from .cached_metadata_filesystem_reader import CachedMetadataFileSystemReader
     from .checkpoint_process import (
         CheckpointProcess,
         CheckpointProcessConfig,
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from .state_dict_saver import save_state_dict_async_finalize, save_state_dict_async_plan
     from .worker_client import WorkerClient
     from .worker_process import CallProcess
+    from .write_results import get_write_results_queue
 
 __all__, __getattr__, __dir__ = lazy(
     __name__,
@@ -54,7 +56,9 @@ __all__, __getattr__, __dir__ = lazy(
             "StartMethodError start_processes"
         ),
         ".file_system_writer_async": "FileSystemWriterAsync",
+        ".cached_metadata_filesystem_reader": "CachedMetadataFileSystemReader",
         ".plan_cache": "CheckpointMetadataCache",
+        ".write_results": "get_write_results_queue",
         ".state_dict_saver": "save_state_dict_async_finalize save_state_dict_async_plan",
     },
 )

@@ -12,7 +12,9 @@ from concurrent.futures import Future
 from functools import cached_property, partial
 from typing import Any
 
+from ..callers.priority import lower_priority
 from ..errors import CheckpointError, CheckpointSaveError
+from ..options import NICE, IoPriority
 from .async_request import AsyncRequest
 from .peers import Peers, ScheduledCall, this_rank
 from .pickling import pickle_by_value
@@ -102,6 +104,9 @@ class ProcessCaller(AsyncCaller):
         start_timeout: seconds for a process to start.
         write_timeout: seconds for one request.
         close_timeout: seconds for a process to exit.
+        nice: CPU priority of the processes, 0 to 19; 19 is the lowest.
+        io_priority: I/O priority of the processes.
+        import_main: whether processes import the main script; requests with functions defined there need it.
 
     Raises:
         StartMethodError: `start_method` cannot be used.
@@ -114,14 +119,24 @@ class ProcessCaller(AsyncCaller):
         start_timeout: float = 30.0,
         write_timeout: float = 1800.0,
         close_timeout: float = 60.0,
+        nice: int = 0,
+        io_priority: IoPriority = IoPriority.normal,
+        import_main: bool = True,
     ) -> None:
         check_start_method(start_method)
         self._start_method = start_method
         self._write_timeout = write_timeout
         self._calls: deque[ScheduledCall] = deque()
         self._longest_call = start_timeout + write_timeout + _STOP_SECONDS
+        NICE.check("nice", nice)
+        is_lower = nice > 0 or io_priority is not IoPriority.normal
         self._make_client = partial(
-            WorkerClient, start_method=start_method, start_timeout=start_timeout, close_timeout=close_timeout
+            WorkerClient,
+            start_method=start_method,
+            start_timeout=start_timeout,
+            close_timeout=close_timeout,
+            import_main=import_main,
+            on_start=partial(lower_priority, nice=nice, io_priority=io_priority) if is_lower else None,
         )
 
     def schedule_async_call(self, async_req: AsyncRequest) -> None:
@@ -273,6 +288,11 @@ class PersistentAsyncCaller(ProcessCaller):
             CheckpointSaveError: the system refused another process.
         """
         self._open_worker().start()
+
+    def take_over(self, other: PersistentAsyncCaller) -> None:
+        """Use the process of another caller, which has none then. Nothing happens where this one has a process."""
+        if self._worker is None:
+            self._worker, other._worker = other._worker, None
 
     @staticmethod
     def async_loop(rank: int, sock: socket.socket, log_level: int = logging.INFO) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import os
 import weakref
 from collections import deque
 from multiprocessing.util import Finalize
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..errors import CheckpointError, CheckpointSaveError
+from ..options import IoPriority
 from .async_callers import AsyncCaller, PersistentAsyncCaller, TemporalAsyncCaller
 from .async_request import AsyncRequest
 from .peers import PeerSession
@@ -18,6 +20,10 @@ logger = logging.getLogger(__name__)
 
 #: Priority among the exit handlers of multiprocessing: before those of the worker processes.
 _EXIT_PRIORITY = 30
+
+#: The caller of `warmup_persistent_caller`, with the id of this process, until a queue takes its process over. The
+#: reference has this in the class; a static method that starts a process for a queue to come needs a place for it.
+_warmed_up: list[tuple[int, PersistentAsyncCaller]] = []
 
 
 class _ActiveAsyncRequest(NamedTuple):
@@ -49,9 +55,14 @@ class AsyncCallsQueue:
         start_timeout: seconds for a process to start.
         write_timeout: seconds for one request.
         close_timeout: seconds for a process to exit when it is asked to.
+        cpu_priority: CPU priority of the processes, 0 to 19; 19 is the lowest.
+        io_priority: I/O priority of the processes; see `warmup_persistent_caller`.
+        cpu_shm_mode: as in NVRx; has no effect, because tensors are always copied to shared host memory.
+        import_main: whether processes import the main script; requests with functions defined there need it.
 
     Raises:
         StartMethodError: `start_method` cannot be used.
+        CheckpointConfigError: a priority is out of range.
     """
 
     def __init__(
@@ -62,6 +73,10 @@ class AsyncCallsQueue:
         start_timeout: float = 30.0,
         write_timeout: float = 1800.0,
         close_timeout: float = 60.0,
+        cpu_priority: int = 0,
+        io_priority: int | None = None,
+        cpu_shm_mode: bool = False,
+        import_main: bool = True,
     ) -> None:
         self.persistent = persistent
         self.call_idx = -1
@@ -69,11 +84,62 @@ class AsyncCallsQueue:
         self._write_timeout = write_timeout
         kind = PersistentAsyncCaller if persistent else TemporalAsyncCaller
         self._caller = kind(
-            start_method, start_timeout=start_timeout, write_timeout=write_timeout, close_timeout=close_timeout
+            start_method,
+            start_timeout=start_timeout,
+            write_timeout=write_timeout,
+            close_timeout=close_timeout,
+            nice=cpu_priority,
+            io_priority=IoPriority.of_ionice_class(io_priority),
+            import_main=import_main,
         )
         self._unreported: list[int] = []
         # Also runs at the exit of multiprocessing's children, which do not run atexit handlers.
         Finalize(self, _at_the_end, (weakref.ref(self), self.async_calls), exitpriority=_EXIT_PRIORITY)
+
+    @staticmethod
+    def warmup_persistent_caller(
+        rank: int = 0,
+        mp_mode: str = "spawn",
+        cpu_priority: int = 10,
+        io_priority: int | None = None,
+        cpu_shm_mode: bool = False,
+        otel_bootstrap: Any = None,
+        start_timeout: float = 30.0,
+        write_timeout: float = 1800.0,
+        close_timeout: float = 60.0,
+        import_main: bool = True,
+    ) -> None:
+        """Start a process now; the next persistent queue that schedules a request and has none yet uses it.
+
+        Args:
+            rank: of the reference; processes are told apart by what they are sent.
+            mp_mode: how the process is started; the reference's `fork` is not taken, for it copies the trainer.
+            cpu_priority: how much the process yields the CPU to training, 0 to 19.
+            io_priority: class of `ionice`: 3 idle, 2 best effort and last among those, else normal; 1, which is real
+                time, is for nothing that works in the background.
+            cpu_shm_mode: of NVRx; makes no difference.
+            otel_bootstrap: of NVRx; the process, which has no torch, reports no spans.
+            start_timeout: as in the constructor; so with the next three.
+            write_timeout: as above.
+            close_timeout: as above.
+            import_main: as above.
+
+        Raises:
+            CheckpointSaveError: the system refused another process.
+        """
+        if _warm_caller() is not None:
+            return
+        caller = PersistentAsyncCaller(
+            "spawn" if mp_mode == "fork" else mp_mode,
+            start_timeout=start_timeout,
+            write_timeout=write_timeout,
+            close_timeout=close_timeout,
+            nice=cpu_priority,
+            io_priority=IoPriority.of_ionice_class(io_priority),
+            import_main=import_main,
+        )
+        caller.warm_up()
+        _warmed_up[:] = [(os.getpid(), caller)]
 
     @as_checkpoint_exception()
     def schedule_async_request(self, async_request: AsyncRequest) -> int:
@@ -93,6 +159,8 @@ class AsyncCallsQueue:
             RanksError: the store of the ranks cannot be reached.
         """
         idx = self.call_idx + 1
+        if isinstance(self._caller, PersistentAsyncCaller) and (warm := _warm_caller()) is not None:
+            self._caller.take_over(warm)
         request = AsyncRequest.of(async_request).freeze()._replace(call_idx=idx)
         self._caller.schedule_async_call(request._replace(finalize_fns=[]))
         self.call_idx = idx
@@ -164,6 +232,8 @@ class AsyncCallsQueue:
         finally:
             self.async_calls.clear()
             self._caller.close(abort=abort)
+            if (warm := _warm_caller()) is not None:
+                warm.close(abort=abort)
         if first is not None:
             raise first
 
@@ -184,6 +254,12 @@ class AsyncCallsQueue:
             finalize()
         else:
             session.run_step(f"finalize/{active.idx}", finalize, what, self._write_timeout)
+
+
+def _warm_caller() -> PersistentAsyncCaller | None:
+    """That of `warmup_persistent_caller`, if it still has a process for a queue to take over."""
+    # A forked copy of this process has a copy of the list, but not the process.
+    return next((caller for pid, caller in _warmed_up if pid == os.getpid() and caller.pid is not None), None)
 
 
 def _at_the_end(reference: weakref.ref[AsyncCallsQueue], calls: deque[_ActiveAsyncRequest]) -> None:

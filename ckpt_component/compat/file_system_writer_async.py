@@ -65,8 +65,10 @@ class FileSystemWriterAsync(FileSystemWriter):
         fs_ops: file operations; None: those of the file system, with syncs if `sync_files`.
         image_memory: host memory reused by the writers of a series of saves; None: new memory. Planning with a
             `CheckpointMetadataCache` passes it.
-        **kwargs: as `*args`; also NVRx's `is_multiproc_io`, `use_cached_data_structure` and
-            `use_cpu_shm_for_gpu_tensors`, which have no effect here; a warning says so once.
+        is_multiproc_io: as in NVRx; has no effect here, and a warning says so once. The same for the next two.
+        use_cached_data_structure: see above.
+        use_cpu_shm_for_gpu_tensors: see above.
+        **kwargs: as `*args`.
 
     Raises:
         NotImplementedError: `single_file_per_rank=False`, a `serialization_format` other than torch's, or transforms.
@@ -80,10 +82,15 @@ class FileSystemWriterAsync(FileSystemWriter):
         use_msc: bool = False,
         fs_ops: FsOps | None = None,
         image_memory: list[FilesImage] | None = None,
+        is_multiproc_io: bool = False,
+        use_cached_data_structure: bool = False,
+        use_cpu_shm_for_gpu_tensors: bool = False,
         **kwargs: Any,
     ) -> None:
-        for name in _INSTEAD.keys() & kwargs.keys():
-            if kwargs.pop(name):
+        # By name in the signature, where Megatron looks for them.
+        given = (is_multiproc_io, use_cached_data_structure, use_cpu_shm_for_gpu_tensors)
+        for name, value in zip(_INSTEAD, given, strict=True):
+            if value:
                 log_once(f"FileSystemWriterAsync({name}=True) does nothing: {_INSTEAD[name]}.")
         super().__init__(*args, **kwargs)
         if not self.single_file_per_rank:

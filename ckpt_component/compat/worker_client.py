@@ -45,6 +45,8 @@ class WorkerClient:
         start_timeout: seconds for the process to start.
         close_timeout: seconds for the process to exit when it is asked to.
         farewell: a pickled request that is sent last.
+        import_main: whether the process imports the main script; see `CallProcess`.
+        on_start: called with the pid of each process that is started.
 
     Attributes:
         process: the running process, or None.
@@ -61,10 +63,19 @@ class WorkerClient:
         start_timeout: float = 30.0,
         close_timeout: float = 60.0,
         farewell: bytes = b"",
+        import_main: bool = True,
+        on_start: Callable[[int], None] | None = None,
     ) -> None:
         self._new_process = partial(
-            CallProcess, loop, args, name=name, start_method=start_method, start_timeout=start_timeout
+            CallProcess,
+            loop,
+            args,
+            name=name,
+            start_method=start_method,
+            start_timeout=start_timeout,
+            import_main=import_main,
         )
+        self._on_start = on_start
         self._close_timeout = close_timeout
         self._farewell = farewell
         self._pid = os.getpid()
@@ -169,6 +180,8 @@ class WorkerClient:
         if self.process is None:
             self.process = self._new_process()
             self.context = self.process.context
+            if self._on_start is not None:
+                self._on_start(self.process.pid)
         return self.process
 
     def _end_process(self, timeout: float | None) -> None:

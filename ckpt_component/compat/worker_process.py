@@ -11,6 +11,7 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from importlib.machinery import ModuleSpec
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from typing import Any, cast
@@ -57,6 +58,7 @@ class CallProcess:
         start_method: `spawn`, `forkserver` or `fork`.
         start_timeout: seconds for the process to become ready.
         name: name of the process in error messages.
+        import_main: whether a spawned process imports the main script; functions defined there need it.
 
     Attributes:
         context: the started process, as `start_processes` returns it.
@@ -76,6 +78,7 @@ class CallProcess:
         start_method: str = "spawn",
         start_timeout: float = 30.0,
         name: str = "worker process",
+        import_main: bool = True,
     ) -> None:
         check_start_method(start_method)
         self.name = name
@@ -92,7 +95,8 @@ class CallProcess:
         # The process also exits when this object is collected.
         weakref.finalize(self, self._sock.close)
         try:
-            with theirs, _group_signals_held(start_method):  # closed here, so that the process has the only copy
+            # Closed here, so that the process has the only copy.
+            with theirs, _group_signals_held(start_method), _main_kept_out(not import_main):
                 context = start_processes(
                     enter, (theirs, self._sock if is_fork else None, work), join=False, start_method=start_method
                 )
@@ -248,6 +252,21 @@ def _group_signals_held(start_method: str) -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextlib.contextmanager
+def _main_kept_out(active: bool) -> Iterator[None]:
+    """Processes started in this block do not import the main script, as after `python -m package`."""
+    main = sys.modules.get("__main__")
+    if not active or main is None:
+        yield
+        return
+    spec = getattr(main, "__spec__", None)
+    main.__spec__ = ModuleSpec("ckpt_component.__main__", None)  # multiprocessing skips this name
+    try:
+        yield
+    finally:
+        main.__spec__ = spec
 
 
 def _main_script_is_unguarded() -> bool:

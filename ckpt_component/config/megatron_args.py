@@ -13,6 +13,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
+from ..options import IoPriority
 from .compose import compose_checkpoint
 
 #: The preset for scripts that do not choose one.
@@ -25,8 +26,6 @@ _OPTIONS: tuple[tuple[str, str, Any], ...] = (
     ("most_recent_k", "keep.last", -1),
     ("ckpt_step", "resume", None),
 )
-#: Classes of `ionice`, the values of `--async-ckpt-io-priority`.
-_IO_CLASSES = {0: "normal", 1: "normal", 2: "low", 3: "idle"}
 
 
 def add_checkpoint_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -92,9 +91,9 @@ def megatron_overrides(args: argparse.Namespace, preset: str) -> list[str]:
     if getattr(args, "exit_on_missing_checkpoint", False):
         overrides.append("checkpoint.resume=must")
     if preset not in ("off", "sync"):
-        io_class = _IO_CLASSES.get(getattr(args, "async_ckpt_io_priority", -1))
+        io_class = getattr(args, "async_ckpt_io_priority", None)
         if io_class is not None:
-            overrides.append(f"checkpoint.caller.io_priority={io_class}")
+            overrides.append(f"checkpoint.caller.io_priority={IoPriority.of_ionice_class(io_class).value}")
         if getattr(args, "async_ckpt_use_cpu_shm", False):
             overrides.append("checkpoint/stager=shared_memory")
     return overrides

@@ -1,0 +1,57 @@
+"""`CachedMetadataFileSystemReader`: reads the `.metadata` of a folder once, and again when it is another one."""
+
+from __future__ import annotations
+
+import functools
+import os
+from typing import Any
+
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata
+
+from .bucket_io import METADATA
+
+#: Folders whose metadata is kept; that of a large model takes a hundred megabytes and more.
+_KEPT = 2
+
+
+class CachedMetadataFileSystemReader(FileSystemReader):
+    """torch's reader, with metadata that all readers of a folder share.
+
+    The reference never notices that a folder was saved again; this one asks the file system for time, size and inode of
+    the file on each use.
+
+    Args:
+        path: folder of the checkpoint.
+        cache_metadata: False: read it each time.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], cache_metadata: bool = True) -> None:
+        super().__init__(path)
+        self._cache_metadata = cache_metadata
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """What the checkpoint consists of. Shared: do not change it.
+
+        Raises:
+            FileNotFoundError: there is no checkpoint in the folder.
+        """
+        if not self._cache_metadata:
+            return super().read_metadata(*args, **kwargs)
+        folder = os.path.abspath(os.fspath(self.path))
+        file = os.stat(os.path.join(folder, METADATA))
+        return _metadata_of(folder, file.st_mtime_ns, file.st_size, file.st_ino)
+
+    @classmethod
+    def clear_metadata_cache(cls, path: str | os.PathLike[str] | None = None) -> None:
+        """Forget what was read.
+
+        Args:
+            path: of the reference, which has to be told when a folder was saved again; here all is forgotten.
+        """
+        _metadata_of.cache_clear()
+
+
+@functools.lru_cache(maxsize=_KEPT)
+def _metadata_of(folder: str, *_identity: int) -> Metadata:
+    return FileSystemReader(folder).read_metadata()
