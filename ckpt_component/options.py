@@ -84,8 +84,10 @@ class IoPriority(Enum):
     idle = "idle"
 
     @classmethod
-    def of_ionice_class(cls, number: int | None) -> IoPriority:
-        """What a class of `ionice`, as NVRx and Megatron take it, becomes here: never more than normal."""
+    def of_ionice_class(cls, number: int | IoPriority | None) -> IoPriority:
+        """Convert a class of `ionice`, as NVRx and Megatron take it; a writer never gets more than normal priority."""
+        if isinstance(number, IoPriority):
+            return number
         return {2: cls.low, 3: cls.idle}.get(number or 0, cls.normal)
 
 

@@ -36,6 +36,8 @@ ORDER = (
     "config",
     "factory",
     "compat",
+    "integrations",
+    "megatron",
     "testing",
     "writers",
     "apps",

@@ -1,4 +1,4 @@
-"""Background processes leave CPU and disk to training."""
+"""Priority of background processes."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ logger = logging.getLogger(__name__)
 
 
 def lower_priority(pid: int, nice: int, io_priority: IoPriority) -> None:
-    """Lower the priority of a writer process; one that cannot be lowered is logged and stays.
+    """Lower the priority of a writer process. If that fails, a warning is logged and the process keeps its priority.
 
     Args:
-        pid: of the process.
-        nice: as for `nice`, 0 to 19; never below what the process has.
-        io_priority: how it queues for the disk.
+        pid: pid of the process.
+        nice: nice value, 0 to 19; not applied if the process has a higher one.
+        io_priority: I/O priority.
     """
-    import psutil  # not before a process is started: the queues that use this are imported by the processes too
+    import psutil  # late: the worker processes import this module too, and do not need psutil
 
     try:
         process = psutil.Process(pid)

@@ -290,7 +290,7 @@ class PersistentAsyncCaller(ProcessCaller):
         self._open_worker().start()
 
     def take_over(self, other: PersistentAsyncCaller) -> None:
-        """Use the process of another caller, which has none then. Nothing happens where this one has a process."""
+        """Use the worker process of another caller, which then has none. Does nothing if this one has a process."""
         if self._worker is None:
             self._worker, other._worker = other._worker, None
 

@@ -21,8 +21,8 @@ logger = logging.getLogger(__name__)
 #: Priority among the exit handlers of multiprocessing: before those of the worker processes.
 _EXIT_PRIORITY = 30
 
-#: The caller of `warmup_persistent_caller`, with the id of this process, until a queue takes its process over. The
-#: reference has this in the class; a static method that starts a process for a queue to come needs a place for it.
+#: The caller of `warmup_persistent_caller` with the pid of this process, until a queue uses its worker process. The
+#: static method of the reference requires such a place; the reference keeps it in a class attribute.
 _warmed_up: list[tuple[int, PersistentAsyncCaller]] = []
 
 
@@ -74,7 +74,7 @@ class AsyncCallsQueue:
         write_timeout: float = 1800.0,
         close_timeout: float = 60.0,
         cpu_priority: int = 0,
-        io_priority: int | None = None,
+        io_priority: int | IoPriority | None = None,
         cpu_shm_mode: bool = False,
         import_main: bool = True,
     ) -> None:
@@ -101,7 +101,7 @@ class AsyncCallsQueue:
         rank: int = 0,
         mp_mode: str = "spawn",
         cpu_priority: int = 10,
-        io_priority: int | None = None,
+        io_priority: int | IoPriority | None = None,
         cpu_shm_mode: bool = False,
         otel_bootstrap: Any = None,
         start_timeout: float = 30.0,
@@ -109,23 +109,22 @@ class AsyncCallsQueue:
         close_timeout: float = 60.0,
         import_main: bool = True,
     ) -> None:
-        """Start a process now; the next persistent queue that schedules a request and has none yet uses it.
+        """Start a worker process now, for the next persistent queue that schedules a request and has none.
 
         Args:
-            rank: of the reference; processes are told apart by what they are sent.
-            mp_mode: how the process is started; the reference's `fork` is not taken, for it copies the trainer.
-            cpu_priority: how much the process yields the CPU to training, 0 to 19.
-            io_priority: class of `ionice`: 3 idle, 2 best effort and last among those, else normal; 1, which is real
-                time, is for nothing that works in the background.
-            cpu_shm_mode: of NVRx; makes no difference.
-            otel_bootstrap: of NVRx; the process, which has no torch, reports no spans.
-            start_timeout: as in the constructor; so with the next three.
-            write_timeout: as above.
-            close_timeout: as above.
-            import_main: as above.
+            rank: as in the reference; not used.
+            mp_mode: start method; `spawn` is used for `fork`, which would copy the trainer.
+            cpu_priority: CPU priority of the process, 0 to 19; 19 is the lowest.
+            io_priority: class of `ionice`: 3 is idle, 2 the lowest best-effort level, any other is normal.
+            cpu_shm_mode: as in NVRx; has no effect.
+            otel_bootstrap: as in NVRx; has no effect, because the process reports no spans.
+            start_timeout: see the constructor; the same for the next three.
+            write_timeout: see above.
+            close_timeout: see above.
+            import_main: see above.
 
         Raises:
-            CheckpointSaveError: the system refused another process.
+            CheckpointSaveError: the system refused to start another process.
         """
         if _warm_caller() is not None:
             return
@@ -257,8 +256,8 @@ class AsyncCallsQueue:
 
 
 def _warm_caller() -> PersistentAsyncCaller | None:
-    """That of `warmup_persistent_caller`, if it still has a process for a queue to take over."""
-    # A forked copy of this process has a copy of the list, but not the process.
+    """The caller of `warmup_persistent_caller`, if it still has its process."""
+    # A forked child has a copy of the list but does not own the process.
     return next((caller for pid, caller in _warmed_up if pid == os.getpid() and caller.pid is not None), None)
 
 

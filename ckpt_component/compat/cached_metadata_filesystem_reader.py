@@ -1,4 +1,4 @@
-"""`CachedMetadataFileSystemReader`: reads the `.metadata` of a folder once, and again when it is another one."""
+"""`CachedMetadataFileSystemReader`: reads the `.metadata` of a folder once, and again when the file has changed."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from .bucket_io import METADATA
 
-#: Folders whose metadata is kept; that of a large model takes a hundred megabytes and more.
+#: Number of folders whose metadata is cached; that of a large model can exceed 100 MB.
 _KEPT = 2
 
 
 class CachedMetadataFileSystemReader(FileSystemReader):
-    """torch's reader, with metadata that all readers of a folder share.
+    """torch's reader, with metadata shared by all readers of a folder.
 
-    The reference never notices that a folder was saved again; this one asks the file system for time, size and inode of
-    the file on each use.
+    The reference keeps stale metadata when a folder is saved again; this class compares time, size and inode of the
+    file on each use.
 
     Args:
         path: folder of the checkpoint.
-        cache_metadata: False: read it each time.
+        cache_metadata: False: read the file each time.
     """
 
     def __init__(self, path: str | os.PathLike[str], cache_metadata: bool = True) -> None:
@@ -31,7 +31,7 @@ class CachedMetadataFileSystemReader(FileSystemReader):
         self._cache_metadata = cache_metadata
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """What the checkpoint consists of. Shared: do not change it.
+        """Return the metadata of the checkpoint. The object is shared; do not modify it.
 
         Raises:
             FileNotFoundError: there is no checkpoint in the folder.
@@ -44,10 +44,10 @@ class CachedMetadataFileSystemReader(FileSystemReader):
 
     @classmethod
     def clear_metadata_cache(cls, path: str | os.PathLike[str] | None = None) -> None:
-        """Forget what was read.
+        """Empty the cache.
 
         Args:
-            path: of the reference, which has to be told when a folder was saved again; here all is forgotten.
+            path: as in the reference; the cache is emptied for all folders.
         """
         _metadata_of.cache_clear()
 

@@ -87,7 +87,7 @@ class FileSystemWriterAsync(FileSystemWriter):
         use_cpu_shm_for_gpu_tensors: bool = False,
         **kwargs: Any,
     ) -> None:
-        # By name in the signature, where Megatron looks for them.
+        # Megatron looks these names up in the signature.
         given = (is_multiproc_io, use_cached_data_structure, use_cpu_shm_for_gpu_tensors)
         for name, value in zip(_INSTEAD, given, strict=True):
             if value:

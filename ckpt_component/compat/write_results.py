@@ -1,21 +1,21 @@
-"""The queue of the reference that results of writes come through; nothing of this package puts anything there."""
+"""The results queue of the reference; this package does not use it."""
 
 from __future__ import annotations
 
 import queue
 from typing import Any
 
-#: The reference keeps its queue, and the process that serves it, in this name of its module.
+#: The reference keeps its queue here.
 _results_queue: Any = None
 
 
 def get_write_results_queue(mp_mode: str = "spawn") -> queue.Queue[Any]:
-    """A queue with the methods of the reference's.
+    """Return an empty queue with the methods of the reference's.
 
-    The results of a `FileSystemWriterAsync` come back through memory of their own save, so that those of one save are
-    never taken for another's. So this queue needs no process, and stays empty.
+    The results of a `FileSystemWriterAsync` are returned through memory of their own save, so that results of two saves
+    cannot be mixed up. This queue needs no process and stays empty.
 
     Args:
-        mp_mode: how the reference starts the process that serves its queue.
+        mp_mode: as in the reference: start method of its manager process.
     """
     return queue.Queue()

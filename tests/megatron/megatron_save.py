@@ -1,13 +1,13 @@
-"""Megatron-core saves in the background with this package's queue, caller, writer and planning.
+"""Megatron-core saves and loads a sharded state dict; what each function does is run on several ranks.
 
-    torchrun --nproc-per-node 2 tests/megatron/megatron_save.py /tmp/checkpoints
+    torchrun --nproc-per-node 2 tests/megatron/megatron_save.py FOLDER
 
-A Megatron training script would change its imports of `AsyncCallsQueue` and of the save strategy to the ones here; the
-calls stay as they are. Works without CUDA, which megatron-core's own writer and planning do not.
+Runs with megatron-core 0.16 to 0.19, and without CUDA, which megatron-core's own writer and planning do not.
 """
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 from pathlib import Path
@@ -15,51 +15,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing import ShardedTensor
-from megatron.core.dist_checkpointing.mapping import ShardedObject
-from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
-from megatron.core.dist_checkpointing.strategies.torch import (
-    MCoreSavePlanner,
-    TorchDistSaveShardedStrategy,
-    _replace_state_dict_keys_with_sharded_keys,
-    mcore_to_pyt_state_dict,
-)
 
-from ckpt_component import AsyncCallsQueue
-from ckpt_component.compat.file_system_writer_async import FileSystemWriterAsync
-from ckpt_component.compat.plan_cache import CheckpointMetadataCache
-from ckpt_component.compat.state_dict_saver import save_state_dict_async_finalize, save_state_dict_async_plan
-
-
-class SaveStrategy(TorchDistSaveShardedStrategy):
-    """Megatron's `torch_dist` format, planned and written by this package."""
-
-    def __init__(self, thread_count: int = 2) -> None:
-        super().__init__("torch_dist", 1, thread_count=thread_count)
-        self.plans = CheckpointMetadataCache()
-
-    def async_save(self, sharded_state_dict: Any, checkpoint_dir: Path) -> AsyncRequest:
-        """What megatron-core calls; the request goes to whatever queue the training script has."""
-        sharded, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, self.keep_only_main_replica)
-        writer = FileSystemWriterAsync(
-            checkpoint_dir, thread_count=self.thread_count, separation_hint=self.separation_hint
-        )
-        planned = save_state_dict_async_plan(
-            mcore_to_pyt_state_dict(sharded, False),
-            writer,
-            planner=MCoreSavePlanner(
-                dedup_replicated_tensors=not self.keep_only_main_replica, flatten_state_dict=False
-            ),
-            metadata_cache=self.plans,
-        )
-        function, preload, args = writer.get_save_function_and_args()
-        finalize = [lambda: save_state_dict_async_finalize(*planned)]
-        return AsyncRequest(function, tuple(args), finalize, preload_fn=preload)
+import ckpt_component
+import ckpt_component.megatron
 
 
 def sharded_state(rank: int, world: int, value: float) -> dict[str, Any]:
     """A weight cut over the ranks, one that all have, a Python object of each rank, and common values."""
+    from megatron.core.dist_checkpointing import ShardedTensor
+    from megatron.core.dist_checkpointing.mapping import ShardedObject
+
     rows = torch.arange(rank * 4, rank * 4 + 4, dtype=torch.float32).repeat(3, 1).t().contiguous() + value
     return {
         "column": ShardedTensor.from_rank_offsets("decoder.column", rows, (0, rank, world), replica_id=0),
@@ -71,8 +36,9 @@ def sharded_state(rank: int, world: int, value: float) -> dict[str, Any]:
 
 def check(folder: Path, rank: int, world: int, value: float) -> None:
     """Megatron-core loads it, and it is what it was when the save was scheduled."""
-    target = sharded_state(rank, world, -1.0)
-    loaded = dist_checkpointing.load(target, str(folder))
+    from megatron.core import dist_checkpointing
+
+    loaded = dist_checkpointing.load(sharded_state(rank, world, -1.0), str(folder))
     expected = sharded_state(rank, world, value)
     assert torch.equal(loaded["column"], expected["column"].data), loaded["column"]
     assert torch.equal(loaded["alike"], expected["alike"].data), loaded["alike"]
@@ -80,17 +46,45 @@ def check(folder: Path, rank: int, world: int, value: float) -> None:
     assert loaded["iteration"] == int(value)
 
 
-def train(rank: int, world: int, folder: Path, strategy: Any, persistent: bool = True) -> None:
+def new_folder(folder: Path, iteration: int, rank: int) -> Path:
+    path = folder / f"iter_{iteration:07d}"
+    if rank == 0:
+        path.mkdir(parents=True)
+    dist.barrier()
+    return path
+
+
+def save(state: dict[str, Any], path: Path, asynchronously: bool, name: str) -> Any:
+    """As Megatron's training calls it; `name` is `--async-strategy`, which older releases do not have."""
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+
+    strategy = TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=2, cached_metadata=True)
+    options: dict[str, Any] = {"async_strategy": name}
+    if "async_strategy" not in inspect.signature(dist_checkpointing.save).parameters:
+        options = {}
+    return dist_checkpointing.save(state, str(path), strategy, async_sharded_save=asynchronously, **options)
+
+
+def queue_of_megatron(name: str) -> Any:
+    from megatron.core.dist_checkpointing.strategies import async_utils, torch
+
+    if not hasattr(torch, "get_async_strategy"):
+        return async_utils.AsyncCallsQueue(persistent=True)
+    _, modules = torch.get_async_strategy(name)
+    queue = modules["AsyncCallsQueue"](persistent=True)
+    modules["AsyncCallsQueue"].warmup_persistent_caller(dist.get_rank(), cpu_priority=10, io_priority=3)
+    modules["get_write_results_queue"](mp_mode="fork")
+    return queue
+
+
+def train(rank: int, world: int, folder: Path, calls: Any, name: str) -> None:
     """Three saves, each while the values already change."""
-    calls = AsyncCallsQueue(persistent=persistent, start_timeout=120.0)
     for iteration in range(1, 4):
-        path = folder / f"iter_{iteration:07d}"
-        if rank == 0:
-            path.mkdir(parents=True)
-        dist.barrier()
+        path = new_folder(folder, iteration, rank)
         state = sharded_state(rank, world, float(iteration))
         live = [state["column"].data, state["alike"].data]
-        request = dist_checkpointing.save(state, str(path), strategy, async_sharded_save=True)
+        request = save(state, path, True, name)
         assert request is not None
         assert calls.schedule_async_request(request) == iteration - 1
         for weights in live:
@@ -101,27 +95,55 @@ def train(rank: int, world: int, folder: Path, strategy: Any, persistent: bool =
     for iteration in range(1, 4):
         path = folder / f"iter_{iteration:07d}"
         assert (path / "metadata.json").exists()
+        assert sorted(file.name for file in path.glob("*.distcp"))[:2] == ["__0_0.distcp", "__0_1.distcp"]
         check(path, rank, world, float(iteration))
 
 
-def ours(rank: int, world: int, folder: Path) -> None:
-    """With our queue, caller, writer and planning."""
-    strategy = SaveStrategy()
-    train(rank, world, folder, strategy)
-    strategy.plans.close()
+def nvrx(rank: int, world: int, folder: Path) -> None:
+    """Installed before Megatron is imported, asked for as nvrx."""
+    ckpt_component.megatron.install()
+    train(rank, world, folder, queue_of_megatron("nvrx"), "nvrx")
+
+
+def mcore(rank: int, world: int, folder: Path) -> None:
+    """Asked for as mcore."""
+    ckpt_component.megatron.install()
+    train(rank, world, folder, queue_of_megatron("mcore"), "mcore")
+
+
+def installed_late(rank: int, world: int, folder: Path) -> None:
+    """Installed when Megatron is imported already, and this module has its class by name."""
+    global AsyncCallsQueue
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
+
+    assert not issubclass(AsyncCallsQueue, ckpt_component.AsyncCallsQueue) and dist_checkpointing
+    ckpt_component.megatron.install()
+    ckpt_component.megatron.install()
+    calls = queue_of_megatron("nvrx")
+    assert type(calls) is globals()["AsyncCallsQueue"]
+    train(rank, world, folder, calls, "nvrx")
+
+
+def synchronous(rank: int, world: int, folder: Path) -> None:
+    """A save that Megatron waits for."""
+    ckpt_component.megatron.install()
+    path = new_folder(folder, 1, rank)
+    assert save(sharded_state(rank, world, 1.0), path, False, "mcore") is None
+    check(path, rank, world, 1.0)
 
 
 def megatrons_writer(rank: int, world: int, folder: Path) -> None:
-    """With our queue and caller alone; megatron-core's writer and planning need CUDA, which is stood in for."""
+    """Our queue alone; megatron-core's writer and planning need CUDA, which is stood in for."""
     if not torch.cuda.is_available():
         torch.cuda.synchronize = lambda device=None: None
         torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment,return-value]
-    train(rank, world, folder, ("torch_dist", 1))
+    train(rank, world, folder, ckpt_component.AsyncCallsQueue(persistent=True, start_timeout=120.0), "mcore")
 
 
 if __name__ == "__main__":
     dist.init_process_group("gloo")
-    ours(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), Path(sys.argv[1]))
+    nvrx(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), Path(sys.argv[1]))
     if dist.get_rank() == 0:
         print(f"saved and loaded {sys.argv[1]}")
     dist.destroy_process_group()

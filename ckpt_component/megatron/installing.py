@@ -1,0 +1,123 @@
+"""Make Megatron, Megatron-Bridge and NVRx use the asynchronous saves of this package.
+
+Megatron imports its async classes from modules of NVRx or from its own, in `get_async_strategy` when it is called, or
+at the top of its modules. So our names are set in those modules: this works for all these releases, before and after
+they are imported, and for both values of `--async-strategy`. Without NVRx, empty modules are provided in its place.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from functools import partial
+from types import ModuleType
+from typing import Any
+
+from .import_hook import Change, ChangingFinder, MissingModules, replace_everywhere
+from .names import NAMES, names_taken_by, unknown_names
+from .settings import MegatronSettings, check_overrides, megatron_args, read_settings
+from .strategy import async_names, plan_as_megatron
+
+_NVRX = "nvidia_resiliency_ext.checkpointing.async_ckpt"
+_MEGATRON = "megatron.core.dist_checkpointing.strategies"
+#: The modules of NVRx and the names to set in them.
+_HOMES = {
+    f"{_NVRX}.core": ("AsyncCallsQueue", "AsyncRequest"),
+    f"{_NVRX}.cached_metadata_filesystem_reader": ("CachedMetadataFileSystemReader",),
+    f"{_NVRX}.filesystem_async": ("FileSystemWriterAsync", "_results_queue", "get_write_results_queue"),
+    f"{_NVRX}.state_dict_saver": (
+        "CheckpointMetadataCache",
+        "save_state_dict_async_finalize",
+        "save_state_dict_async_plan",
+    ),
+}
+#: Version of the empty package: the NVRx release with these names.
+_NVRX_VERSION = "0.7.0+ckpt.component"
+
+
+def install(overrides: Sequence[str] = ()) -> None:
+    """Make Megatron in this process save with this package. Call it before training starts; once is enough.
+
+    Megatron's options keep their meaning. `--async-strategy nvrx` and `mcore` are both accepted and both use this
+    package.
+
+    Args:
+        overrides: config overrides, such as `checkpoint.timeouts.write=1h`; they take precedence over Megatron's
+            options.
+
+    Raises:
+        CheckpointConfigError: an override is invalid, or has no effect in Megatron's training loop.
+        MegatronNameError: Megatron is already imported and takes a name that this package does not provide.
+    """
+    check_overrides(overrides)
+    if any(isinstance(finder, ChangingFinder) for finder in sys.meta_path):
+        return
+    ours = async_names(partial(_settings, {}, overrides))
+    as_megatron = {
+        **ours,
+        "save_state_dict_async_plan": plan_as_megatron(ours["save_state_dict_async_plan"]),
+    }
+    changes: dict[str, Change] = {
+        module: partial(_set_names, {name: ours[name] for name in names}) for module, names in _HOMES.items()
+    }
+    for module, names in _HOMES.items():
+        own = {name: as_megatron[name] for name in names if name != "CheckpointMetadataCache"}
+        file = module.rpartition(".")[2].replace("core", "async_utils")
+        changes[f"{_MEGATRON}.{file}"] = partial(_set_names, own)
+    changes[f"{_MEGATRON}.nvrx"] = partial(_set_names, {"has_nvrx_async_support": _has_nvrx_async_support})
+    changes[f"{_MEGATRON}.torch"] = _check_names
+    changes["megatron.bridge.utils.instantiate_utils"] = _allow_targets
+    loaded = [name for name in changes if name in sys.modules]
+    for name in loaded:
+        changes[name](sys.modules[name])
+    sys.meta_path.insert(0, ChangingFinder(changes))
+    sys.meta_path.append(MissingModules(_stand_ins(), unknown_names))
+
+
+def _settings(known: dict[int, MegatronSettings], overrides: Sequence[str]) -> MegatronSettings:
+    """Read the settings once before and once after Megatron has parsed its options."""
+    args = megatron_args()
+    if id(args) not in known:
+        known[id(args)] = read_settings(args, overrides)
+    return known[id(args)]
+
+
+def _stand_ins() -> dict[str, dict[str, Any]]:
+    packages = [_NVRX]
+    while "." in packages[-1]:
+        packages.append(packages[-1].rpartition(".")[0])
+    names: dict[str, dict[str, Any]] = {name: {} for name in (*packages, *_HOMES)}
+    names[packages[-1]] = {"__version__": _NVRX_VERSION}
+    return names
+
+
+def _set_names(values: Mapping[str, Any], module: ModuleType) -> None:
+    before = {name: vars(module).get(name) for name in values}
+    vars(module).update(values)
+    # Other modules may have imported the previous objects by name.
+    replace_everywhere({id(old): values[name] for name, old in before.items() if old is not None})
+
+
+def _has_nvrx_async_support() -> bool:
+    """Replaces Megatron's check for an installed NVRx."""
+    return True
+
+
+def _check_names(module: ModuleType) -> None:
+    """Refuse a Megatron that takes other names than ours."""
+    taken = names_taken_by(getattr(module, "get_async_strategy", None))
+    unknown = {name for name in taken if name not in NAMES}
+    if unknown:
+        raise unknown_names(unknown)
+    by_name = "FileSystemWriterAsync" in vars(module)  # megatron-core before 0.17
+    if not taken and not by_name and "make_nvrx_async_request" not in vars(module):
+        raise unknown_names(["unknown classes"])
+    if "HAVE_NVRX" in vars(module):
+        vars(module)["HAVE_NVRX"] = True
+
+
+def _allow_targets(module: ModuleType) -> None:
+    """Allow `checkpoint.custom_manager_class` of Bridge to name a class of this package."""
+    allow = getattr(module, "register_allowed_target_prefix", None)
+    if allow is not None:
+        allow("ckpt_component.")

@@ -1,0 +1,55 @@
+"""The names that Megatron takes from its async strategy, and the error for unknown ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from importlib import import_module
+from types import CodeType, FunctionType
+from typing import Any
+
+from .. import __version__
+from ..errors import CheckpointError
+
+#: The names that Megatron's `get_async_strategy` returns.
+NAMES = (
+    "AsyncCallsQueue",
+    "AsyncRequest",
+    "CachedMetadataFileSystemReader",
+    "CheckpointMetadataCache",
+    "FileSystemWriterAsync",
+    "_results_queue",
+    "get_write_results_queue",
+    "save_state_dict_async_finalize",
+    "save_state_dict_async_plan",
+)
+
+
+class MegatronNameError(CheckpointError, ImportError):
+    """Megatron takes a name from its async strategy that this package does not provide."""
+
+
+def unknown_names(names: Iterable[str]) -> MegatronNameError:
+    """Create the error for names that are not in `NAMES`."""
+    return MegatronNameError(
+        f"megatron-core {megatron_version()} takes {', '.join(sorted(names))} from its async strategy, which "
+        f"ckpt_component {__version__} does not provide.\n"
+        "Use a newer ckpt_component, or run the script without ckpt_component.megatron (with NVRx)."
+    )
+
+
+def megatron_version() -> str:
+    """Version of megatron-core, installed or a source checkout."""
+    return str(getattr(import_module("megatron.core.package_info"), "__version__", "of unknown version"))
+
+
+def names_taken_by(function: Any) -> set[str]:
+    """Names that a function imports with `from ... import`, read from its bytecode."""
+    if not isinstance(function, FunctionType):
+        return set()
+    return _imported_by(function.__code__) - {"*"}
+
+
+def _imported_by(code: CodeType) -> set[str]:
+    # The names of each such statement are a tuple among the constants.
+    names = {name for value in code.co_consts if isinstance(value, tuple) for name in value if isinstance(name, str)}
+    return names.union(*(_imported_by(value) for value in code.co_consts if isinstance(value, CodeType)))
