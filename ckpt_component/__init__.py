@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from .managing.manager import CheckpointManager
     from .saving.report import SaveReport
     from .state.per_rank import PerRank
+    from .storage.run_record import StoredConfig, stored_config, stored_metrics
 
 __version__ = "0.1.0"
 
@@ -53,6 +54,7 @@ __all__, __getattr__, __dir__ = lazy(
             "save_state_dict_async_finalize save_state_dict_async_plan"
         ),
         ".saving.report": "SaveReport",
+        ".storage.run_record": "StoredConfig stored_config stored_metrics",
     },
 )
 __all__ += _errors.__all__

@@ -7,24 +7,31 @@ from __future__ import annotations
 
 import logging
 import os
+import platform
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
+from . import __version__
 from .callers.write_callers import WriteCaller
 from .checkpointer import AsyncCheckpointer, Checkpointer, SyncCheckpointer
 from .config.checks import refuse_bad_dir
+from .config.compose import checked_overrides, compose_checkpoint
 from .config.errors import HydraConfigError, for_hydra
 from .config.following import deadlines, longest_pause
-from .config.hydra_job import root_of_job
+from .config.hydra_job import launch_folder, root_of_job
 from .config.parts import build_part, part_class
+from .config.recorded import recorded_config
 from .config.resolve import resolve_config
 from .config.schema import Checkpoint
 from .coordination import Coordinator, LocalCoordinator
 from .formats.base import Writer
 from .managing.best import BestPolicy
+from .managing.git_commit import commit_of
 from .managing.manager import CheckpointManager
 from .managing.policies import ResumePolicy, RetentionPolicy, SavePolicy
 from .managing.recording import record
@@ -40,7 +47,8 @@ from .saving.transaction import RunHooks
 from .stagers.base import Stager
 from .storage.file_system import file_system
 from .storage.fs import FsOps
-from .storage.names import NAMINGS
+from .storage.names import NAMINGS, RUN_RECORD
+from .storage.run_record import StoredConfig
 
 logger = logging.getLogger(__name__)
 
@@ -86,6 +94,8 @@ def build_manager(
         CheckpointConfigError: the config is wrong, or its parts do not fit together, or another job of the multirun
             saves in the folder; nothing was built. Or a rank cannot write to the folder; raised on all ranks.
     """
+    if isinstance(config, str):
+        config, overrides = compose_checkpoint(config, checked_overrides(overrides)), ()
     settings = resolve_config(config, overrides)
     root = settings.dir if dir is None else _folder(dir)
     resume = ResumePolicy(settings.resume, settings.rewind)
@@ -103,7 +113,9 @@ def build_manager(
                 # Hydra names the output folder by each rank's clock, so rank 0's name is used.
                 job_root = ranks.run_on_leader("root/job", lambda: job_root, time.monotonic() + timeouts.stage)
             run = RunContext(fs, os.path.abspath(job_root), names, ranks, timeouts, best)
-            folder = RunFolder(run, resume, RetentionPolicy(settings.keep.last, settings.keep.every_steps))
+            keep = RetentionPolicy(settings.keep.last, settings.keep.every_steps)
+            files = {RUN_RECORD: _run_record(config, overrides)} if ranks.is_leader and save.enabled else {}
+            folder = RunFolder(run, resume, keep, files)
             if save.enabled:
                 folder.check_writable()
             checkpointer = _build_graph(settings, parts, ranks, fs, timeouts, policy, folder)
@@ -115,6 +127,13 @@ def build_manager(
     manager = CheckpointManager(checkpointer, run, save, restorer, overlap)
     record(manager)
     return manager
+
+
+def _run_record(config: Any, overrides: Sequence[str]) -> bytes:
+    """What every checkpoint of a manager says about the run."""
+    versions = {"ckpt_component": __version__, "torch": str(torch.__version__), "python": platform.python_version()}
+    written, resolved = recorded_config(config, overrides)
+    return StoredConfig(written, resolved, versions, commit_of(launch_folder())).encode()
 
 
 def _folder(dir: str | os.PathLike[str]) -> str:

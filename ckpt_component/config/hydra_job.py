@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
+from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
+from .compose import plain_dict
 from .errors import HydraConfigError
 
 logger = logging.getLogger(__name__)
@@ -52,6 +54,25 @@ def root_of_job(root: str, *, saves: bool) -> str:
             "'checkpoint.dir=/data/${hydra:job.num}'."
         )
     return root
+
+
+def job_config() -> dict[str, Any] | None:
+    """The composed config of this process's job with all of the app's keys, unresolved; None outside of a job."""
+    if not HydraConfig.initialized():
+        return None
+    job: Any = HydraConfig.get()
+    app = job._get_parent()  # Hydra offers no other way
+    return plain_dict(app, resolve=False) if isinstance(app, DictConfig) else None
+
+
+def launch_folder() -> str:
+    """The folder in which this process, or the Hydra app whose job it runs, was started."""
+    if HydraConfig.initialized():
+        job: Any = HydraConfig.get()
+        folder = OmegaConf.select(job, "runtime.cwd")
+        if folder is not None:
+            return str(folder)
+    return os.getcwd()
 
 
 def _multirun_job() -> str | None:

@@ -73,6 +73,16 @@ def resolve_config(
     return checkpoint
 
 
+def unresolved(
+    config: DictConfig | Mapping[str, Any] | Checkpoint | str, overrides: Sequence[str] = ()
+) -> dict[str, Any]:
+    """The config that `resolve_config` reads, as nested dicts with its interpolations, and not checked."""
+    overrides = checked_overrides(overrides)
+    if isinstance(config, str):
+        config, overrides = compose_checkpoint(config, overrides), []
+    return _override(_plain(config, resolve=False), overrides, resolve=False)
+
+
 def _complete(kind: str, part: dict[str, Any]) -> dict[str, Any]:
     """Check types and ranges of our own part and add its defaults; a user's part is returned as it is."""
     schema = part_schema(kind, str(part.get("_target_")))
@@ -82,8 +92,8 @@ def _complete(kind: str, part: dict[str, Any]) -> dict[str, Any]:
     return plain_dict(OmegaConf.structured(read(schema, values, f"checkpoint.{kind}")), resolve=False)
 
 
-def _plain(config: Any) -> dict[str, Any]:
-    """Convert a config to nested dicts and lists with all interpolations resolved."""
+def _plain(config: Any, *, resolve: bool = True) -> dict[str, Any]:
+    """Convert a config to nested dicts and lists, with all interpolations resolved if `resolve` says so."""
     if is_dataclass(config) and not isinstance(config, type):
         config = OmegaConf.structured(config)
     if not isinstance(config, (DictConfig, Mapping)):
@@ -93,7 +103,7 @@ def _plain(config: Any) -> dict[str, Any]:
     try:
         if not isinstance(config, DictConfig):
             config = OmegaConf.create({key: _path_text(value) for key, value in config.items()})
-        tree = plain_dict(config, resolve=True)
+        tree = plain_dict(config, resolve=resolve)
     except OmegaConfBaseException as error:
         raise HydraConfigError(omegaconf_text(error, "checkpoint")) from None
     if not isinstance(tree, dict):
@@ -101,8 +111,10 @@ def _plain(config: Any) -> dict[str, Any]:
     return {str(key): value for key, value in tree.items()}
 
 
-def _override(tree: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+def _override(tree: dict[str, Any], overrides: Sequence[str], *, resolve: bool = True) -> dict[str, Any]:
     """Swap parts first, then set values, as Hydra does."""
+    if not overrides:
+        return tree
     parsed = [_readable(text, tree) for text in overrides]
     for override in parsed:
         if "/" in override.key_or_group:
@@ -114,7 +126,7 @@ def _override(tree: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
             if "/" not in override.key_or_group:
                 key = override.key_or_group.partition(".")[2]
                 OmegaConf.update(changed, key, override.value(), merge=True)
-        return plain_dict(changed, resolve=True)
+        return plain_dict(changed, resolve=resolve)
     except OmegaConfBaseException as error:
         raise HydraConfigError(omegaconf_text(error, "checkpoint")) from None
 

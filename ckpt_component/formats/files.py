@@ -18,7 +18,7 @@ from ..errors import CheckpointStageError
 from ..image.layout import ImageFile, Item, Layout
 from ..memory.huge_pages import PAGE, align
 from ..state.structure import Relation, Stored, Structure
-from ..storage.names import MANIFEST
+from ..storage.names import MANIFEST, RUN_RECORD
 from ..storage.safe_open import is_plain_name
 from ..writing.range_writer import Lane
 from ..writing.request import EncodedSave, ObjectBlob
@@ -27,7 +27,7 @@ from .safetensors import SafetensorsPlan
 from .torch_save import TorchSavePlan
 
 #: Files of the commit, which are next to those of the state.
-_RESERVED = re.compile(rf"{re.escape(MANIFEST)}|integrity-\d+\.json|\.ckpt-.*")
+_RESERVED = re.compile(rf"{re.escape(MANIFEST)}|{re.escape(RUN_RECORD)}|integrity-\d+\.json|\.ckpt-.*")
 
 
 class FilesWriter(Writer):

@@ -9,16 +9,21 @@ from typing import Any
 
 import torch  # loaded once, before any fork
 from faults.invariants import state_of, violations_at
+from omegaconf import DictConfig
 
 import ckpt_component.factory as factory
 from ckpt_component import CheckpointSaveError, build_checkpointer, build_manager
+from ckpt_component.config import Checkpoint, compose_checkpoint
 from ckpt_component.config.parts import part_class
 from ckpt_component.config.resolve import resolve_config
 from ckpt_component.storage.file_system import LOG, SPEC
 from ckpt_component.storage.names import MEGATRON
 
-#: A config takes 0.1 s to resolve, and every child uses one of a few.
-_resolved = functools.cache(lambda config, overrides: resolve_config(config, list(overrides)))
+#: A config takes 0.1 s to compose and to resolve, and every child uses one of a few.
+_composed = functools.cache(lambda preset, overrides: compose_checkpoint(preset, list(overrides)))
+_resolved = functools.cache(lambda preset, overrides: resolve_config(_composed(preset, overrides)))
+#: By the identity of the composed config.
+_settings: dict[int, Checkpoint] = {}
 torch.set_num_threads(1)
 
 KEEP_ONE = ("checkpoint.keep.last=1", "checkpoint.save.at_end=false", "checkpoint.timeouts.close=20")
@@ -28,10 +33,21 @@ def prepare(**arguments: Any) -> None:
     """In the server, before the fork: load what the child is going to need."""
     from faults.lives import SOAK
 
-    factory.resolve_config = lambda config, overrides=(): _resolved(config, tuple(overrides))  # type: ignore[assignment]
+    def composed(preset: str, overrides: Sequence[str] = ()) -> DictConfig:
+        return _composed(preset, tuple(overrides))
+
+    def resolved(config: Any, overrides: Sequence[str] = ()) -> Checkpoint:
+        if isinstance(config, str):
+            return _resolved(config, tuple(overrides))
+        if id(config) not in _settings:
+            _settings[id(config)] = resolve_config(config)
+        return _settings[id(config)]
+
+    factory.compose_checkpoint, factory.resolve_config = composed, resolved  # type: ignore[assignment]
     for preset in {"sync", arguments.get("preset", "sync")}:
         for overrides in ((*KEEP_ONE, *arguments.get("overrides", ())), SOAK):
             settings = _resolved(preset, overrides)
+            _settings[id(_composed(preset, overrides))] = settings
             for kind in ("stager", "caller", "writer"):
                 part_class(kind, getattr(settings, kind), object)
 

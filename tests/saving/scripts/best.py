@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from ckpt_component import CheckpointManager, RanksError, build_manager
+from ckpt_component import CheckpointManager, RanksError, build_manager, stored_config, stored_metrics
 
 
 def state_of(step: int) -> dict[str, Any]:
@@ -37,3 +37,13 @@ def compared(rank: int, world_size: int, folder: Path) -> None:
     with manager_in(root, "checkpoint.resume=best", "checkpoint.rewind=true") as manager:
         assert manager.restore(state) == 2 and state["weight"].eq(2).all()
         assert manager.steps() == [2]
+
+
+def recorded(rank: int, world_size: int, folder: Path) -> None:
+    """Rank 0's record and metrics are in the checkpoint, once."""
+    with build_manager("async_persistent", [f"checkpoint.keep.last={5 + rank}"], dir=folder / "run") as manager:
+        manager.save(1, state_of(1), metrics={"loss": 0.5 + rank})
+        manager.wait()
+        path = manager.path_of(1)
+    assert stored_config(path).config["checkpoint"]["keep"]["last"] == 5
+    assert stored_metrics(path) == {"loss": 0.5}

@@ -1,0 +1,239 @@
+"""The composed config as checkpoints store it: what is in it, what is resolved, and what is never written."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf
+
+from ckpt_component import build_manager, compose_checkpoint, stored_config
+from ckpt_component.config import config_dir
+from ckpt_component.config.recorded import HIDDEN, recorded_config
+
+PASSWORD = "hunter2-from-the-environment"
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CKPT_TEST_PASSWORD", PASSWORD)
+
+
+def app(**keys: Any) -> DictConfig:
+    """The config of an app with a checkpoint config in it."""
+    return OmegaConf.create({"checkpoint": {**compose_checkpoint("sync")}, **keys})
+
+
+def recorded(**keys: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    return recorded_config(app(**keys).checkpoint, [])
+
+
+# --- which config ---------------------------------------------------------------------------------------------------
+
+
+def test_of_a_node_the_whole_app_is_stored_with_the_overrides_of_the_manager(tmp_path: Path) -> None:
+    cfg = app(lr=0.5, twice="${lr}", extra={"place": "${twice}/x"})
+    with build_manager(cfg.checkpoint, ["checkpoint.keep.last=7", "checkpoint/stager=none"], dir=tmp_path) as manager:
+        manager.save(1, {"weight": torch.ones(2)})
+    stored = stored_config(tmp_path / "iter_0000001")
+    assert (stored.config["twice"], stored.config["extra"]) == ("${lr}", {"place": "${twice}/x"})
+    assert (stored.resolved["twice"], stored.resolved["extra"]) == (0.5, {"place": "0.5/x"})
+    for tree in (stored.config, stored.resolved):
+        assert tree["checkpoint"]["keep"]["last"] == 7
+        assert tree["checkpoint"]["stager"]["_target_"] == "ckpt_component.stagers.LiveStager"
+    assert cfg.checkpoint.keep.last == 3  # the user's own config is as it was
+
+
+def test_of_a_node_that_is_not_at_the_top_it_stays_where_it_is() -> None:
+    cfg = OmegaConf.create({"train": {"ckpt": {**compose_checkpoint("sync")}, "lr": 1}})
+    config, _ = recorded_config(cfg.train.ckpt, ["checkpoint.keep.last=7"])
+    assert config.keys() == {"train"} and config["train"]["lr"] == 1 and config["train"]["ckpt"]["keep"]["last"] == 7
+
+
+@pytest.mark.parametrize("form", ["name", "dict", "composed"])
+def test_in_a_plain_loop_it_is_the_checkpoint_config(form: str) -> None:
+    forms: dict[str, Any] = {
+        "name": "sync",
+        "dict": OmegaConf.to_container(compose_checkpoint("sync")),
+        "composed": compose_checkpoint("sync"),
+    }
+    for tree in recorded_config(forms[form], ["checkpoint.keep.last=7"]):
+        assert tree.keys() == {"checkpoint"} and tree["checkpoint"]["keep"]["last"] == 7
+
+
+@pytest.mark.parametrize("form", ["node", "name"])
+def test_in_a_hydra_job_it_is_that_of_the_job(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with initialize_config_dir(str(config_dir()), **_version()):
+        cfg = compose(overrides=["+checkpoint=sync", "+lr=0.5", "+job='${hydra:job.name}'"], return_hydra_config=True)
+    monkeypatch.setattr(HydraConfig.instance(), "cfg", None)
+    HydraConfig.instance().set_config(cfg)
+    config, resolved = recorded_config(cfg.checkpoint if form == "node" else "sync", ["checkpoint.keep.last=7"])
+    assert config.keys() == resolved.keys() == {"checkpoint", "lr", "job"}  # and not what is Hydra's own
+    assert resolved["checkpoint"]["keep"]["last"] == 7
+    assert (config["job"], resolved["job"]) == ("${hydra:job.name}", HydraConfig.get().job.name)
+
+
+def _version() -> dict[str, str]:
+    import hydra
+
+    return {"version_base": "1.3"} if hydra.__version__ < "1.4" else {}
+
+
+# --- secrets --------------------------------------------------------------------------------------------------------
+
+
+def test_what_the_environment_says_is_never_written(tmp_path: Path) -> None:
+    keys = {
+        "data": "${oc.env:CKPT_TEST_PASSWORD}",
+        "login": {"user": "me", "word": "${oc.env:CKPT_TEST_PASSWORD}"},
+        "url": "postgres://me:${login.word}@host",
+        "again": "<${url}>",
+        "copy": "${login}",
+        "list": ["${data}"],
+        "size": "${oc.decode:${oc.env:CKPT_TEST_PASSWORD}}",
+        "module": "oc",
+        "named": "${${module}.env:CKPT_TEST_PASSWORD}",
+    }
+    with build_manager(app(**keys).checkpoint, dir=tmp_path) as manager:
+        manager.save(1, {"weight": torch.ones(2)})
+    for path in (tmp_path / "iter_0000001").iterdir():
+        assert PASSWORD.encode() not in path.read_bytes()
+    stored = stored_config(tmp_path / "iter_0000001")
+    assert {key: stored.config[key] for key in keys} == keys
+    word = "${oc.env:CKPT_TEST_PASSWORD}"
+    assert {key: stored.resolved[key] for key in keys} == {
+        "data": word,
+        "login": {"user": "me", "word": word},
+        "url": f"postgres://me:{word}@host",
+        "again": f"<postgres://me:{word}@host>",
+        "copy": {"user": "me", "word": word},
+        "list": [word],
+        "size": "${oc.decode:${oc.env:CKPT_TEST_PASSWORD}}",
+        "module": "oc",
+        "named": "${${module}.env:CKPT_TEST_PASSWORD}",
+    }
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        *("password", "PASSWORD", "db_password", "dbPassword", "passwd", "passphrase", "secret", "client_secret"),
+        *("token", "hf_token", "authToken", "api_key", "apikey", "WANDB_API_KEY", "aws_access_key_id", "accessKeyId"),
+        *("aws_secret_access_key", "private_key", "kms-key-id", "credentials", "authorization", "auth"),
+    ],
+)
+def test_literal_secrets_are_hidden_wherever_they_would_appear(key: str) -> None:
+    below = {key: "abc", "other": "x"}
+    for config in recorded(
+        section=below, inside={key: {"deep": ["abc"]}}, text=f"<${{section.{key}}}>", copy="${section}"
+    ):
+        assert config["section"] == {key: HIDDEN, "other": "x"} and config["inside"] == {key: {"deep": [HIDDEN]}}
+        assert "abc" not in str(config)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *(("tokenizer", "bpe"), ("max_tokens", 512), ("token_dim", 8), ("token", 3), ("eos_token", "</s>")),
+        *(("pad_token", "<pad>"), ("primary_key", "id"), ("keys", "a"), ("password", None), ("use_auth", True)),
+        *(("secret", ""), ("author", "me"), ("path", "a:b@c"), ("url", "http://user@host:80/x@y")),
+    ],
+)
+def test_what_is_no_secret_is_stored(key: str, value: Any) -> None:
+    for config in recorded(section={key: value}):
+        assert config["section"] == {key: value}
+
+
+def test_a_password_in_a_url_is_hidden() -> None:
+    for config in recorded(url="postgres://me:pw@host:5432/db"):
+        assert config["url"] == f"postgres://me:{HIDDEN}@host:5432/db"
+
+
+def test_resolvers_that_read_secrets_are_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    for name in ("vault", "aws_secret", "environment", "twice"):
+        OmegaConf.register_new_resolver(name, lambda text: asked.append(text) or f"{text}{text}", replace=True)
+    try:
+        _, resolved = recorded(
+            a="${vault:a}", b="${aws_secret:b}", c="${environment:c}", d="${twice:d}", e="${twice:api_key}"
+        )
+    finally:
+        for name in ("vault", "aws_secret", "environment", "twice"):
+            OmegaConf.clear_resolver(name)
+    assert asked == ["d"] and resolved["d"] == "dd"
+    assert [resolved[key] for key in "abce"] == [
+        "${vault:a}",
+        "${aws_secret:b}",
+        "${environment:c}",
+        "${twice:api_key}",
+    ]
+
+
+# --- what cannot be resolved ----------------------------------------------------------------------------------------
+
+
+def test_what_cannot_be_resolved_stays_as_it_is_written_and_the_rest_is_resolved() -> None:
+    OmegaConf.register_new_resolver("broken", lambda: 1 / 0, replace=True)
+    keys: dict[str, Any] = {
+        "nowhere": "${not.there}",
+        "broken": "${broken:}",
+        "unknown": "${no_such_resolver:1}",
+        "missing": "???",
+        "one": "${other}",
+        "other": "${one}",
+        "cycle": {"inner": "${cycle}"},
+    }
+    try:
+        _, resolved = recorded(**keys, n=2, good=["${n}"])
+    finally:
+        OmegaConf.clear_resolver("broken")
+    assert {key: resolved[key] for key in keys} == keys and resolved["good"] == [2]
+
+
+def test_a_config_that_cannot_be_stored_is_no_reason_to_stop(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ckpt_component.config.recorded.unresolved", lambda *_: 1 / 0)
+        with build_manager("sync", dir=tmp_path) as manager:
+            manager.save(1, {"weight": torch.ones(2)})
+    stored = stored_config(tmp_path / "iter_0000001")
+    assert (stored.config, stored.resolved) == ({}, {}) and stored.versions["torch"] == str(torch.__version__)
+    assert "the config could not be stored in the checkpoints: division by zero" in caplog.text
+
+
+def test_values_that_json_does_not_have_are_text(tmp_path: Path) -> None:
+    keys = {
+        "inf": float("inf"),
+        "nan": float("nan"),
+        "folder": Path("/data"),
+        "raw": b"\xff",
+        "lone": "\ud800",
+        3: "three",
+    }
+    with build_manager(OmegaConf.create({**app(), **keys}).checkpoint, dir=tmp_path) as manager:
+        manager.save(1, {"weight": torch.ones(2)})
+    text = (tmp_path / "iter_0000001" / "run.json").read_text("utf-8")
+    stored = json.loads(text, parse_constant=pytest.fail)["config"]
+    assert [stored[key] for key in ("inf", "nan", "folder", "3")] == ["inf", "nan", "/data", "three"]
+
+
+def test_a_job_in_another_folder_names_the_commit_where_it_was_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    start, commit = tmp_path / "start", "a" * 40
+    (start / ".git").mkdir(parents=True)
+    (start / ".git" / "HEAD").write_text(commit)
+    monkeypatch.chdir(tmp_path)
+    settings = OmegaConf.create({"hydra": {"mode": None, "runtime": {"cwd": str(start), "output_dir": "???"}}})
+    monkeypatch.setattr(HydraConfig.instance(), "cfg", settings)
+    with build_manager("sync", dir=tmp_path / "run") as manager:
+        manager.save(1, {"weight": torch.ones(2)})
+    assert stored_config(tmp_path / "run" / "iter_0000001").commit == commit
+    assert os.getcwd() == str(tmp_path)
