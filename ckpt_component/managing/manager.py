@@ -78,6 +78,11 @@ class CheckpointManager:
         """Whether the manager saves and restores anything."""
         return self._checkpointer is not None
 
+    @property
+    def restored_from(self) -> str | None:
+        """The path of the checkpoint that `restore` loaded, or tried last if it failed; None: there was none."""
+        return self._restorer.path if self.enabled else None
+
     def path_of(self, step: int) -> str:
         """Where the checkpoint of a step is, or would be."""
         return self._run.path_of(checked_step(step))
@@ -138,7 +143,7 @@ class CheckpointManager:
             self._ranks.resumed(step)
             self._due.restart(self._ranks.meetings["restore"])
             self._restored = step
-            here = os.path.realpath(self._restorer.loaded or "") == os.path.realpath(self.path_of(step))
+            here = os.path.realpath(self._restorer.path or "") == os.path.realpath(self.path_of(step))
             self._saved_step, self._newest = step if here else None, None
             self._last_save = time.monotonic()
             if self._save_policy.enabled and self._seen is None:

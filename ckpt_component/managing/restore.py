@@ -39,7 +39,7 @@ class Restorer:
         saves: whether the save policy makes any saves.
 
     Attributes:
-        loaded: the path of the checkpoint that was loaded last.
+        path: the checkpoint that was loaded, or the one that was tried last; None: there was none.
     """
 
     def __init__(self, checkpointer: Checkpointer, folder: RunFolder, saves: bool) -> None:
@@ -48,7 +48,7 @@ class Restorer:
         self._run = folder.run
         self._policy = folder.resume
         self._saves = saves
-        self.loaded: str | None = None
+        self.path: str | None = None
 
     def load(self, state: dict[str, Any], strict: bool, allow_dtype_cast: bool) -> int | None:
         """Load the best undamaged step; see `CheckpointManager.restore`. Returns the step, or None.
@@ -66,7 +66,7 @@ class Restorer:
         candidates, committed, suspects, occupied = ranks.meet("restore", None, lambda _: self._look(), deadline)
         tag = f"restore/{ranks.meetings['restore']}"
         load = partial(self._load_together, state, strict=strict, allow_dtype_cast=allow_dtype_cast)
-        step, self.loaded = self._load_first(candidates, suspects, tag, load)
+        step = self._load_first(candidates, suspects, tag, load)
         later = [other for other in occupied if step is None or other > step]
         retired = later if self._policy.rewind else []
         if retired or self._policy.choice != "never":
@@ -137,10 +137,11 @@ class Restorer:
         suspects: list[int],
         tag: str,
         load: Callable[[str, str], tuple[int, bool]],
-    ) -> tuple[int | None, str | None]:
+    ) -> int | None:
         """Load the first undamaged candidate, and add the damaged ones before it to `suspects`."""
+        self.path = None
         for number, (step, path) in enumerate(candidates):
-            started = time.perf_counter()
+            started, self.path = time.perf_counter(), path
             try:
                 size, checksums = load(path, f"{tag}/{number}")
             except CheckpointCorruptError as error:
@@ -160,8 +161,8 @@ class Restorer:
                 seconds = time.perf_counter() - started
                 text = "restored step %d from %s: %s in %.2f s, %s"
                 logger.info(text, step, path, amount(size), seconds, verified)
-            return step, path
-        return None, None
+            return step
+        return None
 
     def _look(self) -> list[Any]:
         """On the leading rank: clean up and scan the folder.

@@ -119,3 +119,73 @@ def test_a_higher_learning_rate_in_the_config_counts_after_a_resume(compose_job:
     trained(compose_job("train.steps=5", "train.lr=0.001"), tmp_path)
     job, _ = trained(compose_job("train.steps=6", "train.lr=0.004"), tmp_path)
     assert job.optimizer.param_groups[0]["lr"] == pytest.approx(0.004, rel=1e-3)
+
+
+# --- what differs from the run that saved the checkpoint ------------------------------------------------------------
+
+
+def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """The warnings about other settings since the last call."""
+    lines = [record.getMessage() for record in caplog.records if "with other settings" in record.getMessage()]
+    caplog.clear()
+    return lines
+
+
+def test_keys_that_mean_another_run_are_named_with_both_values(
+    compose_job: Composed, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trained(compose_job("train.steps=2", "train.lr=0.001", "data.max_bytes=1MB"), tmp_path)
+    trained(
+        compose_job(
+            *("train.steps=3", "train.lr=0.004", "train.clip_norm=null", "data.max_bytes=1000000"),
+            *("train.log_every=2", "train.threads=1", "checkpoint.keep.last=5", "checkpoint/writer=torch_save"),
+        ),
+        tmp_path,
+    )
+    assert warnings_of(caplog) == [
+        "this run continues iter_0000002 with other settings (that of the checkpoint -> now): train.lr 0.001 -> 0.004, "
+        "train.clip_norm 1.0 -> null"
+    ]
+    trained(compose_job("train.steps=4", "train.lr=0.004", "train.clip_norm=null", "data.max_bytes=1MB"), tmp_path)
+    assert warnings_of(caplog) == []
+
+
+def test_they_are_named_before_the_error_of_a_model_that_does_not_fit(
+    compose_job: Composed, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trained(compose_job("train.steps=2"), tmp_path)
+    with pytest.raises(CheckpointLoadError, match="shape"):
+        trained(compose_job("train.steps=3", "model.width=32"), tmp_path)
+    (line,) = warnings_of(caplog)
+    assert line.endswith(": model.width 16 -> 32")
+
+
+def test_a_text_from_the_environment_is_compared_as_it_is_now(
+    compose_job: Composed,
+    tmp_path: Path,
+    text_file: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("CKPT_TEST_TEXT", str(text_file))
+    where = "data.path='${oc.env:CKPT_TEST_TEXT}'"
+    trained(compose_job("train.steps=2", where), tmp_path)
+    trained(compose_job("train.steps=3"), tmp_path)
+    trained(compose_job("train.steps=4", where), tmp_path)
+    assert warnings_of(caplog) == []
+
+
+def test_a_checkpoint_of_another_program_is_not_compared(
+    compose_job: Composed, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    from ckpt_component import build_checkpointer, build_manager
+
+    caplog.set_level("INFO")
+    job = Job(compose_job(), "/")
+    with build_checkpointer("sync") as checkpointer:
+        checkpointer.save(job.state, tmp_path / "iter_0000001")
+    with build_manager("sync", dir=tmp_path / "other") as manager:
+        manager.save(1, job.state)
+    for path, text in ((tmp_path, "has no run.json"), (tmp_path / "other", "is not of this program")):
+        trained(compose_job("train.steps=1", f"checkpoint.resume={path}/iter_0000001"), tmp_path / path.name)
+        assert text in caplog.text and warnings_of(caplog) == []

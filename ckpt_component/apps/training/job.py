@@ -47,6 +47,8 @@ class Job:
 
     Attributes:
         settings: The node `train`.
+        config: All settings of the run.
+        leads: Whether this is rank 0.
         text: Text to train on.
         device: Device to train on.
         model: The GPT; its parameters may be sharded, depending on `parallel`.
@@ -59,7 +61,8 @@ class Job:
     """
 
     def __init__(self, config: DictConfig, base_dir: str, ranks: Ranks = ALONE) -> None:
-        loaded = read(config)
+        self.config = loaded = read(config)
+        self.leads = ranks.rank == 0
         self.settings, data, size, kind = loaded.train, loaded.data, loaded.model, loaded.parallel
         settings = self.settings
         self.device = pick_device(settings.device, ranks)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ...factory import build_manager
+from .changes import warn_of_changes
 from .job import Job, StepResult
 from .report import Stopwatch, Summary, time_fence
 
@@ -35,7 +36,11 @@ def run(job: Job, checkpoint: Any, checkpoint_dir: str | None) -> Summary:
     with build_manager(checkpoint, dir=checkpoint_dir) as manager:
         manager.stop_on_signal(requeue_exit_code=job.settings.requeue_exit_code)
         saving, fence = Stopwatch(), time_fence(job.optimizer, manager.guard)
-        summary.start = manager.restore(job.state) or 0
+        try:
+            summary.start = manager.restore(job.state) or 0
+        finally:
+            if job.leads and manager.restored_from is not None:
+                warn_of_changes(manager.restored_from, job.config)
         began = time.perf_counter()
         losses = _Losses(job, summary)
         for step in range(summary.start + 1, job.settings.steps + 1):
