@@ -11,7 +11,6 @@ import runpy
 import sys
 
 from ..errors import CheckpointError
-from .installing import install
 
 
 def main() -> None:
@@ -34,6 +33,8 @@ def main() -> None:
     options = parser.parse_args()
     if not os.path.isfile(options.script):
         parser.error(f"there is no script {options.script!r}; the script's own options must follow its name")
+    from .installing import install  # imports torch
+
     try:
         install(options.checkpoint_override)
     except CheckpointError as error:

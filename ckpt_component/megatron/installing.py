@@ -21,7 +21,7 @@ from .strategy import async_names, plan_as_megatron
 _NVRX = "nvidia_resiliency_ext.checkpointing.async_ckpt"
 _MEGATRON = "megatron.core.dist_checkpointing.strategies"
 #: The modules of NVRx and the names to set in them.
-_HOMES = {
+HOMES = {
     f"{_NVRX}.core": ("AsyncCallsQueue", "AsyncRequest"),
     f"{_NVRX}.cached_metadata_filesystem_reader": ("CachedMetadataFileSystemReader",),
     f"{_NVRX}.filesystem_async": ("FileSystemWriterAsync", "_results_queue", "get_write_results_queue"),
@@ -57,15 +57,13 @@ def install(overrides: Sequence[str] = ()) -> None:
         **ours,
         "save_state_dict_async_plan": plan_as_megatron(ours["save_state_dict_async_plan"]),
     }
-    changes: dict[str, Change] = {
-        module: partial(_set_names, {name: ours[name] for name in names}) for module, names in _HOMES.items()
-    }
-    for module, names in _HOMES.items():
+    changes: dict[str, Change] = {f"{_MEGATRON}.torch": _check_names}  # first, so that nothing is changed if it raises
+    for module, names in HOMES.items():
+        changes[module] = partial(_set_names, {name: ours[name] for name in names})
         own = {name: as_megatron[name] for name in names if name != "CheckpointMetadataCache"}
         file = module.rpartition(".")[2].replace("core", "async_utils")
         changes[f"{_MEGATRON}.{file}"] = partial(_set_names, own)
     changes[f"{_MEGATRON}.nvrx"] = partial(_set_names, {"has_nvrx_async_support": _has_nvrx_async_support})
-    changes[f"{_MEGATRON}.torch"] = _check_names
     changes["megatron.bridge.utils.instantiate_utils"] = _allow_targets
     loaded = [name for name in changes if name in sys.modules]
     for name in loaded:
@@ -86,7 +84,7 @@ def _stand_ins() -> dict[str, dict[str, Any]]:
     packages = [_NVRX]
     while "." in packages[-1]:
         packages.append(packages[-1].rpartition(".")[0])
-    names: dict[str, dict[str, Any]] = {name: {} for name in (*packages, *_HOMES)}
+    names: dict[str, dict[str, Any]] = {name: {} for name in (*packages, *HOMES)}
     names[packages[-1]] = {"__version__": _NVRX_VERSION}
     return names
 

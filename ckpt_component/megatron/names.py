@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dis
 from collections.abc import Iterable
 from importlib import import_module
-from types import CodeType, FunctionType
+from types import FunctionType
 from typing import Any
 
 from .. import __version__
@@ -46,10 +47,4 @@ def names_taken_by(function: Any) -> set[str]:
     """Names that a function imports with `from ... import`, read from its bytecode."""
     if not isinstance(function, FunctionType):
         return set()
-    return _imported_by(function.__code__) - {"*"}
-
-
-def _imported_by(code: CodeType) -> set[str]:
-    # The names of each such statement are a tuple among the constants.
-    names = {name for value in code.co_consts if isinstance(value, tuple) for name in value if isinstance(name, str)}
-    return names.union(*(_imported_by(value) for value in code.co_consts if isinstance(value, CodeType)))
+    return {str(code.argval) for code in dis.get_instructions(function) if code.opname == "IMPORT_FROM"}

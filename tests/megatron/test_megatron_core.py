@@ -1,13 +1,4 @@
-"""A real megatron-core saves with this package's names in place of its own, and loads what it saved.
-
-Two releases: the one that is installed (0.16.1 is the last for Python 3.11), and those whose wheels were unpacked into
-folders that `CKPT_TEST_MEGATRON` lists, separated by colons. 0.19.2 asks for Python 3.12, but runs on 3.11 too, with
-triton, which torch for CUDA brings along:
-
-    pip download --no-deps --python-version 3.12 --only-binary=:all: megatron-core==0.19.2 && unzip -d megatron-0.19 *.whl
-    pip install --no-deps triton
-    CKPT_TEST_MEGATRON=megatron-0.19 pytest -m slow tests/megatron
-"""
+"""A real megatron-core saves with this package's names in place of its own, and loads what it saved; see `megatron_places`."""
 
 from __future__ import annotations
 
@@ -18,11 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from megatron_places import PLACES, name_of
 from ranks import run_ranks
 
 SCRIPT = Path(__file__).with_name("megatron_save.py")
-#: PYTHONPATH of each release; nothing for the one that is installed.
-PLACES = ["", *filter(None, os.environ.get("CKPT_TEST_MEGATRON", "").split(os.pathsep))]
 
 
 @functools.cache
@@ -42,7 +32,7 @@ def why_not(place: str) -> str | None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("place", PLACES, ids=lambda place: Path(place).name or "installed")
+@pytest.mark.parametrize("place", PLACES, ids=name_of)
 @pytest.mark.parametrize(
     ("function", "world_size"),
     [
