@@ -52,5 +52,5 @@ def member(key: str, value: E | str, words: type[E]) -> E:
     if isinstance(value, words):
         return value
     if value not in words.__members__:
-        raise CheckpointConfigError(other_word(key, value, list(words.__members__)))
+        raise CheckpointConfigError(invalid_choice(key, value, list(words.__members__)))
     return words[str(value)]

@@ -1,7 +1,8 @@
 """Configs: schema, composition, checks, and building of parts. Imports no torch.
 
-The dataclasses of the schema are for structured configs: `Checkpoint` is the config below `checkpoint`, `Save`, `Keep`,
-`Best`, `Retry` and `Timeouts` are nodes of it, and the others are the configs of parts, which have the names of their classes.
+The dataclasses of the schema are for structured configs: `Checkpoint` is the config below `checkpoint`,
+`Save`, `Keep`, `Best`, `Retry` and `Timeouts` are nodes of it, and the others are the configs of parts, which have the
+names of their classes.
 """
 
 from __future__ import annotations
