@@ -17,7 +17,8 @@ from ..errors import (
     CheckpointUnreadableError,
 )
 from ..storage.cleanup import living_attempts, quarantine, sweep
-from ..storage.fs import wait_visible
+from ..storage.fs import FsOps, wait_visible
+from ..storage.names import StepNames
 from ..storage.scan import repair_pointer
 from ..storage.space import amount
 from .lookup import candidates_of, size_of_checkpoint
@@ -240,22 +241,24 @@ class Restorer:
 
     def _clean_up(self) -> None:
         """Wait, bounded, for the writer of a dead run to finish its checkpoint; then delete what dead runs left."""
-        deadline = time.monotonic() + self._run.timeouts.close
-        logged = False
-        while living := living_attempts(self._run.fs, self._run.root, self._run.names):
-            if not logged:
-                logger.info(
-                    "waiting up to %g s for a checkpoint that another process is finishing: %s",
-                    self._run.timeouts.close,
-                    living,
-                )
-                logged = True
-            if time.monotonic() > deadline:
-                logger.warning("%s is still being written by another process; continuing without it", living)
-                break
-            time.sleep(0.05)
+        wait_for_writers(self._run.fs, self._run.root, self._run.names, self._run.timeouts.close)
         for name in sweep(self._run.fs, self._run.root, self._run.names):
             logger.info("deleted %s, which a dead run left", name)
+
+
+def wait_for_writers(fs: FsOps, root: str, names: StepNames, limit: float) -> None:
+    """Wait, at most `limit` seconds, for checkpoints that the writer processes of dead runs are finishing in `root`."""
+    deadline = time.monotonic() + limit
+    logged = False
+    while living := living_attempts(fs, root, names):
+        if not logged:
+            text = "waiting up to %g s for a checkpoint that another process is finishing: %s"
+            logger.info(text, limit, living)
+            logged = True
+        if time.monotonic() > deadline:
+            logger.warning("%s is still being written by another process; continuing without it", living)
+            break
+        time.sleep(0.05)
 
 
 def _raise_worst(outcomes: list[Any]) -> None:

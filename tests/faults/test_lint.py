@@ -33,6 +33,7 @@ EXCEPTIONS = {
     "memory/scratch.py": "memory (memfd), no file",
     "storage/safe_open.py": "opens for reading",
     "managing/stop_signals.py": "a line on stderr from a signal handler",
+    "integrations/file_capture.py": "small files of a framework in a private temporary folder, read back at once",
     "compat/spawn.py": "tracebacks of a user's processes in a private temporary folder, as torch's spawn has it",
 }
 #: Rooms that no checkpoint of a user's passes through: the benchmark measures the bare file system and other

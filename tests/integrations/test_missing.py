@@ -1,0 +1,19 @@
+"""An adapter whose framework is not installed says in one line what to install."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+import pytest
+
+
+@pytest.mark.parametrize(("adapter", "framework"), [("transformers", "transformers")])
+def test_a_missing_framework_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, adapter: str, framework: str
+) -> None:
+    monkeypatch.setitem(sys.modules, framework, None)
+    monkeypatch.delitem(sys.modules, f"ckpt_component.integrations.{adapter}", raising=False)
+    with pytest.raises(ImportError, match=rf"pip install 'ckpt_component\[{adapter}\]'") as caught:
+        importlib.import_module(f"ckpt_component.integrations.{adapter}")
+    assert "\n" not in str(caught.value)
