@@ -12,6 +12,7 @@ import pytest
 import torch
 from omegaconf import DictConfig
 
+from ckpt_component import stored_metrics
 from ckpt_component.apps.training.job import Job
 from ckpt_component.apps.training.loop import run
 from ckpt_component.apps.training.report import Summary
@@ -121,12 +122,24 @@ def test_a_higher_learning_rate_in_the_config_counts_after_a_resume(compose_job:
     assert job.optimizer.param_groups[0]["lr"] == pytest.approx(0.004, rel=1e-3)
 
 
+def test_the_checkpoint_with_the_best_validation_loss_is_kept_and_is_where_another_run_begins(
+    compose_job: Composed, tmp_path: Path
+) -> None:
+    best = ("checkpoint.save.every_steps=2", "checkpoint.keep.last=1", "checkpoint.keep.best.metric=validation_loss")
+    _, summary = trained(compose_job(*best, "train.steps=9", "train.eval_every=2", "train.lr=0.3"), tmp_path)
+    step, loss = min(summary.validation, key=lambda entry: (entry[1], entry[0]))
+    assert stored_metrics(tmp_path / f"iter_{step:07d}")["validation_loss"] == loss
+    resume = (*best, "checkpoint.resume=best", "checkpoint.rewind=true")
+    _, again = trained(compose_job(*resume, "train.steps=9", "train.eval_every=2", "train.lr=0.3"), tmp_path)
+    assert again.start == step < 9
+
+
 # --- what differs from the run that saved the checkpoint ------------------------------------------------------------
 
 
 def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
     """The warnings about other settings since the last call."""
-    lines = [record.getMessage() for record in caplog.records if "with other settings" in record.getMessage()]
+    lines = [record.getMessage() for record in caplog.records if "has other settings" in record.getMessage()]
     caplog.clear()
     return lines
 
@@ -143,7 +156,7 @@ def test_keys_that_mean_another_run_are_named_with_both_values(
         tmp_path,
     )
     assert warnings_of(caplog) == [
-        "this run continues iter_0000002 with other settings (that of the checkpoint -> now): train.lr 0.001 -> 0.004, "
+        "this run has other settings than the checkpoint iter_0000002 (then -> now): train.lr 0.001 -> 0.004, "
         "train.clip_norm 1.0 -> null"
     ]
     trained(compose_job("train.steps=4", "train.lr=0.004", "train.clip_norm=null", "data.max_bytes=1MB"), tmp_path)

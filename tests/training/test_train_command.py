@@ -13,6 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
+from ckpt_component import stored_config
 from ckpt_component.apps.sweeps.report import report
 
 pytestmark = pytest.mark.slow
@@ -42,6 +43,9 @@ def test_run_and_run_again(train: Trained, run_dir: Path) -> None:
     code, output = train(*arguments)
     assert code == 0, output
     assert committed(run_dir / "checkpoints") == [10, 20]
+    stored = stored_config(run_dir / "checkpoints" / "iter_0000020")
+    assert stored.config["train"]["steps"] == 20 and stored.config["checkpoint"]["save"]["every_steps"] == 10
+    assert "hydra" not in stored.config and stored.resolved["model"]["width"] == 16
     [result] = results(run_dir / "outputs")
     assert result["status"] == "completed" and result["figures"]["saves"] == 2
     assert "train.steps=20" in result["overrides"] and result["choices"]["checkpoint"] == "async_persistent"

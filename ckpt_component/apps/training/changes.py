@@ -52,7 +52,7 @@ def warn_of_changes(path: str, settings: Settings) -> None:
     ]
     if changed:
         logger.warning(
-            "this run continues %s with other settings (that of the checkpoint -> now): %s",
+            "this run has other settings than the checkpoint %s (then -> now): %s",
             os.path.basename(path),
             ", ".join(changed),
         )

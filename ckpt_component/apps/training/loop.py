@@ -44,9 +44,9 @@ def run(job: Job, checkpoint: Any, checkpoint_dir: str | None) -> Summary:
         began = time.perf_counter()
         losses = _Losses(job, summary)
         for step in range(summary.start + 1, job.settings.steps + 1):
-            losses.add(step, job.train_step())
+            metrics = losses.add(step, job.train_step())
             with saving:
-                manager.maybe_save(step, job.state)
+                manager.maybe_save(step, job.state, metrics=metrics)
             if manager.should_stop():
                 break
         trained_s = time.perf_counter() - began - saving.seconds - fence.seconds
@@ -69,13 +69,14 @@ class _Losses:
         self._losses: list[torch.Tensor] = []
         self._since = time.perf_counter()
 
-    def add(self, step: int, result: StepResult) -> None:
-        """Add the loss of a step."""
+    def add(self, step: int, result: StepResult) -> dict[str, float]:
+        """Add the loss of a step. Returns what is computed at this step: `loss`, `validation_loss`."""
+        metrics = {}
         settings = self._job.settings
         self._losses.append(result.loss)
         last = step == settings.steps
         if last or step % settings.log_every == 0:
-            loss = self._job.mean_loss(self._losses)
+            metrics["loss"] = loss = self._job.mean_loss(self._losses)
             now = time.perf_counter()
             pace, self._since = (now - self._since) / len(self._losses) * 1e3, now
             self._losses.clear()
@@ -86,5 +87,7 @@ class _Losses:
         if settings.eval_every is not None and (last or step % settings.eval_every == 0):
             validation = self._job.validation_loss()
             if validation is not None:
+                metrics["validation_loss"] = validation
                 self._summary.validation.append((step, validation))
                 logger.info("step %d  validation loss %.4f", step, validation)
+        return metrics
