@@ -16,6 +16,7 @@ class Naming(Enum):
     megatron = "megatron"  # iter_0000200 and latest_checkpointed_iteration.txt
     step = "step"  # step_00000200 and latest
     huggingface = "huggingface"  # checkpoint-200 and latest_checkpoint.txt
+    torchtitan = "torchtitan"  # step-200 and latest_step.txt
 
 
 class Overlap(Enum):

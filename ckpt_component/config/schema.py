@@ -134,7 +134,7 @@ class Checkpoint:
     enabled: bool = True
     """False: save and restore nothing."""
     naming: Naming = Naming.megatron
-    """`megatron`: iter_0000200, as Megatron; `step`: step_00000200; `huggingface`: checkpoint-200, as `Trainer`."""
+    """`megatron`: iter_0000200; `step`: step_00000200; `huggingface`: checkpoint-200; `torchtitan`: step-200."""
     save: Save = field(default_factory=Save)
     """When to save."""
     keep: Keep = field(default_factory=Keep)

@@ -64,8 +64,10 @@ MEGATRON = StepNames("iter_", 7, "latest_checkpointed_iteration.txt")
 STEP = StepNames("step_", 8, "latest")
 #: The names of the `Trainer` of transformers, which finds the newest by listing the folder.
 HUGGINGFACE = StepNames("checkpoint-", 1, "latest_checkpoint.txt")
+#: The names of torchtitan, which finds the newest by listing the folder.
+TORCHTITAN = StepNames("step-", 1, "latest_step.txt")
 #: Values of `checkpoint.naming`.
-NAMINGS = {"megatron": MEGATRON, "step": STEP, "huggingface": HUGGINGFACE}
+NAMINGS = {"megatron": MEGATRON, "step": STEP, "huggingface": HUGGINGFACE, "torchtitan": TORCHTITAN}
 
 #: Step names of common programs: iter_0000200, step-200, global_step200, checkpoint-200, epoch=1-step=200.
 _NAMED_STEP = re.compile(rf"(?:.*[^a-z])?(?:iter|iteration|step|checkpoint|ckpt)[_=-]?(\d{{1,{STEP_DIGITS}}})", re.I)
