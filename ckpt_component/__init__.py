@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     )
     from .config import compose_checkpoint
     from .config.megatron_args import add_checkpoint_args, compose_from_args
-    from .factory import build_checkpointer, build_manager
+    from .factory import build_checkpointer, build_manager, instantiate_manager
     from .managing.manager import CheckpointManager
     from .saving.report import SaveReport
     from .state.per_rank import PerRank
@@ -46,7 +46,7 @@ __all__, __getattr__, __dir__ = lazy(
         ".checkpointer": "AsyncCheckpointer Checkpointer SyncCheckpointer",
         ".config": "compose_checkpoint",
         ".config.megatron_args": "add_checkpoint_args compose_from_args",
-        ".factory": "build_checkpointer build_manager",
+        ".factory": "build_checkpointer build_manager instantiate_manager",
         ".state.per_rank": "PerRank",
         ".managing.manager": "CheckpointManager",
         ".compat": (

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from .config.checks import refuse_bad_dir
 from .config.compose import checked_overrides, compose_checkpoint
 from .config.errors import HydraConfigError, for_hydra
 from .config.following import deadlines, longest_pause
-from .config.hydra_job import launch_folder, root_of_job
+from .config.hydra_job import launch_folder, multirun_job
 from .config.parts import build_part, part_class
 from .config.recorded import recorded_config
 from .config.resolve import resolve_config
@@ -100,7 +101,8 @@ def build_manager(
     root = settings.dir if dir is None else _folder(dir)
     resume = ResumePolicy(settings.resume, settings.rewind)
     save = SavePolicy(settings.save.every_steps, settings.save.every_seconds, settings.save.at_end)
-    job_root = root_of_job(root, saves=settings.enabled and save.enabled)
+    job = multirun_job()
+    job_root = root if job is None else job.root(root)
     fs, policy, timeouts = _file_system(settings), _policy(settings), _timeouts(settings)
     names, best = NAMINGS[settings.naming.value], _best(settings)
     checkpointer, restorer = None, None
@@ -109,9 +111,10 @@ def build_manager(
     if settings.enabled:
         parts, ranks = _build_parts(settings), job_ranks("checkpointer", timeouts)
         try:
-            if job_root != root:
+            if job is not None:
                 # Hydra names the output folder by each rank's clock, so rank 0's name is used.
-                job_root = ranks.run_on_leader("root/job", lambda: job_root, time.monotonic() + timeouts.stage)
+                claim = partial(job.claim, fs, job_root) if save.enabled else lambda: job_root
+                job_root = ranks.run_on_leader("root/job", claim, time.monotonic() + timeouts.stage)
             run = RunContext(fs, os.path.abspath(job_root), names, ranks, timeouts, best)
             keep = RetentionPolicy(settings.keep.last, settings.keep.every_steps)
             files = {RUN_RECORD: _run_record(config, overrides)} if ranks.is_leader and save.enabled else {}
@@ -127,6 +130,21 @@ def build_manager(
     manager = CheckpointManager(checkpointer, run, save, restorer, overlap)
     record(manager)
     return manager
+
+
+def instantiate_manager(**settings: Any) -> CheckpointManager:
+    """Build the manager of a config whose keys are given as keywords.
+
+    It is the `_target_` of the `checkpoint` node: `hydra.utils.instantiate(cfg.checkpoint, dir="runs/one")` calls it.
+    Everything is checked as in `build_manager`, so a keyword that is not a key is refused.
+
+    Args:
+        **settings: the keys below `checkpoint`; `stager`, `caller` and `writer` are configs, which are not built yet.
+
+    Raises:
+        CheckpointConfigError: as `build_manager`. Hydra raises it as the cause of an `InstantiationException`.
+    """
+    return build_manager(settings)
 
 
 def _run_record(config: Any, overrides: Sequence[str]) -> bytes:

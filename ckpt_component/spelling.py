@@ -5,6 +5,12 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterable, Sequence
+from enum import Enum
+from typing import TypeVar
+
+from .errors import CheckpointConfigError
+
+E = TypeVar("E", bound=Enum)
 
 
 def closest(word: str, words: Iterable[str], cutoff: float = 0.7) -> str | None:
@@ -35,3 +41,16 @@ def invalid_choice(key: str, value: object, words: Sequence[str], descriptions: 
     *choices, last = [*words, *descriptions]
     choice = f"{', '.join(choices)} or {last}" if choices else last
     return f"{key} must be {choice}, got {value}." + (f" Did you mean {key}={suggestion}?" if suggestion else "")
+
+
+def member(key: str, value: E | str, words: type[E]) -> E:
+    """The member of an enum, also by its name, as composed configs have it.
+
+    Raises:
+        CheckpointConfigError: there is no such member.
+    """
+    if isinstance(value, words):
+        return value
+    if value not in words.__members__:
+        raise CheckpointConfigError(invalid_choice(key, value, list(words.__members__)))
+    return words[str(value)]

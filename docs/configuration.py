@@ -34,7 +34,8 @@ All combinations of parts work but one: `stager=none` lets the writer read the l
 Sizes and times take units: `8MB` (10^6 bytes), `2GiB` (2^30), `90s`, `30m`, `2h`. `~` and `$VAR` in folders are expanded; quote `~`
 for Hydra: `'checkpoint.dir="~/ck"'`. A relative `dir` starts in the current folder, in a Hydra multirun in the job's output folder.
 
-In Python: `build_manager("async_persistent", overrides=["checkpoint.keep.last=2"])`. In a Hydra app: `build_manager(cfg.checkpoint)`.
+In Python: `build_manager("async_persistent", overrides=["checkpoint.keep.last=2"])`. In a Hydra app: `build_manager(cfg.checkpoint)`
+or `instantiate(cfg.checkpoint)`, see [Hydra](hydra.md).
 Installing the package adds these groups, and suggestions for mistyped keys below `checkpoint`, to every Hydra app of the environment;
 `--info searchpath` shows it. `with ckpt_component.config.override_hints(): main()` explains all of an app's keys.
 """
@@ -67,7 +68,7 @@ def rows_of(cls: type, prefix: str) -> list[str]:
     """A table row for each key, nested dataclasses included."""
     texts, rows = docs_of(cls), []
     for field in fields(cls):
-        if field.name in ("_target_", "stager", "caller", "writer"):
+        if field.name in ("_target_", "_recursive_", "stager", "caller", "writer"):
             continue
         default = field.default_factory() if field.default_factory is not MISSING else field.default
         if is_dataclass(default):

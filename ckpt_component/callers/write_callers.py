@@ -25,6 +25,7 @@ from ..errors import (
 )
 from ..image.arena import Arena
 from ..options import NICE, IoPriority
+from ..spelling import member
 from ..storage.checksum import home_of
 from ..writing.process import ByteProcess
 from ..writing.request import WriteRequest
@@ -95,7 +96,7 @@ class _ProcessCaller(WriteCaller):
     def __init__(self, nice: int = 10, io_priority: IoPriority = IoPriority.low) -> None:
         NICE.check("checkpoint.caller.nice", nice)
         self._nice = nice
-        self._io_priority = io_priority
+        self._io_priority = member("checkpoint.caller.io_priority", io_priority, IoPriority)
         self._process: ByteProcess | None = None
         self._numbers = itertools.count()
         self._arenas: dict[int, Arena] = {}

@@ -1,4 +1,9 @@
-"""Configs: schema, composition, checks, and building of parts. Imports no torch."""
+"""Configs: schema, composition, checks, and building of parts. Imports no torch.
+
+The dataclasses of the schema are for structured configs: `Checkpoint` is the config below `checkpoint`,
+`Save`, `Keep`, `Best`, `Retry` and `Timeouts` are nodes of it, and the others are the configs of parts, which have the
+names of their classes.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +17,24 @@ if TYPE_CHECKING:
     from .hints import override_hints
     from .parts import build_part, part_class
     from .resolve import resolve_config
-    from .schema import Checkpoint
+    from .schema import (
+        Best,
+        Checkpoint,
+        DcpWriter,
+        InlineCaller,
+        Keep,
+        LiveStager,
+        PersistentCaller,
+        PinnedStager,
+        Retry,
+        SafetensorsWriter,
+        Save,
+        SharedMemoryStager,
+        TemporalCaller,
+        Timeouts,
+        TorchSaveWriter,
+        ZeroOverheadStager,
+    )
     from .store import config_dir, recipe_dir
 
 __all__, __getattr__, __dir__ = lazy(
@@ -23,7 +45,10 @@ __all__, __getattr__, __dir__ = lazy(
         ".hints": "override_hints",
         ".parts": "build_part part_class",
         ".resolve": "resolve_config",
-        ".schema": "Checkpoint",
+        ".schema": (
+            "Checkpoint Save Keep Best Retry Timeouts LiveStager PinnedStager SharedMemoryStager ZeroOverheadStager "
+            "InlineCaller TemporalCaller PersistentCaller DcpWriter TorchSaveWriter SafetensorsWriter"
+        ),
         ".store": "config_dir recipe_dir",
     },
 )

@@ -6,8 +6,10 @@ from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any, cast, get_type_hints
 
+from omegaconf import DictConfig, OmegaConf
+
 from ..spelling import closest
-from .errors import HydraConfigError
+from .errors import HydraConfigError, built_text
 from .explain import keys_text, unknown_key_of
 from .read import missing_text
 from .schema import PARTS, Checkpoint, part_schema
@@ -25,6 +27,23 @@ def refuse_whole_app(tree: Mapping[str, Any]) -> None:
             f"This config has the keys {', '.join(map(str, tree))}, so it is the config of the whole app; pass "
             "what is below `checkpoint`, such as build_manager(cfg.checkpoint)."
         )
+
+
+def refuse_built(config: Any) -> None:
+    """Refuse a manager or parts that `instantiate` has built already, and whatever else is not a config."""
+    if hasattr(config, "maybe_save"):
+        raise HydraConfigError(
+            f"The checkpoint config is a {type(config).__name__}, which was built already: use it as it is. If "
+            "instantiate built it inside another object, put _recursive_: false beside the _target_ of that."
+        )
+    if not isinstance(config, Mapping) and not (is_dataclass(config) and not isinstance(config, type)):
+        raise HydraConfigError(
+            f"A checkpoint config is a preset's name, a DictConfig or a dict, not {type(config).__name__}."
+        )
+    for kind in PARTS:
+        cls = _class_of(config, kind)
+        if isinstance(cls, type) and cls.__module__ != "builtins" and not hasattr(cls, "_target_"):
+            raise HydraConfigError(built_text(f"checkpoint.{kind}", cls))
 
 
 def refuse_missing(tree: Mapping[str, Any]) -> None:
@@ -115,6 +134,14 @@ def refuse_contradictions(config: Checkpoint) -> None:
             f"checkpoint.retry.backoff_seconds={retry.backoff_seconds:g} is above "
             f"checkpoint.retry.max_backoff_seconds={retry.max_backoff_seconds:g}; lower the first or raise the second."
         )
+
+
+def _class_of(config: Any, key: str) -> Any:
+    """The class of a value; of a node, that of its schema."""
+    if isinstance(config, DictConfig):
+        return OmegaConf.get_type(config, key)
+    value = config.get(key) if isinstance(config, Mapping) else getattr(config, key, None)
+    return OmegaConf.get_type(value) if OmegaConf.is_config(value) else type(value)
 
 
 def _leaves(tree: Any, name: str) -> list[tuple[str, Any]]:

@@ -12,11 +12,28 @@ from dataclasses import MISSING, Field, field, fields, is_dataclass, make_datacl
 from enum import Enum
 from typing import Any, cast, get_args, get_type_hints
 
+from .errors import HydraConfigError, built_text
+
 
 class _Derived(type):
     """Metaclass of the classes that `composable` makes from a `schema`."""
 
     schema: type
+
+    def __subclasscheck__(cls, other: type) -> bool:
+        """Answer OmegaConf, which asks before it merges a value into a config of this class.
+
+        For an object, such as a stager that `instantiate` built, OmegaConf's text would be that a SharedMemoryStager is
+        not a subclass of SharedMemoryStager.
+
+        Raises:
+            CheckpointConfigError: The value is an object and not a config.
+        """
+        if super().__subclasscheck__(other) or ("schema" in vars(cls) and issubclass(other, cls.schema)):
+            return True
+        if other.__module__.startswith("ckpt_component.") and not hasattr(other, "_target_"):
+            raise HydraConfigError(built_text("A part of the config", other))
+        return False
 
 
 class _FromSchema(metaclass=_Derived):
@@ -26,13 +43,14 @@ class _FromSchema(metaclass=_Derived):
 def composable(schema: type) -> type:
     """The dataclass for the config store, derived from the dataclass `schema`.
 
+    A config of either class may be merged into one of the other: apps have `schema` in structured configs of their own.
     A process that unpickles a config, such as a launcher's worker, derives the class again.
     """
     derived = vars(schema).get("composable")
     if derived is None:
         hints = get_type_hints(schema)
         items = [_loosened(item, hints[item.name]) for item in fields(schema)]
-        derived = make_dataclass(schema.__name__, items, bases=(_FromSchema,))
+        derived = make_dataclass(schema.__name__, items, bases=(_FromSchema, schema))
         derived.__module__, derived.__qualname__ = schema.__module__, f"{schema.__qualname__}.composable"
         derived.schema = schema  # type: ignore[attr-defined]
         type.__setattr__(schema, "composable", derived)
@@ -52,6 +70,8 @@ def _loosened(item: Field[Any], hint: Any) -> tuple[str, Any, Any]:
         kind = factory = cast(Any, composable(cast(type, hint)))
     elif is_enum(hint):
         kind, default = str, default.name
+    elif item.metadata.get("path"):
+        kind = Any  # a string or a Path
     elif item.metadata.get("unit"):
         kind = int | float | str | None if type(None) in get_args(hint) else int | float | str
     if factory is not MISSING:

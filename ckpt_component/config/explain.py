@@ -226,7 +226,8 @@ def _unfit_value(override: Override, keys: Sequence[str], groups: Groups, hydra_
     if override.is_delete():
         return f"{key} cannot be deleted. Set it to null instead, if it may be null: {key}=null"
     inner = [name.rpartition(".")[2] for name in keys if name.rpartition(".")[0] == key]
-    if inner and "_target_" not in inner and not value.startswith(("{", "$")):
+    is_part = "_target_" in inner and "_recursive_" not in inner
+    if inner and not is_part and not value.startswith(("{", "$")):
         return f"{key} cannot itself be {value or 'empty'}. {keys_text(key, inner)}"
     unknown = unknown_key(key, keys, value, groups) if override.type is OverrideType.CHANGE else None
     return unknown or _other_type(key, value, hydra_text)

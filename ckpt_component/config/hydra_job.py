@@ -1,59 +1,81 @@
-"""The checkpoint folder of the Hydra job that runs in this process, if any."""
+"""The checkpoint folder of the Hydra job that runs in this process, if any.
+
+Jobs of a multirun run in one process, one after the other, or in several processes at a time (joblib, submitit, Slurm).
+So which job saves where is written into the multirun's output folder, which all of them see.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 import os
+from dataclasses import dataclass
 from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
+from ..storage.fs import FsOps
+from ..storage.names import new_token
 from .compose import plain_dict
 from .errors import HydraConfigError
 
 logger = logging.getLogger(__name__)
 
-#: Folder of checkpoints -> output folder of the multirun job that saves there. A process can run several jobs of a
-#: multirun in turn, with Hydra's own launcher and with joblib's.
-_USED: dict[str, str] = {}
+#: Folder in the multirun's output folder: a file per checkpoint folder, which says which job saves there.
+_CLAIMS = ".checkpoint_dirs"
+_CLAIM_BYTES = 1 << 20
 
 
-def root_of_job(root: str, *, saves: bool) -> str:
-    """The checkpoint folder of this process; in a multirun, a relative folder starts from the job's output folder.
+@dataclass(frozen=True)
+class MultirunJob:
+    """A job of a Hydra multirun.
 
-    Args:
-        root: The folder as configured.
-        saves: Whether checkpoints are saved there, not only loaded.
-
-    Returns:
-        The folder; `root` unchanged outside a multirun or if it is absolute.
-
-    Raises:
-        CheckpointConfigError: Another job of the same multirun saves there.
+    Attributes:
+        output_dir: its output folder.
+        sweep_dir: the output folder of the whole multirun.
+        overrides: its overrides; a job of a later multirun with the same overrides is the same job.
     """
-    output_dir = _multirun_job()
-    if output_dir is None:
-        return root
-    if not os.path.isabs(root):
-        folder = os.path.join(output_dir, root)
+
+    output_dir: str
+    sweep_dir: str
+    overrides: tuple[str, ...]
+
+    def root(self, configured: str) -> str:
+        """The checkpoint folder; a relative one starts from the job's output folder."""
+        if os.path.isabs(configured):
+            return configured
+        folder = os.path.join(self.output_dir, configured)
         logger.info(
             "checkpoints of this job go to %s, because in a multirun a relative checkpoint.dir starts from the job's "
             "output folder",
             folder,
         )
         return folder
-    if not saves:
+
+    def claim(self, fs: FsOps, root: str) -> str:
+        """Record that this job saves in `root`, for the other jobs; returns `root`.
+
+        Raises:
+            CheckpointConfigError: Another job of the multirun saves there.
+        """
+        real = os.path.realpath(root)
+        path = os.path.join(self.sweep_dir, _CLAIMS, f"{hashlib.sha256(real.encode()).hexdigest()[:16]}.json")
+        mine: dict[str, Any] = {"dir": real, "job": self.output_dir, "overrides": list(self.overrides)}
+        try:
+            owner = _put_or_read(fs, path, mine)
+        except (OSError, ValueError) as error:
+            logger.warning("%s cannot be used, so jobs that save in one folder go unnoticed: %s", path, error)
+            return root
+        if owner["job"] != self.output_dir and owner["overrides"] != mine["overrides"]:
+            raise HydraConfigError(
+                f"checkpoint.dir={root} is also the folder of another job of this multirun ({owner['job']}, says "
+                f"{path}), whose checkpoints this job would resume from; use a relative checkpoint.dir, or one that "
+                "differs from job to job, such as 'checkpoint.dir=/data/${hydra:job.num}'."
+            )
         return root
-    other = _USED.setdefault(os.path.realpath(root), output_dir)
-    if other != output_dir:
-        raise HydraConfigError(
-            f"checkpoint.dir={root} is also the folder of another job of this multirun ({other}), whose checkpoints "
-            "this job would resume from; use a relative checkpoint.dir, or one that differs from job to job, such as "
-            "'checkpoint.dir=/data/${hydra:job.num}'."
-        )
-    return root
 
 
 def job_config() -> dict[str, Any] | None:
@@ -75,11 +97,30 @@ def launch_folder() -> str:
     return os.getcwd()
 
 
-def _multirun_job() -> str | None:
-    """The output folder of the multirun job that runs in this process, or None."""
+def multirun_job() -> MultirunJob | None:
+    """The multirun job that runs in this process, or None."""
     if not HydraConfig.initialized():
         return None
     settings = HydraConfig.get()
     if settings.mode != RunMode.MULTIRUN or OmegaConf.is_missing(settings.runtime, "output_dir"):
         return None
-    return str(settings.runtime.output_dir)
+    sweep_dir = os.path.join(str(settings.runtime.cwd), str(settings.sweep.dir))
+    return MultirunJob(str(settings.runtime.output_dir), sweep_dir, tuple(map(str, settings.overrides.task)))
+
+
+def _put_or_read(fs: FsOps, path: str, mine: dict[str, Any]) -> dict[str, Any]:
+    """Create the file in one step, or read the one that another job created."""
+    data = json.dumps(mine, indent=2).encode()
+    fs.make_folders(os.path.dirname(path))
+    draft = f"{path}.{new_token()}"
+    fs.write_new(draft, data)
+    try:
+        fs.put_new(path, data, draft)
+        return mine
+    except FileExistsError:
+        owner = json.loads(fs.read(path, _CLAIM_BYTES))
+        if not isinstance(owner, dict) or not owner.keys() >= mine.keys():
+            raise ValueError("it was not written by ckpt_component") from None
+        return owner
+    finally:
+        fs.unlink(draft)

@@ -16,6 +16,7 @@ from ..saving.folders import expanded
 from .checks import (
     HYDRA_KEYS,
     refuse_bad_dir,
+    refuse_built,
     refuse_contradictions,
     refuse_missing,
     refuse_text_parts,
@@ -94,13 +95,10 @@ def _complete(kind: str, part: dict[str, Any]) -> dict[str, Any]:
 
 def _plain(config: Any, *, resolve: bool = True) -> dict[str, Any]:
     """Convert a config to nested dicts and lists, with all interpolations resolved if `resolve` says so."""
-    if is_dataclass(config) and not isinstance(config, type):
-        config = OmegaConf.structured(config)
-    if not isinstance(config, (DictConfig, Mapping)):
-        raise HydraConfigError(
-            f"A checkpoint config is a preset's name, a DictConfig or a dict, not {type(config).__name__}."
-        )
+    refuse_built(config)
     try:
+        if is_dataclass(config):
+            config = OmegaConf.structured(config)
         if not isinstance(config, DictConfig):
             config = OmegaConf.create({key: _path_text(value) for key, value in config.items()})
         tree = plain_dict(config, resolve=resolve)

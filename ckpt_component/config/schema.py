@@ -47,6 +47,11 @@ def within(limits: Range, default: T, unit: str | None = None) -> T:
     return field(default=default, metadata={"range": limits, "unit": unit})
 
 
+def target(name: str) -> str:
+    """The field for the class of a part, which is not an argument."""
+    return field(default=name, init=False)
+
+
 def at_least(limit: float, default: T, unit: str | None = None) -> T:
     """As `within`, for a number of at least `limit`."""
     return within(Range(limit), default, unit)
@@ -129,7 +134,11 @@ class Timeouts:
 class Checkpoint:
     """The config below `checkpoint`."""
 
-    dir: str = "checkpoints"
+    _target_: str = target("ckpt_component.instantiate_manager")
+    """What `hydra.utils.instantiate` calls."""
+    _recursive_: bool = field(default=False, init=False)
+    """False: the manager builds its parts itself."""
+    dir: str = field(default="checkpoints", metadata={"path": True})
     """Folder of the checkpoints, local or mounted."""
     enabled: bool = True
     """False: save and restore nothing."""
@@ -183,11 +192,14 @@ class Part:
 class LiveStager(Part):
     """`checkpoint/stager=none`."""
 
+    _target_: str = target("ckpt_component.stagers.LiveStager")
+
 
 @dataclass
 class PinnedStager(Part):
     """`checkpoint/stager=pinned`."""
 
+    _target_: str = target("ckpt_component.stagers.PinnedStager")
     arenas: int = within(ARENAS, 1)
     """How many saves may be in flight, each with its own copy of the state in host memory."""
 
@@ -196,6 +208,7 @@ class PinnedStager(Part):
 class SharedMemoryStager(Part):
     """`checkpoint/stager=shared_memory`."""
 
+    _target_: str = target("ckpt_component.stagers.SharedMemoryStager")
     arenas: int = within(ARENAS, 1)
     """How many saves may be in flight, each with its own copy of the state in host memory."""
 
@@ -204,6 +217,7 @@ class SharedMemoryStager(Part):
 class ZeroOverheadStager(Part):
     """`checkpoint/stager=zero_overhead`."""
 
+    _target_: str = target("ckpt_component.stagers.ZeroOverheadStager")
     arenas: int = within(ARENAS, 2)
     """How many saves may be in flight, each with its own copy of the state in host memory."""
     device_buffer_bytes: int = within(DEVICE_BUFFER_BYTES, 0, BYTES)
@@ -214,11 +228,14 @@ class ZeroOverheadStager(Part):
 class InlineCaller(Part):
     """`checkpoint/caller=inline`."""
 
+    _target_: str = target("ckpt_component.callers.InlineCaller")
+
 
 @dataclass
 class TemporalCaller(Part):
     """`checkpoint/caller=temporal`."""
 
+    _target_: str = target("ckpt_component.callers.TemporalCaller")
     nice: int = within(NICE, 10)
     """How much the writer process yields the CPU to training: 0 not at all, 19 most."""
     io_priority: IoPriority = IoPriority.low
@@ -229,6 +246,7 @@ class TemporalCaller(Part):
 class PersistentCaller(Part):
     """`checkpoint/caller=persistent`."""
 
+    _target_: str = target("ckpt_component.callers.PersistentCaller")
     nice: int = within(NICE, 10)
     """How much the writer process yields the CPU to training: 0 not at all, 19 most."""
     io_priority: IoPriority = IoPriority.low
@@ -255,6 +273,7 @@ class WriterPart(Part):
 class DcpWriter(WriterPart):
     """`checkpoint/writer=dcp`."""
 
+    _target_: str = target("ckpt_component.writers.DcpWriter")
     separation_hint: str | None = None
     """Keys with this prefix are written to separate files; null: no separate files."""
 
@@ -263,10 +282,14 @@ class DcpWriter(WriterPart):
 class TorchSaveWriter(WriterPart):
     """`checkpoint/writer=torch_save`."""
 
+    _target_: str = target("ckpt_component.writers.TorchSaveWriter")
+
 
 @dataclass
 class SafetensorsWriter(WriterPart):
     """`checkpoint/writer=safetensors`."""
+
+    _target_: str = target("ckpt_component.writers.SafetensorsWriter")
 
 
 #: kind of part -> option of the group `checkpoint/<kind>` -> its schema.

@@ -22,6 +22,7 @@ import torch
 from ..errors import CheckpointConfigError, CheckpointStageError
 from ..image.layout import Layout
 from ..options import BLOCK_BYTES, BYTES_PER_SECOND, WORKERS, ChecksumName, IoMode
+from ..spelling import member
 from ..state.flatten import key_of
 from ..state.structure import Structure
 from ..storage.checksum import ChecksumMissingError, fastest, find_checksum, install_text
@@ -82,6 +83,9 @@ class Writer(ABC):
         WORKERS.check("checkpoint.writer.workers", self.workers)
         BLOCK_BYTES.check("checkpoint.writer.block_bytes", self.block_bytes)
         BYTES_PER_SECOND.check("checkpoint.writer.max_bytes_per_second", self.max_bytes_per_second)
+        # Hydra's `instantiate` of a writer alone passes words.
+        self.io = member("checkpoint.writer.io", self.io, IoMode)
+        self.checksum = member("checkpoint.writer.checksum", self.checksum, ChecksumName)
         self.options = WriteOptions(self.block_bytes, self.io.value, self.max_bytes_per_second)
         self.algorithm = _installed(self.checksum)
 

@@ -6,6 +6,8 @@ import json
 import logging
 import os
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,7 +21,6 @@ from omegaconf import OmegaConf
 from ranks import run_ranks
 
 from ckpt_component import CheckpointConfigError, build_manager
-from ckpt_component.config import hydra_job
 
 RESTORE_ONLY = ["checkpoint.save.every_steps=null", "checkpoint.save.at_end=false"]
 
@@ -27,13 +28,17 @@ RESTORE_ONLY = ["checkpoint.save.every_steps=null", "checkpoint.save.at_end=fals
 @pytest.fixture
 def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Path]]:
     """Stand in a job of Hydra's; gives the job's output folder."""
-    monkeypatch.setattr(hydra_job, "_USED", {})
     monkeypatch.chdir(tmp_path)
     before = HydraConfig.instance().cfg
 
     def begin(number: int, mode: RunMode = RunMode.MULTIRUN, **runtime: Any) -> Path:
         folder = tmp_path / "multirun" / str(number)
-        settings = {"mode": mode, "runtime": {"output_dir": str(folder), **runtime}}
+        settings = {
+            "mode": mode,
+            "runtime": {"output_dir": str(folder), "cwd": str(tmp_path), **runtime},
+            "sweep": {"dir": "multirun"},
+            "overrides": {"task": [f"number={number}"]},
+        }
         HydraConfig.instance().cfg = OmegaConf.create({"hydra": settings})
         return folder
 
@@ -79,10 +84,51 @@ def test_two_jobs_of_a_multirun_that_save_in_one_folder_are_refused(job: Callabl
     job(1)
     with pytest.raises(CheckpointConfigError) as caught:
         trained(f"checkpoint.dir={same}")
-    assert f"also the folder of another job of this multirun ({first})" in str(caught.value)
+    assert (
+        f"also the folder of another job of this multirun ({first}, says {tmp_path}/multirun/.checkpoint_dirs/"
+        in str(caught.value)
+    )
     assert "'checkpoint.dir=/data/${hydra:job.num}'" in str(caught.value)
     with build_manager("sync", RESTORE_ONLY, dir=same) as manager:  # jobs may well start from one checkpoint
         assert manager.restore({"weight": torch.zeros(2)}) == 3
+
+
+def test_jobs_in_other_processes_are_refused_too(job: Callable[..., Path], tmp_path: Path) -> None:
+    """As joblib and submitit run them: what one process knows, another one reads from the multirun's folder."""
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[1]); from hydra_ranks import in_job; "
+        "from ckpt_component import build_manager; in_job(sys.argv[2], 0); build_manager('sync', dir=sys.argv[3]).close()"
+    )
+    scripts = Path(__file__).parent / "scripts"
+    subprocess.run([sys.executable, "-c", code, scripts, tmp_path, tmp_path / "same"], check=True, timeout=60)
+    job(1)
+    with pytest.raises(CheckpointConfigError, match="also the folder of another job of this multirun"):
+        trained(dir=tmp_path / "same")
+    job(0)
+    assert trained(dir=tmp_path / "same") == [1, 2, 3]
+
+
+def test_a_job_that_has_another_number_in_a_later_multirun_is_the_same_job(
+    job: Callable[..., Path], tmp_path: Path
+) -> None:
+    job(0)
+    trained(dir=tmp_path / "same")
+    job(5)
+    HydraConfig.get().overrides.task = ["number=0"]
+    assert trained(dir=tmp_path / "same") == []
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b'{"job": 1}'])
+def test_a_damaged_record_is_a_warning(
+    job: Callable[..., Path], tmp_path: Path, content: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    job(0)
+    trained(dir=tmp_path / "same")
+    [record] = (tmp_path / "multirun" / ".checkpoint_dirs").iterdir()
+    record.write_bytes(content)
+    job(1)
+    trained(dir=tmp_path / "same")
+    assert f"{record} cannot be used, so jobs that save in one folder go unnoticed" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -135,6 +181,6 @@ def test_a_loop_that_failed_before_its_first_step_is_not_told_so(
 
 def test_ranks_of_a_job_save_where_rank_0_says(tmp_path: Path) -> None:
     script = Path(__file__).parent / "scripts" / "hydra_ranks.py"
-    path = tmp_path / "12-00-00" / "checkpoints" / "iter_0000001"
+    path = tmp_path / "multirun" / "0" / "checkpoints" / "iter_0000001"
     assert [output.strip() for output in run_ranks(script, "save_in_own_output", 2, tmp_path)] == [str(path)] * 2
     assert (path / "manifest.json").is_file()

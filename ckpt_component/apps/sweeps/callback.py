@@ -9,8 +9,10 @@ from __future__ import annotations
 import atexit
 import os
 import sys
+import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.experimental.callback import Callback
@@ -18,31 +20,40 @@ from omegaconf import DictConfig
 
 from ...config.errors import CheckpointConfigError
 from ...managing import recording
+from .disks import Span, disk_of
 from .figures import figures_of
-from .result import RUNNING, read_result, write_job_result
+from .result import RUNNING, add_span, read_result, write_job_result
+
+if TYPE_CHECKING:
+    from ...managing.manager import CheckpointManager
 
 
 class SweepReport(Callback):
     """Writes the result of a job, and reports a run or sweep when it ends. With several ranks, only on rank 0."""
 
-    _records = False
+    _began: float | None = None
 
     def on_job_start(self, config: DictConfig, **_: Any) -> None:
         """Called by Hydra in the process of a job, before it begins."""
         if _leads():
             read_result(config.hydra.runtime.output_dir)  # if this raises, Hydra warns and the file is not changed
-            self._records = True
+            self._began = time.time()
             recording.start()
             write_job_result(RUNNING)
 
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **_: Any) -> None:
         """Called by Hydra in the process of a job after it returned or raised an exception."""
-        if not self._records:
+        if self._began is None:
             return
-        self._records, managers = False, recording.stop()
-        so_far = read_result(config.hydra.runtime.output_dir)
-        if so_far is None or so_far["status"] != RUNNING:
-            return  # the app has written its own result
+        began, self._began, managers = self._began, None, recording.stop()
+        folder = config.hydra.runtime.output_dir
+        so_far = read_result(folder)
+        if so_far is not None and so_far["status"] == RUNNING:  # else the app has written its own result
+            self._write_result(job_return, managers)
+        roots = dict.fromkeys(os.path.dirname(manager.path_of(0)) for manager in managers if manager.reports)
+        add_span(folder, Span(began, time.time(), tuple(dict.fromkeys(map(disk_of, roots)))))
+
+    def _write_result(self, job_return: JobReturn, managers: Sequence[CheckpointManager]) -> None:
         status, reason = "completed", None
         if job_return.status == JobStatus.FAILED:
             error = job_return._return_value  # the property would raise it

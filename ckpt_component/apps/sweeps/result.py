@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
 
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
+from .disks import Span
 from .replaced import replaced
 
 #: The file's name.
@@ -52,9 +54,14 @@ def write_result(
         "figures": dict(figures or {}),
         "rows": [dict(row) for row in rows],
     }
-    with replaced(Path(folder) / RESULT) as file:
-        json.dump(content, file, indent=2, allow_nan=False, default=str)
-        file.write("\n")
+    _write(folder, content)
+
+
+def add_span(folder: str, span: Span) -> None:
+    """Add to a job's result when it ran and where it saved."""
+    content = read_result(folder)
+    if content is not None:
+        _write(folder, {**content, "ran": asdict(span)})
 
 
 def read_result(folder: str) -> dict[str, Any] | None:
@@ -91,3 +98,9 @@ def write_job_result(status: str, **result: Any) -> None:
     write_result(
         settings.runtime.output_dir, status, overrides=[str(word) for word in overrides], choices=choices, **result
     )
+
+
+def _write(folder: str, content: Mapping[str, Any]) -> None:
+    with replaced(Path(folder) / RESULT) as file:
+        json.dump(content, file, indent=2, allow_nan=False, default=str)
+        file.write("\n")
