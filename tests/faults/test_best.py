@@ -29,7 +29,7 @@ MANY = 400
         pytest.param([0.2, 0.5, 0.1], "async_persistent", [], 1, marks=pytest.mark.soak),
     ],
 )
-def test_the_best_one_survives_a_kill_at_any_operation(
+def test_the_best_one_survives_a_kill_at_every_operation(
     losses: Sequence[float], preset: str, overrides: Sequence[str], stride: int, forker: Forker, tmp_path: Path
 ) -> None:
     kills, wrong = 0, list[str]()
