@@ -128,4 +128,6 @@ def test_the_training_job_has_its_config_and_its_recipes(python: Path, tmp_path:
     train = [python, "-m", "ckpt_component.train"]
     assert "checkpoint:" in run(*train, "--cfg", "job", cwd=tmp_path)
     for recipe in (CHECKOUT / "recipes").rglob("*.yaml"):
+        if "override /hydra/" in recipe.read_text():
+            continue  # needs a launcher or sweeper of another package
         assert "checkpoint:" in run(*train, f"+recipe={recipe.stem}", "--cfg", "job", cwd=tmp_path)

@@ -6,7 +6,6 @@ torch is imported when a run begins, so that `--help` and shell completion are f
 from __future__ import annotations
 
 import logging
-import math
 import os
 import sys
 import warnings
@@ -23,25 +22,26 @@ from ..config.read import omegaconf_text
 from ..errors import CheckpointError
 from .hydra_app import run_app
 from .sweeps.result import write_job_result
+from .training.objectives import objective_names, objectives_of
 from .training.ranks import ALONE, Ranks, meet, part
 from .training.schema import register
 
 logger = logging.getLogger(__name__)
 
 #: Top-level keys and groups that overrides may begin with.
-_ROOTS = ("checkpoint", "data", "model", "parallel", "recipe", "train")
+_ROOTS = ("checkpoint", "data", "model", "objectives", "parallel", "recipe", "train")
 
 
 class TrainingFailed(CompactHydraException, CheckpointError):
     """A checkpoint error ended the run and is the cause of this one. Hydra prints the text without a traceback."""
 
 
-def run_job(config: DictConfig, ranks: Ranks = ALONE) -> float:
+def run_job(config: DictConfig, ranks: Ranks = ALONE) -> float | list[float] | None:
     """Run the training job of a config. Rank 0 writes the figures to `result.json` in the output folder.
 
     Returns:
-        How long a save blocked training, in seconds, for a sweeper to minimise; NaN if a job of a sweep was skipped
-        because its parts are incompatible.
+        The figures that `objectives` names, for a sweeper, by default how long a save blocked training, in seconds;
+        None if there are none, or if a job of a sweep was skipped because its parts are incompatible.
 
     Raises:
         CheckpointConfigError: A value is invalid.
@@ -49,13 +49,15 @@ def run_job(config: DictConfig, ranks: Ranks = ALONE) -> float:
         SystemExit: A signal stopped the run, after saving its last step.
     """
     _refuse_unreadable(config)
+    objectives = objective_names(config)
     swept = HydraConfig.get().mode == RunMode.MULTIRUN
     launch_dir = str(HydraConfig.get().runtime.cwd)  # os.getcwd() may be the output folder: hydra.job.chdir=true
     try:
         # The same command in the same folder resumes its run; `build_manager` keeps the jobs of a sweep apart.
         folder = os.path.join(launch_dir, resolve_config(config.checkpoint).dir)
     except CheckpointConfigError as refusal:
-        return _skip(refusal, swept, ranks)
+        _skip(refusal, swept, ranks)
+        return None
     # Imported late, because importing torch takes seconds.
     from .training.job import Job
     from .training.loop import run
@@ -65,7 +67,8 @@ def run_job(config: DictConfig, ranks: Ranks = ALONE) -> float:
         with for_hydra():
             summary = run(job, config.checkpoint, None if swept else folder)
     except CheckpointConfigError as refusal:
-        return _skip(refusal, swept, ranks)
+        _skip(refusal, swept, ranks)
+        return None
     except CheckpointError as error:
         where = "" if ranks.world_size == 1 else f"rank {ranks.rank}: "
         raise TrainingFailed(f"{where}{type(error).__name__}: {error}") from error
@@ -80,17 +83,16 @@ def run_job(config: DictConfig, ranks: Ranks = ALONE) -> float:
     if summary.stopped_by is not None:
         part(ranks)
         summary.leave()
-    return float(figures["stall_s"] or figures["first_stall_s"] or 0.0)
+    return objectives_of(objectives, figures)
 
 
-def _skip(refusal: CheckpointConfigError, swept: bool, ranks: Ranks) -> float:
+def _skip(refusal: CheckpointConfigError, swept: bool, ranks: Ranks) -> None:
     """Skip a job of a sweep: a grid of parts has incompatible pairs, and the other jobs must still run."""
     if not swept:
         raise refusal
     logger.warning("skipped: %s", refusal)
     if ranks.rank == 0:
         write_job_result("skipped", reason=str(refusal))
-    return math.nan
 
 
 def main() -> None:

@@ -29,6 +29,14 @@ Groups = Mapping[str, Sequence[str]]
 _NO_GROUPS: Groups = {}
 
 
+#: Launchers and sweepers of other packages, which the extra `sweeps` installs.
+_PLUGINS = {
+    "hydra/launcher/joblib": "hydra-joblib-launcher",
+    "hydra/launcher/submitit_local": "hydra-submitit-launcher",
+    "hydra/launcher/submitit_slurm": "hydra-submitit-launcher",
+    "hydra/sweeper/optuna": "hydra-optuna-sweeper",
+}
+
 #: Top-level keys and groups that this package adds to an app.
 OURS = ("checkpoint", "recipe")
 
@@ -56,6 +64,9 @@ def what_was_meant(
         except CheckpointConfigError as failure:
             split_words = torn_apart(overrides)
             return split_words or str(failure) if _concerns(f"{typed} {split_words or ''}", roots) else None
+    plugin = _missing_plugin(f"{error} {error.__cause__ or ''}")
+    if plugin and (roots is None or any(override.key_or_group == "recipe" for override in parsed)):
+        return plugin
     loader = GlobalHydra.instance().config_loader()
     groups = _LoaderGroups(loader)
     picks = [override for override in parsed if override.key_or_group in groups]
@@ -170,6 +181,16 @@ class _LoaderGroups(dict[str, Sequence[str]]):
 
 def _concerns(text: str, roots: Sequence[str] | None) -> bool:
     return roots is None or bool(re.search(rf"(^|[\s+~])({'|'.join(roots)})\b", text))
+
+
+def _missing_plugin(hydra_text: str) -> str | None:
+    """The text for a launcher or sweeper whose package is not installed."""
+    match = re.search(r"Could not (?:find|load) '(hydra/(?:launcher|sweeper)/\w+)'", hydra_text)
+    package = match and _PLUGINS.get(match[1])
+    if not match or not package:
+        return None
+    choice = "=".join(match[1].rsplit("/", 1))
+    return f"{choice} needs the package {package}, which is not installed: pip install 'ckpt_component[sweeps]'"
 
 
 def _picks_nothing(override: Override, groups: Groups) -> bool:

@@ -2,8 +2,10 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
 from collections.abc import Callable
 from dataclasses import fields
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 
@@ -75,6 +77,12 @@ def test_every_model_has_all_its_numbers(compose_job: Composed, name: str) -> No
 
 @pytest.mark.parametrize("path", sorted(recipe_dir().rglob("*.yaml")), ids=lambda path: path.stem)
 def test_every_recipe_composes_with_the_training_job(compose_job: Composed, path: Path) -> None:
+    for kind, option in re.findall(r"override /hydra/(launcher|sweeper): (\w+)", path.read_text()):
+        plugin = f"hydra_{option.partition('_')[0]}_{kind}"
+        if find_spec(f"hydra_plugins.{plugin}") is None:
+            with pytest.raises(CheckpointConfigError, match=f"{plugin.replace('_', '-')}, which is not installed: pip"):
+                compose_job(f"+recipe={path.stem}")
+            return
     config = compose_job(f"+recipe={path.stem}")
     read(config)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ...config.errors import HydraConfigError
+from .disks import Span
 from .figures import FIGURES
 from .result import RESULT, RUNNING, read_result
 
@@ -25,6 +26,7 @@ class Row:
         status: See `write_result`.
         reason: Why it did not complete, or has no figures.
         figures: Its values of `FIGURES`.
+        span: When the job ran and where it saved; None if unknown.
     """
 
     job: str
@@ -34,6 +36,7 @@ class Row:
     status: str = "completed"
     reason: str | None = None
     figures: Mapping[str, float] = field(default_factory=dict)
+    span: Span | None = None
 
     @property
     def stall_s(self) -> float | None:
@@ -93,6 +96,7 @@ def _rows_of(job: str, content: Mapping[str, Any]) -> list[Row]:
             "failed" if row.get("reason") else content["status"],
             row.get("reason") or content["reason"],  # a row's own reason is more specific
             {key: float(row["figures"][key]) for key in FIGURES if row["figures"].get(key) is not None},
+            Span.of(content),
         )
         for row in content.get("rows") or [{"name": "", "workload": workload, "figures": content["figures"]}]
     ]
@@ -105,6 +109,11 @@ def _is_about_saving(override: str) -> bool:
 def _place(job: Path) -> list[tuple[int, str]]:
     """Sort key that places job 10 after job 9."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in job.parts]
+
+
+def spans_of(rows: Sequence[Row]) -> dict[str, Span | None]:
+    """When each job ran, in the order of the jobs."""
+    return {row.job: row.span for row in sorted(rows, key=lambda row: _place(Path(row.job)))}
 
 
 def differing(rows: Sequence[Row]) -> list[tuple[str, ...]]:

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from ...config.errors import HydraConfigError
+from .disks import shared_disks, shared_text
 from .figures import FIGURES
-from .jobs import Row, differing, read_jobs
+from .jobs import Row, differing, read_jobs, spans_of
 from .page import NO_PICTURE, can_plot, new_figure, without_frame, write_page
 from .replaced import write_csv
 from .text import aligned
@@ -72,6 +73,8 @@ def table(rows: Sequence[Row]) -> str:
     text.append(f"rows with figures: {sum(bool(row.figures) for row in rows)} of {len(rows)}, sorted by stall")
     text += textwrap.wrap("; ".join(f"{figure.column}: {figure.meaning}" for figure in figures.values()), 120)
     text.append("*: Pareto, no row of the same workload has both less stall and less durable time")
+    for disk, jobs in shared_disks(spans_of(rows)).items():
+        text += textwrap.wrap(shared_text(disk, jobs), 120)
     return "\n".join(text)
 
 
@@ -113,6 +116,7 @@ def _picture(rows: Sequence[Row]) -> Any:
 
 def _write_csv(rows: Sequence[Row], path: Path) -> Path:
     pareto, differences = best(rows), differing(rows)
+    shared = shared_disks(spans_of(rows))
     records: list[dict[str, Any]] = [
         {
             "job": row.job,
@@ -122,11 +126,12 @@ def _write_csv(rows: Sequence[Row], path: Path) -> Path:
             "status": row.status,
             "reason": row.reason,
             "pareto": int(place in pareto),
+            "shared_disk": " ".join(disk for disk, jobs in shared.items() if row.job in jobs),
             **row.figures,
             "overrides": " ".join(row.overrides),
         }
         for place, (row, words) in enumerate(zip(rows, differences, strict=True))
     ]
-    columns = ["job", "row", "workload", "differs", "status", "pareto", *FIGURES, "reason", "overrides"]
+    columns = ["job", "row", "workload", "differs", "status", "pareto", "shared_disk", *FIGURES, "reason", "overrides"]
     write_csv(path, columns, records)
     return path

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from enum import Enum
 from pathlib import Path
+from typing import Any
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig
@@ -133,6 +134,8 @@ class Settings:
     """The size of the model."""
     parallel: Parallel = Parallel.ddp
     """How the ranks of a torchrun split the work; ignored with one process."""
+    objectives: Any = "stall_s"
+    """What a job returns to a sweeper: the name of a figure in its `result.json`, or a list of names."""
 
 
 def register() -> None:

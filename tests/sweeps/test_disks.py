@@ -1,0 +1,62 @@
+"""The report says which jobs saved to one disk at the same time."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+
+import pytest
+
+from ckpt_component.apps.sweeps.disks import Span, disk_of, shared_disks, shared_text
+from ckpt_component.apps.sweeps.jobs import Row, spans_of
+from ckpt_component.apps.sweeps.report import table
+from ckpt_component.apps.sweeps.result import add_span, read_result, write_result
+
+
+def test_jobs_share_a_disk_if_they_ran_at_the_same_time() -> None:
+    spans = {
+        "0": Span(0, 10, ("a",)),
+        "1": Span(5, 15, ("a", "b")),
+        "2": Span(15, 20, ("a",)),  # began when the other ended
+        "3": Span(12, 16, ("b",)),
+        "4": Span(0, 20, ()),
+        "5": None,
+        "6": Span(0, 20, ("c",)),
+    }
+    assert shared_disks(spans) == {"a": ["0", "1"], "b": ["1", "3"]}
+    assert shared_disks({}) == {}
+
+
+def test_the_table_says_so_in_the_order_of_the_jobs() -> None:
+    rows = [Row(name, figures={"stall_s": 1.0}, span=Span(0, 1, ("/dev/a of host",))) for name in ("10", "9", "2")]
+    text = " ".join(table(rows).split())
+    assert "jobs 2, 9, 10 saved to one disk at the same time (/dev/a of host): their times include each other's" in text
+    alone = [Row(name, figures={"stall_s": 1.0}, span=Span(int(name), int(name) + 1, ("a",))) for name in "01"]
+    assert "at the same time" not in table(alone) and list(spans_of(alone)) == ["0", "1"]
+
+
+def test_of_many_jobs_the_text_names_some() -> None:
+    text = shared_text("a", [str(n) for n in range(100)])
+    assert text.startswith("jobs 0, 1, 2, 3, 4, 5, 6, ... (100 in all), 99 saved")
+
+
+def test_a_disk_is_known_by_its_device_and_host(tmp_path: Path) -> None:
+    disk = disk_of(str(tmp_path))
+    assert disk == disk_of(str(tmp_path / "not" / "there" / "yet")) and disk.endswith(f" of {socket.gethostname()}")
+    other = next((path for path in ("/proc", "/dev/shm") if os.stat(path).st_dev != os.stat(tmp_path).st_dev), None)
+    assert other is not None and disk_of(other) != disk
+
+
+def test_a_network_disk_is_the_same_on_all_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ckpt_component.apps.sweeps.disks._mount_source", lambda number: "nas:/export")
+    assert disk_of(str(tmp_path)) == "nas:/export"
+
+
+def test_the_span_is_in_the_result_of_the_job(tmp_path: Path) -> None:
+    add_span(str(tmp_path), Span(1, 2))  # without a result there is nothing to add to
+    assert read_result(str(tmp_path)) is None
+    write_result(str(tmp_path), "completed", overrides=[], choices={})
+    assert Span.of(read_result(str(tmp_path)) or {}) is None
+    add_span(str(tmp_path), Span(1, 2, ("a",)))
+    assert Span.of(read_result(str(tmp_path)) or {}) == Span(1, 2, ("a",))
