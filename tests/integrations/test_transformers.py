@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
+import runpy
 import shutil
 import signal
 import subprocess
@@ -19,9 +21,10 @@ import torch
 pytest.importorskip("transformers", "5.0", reason="needs transformers 5: pip install 'ckpt_component[transformers]'")
 
 from safetensors.torch import load_file
-from transformers import GPT2LMHeadModel
+from transformers import GPT2LMHeadModel, TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
+import ckpt_component
 from ckpt_component import (
     CheckpointConfigError,
     CheckpointCorruptError,
@@ -31,6 +34,7 @@ from ckpt_component import (
 )
 from ckpt_component.integrations.transformers import CheckpointCallback
 
+PAGE = Path(ckpt_component.__file__).parents[1] / "docs" / "huggingface.md"
 SCRIPT = Path(__file__).parent / "scripts" / "train_gpt2.py"
 OURS = {"manifest.json", "integrity-0.json", "run.json"}
 #: Saves of 1.6 MB take about a second.
@@ -177,6 +181,44 @@ def test_a_damaged_checkpoint_is_set_aside(tmp_path: Path, alone: Any) -> None:
     with pytest.raises(CheckpointCorruptError, match="step 8 is damaged.*resumes from step 4.*optimizer.pt"):
         trained(tmp_path, CheckpointCallback(), resume=True)
     assert get_last_checkpoint(str(tmp_path)) == str(tmp_path / "checkpoint-4")
+
+
+def test_the_script_of_the_page_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    (script,) = re.findall(r"```python notest: tests/integ[^\n]*\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    script = script.replace(
+        "report_to=[]", "report_to=[], use_cpu=True, dataloader_pin_memory=False, disable_tqdm=True"
+    )
+    script = script.replace("save_steps=20", "save_steps=2")
+    for steps, left in ((4, {"checkpoint-2", "checkpoint-4"}), (6, {"checkpoint-4", "checkpoint-6"})):
+        Path("train.py").write_text(script.replace("max_steps=60", f"max_steps={steps}"))
+        trainer = runpy.run_path("train.py")["trainer"]
+        assert trainer.state.global_step == steps
+        assert {name for name in os.listdir("gpt2") if name.startswith("checkpoint-")} == left
+    assert trainer._initial_global_step == 4
+    (listing,) = re.findall(r"```text\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    assert set(os.listdir("gpt2/checkpoint-6")) == set(listing.split())
+
+
+class Preempted(TrainerCallback):
+    """Asks for a save as SIGTERM does with `enable_jit_checkpoint`."""
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 6:
+            self.manager.is_checkpoint_requested = True
+
+
+def test_a_save_on_sigterm_is_ours_too(tmp_path: Path, alone: Any) -> None:
+    preempted = Preempted()
+    trainer = train_gpt2.trainer_in(tmp_path, [CheckpointCallback(), preempted], enable_jit_checkpoint=True)
+    preempted.manager = next(
+        each.jit_manager for each in trainer.callback_handler.callbacks if hasattr(each, "jit_manager")
+    )
+    trainer.train()
+    assert get_last_checkpoint(str(tmp_path)) == str(tmp_path / "checkpoint-6")
+    names = set(os.listdir(tmp_path / "checkpoint-6"))
+    assert names > OURS and "checkpoint-is-incomplete.txt" not in names
 
 
 @pytest.mark.parametrize(
