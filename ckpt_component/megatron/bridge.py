@@ -12,7 +12,12 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from megatron.bridge.training.checkpointing import DefaultCheckpointManager
+try:
+    from megatron.bridge.training.checkpointing import DefaultCheckpointManager
+except ImportError as error:
+    raise ImportError(
+        f"ckpt_component.megatron.bridge needs Megatron-Bridge 0.6 or newer ({error}): pip install megatron-bridge"
+    ) from error
 
 from ..compat.async_queue import AsyncCallsQueue
 from .installing import install
@@ -20,7 +25,7 @@ from .installing import install
 logger = logging.getLogger(__name__)
 
 
-class Manager(DefaultCheckpointManager):
+class Manager(DefaultCheckpointManager):  # type: ignore[misc, unused-ignore]
     """Bridge's own manager, whose saves run in the queue and writer of this package.
 
     Format, loading, and the options of `CheckpointConfig` are Bridge's.
