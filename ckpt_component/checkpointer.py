@@ -134,6 +134,15 @@ class Checkpointer(ABC):
         if self.saver.stager is not None:
             self.saver.stager.wait_staged(timeout)
 
+    def wait(self) -> None:
+        """Wait until every save that was started is committed, or raise the error of one that failed.
+
+        Raises:
+            CheckpointTimeoutError: a save hung; see timeouts.write.
+            CheckpointError: a save failed, and its error was not raised yet.
+        """
+        self.saver.wait()
+
     def prewarm(self, state_dict: Mapping[Any, Any]) -> None:
         """Plan and allocate memory for a state dict of this structure, so that the first save is as fast as others."""
         if self.saver.stager is not None:

@@ -55,13 +55,14 @@ logger = logging.getLogger(__name__)
 
 
 @for_hydra()
-def build_checkpointer(config: Any, overrides: Sequence[str] = ()) -> Checkpointer:
+def build_checkpointer(config: Any, overrides: Sequence[str] = (), *, alone: bool = False) -> Checkpointer:
     """Build the checkpointer of a config.
 
     Args:
         config: the `checkpoint` node of a Hydra config, a dict of the same form, or a preset's name
             (`async_persistent`).
         overrides: as on a command line: `checkpoint.writer.workers=4`, `checkpoint/stager=pinned`.
+        alone: this rank saves and loads whole states for itself, even if `torch.distributed` has more ranks.
 
     Returns:
         A `SyncCheckpointer` if the caller is `inline`, else an `AsyncCheckpointer`.
@@ -75,7 +76,7 @@ def build_checkpointer(config: Any, overrides: Sequence[str] = ()) -> Checkpoint
             "checkpoint.enabled=false builds no checkpointer; use build_manager(), whose manager then does nothing."
         )
     timeouts, parts = _timeouts(settings), _build_parts(settings)
-    ranks = job_ranks("checkpointer", timeouts)
+    ranks = LocalCoordinator() if alone else job_ranks("checkpointer", timeouts)
     return _build_graph(settings, parts, ranks, _file_system(settings), timeouts, _policy(settings))
 
 
@@ -205,7 +206,12 @@ def _build_parts(settings: Checkpoint) -> tuple[Stager, WriteCaller, Writer]:
     """Build the chosen parts, starting nothing. Raises CheckpointConfigError if they do not fit together."""
     stager_class = part_class("stager", settings.stager, Stager)
     caller_class = part_class("caller", settings.caller, WriteCaller)
-    part_class("writer", settings.writer, Writer)
+    writer_class = part_class("writer", settings.writer, Writer)
+    if getattr(writer_class, "single_file", "") and settings.commit is Commit.manifest:
+        raise HydraConfigError(
+            f"{_option(writer_class)} commits its file by a rename, and checkpoint.commit=manifest is for storage "
+            "without renames. Use checkpoint.commit=rename, on another disk."
+        )
     for rule in RULES:
         if rule.refuses(settings, stager_class, caller_class):
             stager_name, caller_name = _option(stager_class), _option(caller_class)
@@ -228,6 +234,11 @@ def _build_graph(
     hooks: RunHooks | None = None,
 ) -> Checkpointer:
     stager, caller, writer = parts
+    if getattr(writer, "single_file", "") and ranks.world_size > 1:
+        raise HydraConfigError(
+            f"{_option(type(writer))} writes one file, and there are {ranks.world_size} ranks; save it from one of "
+            "them, with build_checkpointer(..., alone=True), or use checkpoint/writer=dcp."
+        )
     # An arena must be visible to the process that writes it, which depends on the caller, not the stager.
     shared = caller.in_other_process
     stager.connect(writer, ranks=ranks, shared=shared, timeout=timeouts.stage, max_stall=timeouts.max_stall)

@@ -72,6 +72,9 @@ class Writer(ABC):
     #: Whether the files of all ranks form one checkpoint, in which replicated values are stored once. Otherwise every
     #: rank stores everything that it has.
     shared: ClassVar[bool] = False
+    #: For a format whose checkpoint is one file, saved by one rank: its name while it is written. It then gets the name
+    #: of the save, in place of a file that has it. Empty: a checkpoint is a folder.
+    single_file: ClassVar[str] = ""
 
     workers: int = 2
     block_bytes: int = 8 << 20

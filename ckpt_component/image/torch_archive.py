@@ -1,8 +1,8 @@
 """The zip records of a `torch.save` archive, built here so that the position of every payload is known in advance.
 
 Stored (uncompressed) records as torch writes them: names below `archive/`, tensors on 64-byte boundaries, padding in
-an extra field "FB", zip64 above 4 GiB. Checksums are left 0: torch never verifies them, and ours are in the integrity
-file.
+an extra field "FB", zip64 above 4 GiB. torch never verifies the checksums. Where ours are in an integrity file, they
+are 0 here; a file that must do without one has them in its directory, and says so by the record `CHECKSUMS`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,10 @@ _CENTRAL = struct.Struct("<4s6H3L5H2L")
 _END64 = struct.Struct("<4sQ2H2L4Q")
 _LOCATOR64 = struct.Struct("<4sLQL")
 _END = struct.Struct("<4s4H2LH")
+#: Where the CRC-32 of a record is in its directory entry: 4 bytes, little-endian.
+CRC_AT = 16
+#: The record of an archive whose directory has the CRC-32 of every record.
+CHECKSUMS = ".checksums"
 _LIMIT = 0xFFFFFFFF
 _MANY = 0xFFFF
 _VERSION = 45  # zip64
@@ -35,13 +39,13 @@ def local_header(name: str, size: int, offset: int, *, aligned: bool = True) -> 
     return head + encoded + extra
 
 
-def central_header(name: str, size: int, offset: int) -> bytes:
+def central_header(name: str, size: int, offset: int, crc: int = 0) -> bytes:
     """The directory entry of a record whose local header is at `offset`."""
     encoded = _full_name(name)
     large = [value for value in (size, size, offset) if value >= _LIMIT] if max(size, offset) >= _LIMIT else []
     extra = struct.pack(f"<2H{len(large)}Q", 1, 8 * len(large), *large) if large else b""
     short = min(size, _LIMIT)
-    fixed = (b"PK\x01\x02", _VERSION, _VERSION, 0, 0, 0, _DOS_DATE, 0, short, short, len(encoded), len(extra))
+    fixed = (b"PK\x01\x02", _VERSION, _VERSION, 0, 0, 0, _DOS_DATE, crc, short, short, len(encoded), len(extra))
     return _CENTRAL.pack(*fixed, 0, 0, 0, 0, min(offset, _LIMIT)) + encoded + extra
 
 

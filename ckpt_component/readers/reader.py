@@ -116,7 +116,7 @@ class Reader:
                 raise CheckpointNotFoundError(f"There is no checkpoint at {path}.")
             if path.endswith(".safetensors"):
                 return SafetensorsSource(path, shared=self._shared)
-            return TorchFileSource(path, mapped=mapped)
+            return TorchFileSource(path, mapped=mapped, verify=verify)
         manifest = read_manifest(self._fs, path)
         if manifest is not None:
             return self._open_own(data_folder(path, manifest), manifest, mapped=mapped, verify=verify)

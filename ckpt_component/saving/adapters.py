@@ -75,20 +75,25 @@ class ForeignSaver:
         if not may_wait and self.busy:
             raise CheckpointBusyError(f"{path} came while an earlier save was still running")
         refuse_existing(path)
-        last = self._last
-        if last is not None:
-            if wait_futures([last], self._limit).not_done:
-                raise CheckpointTimeoutError(
-                    f"{path} was not saved: {type(self._writer).__name__} was still writing the previous save after "
-                    f"{self._limit:g} s. Find out what it waits for, and save again."
-                )
-            self._last = None
-            last.result(0)
+        self.wait()
         staged = state_dict if self._stager is None else self._stager.stage(state_dict, **kwargs)
         written = self._writer.write(staged, path, **kwargs)
         if isinstance(written, Future):
             self._last = written
         return _staged_future(staged), written
+
+    def wait(self) -> None:
+        """Wait for the last save, and raise its error."""
+        last = self._last
+        if last is None:
+            return
+        if wait_futures([last], self._limit).not_done:
+            raise CheckpointTimeoutError(
+                f"{type(self._writer).__name__} was still writing the previous save after {self._limit:g} s. Find out "
+                "what it waits for, and save again."
+            )
+        self._last = None
+        last.result(0)
 
     def close(self) -> None:
         """Close stager and writer, and raise the error of the last save if it has ended."""

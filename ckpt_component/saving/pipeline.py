@@ -23,7 +23,7 @@ from ..errors import CheckpointError
 from ..formats.base import Writer
 from ..options import ResolvedTimeouts
 from ..stagers.base import Stager, StatePlan
-from ..storage.commit import refuse_existing
+from ..storage.commit import refuse_existing, refuse_folder
 from ..storage.fs import FsOps
 from ..storage.names import Attempt, owned_token
 from .admission import SaveAdmission
@@ -79,7 +79,12 @@ class SavePipeline:
         self._timeouts = timeouts
         self._hooks = hooks
         self._failures = ConsecutiveFailures(policy.give_up_after)
-        check_path = partial(refuse_existing, by_rename=fs.atomic_rename) if hooks is None else hooks.check_path
+        self._single_file = getattr(writer, "single_file", "")
+        check_path: Callable[[str], None] = partial(refuse_existing, by_rename=fs.atomic_rename)
+        if hooks is not None:
+            check_path = hooks.check_path
+        elif self._single_file:
+            check_path = refuse_folder
         self._admission = SaveAdmission(ranks, stager, self.saves, check_path, timeouts)
         self._transaction = SaveTransaction(caller, writer, ranks, fs, timeouts, policy.min_free_bytes, hooks)
         self._retries = RetryLoop(ranks, policy, timeouts.stage)
@@ -149,7 +154,7 @@ class SavePipeline:
         owner = ""
         if self._hooks is not None:
             owner, save.token = self._hooks.ownership.token, owned_token(save.token)
-        save.attempt = Attempt(save.path, save.token, owner, self._fs.atomic_rename)
+        save.attempt = Attempt(save.path, save.token, owner, self._fs.atomic_rename, self._single_file)
         try:
             save.snapshot = self.stager.take(plan)
             save.snapshot.comparison = self.stager.compare(plan, save.number)
@@ -207,6 +212,11 @@ class SavePipeline:
             self.last_report = save.report
         self.reports.append(save.report)
         save.set_exception(raised)
+
+    def wait(self) -> None:
+        """Wait until the saves in flight have ended; see `Checkpointer.wait`."""
+        self.saves.wait(self._timeouts.whole_save)
+        self.saves.raise_first()
 
     def close(self) -> None:
         """Finish the saves in flight, then stop the writer process and free the memory. Safe to call twice.

@@ -8,6 +8,9 @@ There are two ways to commit. On file systems with atomic renames, an attempt co
 next to its target and is committed by renaming that folder to the target. Elsewhere (mounted object stores), each
 attempt has a folder inside the target, named by its token, and is committed by creating `manifest.json` in the target,
 which only one attempt can do.
+
+A checkpoint of a single file has no manifest: the file is renamed from the hidden folder to the target, over the file
+that was there.
 """
 
 from __future__ import annotations
@@ -55,9 +58,18 @@ def refuse_existing(path: str, *, by_rename: bool = True) -> None:
     )
 
 
+def refuse_folder(path: str) -> None:
+    """Raise CheckpointExistsError when `path`, where a single file is to be saved, is a folder."""
+    if os.path.isdir(path) and not os.path.islink(path):
+        raise CheckpointExistsError(f"{path} is a folder, and a file is to be saved there; save to another path.")
+
+
 def begin(fs: FsOps, attempt: Attempt) -> None:
     """Durably create the folder of an attempt. Raises CheckpointExistsError when the target path is taken."""
-    refuse_existing(attempt.target, by_rename=attempt.by_rename)
+    if attempt.file:
+        refuse_folder(attempt.target)
+    else:
+        refuse_existing(attempt.target, by_rename=attempt.by_rename)
     parent = os.path.dirname(attempt.staging)
     for tries_left in reversed(range(_TRIES)):
         try:
@@ -114,6 +126,9 @@ def publish(
                     f"{entry['name']} has {size} bytes on disk and its writer reported {entry['size']}; not committed."
                 )
             files.append(dict(entry))
+    if attempt.file:
+        _replace(fs, attempt)
+        return 1
     for name, data in sidecars.items():
         fs.write_new(os.path.join(staging, name), data)
         files.append({"name": name, "size": len(data), "crc32": zlib.crc32(data)})
@@ -141,9 +156,14 @@ def publish(
 
 
 def is_over(fs: FsOps, attempt: Attempt) -> bool:
-    """Whether an attempt was already committed or abandoned. Raises CheckpointError when that cannot be read."""
+    """Whether an attempt was already committed or abandoned. Raises CheckpointError when that cannot be read.
+
+    Called after this rank has written its files.
+    """
     if not fs.is_folder(attempt.staging):
         return True
+    if attempt.file:
+        return fs.size(os.path.join(attempt.staging, attempt.file)) is None
     return not attempt.by_rename and _committed_token(fs, attempt.target) == attempt.token
 
 
@@ -185,6 +205,16 @@ def _rename(fs: FsOps, attempt: Attempt) -> None:
         # The save is reported as failed, so readers must not find it: remove it again.
         discard(fs, target)
         raise
+
+
+def _replace(fs: FsOps, attempt: Attempt) -> None:
+    """Commit a single file by renaming it over the target."""
+    fs.replace(os.path.join(attempt.staging, attempt.file), attempt.target)
+    fs.sync_folder(os.path.dirname(attempt.target))
+    try:
+        fs.remove_tree(attempt.staging)
+    except OSError as error:
+        logger.warning("%s is saved, and %s could not be deleted (%s)", attempt.target, attempt.staging, error)
 
 
 def _put(fs: FsOps, attempt: Attempt, manifest: bytes, draft: str, timeout: float) -> None:

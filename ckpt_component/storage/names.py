@@ -119,12 +119,14 @@ class Attempt:
         token: identifies this attempt.
         owner: token of the run that must own the parent folder at the commit; empty: any run may commit there.
         by_rename: whether the commit renames the staging folder, or creates the manifest in the target.
+        file: name of the file in the staging folder that becomes the target; empty: the whole folder does.
     """
 
     target: str
     token: str
     owner: str = ""
     by_rename: bool = True
+    file: str = ""
 
     @functools.cached_property
     def staging(self) -> str:

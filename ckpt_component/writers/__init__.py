@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from ..formats.dcp import DcpWriter
     from ..formats.files import FilesWriter
     from ..formats.safetensors import SafetensorsWriter
+    from ..formats.torch_file import TorchFileWriter, file_state
     from ..formats.torch_save import TorchSaveWriter
 
 __all__, __getattr__, __dir__ = lazy(
@@ -20,6 +21,7 @@ __all__, __getattr__, __dir__ = lazy(
         "..formats.dcp": "DcpWriter",
         "..formats.files": "FilesWriter",
         "..formats.safetensors": "SafetensorsWriter",
+        "..formats.torch_file": "TorchFileWriter file_state",
         "..formats.torch_save": "TorchSaveWriter",
     },
 )

@@ -78,12 +78,23 @@ class ObjectBlob:
     """Encoded Python objects, which are not in the image because their length changes from save to save.
 
     `items` are (offset, length) pairs relative to the file; their checksums follow those of the image's items.
+    `sums_at` are the positions in `data` of 4-byte fields that take the checksums of the first items of the image.
     """
 
     file: str
     offset: int
     data: memoryview
     items: Sequence[tuple[int, int]]
+    sums_at: Sequence[int] = ()
+
+    def filled(self, sums: Sequence[int]) -> memoryview:
+        """The data with the checksums of the image's items in it."""
+        if not self.sums_at:
+            return self.data
+        data = bytearray(self.data)
+        for position, value in zip(self.sums_at, sums, strict=False):
+            data[position : position + 4] = value.to_bytes(4, "little")
+        return memoryview(data)
 
 
 @dataclass(frozen=True)
@@ -181,7 +192,7 @@ class WriteRequest:
         """Return JSON values and the bytes of the blobs; the table, the sidecars and the image are sent separately."""
         blobs, parts = [], []
         for blob in self.object_blobs:
-            blobs.append([blob.file, blob.offset, blob.data.nbytes, list(blob.items)])
+            blobs.append([blob.file, blob.offset, blob.data.nbytes, list(blob.items), list(blob.sums_at)])
             parts.append(blob.data)
         plain = {
             "attempt": asdict(self.attempt),
@@ -201,8 +212,8 @@ class WriteRequest:
     ) -> WriteRequest:
         """The inverse of `to_parts`, in the writer process, given the parts that were sent separately."""
         blobs = []
-        for file, offset, size, items in plain["blobs"]:
-            blobs.append(ObjectBlob(file, offset, blob_bytes[:size], items))
+        for file, offset, size, items, sums_at in plain["blobs"]:
+            blobs.append(ObjectBlob(file, offset, blob_bytes[:size], items, sums_at))
             blob_bytes = blob_bytes[size:]
         attempt = Attempt(**plain["attempt"])
         return cls(

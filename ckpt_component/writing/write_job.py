@@ -56,10 +56,11 @@ def run_write_job(request: WriteRequest, checksum_home: str | None = None) -> Wr
         for spec in table.files if direct else ():
             fs.truncate(descriptors[spec.name], sizes[spec.name])  # direct I/O writes the last page as a whole
         for blob in blobs:
-            fs.write(descriptors[blob.file], [blob.data], blob.offset)
+            data = blob.filled(sums)
+            fs.write(descriptors[blob.file], [data], blob.offset)
             for offset, length in blob.items:
                 at = offset - blob.offset
-                sums.append(checksum.of(blob.data[at : at + length]))
+                sums.append(checksum.of(data[at : at + length]))
         with ThreadPoolExecutor(max(len(descriptors), 1), thread_name_prefix="ckpt-sync") as pool:
             list(pool.map(fs.sync, descriptors.values()))
         for descriptor in descriptors.values():

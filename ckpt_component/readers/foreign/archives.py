@@ -17,12 +17,15 @@ from typing import IO, Any
 import torch
 
 from ...errors import CheckpointCorruptError, CheckpointLoadError
+from ...image.torch_archive import CHECKSUMS
 from ...state import objects as object_codec
+from ...storage.checksum import find_checksum
 from .safe_unpickle import Record, load_inert, record_class
 
 _ENCRYPTED = 1
 #: The claims of pickles up to this many bytes are cached.
 _SMALL = 4096
+_CHUNK = 4 << 20
 _LOCAL_HEADER = struct.Struct("<4s22x2H")
 #: Bytes of one element, by the name of a storage class in a pickle.
 _ELEMENT_BYTES = {
@@ -74,17 +77,56 @@ def check_archive(stream: IO[bytes], size: int, where: str) -> None:
             _check_storages(_stored(stream, member, where), f"{prefix}/data/", sizes, where)
 
 
+def verify_records(stream: IO[bytes], where: str) -> bool:
+    """Compare every record with its CRC-32 in the directory, if the archive says that it has them.
+
+    Args:
+        stream: The archive, at any position; checked by `check_archive`.
+        where: Name of the archive for error texts.
+
+    Returns:
+        Whether it has them. torch may omit them.
+
+    Raises:
+        CheckpointCorruptError: A record is damaged.
+    """
+    with zipfile.ZipFile(stream) as archive:
+        members = archive.infolist()
+    if not any(member.filename.endswith(f"/{CHECKSUMS}") for member in members):
+        return False
+    checksum, buffer = find_checksum("crc32"), memoryview(bytearray(_CHUNK))
+    for member in members:
+        _seek(stream, member, where)
+        total, left = checksum.stream(), member.file_size
+        while left and (count := stream.readinto(buffer[: min(left, _CHUNK)])):  # type: ignore[attr-defined]
+            total.update(buffer[:count])
+            left -= count
+        if left or total.value() != member.CRC:
+            raise CheckpointCorruptError(f"{where} is damaged: {member.filename!r:.200} does not match its checksum.")
+    return True
+
+
 def _stored(stream: IO[bytes], member: zipfile.ZipInfo, where: str) -> bytes:
     """The bytes of a member. zipfile would verify a CRC that torch may have omitted."""
+    _seek(stream, member, where)
+    data = stream.read(member.file_size)
+    if len(data) != member.file_size:
+        raise _misplaced(member, where)
+    return data
+
+
+def _seek(stream: IO[bytes], member: zipfile.ZipInfo, where: str) -> None:
+    """Set a stream to the first byte of a member."""
     stream.seek(member.header_offset)
     head = stream.read(_LOCAL_HEADER.size)
-    if len(head) == _LOCAL_HEADER.size:
-        magic, name, extra = _LOCAL_HEADER.unpack(head)
-        stream.seek(name + extra, io.SEEK_CUR)
-        data = stream.read(member.file_size)
-        if magic == b"PK\x03\x04" and len(data) == member.file_size:
-            return data
-    raise CheckpointCorruptError(f"{where} has no member {member.filename!r:.200} where its directory says.")
+    magic, name, extra = _LOCAL_HEADER.unpack(head) if len(head) == _LOCAL_HEADER.size else (b"", 0, 0)
+    if magic != b"PK\x03\x04":
+        raise _misplaced(member, where)
+    stream.seek(name + extra, io.SEEK_CUR)
+
+
+def _misplaced(member: zipfile.ZipInfo, where: str) -> CheckpointCorruptError:
+    return CheckpointCorruptError(f"{where} has no member {member.filename!r:.200} where its directory says.")
 
 
 def _check_storages(pickled: bytes, prefix: str, sizes: Mapping[str, int], where: str) -> None:

@@ -1,6 +1,7 @@
 """Files of `torch.save`, and the paths of nested states that stock DCP records.
 
-Nothing is verified here: foreign files have no checksums, and our own are verified before they are opened here.
+Only the checksums inside of our own single files are verified here: foreign files need not have any, and the files in
+our folders are verified before they are opened here.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from ...errors import CheckpointCorruptError, CheckpointLoadError, CheckpointSta
 from ...state.flatten import Path, flatten, key_of
 from ...storage.safe_open import open_regular, read_failure
 from ..source import Index, Request, Source, TensorEntry, copy_into
-from .archives import check_archive, decode_all
+from .archives import check_archive, decode_all, verify_records
 
 #: A tensor may be larger than its file if it repeats stored elements (`expand`), up to this many bytes.
 _MOST_REPEATED = 64 << 20
@@ -29,6 +30,7 @@ class TorchFileSource(Source):
     Args:
         path: The file.
         mapped: Map the file into memory instead of reading it, to copy from it into a target.
+        verify: Compare the checksums in the file, if it has them.
 
     Raises:
         CheckpointCorruptError: It is not a regular file, is damaged, or claims more data than it has.
@@ -36,8 +38,8 @@ class TorchFileSource(Source):
         CheckpointLoadError: It does not contain a state dict of plain data.
     """
 
-    def __init__(self, path: str, *, mapped: bool) -> None:
-        state, size = _torch_load(path, mapped)
+    def __init__(self, path: str, *, mapped: bool, verify: bool = False) -> None:
+        state, size = _torch_load(path, mapped, verify)
         if not isinstance(state, Mapping):
             raise CheckpointLoadError(
                 f"{path} holds a {type(state).__name__}, not a state dict; use torch.load for it."
@@ -78,7 +80,24 @@ class TorchFileSource(Source):
         return None if self._mapped else self._tensors[key]
 
 
-def _torch_load(path: str, mapped: bool) -> tuple[Any, int]:
+def verify_torch_file(path: str) -> bool:
+    """Compare the checksums in a file of `torch.save`. Returns False if it has none.
+
+    Raises:
+        CheckpointCorruptError: It is not a regular file, or is damaged.
+        CheckpointUnreadableError: It cannot be read.
+    """
+    try:
+        with os.fdopen(open_regular(path), "rb") as stream:
+            if not zipfile.is_zipfile(stream):
+                return False
+            check_archive(stream, os.fstat(stream.fileno()).st_size, path)
+            return verify_records(stream, path)
+    except OSError as error:
+        raise read_failure(path, error) from error
+
+
+def _torch_load(path: str, mapped: bool, verify: bool) -> tuple[Any, int]:
     """Load a file; returns its contents and its size."""
     try:
         stream = os.fdopen(open_regular(path), "rb")
@@ -91,6 +110,8 @@ def _torch_load(path: str, mapped: bool) -> tuple[Any, int]:
             zipped = zipfile.is_zipfile(stream)
             if zipped:
                 check_archive(stream, size, path)
+                if verify:
+                    verify_records(stream, path)
             stream.seek(0)
             # Mapping needs a path; this one leads to the file just checked, even if `path` is replaced meanwhile.
             source = f"/proc/self/fd/{stream.fileno()}" if mapped and zipped else stream
