@@ -8,12 +8,16 @@ import sys
 import pytest
 
 
-@pytest.mark.parametrize(("adapter", "framework"), [("transformers", "transformers")])
+@pytest.mark.parametrize(
+    ("adapter", "framework"), [("transformers", "transformers"), ("lightning", "lightning pytorch_lightning")]
+)
 def test_a_missing_framework_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch, adapter: str, framework: str
 ) -> None:
-    monkeypatch.setitem(sys.modules, framework, None)
-    monkeypatch.delitem(sys.modules, f"ckpt_component.integrations.{adapter}", raising=False)
+    for name in framework.split():
+        monkeypatch.setitem(sys.modules, name, None)
+    for name in [name for name in sys.modules if name.startswith(f"ckpt_component.integrations.{adapter}")]:
+        monkeypatch.delitem(sys.modules, name)
     with pytest.raises(ImportError, match=rf"pip install 'ckpt_component\[{adapter}\]'") as caught:
         importlib.import_module(f"ckpt_component.integrations.{adapter}")
     assert "\n" not in str(caught.value)

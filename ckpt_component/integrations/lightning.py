@@ -1,0 +1,198 @@
+"""Checkpoints of a Lightning `Trainer`: `Trainer(callbacks=[CheckpointCallback(dir="checkpoints")])`.
+
+The callback saves all that `Trainer.fit` needs to go on as if it had never stopped, through a `CheckpointManager`, and
+resumes by itself. `BackgroundCheckpointIO` writes Lightning's own `.ckpt` files instead.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from ..config.compose import checked_overrides
+from ..config.resolve import resolve_config
+from ..errors import CheckpointConfigError, CheckpointError
+from ..factory import build_manager
+from ..managing.manager import CheckpointManager
+from ..state.per_rank import PerRank
+from .lightning_io import BackgroundCheckpointIO
+from .lightning_package import part
+from .lightning_position import Position
+
+__all__ = ["BackgroundCheckpointIO", "CheckpointCallback"]
+
+logger = logging.getLogger(__name__)
+
+_Strategy = part("strategies").Strategy
+_SigtermError = part("utilities.exceptions").SIGTERMException
+
+
+class _TrainerState:
+    """What Lightning puts into a checkpoint, without the hyperparameters, which `fit` does not read."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self.training = False
+        self.loaded: dict[str, Any] = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """What Lightning would save now; nothing before the training."""
+        if not self.training:
+            return {}
+        state: dict[str, Any] = self._trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+        state["loops"]["fit_loop"]["state_dict"].pop("combined_loader", None)  # `Position` has it for every rank
+        return {key: value for key, value in state.items() if "hparams" not in key and "hyper_parameters" not in key}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take a loaded state, for `restore`."""
+        self.loaded = state
+
+    def restore(self) -> None:
+        """Let Lightning restore module, data module and callbacks now, and the rest at its time."""
+        connector = self._trainer._checkpoint_connector
+        connector._loaded_checkpoint, self.loaded = self.loaded, {}
+        connector.restore_model()
+        connector.restore_datamodule()
+        connector.restore_callbacks()
+
+
+class _Metrics(Mapping[str, Any]):
+    """What the module has logged for callbacks; computed when a save asks for it."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+
+    def __getitem__(self, name: str) -> Any:
+        return self._trainer.callback_metrics[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._trainer.callback_metrics)
+
+    def __len__(self) -> int:
+        return len(self._trainer.callback_metrics)
+
+
+class CheckpointCallback(part("callbacks").Checkpoint):  # type: ignore[misc]
+    """Saves and resumes `Trainer.fit`, as the config says.
+
+    It takes the place of Lightning's default `ModelCheckpoint`. Steps are the Trainer's `global_step`. The state of
+    step n is saved before the batch that follows, after the validation of that step, if there is one.
+
+    Args:
+        checkpoint: a preset's name or the `checkpoint` node of a config.
+        overrides: as for `build_manager`: `checkpoint.save.every_steps=50`.
+        dir: folder of the checkpoints; None: `checkpoint.dir`.
+        monitor: a metric that the module logs, such as `val_loss`; the checkpoint with the best value is kept too. It
+            sets `checkpoint.keep.best.metric`.
+        mode: `min` or `max`: which value of it is the best.
+
+    Attributes:
+        manager: the manager of the running `fit`, or None.
+
+    Raises:
+        CheckpointConfigError: the config is wrong.
+    """
+
+    #: For code that asks `trainer.checkpoint_callback` for Lightning's file.
+    best_model_path = ""
+
+    def __init__(
+        self,
+        checkpoint: Any = "async_persistent",
+        overrides: Sequence[str] = (),
+        dir: str | os.PathLike[str] | None = None,
+        monitor: str | None = None,
+        mode: str = "min",
+    ) -> None:
+        overrides = [*checked_overrides(overrides)]
+        if monitor is not None:
+            overrides += [f"checkpoint.keep.best.metric={monitor!r}", f"checkpoint.keep.best.mode={mode}"]
+        self._saves_at_end = resolve_config(checkpoint, overrides).save.at_end  # a wrong config is refused here
+        self._config, self._overrides, self._dir = checkpoint, overrides, dir
+        self.manager: CheckpointManager | None = None
+        self._state: dict[str, Any] = {}
+        self._step: int | None = None
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        """Build the manager, and resume."""
+        strategy = type(trainer.strategy)
+        if strategy.load_checkpoint is not _Strategy.load_checkpoint:
+            raise CheckpointConfigError(
+                f"CheckpointCallback restores a whole model on every rank, and {strategy.__name__} shards it; use "
+                "Trainer(strategy='auto' or 'ddp'), or leave the callback out."
+            )
+        self.manager = manager = build_manager(self._config, self._overrides, dir=self._dir)
+        self._metrics = _Metrics(trainer)
+        self._trainer_state, self._position = _TrainerState(trainer), Position(trainer)
+        self._state = {"trainer": self._trainer_state, "position": PerRank(self._position, when_resized="keep")}
+        self._step = manager.restore(self._state)
+        if self._step is not None:
+            self._trainer_state.restore()
+            self._position.restore_loaders()
+        self._position.begin_fit()
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Continue in the middle of the epoch."""
+        if self.manager is None:
+            return
+        self._trainer_state.training = True
+        self.manager.guard(trainer.optimizers)
+        if self._step is None:
+            self._step = trainer.global_step
+        else:
+            self._position.replay()
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        """Note the random state that the order of the epoch's batches follows from."""
+        self._position.begin_epoch()
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, *batch: Any) -> None:
+        """Save the step before this batch."""
+        self._position.begin_batch()
+        if self.manager is not None and trainer.global_step != self._step:
+            self._step = trainer.global_step
+            self.manager.maybe_save(self._step, self._state, metrics=self._metrics)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *batch: Any) -> None:
+        """Save the last step in the middle of an epoch, because Lightning then ends the epoch."""
+        self._position.end_batch()
+        ends = 0 <= trainer.max_steps <= trainer.global_step
+        if ends and not trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
+            self._save_last(trainer)
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        """Note the random state after the validation."""
+        if not trainer.sanity_checking and self.manager is not None:
+            self._position.end_batch()
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Save the last step, and wait until it is committed."""
+        self._save_last(trainer)
+        self.teardown(trainer, pl_module, "fit")
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """After a SIGTERM, save the step that Lightning has finished."""
+        manager, self.manager = self.manager, None
+        if manager is None:
+            return
+        if isinstance(exception, _SigtermError):
+            try:
+                manager.save(trainer.global_step, self._state, metrics=self._metrics)
+            except CheckpointError as error:
+                logger.error("the last step could not be saved: %s", error)
+        manager.__exit__(type(exception), exception, exception.__traceback__)  # logs what it would raise
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Close the manager."""
+        manager, self.manager = self.manager, None
+        if manager is not None:
+            manager.close()
+
+    def _save_last(self, trainer: Any) -> None:
+        if self.manager is None:
+            return
+        self._step = trainer.global_step
+        save = self.manager.save if self._saves_at_end else self.manager.maybe_save
+        save(self._step, self._state, metrics=self._metrics)

@@ -1,0 +1,138 @@
+"""Lightning's own `.ckpt` files, written in the background: `Trainer(plugins=[BackgroundCheckpointIO()])`."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from functools import partial
+from typing import Any
+
+from ..checkpointer import Checkpointer
+from ..config.resolve import resolve_config
+from ..config.schema import WriterPart
+from ..errors import CheckpointConfigError, CheckpointError, CheckpointTypeError
+from ..factory import build_checkpointer
+from ..formats.torch_file import file_state
+from ..readers.foreign.torch_file import verify_torch_file
+from ..saving.in_flight import PendingSave
+from ..storage.cleanup import sweep
+from ..storage.file_system import file_system
+from ..storage.names import MEGATRON
+from .lightning_package import part
+
+logger = logging.getLogger(__name__)
+
+#: Keys that do nothing here: the path comes from ModelCheckpoint, and the format is Lightning's.
+_UNUSED = ("dir", "naming", "save", "keep", "resume", "rewind", "overlap", "commit")
+
+
+class BackgroundCheckpointIO(part("plugins.io").TorchCheckpointIO):  # type: ignore[misc]
+    """Writes `.ckpt` files from a background process, each whole or not at all.
+
+    `ModelCheckpoint` decides when, where and which to keep. `Trainer.fit(ckpt_path=...)`, `load_from_checkpoint` and
+    `torch.load` read the files. An old file is deleted only when the save that followed it is durable. A failed save
+    raises its error once, at the next save or at the end of `fit`.
+
+    Args:
+        checkpoint: a preset that copies the state when it saves (`async_persistent`, `async_temporal`), or `sync`; or a
+            config node.
+        overrides: as for `build_checkpointer`.
+
+    Raises:
+        CheckpointConfigError: the config is wrong, or has no meaning here.
+    """
+
+    def __init__(self, checkpoint: Any = "async_persistent", overrides: Sequence[str] = ()) -> None:
+        settings = resolve_config(checkpoint, overrides)
+        for text in overrides:
+            key = text.replace("/", ".").partition("=")[0].split(".")
+            if len(key) > 1 and (key[1] in _UNUSED or text.startswith("checkpoint/writer=")):
+                raise CheckpointConfigError(
+                    f"{text} has no effect on a .ckpt of Lightning, whose path and format are given; set dirpath, "
+                    "every_n_train_steps and save_top_k of ModelCheckpoint, or use CheckpointCallback."
+                )
+        if not settings.enabled or "ZeroOverheadStager" in str(settings.stager.get("_target_")):
+            why = "copies tensors after the save has returned" if settings.enabled else "saves nothing"
+            raise CheckpointConfigError(
+                f"BackgroundCheckpointIO({checkpoint if isinstance(checkpoint, str) else '...'!r}) {why}; use "
+                "'async_persistent', 'async_temporal' or 'sync'."
+            )
+        keys = {field.name for field in fields(WriterPart)}
+        kept = {key: value for key, value in settings.writer.items() if key in keys}
+        settings.writer = {**kept, "_target_": "ckpt_component.writers.TorchFileWriter"}
+        self._settings = settings
+        self._checkpointer: Checkpointer | None = None
+        self._newest: PendingSave | None = None
+        self._swept: set[str] = set()
+
+    def save_checkpoint(self, checkpoint: Mapping[str, Any], path: Any, storage_options: Any = None) -> None:
+        """Copy the checkpoint now, and write it to the file `path` in the background.
+
+        Raises:
+            CheckpointStageError: the checkpoint cannot be pickled.
+            CheckpointConfigError: the path is a URL.
+            CheckpointError: the save could not begin, or an earlier one failed and its error was not raised yet.
+        """
+        if storage_options is not None:
+            raise CheckpointTypeError(
+                f"storage_options={storage_options!r:.100} is for remote storage, and BackgroundCheckpointIO "
+                "writes local or mounted files; leave it out."
+            )
+        if self._checkpointer is None:  # again after `teardown`
+            self._checkpointer = build_checkpointer(self._settings, alone=True)
+        self._sweep(os.path.dirname(os.path.abspath(path)))
+        saved = self._checkpointer.save(file_state(checkpoint), path)
+        self._newest = saved[1] if saved is not None else None  # type: ignore[assignment]
+
+    def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Load as Lightning does, after all saves have ended and the checksums in the file are verified."""
+        self.wait()
+        if os.path.isfile(path):
+            verify_torch_file(os.path.realpath(path))
+        return super().load_checkpoint(path, *args, **kwargs)
+
+    def remove_checkpoint(self, path: Any) -> None:
+        """Delete a checkpoint when the save before this call is durable; keep it if that save fails."""
+        if self._newest is None:
+            super().remove_checkpoint(path)
+        else:
+            self._newest.add_done_callback(partial(self._remove_after, path))
+
+    def _remove_after(self, path: Any, save: Any) -> None:
+        if save.report.outcome != "committed":
+            logger.warning("%s is kept, although it should be deleted, because %s was not saved", path, save.path)
+            return
+        try:
+            super().remove_checkpoint(path)
+        except OSError as error:
+            logger.warning("%s could not be deleted: %s", path, error)
+
+    def wait(self) -> None:
+        """Wait until every save that was started is durable, or raise the error of one that failed."""
+        if self._checkpointer is not None:
+            self._checkpointer.wait()
+
+    def teardown(self) -> None:
+        """Finish the saves and stop the writer process. The Trainer calls this at the end of each `fit`."""
+        checkpointer, self._checkpointer, self._newest = self._checkpointer, None, None
+        if checkpointer is None:
+            return
+        cause = sys.exc_info()[1]
+        try:
+            checkpointer.close()
+        except CheckpointError as error:
+            if cause is None:
+                raise
+            # The Trainer is about to raise another exception, which this one must not hide.
+            logger.error("while closing BackgroundCheckpointIO: %s", error)
+
+    def _sweep(self, folder: str) -> None:
+        """Once per folder: delete the unfinished files of dead runs."""
+        if folder in self._swept or "://" in folder:
+            return
+        self._swept.add(folder)
+        for name in sweep(file_system(durable=True), folder, MEGATRON):
+            logger.info("deleted %s, which a dead run left", os.path.join(folder, name))

@@ -1,0 +1,300 @@
+"""Lightning with our callback and with our writer of `.ckpt` files: killed runs resume bit for bit."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import os
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ckpt_component import CheckpointConfigError, CheckpointError, CheckpointTypeError, build_checkpointer
+from ckpt_component.storage.run_record import stored_metrics
+
+pl = pytest.importorskip("lightning.pytorch")
+
+from ckpt_component.integrations.lightning import BackgroundCheckpointIO, CheckpointCallback  # noqa: E402
+
+pytestmark = [
+    pytest.mark.timeout(300),
+    # Lightning's own: hints on workers, loggers and hardware, and what torch deprecates.
+    pytest.mark.filterwarnings("ignore:::lightning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+]
+
+SCRIPT = Path(__file__).parent / "scripts" / "lightning_train.py"
+KILLED, DONE = -9, 0
+
+#: Starts a run in a folder, with a name for its losses and options of the script; returns its exit code.
+Run = Callable[..., int]
+
+
+@pytest.fixture(scope="module")
+def run() -> Iterator[Run]:
+    """One process imports Lightning, and forks for every run."""
+    command = [sys.executable, str(SCRIPT), "serve", "lightning.pytorch"]
+    server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert server.stdin is not None and server.stdout is not None
+
+    def start(folder: Path, losses: str, **options: object) -> int:
+        request = [str(folder), losses, *(f"{key}={value}" for key, value in options.items())]
+        print(json.dumps(request), file=server.stdin, flush=True)
+        return int(server.stdout.readline())
+
+    yield start
+    server.stdin.close()
+    assert server.wait(60) == 0
+    server.stdout.close()
+
+
+def losses(folder: Path, name: str, rank: int = 0) -> list[Any]:
+    """What each batch printed: step, epoch, number, loss, learning rate, and the step that loggers are given."""
+    return [json.loads(line) for line in (folder / f"{name}.{rank}").read_text().splitlines()]
+
+
+def assert_continues(part: list[Any], whole: list[Any], last: bool = False) -> int:
+    """Whether a run is a part of the undisturbed one, bit for bit; returns where it began."""
+    start = whole.index(part[0])
+    assert part == whole[start : start + len(part)]
+    assert not last or start + len(part) == len(whole)
+    return start
+
+
+def test_losses_are_the_same_with_and_without_us(run: Run, tmp_path: Path) -> None:
+    assert run(tmp_path, "without", use="lightning", dir="theirs") == DONE
+    assert run(tmp_path, "with", use="both", dir="ours") == DONE
+    assert losses(tmp_path, "with") == losses(tmp_path, "without")
+    assert sorted(os.listdir(tmp_path / "ours-ckpt")) == sorted(os.listdir(tmp_path / "theirs-ckpt"))
+
+
+CASES: dict[str, tuple[list[int], dict[str, object]]] = {
+    "in_an_epoch_and_again": ([8, 13], {"epochs": 2}),
+    "at_an_epoch_after_validation": ([14], {"epochs": 2, "every": 5, "val_interval": 5}),
+    "accumulation": ([13], {"every": 2, "accumulate": 3}),
+    "at_an_epoch": ([12], {"every": 10}),
+    "workers": ([13], {"workers": 2}),
+    "loader_with_a_state": ([13, 17], {"loader": "counted"}),
+    "zero_overhead": ([13], {"preset": "async_zero_overhead"}),
+}
+QUICK = ["in_an_epoch_and_again", "at_an_epoch_after_validation"]
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[] if case in QUICK else pytest.mark.slow) for case in CASES]
+)
+def test_a_killed_run_resumes_bit_for_bit(case: str, run: Run, tmp_path: Path) -> None:
+    kills, options = CASES[case]
+    assert run(tmp_path, "whole", use="lightning", dir="theirs", **options) == DONE
+    whole = losses(tmp_path, "whole")
+    for number, batch in enumerate(kills):
+        assert run(tmp_path, f"part{number}", kill_at=batch, **options) == KILLED
+        start = assert_continues(losses(tmp_path, f"part{number}"), whole)
+        assert (start > 0) == (number > 0)
+    assert run(tmp_path, "rest", **options) == DONE
+    assert assert_continues(losses(tmp_path, "rest"), whole, last=True) > 0
+
+
+@pytest.mark.parametrize(
+    ("failpoint", "step"),
+    [
+        ("make_folder:nth=3:process=trainer:action=kill", 3),
+        ("rename_new:nth=2:process=trainer:action=kill", 3),
+        pytest.param("write:nth=8:process=writer:action=kill", None, marks=pytest.mark.slow),
+    ],
+)
+def test_a_kill_in_the_middle_of_a_save(failpoint: str, step: int | None, run: Run, tmp_path: Path) -> None:
+    assert run(tmp_path, "whole", use="lightning", dir="theirs") == DONE
+    code = run(tmp_path, "killed", failpoint=failpoint)
+    assert code == KILLED or (step is None and code == 1)  # a dead writer is an error of the trainer
+    assert run(tmp_path, "rest") == DONE
+    start = assert_continues(losses(tmp_path, "rest"), losses(tmp_path, "whole"), last=True)
+    assert start > 0 and step in (start, None)
+
+
+def test_a_run_is_stopped_by_sigterm_and_extended_later(run: Run, tmp_path: Path) -> None:
+    assert run(tmp_path, "whole", use="lightning", dir="theirs", epochs=3) == DONE
+    whole = losses(tmp_path, "whole")
+    assert run(tmp_path, "stopped", term_at=4, every=100, epochs=1) == DONE
+    assert run(tmp_path, "first", epochs=1, every=100) == DONE
+    assert losses(tmp_path, "stopped") + losses(tmp_path, "first") == whole[:10]
+    assert run(tmp_path, "second", steps=17, every=100) == DONE
+    assert run(tmp_path, "third", epochs=3, every=100) == DONE
+    assert losses(tmp_path, "second") + losses(tmp_path, "third") == whole[10:]
+    # A finished run trains nothing.
+    assert run(tmp_path, "fourth", epochs=3, every=100) == DONE
+    assert not (tmp_path / "fourth.0").exists()
+
+
+def test_lightning_reads_files_of_the_background_and_resumes_as_from_its_own(run: Run, tmp_path: Path) -> None:
+    for use in ("lightning", "io"):
+        assert run(tmp_path, f"{use}1", use=use, dir=use, kill_at=14) == KILLED
+        assert run(tmp_path, f"{use}2", use=use, dir=use, resume="last") == DONE
+        names = {path.name for path in (tmp_path / f"{use}-ckpt").iterdir()}
+        assert {"last.ckpt", "epoch=0-step=9.ckpt", "epoch=3-step=39.ckpt"} <= names
+    assert losses(tmp_path, "io1") == losses(tmp_path, "lightning1")
+    assert losses(tmp_path, "io2") == losses(tmp_path, "lightning2")
+    ours, theirs = tmp_path / "io-ckpt" / "last.ckpt", tmp_path / "lightning-ckpt" / "last.ckpt"
+    assert zipfile.ZipFile(ours).testzip() is None
+    one, other = (torch.load(path, weights_only=False) for path in (ours, theirs))
+    assert list(one) == list(other) and one["hyper_parameters"] == other["hyper_parameters"]
+    assert all(torch.equal(one["state_dict"][key], other["state_dict"][key]) for key in other["state_dict"])
+
+
+@pytest.mark.slow
+def test_two_ranks_are_killed_and_resume_bit_for_bit(run: Run, tmp_path: Path) -> None:
+    options = {"devices": 2, "epochs": 3, "every": 2}
+    assert run(tmp_path, "whole", use="lightning", dir="theirs", **options) == DONE
+    assert run(tmp_path, "killed", use="both", kill_at=7, **options) != DONE
+    assert run(tmp_path, "rest", use="both", **options) == DONE
+    for rank in (0, 1):
+        assert assert_continues(losses(tmp_path, "rest", rank), losses(tmp_path, "whole", rank), last=True) > 0
+
+
+@pytest.mark.slow
+def test_the_package_under_its_other_name(run: Run, tmp_path: Path) -> None:
+    pytest.importorskip("pytorch_lightning")
+    assert run(tmp_path, "whole", use="lightning", dir="theirs", epochs=2) == DONE
+    command = [sys.executable, str(SCRIPT), "other", "package=pytorch_lightning", "use=both", "epochs=2"]
+    for kill in (13, -1):
+        done = subprocess.run([*command, f"kill_at={kill}"], cwd=tmp_path, capture_output=True, timeout=200)
+        assert done.returncode == (DONE if kill < 0 else KILLED), done.stderr.decode()
+    other, whole = losses(tmp_path, "other"), losses(tmp_path, "whole")
+    assert other == whole[:13] + whole[12:]  # from step 12
+
+
+class Line(pl.LightningModule):  # type: ignore[misc, name-defined]
+    """The smallest module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = torch.nn.Linear(64, 64)
+
+    def training_step(self, batch: Any, number: int) -> torch.Tensor:
+        loss = self.line(batch).square().mean()
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+    def train_dataloader(self) -> Any:
+        return torch.utils.data.DataLoader(torch.randn(8, 64), batch_size=1)
+
+
+def trainer(folder: Path, **arguments: Any) -> Any:
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
+    return pl.Trainer(**{"max_epochs": 1, "default_root_dir": folder, **quiet, **arguments})
+
+
+def every_step(folder: Path, **arguments: Any) -> Any:
+    return pl.callbacks.ModelCheckpoint(folder, filename="{step}", every_n_train_steps=1, **arguments)
+
+
+def test_the_best_checkpoint_by_a_logged_metric_is_kept(tmp_path: Path) -> None:
+    overrides = ["checkpoint.save.every_steps=2", "checkpoint.keep.last=1"]
+    callback = CheckpointCallback(overrides=overrides, dir=tmp_path, monitor="loss", mode="max")
+    trainer(tmp_path, callbacks=[callback]).fit(Line())
+    steps = sorted(int(name[5:]) for name in os.listdir(tmp_path) if name.startswith("iter_"))
+    seen = [stored_metrics(tmp_path / f"iter_{step:07d}")["loss"] for step in steps]
+    assert steps[-1] == 8 and len(steps) == 2 and seen[0] > seen[-1]
+
+
+def test_our_load_reads_a_ckpt_of_lightning(tmp_path: Path) -> None:
+    module = Line()
+    one = trainer(tmp_path, callbacks=[every_step(tmp_path, save_top_k=-1)], plugins=[BackgroundCheckpointIO()])
+    one.fit(module)
+    state = {"state_dict": Line().state_dict()}
+    with build_checkpointer("sync") as checkpointer:
+        checkpointer.load(tmp_path / "step=8.ckpt", state, strict=True)
+    assert torch.equal(state["state_dict"]["line.weight"], module.line.weight)
+    assert torch.equal(Line.load_from_checkpoint(tmp_path / "step=8.ckpt").line.weight, module.line.weight)
+
+
+def test_an_old_file_is_deleted_only_after_the_new_one_is_durable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    files = tmp_path / "files"
+    monkeypatch.setenv("CKPT_FAILPOINT_LOG", str(tmp_path / "operations"))
+    monkeypatch.setenv("CKPT_FAILPOINT", "replace:from=4:action=raise:EIO")
+    one = trainer(tmp_path, callbacks=[every_step(files)], plugins=[BackgroundCheckpointIO()])
+    with caplog.at_level(logging.WARNING), pytest.raises(CheckpointError, match="step=4.ckpt could not be saved"):
+        one.fit(Line())
+    assert os.listdir(files) == ["step=3.ckpt"]
+    assert "step=3.ckpt is kept" in caplog.text
+    assert torch.load(files / "step=3.ckpt", weights_only=False)["global_step"] == 3
+
+
+def test_an_error_of_the_last_save_is_raised_at_the_end_of_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CKPT_FAILPOINT_LOG", str(tmp_path / "operations"))
+    monkeypatch.setenv("CKPT_FAILPOINT", "write:process=writer:action=raise:ENOSPC")
+    last = pl.callbacks.ModelCheckpoint(tmp_path / "files", save_last=True)
+    with pytest.raises(CheckpointError, match="No space left"):
+        trainer(tmp_path, callbacks=[last], plugins=[BackgroundCheckpointIO("async_temporal")]).fit(Line())
+    overrides = ["checkpoint.save.every_steps=null"]
+    with pytest.raises(CheckpointError, match="No space left"):
+        trainer(tmp_path, callbacks=[CheckpointCallback(overrides=overrides, dir=tmp_path / "ours")]).fit(Line())
+
+
+def test_an_error_of_training_is_not_hidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Broken(Line):
+        def training_step(self, batch: Any, number: int) -> torch.Tensor:
+            if number == 3:
+                raise ZeroDivisionError("of the user")
+            return super().training_step(batch, number)
+
+    monkeypatch.setenv("CKPT_FAILPOINT_LOG", str(tmp_path / "operations"))
+    monkeypatch.setenv("CKPT_FAILPOINT", "write:process=writer:action=raise:EIO")
+    callbacks = [
+        every_step(tmp_path / "files", train_time_interval=None),
+        CheckpointCallback(overrides=["checkpoint.save.every_steps=3"], dir=tmp_path / "ours"),
+    ]
+    with pytest.raises((ZeroDivisionError, CheckpointError)) as raised:
+        trainer(tmp_path, callbacks=callbacks[1:]).fit(Broken())
+    assert raised.type is ZeroDivisionError
+
+
+@pytest.mark.parametrize(
+    ("build", "text"),
+    [
+        (lambda: CheckpointCallback("async_persistant"), "async_persistent"),
+        (lambda: CheckpointCallback(overrides=["checkpoint.save.every_step=3"]), "every_steps"),
+        (lambda: CheckpointCallback(overrides="checkpoint.save.every_steps=3"), "must be a list"),
+        (lambda: CheckpointCallback(monitor="loss", mode="least"), "min"),
+        (lambda: BackgroundCheckpointIO("async_persistant"), "async_persistent"),
+        (lambda: BackgroundCheckpointIO("async_zero_overhead"), "'async_persistent'"),
+        (lambda: BackgroundCheckpointIO("off"), "saves nothing"),
+        (lambda: BackgroundCheckpointIO(overrides=["checkpoint.save.every_steps=3"]), "every_n_train_steps"),
+        (lambda: BackgroundCheckpointIO(overrides=["checkpoint/writer=dcp"]), "has no effect"),
+        (lambda: BackgroundCheckpointIO(overrides=["checkpoint.writer.worker=3"]), "workers"),
+    ],
+    ids=itertools.count(),
+)
+def test_a_wrong_argument_is_refused_at_once(build: Callable[[], object], text: str) -> None:
+    with pytest.raises(CheckpointConfigError, match=text) as raised:
+        build()
+    assert str(raised.value).count(". ") < 2
+
+
+def test_wrong_use_of_a_built_one_is_refused(tmp_path: Path) -> None:
+    plugin = BackgroundCheckpointIO()
+    try:
+        with pytest.raises(CheckpointTypeError, match="leave it out"):
+            plugin.save_checkpoint({}, tmp_path / "x.ckpt", storage_options={"a": 1})
+        with pytest.raises(CheckpointConfigError, match="is a URL"):
+            plugin.save_checkpoint({}, "s3://bucket/x.ckpt")
+        with pytest.raises(CheckpointError, match="cannot be pickled"):
+            plugin.save_checkpoint({"a": lambda: None}, tmp_path / "x.ckpt")
+    finally:
+        plugin.teardown()
+    with pytest.raises(CheckpointConfigError, match="FSDPStrategy shards it"):
+        fake = type("Trainer", (), {"strategy": pl.strategies.FSDPStrategy.__new__(pl.strategies.FSDPStrategy)})
+        CheckpointCallback(dir=tmp_path).on_fit_start(fake, None)
