@@ -98,23 +98,24 @@ class TorchTitanCheckpointManager(CheckpointManager):
         self.states[MODEL].load_state_dict(state)
         return True
 
-    def dcp_save(
-        self, state_dict: dict[str, Any], checkpoint_id: str, *args: Any, to_hf: bool = False, **kwargs: Any
-    ) -> Any:
+    def dcp_save(self, state_dict: dict[str, Any], checkpoint_id: str, *args: Any, **kwargs: Any) -> Any:
         """Save the last step, which may be the model alone, and wait until it is committed."""
-        if to_hf:
-            return super().dcp_save(state_dict, checkpoint_id, *args, to_hf=True, **kwargs)
+        if kwargs.get("to_hf"):
+            return super().dcp_save(state_dict, checkpoint_id, *args, **kwargs)
         self._manager.save(int(checkpoint_id.rpartition("-")[2]), state_dict)
         return self._manager.wait()
 
     def _save(self, curr_step: int, last_step: bool = False) -> bool:
-        if not self._should_save(curr_step, last_step):
-            return False
-        if last_step:
+        due = bool(self._should_save(curr_step, last_step))
+        stopped = self._stops and self._manager.should_stop()
+        if due and last_step:
             self._save_last_step(curr_step)
-        else:
+        elif due or stopped:
             self._manager.save(curr_step, self._flattened_model_states_sd())
-        return True
+            if stopped:
+                self._manager.close()
+                self._manager.exit_if_stopped()
+        return due
 
     def _maybe_wait_for_staging(self) -> None:
         self._manager.wait_staged()
