@@ -1,16 +1,7 @@
-"""The composed config as checkpoints store it: whole, with interpolations, with their values, and without secrets.
-
-Two kinds of values are not stored:
-
-- The value of a key that looks like a credential (a password, a token, a secret, an access key, a key id) is
-  `<hidden>`, and so is the password in a URL.
-- An interpolation that asks a resolver for something of that name, for the environment (`${oc.env:HOME}`) or for a
-  secret store stays as it is written, and so does its part of every value that refers to it.
-"""
+"""The composed config as checkpoints store it: whole, with interpolations, with their values, and without secrets."""
 
 from __future__ import annotations
 
-import itertools
 import logging
 import re
 from collections.abc import Callable, Sequence
@@ -22,35 +13,10 @@ from omegaconf.errors import OmegaConfBaseException
 from .compose import plain_dict
 from .hydra_job import job_config
 from .resolve import unresolved
+from .secrets import HIDDEN, environment_secrets, is_private, shown
 
 logger = logging.getLogger(__name__)
 
-#: Stored in place of a secret.
-HIDDEN = "<hidden>"
-
-#: Words of a key that make its value a secret, and those that do as the last word, if the value is text: a
-#: `token_size` or a number of tokens is none.
-_SECRET_WORDS = frozenset(
-    ("password", "passwd", "passphrase", "pwd", "secret", "secrets", "credential", "credentials", "apikey", "apikeys")
-)
-_SECRET_ENDS = frozenset(("token", "auth", "authorization", "bearer", "jwt"))
-#: Tokens of a vocabulary.
-_VOCABULARY = frozenset(
-    ("audio", "bos", "class", "cls", "end", "eos", "image", "mask", "pad", "sep", "special", "start", "stop", "unk")
-)
-#: Words before `key`, and the word after it, that make a secret: a `primary_key` is none.
-_KINDS_OF_KEY = frozenset(
-    ("access", "account", "api", "auth", "encryption", "license", "private", "secret", "signing", "ssh", "storage")
-)
-_WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
-#: A resolver's name, and what it is asked for.
-_CALL = re.compile(r"\$\{\s*([\w.]+)\s*:([^{}$]*)")
-#: A value that is nothing but an interpolation.
-_INTERPOLATION = re.compile(r"\$\{[^$]*(\$\{[^{}]*\}[^$]*)*\}")
-#: A resolver whose name is itself an interpolation.
-_ANY_CALL = re.compile(r"\$\{[^{}:]*\$\{[^{}]*\}[\w.]*\s*:")
-_SECRET_STORES = re.compile(r"env|secret|vault|password|token|credential|keyring|ssm", re.IGNORECASE)
-_URL_PASSWORD = re.compile(r"(://[^/\s:@${}]*:)([^/\s@${}]+)(?=@)")
 #: Stands for the text of an interpolation while others are resolved; characters of private use.
 _MARK = re.compile("\ue000(\\d+)\ue001")
 
@@ -68,22 +34,61 @@ def recorded_config(config: Any, overrides: Sequence[str]) -> tuple[dict[str, An
     """
     try:
         tree = _whole(config, unresolved(config, overrides))
+        written, resolved = _changed(tree, shown), _resolved(tree)
+        secrets = environment_secrets()
+        if secrets is None:
+            return written, resolved
+
+        def scrub(_: str, value: Any) -> Any:
+            return secrets.sub(HIDDEN, value) if isinstance(value, str) else value
+
+        return _changed(written, scrub), _changed(resolved, scrub)
     except Exception as error:  # whatever a user's resolvers raise: a record is no reason to stop a run
         logger.warning("the config could not be stored in the checkpoints: %s", error)
         return {}, {}
-    return _changed(tree, _shown), resolved_config(tree)
 
 
-def resolved_config(tree: dict[str, Any]) -> dict[str, Any]:
-    """Replace interpolations by their values, without secrets; what cannot be resolved stays as it is written."""
+def _whole(config: Any, tree: dict[str, Any]) -> dict[str, Any]:
+    """Put the checkpoint config into the app's config that it is a part of."""
+    if isinstance(config, DictConfig) and config._get_parent() is not None:
+        root, key = plain_dict(config._get_root(), resolve=False), config._get_full_key(None)
+        if isinstance(root, dict) and root.keys() - {"checkpoint", "hydra"}:
+            app = OmegaConf.create(_without_hydra(root), flags={"allow_objects": True})
+            OmegaConf.update(app, key, tree, merge=False, force_add=True)
+            return plain_dict(app, resolve=False)
+    job = _without_hydra(job_config() or {})
+    written = job.get("checkpoint")
+    if isinstance(written, dict):
+        # `instantiate` passes values, so take the interpolations from the job's config.
+        node = OmegaConf.create(job, flags={"allow_objects": True}).checkpoint
+        tree = _as_written(tree, written, _values(node, written))
+    return {**job, "checkpoint": tree}
+
+
+def _without_hydra(app: dict[str, Any]) -> dict[str, Any]:
+    return {key: item for key, item in app.items() if key != "hydra"}
+
+
+def _as_written(tree: Any, written: Any, values: Any) -> Any:
+    """A config in the form of another one, `written`, wherever it has the `values` of that one."""
+    if isinstance(tree, dict) and isinstance(written, dict) and isinstance(values, dict):
+        return {key: _as_written(item, written.get(key, item), values.get(key)) for key, item in tree.items()}
+    return written if values == tree else tree
+
+
+def _resolved(tree: dict[str, Any]) -> dict[str, Any]:
+    """Replace interpolations by their values, without secrets; what cannot be resolved stays as it is written.
+
+    What is private does so too, also as a part of values that refer to it: a mark takes its place meanwhile.
+    """
     texts: list[str] = []
 
     def guard(key: str, value: Any) -> Any:
-        shown = _shown(key, value)
-        if shown is value and isinstance(value, str) and "${" in value and _is_private(key, value):
+        public = shown(key, value)
+        if public is value and isinstance(value, str) and "${" in value and is_private(key, value):
             texts.append(value)
             return f"\ue000{len(texts) - 1}\ue001"
-        return shown
+        return public
 
     def restore(_: str, value: Any) -> Any:
         return _MARK.sub(lambda mark: texts[int(mark[1])], value) if isinstance(value, str) else value
@@ -93,26 +98,7 @@ def resolved_config(tree: dict[str, Any]) -> dict[str, Any]:
         return dict(_changed(guarded, restore))
     values = _values(OmegaConf.create(guarded, flags={"allow_objects": True}), guarded)
     # A resolver may have made keys that were not there before.
-    return dict(_changed(_changed(values, restore), _shown))
-
-
-def _whole(config: Any, tree: dict[str, Any]) -> dict[str, Any]:
-    """Put the checkpoint config into the app's config that it is a part of."""
-    app: dict[str, Any] = {}
-    key: str | None = None
-    if isinstance(config, DictConfig) and config._get_parent() is not None:
-        root = plain_dict(config._get_root(), resolve=False)
-        key = config._get_full_key(None)
-        app = root if isinstance(root, dict) else {}
-    if not app.keys() - {"checkpoint"}:
-        app, key = job_config() or app, "checkpoint"
-    if key is None or key.isidentifier():
-        return {**{name: item for name, item in app.items() if name != "hydra"}, key or "checkpoint": tree}
-    whole = OmegaConf.create(
-        {name: item for name, item in app.items() if name != "hydra"}, flags={"allow_objects": True}
-    )
-    OmegaConf.update(whole, key, tree, merge=False, force_add=True)
-    return plain_dict(whole, resolve=False)
+    return dict(_changed(_changed(values, restore), shown))
 
 
 def _changed(tree: Any, change: Callable[[str, Any], Any], key: str = "") -> Any:
@@ -122,37 +108,6 @@ def _changed(tree: Any, change: Callable[[str, Any], Any], key: str = "") -> Any
     if isinstance(tree, list):
         return [_changed(item, change, key) for item in tree]
     return change(key, tree)
-
-
-def _shown(key: str, value: Any) -> Any:
-    """The value of a key as it may be stored."""
-    text = isinstance(value, str)
-    if value in (None, "", "???", HIDDEN) or isinstance(value, bool) or (text and _INTERPOLATION.fullmatch(value)):
-        return value
-    if _is_credential(key, text=text):
-        return HIDDEN
-    return _URL_PASSWORD.sub(rf"\1{HIDDEN}", value) if text else value
-
-
-def _is_private(key: str, text: str) -> bool:
-    """Whether a text with interpolations must stay as it is written."""
-    if _is_credential(key, text=True) or _ANY_CALL.search(text):
-        return True
-    return any(_SECRET_STORES.search(name) or _is_credential(asked, text=True) for name, asked in _CALL.findall(text))
-
-
-def _is_credential(key: str, *, text: bool) -> bool:
-    """Whether a dotted key, or one that it is below, looks like that of a credential."""
-    return any(_names_credential([word.lower() for word in _WORD.findall(name)], text) for name in key.split("."))
-
-
-def _names_credential(words: list[str], text: bool) -> bool:
-    if _SECRET_WORDS.intersection(words):
-        return True
-    if text and words and words[-1] in _SECRET_ENDS and not _VOCABULARY.intersection(words):
-        return True
-    pairs = set(itertools.pairwise(words))
-    return ("key", "id") in pairs or any((kind, "key") in pairs for kind in _KINDS_OF_KEY)
 
 
 def _values(node: Any, written: Any) -> Any:

@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import omegaconf
 import pytest
 import torch
 from hydra import compose, initialize_config_dir
@@ -16,16 +17,17 @@ from omegaconf import DictConfig, OmegaConf
 
 from ckpt_component import build_manager, compose_checkpoint, stored_config
 from ckpt_component.config import config_dir
-from ckpt_component.config.recorded import HIDDEN, recorded_config
+from ckpt_component.config.recorded import recorded_config
+from ckpt_component.config.secrets import HIDDEN
 
 PASSWORD = "hunter2-from-the-environment"
 #: OmegaConf 2.4 has another name for it, and warns of the one of 2.3.
-_register = getattr(OmegaConf, "register_resolver", OmegaConf.register_new_resolver)
+_register: Any = getattr(OmegaConf, "register_new_resolver" if omegaconf.__version__ < "2.4" else "register_resolver")
 
 
 @pytest.fixture(autouse=True)
 def environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CKPT_TEST_PASSWORD", PASSWORD)
+    monkeypatch.setenv("CKPT_TEST_WORD", PASSWORD)
 
 
 def app(**keys: Any) -> DictConfig:
@@ -93,15 +95,15 @@ def _version() -> dict[str, str]:
 
 def test_what_the_environment_says_is_never_written(tmp_path: Path) -> None:
     keys = {
-        "data": "${oc.env:CKPT_TEST_PASSWORD}",
-        "login": {"user": "me", "word": "${oc.env:CKPT_TEST_PASSWORD}"},
+        "data": "${oc.env:CKPT_TEST_WORD}",
+        "login": {"user": "me", "word": "${oc.env:CKPT_TEST_WORD}"},
         "url": "postgres://me:${login.word}@host",
         "again": "<${url}>",
         "copy": "${login}",
         "list": ["${data}"],
-        "size": "${oc.decode:${oc.env:CKPT_TEST_PASSWORD}}",
+        "size": "${oc.decode:${oc.env:CKPT_TEST_WORD}}",
         "module": "oc",
-        "named": "${${module}.env:CKPT_TEST_PASSWORD}",
+        "named": "${${module}.env:CKPT_TEST_WORD}",
     }
     with build_manager(app(**keys).checkpoint, dir=tmp_path) as manager:
         manager.save(1, {"weight": torch.ones(2)})
@@ -109,7 +111,7 @@ def test_what_the_environment_says_is_never_written(tmp_path: Path) -> None:
         assert PASSWORD.encode() not in path.read_bytes()
     stored = stored_config(tmp_path / "iter_0000001")
     assert {key: stored.config[key] for key in keys} == keys
-    word = "${oc.env:CKPT_TEST_PASSWORD}"
+    word = "${oc.env:CKPT_TEST_WORD}"
     assert {key: stored.resolved[key] for key in keys} == {
         "data": word,
         "login": {"user": "me", "word": word},
@@ -117,10 +119,46 @@ def test_what_the_environment_says_is_never_written(tmp_path: Path) -> None:
         "again": f"<postgres://me:{word}@host>",
         "copy": {"user": "me", "word": word},
         "list": [word],
-        "size": "${oc.decode:${oc.env:CKPT_TEST_PASSWORD}}",
+        "size": "${oc.decode:${oc.env:CKPT_TEST_WORD}}",
         "module": "oc",
-        "named": "${${module}.env:CKPT_TEST_PASSWORD}",
+        "named": "${${module}.env:CKPT_TEST_WORD}",
     }
+
+
+def test_instantiate_passes_values_and_what_is_stored_is_what_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from hydra.utils import instantiate
+
+    folder = f"{tmp_path}/${{oc.env:CKPT_TEST_WORD}}"
+    with initialize_config_dir(str(config_dir()), **_version()):
+        cfg = compose(
+            overrides=["+checkpoint=sync", "+lr=7", f"checkpoint.dir='{folder}'", "checkpoint.keep.last='${lr}'"],
+            return_hydra_config=True,
+        )
+    monkeypatch.setattr(HydraConfig.instance(), "cfg", None)
+    HydraConfig.instance().set_config(cfg)
+    with instantiate(cfg.checkpoint, rewind=True) as manager:
+        manager.save(1, {"weight": torch.ones(2)})
+        path = Path(manager.path_of(1))
+    stored = stored_config(path)
+    assert stored.config["checkpoint"]["dir"] == stored.resolved["checkpoint"]["dir"] == folder
+    assert (stored.config["checkpoint"]["keep"]["last"], stored.resolved["checkpoint"]["keep"]["last"]) == ("${lr}", 7)
+    assert stored.config["checkpoint"]["rewind"] is True and stored.config["lr"] == 7
+    assert PASSWORD not in (path / "run.json").read_text()
+
+
+def test_the_value_of_a_variable_that_looks_like_a_credential_is_hidden_wherever_it_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, value in (
+        ("CKPT_TEST_API_KEY", "1f2e3d4c5b"),
+        ("CKPT_TEST_TOKEN", "short"),
+        ("CKPT_TEST_TOKEN_FILE", "/dev/null"),
+    ):
+        monkeypatch.setenv(name, value)
+    for config in recorded(header="Bearer 1f2e3d4c5b!", other="short", place="/dev/null"):
+        assert [config[key] for key in ("header", "other", "place")] == [f"Bearer {HIDDEN}!", "short", "/dev/null"]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,84 @@
+"""Which parts of a config are secrets, and what is stored in their place.
+
+- The value of a key that looks like a credential (a password, a token, a secret, an access key, a key id) is
+  `<hidden>`. So is the password in a URL, and the value of an environment variable with such a name wherever it is.
+- An interpolation stays as it is written if it asks the environment (`${oc.env:HOME}`), a resolver named like a secret
+  store, or any resolver for something named like a credential.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+from typing import Any
+
+#: Stored in place of a secret.
+HIDDEN = "<hidden>"
+
+#: Words of a key that make its value a secret, and those that do as the last word, if the value is text: a
+#: `token_size` or a number of tokens is none.
+_WORDS = frozenset(
+    ("password", "passwd", "passphrase", "pwd", "secret", "secrets", "credential", "credentials", "apikey", "apikeys")
+)
+_LAST_WORDS = frozenset(("token", "auth", "authorization", "bearer", "jwt"))
+#: Tokens of a vocabulary.
+_VOCABULARY = frozenset(
+    ("audio", "bos", "class", "cls", "end", "eos", "image", "mask", "pad", "sep", "special", "start", "stop", "unk")
+)
+#: Words before `key` that make a secret: a `primary_key` is none. A `key_id` is one too.
+_KINDS_OF_KEY = frozenset(
+    ("access", "account", "api", "auth", "encryption", "license", "private", "secret", "signing", "ssh", "storage")
+)
+_WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
+#: Values shorter than this are in too many texts to be taken for that of an environment variable.
+_SHORTEST_VALUE = 8
+
+#: A resolver's name and what it is asked for; and a resolver whose name is itself an interpolation.
+_CALL = re.compile(r"\$\{\s*([\w.]+)\s*:([^{}$]*)")
+_ANY_CALL = re.compile(r"\$\{[^{}:]*\$\{[^{}]*\}[\w.]*\s*:")
+_SECRET_STORES = re.compile(r"env|secret|vault|password|token|credential|keyring|ssm", re.IGNORECASE)
+#: A value that is nothing but an interpolation.
+_INTERPOLATION = re.compile(r"\$\{[^$]*(\$\{[^{}]*\}[^$]*)*\}")
+_URL_PASSWORD = re.compile(r"(://[^/\s:@${}]*:)([^/\s@${}]+)(?=@)")
+
+
+def shown(key: str, value: Any) -> Any:
+    """The value of a dotted key as it may be stored."""
+    text = isinstance(value, str)
+    if value in (None, "", "???", HIDDEN) or isinstance(value, bool) or (text and _INTERPOLATION.fullmatch(value)):
+        return value
+    if _is_credential(key, text=text):
+        return HIDDEN
+    return _URL_PASSWORD.sub(rf"\1{HIDDEN}", value) if text else value
+
+
+def is_private(key: str, text: str) -> bool:
+    """Whether the value of a dotted key, a text with interpolations, must stay as it is written."""
+    if _is_credential(key, text=True) or _ANY_CALL.search(text):
+        return True
+    return any(_SECRET_STORES.search(name) or _is_credential(asked, text=True) for name, asked in _CALL.findall(text))
+
+
+def environment_secrets() -> re.Pattern[str] | None:
+    """A pattern of the values of environment variables that look like credentials; None: there are none."""
+    values = {
+        value
+        for name, value in os.environ.items()
+        if len(value) >= _SHORTEST_VALUE and not os.path.exists(value) and _is_credential(name, text=True)
+    }
+    return re.compile("|".join(map(re.escape, sorted(values, key=len, reverse=True)))) if values else None
+
+
+def _is_credential(key: str, *, text: bool) -> bool:
+    """Whether a dotted key, or one that it is below, looks like that of a credential."""
+    return any(_names_credential([word.lower() for word in _WORD.findall(name)], text) for name in key.split("."))
+
+
+def _names_credential(words: list[str], text: bool) -> bool:
+    if _WORDS.intersection(words):
+        return True
+    if text and words and words[-1] in _LAST_WORDS and not _VOCABULARY.intersection(words):
+        return True
+    pairs = set(itertools.pairwise(words))
+    return ("key", "id") in pairs or any((kind, "key") in pairs for kind in _KINDS_OF_KEY)
