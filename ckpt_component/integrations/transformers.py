@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import fields
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -28,7 +27,6 @@ except ImportError as error:
 from ..config.resolve import resolve_config
 from ..errors import CheckpointConfigError, CheckpointTypeError
 from ..factory import build_manager
-from ..formats.files import FilesWriter
 from ..managing.manager import CheckpointManager
 from ..managing.restore import wait_for_writers
 from ..options import Naming
@@ -36,7 +34,7 @@ from ..saving.report import SaveReport
 from ..storage.cleanup import discard
 from ..storage.file_system import file_system
 from ..storage.names import HUGGINGFACE
-from .file_capture import FileCapture
+from .file_capture import FileCapture, files_writer
 
 #: Keys of the config that Trainer decides, and how it is told.
 _DECIDED = {
@@ -71,9 +69,7 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
                     raise CheckpointConfigError(
                         f"{text} has no effect here, because Trainer decides it: use {instead}."
                     )
-        options = {field.name for field in fields(FilesWriter)}
-        settings.writer = {key: value for key, value in settings.writer.items() if key in options}
-        settings.writer["_target_"] = f"{FilesWriter.__module__}.{FilesWriter.__name__}"
+        settings.writer = files_writer(settings.writer)
         settings.naming, settings.keep.last, settings.keep.every_steps = Naming.huggingface, None, None
         self._settings = settings
         self._manager: CheckpointManager | None = None

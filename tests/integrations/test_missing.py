@@ -9,7 +9,8 @@ import pytest
 
 
 @pytest.mark.parametrize(
-    ("adapter", "framework"), [("transformers", "transformers"), ("lightning", "lightning pytorch_lightning")]
+    ("adapter", "framework"),
+    [("accelerate", "accelerate"), ("transformers", "transformers"), ("lightning", "lightning pytorch_lightning")],
 )
 def test_a_missing_framework_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch, adapter: str, framework: str

@@ -1,0 +1,97 @@
+"""Accelerate with `save_in_background`: the files and the losses are those of Accelerate alone."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+pytest.importorskip("accelerate", reason="needs accelerate: pip install 'ckpt_component[accelerate]'")
+
+from accelerate import Accelerator
+from safetensors.torch import load_file
+
+from ckpt_component import CheckpointConfigError, CheckpointCorruptError, CheckpointExistsError, CheckpointTypeError
+from ckpt_component.integrations.accelerate import save_in_background
+
+SCRIPT = Path(__file__).parent / "scripts" / "train_accelerate.py"
+OURS = {"manifest.json", "integrity-0.json"}
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:(torch|accelerate)")
+
+
+def _script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("train_accelerate", SCRIPT)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+train = _script().train
+
+
+def test_losses_and_files_are_those_of_accelerate_alone(tmp_path: Path) -> None:
+    losses, weight = train(tmp_path / "alone", None)
+    ours = train(tmp_path / "ours", [])
+    assert ours[0] == losses and torch.equal(ours[1], weight)
+    for number in range(3):
+        folders = [tmp_path / name / "checkpoints" / f"checkpoint_{number}" for name in ("ours", "alone")]
+        assert set(os.listdir(folders[0])) == {*os.listdir(folders[1]), *OURS}
+        assert "custom_checkpoint_0.pkl" in os.listdir(folders[0])
+        weights = [load_file(folder / "model.safetensors") for folder in folders]
+        assert weights[0].keys() == weights[1].keys()
+        assert all(torch.equal(weights[0][key], weights[1][key]) for key in weights[0])
+    # Each loads what the other saved.
+    longer = train(tmp_path / "alone", None, epochs=4, resume=True)
+    assert longer[0] == train(tmp_path / "ours", None, epochs=4, resume=True)[0]
+    assert len(longer[0]) == 12 and longer[0][:9] == losses
+
+
+@pytest.mark.parametrize(("whom", "last"), [("trainer", 1), ("all", 0)])
+def test_a_run_killed_in_a_save_resumes_as_if_nothing_had_happened(tmp_path: Path, whom: str, last: int) -> None:
+    command = [sys.executable, str(SCRIPT), str(tmp_path / "killed"), f"kill={whom}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
+    assert done.returncode == -signal.SIGKILL and "in the save" in done.stdout, done.stderr[-2000:]
+    resumed = train(tmp_path / "killed", [], resume=True)
+    losses, weight = train(tmp_path / "alone", None)
+    assert resumed[0] == losses and torch.equal(resumed[1], weight)
+    names = {name for name in os.listdir(tmp_path / "killed" / "checkpoints") if not name.startswith(".")}
+    assert names == {"checkpoint_0", "checkpoint_1", "checkpoint_2"}
+
+
+def test_the_limit_holds_and_damage_is_found(tmp_path: Path) -> None:
+    train(tmp_path, [], limit=2)
+    folder = tmp_path / "checkpoints"
+    assert sorted(os.listdir(folder)) == ["checkpoint_1", "checkpoint_2"]
+    with open(folder / "checkpoint_2" / "optimizer.bin", "r+b") as file:
+        file.seek(5000)
+        file.write(b"damage")
+    accelerator = Accelerator(cpu=True)
+    save_in_background(accelerator)
+    with pytest.raises(CheckpointCorruptError, match=r"optimizer\.bin"):
+        accelerator.load_state(folder / "checkpoint_2")
+    with pytest.raises(CheckpointExistsError, match="checkpoint_1 already exists"):
+        accelerator.save_state(folder / "checkpoint_1")
+    with pytest.raises(CheckpointConfigError, match="Name the folder"):
+        accelerator.save_state()
+    accelerator.end_training()
+
+
+def test_wrong_uses_are_refused_at_once() -> None:
+    accelerator = Accelerator(cpu=True)
+    with pytest.raises(CheckpointTypeError, match="takes an Accelerator, got a str"):
+        save_in_background("async_persistent")
+    with pytest.raises(CheckpointConfigError, match="async_persistent"):
+        save_in_background(accelerator, "async_persistant")
+    assert save_in_background(accelerator, "off") is None and "save_state" not in vars(accelerator)
+    save_in_background(accelerator)
+    with pytest.raises(CheckpointConfigError, match="already"):
+        save_in_background(accelerator)
+    accelerator.end_training()
