@@ -178,6 +178,8 @@ class CheckpointCallback(part("callbacks").Checkpoint):  # type: ignore[misc]
         if manager is None:
             return
         if isinstance(exception, _SigtermError):
+            if trainer.fit_loop._should_accumulate():
+                logger.warning("SIGTERM came between two steps of the optimizer: gradients summed so far are not saved")
             try:
                 manager.save(trainer.global_step, self._state, metrics=self._metrics)
             except CheckpointError as error:

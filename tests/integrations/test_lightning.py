@@ -85,7 +85,7 @@ CASES: dict[str, tuple[list[int], dict[str, object]]] = {
     "loader_with_a_state": ([13, 17], {"loader": "counted"}),
     "zero_overhead": ([13], {"preset": "async_zero_overhead"}),
 }
-QUICK = ["in_an_epoch_and_again", "at_an_epoch_after_validation"]
+QUICK = ["in_an_epoch_and_again"]
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ def test_a_killed_run_resumes_bit_for_bit(case: str, run: Run, tmp_path: Path) -
     ("failpoint", "step"),
     [
         ("make_folder:nth=3:process=trainer:action=kill", 3),
-        ("rename_new:nth=2:process=trainer:action=kill", 3),
+        pytest.param("rename_new:nth=2:process=trainer:action=kill", 3, marks=pytest.mark.slow),
         pytest.param("write:nth=8:process=writer:action=kill", None, marks=pytest.mark.slow),
     ],
 )
@@ -120,6 +120,7 @@ def test_a_kill_in_the_middle_of_a_save(failpoint: str, step: int | None, run: R
     assert start > 0 and step in (start, None)
 
 
+@pytest.mark.slow
 def test_a_run_is_stopped_by_sigterm_and_extended_later(run: Run, tmp_path: Path) -> None:
     assert run(tmp_path, "whole", use="lightning", dir="theirs", epochs=3) == DONE
     whole = losses(tmp_path, "whole")
