@@ -6,9 +6,11 @@ Needs a working tree of Megatron-LM, MEGATRON_LM=FOLDER; see docs/megatron.md. W
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -66,46 +68,48 @@ class Loop:
 
     def plain(self, name: str, *arguments: str) -> list[str]:
         """Train without our flag; returns the losses, an exact text for each iteration."""
-        return self._train(name, [], [*arguments], 0)
+        return self._train(name, [], arguments)
 
-    def ours(self, name: str, *arguments: str, kill: int = 0) -> list[str]:
-        """Train with our flag; at the save of iteration `kill` all ranks are killed."""
-        return self._train(name, ["-m", "ckpt_component.megatron"], [*FLAG, *arguments], kill)
+    def ours(self, name: str, *arguments: str) -> list[str]:
+        """Train with our flag."""
+        return self._train(name, ["-m", "ckpt_component.megatron"], [*FLAG, *arguments])
 
-    def _train(self, name: str, flag: list[str], arguments: Sequence[str], kill: int) -> list[str]:
+    def disturbed(self, **how: str) -> str:
+        """Train with our flag until what `how` asks of cpu/sitecustomize.py ends it; returns what was printed."""
+        code, output = self._run("disturbed", ["-m", "ckpt_component.megatron"], FLAG, how)
+        assert code != 0, output[-20000:]
+        return output
+
+    def _train(self, name: str, flag: list[str], arguments: Sequence[str]) -> list[str]:
+        code, output = self._run(name, flag, arguments, {})
+        assert code == 0, output[-20000:]
+        return self.losses[name]
+
+    def _run(self, name: str, flag: list[str], arguments: Sequence[str], how: dict[str, str]) -> tuple[int, str]:
         log = self.folder / f"{name}.losses"
+        log.unlink(missing_ok=True)
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
         script = [*flag, str(MEGATRON / "pretrain_gpt.py"), *GPT, *self.layout, "--save", str(self.checkpoints(name))]
         path = [str(Path(__file__).parent / "cpu"), str(MEGATRON), os.environ.get("PYTHONPATH", "")]
         env = os.environ | {
             "PYTHONPATH": os.pathsep.join(filter(None, path)),
             "LOOP_LOSSES": str(log),
-            "LOOP_KILL": str(kill),
             "OMP_NUM_THREADS": "1",
             "TORCHDYNAMO_DISABLE": "1",
             "CUDA_DEVICE_MAX_CONNECTIONS": "1",
         }
-        run = subprocess.Popen(
-            [*torchrun, *script, *arguments],
-            cwd=self.folder,
-            env=env,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
-        try:
-            output, _ = run.communicate(timeout=SECONDS)
-        except subprocess.TimeoutExpired:
-            os.killpg(run.pid, signal.SIGABRT)
-            output, _ = run.communicate(timeout=30)
-        if kill:
-            assert len(re.findall(r"exitcode  : -9", output)) == 2, output[-20000:]
-        else:
-            assert run.returncode == 0, output[-20000:]
-        _await_end_of_all(str(log))
-        self.losses[name] = log.read_text().splitlines()
-        return self.losses[name]
+        command = [*torchrun, *script, *arguments]
+        with (self.folder / f"{name}.log").open("w+") as output:
+            run = subprocess.Popen(command, cwd=self.folder, env=env | how, stdout=output, stderr=output)
+            try:
+                code = run.wait(timeout=SECONDS)
+            finally:
+                _assert_none_left(str(log), 30.0 if run.poll() is not None else 0.0)
+                run.wait()
+            output.seek(0)
+            text = output.read()
+        self.losses[name] = log.read_text().splitlines() if log.exists() else []
+        return code, text
 
 
 @pytest.fixture(scope="module", params=LAYOUTS)
@@ -139,15 +143,32 @@ def test_ours_resumes_from_megatrons_checkpoint(loop: Loop) -> None:
 
 
 def test_a_run_killed_while_it_saves_resumes(loop: Loop) -> None:
-    assert loop.ours("killed", kill=8) == loop.losses["plain"][:8]
-    assert _latest(loop, "killed") == "4", "what was being saved is no checkpoint"
-    files = sorted(path.name for path in _iteration(loop, "killed", 8).iterdir())
+    output = loop.disturbed(LOOP_KILL="8")
+    assert len(re.findall(r"exitcode  : -9", output)) == 2, output[-20000:]
+    assert loop.losses["disturbed"] == loop.losses["plain"][:8]
+    assert _latest(loop, "disturbed") == "4", "what was being saved is no checkpoint"
+    files = sorted(path.name for path in _iteration(loop, "disturbed", 8).iterdir())
     assert files == ["__0_0.distcp", "__1_0.distcp"]
-    folder = loop.checkpoints("killed")
-    resumed = loop.ours("resumed", "--load", str(folder), "--save", str(folder))
-    assert resumed == loop.losses["plain"][4:]
+    _assert_it_resumes(loop)
+
+
+def test_a_writer_process_that_dies_ends_the_run_on_all_ranks(loop: Loop) -> None:
+    output = loop.disturbed(LOOP_KILL_WRITER="8")
+    for rank in (0, 1):
+        assert re.search(rf"\[rank{rank}\].*RanksError: .*Rank 1 failed.*was killed by SIGKILL", output), output[
+            -20000:
+        ]
+    assert loop.losses["disturbed"][:8] == loop.losses["plain"][:8]
+    assert _latest(loop, "disturbed") == "4"
+    _assert_it_resumes(loop)
+
+
+def _assert_it_resumes(loop: Loop) -> None:
+    folder = loop.checkpoints("disturbed")
+    assert loop.ours("resumed", "--load", str(folder), "--save", str(folder)) == loop.losses["plain"][4:]
     for iteration in (4, 8, 10):
-        _assert_same(_iteration(loop, "plain", iteration), _iteration(loop, "killed", iteration))
+        _assert_same(_iteration(loop, "plain", iteration), _iteration(loop, "disturbed", iteration))
+    shutil.rmtree(folder)
 
 
 def _iteration(loop: Loop, name: str, iteration: int) -> Path:
@@ -184,12 +205,15 @@ def _tensors(folder: Path) -> dict[str, torch.Tensor]:
     return values
 
 
-def _await_end_of_all(mark: str) -> None:
+def _assert_none_left(mark: str, patience: float) -> None:
     """No process of the run is left, not even one that lost its parents; its environment names it."""
-    deadline = time.monotonic() + 30
-    while left := [pid for pid in os.listdir("/proc") if pid.isdigit() and mark.encode() in _environment(pid)]:
+    deadline = time.monotonic() + patience
+    while left := [int(pid) for pid in os.listdir("/proc") if pid.isdigit() and mark.encode() in _environment(pid)]:
         if time.monotonic() > deadline:
-            raise AssertionError(f"processes left: {left}")
+            for pid in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            raise AssertionError(f"processes left after {patience:g} s: {left}")
         time.sleep(0.1)
 
 

@@ -6,6 +6,7 @@ Python imports this at its start if this folder is on PYTHONPATH, in every proce
 
 LOOP_LOSSES=FILE: rank 0 appends a line for each iteration: its number, and the losses with all their bits.
 LOOP_KILL=N: every rank kills itself (SIGKILL) when it has scheduled the save of iteration N, while that is written.
+LOOP_KILL_WRITER=N: rank 1 kills the process that writes its files, while that has the save of iteration N to write.
 """
 
 from __future__ import annotations
@@ -68,24 +69,43 @@ def record_losses(training: Any) -> None:
     training.train_step = recorded
 
 
-def kill_after_scheduling(async_utils: Any) -> None:
-    """The save of iteration LOOP_KILL is scheduled, its files begin to be there, and this rank is no more."""
+def kill_while_saving(async_utils: Any) -> None:
+    """What LOOP_KILL and LOOP_KILL_WRITER ask for; the save is scheduled, and no rank can finalize it."""
     schedule = async_utils.schedule_async_save
-    fatal = int(os.environ.get("LOOP_KILL", "0"))
+    ranks, writer = (int(os.environ.get(name, "0")) for name in ("LOOP_KILL", "LOOP_KILL_WRITER"))
 
     def scheduled(*args: Any, **kwargs: Any) -> Any:
-        result = schedule(*args, **kwargs)
         options = async_utils.get_args()
-        if fatal and options.curr_iteration + 1 == fatal:
-            file = os.path.join(options.save, f"iter_{fatal:07d}", f"__{options.rank}_0.distcp")
+        iteration = options.curr_iteration + 1
+        victims = _writers() if iteration == writer and options.rank == 1 else []
+        for victim in victims:
+            victim.suspend()
+        result = schedule(*args, **kwargs)
+        for victim in victims:
+            victim.kill()
+        if iteration == ranks:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)  # which torchrun sends when the first has died
-            deadline = time.monotonic() + 60
-            while not os.path.exists(file) and time.monotonic() < deadline:
-                time.sleep(0.0005)
+            _await(os.path.join(options.save, f"iter_{iteration:07d}", f"__{options.rank}_0.distcp"))
             os.kill(os.getpid(), signal.SIGKILL)
         return result
 
     async_utils.schedule_async_save = scheduled
+
+
+def _writers() -> list[Any]:
+    import psutil
+
+    children = psutil.Process().children()
+    writers = [child for child in children if "resource_tracker" not in " ".join(child.cmdline())]
+    assert writers, children
+    return writers
+
+
+def _await(file: str) -> None:
+    """The first of its bytes may be there; the wait has an end, and the test then says what is missing."""
+    deadline = time.monotonic() + 60
+    while not os.path.exists(file) and time.monotonic() < deadline:
+        time.sleep(0.0005)
 
 
 def compile_nothing(utils: Any) -> None:
@@ -119,6 +139,11 @@ def with_torchs_adam(distrib_optimizer: Any) -> None:
             values["step"] = torch.tensor(float(step))
 
     cls.state_dict, cls.load_state_dict = filled_state_dict, load_with_step
+
+
+def load_nothing(fused_kernels: Any) -> None:
+    """Until 0.16 Megatron also compiles kernels of CUDA when it starts, which are not called here."""
+    fused_kernels.load = lambda args: None
 
 
 def index_builder() -> types.ModuleType:
@@ -161,8 +186,9 @@ sys.meta_path.insert(
             "torch": pretend_cuda,
             "megatron.core.datasets.utils": compile_nothing,
             "megatron.core.optimizer.distrib_optimizer": with_torchs_adam,
+            "megatron.legacy.fused_kernels": load_nothing,
             "megatron.training.training": record_losses,
-            "megatron.training.async_utils": kill_after_scheduling,
+            "megatron.training.async_utils": kill_while_saving,
         }
     ),
 )
