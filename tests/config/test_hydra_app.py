@@ -202,7 +202,7 @@ def test_a_mistyped_recipe_lists_the_recipes(app: Path) -> None:
         (
             "checkpoint.resume=nevr",
             [
-                "checkpoint.resume must be auto, must, never, a step or a path, got nevr. Did you mean checkpoint.resume=never?"
+                "checkpoint.resume must be auto, must, never, best, a step or a path, got nevr. Did you mean checkpoint.resume=never?"
             ],
         ),
         (

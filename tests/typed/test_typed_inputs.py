@@ -194,8 +194,8 @@ ANY_APP: list[tuple[str, str | None]] = [
     ("checkpoint.writer.checksum=md5", "must be crc32, crc32c, xxh3_64 or auto, got md5."),
     ("checkpoint.writer.io=directt", "Did you mean checkpoint.writer.io=direct?"),
     ("checkpoint.resume=nevr", "Did you mean checkpoint.resume=never?"),
-    ("checkpoint.resume=latest", "must be auto, must, never, a step or a path, got latest."),
-    ("checkpoint.resume=-1", "must be auto, must, never, a step or a path, got -1."),
+    ("checkpoint.resume=latest", "must be auto, must, never, best, a step or a path, got latest."),
+    ("checkpoint.resume=-1", "must be auto, must, never, best, a step or a path, got -1."),
     ("checkpoint.resume=true", "checkpoint.resume cannot be true"),
     ("checkpoint.resume=12", None),
     # sizes and times
