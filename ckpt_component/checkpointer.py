@@ -8,13 +8,14 @@ from __future__ import annotations
 import logging
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from types import TracebackType
 from typing import Any, TypeVar
 
 from .coordination import Coordinator
 from .errors import CheckpointConfigError, CheckpointError, MissingKeysError, first_keys
+from .readers import Reader
 from .saving.adapters import CheckpointReader, CheckpointWriter, ForeignSaver
 from .saving.folders import expanded
 from .saving.pipeline import SavePipeline
@@ -68,20 +69,29 @@ class Checkpointer(ABC):
     def load(
         self,
         path: PathLike,
-        state_dict: dict[str, Any] | None = None,
+        state_dict: Any = None,
         *,
         default_map_location: Any = None,
         strict: bool = False,
+        rename: Mapping[str, str] | None = None,
+        prefix: str = "",
+        ignore: Sequence[str] = (),
         **kwargs: Any,
-    ) -> dict[str, Any]:
-        """Load a checkpoint: a native one, or one of stock `dcp.save`, `torch.save` or safetensors.
+    ) -> Any:
+        """Load a checkpoint: a native one, or one of `torch.save`, DCP, Megatron, Lightning or Hugging Face.
 
         Args:
-            path: its folder (or file).
-            state_dict: the target. Its tensors are copied into, its plain values replaced, and its objects with
-                `load_state_dict()` given their state; other keys are not loaded. None: load everything.
+            path: its folder (or file), or a folder of checkpoints with a pointer file, for the newest of them.
+            state_dict: the target, a dict or a module. Its tensors are copied into, its plain values replaced, and its
+                objects with `load_state_dict()` given their state; other keys are not loaded. None: load everything.
             default_map_location: a device, or a function as `torch.load` takes it, for tensors without a target.
             strict: raise if the target has keys that the checkpoint lacks; False: warn once, with the keys.
+            rename: names in the checkpoint -> in the target, such as `{"transformer.h": "blocks"}`. A name stands for
+                its value and all below it, and `*` for any text: `{"h.*.attn": "blocks.*.attention"}`. An empty name
+                of the target takes the name away. Each key is renamed once, by the longest name that fits.
+            prefix: name to put before all keys, after the renames: `model` loads a plain state dict into
+                `{"model": model}`.
+            ignore: names in the checkpoint, or else in the target, that are not loaded: the target keeps its values.
             **kwargs: passed to the reader; the native one takes `allow_dtype_cast=True`, `allow_unexpected=False` to
                 refuse a checkpoint with keys that the target lacks, and `resuming=True` to verify also if `verify` is
                 `on_resume`.
@@ -92,13 +102,18 @@ class Checkpointer(ABC):
         Raises:
             CheckpointNotFoundError: there is no checkpoint at the path.
             CheckpointWorldError: the process group is not the one that this was built with.
-            MissingKeysError: `strict`, and the checkpoint lacks keys of the target.
-            CheckpointLoadError: a value has another shape, dtype or kind than the target's, such as a dict for a list.
-            UnexpectedKeysError: `allow_unexpected=False`, and the checkpoint has keys that the target lacks.
+            CheckpointLoadError: values have another shape, dtype or kind than the target's, such as a dict for a list;
+                or a name of `rename` or `ignore` fits no key. One error names all that does not fit, and nothing was
+                loaded: MissingKeysError if, with `strict`, keys of the target are missing, else UnexpectedKeysError
+                if, with `allow_unexpected=False`, the checkpoint has keys that the target lacks.
             CheckpointCorruptError: the bytes on disk differ from those that were written.
         """
         self.ranks.check_world()
         logger.debug("loading %s", path)
+        if isinstance(self._reader, Reader):
+            kwargs["strict"] = strict
+        names = {"rename": rename, "prefix": prefix, "ignore": ignore}
+        kwargs.update((name, value) for name, value in names.items() if value)
         loaded, missing = self._reader.read(
             os.fspath(path), state_dict=state_dict, map_location=default_map_location, **kwargs
         )

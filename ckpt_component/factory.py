@@ -100,7 +100,7 @@ def build_manager(
         config, overrides = compose_checkpoint(config, checked_overrides(overrides)), ()
     settings = resolve_config(config, overrides)
     root = settings.dir if dir is None else _folder(dir)
-    resume = ResumePolicy(settings.resume, settings.rewind)
+    resume = ResumePolicy(settings.resume, settings.rewind, _load_options(settings))
     save = SavePolicy(settings.save.every_steps, settings.save.every_seconds, settings.save.at_end)
     job = multirun_job()
     job_root = root if job is None else job.root(root)
@@ -258,6 +258,11 @@ def _file_system(settings: Checkpoint) -> FsOps:
     return file_system(
         durable=settings.durability is Durability.power_cut, atomic_rename=settings.commit is Commit.rename
     )
+
+
+def _load_options(settings: Checkpoint) -> dict[str, Any]:
+    """Return the arguments of `Checkpointer.load` that are set."""
+    return {name: value for name, value in vars(settings.load).items() if value}
 
 
 def _option(part: type[Any]) -> str:

@@ -16,6 +16,7 @@ from ..saving.folders import expanded
 from .checks import (
     HYDRA_KEYS,
     refuse_bad_dir,
+    refuse_bad_rename,
     refuse_built,
     refuse_contradictions,
     refuse_missing,
@@ -65,6 +66,7 @@ def resolve_config(
 
     checkpoint = read(Checkpoint, {**tree, **{kind: {} for kind in PARTS}}, "checkpoint")
     refuse_bad_dir(checkpoint.dir)
+    refuse_bad_rename(checkpoint.load.rename)
     with for_hydra():
         checkpoint.dir = expanded(checkpoint.dir, "checkpoint.dir")
         checkpoint.resume = checked_resume(checkpoint.resume)

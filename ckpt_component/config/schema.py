@@ -131,6 +131,19 @@ class Timeouts:
 
 
 @dataclass
+class Load:
+    """How to load a checkpoint that `resume` names by step or path; the run's own newest one loads as it is."""
+
+    # A dict in the type would keep Hydra's command line from adding keys.
+    rename: Any = None
+    """Names in the checkpoint and in the state, such as {transformer.h: model.blocks}; `*` stands for any text."""
+    prefix: str | None = None
+    """Name to put before all keys, after the renames: `model` loads a plain state dict into the state's `model`."""
+    ignore: list[str] = field(default_factory=list)
+    """Names in the checkpoint, or else in the state, that are not loaded, such as [lm_head]."""
+
+
+@dataclass
 class Checkpoint:
     """The config below `checkpoint`."""
 
@@ -150,6 +163,8 @@ class Checkpoint:
     """Which checkpoints to keep."""
     resume: int | str = "auto"
     """`auto`: from the newest good checkpoint, if any; `must`: fail without one; `never`; `best`; a step; or a path."""
+    load: Load = field(default_factory=Load)
+    """How to load a checkpoint that `resume` names by step or path; the run's own newest one loads as it is."""
     rewind: bool = False
     """With `resume` a step, a path, `best` or `never`: allow resuming before the newest one, and retire later ones."""
     overlap: Overlap = Overlap.wait

@@ -6,12 +6,20 @@ import logging
 import os
 
 from ..errors import CheckpointCorruptError, CheckpointNotFoundError, CheckpointUnreadableError
+from ..readers.foreign.folder import is_readable
 from ..spelling import typed
 from ..storage.fs import FsOps
 from ..storage.manifest import read_manifest
-from ..storage.names import MANIFEST, NAMINGS, SINGLE_FILES, step_in_name
+from ..storage.names import MANIFEST, NAMINGS, step_in_name
 from ..storage.safe_open import read_failure
-from ..storage.scan import Scan, committed_under_other_names, foreign_checkpoints, read_pointer, scan_steps
+from ..storage.scan import (
+    Scan,
+    committed_under_other_names,
+    foreign_checkpoints,
+    pointed_folder,
+    read_pointer,
+    scan_steps,
+)
 from .policies import ResumePolicy
 from .run_context import RunContext, steps_text
 
@@ -29,7 +37,7 @@ def candidates_of(run: RunContext, policy: ResumePolicy, scan: Scan) -> list[tup
     """
     root, choice = run.root, policy.choice
     if policy.path is not None:
-        return [(_step_of_checkpoint(run.fs, policy.path), policy.path)]
+        return [_step_and_path(run.fs, policy.path)]
     if choice == "never":
         return []
     other = committed_under_other_names(run.fs, root, run.names)
@@ -145,22 +153,21 @@ def _is_readable(fs: FsOps, path: str) -> bool:
     if not os.path.isdir(path):
         return True
     files = fs.names(path)
-    return MANIFEST in files or ".metadata" in files or sum(name.endswith(SINGLE_FILES) for name in files) == 1
+    return MANIFEST in files or is_readable(files)
 
 
-def _step_of_checkpoint(fs: FsOps, path: str) -> int:
-    """Return the step in the name of a checkpoint anywhere; 0, with a warning, if the name has none.
+def _step_and_path(fs: FsOps, path: str) -> tuple[int, str]:
+    """Return the step and the path of a checkpoint anywhere: of the newest in Megatron's folder of checkpoints.
+
+    The step is the one in its name; 0, with a warning, if it has none.
 
     Raises:
-        CheckpointNotFoundError: the path does not exist, or is a folder of checkpoints.
+        CheckpointNotFoundError: the path does not exist, or is a folder of our checkpoints.
     """
     if not os.path.exists(path):
         raise CheckpointNotFoundError(
             f"checkpoint.resume={path} does not exist; name the folder of a checkpoint, or its file."
         )
-    names = [os.path.basename(path)]
-    if not os.path.isdir(path):
-        names.insert(0, os.path.basename(os.path.dirname(path)))
     for naming in NAMINGS.values() if os.path.isdir(path) else ():
         steps = scan_steps(fs, path, naming).committed
         if steps:
@@ -169,10 +176,15 @@ def _step_of_checkpoint(fs: FsOps, path: str) -> int:
                 f"checkpoint.resume={path} is a folder of checkpoints; name one of them, such as "
                 f"{typed('checkpoint.resume', newest)}"
             )
+    if not _is_readable(fs, path):
+        path = pointed_folder(fs, path) or path
+    names = [os.path.basename(path)]
+    if not os.path.isdir(path):
+        names.insert(0, os.path.basename(os.path.dirname(path)))
     step = next((step for step in map(step_in_name, names) if step is not None), None)
     if step is None:
         logger.warning("%s has no step in its name, such as iter_0000200; it is loaded as step 0", path)
-    return step or 0
+    return step or 0, path
 
 
 def size_of_checkpoint(fs: FsOps, path: str) -> tuple[int, bool]:

@@ -6,7 +6,7 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, cast
 
@@ -109,7 +109,16 @@ class CheckpointManager:
         if self._checkpointer is not None:
             self._checkpointer.wait_staged(timeout)
 
-    def restore(self, state: dict[str, Any], *, strict: bool = True, allow_dtype_cast: bool = False) -> int | None:
+    def restore(
+        self,
+        state: dict[str, Any],
+        *,
+        strict: bool = True,
+        allow_dtype_cast: bool = False,
+        rename: Mapping[str, str] | None = None,
+        prefix: str = "",
+        ignore: Sequence[str] = (),
+    ) -> int | None:
         """Load the checkpoint chosen by `resume` into `state`, in place.
 
         First waits for a checkpoint that the writer process of a dead run is still finishing, and deletes the
@@ -121,6 +130,10 @@ class CheckpointManager:
             state: as for `save`; its objects are given their state.
             strict: raise if the state has keys that the checkpoint lacks; False: warn once, with the keys.
             allow_dtype_cast: let the state's tensors take values of another dtype.
+            rename: other keys for a checkpoint that `resume` names by step or path, as for `Checkpointer.load`. This
+                and the next two override `checkpoint.load`, and are not used for the run's own newest checkpoint.
+            prefix: as for `Checkpointer.load`.
+            ignore: as for `Checkpointer.load`.
 
         Returns:
             The step that was loaded, or None if the run starts from scratch. 0 for a checkpoint whose path has no step.
@@ -138,7 +151,9 @@ class CheckpointManager:
                 logger.info("checkpoint.enabled=false: nothing is restored")
             return None
         self._ranks.check_world()
-        step = self._restorer.load(state, strict, allow_dtype_cast)
+        names = {"rename": rename, "prefix": prefix, "ignore": ignore}
+        options = {name: value for name, value in names.items() if value}
+        step = self._restorer.load(state, strict, allow_dtype_cast, options)
         if step is not None:
             self._ranks.resumed(step)
             self._due.restart(self._ranks.meetings["restore"])

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import operator
 import os
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 from ..errors import CheckpointConfigError, CheckpointStepError
 from ..spelling import invalid_choice
@@ -90,15 +91,22 @@ class ResumePolicy:
     Attributes:
         choice: `auto` (newest, or from scratch), `must` (newest), `never`, `best` (by `keep.best`), a step, or a path.
         rewind: retire the steps that follow the chosen checkpoint.
+        load_options: `rename`, `prefix` and `ignore` of `Checkpointer.load`, for a choice that `is_exact`.
     """
 
     choice: str | int = "auto"
     rewind: bool = False
+    load_options: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def searches(self) -> bool:
         """Whether to load the newest undamaged checkpoint."""
         return self.choice in ("auto", "must")
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the choice is one checkpoint, by step or path."""
+        return isinstance(self.choice, int) or self.choice not in RESUME_WORDS
 
     @property
     def path(self) -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -51,7 +51,9 @@ class Restorer:
         self._saves = saves
         self.path: str | None = None
 
-    def load(self, state: dict[str, Any], strict: bool, allow_dtype_cast: bool) -> int | None:
+    def load(
+        self, state: dict[str, Any], strict: bool, allow_dtype_cast: bool, options: Mapping[str, Any] | None = None
+    ) -> int | None:
         """Load the best undamaged step; see `CheckpointManager.restore`. Returns the step, or None.
 
         Damaged checkpoints are quarantined only after an older checkpoint has been loaded, or if there never was one:
@@ -61,12 +63,19 @@ class Restorer:
             state: filled in place.
             strict: raise if the checkpoint lacks keys of the state.
             allow_dtype_cast: let the state's tensors take values of another dtype.
+            options: `rename`, `prefix` and `ignore`, instead of those of the policy, if there are any.
         """
         ranks, timeouts = self._run.ranks, self._run.timeouts
         deadline = time.monotonic() + timeouts.stage + timeouts.close
         candidates, committed, suspects, occupied = ranks.meet("restore", None, lambda _: self._look(), deadline)
         tag = f"restore/{ranks.meetings['restore']}"
-        load = partial(self._load_together, state, strict=strict, allow_dtype_cast=allow_dtype_cast)
+        options = options or self._policy.load_options
+        if options and not self._policy.is_exact:
+            if ranks.is_leader and candidates:
+                text = "%s is for a checkpoint that checkpoint.resume names by step or path; this one loads as it is"
+                logger.info(text, " and ".join(options))
+            options = {}
+        load = partial(self._load_together, state, strict=strict, allow_dtype_cast=allow_dtype_cast, **options)
         step = self._load_first(candidates, suspects, tag, load)
         later = [other for other in occupied if step is None or other > step]
         retired = later if self._policy.rewind else []
@@ -208,7 +217,7 @@ class Restorer:
         repair_pointer(self._run.fs, self._run.root, self._run.names, [step for step in committed if step not in moved])
         return moved
 
-    def _load_together(self, state: dict[str, Any], path: str, tag: str, **options: bool) -> tuple[int, bool]:
+    def _load_together(self, state: dict[str, Any], path: str, tag: str, **options: Any) -> tuple[int, bool]:
         """Load a checkpoint on all ranks. A failure on one rank is raised on all; corruption takes precedence.
 
         Returns:

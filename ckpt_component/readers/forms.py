@@ -7,9 +7,9 @@ from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
-from ..errors import CheckpointLoadError
 from ..state.flatten import Path, StateDict, Stateful, keys_of, kind_of
 from ..state.per_rank import PerRank, rank_name
+from .mismatch import Misfit
 from .source import Source
 
 _NOTHING = object()
@@ -77,7 +77,7 @@ class Forms:
         """Refuse a different form at a path of the target, as far as the index shows it; see `compare`.
 
         Raises:
-            CheckpointLoadError: The forms differ; names the key.
+            Misfit: The forms differ; names the key.
         """
         *_, key = _keys_along(path)
         there = None
@@ -94,7 +94,7 @@ class Forms:
         """The path of the checkpoint's object that may contain a path of the target, or None.
 
         Raises:
-            CheckpointLoadError: The checkpoint has a tensor there.
+            Misfit: The checkpoint has a tensor there.
         """
         index, around = self._source.index, self.object_around(path)
         keys = _keys_along(path)
@@ -117,7 +117,7 @@ class Forms:
             Whether the object has a value for the path, and that value.
 
         Raises:
-            CheckpointLoadError: The forms differ at the path or between the object and it.
+            Misfit: The forms differ at the path or between the object and it.
         """
         around = self.object_around(path)
         for depth in range(len(above), len(path) + 1):
@@ -155,15 +155,13 @@ class Forms:
                 return _NOTHING
         return value
 
-    def _mismatch(self, path: Path, there: str) -> CheckpointLoadError:
+    def _mismatch(self, path: Path, there: str) -> Misfit:
         value = self._target_value(path)
         here = _form(value)
         here = type(value).__name__ if here in (None, "dict") else here
         *_, key = _keys_along(path)
-        return CheckpointLoadError(
-            f"'{key}' is of type {here} in the target and of type {there} in the checkpoint "
-            f"{self._source.where}; give a target of that form, or None to take what the checkpoint has."
-        )
+        fact = f"'{key}' is of type {here} in the target and of type {there} in the checkpoint"
+        return Misfit(key, fact, "give a target of that form, or None to take what the checkpoint has")
 
 
 def _keys_along(path: Path) -> list[str]:

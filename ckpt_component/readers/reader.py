@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,6 @@ from ..errors import (
     CheckpointCorruptError,
     CheckpointLoadError,
     CheckpointNotFoundError,
-    UnexpectedKeysError,
     first_keys,
 )
 from ..memory.gc_control import collector_paused
@@ -23,8 +22,13 @@ from ..storage.file_system import file_system
 from ..storage.manifest import check_files, data_folder, read_manifest
 from ..storage.names import SINGLE_FILES
 from ..storage.safe_open import read_failure
-from .foreign.safetensors import SafetensorsSource
+from ..storage.scan import pointed_folder
+from .foreign.archives import RefusedObject
+from .foreign.folder import open_file, open_folder
 from .foreign.torch_file import TorchFileSource
+from .key_map import KeyMap, MappedSource
+from .mismatch import likely_option
+from .object_state import load_state
 from .own_format import OwnSource, verify_file
 from .rank_index import read_rank_indexes
 from .source import Request, Source
@@ -65,22 +69,31 @@ class Reader:
     def read(
         self,
         path: str,
-        state_dict: StateDict | None = None,
+        state_dict: StateDict | torch.nn.Module | None = None,
         *,
         map_location: Any = None,
+        strict: bool = False,
         allow_dtype_cast: bool = False,
         allow_unexpected: bool = True,
         resuming: bool = False,
-    ) -> tuple[StateDict, list[str]]:
+        rename: Mapping[str, str] | None = None,
+        prefix: str = "",
+        ignore: Sequence[str] = (),
+    ) -> tuple[Any, list[str]]:
         """Read the checkpoint at `path`.
 
         Args:
             path: The checkpoint's folder or file.
-            state_dict: The target, filled in place; None: load everything into a new dict on the CPU.
+            state_dict: The target, a dict or a module, filled in place; None: load everything into a new dict on the
+                CPU.
             map_location: A device, dict or function as for `torch.load`, for tensors that have no target.
+            strict: Refuse a checkpoint that lacks keys of the target.
             allow_dtype_cast: Convert values to the dtype of the target tensor.
             allow_unexpected: Ignore keys of the checkpoint that the target lacks; False: refuse them.
             resuming: A run resumes from this checkpoint; it is verified with `verify: on_resume`.
+            rename: As for `KeyMap`.
+            prefix: As for `KeyMap`.
+            ignore: As for `KeyMap`.
 
         Returns:
             The target or the new dict, and the keys of the target that the checkpoint lacks.
@@ -90,20 +103,37 @@ class Reader:
         """
         verify = self._verify is Verify.on_read or (resuming and self._verify is Verify.on_resume)
         to_device = _to_device(map_location)
+        key_map = KeyMap(rename, prefix, ignore) if rename or prefix or ignore else None
         source = self._open(path, mapped=state_dict is not None, verify=verify)
+        mapped = None
+        if key_map is not None:
+            source = mapped = MappedSource(source, key_map)
         if state_dict is None:
+            if mapped is not None:
+                mapped.check_ignored([])
             return _load_all(source, to_device), []
-        target = Target(state_dict, source, self._rank, self._world_size, allow_dtype_cast=allow_dtype_cast)
+        state = state_dict.state_dict() if isinstance(state_dict, torch.nn.Module) else state_dict
+        target = Target(state, source, self._rank, self._world_size, allow_dtype_cast=allow_dtype_cast)
+        objects = source.read_objects(target.objects)
+        missing = target.compare(objects)
+        if mapped is not None:
+            mapped.check_ignored(target.keys())
+            missing = [key for key in missing if not mapped.leaves(key)]
+        target.mismatches.refuse(missing, target.unexpected, strict=strict, allow_unexpected=allow_unexpected)
+        option = likely_option(missing, target.unexpected) if missing else None
+        if option is not None:
+            logger.warning("%s may have what is missing under other keys; did you mean %s?", path, option)
         if target.unexpected:
-            text = f"{path} has keys that the target does not have: {first_keys(target.unexpected)}"
-            if not allow_unexpected:
-                raise UnexpectedKeysError(f"{text}; pass allow_unexpected=True to leave them.", target.unexpected)
             # A plain load may be partial. A resumed run should load all that it saved, and a list only as a whole.
-            warns = resuming or target.shortens_lists
-            logger.log(logging.WARNING if warns else logging.INFO, "%s; they are not loaded", text)
-        target.accept(_load_new(source, target.new_tensors, target.objects, to_device))
+            level = logging.WARNING if resuming or target.shortens_lists else logging.INFO
+            text = "%s has keys that the target does not have: %s; they are not loaded"
+            logger.log(level, text, path, first_keys(target.unexpected))
+        target.accept({**_load_tensors(source, target.new_tensors, to_device), **objects})
         source.read_tensors(target.requests)
-        return state_dict, target.finish()
+        target.finish()
+        if isinstance(state_dict, torch.nn.Module):
+            load_state(state_dict, lambda: state, "The target", source.where)
+        return state_dict, missing
 
     def verify(self, path: str) -> bool:
         """Verify every file of a checkpoint of ours; False: it has no checksums. See `verify_checkpoint`."""
@@ -114,9 +144,7 @@ class Reader:
         if not os.path.isdir(path):
             if not os.path.lexists(path):
                 raise CheckpointNotFoundError(f"There is no checkpoint at {path}.")
-            if path.endswith(".safetensors"):
-                return SafetensorsSource(path, shared=self._shared)
-            return TorchFileSource(path, mapped=mapped, verify=verify)
+            return open_file(path, mapped=mapped, verify=verify, shared=self._shared)
         manifest = read_manifest(self._fs, path)
         if manifest is not None:
             return self._open_own(data_folder(path, manifest), manifest, mapped=mapped, verify=verify)
@@ -124,17 +152,17 @@ class Reader:
             names = self._fs.names(path)
         except OSError as error:
             raise read_failure(path, error) from error
-        logger.warning("%s has no manifest, so what is loaded from it cannot be verified", path)
-        if ".metadata" in names:
-            from .foreign.dcp import StockDcpSource  # few loads need DCP, which takes a second to import
-
-            return StockDcpSource(self._fs, path, shared=self._shared)
-        files = [name for name in names if name.endswith(SINGLE_FILES)]
-        if len(files) == 1:
-            return self._open(os.path.join(path, files[0]), mapped=mapped, verify=verify)
+        source = open_folder(self._fs, path, names, mapped=mapped, verify=verify, shared=self._shared)
+        if source is not None:
+            logger.warning("%s has no manifest, so what is loaded from it cannot be verified", path)
+            return source
+        pointed = pointed_folder(self._fs, path)
+        if pointed is not None:
+            logger.info("%s is a folder of checkpoints; loading the newest, %s", path, pointed)
+            return self._open(pointed, mapped=mapped, verify=verify)
         raise CheckpointNotFoundError(
             f"{path} holds no checkpoint ({', '.join(names[:5]) or 'nothing'}); name the folder of one, with "
-            "manifest.json or .metadata, or a file."
+            "manifest.json, .metadata or a file of weights, or the file."
         )
 
     def _open_own(self, path: str, manifest: Mapping[str, Any], *, mapped: bool, verify: bool) -> Source:
@@ -170,19 +198,30 @@ class Reader:
 
 def _load_all(source: Source, to_device: _ToDevice) -> StateDict:
     index = source.index
-    values = _load_new(source, index.tensors, index.objects, to_device)
+    values = {**_load_tensors(source, index.tensors, to_device), **source.read_objects([*index.objects])}
+    refused = {key: value.kind for key, value in values.items() if isinstance(value, RefusedObject)}
+    if refused:
+        logger.warning(
+            "%s: %d value(s) are objects that safe loading does not create, and are left out: %s; if you trust the "
+            "file, load it with torch.load(weights_only=False)",
+            source.where,
+            len(refused),
+            first_keys([f"{key} ({kind})" for key, kind in refused.items()]),
+        )
     try:
-        return unflatten({index.path_of(key): value for key, value in values.items()}, index.containers)
+        return unflatten(
+            {index.path_of(key): value for key, value in values.items() if key not in refused}, index.containers
+        )
     except (TypeError, ValueError, LookupError, AttributeError) as error:
         raise CheckpointCorruptError(f"The keys of {source.where} make up no state dict: {error}.") from error
 
 
-def _load_new(source: Source, tensors: Iterable[str], objects: Iterable[str], to_device: _ToDevice) -> dict[str, Any]:
-    """Load these keys into new tensors and objects. Tensors that are stored once stay tied."""
+def _load_tensors(source: Source, keys: Iterable[str], to_device: _ToDevice) -> dict[str, torch.Tensor]:
+    """Load these keys into new tensors. Tensors that are stored once stay tied."""
     loaded: dict[str, torch.Tensor] = {}
     stored: dict[Any, torch.Tensor] = {}
     requests = []
-    for key in tensors:
+    for key in keys:
         entry = source.index.tensors[key]
         tied = source.tied(key)
         if tied is not None:
@@ -194,7 +233,7 @@ def _load_new(source: Source, tensors: Iterable[str], objects: Iterable[str], to
         loaded[key] = stored[entry.same_as]
     source.read_tensors(requests)
     moved = {id(tensor): to_device(tensor) for tensor in {id(tensor): tensor for tensor in loaded.values()}.values()}
-    return {**{key: moved[id(tensor)] for key, tensor in loaded.items()}, **source.read_objects(list(objects))}
+    return {key: moved[id(tensor)] for key, tensor in loaded.items()}
 
 
 def _to_device(map_location: Any) -> _ToDevice:

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from itertools import repeat
-from operator import attrgetter
 from typing import Any
 
 import torch
-from torch.nn.parameter import is_lazy
 
 from ..errors import CheckpointLoadError
 from ..memory.int_columns import rows_of
-from ..state.dense_tensors import BATCH, plain_addresses
-from ..state.flatten import Path, StateDict, Stateful, flatten, key_of, keys_of, unflatten
+from ..state.flatten import Path, StateDict, Stateful, flatten, key_of, keys_of
 from ..state.per_rank import PerRank, rank_of
 from ..state.shards import Shard, local_part
+from .fillable import addresses_if_matching, memory_of, why_unfillable
+from .foreign.archives import RefusedObject
 from .forms import Forms
+from .mismatch import Misfit, Mismatches
+from .object_state import load_state, nested_value, state_of_object
 from .source import Request, Source, TensorEntry, copy_into
 
 
@@ -28,6 +30,7 @@ class Target:
     - An object with `load_state_dict` receives its whole subtree; tensors that it already has are filled in place.
 
     Attributes:
+        mismatches: Values that have a different shape, dtype or kind in the checkpoint.
         unexpected: Keys of the checkpoint that have no place in the target.
         shortens_lists: Whether some of these are elements of lists that are shorter in the target.
         requests: Tensors to fill in place.
@@ -35,7 +38,7 @@ class Target:
         objects: Keys of objects to load, without duplicates.
 
     Raises:
-        CheckpointLoadError: A value has a different shape, dtype or kind in the checkpoint.
+        CheckpointLoadError: A `PerRank` value was saved by another number of ranks.
     """
 
     def __init__(
@@ -52,6 +55,7 @@ class Target:
 
         self._flat = flat = flatten(state_dict, owner)
         self._forms = Forms(state_dict, flat.stateful, owners, source)
+        self.mismatches = Mismatches(source.where)
         self._missing: list[str] = []
         #: Path of every value to replace -> the keys of the checkpoint that make up the new value.
         self._replaced: dict[Path, list[str]] = {}
@@ -68,7 +72,7 @@ class Target:
         lists = {path for path, kind in flat.containers if kind == "list"}
         for path in [*lists, *(path for path, kind in index.containers if path and kind != "odict")]:
             if self._forms.object_around(path) is None:
-                self._forms.check(path)
+                self._check_form(path)
         self._match_tensors()
         #: Keys of tensors whose every element is loaded by other ranks.
         elsewhere = set(keys_of([*flat.elsewhere]))
@@ -78,7 +82,10 @@ class Target:
         for number, (path, key) in enumerate(zip(places, keys_of(places), strict=True)):
             is_empty_dict = number >= len(flat.object_paths)
             if around[number] is None or not is_empty_dict:
-                self._match_value(path, key, outside=around[number] is None, may_miss=is_empty_dict)
+                try:
+                    self._match_value(path, key, outside=around[number] is None, may_miss=is_empty_dict)
+                except Misfit as misfit:
+                    self.mismatches.add(misfit)
         self._match_objects(elsewhere)
         self.new_tensors = [key for key in self._new if key in index.tensors]
         self.objects = [key for key in self._new if key in index.objects]
@@ -93,27 +100,44 @@ class Target:
                     self.shortens_lists |= any(path[:depth] in lists for depth in range(1, len(path)))
             self.unexpected.sort()
 
+    def keys(self) -> list[str]:
+        """The keys of the target's values."""
+        return keys_of([*self._flat.tensor_paths, *self._flat.object_paths, *self._flat.elsewhere])
+
     def _match_tensors(self) -> None:
         """Match all tensors, possibly a hundred thousand: all at once if every one fits without conversion."""
         flat = self._flat
         keys = keys_of(flat.tensor_paths)
         entries = list(map(self._source.index.tensors.get, keys))
-        addresses = None if any(flat.shards) else _addresses_if_matching(entries, flat.tensors)
+        addresses = None if any(flat.shards) else addresses_if_matching(entries, flat.tensors)
         if addresses is not None:
             self.requests += rows_of(Request, keys, flat.tensors, repeat(None), addresses)
             return
         for row in zip(keys, flat.tensor_paths, flat.tensors, flat.shards, entries, strict=True):
-            self._match_tensor(*row)
+            try:
+                self._match_tensor(*row)
+            except Misfit as misfit:
+                self.mismatches.add(misfit)
+
+    def _check_form(self, path: Path) -> bool:
+        """Whether the target has the checkpoint's form at a path; else it is a mismatch."""
+        try:
+            self._forms.check(path)
+        except Misfit as misfit:
+            self.mismatches.add(misfit)
+            return False
+        return True
 
     def _match_tensor(
         self, key: str, path: Path, tensor: torch.Tensor, shard: Shard | None, entry: TensorEntry | None
     ) -> None:
         reason = why_unfillable(tensor)
         if reason is not None:
-            raise CheckpointLoadError(f"'{key}' in the target {reason}.")
+            fact, _, advice = reason.partition("; ")
+            raise Misfit(key, f"'{key}' in the target {fact}", advice)
         if entry is None:
             if key in self._source.index.objects:
-                raise CheckpointLoadError(f"'{key}' is a tensor in the target and a Python object in the checkpoint.")
+                raise Misfit(key, f"'{key}' is a tensor in the target and a Python object in the checkpoint")
             if self._forms.object_around(path) is None:
                 self._forms.check(path)
                 self._match_inside_object(path, key)
@@ -122,15 +146,10 @@ class Target:
             return
         shape = tensor.shape if shard is None else shard.shape
         if entry.shape != shape:
-            raise CheckpointLoadError(
-                f"'{key}' has shape {tuple(shape)} in the target and {entry.shape} in the checkpoint "
-                f"{self._source.where}."
-            )
+            raise Misfit(key, f"'{key}' has shape {tuple(shape)} in the target and {entry.shape} in the checkpoint")
         if entry.dtype != tensor.dtype and not self._allow_dtype_cast:
-            raise CheckpointLoadError(
-                f"'{key}' is {tensor.dtype} in the target and {entry.dtype} in the checkpoint {self._source.where}; "
-                "pass allow_dtype_cast=True to convert it."
-            )
+            fact = f"'{key}' is {tensor.dtype} in the target and {entry.dtype} in the checkpoint"
+            raise Misfit(key, fact, "pass allow_dtype_cast=True to convert it")
         request = Request.into(key, tensor, None if shard is None else shard.offsets)
         if entry.dtype == tensor.dtype:
             self.requests.append(request)
@@ -171,8 +190,9 @@ class Target:
         used = {request.key for request in [*self.requests, *self._converted]}
         used.update(elsewhere, *self._replaced.values())
         for (path, stateful), place in zip(objects.items(), keys_of([*objects]), strict=True):
-            self._forms.check(path)
-            above = path if place in index.objects else self._forms.stored_object_above(path)
+            if not self._check_form(path):
+                continue
+            above = path if place in index.objects else self._stored_above(path)
             if above is not None:
                 self._new[key_of(above)] = None
                 self._compared[path] = above
@@ -180,6 +200,13 @@ class Target:
                 if key not in used and not self._match_as_part(path, stateful, key):
                     self._replaced[index.path_of(key)] = [key]
                     self._new[key] = None
+
+    def _stored_above(self, path: Path) -> Path | None:
+        try:
+            return self._forms.stored_object_above(path)
+        except Misfit as misfit:
+            self.mismatches.add(misfit)
+            return None
 
     def _match_as_part(self, path: Path, stateful: Stateful, key: str) -> bool:
         """Load an optimizer's state of a sharded parameter with the parameter's sharding."""
@@ -203,148 +230,75 @@ class Target:
         self._values[entry.path] = new
         return True
 
-    def accept(self, loaded: Mapping[str, Any]) -> None:
-        """Collect the new values from what was read, and refuse those whose form differs from the target's.
+    def compare(self, objects: Mapping[str, Any]) -> list[str]:
+        """Compare the target with the objects of the checkpoint, which contain some of its values.
 
         Args:
-            loaded: The values of `new_tensors` and `objects`, by key.
+            objects: The values of `objects`, by key.
 
-        Raises:
-            CheckpointLoadError: The forms differ; names the key.
+        Returns:
+            All keys of the target that the checkpoint lacks, but not tensors that share their memory with one that it
+            has.
         """
-        self._loaded = loaded
-        for path, keys in self._replaced.items():
-            self._values[path] = loaded[keys[0]] if keys == [key_of(path)] else self._assemble(path, keys, loaded)
+        for key, value in objects.items():
+            if isinstance(value, RefusedObject):
+                fact = f"'{key}' is a {value.kind} in the checkpoint, which safe loading does not create"
+                self.mismatches.add(Misfit(key, fact, "take it out of the target, or name it in ignore"))
         for path, above in {**self._compared, **self._inside}.items():
-            exists, value = self._forms.compare(path, above, loaded[key_of(above)])
+            if isinstance(objects[key_of(above)], RefusedObject):
+                continue
+            try:
+                exists, value = self._forms.compare(path, above, objects[key_of(above)])
+            except Misfit as misfit:
+                self.mismatches.add(misfit)
+                continue
             if path not in self._inside:
                 continue
             if not exists:
                 self._missing.append(key_of(path))
-            elif above not in self._values:  # else that object is taken as a whole
+            elif above not in self._replaced:  # else that object is taken as a whole
                 self._values[path] = value
+        if not self._missing:
+            return []
+        filled = {memory_of(request.destination) for request in [*self.requests, *self._converted]} - {None}
+        paths = [
+            path
+            for path, tensor in zip(self._flat.tensor_paths, self._flat.tensors, strict=True)
+            if memory_of(tensor) in filled
+        ]
+        return sorted(set(self._missing) - set(keys_of(paths)))
 
-    def finish(self) -> list[str]:
-        """Store the new values in the target and load the objects' states; returns keys that the checkpoint lacks."""
+    def accept(self, loaded: Mapping[str, Any]) -> None:
+        """Collect the new values from what was read.
+
+        Args:
+            loaded: The values of `new_tensors` and `objects`, by key.
+        """
+        self._loaded = loaded
+        for path, keys in self._replaced.items():
+            self._values[path] = loaded[keys[0]] if keys == [key_of(path)] else self._assemble(path, keys, loaded)
+
+    def finish(self) -> None:
+        """Store the new values in the target and load the objects' states.
+
+        Raises:
+            CheckpointLoadError: A tensor or an object does not take its value.
+        """
         for request in self._converted:
             copy_into(request.destination, request.part_of(self._loaded[request.key]), request.key)
         for path, value in self._values.items():
             if self._forms.object_around(path) is None:
                 _set(self._state_dict, path, value)
         for path, stateful in self._forms.objects.items():
-            try:
-                state = self._object_state(path)
-                if isinstance(stateful, torch.optim.Optimizer) and isinstance(state.get("state"), dict):
-                    # Its keys are numbers; stock DCP turns every key into a string.
-                    state["state"] = {
-                        int(key) if isinstance(key, str) and key.isdigit() else key: value
-                        for key, value in state["state"].items()
-                    }
-                stateful.load_state_dict(state)
-            except (RuntimeError, ValueError, KeyError, TypeError) as error:
-                raise CheckpointLoadError(
-                    f"'{key_of(path)}' ({type(stateful).__name__}) did not take its state from "
-                    f"{self._source.where}: {error}"
-                ) from error
-        return sorted(set(self._missing))
+            containers, missing = self._source.index.containers, set(self._missing)
+            state = partial(state_of_object, path, self._flat, self._forms, self._values, missing, containers)
+            load_state(stateful, state, f"'{key_of(path)}'", self._source.where)
 
     def _assemble(self, path: Path, keys: Sequence[str], loaded: Mapping[str, Any]) -> Any:
         """The checkpoint's subtree at a path."""
         index = self._source.index
         stored = index.path_of(keys[0])[: len(path)] if keys else path  # stored dict keys may be strings
-        return _nested(stored, {index.path_of(key): loaded[key] for key in keys}, index.containers)
-
-    def _object_state(self, path: Path) -> StateDict:
-        """The state to load into an object: the checkpoint's values, and the object's own where it has none.
-
-        Tensors of the checkpoint are already filled. Values that the checkpoint lacks are kept unless they are in a
-        list that the checkpoint has, or would collide with a new value.
-
-        Args:
-            path: Path of the object.
-
-        Raises:
-            TypeError: The values do not form a state.
-        """
-        flat, forms, new, missing = self._flat, self._forms, self._values, set(self._missing)
-        depth = len(path)
-        own_lists = {place for place, kind in flat.containers if kind == "list"}
-        tensors = [flat.placed.get(number, tensor) for number, tensor in enumerate(flat.tensors)]
-        present = [*zip(flat.tensor_paths, tensors, strict=True), *zip(flat.object_paths, flat.objects, strict=True)]
-        state: dict[Path, Any] = {}
-        for place, value in [*present, *flat.elsewhere.items()]:
-            if place[:depth] != path:
-                continue
-            if missing and (key := key_of(place)) in missing:
-                around = [place[:length] for length in range(depth + 1, len(place))]
-                if key in forms.below or any(
-                    outer in new
-                    or (key_of(outer) in forms.below and (outer in own_lists or key_of(outer) in forms.lists))
-                    for outer in around
-                ):
-                    continue
-            state[place] = value
-        state.update({place: value for place, value in new.items() if place[:depth] == path})
-        containers = {
-            place: kind for place, kind in flat.containers if kind != "list" or key_of(place) not in forms.below
-        }
-        containers.update(self._source.index.containers)
-        kept = [
-            (place, kind)
-            for place, kind in containers.items()
-            if place[:depth] == path
-            and (kind != "empty" or place not in state)
-            # A value that was loaded as a whole already has its containers.
-            and not any(place[:length] in new for length in range(depth + 1, len(place) + 1))
-        ]
-        return _nested(path, state, kept)
-
-
-def why_unfillable(tensor: torch.Tensor) -> str | None:
-    """Why a tensor cannot be filled, and what to do; None if it can."""
-    if is_lazy(tensor):
-        return "is not initialized yet; run the module on one batch before the load"
-    if tensor.is_meta:
-        return "is on the meta device and has no memory; give the module memory with to_empty(device=...)"
-    if tensor.is_nested or tensor.layout is not torch.strided:
-        return f"is {'nested' if tensor.is_nested else f'sparse ({tensor.layout})'}; load into a dense tensor"
-    if any(size > 1 and step == 0 for size, step in zip(tensor.shape, tensor.stride(), strict=True)):
-        return "is expanded: several of its elements are the same memory; load into its .contiguous()"
-    return None
-
-
-def _addresses_if_matching(
-    entries: Sequence[TensorEntry | None], tensors: Sequence[torch.Tensor]
-) -> list[int | None] | None:
-    """The tensors' addresses, as `plain_addresses`; None if they must be matched one by one.
-
-    That is the case if one has no entry, differs in shape or dtype, or cannot be filled directly.
-    """
-    if None in entries:
-        return None
-    addresses: list[int | None] = []
-    try:
-        for first in range(0, len(tensors), BATCH):
-            some = tensors[first : first + BATCH]
-            for column in map(attrgetter, ("shape", "dtype")):
-                if list(map(column, entries[first : first + BATCH])) != list(map(column, some)):
-                    return None
-            addresses += plain_addresses(some)
-        if None in addresses:
-            for tensor, address in zip(tensors, addresses, strict=True):
-                if address is None and why_unfillable(tensor) is not None:
-                    return None
-    except RuntimeError:  # an uninitialized tensor has no shape
-        return None
-    return addresses
-
-
-def _nested(path: Path, values: Mapping[Path, Any], containers: Sequence[tuple[Path, str]]) -> Any:
-    """The nested value at a path, from values at and below it."""
-    nested: Any = unflatten(values, [(place, kind) for place, kind in containers if place[: len(path)] == path])
-    for part in path:
-        nested = nested.get(part, {})
-    return nested
+        return nested_value(stored, {index.path_of(key): loaded[key] for key in keys}, index.containers)
 
 
 def _set(root: Any, path: Path, value: Any) -> None:

@@ -18,7 +18,7 @@ MANIFEST = "manifest.json"
 RUN_RECORD = "run.json"
 OWNER = ".ckpt-owner.json"
 #: Suffixes of a file that readers accept as a checkpoint when it is the only file in a folder.
-SINGLE_FILES = (".pt", ".pth", ".bin", ".safetensors")
+SINGLE_FILES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
 STAGING_PREFIX = ".ckpt-tmp."
 TRASH_PREFIX = ".ckpt-trash."
 TRIAL_PREFIX = ".ckpt-trial."

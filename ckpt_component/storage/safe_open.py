@@ -71,6 +71,22 @@ def is_plain_name(name: object) -> bool:
         return False
 
 
+def place_of(folder: str, name: str) -> tuple[str, str]:
+    """The folder and the name under which a file can be opened; other than the given ones for a link to a blob.
+
+    The cache of the Hugging Face Hub has `snapshots/REVISION/NAME` as links to `../../blobs/HASH`. No other link may be
+    followed.
+    """
+    if os.path.islink(os.path.join(folder, name)):
+        revisions, revision = os.path.split(os.path.realpath(folder))
+        blobs = os.path.join(os.path.dirname(revisions), "blobs")
+        *parents, blob = os.readlink(os.path.join(folder, name)).split("/")
+        of_hub = os.path.basename(revisions) == "snapshots" and parents == ["..", "..", "blobs"]
+        if of_hub and revision and is_plain_name(blob) and not os.path.islink(blobs):
+            return blobs, blob
+    return folder, name
+
+
 def read_failure(path: str, error: OSError) -> CheckpointCorruptError:
     """Convert a failed open or read of a checkpoint's file into the error to raise.
 

@@ -172,6 +172,15 @@ def read_pointer(fs: FsOps, root: str, names: StepNames) -> int | None:
     return int(text) if re.fullmatch(rb"\d{1,%d}\s*" % STEP_DIGITS, text) else None
 
 
+def pointed_folder(fs: FsOps, root: str) -> str | None:
+    """The folder of the checkpoint that a pointer file under a root names, in any naming; None without one."""
+    for names in NAMINGS.values():
+        step = read_pointer(fs, root, names)
+        if step is not None and fs.is_folder(os.path.join(root, names.folder(step))):
+            return os.path.join(root, names.folder(step))
+    return None
+
+
 def write_pointer(fs: FsOps, root: str, names: StepNames, step: int) -> None:
     """Atomically write the newest committed step to the pointer file, for tools that read it."""
     fs.write_over(os.path.join(root, names.pointer), f"{step}".encode())

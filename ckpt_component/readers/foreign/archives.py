@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import functools
 import io
+import pickle
 import reprlib
 import struct
 import zipfile
+from collections import OrderedDict
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import IO, Any
 
 import torch
@@ -23,6 +26,7 @@ from ...storage.checksum import find_checksum
 from .safe_unpickle import Record, load_inert, record_class
 
 _ENCRYPTED = 1
+_DEFAULTDICT = "collections.defaultdict"
 #: The claims of pickles up to this many bytes are cached.
 _SMALL = 4096
 _CHUNK = 4 << 20
@@ -165,6 +169,58 @@ def _claims(pickled: bytes) -> tuple[tuple[str, int], ...]:
 _cached_claims = functools.lru_cache(maxsize=256)(_claims)
 
 
+@dataclass(frozen=True)
+class RefusedObject:
+    """Stands for a value with objects that safe loading does not create; `kind` is the class of the first."""
+
+    kind: str
+
+
+def load_safely(source: str | IO[bytes], *, mmap: bool = False) -> Any:
+    """Load a checked archive with `weights_only`; objects of classes that it refuses become inert `Record`s.
+
+    Args:
+        source: A path, or a stream at its beginning.
+        mmap: Map the archive, given by its path, into memory.
+
+    Raises:
+        pickle.UnpicklingError: It calls a function of the operating system, or has something else that is no data.
+        Exception: Nearly any other kind, on damaged bytes.
+    """
+    try:
+        return torch.load(source, map_location="cpu", weights_only=True, mmap=mmap)
+    except pickle.UnpicklingError:
+        _rewind(source)
+        names = torch.serialization.get_unsafe_globals_in_checkpoint(source)
+    records: list[Any] = [(record_class(name), name) for name in names if name != _DEFAULTDICT]
+    _rewind(source)
+    # Within the context torch takes these classes, which do nothing, for the names in the file.
+    with torch.serialization.safe_globals([*records, (_plain_dict, _DEFAULTDICT)]):
+        return torch.load(source, map_location="cpu", weights_only=True, mmap=mmap)
+
+
+def _rewind(source: str | IO[bytes]) -> None:
+    if not isinstance(source, str):
+        source.seek(0)
+
+
+def _plain_dict(*_: Any) -> dict[Any, Any]:
+    """Stands for the constructor of a defaultdict."""
+    return {}
+
+
+def refused_kind(value: Any) -> str | None:
+    """The class of the first `Record` in a value, an object that safe loading did not create; None without one."""
+    if isinstance(value, Record):
+        return value.kind
+    if isinstance(value, type):
+        return value.kind if issubclass(value, Record) else None
+    parts = value if type(value) in (list, tuple, set) else ()
+    if type(value) in (dict, OrderedDict):
+        parts = [*value, *value.values()]
+    return next(filter(None, map(refused_kind, parts)), None)
+
+
 def load_archive(data: bytearray | memoryview, where: str) -> Any:
     """Load an archive in memory.
 
@@ -175,7 +231,7 @@ def load_archive(data: bytearray | memoryview, where: str) -> Any:
     check_archive(stream, len(data), where)
     stream.seek(0)
     try:
-        return torch.load(stream, map_location="cpu", weights_only=True)
+        return load_safely(stream)
     except Exception as error:  # torch.load raises nearly anything on damaged bytes
         raise CheckpointCorruptError(f"{where} cannot be loaded safely: {error}") from error
 
@@ -199,6 +255,9 @@ def decode_all(encoded: Mapping[str, Any]) -> list[Any]:
     Args:
         encoded: The values, by their name for error texts.
 
+    Returns:
+        The objects, in their order; a `RefusedObject` for a value with objects that safe loading does not create.
+
     Raises:
         CheckpointCorruptError: An encoded numpy value is invalid.
         CheckpointLoadError: There is a numpy value, and numpy cannot be imported.
@@ -206,7 +265,8 @@ def decode_all(encoded: Mapping[str, Any]) -> list[Any]:
     values = []
     for where, value in encoded.items():
         try:
-            values.append(object_codec.decode(value))
+            kind = refused_kind(value)
+            values.append(object_codec.decode(value) if kind is None else RefusedObject(kind))
         except ImportError as error:
             raise CheckpointLoadError(
                 f"{where} holds a numpy value, and numpy cannot be imported here ({error}); install it, or load into a "

@@ -1,4 +1,7 @@
-"""Safetensors files of other libraries. The header is validated as by the library, before anything is allocated."""
+"""Safetensors files of other libraries, and the index of those that are a checkpoint together.
+
+Headers are validated as by the library, before anything is allocated.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +10,14 @@ import math
 import os
 import struct
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from ...errors import CheckpointCorruptError, CheckpointLoadError
 from ...formats.safetensors import DTYPES
+from ...storage.fs import FsOps
+from ...storage.safe_open import is_plain_name, read_failure
 from ..file_set import FileSet
 from ..own_format import OwnSource
 from ..rank_index import RankIndex, tensor_items
@@ -23,41 +28,90 @@ _DTYPE_OF = {text: dtype for dtype, text in DTYPES.items()}
 
 
 class SafetensorsSource(OwnSource):
-    """A safetensors file: read as our own, through an index built from its header, without checksums.
+    """Safetensors files: read as our own, through an index built from their headers, without checksums.
 
     Args:
-        path: The file.
+        where: The checkpoint's path, for messages.
+        folder: The folder of the files.
+        names: Their names.
         shared: As for `FileSet`.
+        weight_map: The file of each key, as the index of a sharded checkpoint has it; None: not compared.
 
     Raises:
-        CheckpointCorruptError: It is not a regular file, or its header is invalid: a duplicate key, or offsets that
-            overlap, leave gaps, or do not fit shape and dtype or the file.
-        CheckpointUnreadableError: It cannot be read.
+        CheckpointCorruptError: A file is not a regular file, or its header is invalid: a duplicate key, or offsets that
+            overlap, leave gaps, or do not fit shape and dtype or the file. Or the files contradict `weight_map`.
+        CheckpointUnreadableError: A file cannot be read.
         CheckpointLoadError: A dtype is not supported.
     """
 
-    def __init__(self, path: str, *, shared: bool = True) -> None:
-        folder, name = os.path.split(os.path.abspath(path))
+    def __init__(
+        self,
+        where: str,
+        folder: str,
+        names: Sequence[str],
+        *,
+        shared: bool = True,
+        weight_map: Mapping[str, str] | None = None,
+    ) -> None:
+        rows: list[tuple[Any, ...]] = []
+        sizes: list[int] = []
+        numbers: dict[str, int] = {}
         with FileSet(folder) as files:
-            size = os.fstat(files.descriptor(name)).st_size
-            header, start = _read_header(path, files, name, size)
-        metadata = header.pop("__metadata__", {})
-        tensors = [_tensor(path, key, entry) for key, entry in header.items()]
-        _check_contiguous(path, dict(zip(header, (place for _, _, place in tensors), strict=True)), size - start)
-        rows = [
-            (0, start + begin, end - begin, start + begin, str(dtype).removeprefix("torch."), shape)
-            for dtype, shape, (begin, end) in tensors
-        ]
-        numbers = {key: number for number, key in enumerate(header)}
-        # The library's save_model records the names of tied tensors in the metadata.
-        for alias, kept in (metadata if isinstance(metadata, dict) else {}).items():
-            if isinstance(kept, str) and kept in header and alias not in header:
-                numbers[alias] = numbers[kept]
-        items = tensor_items(rows, [0] * len(rows), [name], [size])
+            for file, name in enumerate(names):
+                path = os.path.join(folder, name)
+                sizes.append(os.fstat(files.descriptor(name)).st_size)
+                header, start = _read_header(path, files, name, sizes[-1])
+                metadata = header.pop("__metadata__", {})
+                tensors = [_tensor(path, key, entry) for key, entry in header.items()]
+                places = dict(zip(header, (place for _, _, place in tensors), strict=True))
+                _check_contiguous(path, places, sizes[-1] - start)
+                for key, (dtype, shape, (begin, end)) in zip(header, tensors, strict=True):
+                    if key in numbers:
+                        other = names[rows[numbers[key]][0]]
+                        raise CheckpointCorruptError(f"'{key}' in {folder} is in two files, {other} and {name}.")
+                    if weight_map is not None and weight_map.get(key) != name:
+                        there = f"has it in {weight_map[key]!r:.200}" if key in weight_map else "does not have it"
+                        raise CheckpointCorruptError(f"'{key}' is in {path}, and the index of {where} {there}.")
+                    numbers[key] = len(rows)
+                    kind = str(dtype).removeprefix("torch.")
+                    rows.append((file, start + begin, end - begin, start + begin, kind, shape))
+                # The library's save_model records the names of tied tensors in the metadata.
+                for alias, kept in (metadata if isinstance(metadata, dict) else {}).items():
+                    if isinstance(kept, str) and kept in header and alias not in header:
+                        numbers.setdefault(alias, numbers[kept])
+        for key in weight_map or ():
+            if key not in numbers:
+                raise CheckpointCorruptError(f"The index of {where} lists '{key}', and no file there has it.")
+        items = tensor_items(rows, [0] * len(rows), names, sizes)
         paths = [(key,) for key in numbers]
         index = RankIndex("none", items, [], paths, list(numbers.values()), None, [], [])
         super().__init__(folder, [index], verify=False, shared=shared)
-        self.where = path
+        self.where = where
+
+
+def read_weight_map(fs: FsOps, path: str) -> dict[str, str]:
+    """The index of a sharded Hugging Face checkpoint: the name of the file of each key.
+
+    Raises:
+        CheckpointCorruptError: It is not a valid index, or names something other than a file beside it.
+        CheckpointUnreadableError: It cannot be read.
+    """
+    try:
+        data = fs.read(path, _MAX_HEADER)
+    except OSError as error:
+        raise read_failure(path, error) from error
+    try:
+        weight_map = json.loads(data, object_pairs_hook=_unique)["weight_map"]
+        for key, name in weight_map.items():
+            if not is_plain_name(name):
+                raise CheckpointCorruptError(f"{path} has '{key}' in {name!r:.200}, which is not a plain name.")
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        if isinstance(error, CheckpointCorruptError):
+            raise
+        raise CheckpointCorruptError(f"{path} is not an index with a weight_map ({error}).") from error
+    if not weight_map:
+        raise CheckpointCorruptError(f"{path} has an empty weight_map.")
+    return cast("dict[str, str]", weight_map)
 
 
 def _read_header(path: str, files: FileSet, name: str, size: int) -> tuple[dict[str, Any], int]:

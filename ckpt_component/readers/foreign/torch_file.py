@@ -18,43 +18,39 @@ from ...errors import CheckpointCorruptError, CheckpointLoadError, CheckpointSta
 from ...state.flatten import Path, flatten, key_of
 from ...storage.safe_open import open_regular, read_failure
 from ..source import Index, Request, Source, TensorEntry, copy_into
-from .archives import check_archive, decode_all, verify_records
+from .archives import check_archive, decode_all, load_safely, refused_kind, verify_records
 
 #: A tensor may be larger than its file if it repeats stored elements (`expand`), up to this many bytes.
 _MOST_REPEATED = 64 << 20
 
 
-class TorchFileSource(Source):
-    """A file of `torch.save`, loaded with `weights_only`.
+class StateSource(Source):
+    """A state dict that is loaded already.
 
     Args:
-        path: The file.
-        mapped: Map the file into memory instead of reading it, to copy from it into a target.
-        verify: Compare the checksums in the file, if it has them.
+        state: The state dict.
+        where: Where it comes from, for messages.
+        mapped: Its tensors are mapped from a file, so they can only be copied from.
 
     Raises:
-        CheckpointCorruptError: It is not a regular file, is damaged, or claims more data than it has.
-        CheckpointUnreadableError: It cannot be read.
-        CheckpointLoadError: It does not contain a state dict of plain data.
+        CheckpointLoadError: It is not a state dict of plain data.
     """
 
-    def __init__(self, path: str, *, mapped: bool, verify: bool = False) -> None:
-        state, size = _torch_load(path, mapped, verify)
+    def __init__(self, state: Any, where: str, *, mapped: bool = False) -> None:
+        kind = refused_kind(state) if not isinstance(state, Mapping) else None
+        if kind is not None:
+            raise CheckpointLoadError(
+                f"{where} holds a {kind}, which safe loading refuses. If you trust the file, load it with "
+                "torch.load(weights_only=False) yourself."
+            )
         if not isinstance(state, Mapping):
             raise CheckpointLoadError(
-                f"{path} holds a {type(state).__name__}, not a state dict; use torch.load for it."
+                f"{where} holds a {type(state).__name__}, not a state dict; use torch.load for it."
             )
         try:
             flat = flatten(state)
         except (CheckpointStageError, RecursionError) as error:
-            raise CheckpointLoadError(f"{path} does not hold a valid state dict: {error}") from error
-        for place, tensor in zip(flat.tensor_paths, flat.tensors, strict=True):
-            nbytes = tensor.numel() * tensor.element_size()
-            if nbytes > max(size, _MOST_REPEATED):
-                raise CheckpointCorruptError(
-                    f"'{key_of(place)}' in {path} has the shape {tuple(tensor.shape)}, which is {nbytes} bytes, and "
-                    f"the file has {size}."
-                )
+            raise CheckpointLoadError(f"{where} does not hold a valid state dict: {error}") from error
         self._tensors = {key_of(path): value for path, value in zip(flat.tensor_paths, flat.tensors, strict=True)}
         self._objects = {key_of(path): value for path, value in zip(flat.object_paths, flat.objects, strict=True)}
         self._mapped = mapped
@@ -62,7 +58,7 @@ class TorchFileSource(Source):
         for place, tensor in zip(flat.tensor_paths, flat.tensors, strict=True):
             index.tensors[key_of(place)] = TensorEntry(place, tensor.dtype, tuple(tensor.shape), key_of(place))
         index.objects = {key_of(place): place for place in flat.object_paths}
-        self.where, self.index = path, index
+        self.where, self.index = where, index
 
     def read_tensors(self, requests: Sequence[Request]) -> None:
         """Copy from the loaded or mapped tensors."""
@@ -78,6 +74,32 @@ class TorchFileSource(Source):
     def tied(self, key: str) -> torch.Tensor | None:
         """The loaded tensor itself, which shares its storage with tied tensors; None for a mapped file."""
         return None if self._mapped else self._tensors[key]
+
+
+class TorchFileSource(StateSource):
+    """A file of `torch.save`, loaded with `weights_only`.
+
+    Args:
+        path: The file.
+        mapped: Map the file into memory instead of reading it, to copy from it into a target.
+        verify: Compare the checksums in the file, if it has them.
+
+    Raises:
+        CheckpointCorruptError: It is not a regular file, is damaged, or claims more data than it has.
+        CheckpointUnreadableError: It cannot be read.
+        CheckpointLoadError: It does not contain a state dict of plain data.
+    """
+
+    def __init__(self, path: str, *, mapped: bool, verify: bool = False) -> None:
+        state, size = _torch_load(path, mapped, verify)
+        super().__init__(state, path, mapped=mapped)
+        for key, tensor in self._tensors.items():
+            nbytes = tensor.numel() * tensor.element_size()
+            if nbytes > max(size, _MOST_REPEATED):
+                raise CheckpointCorruptError(
+                    f"'{key}' in {path} has the shape {tuple(tensor.shape)}, which is {nbytes} bytes, and the file has "
+                    f"{size}."
+                )
 
 
 def verify_torch_file(path: str) -> bool:
@@ -115,7 +137,9 @@ def _torch_load(path: str, mapped: bool, verify: bool) -> tuple[Any, int]:
             stream.seek(0)
             # Mapping needs a path; this one leads to the file just checked, even if `path` is replaced meanwhile.
             source = f"/proc/self/fd/{stream.fileno()}" if mapped and zipped else stream
-            return torch.load(source, map_location="cpu", weights_only=True, mmap=mapped and zipped), size
+            if zipped:
+                return load_safely(source, mmap=mapped), size
+            return torch.load(source, map_location="cpu", weights_only=True), size
         except CheckpointCorruptError:
             raise
         except pickle.UnpicklingError as error:

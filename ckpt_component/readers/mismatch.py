@@ -1,0 +1,127 @@
+"""Collect how a target and a checkpoint differ, and raise all of it as one error."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from ..errors import CheckpointLoadError, MissingKeysError, UnexpectedKeysError, first_keys
+
+#: How many of the values that do not fit an error names.
+_MOST = 20
+#: How many renames an error suggests.
+_MOST_RENAMES = 4
+
+
+class Misfit(Exception):
+    """A value of the target that the checkpoint cannot fill.
+
+    Args:
+        key: Its key.
+        fact: A clause that names the key and says what differs.
+        advice: What to do about it, or empty.
+    """
+
+    def __init__(self, key: str, fact: str, advice: str = "") -> None:
+        super().__init__(fact)
+        self.key = key
+        self.fact = fact
+        self.advice = advice
+
+
+class Mismatches:
+    """All differences between a target and a checkpoint.
+
+    Args:
+        where: The checkpoint's path.
+    """
+
+    def __init__(self, where: str) -> None:
+        self._where = where
+        self._misfits: dict[str, Misfit] = {}
+
+    def add(self, misfit: Misfit) -> None:
+        """Add a value that does not fit."""
+        self._misfits.setdefault(misfit.key, misfit)
+
+    def refuse(
+        self, missing: Sequence[str], unexpected: Sequence[str], *, strict: bool, allow_unexpected: bool
+    ) -> None:
+        """Raise one error for everything that does not fit, if there is anything.
+
+        Args:
+            missing: Keys of the target that the checkpoint lacks.
+            unexpected: Keys of the checkpoint that the target lacks.
+            strict: Whether missing keys are an error.
+            allow_unexpected: Whether unexpected keys are no error.
+
+        Raises:
+            MissingKeysError: Keys are missing, and `strict`.
+            UnexpectedKeysError: No keys are missing, but some are unexpected and not allowed.
+            CheckpointLoadError: Only values differ.
+        """
+        misfits = [misfit for misfit in self._misfits.values() if not self._is_inside(misfit.key)]
+        lacking = [key for key in missing if strict and not self._is_inside(key)]
+        extra = [] if allow_unexpected else [key for key in unexpected if key not in self._misfits]
+        extra = [key for key in extra if not self._is_inside(key)]
+        facts, advice = [], dict.fromkeys(misfit.advice for misfit in misfits[:_MOST] if misfit.advice)
+        if misfits:
+            more = f" and {len(misfits) - _MOST} more" if len(misfits) > _MOST else ""
+            facts.append(", ".join(misfit.fact for misfit in misfits[:_MOST]) + more)
+        if lacking:
+            facts.append(f"is missing {len(lacking)} key(s) of the target: {first_keys(lacking)}")
+            advice["strict=False leaves these values as they are"] = None
+        if extra:
+            facts.append(f"has keys that the target does not have: {first_keys(extra)}")
+            advice["pass allow_unexpected=True to leave them"] = None
+        if not facts:
+            return
+        if misfits or len(facts) > 1:
+            text = f"{self._where} does not fit the target: {'; it '.join(facts)}"
+        else:
+            text = f"{'Checkpoint at ' if lacking else ''}{self._where} {facts[0]}"
+        text = "; ".join([text, *advice]) + "."
+        option = likely_option(lacking, unexpected) if lacking else None
+        if option is not None:
+            text += f" Did you mean {option}?"
+        if lacking:
+            raise MissingKeysError(text, lacking)
+        raise UnexpectedKeysError(text, extra) if extra else CheckpointLoadError(text)
+
+    def _is_inside(self, key: str) -> bool:
+        """Whether a key is below that of a value that does not fit, so that it says nothing new."""
+        return bool(self._misfits) and any(outer in self._misfits for outer in _beginnings(key))
+
+
+def likely_option(missing: Sequence[str], unexpected: Sequence[str]) -> str | None:
+    """The `rename` or `prefix` with which a load would probably find the missing keys, as one types it; or None."""
+    by_ending: dict[str, list[str]] = {}
+    for key in unexpected:
+        for ending in _endings(key):
+            by_ending.setdefault(ending, []).append(key)
+    pairs: Counter[tuple[str, str]] = Counter()
+    for key in missing:
+        ending = next((each for each in _endings(key) if each in by_ending), "")
+        if len(others := by_ending.get(ending, [])) == 1:
+            old, new = others[0].removesuffix(ending), key.removesuffix(ending)
+            pairs[old.removesuffix("."), new.removesuffix(".")] += 1
+    best = pairs.most_common(_MOST_RENAMES)
+    if not best or 2 * sum(count for _, count in best) < min(len(missing), len(unexpected)):
+        return None
+    renames = {old: new for (old, new), _ in reversed(best)}
+    return f"prefix={renames['']!r}" if [*renames] == [""] else f"rename={renames}"
+
+
+def _beginnings(key: str) -> Iterator[str]:
+    """The keys of the containers around a key, the innermost first."""
+    while "." in key:
+        key = key.rpartition(".")[0]
+        yield key
+
+
+def _endings(key: str) -> Iterator[str]:
+    """The key itself, and the key without its first parts, the longest first."""
+    yield key
+    while "." in key:
+        key = key.partition(".")[2]
+        yield key

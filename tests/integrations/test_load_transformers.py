@@ -1,0 +1,37 @@
+"""Folders of save_pretrained: with an index of several files, with one file, and the model's head left out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from ckpt_component import MissingKeysError, build_checkpointer
+
+transformers = pytest.importorskip(
+    "transformers", "4.50", reason="needs transformers: pip install 'ckpt_component[transformers]'"
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.mark.parametrize("shard", ["20KB", "5GB"])
+def test_folders_of_save_pretrained_load(shard: str, tmp_path: Path) -> None:
+    config = transformers.GPT2Config(n_layer=2, n_head=2, n_embd=16, vocab_size=64, n_positions=16, num_labels=3)
+    model = transformers.GPT2LMHeadModel(config)
+    model.save_pretrained(tmp_path / "gpt2", max_shard_size=shard)
+    assert (tmp_path / "gpt2" / "model.safetensors.index.json").exists() == (shard == "20KB")
+    other = transformers.GPT2LMHeadModel(config)
+    labels = transformers.GPT2ForSequenceClassification(config)
+    with build_checkpointer("sync") as ours:
+        # The output has the weights of the embedding, which are stored once.
+        ours.load(tmp_path / "gpt2", {"model": other}, strict=True, prefix="model")
+        with pytest.raises(MissingKeysError, match="score.weight") as caught:
+            ours.load(tmp_path / "gpt2", labels, strict=True)
+        assert caught.value.keys == ["score.weight"]
+        ours.load(tmp_path / "gpt2", labels, strict=True, ignore=["score"])
+    state = model.state_dict()
+    assert all(torch.equal(value, state[key]) for key, value in other.state_dict().items())
+    assert other.lm_head.weight is other.transformer.wte.weight
+    assert torch.equal(labels.transformer.h[1].attn.c_attn.weight, state["transformer.h.1.attn.c_attn.weight"])
