@@ -24,6 +24,8 @@ _EXIT_PRIORITY = 30
 #: The caller of `warmup_persistent_caller` with the pid of this process, until a queue uses its worker process. The
 #: static method of the reference requires such a place; the reference keeps it in a class attribute.
 _warmed_up: list[tuple[int, PersistentAsyncCaller]] = []
+#: All queues of this process; `abort_nvrx_checkpoint` of NVRx closes them.
+_queues: weakref.WeakSet[AsyncCallsQueue] = weakref.WeakSet()
 
 
 class _ActiveAsyncRequest(NamedTuple):
@@ -93,8 +95,14 @@ class AsyncCallsQueue:
             import_main=import_main,
         )
         self._unreported: list[int] = []
+        _queues.add(self)
         # Also runs at the exit of multiprocessing's children, which do not run atexit handlers.
         Finalize(self, _at_the_end, (weakref.ref(self), self.async_calls), exitpriority=_EXIT_PRIORITY)
+
+    @staticmethod
+    def get_instances() -> list[AsyncCallsQueue]:
+        """Return all queues of this process."""
+        return list(_queues)
 
     @staticmethod
     def warmup_persistent_caller(

@@ -9,6 +9,7 @@ import importlib
 import sys
 import types
 from pathlib import Path
+from time import sleep
 from typing import Any
 
 import ckpt_component
@@ -56,6 +57,12 @@ except ImportError:
     from megatron.core.dist_checkpointing.strategies.filesystem_async import _results_queue
     from megatron.core.dist_checkpointing.strategies.state_dict_saver import save_state_dict_async_finalize
 """
+#: As NVRx's code for restarts within the process.
+ABORT = """
+def abort_nvrx_checkpoint():
+    for queue in AsyncCallsQueue.get_instances():
+        queue.close(abort=True)
+"""
 CLASSES = {
     "async_utils": "class AsyncCallsQueue: pass\nclass AsyncRequest: pass\n",
     "cached_metadata_filesystem_reader": "class CachedMetadataFileSystemReader: pass\n",
@@ -84,7 +91,7 @@ def fake_nvrx(folder: Path) -> None:
     """A release that is installed, older than Megatron asks for, without a version and one of the modules."""
     for name in ("async_utils", "filesystem_async", "state_dict_saver"):
         module = "core" if name == "async_utils" else name
-        write(folder, f"nvidia_resiliency_ext.checkpointing.async_ckpt.{module}", CLASSES[name] + "other = 5\n")
+        write(folder, f"nvidia_resiliency_ext.checkpointing.async_ckpt.{module}", CLASSES[name] + ABORT)
     sys.path.insert(0, str(folder))
 
 
@@ -138,7 +145,11 @@ def with_nvrx_before(rank: int, world: int, folder: Path) -> None:
     ckpt_component.megatron.install()
     check()
     core = importlib.import_module("nvidia_resiliency_ext.checkpointing.async_ckpt.core")
-    assert core.other == 5 and core.__file__.startswith(str(folder))
+    assert core.__file__.startswith(str(folder))
+    calls = core.AsyncCallsQueue(persistent=True)
+    calls.schedule_async_request(core.AsyncRequest(sleep, (60,)))
+    core.abort_nvrx_checkpoint()
+    assert calls.get_num_unfinalized_calls() == 0
 
 
 def with_nvrx_after(rank: int, world: int, folder: Path) -> None:
