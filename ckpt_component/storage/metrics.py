@@ -39,9 +39,9 @@ def encode_metrics(metrics: Mapping[str, Any]) -> dict[str, float | str]:
         except Exception:  # a tensor of several elements, a complex number, and what else users have
             number = None
         if number is None:
-            raise CheckpointTypeError(
-                f"metrics[{name!r}] is {value!r:.100}, a {type(value).__name__} and not a number; pass float(value)."
-            )
+            shape = getattr(value, "shape", None)
+            text = f"{value!r:.100}, a {type(value).__name__}" if shape is None else f"of shape {tuple(shape)}"
+            raise CheckpointTypeError(f"metrics[{name!r}] is {text} and not one number; pass float(value).")
         encoded[name] = number if math.isfinite(number) else str(number)
     return encoded
 

@@ -131,8 +131,8 @@ def test_whatever_is_a_number_is_a_metric(value: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("metrics", "text"),
     [
-        ({"loss": "0.5"}, r"metrics\['loss'\] is '0.5', a str and not a number; pass float\(value\)\."),
-        ({"loss": torch.ones(2)}, r"metrics\['loss'\] is tensor\(\[1., 1.\]\), a Tensor and not a number"),
+        ({"loss": "0.5"}, r"metrics\['loss'\] is '0.5', a str and not one number; pass float\(value\)\."),
+        ({"loss": torch.ones(2)}, r"metrics\['loss'\] is of shape \(2,\) and not one number"),
         ({"loss": None}, r"metrics\['loss'\] is None"),
         ({1: 0.5}, r"metrics has the name 1; names are strings"),
         (0.5, r"metrics is 0.5, a float; pass numbers by name: metrics=\{'loss': 0.5\}\."),
