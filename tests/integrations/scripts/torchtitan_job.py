@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import torch._utils
+from torch.distributed.fsdp import FSDPModule
 
 # torchtitan asks for an accelerator at import, and takes CUDA where there is none.
 torch._utils._get_available_device_type = lambda: "cpu"
@@ -115,6 +116,16 @@ def tiny() -> Trainer.Config:
     return config
 
 
+without_sum = FSDPModule.set_gradient_divide_factor
+
+
+def set_gradient_divide_factor(self: FSDPModule, factor: float) -> None:
+    """Gloo has no reduction that divides; torch then sums, and divides by itself."""
+    self.set_force_sum_reduction_for_comms(True)
+    without_sum(self, factor)
+
+
+FSDPModule.set_gradient_divide_factor = set_gradient_divide_factor
 dist_utils.set_pg_timeouts = lambda **kwargs: None  # its barrier names a device, which gloo refuses
 LOSSES = sys.argv.pop(1)
 config_registry.tiny = tiny
@@ -125,6 +136,7 @@ if "SIGNAL" in os.environ:
     def train_step(self: Trainer, *args: Any) -> None:
         if self.step == int(os.environ["SIGNAL_AT"]):
             self.checkpointer._manager.wait()  # the checkpoint before is committed
+            torch.distributed.barrier()
             os.kill(os.getpid(), getattr(signal, os.environ["SIGNAL"]))
         without(self, *args)
 
