@@ -131,9 +131,9 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
             finally:
                 del trainer._get_output_dir
             # Trainer set the path of the best checkpoint, if this is the best one, to that of the temporary folder.
-            best = HUGGINGFACE.folder(state.best_global_step or 0)
-            if os.path.basename(target) == best or os.path.isdir(os.path.join(root, best)):
-                state.best_model_checkpoint = os.path.join(root, best)
+            best = os.path.join(root, HUGGINGFACE.folder(state.best_global_step or 0))
+            if state.best_global_step and (best == target or os.path.isdir(best)):
+                state.best_model_checkpoint = best
             if trainer.args.should_save:
                 state.save_to_json(os.path.join(folder, "trainer_state.json"))
 
@@ -142,6 +142,7 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         if trainer.args.should_save and os.path.isdir(target) and os.listdir(target) == [_STARTED]:
             discard(file_system(durable=False), target)
         manager.save(state.global_step, files)
+        files.clear()  # the manager keeps it, and it may hold tensors that were gathered for this save alone
 
     def _delete_old(self, args: Any, report: SaveReport) -> None:
         """Delete old checkpoints as Trainer does, but each at once: never the newest and the best."""

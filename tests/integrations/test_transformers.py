@@ -186,7 +186,9 @@ def test_a_damaged_checkpoint_is_set_aside(tmp_path: Path, alone: Any) -> None:
 def test_the_script_of_the_page_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    (script,) = re.findall(r"```python notest: tests/integ[^\n]*\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    (script,) = re.findall(
+        r"```python notest: tests/integrations/test_transformers[^\n]*\n(.*?)```", PAGE.read_text(), re.DOTALL
+    )
     script = script.replace(
         "report_to=[]", "report_to=[], use_cpu=True, dataloader_pin_memory=False, disable_tqdm=True"
     )
