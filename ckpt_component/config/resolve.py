@@ -102,7 +102,7 @@ def _plain(config: Any, *, resolve: bool = True) -> dict[str, Any]:
         if is_dataclass(config):
             config = OmegaConf.structured(config)
         if not isinstance(config, DictConfig):
-            config = OmegaConf.create({key: _path_text(value) for key, value in config.items()})
+            config = OmegaConf.create({key: _plain_value(value, resolve) for key, value in config.items()})
         tree = plain_dict(config, resolve=resolve)
     except OmegaConfBaseException as error:
         raise HydraConfigError(omegaconf_text(error, "checkpoint")) from None
@@ -153,5 +153,8 @@ def _readable(text: str, tree: Mapping[str, Any]) -> Override:
     return override
 
 
-def _path_text(value: Any) -> Any:
+def _plain_value(value: Any, resolve: bool) -> Any:
+    """A value of a dict as plain data. A node is converted while it is in its own config, to which it may refer."""
+    if isinstance(value, DictConfig):
+        return plain_dict(value, resolve=resolve)
     return os.fspath(value) if isinstance(value, os.PathLike) else value
