@@ -10,7 +10,14 @@ from enum import Enum
 from .errors import CheckpointConfigError
 
 
-class Naming(Enum):
+class Word(Enum):
+    """An enum whose members are words in configs: OmegaConf turns a member into a string where a config has strings."""
+
+    def __str__(self) -> str:
+        return self.name
+
+
+class Naming(Word):
     """How checkpoints are named in `checkpoint.dir`."""
 
     megatron = "megatron"  # iter_0000200 and latest_checkpointed_iteration.txt
@@ -19,7 +26,7 @@ class Naming(Enum):
     torchtitan = "torchtitan"  # step-200 and latest_step.txt
 
 
-class Overlap(Enum):
+class Overlap(Word):
     """What happens to a save that is requested while the previous one is still running."""
 
     wait = "wait"
@@ -29,23 +36,24 @@ class Overlap(Enum):
 
 #: What happens when a save fails. Not a class statement, because `raise` is a keyword.
 OnError = Enum("OnError", {"raise": "raise", "warn": "warn", "retry": "retry"})
+OnError.__str__ = Word.__str__  # type: ignore[method-assign, assignment]
 
 
-class Durability(Enum):
+class Durability(Word):
     """What a committed checkpoint survives."""
 
     power_cut = "power_cut"  # everything is synced to the disk before the commit
     process_crash = "process_crash"  # files may still be in the page cache
 
 
-class Commit(Enum):
+class Commit(Word):
     """How a complete checkpoint becomes visible under its name."""
 
     rename = "rename"  # its folder is renamed to its final name
     manifest = "manifest"  # manifest.json is created in its folder last; for mounted object stores
 
 
-class Verify(Enum):
+class Verify(Word):
     """When checksums are verified. Sizes and structure always are."""
 
     on_read = "on_read"  # at every load
@@ -53,14 +61,14 @@ class Verify(Enum):
     off = "off"
 
 
-class MetricMode(Enum):
+class MetricMode(Word):
     """Which value of a metric is the best."""
 
     min = "min"  # the smallest, such as of a loss
     max = "max"  # the largest, such as of an accuracy
 
 
-class IoMode(Enum):
+class IoMode(Word):
     """How files are written."""
 
     auto = "auto"  # whichever makes bytes durable faster in a trial in the folder
@@ -68,7 +76,7 @@ class IoMode(Enum):
     direct = "direct"  # past the page cache
 
 
-class ChecksumName(Enum):
+class ChecksumName(Word):
     """The checksum algorithm of stored items."""
 
     crc32 = "crc32"  # always available, from zlib; ten times faster with the package isal
@@ -77,7 +85,7 @@ class ChecksumName(Enum):
     auto = "auto"  # the fastest that is installed
 
 
-class IoPriority(Enum):
+class IoPriority(Word):
     """The I/O priority of a writer process."""
 
     normal = "normal"

@@ -149,7 +149,8 @@ def refuse_contradictions(config: Checkpoint) -> None:
 def _class_of(config: Any, key: str) -> Any:
     """The class of a value; of a node, that of its schema."""
     if isinstance(config, DictConfig):
-        return OmegaConf.get_type(config, key)
+        node = config._get_node(key, validate_access=False)
+        return None if node is None else OmegaConf.get_type(node)
     value = config.get(key) if isinstance(config, Mapping) else getattr(config, key, None)
     return OmegaConf.get_type(value) if OmegaConf.is_config(value) else type(value)
 

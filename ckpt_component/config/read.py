@@ -70,9 +70,7 @@ def _converted(schema: type, values: Mapping[str, Any], name: str) -> dict[str, 
         elif unit and isinstance(value, str):
             result[key] = quantity(value, unit, _full(name, key))
         elif is_enum(hint):
-            # A config of the dataclass that is merged into a composed one has `Naming.step`.
-            result[key] = value.removeprefix(f"{hint.__name__}.") if isinstance(value, str) else value
-            _refuse_other_words(_full(name, key), result[key], list(hint.__members__))
+            _refuse_other_words(_full(name, key), value, list(hint.__members__))
     return result
 
 

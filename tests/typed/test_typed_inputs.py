@@ -169,7 +169,7 @@ ANY_APP: list[tuple[str, str | None]] = [
     ("checkpoint.savee.every_steps=3", "Did you mean checkpoint.save.every_steps=3?"),
     ("checkpoint.save.every=3", "Did you mean checkpoint.save.every_steps=3?"),
     ("checkpoint.save=4", "The keys of checkpoint.save: every_steps, every_seconds, at_end."),
-    ("checkpoint.keep=null", "The keys of checkpoint.keep: last, every_steps."),
+    ("checkpoint.keep=null", "The keys of checkpoint.keep: last, every_steps, best."),
     ("checkpoint.timeouts=30", "The keys of checkpoint.timeouts: worker_start,"),
     ("checkpoint.xyz=3", "There is no key checkpoint.xyz. The keys of checkpoint:"),
     ("~checkpoint.keep.last", "checkpoint.keep.last=null"),
