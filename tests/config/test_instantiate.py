@@ -164,12 +164,16 @@ class Whole:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def stored() -> None:
-    """As a user's module does when it is imported."""
+def stored() -> Iterator[None]:
+    """As a user's module does when it is imported; other tests list the options of the group."""
     store = ConfigStore.instance()
     store.store(name="test_Typed", node=Typed)
     store.store(name="test_Whole", node=Whole)
     store.store(group="checkpoint", name="test_mine", node=Checkpoint(dir="mine", **SYNC))
+    yield
+    del store.repo["test_Typed.yaml"], store.repo["test_Whole.yaml"], store.repo["checkpoint"]["test_mine.yaml"]
+    if not store.repo["checkpoint"]:
+        del store.repo["checkpoint"]
 
 
 @pytest.mark.parametrize(
