@@ -101,7 +101,7 @@ def equal(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-@pytest.mark.parametrize("preset", ["async_persistent", "async_zero_overhead"])
+@pytest.mark.parametrize("preset", ["async_persistent", pytest.param("async_zero_overhead", marks=pytest.mark.slow)])
 def test_losses_and_files_are_those_of_trainer_alone(tmp_path: Path, alone: Any, preset: str) -> None:
     folder, expected = alone
     assert result(trained(tmp_path, CheckpointCallback(preset))) == expected
@@ -148,7 +148,7 @@ def test_trainer_alone_resumes_ours_and_we_resume_its(tmp_path: Path, alone: Any
     assert longer[0] == longer[1] and len(longer[0]["curve"]) == 14
 
 
-@pytest.mark.parametrize(("limit", "left"), [(1, 1), (2, 2)])
+@pytest.mark.parametrize(("limit", "left"), [(1, 1), pytest.param(2, 2, marks=pytest.mark.slow)])
 def test_the_best_model_and_the_limit_are_trainers(tmp_path: Path, limit: int, left: int) -> None:
     outcomes = []
     for name, callbacks in (("theirs", []), ("ours", [CheckpointCallback()])):
