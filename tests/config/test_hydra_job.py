@@ -93,6 +93,7 @@ def test_two_jobs_of_a_multirun_that_save_in_one_folder_are_refused(job: Callabl
         assert manager.restore({"weight": torch.zeros(2)}) == 3
 
 
+@pytest.mark.slow
 def test_jobs_in_other_processes_are_refused_too(job: Callable[..., Path], tmp_path: Path) -> None:
     """As joblib and submitit run them: what one process knows, another one reads from the multirun's folder."""
     code = (
@@ -179,6 +180,7 @@ def test_a_loop_that_failed_before_its_first_step_is_not_told_so(
     assert "nothing was trained" not in caplog.text
 
 
+@pytest.mark.slow
 def test_ranks_of_a_job_save_where_rank_0_says(tmp_path: Path) -> None:
     script = Path(__file__).parent / "scripts" / "hydra_ranks.py"
     path = tmp_path / "multirun" / "0" / "checkpoints" / "iter_0000001"

@@ -83,7 +83,18 @@ SCRIPTS = {
 }
 
 
-@pytest.mark.parametrize("page", [page for page, script in SCRIPTS.items() if script and page != "README.md"])
+#: Pages that a plain `pytest` runs; each takes an interpreter with torch.
+QUICK_PAGES = {"tutorial.md", "hydra.md", "loading.md"}
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, marks=[] if page in QUICK_PAGES else [pytest.mark.slow])
+        for page, script in SCRIPTS.items()
+        if script and page != "README.md"
+    ],
+)
 def test_python_blocks_of_a_page_run(page: str, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPTS[page])
     run("python script.py", tmp_path)

@@ -248,5 +248,6 @@ def test_metrics_that_are_none_are_damage(metrics: Any, tmp_path: Path) -> None:
 # --- several ranks --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_of_several_ranks_the_first_ones_metrics_count(tmp_path: Path) -> None:
     run_ranks(Path(__file__).parent / "scripts" / "best.py", "compared", 2, tmp_path)

@@ -344,6 +344,7 @@ def test_the_log_says_it_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) 
     assert len([record for record in caplog.records if "iter_0000002" in record.message]) == 1
 
 
+@pytest.mark.slow
 def test_two_ranks_go_on_together(tmp_path: Path) -> None:
     run_ranks(SCRIPT, "damaged_for_one", 2, tmp_path)
     assert quarantined(tmp_path) == ["iter_0000003"]

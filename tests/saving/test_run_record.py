@@ -222,6 +222,7 @@ def test_of_several_ranks_the_first_writes_the_record(tmp_path: Path) -> None:
     run_ranks(Path(__file__).parent / "scripts" / "best.py", "recorded", 2, tmp_path)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_the_writer_process_commits_alone_has_record_and_metrics(tmp_path: Path) -> None:
     script = (
         "import os, signal, sys, torch\n"

@@ -149,6 +149,7 @@ def test_a_warning_that_comes_during_the_last_save_counts(tmp_path: Path) -> Non
     assert exit.value.code == 99 and manager.steps() == [1]
 
 
+@pytest.mark.slow
 def test_a_save_that_is_cut_off_leaves_the_checkpoint_before(tmp_path: Path) -> None:
     code = """
 import logging, os, signal, sys, torch

@@ -39,7 +39,7 @@ def texts(path: Path) -> Iterator[str]:
 
 TEXTS = [text for path in sorted(PACKAGE.rglob("*.py")) for text in texts(path)]
 OVERRIDES = sorted({found.rstrip(".:") for text in TEXTS for found in OVERRIDE.findall(text)})
-KEYS = sorted({found for text in TEXTS for found in KEY.findall(text)})
+KEYS = sorted({found for text in TEXTS for found in KEY.findall(text) if not found.endswith(".pt")})  # a file
 CONFIG = {"checkpoint": OmegaConf.to_container(compose_checkpoint("async_zero_overhead", []))}
 #: For a value or an option that a text leaves open.
 OPTIONS = {"checkpoint/stager": "pinned", "checkpoint/caller": "inline", "checkpoint/writer": "dcp"}
