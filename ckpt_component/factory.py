@@ -118,7 +118,7 @@ def build_manager(
                 job_root = ranks.run_on_leader("root/job", claim, time.monotonic() + timeouts.stage)
             run = RunContext(fs, os.path.abspath(job_root), names, ranks, timeouts, best)
             keep = RetentionPolicy(settings.keep.last, settings.keep.every_steps)
-            files = {RUN_RECORD: _run_record(config, overrides)} if ranks.is_leader and save.enabled else {}
+            files = {RUN_RECORD: _run_record(config, overrides)} if ranks.is_leader else {}
             folder = RunFolder(run, resume, keep, files)
             if save.enabled:
                 folder.check_writable()
