@@ -114,7 +114,7 @@ def refuse_bad_rename(value: Any) -> None:
     if value is not None and not (isinstance(value, Mapping) and all(isinstance(name, str) for name in names)):
         raise HydraConfigError(
             f"checkpoint.load.rename={value!r:.200} is not a dict of names; give old and new ones: "
-            "'checkpoint.load.rename={encoder: body}'"
+            "'checkpoint.load.rename={encoder:body}'"
         )
 
 

@@ -49,7 +49,7 @@ class BackgroundCheckpointIO(part("plugins.io").TorchCheckpointIO):  # type: ign
         settings = resolve_config(checkpoint, overrides)
         for text in overrides:
             key = text.replace("/", ".").partition("=")[0].split(".")
-            if len(key) > 1 and (key[1] in _UNUSED or text.startswith("checkpoint/writer=")):
+            if len(key) > 1 and (key[1] in _UNUSED or text.partition("=")[0] == "checkpoint/writer"):
                 raise CheckpointConfigError(
                     f"{text} has no effect on a .ckpt of Lightning, whose path and format are given; set dirpath, "
                     "every_n_train_steps and save_top_k of ModelCheckpoint, or use CheckpointCallback."

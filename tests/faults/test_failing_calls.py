@@ -16,7 +16,7 @@ from ckpt_component.testing.operation_log import read_log
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize("stride", [3, pytest.param(1, marks=[pytest.mark.soak, pytest.mark.timeout(400)])])
+@pytest.mark.parametrize("stride", [5, pytest.param(1, marks=[pytest.mark.soak, pytest.mark.timeout(400)])])
 @pytest.mark.parametrize("sticky", [False, True], ids=["once", "from_then_on"])
 @pytest.mark.parametrize("preset", ["sync", "async_persistent"])
 def test_every_operation_fails(preset: str, sticky: bool, stride: int, forker: Forker, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from forker import Forker
 from strides import first_of
 
 from ckpt_component.storage.file_system import LOG, SPEC
-from ckpt_component.storage.names import MEGATRON
+from ckpt_component.storage.names import ALIVE_PREFIX, MEGATRON
 from ckpt_component.testing.failpoints import EFFECTS
 from ckpt_component.testing.operation_log import read_log
 
@@ -79,8 +79,10 @@ def enumerate_kills(
         found = (ended.value or {}).get("violations", [])
         wrong += [f"before {told}: {text}" for text in found]
         wrong += [f"after {told}: left {left}"] * bool(left)
-        if fired and victim == "other" and fired[0].process == "writer":
-            # All was staged when the trainer died, so its writer process finishes the checkpoint.
+        over = bool(fired) and fired[0].operation == "unlink" and ALIVE_PREFIX in fired[0].path
+        if fired and victim == "other" and fired[0].process == "writer" and not over:
+            # All was staged when the trainer died, so its writer process finishes the checkpoint. When it deletes its
+            # mark of life, that save is over, and the next one may not have begun.
             orphan = os.path.join(root, MEGATRON.folder(newest_ack(acks) + 1))
             wrong += [] if os.path.isdir(orphan) else [f"{told}: the writer process did not commit {orphan}"]
         # Killed, or a writer process was and the trainer went on.

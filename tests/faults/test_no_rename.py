@@ -526,7 +526,7 @@ def check_kills(forker: Forker, folder: Path, preset: str, victim: str, stride: 
     assert 40 // stride - 1 <= kills < MANY // stride
 
 
-@pytest.mark.parametrize("stride", [3, pytest.param(1, marks=[pytest.mark.soak, pytest.mark.timeout(400)])])
+@pytest.mark.parametrize("stride", [5, pytest.param(1, marks=[pytest.mark.soak, pytest.mark.timeout(400)])])
 @pytest.mark.parametrize("sticky", [False, True], ids=["once", "from_then_on"])
 def test_every_operation_fails(sticky: bool, stride: int, forker: Forker, tmp_path: Path) -> None:
     found = forker.run(

@@ -15,7 +15,8 @@ import pytest
 def test_a_missing_framework_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch, adapter: str, framework: str
 ) -> None:
-    for name in framework.split():
+    packages = framework.split()
+    for name in [*packages, *(name for name in sys.modules if name.partition(".")[0] in packages)]:
         monkeypatch.setitem(sys.modules, name, None)
     for name in [name for name in sys.modules if name.startswith(f"ckpt_component.integrations.{adapter}")]:
         monkeypatch.delitem(sys.modules, name)

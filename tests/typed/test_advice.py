@@ -37,7 +37,9 @@ def texts(path: Path) -> Iterator[str]:
             yield node.value
 
 
-TEXTS = [text for path in sorted(PACKAGE.rglob("*.py")) for text in texts(path)]
+#: torchtitan's own config has a section `checkpoint` too.
+OTHER_CONFIG = PACKAGE / "integrations" / "torchtitan.py"
+TEXTS = [text for path in sorted(PACKAGE.rglob("*.py")) if path != OTHER_CONFIG for text in texts(path)]
 OVERRIDES = sorted({found.rstrip(".:") for text in TEXTS for found in OVERRIDE.findall(text)})
 KEYS = sorted({found for text in TEXTS for found in KEY.findall(text) if not found.endswith(".pt")})  # a file
 CONFIG = {"checkpoint": OmegaConf.to_container(compose_checkpoint("async_zero_overhead", []))}

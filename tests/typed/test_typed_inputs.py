@@ -190,7 +190,7 @@ ANY_APP: list[tuple[str, str | None]] = [
     ("checkpoint.on_error=raise", None),
     ("checkpoint.verify=off", None),
     ("checkpoint.verify=false", "quote it: 'off'"),
-    ("checkpoint.naming=3", "must be megatron or step, got 3."),
+    ("checkpoint.naming=3", "must be megatron, step, huggingface or torchtitan, got 3."),
     ("checkpoint.writer.checksum=md5", "must be crc32, crc32c, xxh3_64 or auto, got md5."),
     ("checkpoint.writer.io=directt", "Did you mean checkpoint.writer.io=direct?"),
     ("checkpoint.resume=nevr", "Did you mean checkpoint.resume=never?"),
