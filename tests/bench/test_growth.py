@@ -144,6 +144,7 @@ def test_the_page_needs_nothing_but_itself(tmp_path: Path) -> None:
     assert draw_growth([Course("items", {})], [], {}, tmp_path / "none") == []
 
 
+@pytest.mark.soak
 def test_the_command_measures_shows_and_judges(bench: Bench, tmp_path: Path) -> None:
     done = bench("growth", "items=10,20", "ranks=1")
     assert done.returncode == 0, done.stdout + done.stderr

@@ -133,7 +133,7 @@ def check_cuts(disk: Disk, folder: Path, preset: str, flag: int, stride: int) ->
 @pytest.mark.parametrize(
     ("preset", "flag", "stride"),
     [
-        *((preset, flag, 6) for preset in PRESETS for flag in FLAGS),
+        *((preset, flag, 10) for preset in PRESETS for flag in FLAGS),
         *(pytest.param(preset, flag, 1, marks=pytest.mark.soak) for preset in PRESETS for flag in FLAGS),
     ],
 )
@@ -143,7 +143,7 @@ def test_power_cut_at_every_operation(preset: str, flag: int, stride: int, disk:
 
 @pytest.mark.parametrize(
     ("preset", "rank", "process", "stride"),
-    [("sync", 0, "trainer", 30), ("async_persistent", 0, "trainer", 30), ("async_persistent", 1, "writer", 17)],
+    [("sync", 0, "trainer", 45), ("async_persistent", 0, "trainer", 45), ("async_persistent", 1, "writer", 25)],
 )
 def test_power_cut_with_two_ranks(
     preset: str, rank: int, process: str, stride: int, disk: Disk, tmp_path: Path

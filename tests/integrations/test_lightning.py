@@ -135,6 +135,7 @@ def test_a_run_is_stopped_by_sigterm_and_extended_later(run: Run, tmp_path: Path
     assert not (tmp_path / "fourth.0").exists()
 
 
+@pytest.mark.slow
 def test_lightning_reads_files_of_the_background_and_resumes_as_from_its_own(run: Run, tmp_path: Path) -> None:
     for use in ("lightning", "io"):
         assert run(tmp_path, f"{use}1", use=use, dir=use, kill_at=14) == KILLED

@@ -81,6 +81,7 @@ def test_a_preempted_job_goes_on_after_the_saved_step(submit: Callable[..., Any]
         assert before[:again] + before[again + 1 :] == list(map(str, range(1, STEPS + 1)))
 
 
+@pytest.mark.slow
 def test_a_cancelled_job_saves_and_is_not_queued_again(submit: Callable[..., Any], tmp_path: Path) -> None:
     steps = tmp_path / "steps-0"
     job = submit(tmp_path, STEPS, PAUSE)

@@ -36,11 +36,11 @@ def why_not(place: str) -> str | None:
 @pytest.mark.parametrize(
     ("function", "world_size"),
     [
-        ("nvrx", 1),
+        pytest.param("nvrx", 1, marks=pytest.mark.soak),
         ("nvrx", 2),
-        ("mcore", 2),
+        pytest.param("mcore", 2, marks=pytest.mark.soak),
         ("installed_late", 1),
-        ("synchronous", 2),
+        pytest.param("synchronous", 2, marks=pytest.mark.soak),
         ("megatrons_writer", 2),
     ],
 )

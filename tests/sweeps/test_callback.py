@@ -118,7 +118,7 @@ def test_a_sweep_of_another_app_has_figures_and_failures(app: Path) -> None:
             assert row.outcome == "completed" and {"first_stall_s", "stall_s", "durable_s", "gbps"} <= set(row.figures)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_run_of_another_app_is_reported_too(app: Path) -> None:
     assert "rows with figures: 1 of 1" in run(app).stdout
     # Again: what it resumes from leaves nothing to train.
