@@ -54,7 +54,7 @@ def test_losses_and_files_are_those_of_accelerate_alone(tmp_path: Path) -> None:
     assert len(longer[0]) == 12 and longer[0][:9] == losses
 
 
-@pytest.mark.parametrize(("whom", "last"), [("trainer", 1), pytest.param("all", 0, marks=pytest.mark.slow)]))
+@pytest.mark.parametrize(("whom", "last"), [("trainer", 1), pytest.param("all", 0, marks=pytest.mark.slow)])
 def test_a_run_killed_in_a_save_resumes_as_if_nothing_had_happened(tmp_path: Path, whom: str, last: int) -> None:
     command = [sys.executable, str(SCRIPT), str(tmp_path / "killed"), f"kill={whom}"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)

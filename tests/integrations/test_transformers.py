@@ -121,7 +121,7 @@ def test_losses_and_files_are_those_of_trainer_alone(tmp_path: Path, alone: Any,
     assert train_gpt2.digest(GPT2LMHeadModel.from_pretrained(tmp_path / "checkpoint-12")) == expected["digest"]
 
 
-@pytest.mark.parametrize(("whom", "last"), [("trainer", 8), pytest.param("all", 4, marks=pytest.mark.slow)]))
+@pytest.mark.parametrize(("whom", "last"), [("trainer", 8), pytest.param("all", 4, marks=pytest.mark.slow)])
 def test_a_run_killed_in_a_save_resumes_as_if_nothing_had_happened(
     tmp_path: Path, alone: Any, whom: str, last: int
 ) -> None:
