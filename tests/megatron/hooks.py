@@ -74,6 +74,8 @@ CLASSES = {
 def write(folder: Path, module: str, text: str) -> None:
     file = folder.joinpath(*module.split(".")).with_suffix(".py")
     file.parent.mkdir(parents=True, exist_ok=True)
+    for package in file.relative_to(folder).parents[:-1]:
+        (folder / package / "__init__.py").touch()  # else an installed Megatron would come first
     file.write_text(text)
 
 
