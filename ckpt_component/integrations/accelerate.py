@@ -122,8 +122,7 @@ class _BackgroundStates:
 
     def load_state(self, input_dir: Any = None, *args: Any, **options: Any) -> None:
         """Like `Accelerator.load_state`, once all saves are committed; verifies the checksums first."""
-        if self._newest is not None:
-            self._newest.result()
+        self.checkpointer.wait()
         numbered = input_dir is None and self._accelerator.project_configuration.automatic_checkpoint_naming
         path = self._numbered(0) if numbered else os.path.abspath(_given(input_dir))
         wait_for_writers(self._fs, os.path.dirname(path), HUGGINGFACE, self._settings.timeouts.close)
