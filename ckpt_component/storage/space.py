@@ -46,7 +46,9 @@ def full_text(fs: FsOps, target: str, needed: int, code: int) -> str:
 
 
 def amount(nbytes: int) -> str:
-    """Format a number of bytes: `1.50 GB`, `12.34 MB`, `800 bytes`."""
+    """Format a number of bytes: `1.20 TB`, `1.50 GB`, `12.34 MB`, `800 bytes`."""
+    if nbytes >= 1e12:
+        return f"{nbytes / 1e12:.2f} TB"
     if nbytes >= 1e8:
         return f"{nbytes / 1e9:.2f} GB"
     return f"{nbytes / 1e6:.2f} MB" if nbytes >= 1e5 else f"{nbytes} bytes"

@@ -14,6 +14,8 @@ import pytest
 
 import ckpt_component
 from ckpt_component.apps.tools.app import parse
+from ckpt_component.apps.tools.output import Output
+from ckpt_component.apps.tools.tune_command import run
 from ckpt_component.config import compose_checkpoint
 from ckpt_component.config.errors import CheckpointConfigError
 
@@ -61,7 +63,7 @@ def test_it_measures_says_why_and_writes_a_recipe_that_works(target: Path) -> No
         timeout=60,
         check=False,
     )
-    assert again.returncode == 1 and "exists; type another --name, or --replace" in again.stderr and not again.stdout
+    assert again.returncode == 2 and "exists; type another --name, or --replace" in again.stderr and not again.stdout
 
 
 @pytest.mark.slow
@@ -102,11 +104,11 @@ def test_a_stopped_one_leaves_nothing(target: Path) -> None:
 def test_a_mistake_is_told_before_anything_is_measured(target: Path, options: list[str], told: str) -> None:
     parsed = parse(["tune", str(target), *options, f"--conf={target / 'conf'}"])
     with pytest.raises(CheckpointConfigError) as caught:
-        parsed.run(parsed)
+        run(parsed, Output())
     assert told in str(caught.value) and list(target.iterdir()) == []
 
 
 def test_a_wrong_folder(target: Path) -> None:
     parsed = parse(["tune", str(target / "nowhere")])
     with pytest.raises(CheckpointConfigError, match="nowhere is not a folder; give the one where checkpoints will be"):
-        parsed.run(parsed)
+        run(parsed, Output())

@@ -1,20 +1,34 @@
-"""`ckpt`: parse the command line and run a subcommand."""
+"""`ckpt`: parse the command line and run a command.
+
+Only the module of the chosen command is imported, so that `ckpt ls` starts as fast as Python does.
+"""
 
 from __future__ import annotations
 
 import argparse
+import importlib
+import logging
+import os
 import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from ... import __version__
 from ...errors import CheckpointError
-from ...saving.folders import expanded
-from . import report_command, tune_command
+from ...spelling import closest
+from .output import Output
 
-#: In the order of the help. `add(commands)` of a command sets `run` to a function of the parsed arguments.
-_COMMANDS = (report_command, tune_command)
+#: Exit codes: the answer is no (damaged, different, a check failed); the command could not do its work.
+NO, FAILED = 1, 2
+
+#: Command -> its module here and a line of help, in the order of the help. A module has `add_arguments(parser)`, and
+#: `run(parsed, output)`, which returns an exit code; None is 0.
+COMMANDS = {
+    "report": ("report_command", "compare the jobs of a sweep, even if it failed, was killed, or still runs"),
+    "tune": ("tune_command", "measure which settings suit this machine, a folder and a size of state"),
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -24,28 +38,64 @@ def main(arguments: Sequence[str] | None = None) -> None:
         arguments: The arguments; None: those of the process.
 
     Raises:
-        SystemExit: With code 1 and the error text, or with 2 for invalid arguments.
+        SystemExit: With the command's exit code; 2 after an error, whose text is on stderr.
     """
     # Exit normally on SIGTERM, so that commands remove their temporary files.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    parsed = parse(arguments)
+    output = Output(as_json=parsed.json)
+    level = logging.ERROR if parsed.quiet else max(logging.WARNING - 10 * parsed.verbose, logging.DEBUG)
+    logging.basicConfig(level=level, format="%(message)s", stream=sys.stderr)
     try:
-        parsed = parse(arguments)
-        parsed.run(parsed)
+        sys.exit(_module(parsed.command).run(parsed, output) or 0)
     except CheckpointError as error:
-        sys.exit(f"error: {error}")
+        print(output.error(f"error: {error}"), file=sys.stderr)
+        sys.exit(FAILED)
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
+    except BrokenPipeError:  # `ckpt show ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(128 + signal.SIGPIPE)
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse the command line and expand `~` in paths; `run` of the result is the function of the subcommand."""
-    parser = argparse.ArgumentParser(prog="ckpt", description="Tools beside a training run.")
-    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
-    commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for command in _COMMANDS:
-        command.add(commands)
-    parsed = parser.parse_args(arguments)
+    """Parse the command line and expand `~` in paths."""
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    chosen = next((word for word in arguments if not word.startswith("-")), None)
+    if chosen is not None and chosen not in COMMANDS:
+        near = closest(chosen, COMMANDS)
+        hint = f"did you mean ckpt {near}?" if near else "ckpt --help lists them."
+        print(f"error: ckpt has no command '{chosen}'; {hint}", file=sys.stderr)
+        sys.exit(FAILED)
+    parsed = parser_of([] if chosen is None else [chosen]).parse_args(arguments)
     for name, value in vars(parsed).items():
         if isinstance(value, Path):
-            setattr(parsed, name, Path(expanded(value, name)))
+            setattr(parsed, name, value.expanduser())
     return parsed
+
+
+def parser_of(complete: Sequence[str]) -> argparse.ArgumentParser:
+    """The parser of all commands, with the arguments of these; the modules of the others are not imported."""
+    parser = argparse.ArgumentParser(
+        prog="ckpt", description="Tools for checkpoints and runs. Exit codes: 0 done, 1 the answer is no, 2 an error."
+    )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
+    subparsers = parser.add_subparsers(metavar="COMMAND", dest="command", required=True)
+    for name, (_, line) in COMMANDS.items():
+        command = subparsers.add_parser(
+            name,
+            help=line,
+            description=line[0].upper() + line[1:] + ".",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        if name not in complete:
+            continue
+        _module(name).add_arguments(command)
+        command.add_argument("--json", action="store_true", help="print the result as JSON")
+        command.add_argument("-v", "--verbose", action="count", default=0, help="log more; -vv for everything")
+        command.add_argument("-q", "--quiet", action="store_true", help="log errors only, and show no progress")
+    return parser
+
+
+def _module(command: str) -> Any:
+    return importlib.import_module(f".{COMMANDS[command][0]}", __package__)

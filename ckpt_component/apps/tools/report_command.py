@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
+
+from .output import Output
 
 
-def add(commands: Any) -> None:
-    """Add the command to the parser of `ckpt`."""
-    parser = commands.add_parser(
-        "report",
-        help="compare the jobs of a sweep, even if it failed, was killed, or still runs",
-        description="Print the jobs of a sweep sorted by stall, and write sweep.csv, sweep.png and sweep.html.",
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
+    parser.description = "Print the jobs of a sweep sorted by stall, and write sweep.csv, sweep.png and sweep.html."
     parser.add_argument("folder", type=Path, help="folder of a sweep (multirun/...) or of a single run (outputs/...)")
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="where to write the files, instead of FOLDER itself")
-    parser.set_defaults(run=run)
 
 
-def run(parsed: argparse.Namespace) -> None:
+def run(parsed: argparse.Namespace, output: Output) -> None:
     """Make the report.
 
     Raises:

@@ -6,7 +6,6 @@ import argparse
 import os
 import warnings
 from pathlib import Path
-from typing import Any
 
 import psutil
 
@@ -20,6 +19,7 @@ from ..bench.schema import STATES
 from ..tuning.questions import questions
 from ..tuning.recipe import recipe_path, write_recipe
 from ..tuning.tune import ROUNDS, tune
+from .output import Output
 
 #: Memory as a multiple of the state: the state, two snapshots (zero_overhead has two arenas), and a margin.
 _IN_MEMORY = 3.3
@@ -29,14 +29,11 @@ _ON_DISK = 2.1
 _LEAST_BYTES = 1_000_000
 
 
-def add(commands: Any) -> None:
-    """Add the command to the parser of `ckpt`."""
-    parser = commands.add_parser(
-        "tune",
-        help="measure which settings suit this machine, a folder and a size of state, and write them as a recipe",
-        description="Measure parallel writers, block sizes, direct I/O, stagers, and with --writers formats in "
-        "FOLDER, in turn with interleaved repeats, explain each choice, and write a recipe. Checkpoints written into "
-        "FOLDER are removed.",
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
+    parser.description = (
+        "Measure parallel writers, block sizes, direct I/O, stagers, and with --writers formats in FOLDER, in turn and "
+        "repeatedly, explain each choice, and write a recipe. Checkpoints written into FOLDER are removed."
     )
     parser.add_argument("folder", type=Path, help="where checkpoints will be")
     parser.add_argument("--state", default="large", help=f"kind of state: {', '.join(STATES)} (large)")
@@ -57,10 +54,9 @@ def add(commands: Any) -> None:
         metavar="checkpoint.KEY=VALUE",
         help="a fixed setting, which also goes into the recipe; may be repeated",
     )
-    parser.set_defaults(run=run)
 
 
-def run(parsed: argparse.Namespace) -> None:
+def run(parsed: argparse.Namespace, output: Output) -> None:
     """Measure, print the best settings, and write the recipe.
 
     Raises:

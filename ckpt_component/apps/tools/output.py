@@ -1,0 +1,77 @@
+"""What the commands print: tables of at most 100 characters, or JSON; colour on a terminal only."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+WIDTH = 100
+_STYLES = {"bold": 1, "dim": 2, "red": 31, "green": 32, "yellow": 33, "blue": 34}
+_AGES = ((86400, "d"), (3600, "h"), (60, "min"))
+
+
+class Output:
+    """Prints the result of a command.
+
+    Args:
+        as_json: Print JSON instead of text.
+
+    Attributes:
+        color: Whether text may be coloured: on a terminal, unless NO_COLOR is set.
+    """
+
+    def __init__(self, *, as_json: bool = False) -> None:
+        self.as_json = as_json
+        self.color = not as_json and sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+
+    def result(self, data: Any, lines: Callable[[], Iterable[str]]) -> None:
+        """Print the result.
+
+        Args:
+            data: Values of JSON's types, for `--json`.
+            lines: Returns the text for people; not called with `--json`.
+        """
+        if self.as_json:
+            print(json.dumps(data, indent=1, allow_nan=False))
+            return
+        for line in lines():
+            print(line)
+
+    def style(self, text: str, name: str) -> str:
+        """The text in a style (bold, dim, red, green, yellow, blue) where colour is on."""
+        return f"\x1b[{_STYLES[name]}m{text}\x1b[0m" if self.color else text
+
+    def error(self, text: str) -> str:
+        """The text of an error, for stderr."""
+        return (
+            f"\x1b[{_STYLES['red']}m{text}\x1b[0m" if sys.stderr.isatty() and not os.environ.get("NO_COLOR") else text
+        )
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[int] = ()) -> Iterator[str]:
+    """Lines of a table; the last column is cut where a line would be longer than 100 characters.
+
+    Args:
+        header: Titles of the columns.
+        rows: Cells, without colour.
+        right: Numbers of the columns to align right.
+    """
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    for row in (header, *rows):
+        cells = [
+            cell.rjust(width) if number in right else cell.ljust(width)
+            for number, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        line = "  ".join(cells).rstrip()
+        yield line if len(line) <= WIDTH else f"{line[: WIDTH - 1]}…"
+
+
+def age_text(seconds: float) -> str:
+    """An age in one unit: `3 min`."""
+    for length, unit in _AGES:
+        if seconds >= length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{max(seconds, 0):.0f} s"
