@@ -11,7 +11,6 @@ from types import TracebackType
 from typing import Any, cast
 
 from ..checkpointer import Checkpointer
-from ..coordination import StepQuestions
 from ..errors import CheckpointBusyError, CheckpointError, CheckpointTimeoutError
 from ..saving.in_flight import InFlightSaves, PendingSave
 from ..saving.pipeline import SavePipeline
@@ -19,6 +18,8 @@ from ..saving.report import SaveReport
 from .policies import SavePolicy, checked_step
 from .restore import Restorer
 from .run_context import RunContext, job_ranks
+from .run_progress import LastStep, RunProgress
+from .save_clock import SaveClock
 from .stop_signals import LAST_SAVE, REQUEUE_EXIT_CODE, StopSignals, checked_signals
 
 logger = logging.getLogger(__name__)
@@ -55,13 +56,11 @@ class CheckpointManager:
         self._timeouts = run.timeouts
         self._save_policy = save
         self._overlap = overlap
-        self._last_save = time.monotonic()
-        self._seen: tuple[int, Mapping[Any, Any], Mapping[str, Any] | None] | None = None
+        self._clock = SaveClock(save, run.ranks, run.timeouts.waiting)
+        self._progress = RunProgress()
         self._newest: PendingSave | None = None
         self._saved_step: int | None = None
-        self._restored: int | None = None
         self._closed = False
-        self._due = StepQuestions(self._ranks, "maybe_save")
         self.reports: list[SaveReport] = []
         self.idle: int | None = None
         self._saves = InFlightSaves()
@@ -156,12 +155,11 @@ class CheckpointManager:
         step = self._restorer.load(state, strict, allow_dtype_cast, options)
         if step is not None:
             self._ranks.resumed(step)
-            self._due.restart(self._ranks.meetings["restore"])
-            self._restored = step
+            self._clock.restart()
+            self._progress.restored = step
             here = os.path.realpath(self._restorer.path or "") == os.path.realpath(self.path_of(step))
             self._saved_step, self._newest = step if here else None, None
-            self._last_save = time.monotonic()
-            if self._save_policy.enabled and self._seen is None:
+            if self._save_policy.enabled and self._progress.last is None:
                 self._prewarm_loaded(state)
         return step
 
@@ -205,7 +203,7 @@ class CheckpointManager:
                 it is raised at the next save, on all of them.
         """
         step = checked_step(step)
-        self._seen = (step, state, metrics)
+        self._progress.last = LastStep(step, state, metrics)
         self._ranks.at_step(step)
         if self._ranks.world_size == 1:
             self._saves.raise_first()
@@ -213,20 +211,12 @@ class CheckpointManager:
             return False
         self._ranks.check_world()
         try:
-            due = self._is_due(step)
+            due = self._clock.is_due(step)
         except CheckpointTimeoutError as error:
             if self._timeouts.max_stall is None or not self._pipeline.policy.warn:
                 raise
             return self._skip(step, f"{error} (checkpoint.max_stall_s)")
         return due and self.save(step, state, metrics=metrics)
-
-    def _is_due(self, step: int) -> bool:
-        policy = self._save_policy
-        if self._ranks.world_size == 1 or policy.every_seconds is None:
-            return policy.should_save(step, time.monotonic() - self._last_save)
-        # The clocks of the ranks differ, so rank 0 decides.
-        deadline, since = time.monotonic() + self._timeouts.waiting, self._last_save
-        return bool(self._due.ask(step, lambda: policy.should_save(step, time.monotonic() - since), deadline))
 
     def save(self, step: int, state: Mapping[Any, Any], *, metrics: Mapping[str, Any] | None = None) -> bool:
         """Save now. Returns whether a save was started.
@@ -248,7 +238,7 @@ class CheckpointManager:
             CheckpointError: this save or an earlier one failed.
         """
         step = checked_step(step)
-        self._seen = (step, state, metrics)
+        self._progress.last = LastStep(step, state, metrics)
         self._ranks.at_step(step)
         newest = self._newest
         failed = newest is not None and newest.done() and newest.report.outcome != "committed"
@@ -256,12 +246,12 @@ class CheckpointManager:
             return False
         if self._closed:
             raise CheckpointError("This manager is closed; build a new one to save again.")
-        before, self._last_save = self._last_save, time.monotonic()
+        before, self._clock.last_save = self._clock.last_save, time.monotonic()
         try:
             path, may_wait = self.path_of(step), self._overlap == "wait"
             _, save = self._pipeline.save(state, path, step=step, metrics=metrics, may_wait=may_wait)
         except CheckpointBusyError as error:
-            self._last_save = before
+            self._clock.last_save = before
             text = f"step {step} came while an earlier save was still running"
             if self._overlap == "error":
                 raise CheckpointBusyError(
@@ -356,7 +346,7 @@ class CheckpointManager:
             return
         self._closed = True
         self._warn_if_idle()
-        self._seen = None
+        self._progress = RunProgress()  # refers to the state
         try:
             if self._checkpointer is not None:
                 self._checkpointer.close()
@@ -371,7 +361,7 @@ class CheckpointManager:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None:
-            self._restored = None  # the loop may have failed before its first step
+            self._progress.restored = None  # the loop may have failed before its first step
             try:
                 self.close()
             except CheckpointError as failure:
@@ -379,20 +369,17 @@ class CheckpointManager:
                 logger.error("while closing the checkpoint manager: %s", failure)
             return
         try:
-            if (self._save_policy.at_end or self.stopped_by is not None) and self._seen is not None:
-                self._save_last(*self._seen)
+            if (self._save_policy.at_end or self.stopped_by is not None) and self._progress.last is not None:
+                self._save_last(*self._progress.last)
         finally:
             self.close()
 
     def _warn_if_idle(self) -> None:
-        if self._restored is None or not self._save_policy.enabled:
-            return  # an evaluation has no steps
-        if self._seen is None or self._seen[0] == self._restored:
-            self.idle = self._restored
-            if self._ranks.is_leader:
-                logger.warning(
-                    "restored step %d from %s and saw no further step: nothing was trained", self.idle, self._run.root
-                )
+        self.idle = self._progress.idle if self._save_policy.enabled else None  # an evaluation has no steps
+        if self.idle is not None and self._ranks.is_leader:
+            logger.warning(
+                "restored step %d from %s and saw no further step: nothing was trained", self.idle, self._run.root
+            )
 
     def _save_last(self, step: int, state: Mapping[Any, Any], metrics: Mapping[str, Any] | None) -> None:
         """Save the last step, even if `overlap` is `skip` or an earlier save has failed."""
