@@ -22,6 +22,7 @@ ORDER = (
     "spelling",
     "memory",
     "storage",
+    "events",
     "state",
     "image",
     "writing",
@@ -121,6 +122,7 @@ def loaded_by(statement: str) -> set[str]:
     [
         "ckpt_component",
         "ckpt_component.storage",
+        "ckpt_component.events",
         "ckpt_component.compat",
         "ckpt_component.callers",
         "ckpt_component.writers",

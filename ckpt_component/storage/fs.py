@@ -107,6 +107,10 @@ class FsOps:
         """Create or truncate a file for writing; returns its descriptor."""
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
 
+    def open_append(self, path: str) -> int:
+        """Open a file for `write` at its end, whatever the offset says, and create it if necessary."""
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+
     def link(self, source: str, target: str) -> None:
         """Hard-link a file to a second name; raises FileExistsError if that exists."""
         os.link(source, target, follow_symlinks=False)

@@ -1,0 +1,8 @@
+"""What a run tells: one record per save and load, in a JSONL file beside the checkpoints and to listeners.
+
+Imports no torch, so that `ckpt` reads the records on any machine.
+"""
+
+from .event_file import FOLDER, EventFile, read_events
+
+__all__ = ["FOLDER", "EventFile", "read_events"]

@@ -1,0 +1,100 @@
+"""The files of a run's events: one per rank, appended and never rewritten, one JSON object per line.
+
+They describe saves and are no part of any, so they are not synced: a power cut may lose the last lines. A process that
+is killed while it writes leaves a torn line, which readers skip.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from ..storage.fs import FsOps
+from ..storage.safe_open import open_regular
+
+logger = logging.getLogger(__name__)
+
+#: The folder of the event files, in the folder of the checkpoints.
+FOLDER = "events"
+_NAME = re.compile(r"rank-\d{5,}\.jsonl")
+
+
+class EventFile:
+    """The events of one rank of a run. A restart of the run appends to the same file.
+
+    Args:
+        root: the folder of the checkpoints.
+        rank: this rank.
+        fs: file system operations; the default is not the one of saves, whose operations the fault tests count.
+    """
+
+    def __init__(self, root: str, rank: int, fs: FsOps | None = None) -> None:
+        self._root = root
+        self.path = os.path.join(root, FOLDER, f"rank-{rank:05d}.jsonl")
+        self._fs = FsOps(durable=False) if fs is None else fs
+        self._failed = False
+        #: Whether the file may end with a torn line, of an earlier run or a failed write.
+        self._torn = True
+
+    def append(self, events: Sequence[Mapping[str, Any]]) -> None:
+        """Append one line per event. The first failure is logged as a warning; later events are tried all the same."""
+        data = "".join(f"{json.dumps(event, separators=(',', ':'), default=str)}\n" for event in events).encode()
+        try:
+            self._append(data)
+        except OSError as error:
+            if not self._failed:
+                logger.warning("%s cannot be written (%s); saves continue without these events", self.path, error)
+            self._failed = self._torn = True
+
+    def _append(self, data: bytes) -> None:
+        folder = os.path.dirname(self.path)
+        if not self._fs.is_folder(folder):
+            if not self._fs.is_folder(self._root):
+                return  # deleted by the user, and not to be made again
+            with contextlib.suppress(FileExistsError):  # another rank was faster
+                self._fs.make_folder(folder)
+        fd = self._fs.open_append(self.path)
+        try:
+            if self._torn and self._fs.size(self.path):
+                data = b"\n" + data
+            self._fs.write(fd, [memoryview(data)], 0)
+        finally:
+            self._fs.close(fd)
+        self._torn = False
+
+
+def read_events(root: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
+    """The events of all runs that saved in a folder, rank by rank, each rank's in the order of writing.
+
+    Lines that are no events, such as one that a killed process left half written, are skipped.
+
+    Args:
+        root: the folder of the checkpoints; one without events yields nothing.
+
+    Raises:
+        OSError: an event file cannot be read.
+    """
+    folder = os.path.join(os.fspath(root), FOLDER)
+    for name in FsOps().names(folder):
+        if _NAME.fullmatch(name):
+            yield from _read_file(os.path.join(folder, name))
+
+
+def _read_file(path: str) -> Iterator[dict[str, Any]]:
+    with os.fdopen(open_regular(path), "rb") as lines:
+        for number, line in enumerate(lines, 1):
+            if line.isspace():
+                continue
+            try:
+                event = json.loads(line)
+            except (ValueError, RecursionError):
+                event = None
+            if isinstance(event, dict) and isinstance(event.get("event"), str):
+                yield event
+            else:
+                logger.info("%s: line %d is no event; a process may have been killed while it wrote it", path, number)
