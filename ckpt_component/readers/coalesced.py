@@ -16,8 +16,8 @@ from ..memory.int_columns import column_of
 from ..memory.libc import IOV_BYTES, IOV_MAX
 from ..memory.scratch import BLOCK_BYTES
 from ..storage.checksum import Checksum
+from ..storage.file_set import GAP_BYTES, FileSet, RangeRead
 from .combined_crc import POLYNOMIALS, combined_crcs, fits
-from .file_set import GAP_BYTES, FileSet, RangeRead
 from .rank_index import TensorItems
 from .source import Request
 

@@ -18,8 +18,8 @@ from ..memory.int_columns import rows_of
 from ..state.flatten import Path, keys_of
 from ..state.shards import overlap
 from ..storage.checksum import Checksum, ChecksumMissingError, find_checksum, install_text
+from ..storage.file_set import CHUNK_BYTES, FileSet, RangeRead
 from .coalesced import SMALL_BYTES, CoalescedReads
-from .file_set import CHUNK_BYTES, FileSet, RangeRead
 from .foreign.archives import load_objects
 from .rank_index import Part, RankIndex, StoredItem
 from .shapes import check_cover
@@ -168,7 +168,7 @@ class OwnSource(Source):
             for rank, rows in coalesced.items():
                 numbers, group = zip(*rows, strict=True)
                 reads += CoalescedReads(self._ranks[rank].tensors, numbers, group, self._checksums[rank], files).ranges
-            files.read_all(reads)
+            files.read_all(reads, inside=torch.no_grad)  # leaf tensors may be filled
 
     def _chunks_of(self, request: Request) -> list[Chunk]:
         """The chunks that overlap the requested part."""

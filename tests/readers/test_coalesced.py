@@ -17,10 +17,10 @@ from ckpt_component import CheckpointCorruptError, CheckpointError, CheckpointUn
 from ckpt_component.memory import libc
 from ckpt_component.memory.scratch import ScratchBlock
 from ckpt_component.readers.coalesced import SMALL_BYTES, CoalescedReads
-from ckpt_component.readers.file_set import FileSet
 from ckpt_component.readers.rank_index import tensor_items
 from ckpt_component.readers.source import Request
 from ckpt_component.storage.checksum import Checksum, find_checksum
+from ckpt_component.storage.file_set import FileSet
 
 #: What lies around a payload, as an archive's header and its end do.
 BEFORE, AFTER = 11, 5

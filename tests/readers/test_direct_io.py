@@ -21,9 +21,9 @@ from safetensors.torch import save_file
 from ckpt_component import CheckpointCorruptError, build_checkpointer, factory
 from ckpt_component.memory import page_cache
 from ckpt_component.memory.page_cache import share_in_memory
-from ckpt_component.readers import direct_io, file_set
-from ckpt_component.readers.direct_io import DirectReader
-from ckpt_component.readers.file_set import FileSet, RangeRead
+from ckpt_component.storage import direct_io, file_set
+from ckpt_component.storage.direct_io import DirectReader
+from ckpt_component.storage.file_set import FileSet, RangeRead
 from ckpt_component.storage.fs_type import kind_of
 
 STATE: dict[str, Any] = {

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from ckpt_component import build_checkpointer
-from ckpt_component.readers import file_set
-from ckpt_component.readers.file_set import FileSet, RangeRead
+from ckpt_component.storage import file_set
+from ckpt_component.storage.file_set import FileSet, RangeRead
 
 BATCH = 1 << 20
 

@@ -11,9 +11,9 @@ import torch
 
 from ...errors import CheckpointCorruptError
 from ...state.shards import Box, overlap
+from ...storage.file_set import FileSet, RangeRead
 from ...storage.fs import FsOps
 from ...storage.safe_open import read_failure
-from ..file_set import FileSet, RangeRead
 from ..source import Index, Request, Source, TensorEntry, copy_into
 from .archives import load_archive, load_objects
 from .dcp_metadata import StoredAt, load_metadata
@@ -71,7 +71,8 @@ class StockDcpSource(Source):
                     RangeRead(place.file, place.offset, place.length, partial(read, request, sizes, place, common))
                     for request in requests
                     for (_, sizes), place, common in self._chunks(request)
-                ]
+                ],
+                inside=torch.no_grad,  # leaf tensors may be filled
             )
 
     def read_objects(self, keys: Sequence[str]) -> Mapping[str, Any]:

@@ -16,9 +16,9 @@ import torch
 
 from ...errors import CheckpointCorruptError, CheckpointLoadError
 from ...formats.safetensors import DTYPES
+from ...storage.file_set import FileSet
 from ...storage.fs import FsOps
 from ...storage.safe_open import is_plain_name, read_failure
-from ..file_set import FileSet
 from ..own_format import OwnSource
 from ..rank_index import RankIndex, tensor_items
 from ..shapes import is_shape

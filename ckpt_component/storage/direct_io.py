@@ -13,8 +13,8 @@ import os
 from collections.abc import Iterable
 
 from ..memory.scratch import BLOCK_BYTES
-from ..storage.fs_type import kind_of
-from ..storage.safe_open import open_past_cache
+from .fs_type import kind_of
+from .safe_open import open_past_cache
 
 logger = logging.getLogger(__name__)
 

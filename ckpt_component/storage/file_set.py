@@ -7,18 +7,17 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from operator import attrgetter
-from typing import NamedTuple
-
-import torch
+from typing import Any, NamedTuple
 
 from ..errors import CheckpointCorruptError
 from ..memory import libc
 from ..memory.page_cache import share_in_memory
 from ..memory.scratch import ScratchBlock
-from ..storage.checksum import Checksum
-from ..storage.safe_open import is_plain_name, open_regular, read_failure
+from .checksum import Checksum
 from .direct_io import MAX_BYTES, PAGE, DirectReader, is_on_disk
+from .safe_open import is_plain_name, open_regular, read_failure
 
 logger = logging.getLogger(__name__)
 
@@ -170,10 +169,14 @@ class FileSet:
             "the save."
         )
 
-    def read_all(self, reads: Sequence[RangeRead]) -> None:
+    def read_all(
+        self, reads: Sequence[RangeRead], *, inside: Callable[[], AbstractContextManager[Any]] = nullcontext
+    ) -> None:
         """Read many ranges in file order, in several threads where that is faster.
 
-        Autograd is disabled meanwhile, so that leaf tensors can be filled.
+        Args:
+            reads: The ranges.
+            inside: Makes the context that each thread reads in, such as `torch.no_grad`.
 
         Raises:
             Exception: The first one raised by a `RangeRead.read`, after all threads have ended.
@@ -189,7 +192,7 @@ class FileSet:
             for upcoming in range(number + threads if number else 0, number + threads + 1):
                 if self._reads_ahead and upcoming < len(batches):
                     self._read_ahead(batches[upcoming])
-            with torch.no_grad():  # applies to the current thread only
+            with inside():
                 for read in batches[number]:
                     read.read()
 
