@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import ast
-import inspect
-import itertools
-from dataclasses import MISSING, fields, is_dataclass
-from enum import Enum
 from pathlib import Path
-from typing import Any
 
-from ckpt_component.config import schema
-from ckpt_component.config.schema import PARTS, Checkpoint
+from ckpt_component.config.keys import keys
+from ckpt_component.config.schema import PARTS
 
 HEAD = """# Configuration
 
 <!-- Written by docs/configuration.py from ckpt_component/config/schema.py. -->
+
+`ckpt keys` prints these keys, and `ckpt keys PATTERN` those with a word in them, such as `ckpt keys timeout`.
 
 A slash picks a part, a dot sets a value:
 
@@ -41,43 +37,14 @@ Installing the package adds these groups, and suggestions for mistyped keys belo
 """
 
 
-def docs_of(cls: type) -> dict[str, str]:
-    """The text below each field of a dataclass, those of its bases included."""
-    texts: dict[str, str] = {}
-    for base in reversed(cls.__mro__[:-1]):
-        body = ast.parse(inspect.getsource(base)).body[0].body  # type: ignore[attr-defined]
-        for item, after in itertools.pairwise(body):
-            if (
-                isinstance(item, ast.AnnAssign)
-                and isinstance(after, ast.Expr)
-                and isinstance(after.value, ast.Constant)
-            ):
-                texts[ast.unparse(item.target)] = str(after.value.value)
-    return texts
-
-
-def text_of(value: Any) -> str:
-    if isinstance(value, Enum):
-        value = value.value
-    if isinstance(value, float):
-        return f"`{value:g}`"
-    return "`null`" if value is None else f"`{str(value).lower() if isinstance(value, bool) else value}`"
-
-
-def rows_of(cls: type, prefix: str) -> list[str]:
-    """A table row for each key, nested dataclasses included."""
-    texts, rows = docs_of(cls), []
-    for field in fields(cls):
-        if field.name in ("_target_", "_recursive_", "stager", "caller", "writer"):
-            continue
-        default = field.default_factory() if field.default_factory is not MISSING else field.default
-        if is_dataclass(default):
-            rows += rows_of(type(default), f"{prefix}{field.name}.")
-            continue
-        limits = field.metadata.get("range")
-        text = texts[field.name].replace("|", "\\|") + (f" ({limits})" if limits else "")
-        rows.append(f"| `{prefix}{field.name}` | {text_of(default)} | {text} |")
-    return rows
+def rows(option: str, prefix: str) -> list[str]:
+    """A table row for each key of `checkpoint` (`option` is empty), or of an option of a part."""
+    return [
+        f"{f'| `{option}` ' if option else ''}| `{key.name}` | {key.kind.replace('|', ', ')} | `{key.default}` | "
+        f"{key.text.replace('|', chr(92) + '|')}{f' ({key.limits})' if key.limits else ''} |"
+        for key in keys()
+        if key.option == option and key.name.startswith(prefix)
+    ]
 
 
 def page() -> str:
@@ -89,18 +56,20 @@ def page() -> str:
     lines += [
         NOTES,
         "## Keys of `checkpoint`\n",
-        "| key | default | meaning |",
-        "|---|---|---|",
-        *rows_of(Checkpoint, ""),
+        "| key | type | default | meaning |",
+        "|---|---|---|---|",
+        *rows("", ""),
     ]
     for kind, options in PARTS.items():
-        lines += [f"\n## Keys of `checkpoint/{kind}`\n", "| option | key | default | meaning |", "|---|---|---|---|"]
-        for name, cls in options.items():
-            rows = rows_of(cls, f"{kind}.") or ["| - | - | no keys |"]
-            lines += [f"| `{name}` {row}" for row in rows]
+        lines += [
+            f"\n## Keys of `checkpoint/{kind}`\n",
+            "| option | key | type | default | meaning |",
+            "|---|---|---|---|---|",
+        ]
+        for name in options:
+            lines += rows(name, f"{kind}.") or [f"| `{name}` | - | - | - | no keys |"]
     return "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":
-    assert schema.__file__ is not None
     Path(__file__).with_suffix(".md").write_text(page(), encoding="utf-8")

@@ -14,6 +14,7 @@ from .._lazy import lazy
 if TYPE_CHECKING:
     from .compose import compose_checkpoint
     from .errors import CheckpointConfigError
+    from .files import config_dir, recipe_dir
     from .hints import override_hints
     from .parts import build_part, part_class
     from .resolve import resolve_config
@@ -35,13 +36,13 @@ if TYPE_CHECKING:
         TorchSaveWriter,
         ZeroOverheadStager,
     )
-    from .store import config_dir, recipe_dir
 
 __all__, __getattr__, __dir__ = lazy(
     __name__,
     {
         ".compose": "compose_checkpoint",
         ".errors": "CheckpointConfigError",
+        ".files": "config_dir recipe_dir",
         ".hints": "override_hints",
         ".parts": "build_part part_class",
         ".resolve": "resolve_config",
@@ -49,6 +50,5 @@ __all__, __getattr__, __dir__ = lazy(
             "Checkpoint Save Keep Best Retry Timeouts LiveStager PinnedStager SharedMemoryStager ZeroOverheadStager "
             "InlineCaller TemporalCaller PersistentCaller DcpWriter TorchSaveWriter SafetensorsWriter"
         ),
-        ".store": "config_dir recipe_dir",
     },
 )

@@ -16,9 +16,10 @@ from omegaconf.errors import OmegaConfBaseException
 from .checks import refuse_text_parts
 from .errors import CheckpointConfigError, HydraConfigError
 from .explain import without_noise
+from .files import config_dir
 from .hints import override_hints
 from .overrides import parse_override, torn_apart
-from .store import PROVIDER, config_dir, register
+from .store import PROVIDER, register
 
 
 def compose_checkpoint(preset: str = "async_persistent", overrides: Sequence[str] = ()) -> DictConfig:

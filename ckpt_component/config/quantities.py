@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 
-from .errors import HydraConfigError
-
 #: Units of a field's number, as its metadata.
 BYTES, SECONDS = "bytes", "seconds"
 
@@ -40,6 +38,8 @@ def quantity(text: str, unit: str, name: str) -> float:
     match = _QUANTITY.fullmatch(text.strip())
     factor = _UNITS[unit].get(match[2].lower()) if match else None
     if match is None or factor is None:
+        from .errors import HydraConfigError  # imports Hydra, which only a command that composes configs needs
+
         raise HydraConfigError(f"{name} must be {allowed(unit)}; got {text}.")
     # Rounds 1.3GB, which floats may make fractional; 0.5 without a unit stays fractional and is refused later.
     number = float(match[1]) * factor

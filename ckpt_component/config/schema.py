@@ -10,8 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from omegaconf import MISSING
-
 from ..options import (
     ARENAS,
     BLOCK_BYTES,
@@ -34,6 +32,9 @@ from ..options import (
 from .quantities import BYTES, SECONDS
 
 T = TypeVar("T")
+
+#: `omegaconf.MISSING`, without importing OmegaConf: `ckpt` reads the schema in a command that must start fast.
+MISSING: Any = "???"
 
 
 def within(limits: Range, default: T, unit: str | None = None) -> T:

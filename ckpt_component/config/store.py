@@ -1,4 +1,4 @@
-"""The folders of our configs, and their registration with Hydra."""
+"""Registration of our schemas and recipes with Hydra."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
 from .composable import composable
+from .files import config_dir as config_dir  # the installed search-path plugin imports it from here
+from .files import recipe_dir
 from .schema import PARTS, Checkpoint
 
 logger = logging.getLogger("ckpt_component")
@@ -17,16 +19,6 @@ logger = logging.getLogger("ckpt_component")
 PROVIDER = "ckpt-component"
 #: The group of the schemas, separate from the groups for users.
 SCHEMAS = "ckpt_component/schema"
-
-
-def config_dir() -> Path:
-    """The folder of Hydra configs: in the package if installed from a wheel, else in the checkout."""
-    return _beside_the_code("conf", "checkpoint/async_persistent.yaml")
-
-
-def recipe_dir() -> Path:
-    """The folder of recipes, which Hydra knows as the group `recipe`."""
-    return _beside_the_code("recipes", "")
 
 
 def register() -> None:
@@ -57,10 +49,3 @@ def store_files(folder: Path, group: str | None, package: str | None = None) -> 
             logger.warning("%s cannot be read and is ignored: %s", path, error)
             continue
         store.store(group=group, name=path.stem, node=node, package=package, provider=PROVIDER)
-
-
-def _beside_the_code(name: str, landmark: str) -> Path:
-    package = Path(__file__).resolve().parent.parent
-    # An editable install leaves a stale copy in site-packages, not beside this file: the checkout wins.
-    installed, checkout = package / name, package.parent / name
-    return installed if (installed / landmark).exists() else checkout

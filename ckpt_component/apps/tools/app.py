@@ -26,6 +26,9 @@ NO, FAILED = 1, 2
 #: Command -> its module here and a line of help, in the order of the help. A module has `add_arguments(parser)`, and
 #: `run(parsed, output)`, which returns an exit code; None is 0.
 COMMANDS = {
+    "presets": ("presets_command", "list the presets"),
+    "recipes": ("recipes_command", "list the recipes, or print one"),
+    "keys": ("keys_command", "list every config key, with type, default and one line"),
     "report": ("report_command", "compare the jobs of a sweep, even if it failed, was killed, or still runs"),
     "tune": ("tune_command", "measure which settings suit this machine, a folder and a size of state"),
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -75,3 +76,9 @@ def age_text(seconds: float) -> str:
         if seconds >= length:
             return f"{seconds / length:.0f} {unit}"
     return f"{max(seconds, 0):.0f} s"
+
+
+def entry(output: Output, name: str, facts: str, text: str) -> Iterator[str]:
+    """Lines of a list in which a name has facts beside it and a text below."""
+    yield from textwrap.wrap(f"{output.style(name, 'bold')} {output.style(facts, 'dim')}", WIDTH + 20 * output.color)
+    yield from textwrap.wrap(text, WIDTH, initial_indent="    ", subsequent_indent="    ")

@@ -16,10 +16,11 @@ from omegaconf import MISSING, DictConfig
 from ...config.composable import composable
 from ...config.compose import plain_dict
 from ...config.errors import HydraConfigError
+from ...config.files import recipe_dir
 from ...config.quantities import BYTES, SECONDS
 from ...config.read import read as read_values
 from ...config.schema import above, at_least, within
-from ...config.store import PROVIDER, SCHEMAS, recipe_dir, registered, store_files
+from ...config.store import PROVIDER, SCHEMAS, registered, store_files
 from ...config.store import register as register_checkpoint_configs
 from ...options import Range
 

@@ -1,0 +1,58 @@
+"""`ckpt keys [PATTERN]`: every config key, from the schema."""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any
+
+from ...config.keys import Key, keys
+from ...config.schema import PARTS
+from ...errors import CheckpointConfigError
+from ...spelling import closest
+from .output import Output, entry
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
+    parser.description = "List every key below `checkpoint`: type, default, range, and what it is for."
+    parser.epilog = "examples:\n  ckpt keys timeout\n  ckpt keys 'writer.*'"
+    parser.add_argument("pattern", nargs="?", help="only keys with this in their name or text; * stands for any text")
+
+
+def run(parsed: argparse.Namespace, output: Output) -> None:
+    """Print the keys.
+
+    Raises:
+        CheckpointConfigError: No key matches.
+    """
+    matching = [key for key in keys() if parsed.pattern is None or _matches(key, parsed.pattern)]
+    if not matching:
+        names = {name for key in keys() for name in (key.name, *key.name.split("."))}
+        near = closest(parsed.pattern.removeprefix("checkpoint."), sorted(names))
+        hint = f"try ckpt keys {near}" if near else "ckpt keys lists all"
+        raise CheckpointConfigError(f"No key has {parsed.pattern!r} in its name or text; {hint}.")
+    data = [{**asdict(key), "name": f"checkpoint.{key.name}"} for key in matching]
+    output.result(data, lambda: _lines(matching, output))
+
+
+def _matches(key: Key, pattern: str) -> bool:
+    pattern = pattern.lower().removeprefix("checkpoint.")
+    if "*" in pattern:
+        return fnmatch.fnmatchcase(key.name, pattern)
+    return pattern in key.name or pattern in key.text.lower()
+
+
+def _lines(matching: list[Key], output: Output) -> Iterator[str]:
+    # Parts have keys in common, and those of one name differ in the default at most.
+    options: dict[tuple[Any, ...], list[str]] = {}
+    for key in matching:
+        options.setdefault((key.name, key.kind, key.default, key.limits, key.text), []).append(key.option)
+    for (name, kind, default, limits, text), of in options.items():
+        part = name.partition(".")[0]
+        some = of != [""] and set(of) != set(PARTS[part])
+        facts = f"{kind.replace('|', ', ')}{f', {limits}' if limits else ''}"
+        facts += f", with checkpoint/{part}={','.join(of)}" if some else ""
+        yield from entry(output, f"checkpoint.{name}={default}", f"({facts})", text)
