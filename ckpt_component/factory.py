@@ -40,6 +40,7 @@ from .managing.restore import Restorer
 from .managing.run_context import RunContext, job_ranks
 from .managing.run_folder import RunFolder
 from .options import Commit, Durability, IoMode, MetricMode, ResolvedTimeouts
+from .progress import no_progress, progress_bar
 from .readers import Reader
 from .saving.folders import expanded
 from .saving.pipeline import SavePipeline
@@ -242,8 +243,10 @@ def _build_graph(
     # An arena must be visible to the process that writes it, which depends on the caller, not the stager.
     shared = caller.in_other_process
     stager.connect(writer, ranks=ranks, shared=shared, timeout=timeouts.stage, max_stall=timeouts.max_stall)
-    pipeline = SavePipeline(stager, caller, writer, ranks, fs, timeouts, policy, hooks)
-    reader = Reader(ranks.rank, ranks.world_size, settings.verify, shared=_shares_computer(ranks.world_size))
+    progress = progress_bar if ranks.is_leader else no_progress
+    pipeline = SavePipeline(stager, caller, writer, ranks, fs, timeouts, policy, hooks, progress)
+    together = _shares_computer(ranks.world_size)
+    reader = Reader(ranks.rank, ranks.world_size, settings.verify, shared=together, progress=progress)
     if caller.in_other_process:
         return AsyncCheckpointer(stager, pipeline, reader)
     return SyncCheckpointer(pipeline, reader)

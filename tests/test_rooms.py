@@ -20,6 +20,7 @@ ORDER = (
     "_lazy",
     "options",
     "spelling",
+    "progress",
     "memory",
     "storage",
     "events",

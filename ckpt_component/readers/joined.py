@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ..errors import CheckpointCorruptError
+from ..progress import Progress, no_progress
 from .source import Index, Request, Source
 
 
@@ -38,10 +39,10 @@ class JoinedSource(Source):
             for key, entry in part.index.tensors.items():
                 self.index.tensors[key] = entry._replace(same_as=(number, entry.same_as))
 
-    def read_tensors(self, requests: Sequence[Request]) -> None:
+    def read_tensors(self, requests: Sequence[Request], progress: Progress = no_progress) -> None:
         """Read from each part what it has."""
         for part in self._parts:
-            part.read_tensors([request for request in requests if self._part_of[request.key] is part])
+            part.read_tensors([request for request in requests if self._part_of[request.key] is part], progress)
 
     def read_objects(self, keys: Sequence[str]) -> Mapping[str, Any]:
         """Read from each part what it has."""

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ..errors import CheckpointLoadError, CheckpointTypeError, first_keys
+from ..progress import Progress, no_progress
 from ..spelling import closest
 from ..state.flatten import Path, key_of
 from .source import Index, Request, Source
@@ -170,9 +171,10 @@ class MappedSource(Source):
         names = self._key_map.ignoring(key)
         return bool(names) and (self._key_map.keeps_names or any(name in self._for_target for name in names))
 
-    def read_tensors(self, requests: Sequence[Request]) -> None:
+    def read_tensors(self, requests: Sequence[Request], progress: Progress = no_progress) -> None:
         """Read the tensors under the keys that they are stored with."""
-        self._source.read_tensors([request._replace(key=self._old[request.key]) for request in requests])
+        stored = [request._replace(key=self._old[request.key]) for request in requests]
+        self._source.read_tensors(stored, progress)
 
     def read_objects(self, keys: Sequence[str]) -> Mapping[str, Any]:
         """Read the objects under the keys that they are stored with."""

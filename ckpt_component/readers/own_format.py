@@ -15,6 +15,7 @@ import torch
 from ..errors import CheckpointCorruptError, CheckpointLoadError
 from ..image.arena import tensor_bytes
 from ..memory.int_columns import rows_of
+from ..progress import Progress, no_progress
 from ..state.flatten import Path, keys_of
 from ..state.shards import overlap
 from ..storage.checksum import Checksum, ChecksumMissingError, find_checksum, install_text
@@ -46,7 +47,7 @@ def checksum_of(folder: str, index: RankIndex) -> Checksum:
         ) from error
 
 
-def verify_file(folder: str, name: str, index: RankIndex) -> None:
+def verify_file(folder: str, name: str, index: RankIndex, progress: Progress = no_progress) -> None:
     """Read every item of one file and compare its checksum."""
     checksum = checksum_of(folder, index)
     items = [*map(index.tensors.item, range(len(index.tensors.shapes))), *index.extras]
@@ -59,7 +60,8 @@ def verify_file(folder: str, name: str, index: RankIndex) -> None:
                 raise files.damaged(name, f"The item at bytes {item.offset} to {item.offset + item.length}")
 
         files.read_all(
-            [RangeRead(name, item.offset, item.length, partial(check, item)) for item in items if item.file == name]
+            [RangeRead(name, item.offset, item.length, partial(check, item)) for item in items if item.file == name],
+            progress,
         )
 
 
@@ -149,7 +151,7 @@ class OwnSource(Source):
         item = self._ranks[rank].tensors.item(number)
         return Chunk((0,) * len(item.shape), item, self._checksums[rank])
 
-    def read_tensors(self, requests: Sequence[Request]) -> None:
+    def read_tensors(self, requests: Sequence[Request], progress: Progress = no_progress) -> None:
         """Read small items many at a time, and larger payloads directly into their tensors."""
         small = [(rank.tensors.table[2] <= SMALL_BYTES).tolist() for rank in self._ranks]
         coalesced: dict[int, list[tuple[int, Request]]] = defaultdict(list)
@@ -168,7 +170,7 @@ class OwnSource(Source):
             for rank, rows in coalesced.items():
                 numbers, group = zip(*rows, strict=True)
                 reads += CoalescedReads(self._ranks[rank].tensors, numbers, group, self._checksums[rank], files).ranges
-            files.read_all(reads, inside=torch.no_grad)  # leaf tensors may be filled
+            files.read_all(reads, progress, inside=torch.no_grad)  # leaf tensors may be filled
 
     def _chunks_of(self, request: Request) -> list[Chunk]:
         """The chunks that overlap the requested part."""

@@ -17,6 +17,7 @@ from ..errors import (
 )
 from ..memory.gc_control import collector_paused
 from ..options import Verify
+from ..progress import Progress, no_progress
 from ..state.flatten import StateDict, unflatten
 from ..storage.file_system import file_system
 from ..storage.manifest import check_files, data_folder, read_manifest
@@ -48,16 +49,24 @@ class Reader:
         world_size: Number of ranks.
         verify: When to verify checksums. Sizes and structure are always checked.
         shared: Whether other ranks on this host may read the same bytes; see `FileSet`.
+        progress: Follows what loads read.
     """
 
     def __init__(
-        self, rank: int = 0, world_size: int = 1, verify: Verify = Verify.on_read, *, shared: bool = True
+        self,
+        rank: int = 0,
+        world_size: int = 1,
+        verify: Verify = Verify.on_read,
+        *,
+        shared: bool = True,
+        progress: Progress = no_progress,
     ) -> None:
         self._fs = file_system(durable=True)
         self._rank = rank
         self._world_size = world_size
         self._verify = verify
         self._shared = shared
+        self._progress = progress
 
     @property
     def verifies(self) -> bool:
@@ -111,7 +120,7 @@ class Reader:
         if state_dict is None:
             if mapped is not None:
                 mapped.check_ignored([])
-            return _load_all(source, to_device), []
+            return _load_all(source, to_device, self._progress), []
         state = state_dict.state_dict() if isinstance(state_dict, torch.nn.Module) else state_dict
         target = Target(state, source, self._rank, self._world_size, allow_dtype_cast=allow_dtype_cast)
         objects = source.read_objects(target.objects)
@@ -128,8 +137,8 @@ class Reader:
             level = logging.WARNING if resuming or target.shortens_lists else logging.INFO
             text = "%s has keys that the target does not have: %s; they are not loaded"
             logger.log(level, text, path, first_keys(target.unexpected))
-        target.accept({**_load_tensors(source, target.new_tensors, to_device), **objects})
-        source.read_tensors(target.requests)
+        target.accept({**_load_tensors(source, target.new_tensors, to_device, self._progress), **objects})
+        source.read_tensors(target.requests, self._progress)
         target.finish()
         if isinstance(state_dict, torch.nn.Module):
             load_state(state_dict, lambda: state, "The target", source.where)
@@ -192,13 +201,14 @@ class Reader:
         if name not in {entry["name"] for entry in manifest["files"]}:
             raise CheckpointCorruptError(f"{path} has no file of rank {rank}, {name}.")
         if verify:
-            verify_file(path, name, indexes[0])
+            verify_file(path, name, indexes[0], self._progress)
         return TorchFileSource(os.path.join(path, name), mapped=mapped)
 
 
-def _load_all(source: Source, to_device: _ToDevice) -> StateDict:
+def _load_all(source: Source, to_device: _ToDevice, progress: Progress) -> StateDict:
     index = source.index
-    values = {**_load_tensors(source, index.tensors, to_device), **source.read_objects([*index.objects])}
+    tensors = _load_tensors(source, index.tensors, to_device, progress)
+    values = {**tensors, **source.read_objects([*index.objects])}
     refused = {key: value.kind for key, value in values.items() if isinstance(value, RefusedObject)}
     if refused:
         logger.warning(
@@ -216,7 +226,9 @@ def _load_all(source: Source, to_device: _ToDevice) -> StateDict:
         raise CheckpointCorruptError(f"The keys of {source.where} make up no state dict: {error}.") from error
 
 
-def _load_tensors(source: Source, keys: Iterable[str], to_device: _ToDevice) -> dict[str, torch.Tensor]:
+def _load_tensors(
+    source: Source, keys: Iterable[str], to_device: _ToDevice, progress: Progress
+) -> dict[str, torch.Tensor]:
     """Load these keys into new tensors. Tensors that are stored once stay tied."""
     loaded: dict[str, torch.Tensor] = {}
     stored: dict[Any, torch.Tensor] = {}
@@ -231,7 +243,7 @@ def _load_tensors(source: Source, keys: Iterable[str], to_device: _ToDevice) -> 
             stored[entry.same_as] = torch.empty(entry.shape, dtype=entry.dtype)
             requests.append(Request.into(key, stored[entry.same_as]))
         loaded[key] = stored[entry.same_as]
-    source.read_tensors(requests)
+    source.read_tensors(requests, progress)
     moved = {id(tensor): to_device(tensor) for tensor in {id(tensor): tensor for tensor in loaded.values()}.values()}
     return {key: moved[id(tensor)] for key, tensor in loaded.items()}
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..errors import CheckpointLoadError
+from ..progress import Progress, no_progress
 from ..state.dense_tensors import plain_address
 from ..state.flatten import Path
 from ..state.shards import Box
@@ -105,8 +106,12 @@ class Source(ABC):
     index: Index
 
     @abstractmethod
-    def read_tensors(self, requests: Sequence[Request]) -> None:
+    def read_tensors(self, requests: Sequence[Request], progress: Progress = no_progress) -> None:
         """Fill all destinations.
+
+        Args:
+            requests: What to read, and where to.
+            progress: Follows the bytes.
 
         Raises:
             CheckpointCorruptError: The stored bytes are damaged.

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_futures
 from typing import Any
 
 from ..errors import CheckpointTimeoutError, RanksError
+from ..progress import Progress, no_progress
 from ..stagers.base import Snapshot
 from ..storage.names import Attempt
 from .report import SaveReport
+
+#: How often progress is shown.
+_POLL_SECONDS = 0.2
 
 
 class PendingSave(Future[SaveReport]):
@@ -33,6 +38,7 @@ class PendingSave(Future[SaveReport]):
         snapshot: what this rank writes; None if it could not be taken, and once the save has ended.
         error: why this rank has no snapshot.
         written: what this rank wrote.
+        written_now: returns the bytes that this rank has written so far.
         begun: False if nothing was copied, because the save could not begin.
         delivered: the error was raised or retrieved, or was logged and need not be raised.
         report: set when the save ends.
@@ -56,6 +62,7 @@ class PendingSave(Future[SaveReport]):
         self.snapshot: Snapshot | None = None
         self.error: Exception | None = None
         self.written: Mapping[str, Any] = {}
+        self.written_now: Callable[[], int] = lambda: 0
         self.begun = True
         self.delivered = False
 
@@ -86,7 +93,15 @@ class PendingSave(Future[SaveReport]):
 
 
 class InFlightSaves(list[PendingSave]):
-    """Running saves, and failed ones whose error was not raised yet, in order; `drop_ended` drops the others."""
+    """Running saves, and failed ones whose error was not raised yet, in order; `drop_ended` drops the others.
+
+    Args:
+        progress: follows the bytes of saves that are waited for.
+    """
+
+    def __init__(self, progress: Progress = no_progress) -> None:
+        super().__init__()
+        self._progress = progress
 
     def drop_ended(self) -> list[tuple[int, str]]:
         """Drop ended saves, except those whose error was not raised yet; return their numbers and error texts."""
@@ -128,7 +143,18 @@ class InFlightSaves(list[PendingSave]):
             CheckpointTimeoutError: a save is still running.
         """
         running = [save for save in self if not save.done()]
-        if wait_futures(running, limit * len(running)).not_done:
-            raise CheckpointTimeoutError(
-                f"A save was still running after {limit:g} s; see timeouts.stage and timeouts.write."
-            )
+        deadline = time.monotonic() + limit * len(running)
+        for save in running:
+            snapshot, shown = save.snapshot, 0  # the save thread may release it meanwhile
+            total = 0 if snapshot is None else snapshot.encoded.file_bytes
+            with self._progress(f"saving {os.path.basename(save.path)}", total) as advance:
+                while not save.done():
+                    left = deadline - time.monotonic()
+                    if left <= 0:
+                        raise CheckpointTimeoutError(
+                            f"A save was still running after {limit:g} s; see timeouts.stage and timeouts.write."
+                        )
+                    if wait_futures([save], min(left, _POLL_SECONDS)).not_done:
+                        written = save.written_now()
+                        advance(written - shown)
+                        shown = written

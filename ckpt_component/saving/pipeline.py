@@ -22,6 +22,7 @@ from ..coordination import Coordinator
 from ..errors import CheckpointError
 from ..formats.base import Writer
 from ..options import ResolvedTimeouts
+from ..progress import Progress, no_progress
 from ..stagers.base import Stager, StatePlan
 from ..storage.commit import refuse_existing, refuse_folder
 from ..storage.fs import FsOps
@@ -47,6 +48,7 @@ class SavePipeline:
         timeouts: deadlines.
         policy: what to do about saves that fail.
         hooks: hooks of the run; None: the caller chooses the paths.
+        progress: follows the bytes of saves that are waited for.
 
     Attributes:
         saves: running saves, and failed ones whose error was not raised yet.
@@ -65,13 +67,14 @@ class SavePipeline:
         timeouts: ResolvedTimeouts,
         policy: ErrorPolicy,
         hooks: RunHooks | None = None,
+        progress: Progress = no_progress,
     ) -> None:
         caller.prepare(timeouts.worker_start)
         self.stager = stager
         self.caller = caller
         self.ranks = ranks
         self.policy = policy
-        self.saves = InFlightSaves()
+        self.saves = InFlightSaves(progress)
         self.reports: list[SaveReport] = []
         self.last_report: SaveReport | None = None
         self.listeners: list[Callable[[SaveReport], None]] = []

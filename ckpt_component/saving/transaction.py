@@ -253,6 +253,8 @@ class SaveTransaction:
             self._timeouts,
             self._sidecars,
         )
+        before = self._caller.progress()
+        save.written_now = lambda: max(self._caller.progress() - before, 0)
         with self._typed_errors(attempt.target, encoded.file_bytes):
             save.written = written = self._caller.run(request, time.monotonic() + self._timeouts.write)
         if options.io == "auto" and written["io"] != "auto":

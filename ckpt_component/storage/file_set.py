@@ -15,6 +15,7 @@ from ..errors import CheckpointCorruptError
 from ..memory import libc
 from ..memory.page_cache import share_in_memory
 from ..memory.scratch import ScratchBlock
+from ..progress import Progress, no_progress
 from .checksum import Checksum
 from .direct_io import MAX_BYTES, PAGE, DirectReader, is_on_disk
 from .safe_open import is_plain_name, open_regular, read_failure
@@ -170,12 +171,17 @@ class FileSet:
         )
 
     def read_all(
-        self, reads: Sequence[RangeRead], *, inside: Callable[[], AbstractContextManager[Any]] = nullcontext
+        self,
+        reads: Sequence[RangeRead],
+        progress: Progress = no_progress,
+        *,
+        inside: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         """Read many ranges in file order, in several threads where that is faster.
 
         Args:
             reads: The ranges.
+            progress: Follows the bytes.
             inside: Makes the context that each thread reads in, such as `torch.no_grad`.
 
         Raises:
@@ -195,14 +201,16 @@ class FileSet:
             with inside():
                 for read in batches[number]:
                     read.read()
+            advance(sum(map(attrgetter("length"), batches[number])))
 
-        if threads == 1:
-            for number in range(len(batches)):
-                read_batch(number)
-            return
-        with ThreadPoolExecutor(threads, thread_name_prefix="ckpt-read") as pool:
-            for _ in pool.map(read_batch, range(len(batches))):
-                pass
+        with progress(f"reading {os.path.basename(self._folder)}", total) as advance:
+            if threads == 1:
+                for number in range(len(batches)):
+                    read_batch(number)
+                return
+            with ThreadPoolExecutor(threads, thread_name_prefix="ckpt-read") as pool:
+                for _ in pool.map(read_batch, range(len(batches))):
+                    pass
 
     def _choose_ways(self, ranges: Sequence[tuple[int, int, int]]) -> int:
         """Choose direct I/O, read-ahead or plain reads by what the page cache holds; returns the number of threads."""

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ...errors import CheckpointCorruptError
+from ...progress import Progress, no_progress
 from ...state.shards import Box, overlap
 from ...storage.file_set import FileSet, RangeRead
 from ...storage.fs import FsOps
@@ -52,7 +53,7 @@ class StockDcpSource(Source):
             index.objects[key] = paths.get(key, (key,))
         self.where, self.index = folder, index
 
-    def read_tensors(self, requests: Sequence[Request]) -> None:
+    def read_tensors(self, requests: Sequence[Request], progress: Progress = no_progress) -> None:
         """Load the chunks of every tensor, and copy their overlap with the requested parts."""
         with FileSet(self.where, shared=self._shared) as files:
 
@@ -72,6 +73,7 @@ class StockDcpSource(Source):
                     for request in requests
                     for (_, sizes), place, common in self._chunks(request)
                 ],
+                progress,
                 inside=torch.no_grad,  # leaf tensors may be filled
             )
 

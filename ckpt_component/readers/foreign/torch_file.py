@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from ...errors import CheckpointCorruptError, CheckpointLoadError, CheckpointStageError
+from ...progress import Progress, no_progress
 from ...state.flatten import Path, flatten, key_of
 from ...storage.safe_open import open_regular, read_failure
 from ..source import Index, Request, Source, TensorEntry, copy_into
@@ -60,10 +61,13 @@ class StateSource(Source):
         index.objects = {key_of(place): place for place in flat.object_paths}
         self.where, self.index = where, index
 
-    def read_tensors(self, requests: Sequence[Request]) -> None:
+    def read_tensors(self, requests: Sequence[Request], progress: Progress = no_progress) -> None:
         """Copy from the loaded or mapped tensors."""
-        for request in requests:
-            copy_into(request.destination, request.part_of(self._tensors[request.key]), request.key)
+        total = sum(request.destination.nbytes for request in requests)
+        with progress(f"reading {os.path.basename(self.where)}", total) as advance:
+            for request in requests:
+                copy_into(request.destination, request.part_of(self._tensors[request.key]), request.key)
+                advance(request.destination.nbytes)
 
     def read_objects(self, keys: Sequence[str]) -> Mapping[str, Any]:
         """Decode the Python objects."""
