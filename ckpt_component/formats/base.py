@@ -23,7 +23,7 @@ from ..errors import CheckpointConfigError, CheckpointStageError
 from ..image.layout import Layout
 from ..options import BLOCK_BYTES, BYTES_PER_SECOND, WORKERS, ChecksumName, IoMode
 from ..spelling import member
-from ..state.flatten import key_of
+from ..state.paths import key_of
 from ..state.structure import Structure
 from ..storage.checksum import ChecksumMissingError, fastest, find_checksum, install_text
 from ..writing.range_writer import Lane, places_of

@@ -19,7 +19,7 @@ from ..image.items import around_payload
 from ..image.layout import ITEM_ALIGNMENT, ImageFile, Item, Layout
 from ..memory.huge_pages import PAGE, align
 from ..state import objects as object_codec
-from ..state.flatten import key_of
+from ..state.paths import key_of
 from ..state.structure import Structure
 from ..writing.range_writer import Lane, places_of
 from ..writing.request import EncodedSave, ObjectBlob, WriteTable

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.metadata import (
 from ..errors import CheckpointStageError
 from ..memory.gc_control import collector_paused
 from ..state.coverage import cover_fault
-from ..state.flatten import Path, key_of
+from ..state.paths import Path, key_of
 
 #: The oldest protocol in which batches do not depend on earlier ones: it writes memo numbers explicitly.
 _PROTOCOL = 2

@@ -15,29 +15,13 @@ import torch
 
 from ..errors import CheckpointStageError
 from ..image.layout import ImageFile, Item, Layout
-from ..state.flatten import key_of
+from ..state.dtypes import SAFETENSORS
+from ..state.paths import key_of
 from ..state.structure import Structure
 from ..writing.request import EncodedSave
 from .base import FormatPlan, Writer, lanes_by_bytes, make_table, refuse_parts
 
-DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.complex64: "C64",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint64: "U64",
-    torch.uint32: "U32",
-    torch.uint16: "U16",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
+_DTYPES: dict[torch.dtype, str] = {getattr(torch, name): text for name, text in SAFETENSORS.items()}
 
 
 def file_name(rank: int) -> str:
@@ -103,12 +87,12 @@ def _header(structure: Structure, order: Sequence[int]) -> bytes:
     position = 0
     for number in order:
         key, entry = keys[number], structure.stored[number]
-        if entry.dtype not in DTYPES:
+        if entry.dtype not in _DTYPES:
             raise CheckpointStageError(f"'{key}' is {entry.dtype}, which safetensors files do not support.")
         if key == "__metadata__":
             raise CheckpointStageError("'__metadata__' is a reserved name in safetensors files; rename the tensor.")
         end = position + entry.nbytes
-        entries[key] = {"dtype": DTYPES[entry.dtype], "shape": list(entry.shape), "data_offsets": [position, end]}
+        entries[key] = {"dtype": _DTYPES[entry.dtype], "shape": list(entry.shape), "data_offsets": [position, end]}
         position = end
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % 64)

@@ -22,7 +22,8 @@ from ..image.layout import ITEM_ALIGNMENT, ImageFile, Item, Layout
 from ..image.torch_archive import central_header, end_of_directory, local_header
 from ..memory.huge_pages import align
 from ..state import objects as object_codec
-from ..state.flatten import Path, key_of, unflatten
+from ..state.flatten import unflatten
+from ..state.paths import Path, key_of
 from ..state.structure import Relation, Stored, Structure, contiguous_stride
 from ..writing.request import EncodedSave, ObjectBlob
 from .base import FormatPlan, Writer, lanes_by_bytes, make_table, refuse_parts

@@ -18,8 +18,8 @@ from ..memory.scratch import BLOCK_BYTES
 from ..storage.checksum import Checksum
 from ..storage.file_set import GAP_BYTES, FileSet, RangeRead
 from .combined_crc import POLYNOMIALS, combined_crcs, fits
-from .rank_index import TensorItems
 from .source import Request
+from .tensor_items import TensorItems
 
 #: Larger items are read straight into their tensors.
 SMALL_BYTES = 256 << 10
@@ -60,7 +60,7 @@ class CoalescedReads:
         self._requests = list(map(requests.__getitem__, order.tolist()))
         self._destinations = list(map(attrgetter("destination"), self._requests))
         selected = list(map(numbers.__getitem__, order.tolist()))
-        self._sums = list(map(items.checksums.__getitem__, selected))
+        self._sums = list(map(items.columns.checksums.__getitem__, selected))
         file, begin, length, payload, nbytes = items.table.index_select(1, column_of(selected))
         end, payload_end = begin + length, payload + nbytes
         self._bounds = list(zip(begin.tolist(), end.tolist(), strict=True))
@@ -78,7 +78,7 @@ class CoalescedReads:
         discard = torch.full_like(payload, self._discard.data_ptr())
         addresses = column_of(map(attrgetter("address"), self._requests))
         self._table = torch.stack([discard, payload - before, addresses, nbytes], dim=1)
-        names = map(items.names.__getitem__, file.index_select(0, first).tolist())
+        names = map(items.columns.names.__getitem__, file.index_select(0, first).tolist())
         lengths = end.index_select(0, last) - offset
         filled = payload_end.index_select(0, last) - offset
         columns = (column.tolist() for column in (offset, lengths, filled, first, last + 1))

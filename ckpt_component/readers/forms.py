@@ -7,7 +7,8 @@ from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
-from ..state.flatten import Path, StateDict, Stateful, keys_of, kind_of
+from ..state.flatten import StateDict, Stateful, kind_of
+from ..state.paths import Path, keys_of
 from ..state.per_rank import PerRank, rank_name
 from .mismatch import Misfit
 from .source import Source

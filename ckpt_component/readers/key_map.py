@@ -12,7 +12,7 @@ import torch
 from ..errors import CheckpointLoadError, CheckpointTypeError, first_keys
 from ..progress import Progress, no_progress
 from ..spelling import closest
-from ..state.flatten import Path, key_of
+from ..state.paths import Path, key_of
 from .source import Index, Request, Source
 
 #: Names among which a suggestion for a mistyped one is looked for.

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from ..errors import CheckpointLoadError
-from ..state.flatten import FlatState, Path, StateDict, Stateful, key_of, unflatten
+from ..state.flatten import FlatState, StateDict, Stateful, unflatten
+from ..state.paths import Path, key_of
 from .forms import Forms
 
 

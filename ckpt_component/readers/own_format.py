@@ -12,19 +12,20 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..catalogue.rank_index import Part, RankIndex, StoredItem
+from ..catalogue.shapes import check_cover
 from ..errors import CheckpointCorruptError, CheckpointLoadError
 from ..image.arena import tensor_bytes
 from ..memory.int_columns import rows_of
 from ..progress import Progress, no_progress
-from ..state.flatten import Path, keys_of
-from ..state.shards import overlap
+from ..state.boxes import overlap
+from ..state.paths import Path, keys_of
 from ..storage.checksum import Checksum, ChecksumMissingError, find_checksum, install_text
 from ..storage.file_set import CHUNK_BYTES, FileSet, RangeRead
 from .coalesced import SMALL_BYTES, CoalescedReads
 from .foreign.archives import load_objects
-from .rank_index import Part, RankIndex, StoredItem
-from .shapes import check_cover
 from .source import Index, Request, Source, TensorEntry, copy_into
+from .tensor_items import DTYPES, TensorItems
 
 
 def checksum_of(folder: str, index: RankIndex) -> Checksum:
@@ -91,6 +92,7 @@ class OwnSource(Source):
         self.where = self._folder = folder
         self.index = index = Index()
         self._ranks = ranks
+        self._items = [TensorItems(rank.tensors) for rank in ranks]
         self._shared = shared
         self._checksums: list[Checksum | None] = []
         #: Chunks of tensors stored in several parts, by key and offsets. All other tensors, the vast majority, are one
@@ -115,7 +117,7 @@ class OwnSource(Source):
         """Add one rank's tensors, possibly a hundred thousand: all at once if possible."""
         rank, tensors = self._ranks[number], self.index.tensors
         keys = keys_of(rank.paths)
-        dtypes = map(rank.tensors.dtypes.__getitem__, rank.numbers)
+        dtypes = map(self._items[number].dtypes.__getitem__, rank.numbers)
         shapes = map(rank.tensors.shapes.__getitem__, rank.numbers)
         entries = rows_of(TensorEntry, rank.paths, dtypes, shapes, zip(repeat(number), rank.numbers, strict=False))
         if rank.parts is None and len(set(keys)) == len(keys) and tensors.keys().isdisjoint(keys):
@@ -153,7 +155,7 @@ class OwnSource(Source):
 
     def read_tensors(self, requests: Sequence[Request], progress: Progress = no_progress) -> None:
         """Read small items many at a time, and larger payloads directly into their tensors."""
-        small = [(rank.tensors.table[2] <= SMALL_BYTES).tolist() for rank in self._ranks]
+        small = [(items.table[2] <= SMALL_BYTES).tolist() for items in self._items]
         coalesced: dict[int, list[tuple[int, Request]]] = defaultdict(list)
         entries = map(self.index.tensors.__getitem__, map(attrgetter("key"), requests))
         reads = []
@@ -169,7 +171,7 @@ class OwnSource(Source):
                     reads.append(RangeRead(chunk.item.file, chunk.item.offset, chunk.item.length, read))
             for rank, rows in coalesced.items():
                 numbers, group = zip(*rows, strict=True)
-                reads += CoalescedReads(self._ranks[rank].tensors, numbers, group, self._checksums[rank], files).ranges
+                reads += CoalescedReads(self._items[rank], numbers, group, self._checksums[rank], files).ranges
             files.read_all(reads, progress, inside=torch.no_grad)  # leaf tensors may be filled
 
     def _chunks_of(self, request: Request) -> list[Chunk]:
@@ -191,7 +193,7 @@ class OwnSource(Source):
     def _read_chunk(self, request: Request, chunk: Chunk, files: FileSet) -> None:
         item, target, box = chunk.item, request.destination, (chunk.offsets, chunk.item.shape)
         direct = request.address is not None and request.box == box
-        landing = target if direct else torch.empty(item.shape, dtype=item.dtype)
+        landing = target if direct else torch.empty(item.shape, dtype=DTYPES[str(item.dtype)])
         payload = tensor_bytes(landing)
         before = item.payload - item.offset
         after = item.length - before - payload.nbytes

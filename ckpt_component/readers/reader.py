@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ..catalogue.rank_index import read_rank_indexes
 from ..errors import (
     CheckpointCorruptError,
     CheckpointLoadError,
@@ -31,9 +32,9 @@ from .key_map import KeyMap, MappedSource
 from .mismatch import likely_option
 from .object_state import load_state
 from .own_format import OwnSource, verify_file
-from .rank_index import read_rank_indexes
 from .source import Request, Source
 from .target import Target
+from .tensor_items import WIDTHS
 from .verification import verify_checkpoint
 
 logger = logging.getLogger(__name__)
@@ -194,7 +195,7 @@ class Reader:
                     "on another number of ranks."
                 )
             ranks = [rank]
-        indexes = read_rank_indexes(self._fs, path, manifest, ranks)
+        indexes = read_rank_indexes(self._fs, path, manifest, ranks, WIDTHS)
         if form != "torch_save":
             return OwnSource(path, indexes, verify=verify, shared=self._shared)
         name = f"checkpoint_{rank}.pt"

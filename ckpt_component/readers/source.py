@@ -12,9 +12,9 @@ import torch
 
 from ..errors import CheckpointLoadError
 from ..progress import Progress, no_progress
+from ..state.boxes import Box
 from ..state.dense_tensors import plain_address
-from ..state.flatten import Path
-from ..state.shards import Box
+from ..state.paths import Path
 
 
 class TensorEntry(NamedTuple):

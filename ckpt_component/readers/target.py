@@ -11,7 +11,8 @@ import torch
 
 from ..errors import CheckpointLoadError
 from ..memory.int_columns import rows_of
-from ..state.flatten import Path, StateDict, Stateful, flatten, key_of, keys_of
+from ..state.flatten import StateDict, Stateful, flatten
+from ..state.paths import Path, key_of, keys_of
 from ..state.per_rank import PerRank, rank_of
 from ..state.shards import Shard, local_part
 from .fillable import addresses_if_matching, memory_of, why_unfillable

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import zlib
 
+from ..catalogue.rank_index import read_rank_indexes
 from ..errors import CheckpointCorruptError
 from ..storage.fs import FsOps
 from ..storage.manifest import check_files, data_folder, read_manifest
 from ..storage.safe_open import read_failure
 from .own_format import verify_file
-from .rank_index import read_rank_indexes
 
 
 def verify_checkpoint(fs: FsOps, path: str) -> bool:

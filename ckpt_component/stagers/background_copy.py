@@ -9,7 +9,8 @@ import torch
 
 from ..errors import CheckpointStallError, TornSnapshotError
 from ..image.copy import CopyTasks
-from ..state.flatten import FlatState, key_of
+from ..state.flatten import FlatState
+from ..state.paths import key_of
 
 
 class BackgroundCopy:

@@ -22,8 +22,9 @@ from ..image.arena import Arena
 from ..image.layout import Layout
 from ..memory.gc_control import collector_paused
 from ..state.dedup import Selection, holdings, share_out
-from ..state.flatten import FlatState, flatten, key_of
+from ..state.flatten import FlatState, flatten
 from ..state.objects import encode
+from ..state.paths import key_of
 from ..state.replicas import Replicas
 from ..state.structure import Structure
 from ..writing.range_writer import ByteSource

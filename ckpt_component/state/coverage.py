@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Sequence
 
-from .shards import Box
+from .boxes import Box
 
 
 def cover_fault(what: str, whole: Sequence[int], boxes: Sequence[Box]) -> str | None:

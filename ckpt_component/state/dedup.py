@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from .flatten import FlatState, key_of
+from .flatten import FlatState
+from .paths import key_of
 from .replicas import runs_of
 from .structure import Structure
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import repeat
@@ -22,11 +22,10 @@ from ..errors import CheckpointStageError
 from .dense_tensors import ORDINARY
 from .instead import is_config
 from .objects import TAG
+from .paths import Path, key_of
 from .per_rank import PerRank, rank_name
 from .shards import Shard, check_mesh, local_parts, mesh_of
 
-#: The path to a value: dict keys (str, int, float, bool or None) and list indexes.
-Path = tuple[Any, ...]
 StateDict = dict[str, Any]
 #: The rank of `PerRank` values: one rank for all, or a function of path and value.
 Owner = int | Callable[[Path, PerRank], int | None]
@@ -85,19 +84,6 @@ class FlatState:
             RuntimeError: a tensor has no data pointer, such as a sparse one.
         """
         return array("Q", map(torch.Tensor.data_ptr, self.tensors))
-
-
-def key_of(path: Path) -> str:
-    """The flat key of a path, as stock DCP names it: `model.layers.0.weight`."""
-    return ".".join(map(str, path))
-
-
-def keys_of(paths: Sequence[Path]) -> list[str]:
-    """The flat keys of many paths."""
-    try:
-        return list(map(".".join, paths))
-    except TypeError:  # not all parts are strings
-        return list(map(key_of, paths))
 
 
 def kind_of(value: Any) -> Literal["tensor", "dict", "list", "per_rank", "stateful", "object"]:

@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 
-from .flatten import FlatState, keys_of
+from .flatten import FlatState
+from .paths import keys_of
 from .structure import Structure
 
 #: Maximum number of values in one check, per rank and over all ranks.

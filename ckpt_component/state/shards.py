@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,23 +94,3 @@ def check_mesh(mesh: Any, key: str, world_size: int) -> None:
             f"'{key}' is a DTensor with a part on rank {max(ranks)}, and this manager or checkpointer was built for "
             f"{world_size} rank(s); build it after init_process_group()."
         )
-
-
-Box = tuple[Sequence[int], Sequence[int]]
-
-
-def overlap(one: Box, other: Box) -> tuple[tuple[slice, ...], tuple[slice, ...], int] | None:
-    """The intersection of two boxes (offsets, sizes).
-
-    Returns:
-        Its slices in the first box, its slices in the second, and its number of elements; None if it is empty.
-    """
-    first, second, elements = [], [], 1
-    for a, size_a, b, size_b in zip(one[0], one[1], other[0], other[1], strict=True):
-        start, stop = max(a, b), min(a + size_a, b + size_b)
-        if start >= stop:
-            return None
-        first.append(slice(start - a, stop - a))
-        second.append(slice(start - b, stop - b))
-        elements *= stop - start
-    return tuple(first), tuple(second), elements

@@ -16,8 +16,9 @@ import torch
 
 from ..errors import CheckpointStageError
 from .dense_tensors import BATCH, ORDINARY
-from .flatten import FlatState, Path, key_of, keys_of
+from .flatten import FlatState
 from .objects import PACKED_DTYPES, check_tensor
+from .paths import Path, key_of, keys_of
 
 _COMPLEX = frozenset({torch.complex32, torch.complex64, torch.complex128})
 

@@ -18,8 +18,9 @@ from ckpt_component.errors import CheckpointStageError
 from ckpt_component.formats.dcp import DcpWriter
 from ckpt_component.image.arena import Arena, ArenaPool
 from ckpt_component.image.items import around_payload, tensor_pickle
-from ckpt_component.state.flatten import FlatState, flatten, key_of, unflatten
+from ckpt_component.state.flatten import FlatState, flatten, unflatten
 from ckpt_component.state.objects import PACKED_DTYPES, decode, dump, encode
+from ckpt_component.state.paths import key_of
 from ckpt_component.state.structure import Structure
 
 DTYPES = [torch.float32, torch.bool, torch.bfloat16, torch.float8_e4m3fn, torch.complex64, torch.int64, torch.uint16]

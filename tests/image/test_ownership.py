@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from ckpt_component.state.dedup import Selection, holdings, share_out
-from ckpt_component.state.flatten import flatten, key_of
+from ckpt_component.state.flatten import flatten
+from ckpt_component.state.paths import key_of
 from ckpt_component.state.per_rank import PerRank
 from ckpt_component.state.structure import Structure
 

@@ -14,11 +14,12 @@ import pytest
 import torch
 
 from ckpt_component import CheckpointCorruptError, CheckpointError, CheckpointUnreadableError
+from ckpt_component.catalogue.rank_index import item_columns
 from ckpt_component.memory import libc
 from ckpt_component.memory.scratch import ScratchBlock
 from ckpt_component.readers.coalesced import SMALL_BYTES, CoalescedReads
-from ckpt_component.readers.rank_index import tensor_items
 from ckpt_component.readers.source import Request
+from ckpt_component.readers.tensor_items import TensorItems
 from ckpt_component.storage.checksum import Checksum, find_checksum
 from ckpt_component.storage.file_set import FileSet
 
@@ -50,7 +51,7 @@ class Stored:
 
     def read(self, numbers: list[int], checksum: Checksum | None) -> tuple[list[torch.Tensor], list[int], int]:
         """The tensors of these items, the places of those that are damaged, and how many runs they were read in."""
-        items = tensor_items(self.rows, self.sums, self.names, list(self.sizes.values()))
+        items = TensorItems(item_columns(self.rows, self.sums, self.names, list(self.sizes.values())))
         tensors = [torch.zeros_like(self.payloads[number]) for number in numbers]
         requests = [Request.into(str(place), tensor) for place, tensor in enumerate(tensors)]
         failed = []

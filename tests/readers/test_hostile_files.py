@@ -38,7 +38,7 @@ from ckpt_component import (
     UnexpectedKeysError,
     build_checkpointer,
 )
-from ckpt_component.readers.foreign.safe_unpickle import load_inert
+from ckpt_component.catalogue.safe_unpickle import load_inert
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

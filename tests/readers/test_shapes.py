@@ -8,8 +8,8 @@ import random
 import pytest
 
 from ckpt_component import CheckpointCorruptError
-from ckpt_component.readers.shapes import check_cover, is_shape
-from ckpt_component.state.shards import Box
+from ckpt_component.catalogue.shapes import check_cover, is_shape
+from ckpt_component.state.boxes import Box
 
 
 def cut_up(whole: tuple[int, ...], rng: random.Random) -> list[Box]:

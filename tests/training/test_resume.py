@@ -17,7 +17,8 @@ from ckpt_component.apps.training.job import Job
 from ckpt_component.apps.training.loop import run
 from ckpt_component.apps.training.report import Summary
 from ckpt_component.errors import CheckpointLoadError, CheckpointNotFoundError
-from ckpt_component.state.flatten import flatten, key_of
+from ckpt_component.state.flatten import flatten
+from ckpt_component.state.paths import key_of
 
 Composed = Callable[..., DictConfig]
 N = 6  # an epoch of the text ends in step 5, so the second half begins inside a shuffled epoch

@@ -19,11 +19,11 @@ from typing import IO, Any
 
 import torch
 
+from ...catalogue.safe_unpickle import Record, load_inert, record_class
 from ...errors import CheckpointCorruptError, CheckpointLoadError
 from ...image.torch_archive import CHECKSUMS
 from ...state import objects as object_codec
 from ...storage.checksum import find_checksum
-from .safe_unpickle import Record, load_inert, record_class
 
 _ENCRYPTED = 1
 _DEFAULTDICT = "collections.defaultdict"

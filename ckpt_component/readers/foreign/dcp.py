@@ -9,15 +9,16 @@ from typing import Any
 
 import torch
 
+from ...catalogue.dcp_metadata import StoredAt, load_metadata
 from ...errors import CheckpointCorruptError
 from ...progress import Progress, no_progress
-from ...state.shards import Box, overlap
+from ...state.boxes import Box, overlap
 from ...storage.file_set import FileSet, RangeRead
 from ...storage.fs import FsOps
 from ...storage.safe_open import read_failure
 from ..source import Index, Request, Source, TensorEntry, copy_into
+from ..tensor_items import DTYPES, WIDTHS
 from .archives import load_archive, load_objects
-from .dcp_metadata import StoredAt, load_metadata
 from .torch_file import list_paths
 
 _MAX_METADATA = 1 << 30
@@ -44,11 +45,13 @@ class StockDcpSource(Source):
             files = {name: fs.size(os.path.join(folder, name)) for name in fs.names(folder)}
         except OSError as error:
             raise read_failure(path, error) from error
-        self._metadata = load_metadata(data, path, {name: size for name, size in files.items() if size is not None})
+        self._metadata = load_metadata(
+            data, path, {name: size for name, size in files.items() if size is not None}, WIDTHS
+        )
         paths, containers = list_paths(self._metadata.paths)
         index = Index(containers=containers)
         for key, tensor in self._metadata.tensors.items():
-            index.tensors[key] = TensorEntry(paths.get(key, (key,)), tensor.dtype, tuple(tensor.shape), key)
+            index.tensors[key] = TensorEntry(paths.get(key, (key,)), DTYPES[tensor.dtype], tuple(tensor.shape), key)
         for key in self._metadata.objects:
             index.objects[key] = paths.get(key, (key,))
         self.where, self.index = folder, index

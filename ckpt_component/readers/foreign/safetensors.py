@@ -14,17 +14,17 @@ from typing import Any, cast
 
 import torch
 
+from ...catalogue.rank_index import RankIndex, item_columns
+from ...catalogue.shapes import is_shape
 from ...errors import CheckpointCorruptError, CheckpointLoadError
-from ...formats.safetensors import DTYPES
+from ...state.dtypes import SAFETENSORS
 from ...storage.file_set import FileSet
 from ...storage.fs import FsOps
 from ...storage.safe_open import is_plain_name, read_failure
 from ..own_format import OwnSource
-from ..rank_index import RankIndex, tensor_items
-from ..shapes import is_shape
 
 _MAX_HEADER = 100 << 20
-_DTYPE_OF = {text: dtype for dtype, text in DTYPES.items()}
+_DTYPE_OF: dict[str, torch.dtype] = {text: getattr(torch, name) for name, text in SAFETENSORS.items()}
 
 
 class SafetensorsSource(OwnSource):
@@ -82,7 +82,7 @@ class SafetensorsSource(OwnSource):
         for key in weight_map or ():
             if key not in numbers:
                 raise CheckpointCorruptError(f"The index of {where} lists '{key}', and no file there has it.")
-        items = tensor_items(rows, [0] * len(rows), names, sizes)
+        items = item_columns(rows, [0] * len(rows), names, sizes)
         paths = [(key,) for key in numbers]
         index = RankIndex("none", items, [], paths, list(numbers.values()), None, [], [])
         super().__init__(folder, [index], verify=False, shared=shared)

@@ -16,7 +16,8 @@ import torch
 
 from ...errors import CheckpointCorruptError, CheckpointLoadError, CheckpointStageError
 from ...progress import Progress, no_progress
-from ...state.flatten import Path, flatten, key_of
+from ...state.flatten import flatten
+from ...state.paths import Path, key_of
 from ...storage.safe_open import open_regular, read_failure
 from ..source import Index, Request, Source, TensorEntry, copy_into
 from .archives import check_archive, decode_all, load_safely, refused_kind, verify_records

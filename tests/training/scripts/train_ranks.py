@@ -18,7 +18,8 @@ from ckpt_component.apps.training.ranks import Ranks
 from ckpt_component.apps.training.schema import register
 from ckpt_component.config import config_dir
 from ckpt_component.config.errors import CheckpointConfigError
-from ckpt_component.state.flatten import flatten, key_of
+from ckpt_component.state.flatten import flatten
+from ckpt_component.state.paths import key_of
 
 KINDS = ("ddp", "fsdp", "tp")
 N = 3

@@ -1,18 +1,13 @@
-"""Validate dtypes, shapes and chunks that come from a file."""
+"""Validate shapes and chunks that come from a file."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
 from ..errors import CheckpointCorruptError
+from ..state.boxes import Box
 from ..state.coverage import cover_fault
-from ..state.shards import Box
-
-#: By the name after `torch.`. Names from a file are looked up here: attributes of torch can import modules.
-DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
 
 #: The most that operators of torch accept.
 MAX_DIMENSIONS = 64

@@ -1,4 +1,4 @@
-"""The index of what a rank wrote, item by item. It is validated before anything is allocated from it.
+"""The index of what a rank wrote, item by item, from its integrity file. Validated before anything is read by it.
 
 Validation works on whole columns: checking many small items one by one would take longer than reading them.
 """
@@ -12,17 +12,16 @@ import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from operator import itemgetter
+from operator import add, itemgetter, le, mul
 from typing import Any, NamedTuple
 
-import torch
-
 from ..errors import CheckpointCorruptError
-from ..memory.int_columns import column_of
-from ..state.flatten import Path
+from ..state.dtypes import WIDTHS
+from ..state.paths import Path
 from ..storage.fs import FsOps
+from ..storage.names import integrity_name
 from ..storage.safe_open import read_failure
-from .shapes import DTYPES, MAX_DIMENSIONS, MAX_ELEMENTS, is_shape
+from .shapes import MAX_DIMENSIONS, MAX_ELEMENTS, is_shape
 
 _MAX_INDEX_BYTES = 1 << 30
 _PATH_PARTS = frozenset({str, int, float, bool, type(None)})
@@ -40,33 +39,40 @@ class StoredItem(NamedTuple):
     length: int
     payload: int
     checksum: int
-    dtype: torch.dtype | None
+    dtype: str | None
     shape: tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class TensorItems:
-    """The tensor items of one rank.
+class ItemColumns:
+    """The tensor items of one rank, a column for each property.
 
     Attributes:
         names: File names, by number.
-        table: int64, one column per item; its rows are the file's number, the item's offset in the file, its length,
-            the offset of the tensor's bytes in the file, and their length.
+        files: Numbers of the files.
+        offsets: Offsets of the items in their files.
+        lengths: Lengths of the items.
+        payloads: Offsets of the tensors' bytes in the files.
+        nbytes: Lengths of the tensors' bytes.
         checksums: Checksums of the items, unsigned, up to 64 bits.
-        dtypes, shapes: Dtypes and shapes of the tensors.
+        dtypes, shapes: Dtypes, by name, and shapes of the tensors.
     """
 
     names: Sequence[str]
-    table: torch.Tensor
+    files: Sequence[int]
+    offsets: Sequence[int]
+    lengths: Sequence[int]
+    payloads: Sequence[int]
+    nbytes: Sequence[int]
     checksums: Sequence[int]
-    dtypes: Sequence[torch.dtype]
+    dtypes: Sequence[str]
     shapes: Sequence[tuple[int, ...]]
 
     def item(self, number: int) -> StoredItem:
         """The item with this number."""
-        file, offset, length, payload, _ = self.table[:, number].tolist()
+        place = self.offsets[number], self.lengths[number], self.payloads[number]
         of_tensor = self.checksums[number], self.dtypes[number], self.shapes[number]
-        return StoredItem(self.names[file], offset, length, payload, *of_tensor)
+        return StoredItem(self.names[self.files[number]], *place, *of_tensor)
 
 
 @dataclass(frozen=True)
@@ -86,7 +92,7 @@ class RankIndex:
     """
 
     checksum: str
-    tensors: TensorItems
+    tensors: ItemColumns
     extras: list[StoredItem]
     paths: Sequence[Path]
     numbers: Sequence[int]
@@ -96,15 +102,20 @@ class RankIndex:
 
 
 def read_rank_indexes(
-    fs: FsOps, folder: str, manifest: Mapping[str, Any], ranks: Sequence[int] | None = None
+    fs: FsOps,
+    folder: str,
+    manifest: Mapping[str, Any],
+    ranks: Sequence[int] | None = None,
+    widths: Mapping[str, int] = WIDTHS,
 ) -> list[RankIndex]:
     """Read the indexes of ranks, each verified against the manifest.
 
     Args:
         fs: The file system.
-        folder: The checkpoint.
+        folder: The folder of the checkpoint's files.
         manifest: The manifest, from `read_manifest`.
         ranks: The ranks to read; None: all ranks of the manifest.
+        widths: Bytes of one element of the supported dtypes, by name.
 
     Raises:
         CheckpointCorruptError: An index is missing, damaged, or invalid.
@@ -113,7 +124,7 @@ def read_rank_indexes(
     entries = {entry["name"]: entry for entry in manifest["files"]}
     indexes = []
     for rank in range(manifest["world_size"]) if ranks is None else ranks:
-        name = f"integrity-{rank}.json"
+        name = integrity_name(rank)
         path = os.path.join(folder, name)
         if "crc32" not in entries.get(name, {}):
             raise CheckpointCorruptError(f"manifest.json in {folder} does not list {name} with its checksum.")
@@ -126,13 +137,13 @@ def read_rank_indexes(
                 f"{path} does not match its checksum in manifest.json; one of the two is damaged."
             )
         try:
-            indexes.append(_parse(json.loads(data), entries))
-        except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RuntimeError) as error:
+            indexes.append(_parse(json.loads(data), entries, widths))
+        except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             raise CheckpointCorruptError(f"{path} is invalid: {type(error).__name__}: {error}.") from error
     return indexes
 
 
-def _parse(content: Any, entries: Mapping[str, Any]) -> RankIndex:
+def _parse(content: Any, entries: Mapping[str, Any], widths: Mapping[str, int]) -> RankIndex:
     layout, blobs = content["layout"], content["extras"]
     rows, names = layout["items"], layout["files"]
     for name in [*names, *map(itemgetter(0), blobs)]:
@@ -144,7 +155,7 @@ def _parse(content: Any, entries: Mapping[str, Any]) -> RankIndex:
         raise ValueError(f"it has {len(sums)} checksums of {algorithm!r:.200} for {len(rows) + len(blobs)} items")
     _check_ints(sums)
     count = len(rows)  # checksums of tensors come first
-    tensors = tensor_items(rows, sums[:count], names, [entries[name]["size"] for name in names])
+    tensors = item_columns(rows, sums[:count], names, [entries[name]["size"] for name in names], widths)
     extras = []
     for (name, offset, length), checksum in zip(blobs, sums[count:], strict=True):
         _check_ints((offset, length))
@@ -191,27 +202,32 @@ def _part(raw: Sequence[Any], shape: tuple[int, ...]) -> Part:
     return tuple(whole), tuple(offsets)
 
 
-def tensor_items(
-    rows: Sequence[Any], checksums: Sequence[int], names: Sequence[str], sizes: Sequence[int]
-) -> TensorItems:
-    """Validate rows of an untrusted file and convert them to tensor items.
+def item_columns(
+    rows: Sequence[Any],
+    checksums: Sequence[int],
+    names: Sequence[str],
+    sizes: Sequence[int],
+    widths: Mapping[str, int] = WIDTHS,
+) -> ItemColumns:
+    """Validate rows of an untrusted file and convert them to columns.
 
     Args:
         rows: File number, offset, length, offset of the payload, dtype and shape of each item.
         checksums: One int per row.
         names: File names, by number.
         sizes: Sizes of the files.
+        widths: Bytes of one element of the supported dtypes, by name.
 
     Raises:
-        ValueError, TypeError, KeyError, OverflowError, RuntimeError: A row is invalid.
+        ValueError, TypeError, KeyError: A row is invalid.
     """
     if not rows:
-        return TensorItems(names, torch.empty((5, 0), dtype=torch.int64), (), (), ())
-    *places, kinds, raw_shapes = zip(*rows, strict=True)
-    for kind in set(kinds):
-        if kind not in DTYPES:
-            raise ValueError(f"it names the dtype {kind!r:.200}, which this torch does not have")
-    dtypes, shapes = list(map(DTYPES.__getitem__, kinds)), list(map(tuple, raw_shapes))
+        return ItemColumns(names, (), (), (), (), (), checksums, (), ())
+    files, offsets, lengths, payloads, dtypes, raw_shapes = zip(*rows, strict=True)
+    for dtype in set(dtypes):
+        if dtype not in widths:
+            raise ValueError(f"it names the dtype {dtype!r:.200}, which is not supported here")
+    shapes = list(map(tuple, raw_shapes))
     dimensions = list(chain.from_iterable(shapes))
     _check_ints(dimensions)
     elements = list(map(math.prod, shapes))
@@ -220,29 +236,32 @@ def tensor_items(
         for shape in shapes:
             if not is_shape(shape):
                 raise ValueError(f"it has an item of the shape {list(shape)!r:.200}")
-    numbers = list(chain(*places))
-    _check_ints(numbers)
-    widths = {dtype: dtype.itemsize for dtype in set(dtypes)}
-    columns = [*numbers, *elements, *map(widths.__getitem__, dtypes)]
-    file, offset, length, payload, count, itemsize = column_of(columns).view(6, len(rows))
-    _refuse((file < 0) | (file >= len(names)), "it has an item in the file number {}", file)
-    size = column_of(sizes).index_select(0, file)
-    _refuse((offset < 0) | (length < 0), "it has an item at {} of {} bytes", offset, length)
-    # The subtractions below cannot overflow, because a file has fewer than 2^63 bytes.
-    _refuse(
-        (offset > size) | (length > size - offset),
-        "its item at {} of {} bytes ends behind its file of {} bytes",
-        *(offset, length, size),
-    )
-    # Compared by division, because elements * itemsize could overflow.
-    _refuse(count > length // itemsize, "{} elements do not fit the item at {} of {} bytes", count, offset, length)
-    nbytes = count * itemsize
-    _refuse(
-        (payload < offset) | (payload - offset > length - nbytes),
-        "{} bytes at {} do not fit the item at {} of {} bytes",
-        *(nbytes, payload, offset, length),
-    )
-    return TensorItems(names, torch.stack([file, offset, length, payload, nbytes]), checksums, dtypes, shapes)
+    for column in (files, offsets, lengths, payloads):
+        _check_ints(column)
+    nbytes = list(map(mul, elements, map(widths.__getitem__, dtypes)))
+    if min(files) < 0 or max(files) >= len(names):
+        raise ValueError(f"it has an item in the file number {min(files) if min(files) < 0 else max(files)}")
+    ends = list(map(add, offsets, lengths))
+    if not (
+        min(offsets) >= 0
+        and min(lengths) >= 0
+        and all(map(le, ends, map(sizes.__getitem__, files)))
+        and all(map(le, offsets, payloads))
+        and all(map(le, map(add, payloads, nbytes), ends))
+    ):
+        for row in zip(offsets, lengths, payloads, nbytes, map(sizes.__getitem__, files), strict=True):
+            _check_place(*row)
+    return ItemColumns(names, files, offsets, lengths, payloads, nbytes, checksums, dtypes, shapes)
+
+
+def _check_place(offset: int, length: int, payload: int, nbytes: int, size: int) -> None:
+    """Refuse an item that is outside of its file, or whose payload is outside of the item."""
+    if offset < 0 or length < 0:
+        raise ValueError(f"it has an item at {offset} of {length} bytes")
+    if offset + length > size:
+        raise ValueError(f"its item at {offset} of {length} bytes ends behind its file of {size} bytes")
+    if payload < offset or payload + nbytes > offset + length:
+        raise ValueError(f"{nbytes} bytes at {payload} do not fit the item at {offset} of {length} bytes")
 
 
 def _check_ints(values: Sequence[Any]) -> None:
@@ -250,10 +269,3 @@ def _check_ints(values: Sequence[Any]) -> None:
     if not set(map(type, values)) <= {int}:
         misfit = next(value for value in values if type(value) is not int)
         raise ValueError(f"it has {misfit!r:.200} where a whole number is expected")
-
-
-def _refuse(invalid: torch.Tensor, text: str, *columns: torch.Tensor) -> None:
-    """Raise ValueError if `invalid` is true anywhere, with the columns' numbers of the first such row in the text."""
-    if bool(invalid.any()):
-        first = int(invalid.nonzero()[0])
-        raise ValueError(text.format(*(int(each[first]) for each in columns)))

@@ -8,14 +8,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
-from ...errors import CheckpointCorruptError, CheckpointLoadError
-from ...state.flatten import Path
-from ...state.shards import Box
-from ...storage.safe_open import is_plain_name
-from ..shapes import DTYPES, check_cover, is_shape
+from ..errors import CheckpointCorruptError, CheckpointLoadError
+from ..state.boxes import Box
+from ..state.dtypes import WIDTHS
+from ..state.paths import Path
+from ..storage.safe_open import is_plain_name
 from .safe_unpickle import Record, load_inert
+from .shapes import check_cover, is_shape
 
 _DCP = "torch.distributed.checkpoint"
 _MEGATRON = "megatron.core.dist_checkpointing.strategies"
@@ -54,7 +53,7 @@ class StoredAt:
 class StockTensor:
     """One tensor: dtype, shape, and its chunks with their locations."""
 
-    dtype: torch.dtype
+    dtype: str
     shape: tuple[int, ...]
     chunks: tuple[tuple[Box, StoredAt], ...]
 
@@ -74,13 +73,16 @@ class StockMetadata:
     paths: Mapping[str, Path]
 
 
-def load_metadata(data: bytes, where: str, sizes: Mapping[str, int]) -> StockMetadata:
+def load_metadata(
+    data: bytes, where: str, sizes: Mapping[str, int], widths: Mapping[str, int] = WIDTHS
+) -> StockMetadata:
     """Load and validate the metadata of a DCP checkpoint.
 
     Args:
         data: Bytes of the file.
         where: Path of the file, for error texts.
         sizes: Sizes of the regular files in the same folder, by name.
+        widths: Bytes of one element of the supported dtypes, by name.
 
     Raises:
         CheckpointCorruptError: It is damaged, refers to other classes than those of DCP, or is invalid: a file name
@@ -88,18 +90,19 @@ def load_metadata(data: bytes, where: str, sizes: Mapping[str, int]) -> StockMet
         CheckpointLoadError: A form of storage is not supported.
     """
     try:
-        record = load_inert(data, _RECORDS, lambda module, name: DTYPES.get(name) if module == "torch" else None)
+        record = load_inert(data, _RECORDS, lambda module, name: name if module == "torch" and name in widths else None)
     except Exception as error:  # a damaged pickle can raise nearly anything
         raise CheckpointCorruptError(f"{where} is not a DCP metadata file that can be trusted: {error}.") from error
-    return _Checked(where, sizes).metadata(record)
+    return _Checked(where, sizes, widths).metadata(record)
 
 
 class _Checked:
     """Validates records and converts them to our own classes."""
 
-    def __init__(self, where: str, sizes: Mapping[str, int]) -> None:
+    def __init__(self, where: str, sizes: Mapping[str, int], widths: Mapping[str, int]) -> None:
         self._where = where
         self._sizes = sizes
+        self._widths = widths
 
     def metadata(self, record: Any) -> StockMetadata:
         """Convert the root record."""
@@ -136,7 +139,7 @@ class _Checked:
                 for name in ("offsets", "sizes")
             )
             place = self._stored(places, key, offsets)
-            needed = math.prod(sizes) * dtype.itemsize
+            needed = math.prod(sizes) * self._widths[dtype]
             if needed > place.length:
                 raise self._refused(
                     f"'{key}' has a chunk of {needed} bytes at {offsets}, and {place.file} has {place.length} for it"
@@ -145,13 +148,13 @@ class _Checked:
         check_cover(f"'{key}' in {self._where}", shape, [box for box, _ in stored])
         return StockTensor(dtype, shape, tuple(stored))
 
-    def _dtype(self, properties: Any, key: str) -> torch.dtype:
+    def _dtype(self, properties: Any, key: str) -> str:
         if self._kind(properties) != "TensorProperties":
             raise self._refused(f"'{key}' has no properties")
         # Its state is a tuple of dtype, layout, requires_grad, memory format and pinning.
         state = properties.state if isinstance(properties.state, tuple) else ()
         dtype, layout = state[:2] if len(state) >= 2 else (properties.get("dtype"), properties.get("layout"))
-        if not isinstance(dtype, torch.dtype):
+        if type(dtype) is not str or dtype not in self._widths:
             raise self._refused(f"'{key}' has the dtype {reprlib.repr(dtype)}")
         if layout is not None and not (self._kind(layout) == "_get_layout" and layout.args == ("torch.strided",)):
             raise CheckpointLoadError(f"'{key}' in {self._where} is not a dense tensor, which is not supported.")

@@ -1,0 +1,25 @@
+"""Boxes: the parts of a tensor as offsets and sizes, one per dimension. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+#: Offsets of the first element, and sizes.
+Box = tuple[Sequence[int], Sequence[int]]
+
+
+def overlap(one: Box, other: Box) -> tuple[tuple[slice, ...], tuple[slice, ...], int] | None:
+    """The intersection of two boxes (offsets, sizes).
+
+    Returns:
+        Its slices in the first box, its slices in the second, and its number of elements; None if it is empty.
+    """
+    first, second, elements = [], [], 1
+    for a, size_a, b, size_b in zip(one[0], one[1], other[0], other[1], strict=True):
+        start, stop = max(a, b), min(a + size_a, b + size_b)
+        if start >= stop:
+            return None
+        first.append(slice(start - a, stop - a))
+        second.append(slice(start - b, stop - b))
+        elements *= stop - start
+    return tuple(first), tuple(second), elements
