@@ -17,10 +17,11 @@ from ..errors import (
     CheckpointUnreadableError,
 )
 from ..storage.cleanup import living_attempts, quarantine, sweep
-from ..storage.fs import FsOps, wait_visible
+from ..storage.fs import FsOps
 from ..storage.names import StepNames
 from ..storage.scan import repair_pointer
 from ..storage.space import amount
+from ..storage.visibility import wait_visible
 from .lookup import candidates_of, size_of_checkpoint
 from .run_context import steps_text
 from .run_folder import RunFolder

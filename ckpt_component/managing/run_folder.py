@@ -17,10 +17,10 @@ from ..spelling import typed
 from ..storage.cleanup import discard, quarantine
 from ..storage.commit import refuse_existing
 from ..storage.fencing import FencingToken, Owner
-from ..storage.fs import wait_visible
 from ..storage.names import TRIAL_PREFIX, new_token
 from ..storage.scan import Scan, read_pointer, write_pointer
 from ..storage.space import FULL
+from ..storage.visibility import wait_visible
 from .policies import ResumePolicy, RetentionPolicy
 from .run_context import RunContext, steps_text
 

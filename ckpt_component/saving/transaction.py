@@ -32,10 +32,11 @@ from ..stagers.base import Snapshot
 from ..state.replicas import differing
 from ..storage import commit
 from ..storage.fencing import FencingToken
-from ..storage.fs import FsOps, wait_visible
+from ..storage.fs import FsOps
 from ..storage.liveness import AttemptLock
 from ..storage.names import Attempt
 from ..storage.space import FULL, amount, full_text, refuse_without_room
+from ..storage.visibility import wait_visible
 from ..writing.request import WriteRequest
 from .in_flight import PendingSave
 from .report import SaveReport

@@ -104,14 +104,9 @@ def sweep(fs: FsOps, root: str, steps: StepNames, fenced: Collection[str] = ()) 
     """
     signs = LifeSigns(fs, root)
     deleted = []
-    for name in _unfinished(fs, root, steps, signs.names):
-        here = is_token_of_this_host(token_of(name))
-        if not here and name not in fenced:
-            continue
+    for name in _dead(fs, signs, steps, fenced):
         path = os.path.join(root, name)
         try:
-            if not _is_dead(fs, signs, name, here=here):
-                continue
             if not fs.is_real_folder(path):
                 fs.unlink(path)
             else:
@@ -128,6 +123,11 @@ def sweep(fs: FsOps, root: str, steps: StepNames, fenced: Collection[str] = ()) 
         deleted.append(name)
     _remove_empty_steps(fs, signs, steps, {os.path.dirname(name) for name in deleted})
     return deleted
+
+
+def debris(fs: FsOps, root: str, steps: StepNames, fenced: Collection[str] = ()) -> list[str]:
+    """The names that `sweep` would delete now."""
+    return list(_dead(fs, LifeSigns(fs, root), steps, fenced))
 
 
 def living_attempts(fs: FsOps, root: str, steps: StepNames) -> list[str]:
@@ -226,6 +226,21 @@ def _is_kept(fs: FsOps, root: str, name: str) -> bool:
     except CheckpointError:
         return True  # it may name this attempt; the scan reports what is wrong with it
     return manifest is not None and manifest.get("at") == token
+
+
+def _dead(fs: FsOps, signs: LifeSigns, steps: StepNames, fenced: Collection[str]) -> Iterator[str]:
+    """Names of what dead processes left; each is examined when it is asked for."""
+    for name in _unfinished(fs, signs.root, steps, signs.names):
+        here = is_token_of_this_host(token_of(name))
+        if not here and name not in fenced:
+            continue
+        try:
+            if _is_dead(fs, signs, name, here=here):
+                yield name
+        except FileNotFoundError:
+            continue  # committed or deleted concurrently
+        except OSError as error:
+            logger.warning("cannot tell whether %s is in use (%s)", os.path.join(signs.root, name), error)
 
 
 def _is_dead(fs: FsOps, signs: LifeSigns, name: str, *, here: bool) -> bool:

@@ -33,9 +33,10 @@ from ..errors import (
 )
 from .cleanup import discard, remove_if_empty
 from .fencing import check_owner
-from .fs import FsOps, wait_visible
+from .fs import FsOps
 from .manifest import MAX_BYTES, VERSION, encode_manifest, read_manifest
 from .names import MANIFEST, QUARANTINED, Attempt, is_token
+from .visibility import wait_visible
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +90,7 @@ def publish(
     attempt: Attempt,
     ranks: Sequence[Mapping[str, Any]],
     sidecars: Mapping[str, bytes],
-    manifest_fields: Mapping[str, Any],
+    manifest_fields: Mapping[str, Any] | None,
     visibility_timeout: float = 0.0,
 ) -> int:
     """Commit an attempt. When this returns, the checkpoint is complete and durable.
@@ -99,7 +100,8 @@ def publish(
         attempt: the attempt passed to `begin`.
         ranks: what each rank wrote: `{"rank", "files": [{"name", "size", ...}]}`, each file fsynced by its writer.
         sidecars: small files that only the coordinator writes, such as `.metadata`.
-        manifest_fields: additional plain values for the manifest, such as the format.
+        manifest_fields: additional plain values for the manifest, such as the format. None, only with a commit by
+            rename: no manifest is written, for the copy of another program's checkpoint.
         visibility_timeout: seconds to wait for files of other ranks to become visible here, and for a manifest whose
             creation was not confirmed.
 
@@ -129,6 +131,10 @@ def publish(
     if attempt.file:
         _replace(fs, attempt)
         return 1
+    if manifest_fields is None:
+        fs.sync_folder(staging)
+        _rename(fs, attempt)
+        return len(files)
     for name, data in sidecars.items():
         fs.write_new(os.path.join(staging, name), data)
         files.append({"name": name, "size": len(data), "crc32": zlib.crc32(data)})

@@ -11,10 +11,8 @@ import errno
 import fcntl
 import os
 import stat
-import time
 from collections.abc import Callable, Sequence
 
-from ..errors import CheckpointTimeoutError
 from .fs_type import kind_of
 from .safe_open import open_regular
 
@@ -23,9 +21,9 @@ _MAX_BUFFERS = 1024
 
 #: Errors of `link` on file systems without hard links: mounted object stores, FAT, some FUSE.
 _NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS})
-#: Polling intervals for files of other ranks: network file systems cache names for up to half a minute.
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.02, 1.0
-
+#: Errors of `copy_file_range` between two file systems, or on one without it.
+_NO_COPY = frozenset({errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP})
+_COPY_BYTES = 1 << 20
 _RENAME_NOREPLACE = 1
 _AT_FDCWD = -100
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
@@ -90,6 +88,30 @@ class FsOps:
                 written -= pending.pop(0).nbytes
             if written:
                 pending[0] = pending[0][written:]
+
+    def copy(self, fd: int, source: int, offset: int, length: int) -> None:
+        """Copy a range of the open file `source` to the same offset of `fd`; blocks are shared where the kernel can.
+
+        Raises:
+            OSError: also if the source is too short.
+        """
+        end, by_kernel = offset + length, True
+        while offset < end:
+            if by_kernel:
+                try:
+                    count = os.copy_file_range(source, fd, end - offset, offset, offset)
+                except OSError as error:
+                    if error.errno not in _NO_COPY:
+                        raise
+                    count = 0
+                by_kernel = count > 0  # some file systems copy nothing and report no error
+            else:
+                data = os.pread(source, min(end - offset, _COPY_BYTES), offset)
+                if not data:
+                    raise OSError(errno.EIO, f"the file ends at {offset} and {end} bytes were expected")
+                self.write(fd, [memoryview(data)], offset)
+                count = len(data)
+            offset += count
 
     def start_writeback(self, fd: int, offset: int, length: int) -> None:
         """Start writing a range to disk that will be synced later. Does not wait.
@@ -324,26 +346,3 @@ class FsOps:
     def flock(self, fd: int, how: int) -> None:
         """Lock an open folder, which shows other processes that its owner is alive."""
         fcntl.flock(fd, how)
-
-
-def wait_visible(is_visible: Callable[[], bool], what: str, seconds: float) -> None:
-    """Poll until `is_visible` returns True.
-
-    Args:
-        is_visible: whether another rank's file is visible here.
-        what: what to name in the error message.
-        seconds: `timeouts.visible`.
-
-    Raises:
-        CheckpointTimeoutError: it did not become visible in time.
-    """
-    deadline, pause = time.monotonic() + seconds, _FIRST_PAUSE
-    while not is_visible():
-        remaining = deadline - time.monotonic()
-        if remaining <= 0:
-            raise CheckpointTimeoutError(
-                f"{what}, which another rank made, cannot be seen from here after {seconds:g} s (timeouts.visible); "
-                "all ranks need one checkpoint.dir on a file system that they share."
-            )
-        time.sleep(min(pause, remaining))
-        pause = min(2 * pause, _LONGEST_PAUSE)

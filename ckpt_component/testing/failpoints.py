@@ -30,6 +30,7 @@ EFFECTS = (
     "open_over",
     "link",
     "write",
+    "copy",
     "truncate",
     "sync",
     "close",

@@ -1,0 +1,146 @@
+"""Copy a checkpoint as a save writes it: into a staging folder, verified, and committed as a whole.
+
+A copy that is cut off leaves the same kind of debris as a save that is, which `cleanup.sweep` deletes.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from ..errors import CheckpointCorruptError
+from .commit import abandon, begin, publish
+from .fs import FsOps
+from .liveness import AttemptLock
+from .manifest import check_files, data_folder, read_manifest
+from .names import Attempt, new_token
+from .safe_open import open_regular, read_failure
+from .space import refuse_without_room
+
+_MAX_THREADS = 4
+#: Bytes to copy between two reports of the progress, and before their writeback starts.
+_STEP_BYTES = 64 << 20
+#: Values of a manifest that belong to one commit; the copy has its own.
+_OF_COMMIT = frozenset({"attempt", "at", "files", "version"})
+
+
+def copy_checkpoint(
+    fs: FsOps,
+    source: str,
+    target: str,
+    *,
+    check: Callable[[str, str], None] | None = None,
+    advance: Callable[[int], None] = lambda _: None,
+    before_commit: Callable[[], None] = lambda: None,
+) -> None:
+    """Copy a checkpoint. When this returns, the copy is complete and durable; after an error there is none.
+
+    Args:
+        fs: the file system of both.
+        source: folder of the checkpoint, ours or another program's.
+        target: path of the copy.
+        check: called with the folder and the name of every file of data that was copied, to verify it there.
+        advance: called with the number of bytes after each part, from several threads.
+        before_commit: called last before the copy becomes visible; an exception stops it.
+
+    Raises:
+        CheckpointCorruptError: the source is damaged.
+        CheckpointExistsError: the target exists.
+        CheckpointStorageFullError: there is not enough space.
+        OSError: from the file system.
+    """
+    manifest = read_manifest(fs, source)
+    folder = source if manifest is None else data_folder(source, manifest)
+    fields = None
+    if manifest is not None:
+        check_files(fs, folder, manifest)
+        fields = {name: value for name, value in manifest.items() if name not in _OF_COMMIT}
+    files = _foreign_files(fs, folder, "") if manifest is None else manifest["files"]
+    attempt = Attempt(target, new_token(), by_rename=fs.atomic_rename or manifest is None)
+    refuse_without_room(fs, target, sum(entry["size"] for entry in files), 0)
+    begin(fs, attempt)
+    lock = AttemptLock(fs, attempt)
+    try:
+        _copy_files(fs, folder, attempt.staging, files, check, advance)
+        before_commit()
+        publish(fs, attempt, [{"rank": 0, "files": files}], {}, fields)
+    except BaseException:
+        abandon(fs, attempt)
+        raise
+    finally:
+        lock.close()
+
+
+def same_content(one: Mapping[str, Any] | None, other: Mapping[str, Any] | None) -> bool:
+    """Whether two manifests are of copies of one checkpoint: equal but for what belongs to the commit of each."""
+    if one is None or other is None:
+        return False
+    skipped = _OF_COMMIT - {"files"}
+    return {key: value for key, value in one.items() if key not in skipped} == {
+        key: value for key, value in other.items() if key not in skipped
+    }
+
+
+def _foreign_files(fs: FsOps, root: str, below: str) -> list[dict[str, Any]]:
+    """The files of another program's checkpoint, with paths relative to its folder."""
+    files = []
+    for name in fs.names(os.path.join(root, below)):
+        relative = os.path.join(below, name)
+        path = os.path.join(root, relative)
+        if fs.is_real_folder(path):
+            files += _foreign_files(fs, root, relative)
+            continue
+        size = fs.size(path)
+        if size is None:
+            raise CheckpointCorruptError(f"{path} is a link or not a regular file, and only regular files are copied.")
+        files.append({"name": relative, "size": size})
+    return files
+
+
+def _copy_files(
+    fs: FsOps,
+    source: str,
+    target: str,
+    files: Sequence[Mapping[str, Any]],
+    check: Callable[[str, str], None] | None,
+    advance: Callable[[int], None],
+) -> None:
+    """Copy files, each durable and verified when the next one starts on its thread."""
+
+    def copy(entry: Mapping[str, Any]) -> None:
+        name, size = entry["name"], entry["size"]
+        try:
+            reading = open_regular(os.path.join(source, name))
+        except OSError as error:
+            raise read_failure(os.path.join(source, name), error) from error
+        try:
+            writing = fs.create(os.path.join(target, name))
+            try:
+                for offset in range(0, size, _STEP_BYTES):
+                    length = min(_STEP_BYTES, size - offset)
+                    fs.copy(writing, reading, offset, length)
+                    fs.start_writeback(writing, offset, length)
+                    advance(length)
+                if check is not None:
+                    check(target, name)
+                fs.sync(writing)
+            finally:
+                fs.close(writing)
+        finally:
+            os.close(reading)
+
+    folders = {os.path.dirname(entry["name"]) for entry in files} - {""}
+    for folder in sorted(folders):
+        fs.make_folders(os.path.join(target, folder))
+    threads = min(_MAX_THREADS, os.cpu_count() or 1, len(files))
+    if threads <= 1:
+        for entry in files:
+            copy(entry)
+    else:
+        with ThreadPoolExecutor(threads, thread_name_prefix="ckpt-copy") as pool:
+            for _ in pool.map(copy, files):
+                pass
+    for folder in sorted(folders, reverse=True):
+        fs.sync_folder(os.path.join(target, folder))
