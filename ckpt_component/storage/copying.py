@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from ..errors import CheckpointCorruptError
+from ..progress import Progress, no_progress
 from .commit import abandon, begin, publish
 from .fs import FsOps
 from .liveness import AttemptLock
@@ -32,7 +33,7 @@ def copy_checkpoint(
     target: str,
     *,
     check: Callable[[str, str], None] | None = None,
-    advance: Callable[[int], None] = lambda _: None,
+    progress: Progress = no_progress,
     before_commit: Callable[[], None] = lambda: None,
 ) -> None:
     """Copy a checkpoint. When this returns, the copy is complete and durable; after an error there is none.
@@ -42,7 +43,7 @@ def copy_checkpoint(
         source: folder of the checkpoint, ours or another program's.
         target: path of the copy.
         check: called with the folder and the name of every file of data that was copied, to verify it there.
-        advance: called with the number of bytes after each part, from several threads.
+        progress: follows the bytes.
         before_commit: called last before the copy becomes visible; an exception stops it.
 
     Raises:
@@ -59,11 +60,13 @@ def copy_checkpoint(
         fields = {name: value for name, value in manifest.items() if name not in _OF_COMMIT}
     files = _foreign_files(fs, folder, "") if manifest is None else manifest["files"]
     attempt = Attempt(target, new_token(), by_rename=fs.atomic_rename or manifest is None)
-    refuse_without_room(fs, target, sum(entry["size"] for entry in files), 0)
+    nbytes = sum(entry["size"] for entry in files)
+    refuse_without_room(fs, target, nbytes, 0)
     begin(fs, attempt)
     lock = AttemptLock(fs, attempt)
     try:
-        _copy_files(fs, folder, attempt.staging, files, check, advance)
+        with progress(f"copying {os.path.basename(source)}", nbytes) as advance:
+            _copy_files(fs, folder, attempt.staging, files, check, advance)
         before_commit()
         publish(fs, attempt, [{"rank": 0, "files": files}], {}, fields)
     except BaseException:
