@@ -14,56 +14,19 @@ import torch
 
 from ..catalogue.rank_index import Part, RankIndex, StoredItem
 from ..catalogue.shapes import check_cover
-from ..errors import CheckpointCorruptError, CheckpointLoadError
+from ..catalogue.verification import checksum_of
+from ..errors import CheckpointCorruptError
 from ..image.arena import tensor_bytes
 from ..memory.int_columns import rows_of
 from ..progress import Progress, no_progress
 from ..state.boxes import overlap
 from ..state.paths import Path, keys_of
-from ..storage.checksum import Checksum, ChecksumMissingError, find_checksum, install_text
-from ..storage.file_set import CHUNK_BYTES, FileSet, RangeRead
+from ..storage.checksum import Checksum
+from ..storage.file_set import FileSet, RangeRead
 from .coalesced import SMALL_BYTES, CoalescedReads
 from .foreign.archives import load_objects
 from .source import Index, Request, Source, TensorEntry, copy_into
 from .tensor_items import DTYPES, TensorItems
-
-
-def checksum_of(folder: str, index: RankIndex) -> Checksum:
-    """The checksum algorithm of a rank's items.
-
-    Raises:
-        CheckpointLoadError: It cannot be computed here; the text says what to install.
-    """
-    try:
-        return find_checksum(index.checksum)
-    except ChecksumMissingError as error:
-        raise CheckpointLoadError(
-            f"{folder} was saved with the checksum {index.checksum}, whose package is not installed here: "
-            f"{install_text(index.checksum)}, or load it unverified with checkpoint.verify=off."
-        ) from error
-    except ValueError as error:
-        raise CheckpointLoadError(
-            f"{folder} was saved with the checksum {index.checksum!r:.200}, which this release does not know; load it "
-            "with the release that wrote it, or unverified with checkpoint.verify=off."
-        ) from error
-
-
-def verify_file(folder: str, name: str, index: RankIndex, progress: Progress = no_progress) -> None:
-    """Read every item of one file and compare its checksum."""
-    checksum = checksum_of(folder, index)
-    items = [*map(index.tensors.item, range(len(index.tensors.shapes))), *index.extras]
-    with FileSet(folder) as files:
-
-        def check(item: StoredItem) -> None:
-            buffer = memoryview(bytearray(min(item.length, CHUNK_BYTES)))
-            parts = (buffer[: item.length - start] for start in range(0, item.length, CHUNK_BYTES))
-            if files.fill_summed(name, parts, item.offset, checksum) != item.checksum:
-                raise files.damaged(name, f"The item at bytes {item.offset} to {item.offset + item.length}")
-
-        files.read_all(
-            [RangeRead(name, item.offset, item.length, partial(check, item)) for item in items if item.file == name],
-            progress,
-        )
 
 
 class Chunk(NamedTuple):

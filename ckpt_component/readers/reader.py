@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ..catalogue.rank_index import read_rank_indexes
+from ..catalogue.verification import verify_checkpoint, verify_file
 from ..errors import (
     CheckpointCorruptError,
     CheckpointLoadError,
@@ -31,11 +32,10 @@ from .foreign.torch_file import TorchFileSource
 from .key_map import KeyMap, MappedSource
 from .mismatch import likely_option
 from .object_state import load_state
-from .own_format import OwnSource, verify_file
+from .own_format import OwnSource
 from .source import Request, Source
 from .target import Target
 from .tensor_items import WIDTHS
-from .verification import verify_checkpoint
 
 logger = logging.getLogger(__name__)
 
@@ -147,7 +147,7 @@ class Reader:
 
     def verify(self, path: str) -> bool:
         """Verify every file of a checkpoint of ours; False: it has no checksums. See `verify_checkpoint`."""
-        return verify_checkpoint(self._fs, path)
+        return verify_checkpoint(self._fs, path, self._progress)
 
     def _open(self, path: str, *, mapped: bool, verify: bool) -> Source:
         """Open `path` by its format. It may itself be a link, because the caller chose it; no file in it may."""

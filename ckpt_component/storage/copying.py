@@ -6,6 +6,7 @@ A copy that is cut off leaves the same kind of debris as a save that is, which `
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -111,6 +112,7 @@ def _copy_files(
     advance: Callable[[int], None],
 ) -> None:
     """Copy files, each durable and verified when the next one starts on its thread."""
+    stopped = threading.Event()
 
     def copy(entry: Mapping[str, Any]) -> None:
         name, size = entry["name"], entry["size"]
@@ -122,6 +124,8 @@ def _copy_files(
             writing = fs.create(os.path.join(target, name))
             try:
                 for offset in range(0, size, _STEP_BYTES):
+                    if stopped.is_set():
+                        return
                     length = min(_STEP_BYTES, size - offset)
                     fs.copy(writing, reading, offset, length)
                     fs.start_writeback(writing, offset, length)
@@ -143,7 +147,11 @@ def _copy_files(
             copy(entry)
     else:
         with ThreadPoolExecutor(threads, thread_name_prefix="ckpt-copy") as pool:
-            for _ in pool.map(copy, files):
-                pass
+            try:
+                for _ in pool.map(copy, files):
+                    pass
+            except BaseException:
+                stopped.set()  # the others end before the pool does
+                raise
     for folder in sorted(folders, reverse=True):
         fs.sync_folder(os.path.join(target, folder))
