@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +13,8 @@ from ..errors import CheckpointCorruptError, CheckpointLoadError
 from ..state.boxes import Box
 from ..state.dtypes import WIDTHS
 from ..state.paths import Path
-from ..storage.safe_open import is_plain_name
+from ..storage.fs import FsOps
+from ..storage.safe_open import is_plain_name, read_failure
 from .safe_unpickle import Record, load_inert
 from .shapes import check_cover, is_shape
 
@@ -37,6 +39,7 @@ _CLASSES: Mapping[str, Sequence[str]] = {
 }
 _RECORDS = [(module, name) for module, names in _CLASSES.items() for name in names]
 
+_MAX_BYTES = 1 << 30
 _WHOLE = ("Metadata", "MCoreMetadata")
 
 
@@ -51,10 +54,11 @@ class StoredAt:
 
 @dataclass(frozen=True)
 class StockTensor:
-    """One tensor: dtype, shape, and its chunks with their locations."""
+    """One tensor: dtype, shape, size in bytes, and its chunks with their locations."""
 
     dtype: str
     shape: tuple[int, ...]
+    nbytes: int
     chunks: tuple[tuple[Box, StoredAt], ...]
 
 
@@ -71,6 +75,27 @@ class StockMetadata:
     tensors: Mapping[str, StockTensor]
     objects: Mapping[str, StoredAt]
     paths: Mapping[str, Path]
+
+
+def read_metadata(fs: FsOps, folder: str, widths: Mapping[str, int] = WIDTHS) -> StockMetadata:
+    """Read and validate the metadata of a DCP checkpoint.
+
+    Args:
+        fs: The file system.
+        folder: The folder of the checkpoint.
+        widths: Bytes of one element of the supported dtypes, by name.
+
+    Raises:
+        CheckpointCorruptError, CheckpointLoadError: See `load_metadata`.
+        CheckpointUnreadableError: It cannot be read.
+    """
+    path = os.path.join(folder, ".metadata")
+    try:
+        data = fs.read(path, _MAX_BYTES)
+        sizes = {name: fs.size(os.path.join(folder, name)) for name in fs.names(folder)}
+    except OSError as error:
+        raise read_failure(path, error) from error
+    return load_metadata(data, path, {name: size for name, size in sizes.items() if size is not None}, widths)
 
 
 def load_metadata(
@@ -94,6 +119,13 @@ def load_metadata(
     except Exception as error:  # a damaged pickle can raise nearly anything
         raise CheckpointCorruptError(f"{where} is not a DCP metadata file that can be trusted: {error}.") from error
     return _Checked(where, sizes, widths).metadata(record)
+
+
+def list_paths(mapping: Mapping[str, Sequence[Any]]) -> tuple[dict[str, Path], list[tuple[Path, str]]]:
+    """Paths and list containers from the flatten mapping of stock DCP (numbers are positions in lists)."""
+    paths = {key: tuple(parts) for key, parts in mapping.items()}
+    lists = {path[:depth] for path in paths.values() for depth, part in enumerate(path) if type(part) is int}
+    return paths, [(path, "list") for path in lists]
 
 
 class _Checked:
@@ -146,7 +178,7 @@ class _Checked:
                 )
             stored.append(((offsets, sizes), place))
         check_cover(f"'{key}' in {self._where}", shape, [box for box, _ in stored])
-        return StockTensor(dtype, shape, tuple(stored))
+        return StockTensor(dtype, shape, math.prod(shape) * self._widths[dtype], tuple(stored))
 
     def _dtype(self, properties: Any, key: str) -> str:
         if self._kind(properties) != "TensorProperties":

@@ -63,10 +63,11 @@ class Catalogue:
         path: The checkpoint, a folder or a file.
         folder: The folder of the files that pieces name.
         format: `dcp`, `safetensors`, `torch_save` or `files` for our own; of other programs `dcp (torch)`, `megatron`,
-            `safetensors`, `safetensors (index)` or `torch_save (file)`.
+            `safetensors (file)`, `safetensors (index)` or `torch_save (file)`.
         world_size: Number of ranks that saved it; None: unknown.
         step: The step; None: unknown.
         nbytes: Bytes of all files.
+        verified: Whether it has checksums.
         entries: Entries by flat key.
         containers: As `FlatState.containers`, to rebuild the nested form.
         manifest: The manifest; None for the checkpoint of another program.
@@ -78,11 +79,7 @@ class Catalogue:
     world_size: int | None
     step: int | None
     nbytes: int
+    verified: bool
     entries: Mapping[str, Entry]
     containers: list[tuple[Path, str]] = field(default_factory=list)
     manifest: Mapping[str, Any] | None = None
-
-    @property
-    def verified(self) -> bool:
-        """Whether every item has a checksum to verify it by."""
-        return self.manifest is not None

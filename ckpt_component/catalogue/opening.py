@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..errors import CheckpointLoadError, CheckpointNotFoundError
+from ..state.paths import key_of
+from ..state.per_rank import rank_name
 from ..storage.file_system import file_system
 from ..storage.fs import FsOps
 from ..storage.manifest import check_files, data_folder, read_manifest
-from ..storage.names import step_in_name
-from .entries import Catalogue
-from .own import entries_of
-from .rank_index import read_rank_indexes
+from ..storage.names import SINGLE_FILES, step_in_name
+from ..storage.safe_open import place_of, read_failure
+from .dcp_metadata import list_paths, read_metadata
+from .entries import Catalogue, Entry, Piece
+from .folder import INDEX, MEGATRON_COMMON_FILE, MEGATRON_MARKER, METADATA, shards_of, weights_in
+from .own import entries_of, items_of
+from .rank_index import RankIndex, read_rank_indexes
+from .safetensors import safetensors_index
+from .torch_file import torch_file_entries, with_checksums
+
+_DCP_FILE = re.compile(r"__(\d+)_\d+\.distcp")
 
 
 def open_catalogue(path: str | os.PathLike[str], fs: FsOps | None = None) -> Catalogue:
@@ -30,28 +40,138 @@ def open_catalogue(path: str | os.PathLike[str], fs: FsOps | None = None) -> Cat
         CheckpointLoadError: The format is not supported.
     """
     path, fs = os.path.abspath(os.path.expanduser(os.fspath(path))), fs or file_system(durable=True)
-    if not os.path.lexists(path):
-        raise CheckpointNotFoundError(f"There is no checkpoint at {path}.")
-    manifest = read_manifest(fs, path) if os.path.isdir(path) else None
+    if not os.path.isdir(path):
+        if not os.path.lexists(path):
+            raise CheckpointNotFoundError(f"There is no checkpoint at {path}.")
+        return _foreign_file(path)
+    manifest = read_manifest(fs, path)
     if manifest is not None:
         return _own(fs, path, manifest)
-    raise CheckpointNotFoundError(f"{path} holds no checkpoint.")
+    try:
+        names = fs.names(path)
+    except OSError as error:
+        raise read_failure(path, error) from error
+    if METADATA in names:
+        return _stock_dcp(fs, path, names)
+    name = weights_in(names)
+    if name is None:
+        raise CheckpointNotFoundError(
+            f"{path} holds no checkpoint ({', '.join(names[:5]) or 'nothing'}); name the folder of one, with "
+            "manifest.json, .metadata or a file of weights, or the file."
+        )
+    if not name.endswith(INDEX):
+        return _foreign_file(os.path.join(path, name), path)
+    shards = shards_of(fs, path, name)
+    index = safetensors_index(path, *shards)
+    return _foreign(path, shards.folder, "safetensors (index)", entries_of(path, [index]))
 
 
 def _own(fs: FsOps, path: str, manifest: Mapping[str, Any]) -> Catalogue:
-    folder, form = data_folder(path, manifest), manifest.get("format")
+    folder, form, world_size = data_folder(path, manifest), manifest.get("format"), manifest["world_size"]
     check_files(fs, folder, manifest)
-    if form not in ("dcp", "safetensors"):
+    forms: Mapping[Any, Callable[[str, str, RankIndex, int], dict[str, Entry]]]
+    forms = {"torch_save": _own_torch_file, "safetensors": _own_safetensors, "files": _own_files}
+    if form != "dcp" and form not in forms:
         raise CheckpointLoadError(f"{path} has the format {form!r:.200}, which this release cannot read.")
     ranks = read_rank_indexes(fs, folder, manifest)
+    if form == "dcp":
+        entries = entries_of(path, ranks)
+    else:
+        entries = {}
+        for number, rank in enumerate(ranks):
+            of_rank = forms[form](path, folder, rank, number)
+            entries |= of_rank if world_size == 1 or form == "files" else _below(rank_name(number), of_rank)
     return Catalogue(
-        path,
-        folder,
-        form,
-        manifest["world_size"],
-        step_in_name(os.path.basename(path)),
-        sum(entry["size"] for entry in manifest["files"]),
-        entries_of(path, ranks),
-        list(dict.fromkeys(container for rank in ranks for container in rank.containers)),
-        manifest,
+        path=path,
+        folder=folder,
+        format=str(form),
+        world_size=world_size,
+        step=step_in_name(os.path.basename(path)),
+        nbytes=sum(entry["size"] for entry in manifest["files"]),
+        verified=True,
+        entries=entries,
+        containers=list(dict.fromkeys(container for rank in ranks for container in rank.containers)),
+        manifest=manifest,
+    )
+
+
+def _own_safetensors(path: str, folder: str, rank: RankIndex, number: int) -> dict[str, Entry]:
+    return entries_of(path, [rank])
+
+
+def _own_torch_file(path: str, folder: str, rank: RankIndex, number: int) -> dict[str, Entry]:
+    return with_checksums(torch_file_entries(folder, f"checkpoint_{number}.pt"), items_of(rank))
+
+
+def _own_files(path: str, folder: str, rank: RankIndex, number: int) -> dict[str, Entry]:
+    """The entries of files of another program, each below the name of its file."""
+    entries: dict[str, Entry] = {}
+    items = items_of(rank)
+    for name in dict.fromkeys([*rank.tensors.names, *(item.file for item in rank.extras)]):
+        of_file = [item for item in items if item.file == name]
+        if not name.endswith(SINGLE_FILES):
+            entries[name] = Entry(name, (name,), "object", "", (), sum(item.length for item in of_file), tuple(of_file))
+        elif name.endswith(".safetensors"):
+            index = safetensors_index(path, folder, [name])
+            entries |= _below(name, with_checksums(entries_of(path, [index]), of_file))
+        else:
+            entries |= _below(name, with_checksums(torch_file_entries(folder, name), of_file))
+    return entries
+
+
+def _below(name: str, entries: Mapping[str, Entry]) -> dict[str, Entry]:
+    """Entries with a name in front of their paths."""
+    paths = [(name, *entry.path) for entry in entries.values()]
+    return {
+        key: entry._replace(key=key, path=path)
+        for key, path, entry in zip(map(key_of, paths), paths, entries.values(), strict=True)
+    }
+
+
+def _stock_dcp(fs: FsOps, path: str, names: list[str]) -> Catalogue:
+    """A checkpoint of stock DCP or Megatron. Every stored chunk is an archive, which says where its payload is."""
+    metadata = read_metadata(fs, path)
+    paths, containers = list_paths(metadata.paths)
+    entries = {}
+    for key, tensor in metadata.tensors.items():
+        pieces = tuple(
+            Piece(place.file, place.offset, place.length, None, tuple(offsets), tuple(sizes), None, None)
+            for (offsets, sizes), place in tensor.chunks
+        )
+        place = paths.get(key, (key,))
+        entries[key] = Entry(key, place, "tensor", tensor.dtype, tensor.shape, tensor.nbytes, pieces)
+    for key, stored in metadata.objects.items():
+        piece = Piece(stored.file, stored.offset, stored.length, stored.offset, (), (), None, None)
+        entries[key] = Entry(key, paths.get(key, (key,)), "object", "", (), stored.length, (piece,))
+    megatron = MEGATRON_MARKER in names
+    if megatron and MEGATRON_COMMON_FILE in names:
+        entries |= torch_file_entries(path, MEGATRON_COMMON_FILE)
+    ranks = {match[1] for match in map(_DCP_FILE.fullmatch, names) if match is not None}
+    form = "megatron" if megatron else "dcp (torch)"
+    return _foreign(path, path, form, entries, containers=containers, world_size=len(ranks) or None)
+
+
+def _foreign_file(path: str, shown: str | None = None) -> Catalogue:
+    """A file of safetensors or `torch.save`; `shown`: the path of the checkpoint."""
+    folder, name = place_of(*os.path.split(path))
+    if path.endswith(".safetensors"):
+        index = safetensors_index(path, folder, [name])
+        return _foreign(shown or path, folder, "safetensors (file)", entries_of(path, [index]))
+    return _foreign(shown or path, folder, "torch_save (file)", torch_file_entries(folder, name))
+
+
+def _foreign(path: str, folder: str, form: str, entries: Mapping[str, Entry], **more: Any) -> Catalogue:
+    pieces = [piece for entry in entries.values() for piece in entry.pieces]
+    sizes = {name: os.path.getsize(os.path.join(folder, name)) for name in {piece.file for piece in pieces}}
+    names = [os.path.basename(path)] if os.path.isdir(path) else [*reversed(path.split(os.sep)[-2:])]
+    return Catalogue(
+        path=path,
+        folder=folder,
+        format=form,
+        world_size=more.pop("world_size", None),
+        step=next((step for step in map(step_in_name, names) if step is not None), None),
+        nbytes=sum(sizes.values()),
+        verified=bool(pieces) and all(piece.checksum is not None for piece in pieces),
+        entries=entries,
+        **more,
     )

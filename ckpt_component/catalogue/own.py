@@ -10,7 +10,7 @@ from ..errors import CheckpointCorruptError
 from ..state.dtypes import WIDTHS
 from ..state.paths import key_of, keys_of
 from .entries import Entry, Piece
-from .rank_index import Part, RankIndex, StoredItem
+from .rank_index import NO_CHECKSUM, Part, RankIndex, StoredItem
 from .shapes import check_cover
 
 
@@ -71,8 +71,15 @@ def pieces_of(rank: RankIndex) -> list[Piece]:
     tensors = rank.tensors
     files = map(tensors.names.__getitem__, tensors.files)
     zeros = map((0,).__mul__, map(len, tensors.shapes))
-    places = (files, tensors.offsets, tensors.lengths, tensors.payloads, zeros, tensors.shapes, tensors.checksums)
-    return list(map(Piece, *places, repeat(rank.checksum)))
+    places = (files, tensors.offsets, tensors.lengths, tensors.payloads, zeros, tensors.shapes)
+    if rank.checksum == NO_CHECKSUM:
+        return list(map(Piece, *places, repeat(None), repeat(None)))
+    return list(map(Piece, *places, tensors.checksums, repeat(rank.checksum)))
+
+
+def items_of(rank: RankIndex) -> list[Piece]:
+    """All items of a rank, of tensors and of objects."""
+    return [*pieces_of(rank), *(_piece(item, (), rank.checksum) for item in rank.extras)]
 
 
 def _piece(item: StoredItem, offsets: tuple[int, ...], checksum_kind: str) -> Piece:

@@ -27,6 +27,9 @@ _MAX_INDEX_BYTES = 1 << 30
 _PATH_PARTS = frozenset({str, int, float, bool, type(None)})
 _CONTAINERS = frozenset({"list", "odict", "empty"})
 
+#: In place of the algorithm's name where there are no checksums.
+NO_CHECKSUM = "none"
+
 #: A part of a whole tensor: the shape of the whole, and the part's offsets in it.
 Part = tuple[tuple[int, ...], tuple[int, ...]]
 
@@ -80,7 +83,7 @@ class RankIndex:
     """What one rank wrote.
 
     Attributes:
-        checksum: Name of the items' checksum algorithm.
+        checksum: Name of the items' checksum algorithm, or `NO_CHECKSUM`.
         tensors: Items of tensors.
         extras: Items of objects; their numbers continue those of the tensors.
         paths: Paths of the tensors in the state; empty for a format that has its own index.

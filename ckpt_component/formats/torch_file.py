@@ -19,10 +19,11 @@ import torch
 from ..errors import CheckpointConfigError, CheckpointStageError
 from ..image.arena import tensor_bytes
 from ..image.layout import ITEM_ALIGNMENT, ImageFile, Item, Layout
-from ..image.torch_archive import CHECKSUMS, CRC_AT, central_header, end_of_directory, local_header
+from ..image.torch_archive import CRC_AT, central_header, end_of_directory, local_header
 from ..memory.huge_pages import align
 from ..options import ChecksumName
 from ..state.structure import Structure
+from ..storage.names import CHECKSUMS
 from ..writing.request import EncodedSave, ObjectBlob
 from .base import FormatPlan, Writer, lanes_by_bytes, make_table
 

@@ -2,7 +2,7 @@
 
 Stored (uncompressed) records as torch writes them: names below `archive/`, tensors on 64-byte boundaries, padding in
 an extra field "FB", zip64 above 4 GiB. torch never verifies the checksums. Where ours are in an integrity file, they
-are 0 here; a file that must do without one has them in its directory, and says so by the record `CHECKSUMS`.
+are 0 here; a file that must do without one has them in its directory, and says so by the record `names.CHECKSUMS`.
 """
 
 from __future__ import annotations
@@ -18,8 +18,6 @@ _LOCATOR64 = struct.Struct("<4sLQL")
 _END = struct.Struct("<4s4H2LH")
 #: Where the CRC-32 of a record is in its directory entry: 4 bytes, little-endian.
 CRC_AT = 16
-#: The record of an archive whose directory has the CRC-32 of every record.
-CHECKSUMS = ".checksums"
 _LIMIT = 0xFFFFFFFF
 _MANY = 0xFFFF
 _VERSION = 45  # zip64

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import os
 
+from ..catalogue.folder import is_readable
 from ..errors import CheckpointCorruptError, CheckpointNotFoundError, CheckpointUnreadableError
-from ..readers.foreign.folder import is_readable
 from ..spelling import typed
 from ..storage.fs import FsOps
 from ..storage.manifest import read_manifest

@@ -21,8 +21,7 @@ import torch
 from ..errors import CheckpointStageError
 from .dense_tensors import ORDINARY
 from .instead import is_config
-from .objects import TAG
-from .paths import Path, key_of
+from .paths import TAG, Path, key_of
 from .per_rank import PerRank, rank_name
 from .shards import Shard, check_mesh, local_parts, mesh_of
 

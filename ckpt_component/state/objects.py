@@ -18,10 +18,8 @@ from torch.nn.parameter import is_lazy
 from ..errors import CheckpointStageError
 from .dense_tensors import has_plain_bytes
 from .instead import instead_of
+from .paths import TAG
 from .shards import is_spread
-
-#: The key that marks an encoded numpy value. A user's dict with this key is refused.
-TAG = "__ckpt_component_numpy__"
 
 _ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device})
 _CONTAINERS = frozenset({dict, OrderedDict, list, tuple, set})

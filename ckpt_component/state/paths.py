@@ -8,6 +8,9 @@ from typing import Any
 #: The path to a value: dict keys (str, int, float, bool or None) and list indexes.
 Path = tuple[Any, ...]
 
+#: The key that marks a dict as an encoded numpy value, which is one object. A user's dict with this key is refused.
+TAG = "__ckpt_component_numpy__"
+
 
 def key_of(path: Path) -> str:
     """The flat key of a path, as stock DCP names it: `model.layers.0.weight`."""

@@ -19,6 +19,8 @@ RUN_RECORD = "run.json"
 OWNER = ".ckpt-owner.json"
 #: Suffixes of a file that readers accept as a checkpoint when it is the only file in a folder.
 SINGLE_FILES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
+#: The record of a `torch.save` archive whose directory has the CRC-32 of every record.
+CHECKSUMS = ".checksums"
 STAGING_PREFIX = ".ckpt-tmp."
 TRASH_PREFIX = ".ckpt-trash."
 TRIAL_PREFIX = ".ckpt-trial."

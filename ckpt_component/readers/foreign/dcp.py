@@ -9,19 +9,15 @@ from typing import Any
 
 import torch
 
-from ...catalogue.dcp_metadata import StoredAt, load_metadata
+from ...catalogue.dcp_metadata import StoredAt, list_paths, read_metadata
 from ...errors import CheckpointCorruptError
 from ...progress import Progress, no_progress
 from ...state.boxes import Box, overlap
 from ...storage.file_set import FileSet, RangeRead
 from ...storage.fs import FsOps
-from ...storage.safe_open import read_failure
 from ..source import Index, Request, Source, TensorEntry, copy_into
 from ..tensor_items import DTYPES, WIDTHS
 from .archives import load_archive, load_objects
-from .torch_file import list_paths
-
-_MAX_METADATA = 1 << 30
 
 
 class StockDcpSource(Source):
@@ -39,15 +35,7 @@ class StockDcpSource(Source):
 
     def __init__(self, fs: FsOps, folder: str, *, shared: bool = True) -> None:
         self._shared = shared
-        path = os.path.join(folder, ".metadata")
-        try:
-            data = fs.read(path, _MAX_METADATA)
-            files = {name: fs.size(os.path.join(folder, name)) for name in fs.names(folder)}
-        except OSError as error:
-            raise read_failure(path, error) from error
-        self._metadata = load_metadata(
-            data, path, {name: size for name, size in files.items() if size is not None}, WIDTHS
-        )
+        self._metadata = read_metadata(fs, folder, WIDTHS)
         paths, containers = list_paths(self._metadata.paths)
         index = Index(containers=containers)
         for key, tensor in self._metadata.tensors.items():

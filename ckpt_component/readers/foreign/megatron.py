@@ -7,17 +7,13 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ...catalogue.folder import MEGATRON_COMMON_FILE, MEGATRON_COMMON_KEY
 from ...storage.fs import FsOps
 from ..joined import JoinedSource
 from ..source import Source
 from .dcp import StockDcpSource
 from .torch_file import StateSource, TorchFileSource
 
-#: Written last, and only by Megatron's distributed checkpoints.
-MARKER = "metadata.json"
-_COMMON_FILE = "common.pt"
-#: Where newer releases have the common values.
-_COMMON_KEY = "common_state/shard_0_1"
 #: The end of the key of a ShardedObject: its offsets, and how many there are, in each dimension.
 _SHARD = re.compile(r"/shard_[\d.]+_[\d.]+$")
 
@@ -37,12 +33,12 @@ def open_megatron(fs: FsOps, folder: str, names: Sequence[str], *, shared: bool)
         CheckpointLoadError: The common values are not a dict.
     """
     sharded = _ShardedSource(fs, folder, shared=shared)
-    if _COMMON_KEY in sharded.index.objects:
-        where = f"'{_COMMON_KEY}' in {folder}"
-        common: Source = StateSource(_data(_COMMON_KEY, sharded.load(_COMMON_KEY)), where)
-        del sharded.index.objects[_COMMON_KEY]
-    elif _COMMON_FILE in names:
-        common = TorchFileSource(os.path.join(folder, _COMMON_FILE), mapped=False)
+    if MEGATRON_COMMON_KEY in sharded.index.objects:
+        where = f"'{MEGATRON_COMMON_KEY}' in {folder}"
+        common: Source = StateSource(_data(MEGATRON_COMMON_KEY, sharded.load(MEGATRON_COMMON_KEY)), where)
+        del sharded.index.objects[MEGATRON_COMMON_KEY]
+    elif MEGATRON_COMMON_FILE in names:
+        common = TorchFileSource(os.path.join(folder, MEGATRON_COMMON_FILE), mapped=False)
     else:
         return sharded
     return JoinedSource(folder, [sharded, common])

@@ -1,30 +1,11 @@
-"""Safetensors files of other libraries, and the index of those that are a checkpoint together.
-
-Headers are validated as by the library, before anything is allocated.
-"""
+"""Safetensors files of other libraries."""
 
 from __future__ import annotations
 
-import json
-import math
-import os
-import struct
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
 
-import torch
-
-from ...catalogue.rank_index import RankIndex, item_columns
-from ...catalogue.shapes import is_shape
-from ...errors import CheckpointCorruptError, CheckpointLoadError
-from ...state.dtypes import SAFETENSORS
-from ...storage.file_set import FileSet
-from ...storage.fs import FsOps
-from ...storage.safe_open import is_plain_name, read_failure
+from ...catalogue.safetensors import safetensors_index
 from ..own_format import OwnSource
-
-_MAX_HEADER = 100 << 20
-_DTYPE_OF: dict[str, torch.dtype] = {text: getattr(torch, name) for name, text in SAFETENSORS.items()}
 
 
 class SafetensorsSource(OwnSource):
@@ -35,13 +16,10 @@ class SafetensorsSource(OwnSource):
         folder: The folder of the files.
         names: Their names.
         shared: As for `FileSet`.
-        weight_map: The file of each key, as the index of a sharded checkpoint has it; None: not compared.
+        weight_map: As for `safetensors_index`.
 
     Raises:
-        CheckpointCorruptError: A file is not a regular file, or its header is invalid: a duplicate key, or offsets that
-            overlap, leave gaps, or do not fit shape and dtype or the file. Or the files contradict `weight_map`.
-        CheckpointUnreadableError: A file cannot be read.
-        CheckpointLoadError: A dtype is not supported.
+        CheckpointCorruptError, CheckpointUnreadableError, CheckpointLoadError: See `safetensors_index`.
     """
 
     def __init__(
@@ -53,121 +31,5 @@ class SafetensorsSource(OwnSource):
         shared: bool = True,
         weight_map: Mapping[str, str] | None = None,
     ) -> None:
-        rows: list[tuple[Any, ...]] = []
-        sizes: list[int] = []
-        numbers: dict[str, int] = {}
-        with FileSet(folder) as files:
-            for file, name in enumerate(names):
-                path = os.path.join(folder, name)
-                sizes.append(os.fstat(files.descriptor(name)).st_size)
-                header, start = _read_header(path, files, name, sizes[-1])
-                metadata = header.pop("__metadata__", {})
-                tensors = [_tensor(path, key, entry) for key, entry in header.items()]
-                places = dict(zip(header, (place for _, _, place in tensors), strict=True))
-                _check_contiguous(path, places, sizes[-1] - start)
-                for key, (dtype, shape, (begin, end)) in zip(header, tensors, strict=True):
-                    if key in numbers:
-                        other = names[rows[numbers[key]][0]]
-                        raise CheckpointCorruptError(f"'{key}' in {folder} is in two files, {other} and {name}.")
-                    if weight_map is not None and weight_map.get(key) != name:
-                        there = f"has it in {weight_map[key]!r:.200}" if key in weight_map else "does not have it"
-                        raise CheckpointCorruptError(f"'{key}' is in {path}, and the index of {where} {there}.")
-                    numbers[key] = len(rows)
-                    kind = str(dtype).removeprefix("torch.")
-                    rows.append((file, start + begin, end - begin, start + begin, kind, shape))
-                # The library's save_model records the names of tied tensors in the metadata.
-                for alias, kept in (metadata if isinstance(metadata, dict) else {}).items():
-                    if isinstance(kept, str) and kept in header and alias not in header:
-                        numbers.setdefault(alias, numbers[kept])
-        for key in weight_map or ():
-            if key not in numbers:
-                raise CheckpointCorruptError(f"The index of {where} lists '{key}', and no file there has it.")
-        items = item_columns(rows, [0] * len(rows), names, sizes)
-        paths = [(key,) for key in numbers]
-        index = RankIndex("none", items, [], paths, list(numbers.values()), None, [], [])
-        super().__init__(folder, [index], verify=False, shared=shared)
+        super().__init__(folder, [safetensors_index(where, folder, names, weight_map)], verify=False, shared=shared)
         self.where = where
-
-
-def read_weight_map(fs: FsOps, path: str) -> dict[str, str]:
-    """The index of a sharded Hugging Face checkpoint: the name of the file of each key.
-
-    Raises:
-        CheckpointCorruptError: It is not a valid index, or names something other than a file beside it.
-        CheckpointUnreadableError: It cannot be read.
-    """
-    try:
-        data = fs.read(path, _MAX_HEADER)
-    except OSError as error:
-        raise read_failure(path, error) from error
-    try:
-        weight_map = json.loads(data, object_pairs_hook=_unique)["weight_map"]
-        for key, name in weight_map.items():
-            if not is_plain_name(name):
-                raise CheckpointCorruptError(f"{path} has '{key}' in {name!r:.200}, which is not a plain name.")
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        if isinstance(error, CheckpointCorruptError):
-            raise
-        raise CheckpointCorruptError(f"{path} is not an index with a weight_map ({error}).") from error
-    if not weight_map:
-        raise CheckpointCorruptError(f"{path} has an empty weight_map.")
-    return cast("dict[str, str]", weight_map)
-
-
-def _read_header(path: str, files: FileSet, name: str, size: int) -> tuple[dict[str, Any], int]:
-    length = memoryview(bytearray(8))
-    if not files.fill(name, length, 0):
-        raise CheckpointCorruptError(f"{path} is too short for a safetensors file.")
-    (count,) = struct.unpack("<Q", length)
-    if count > min(_MAX_HEADER, size - 8):
-        raise CheckpointCorruptError(f"{path} claims a header of {count} bytes and has {size} in all.")
-    text = memoryview(bytearray(count))
-    files.fill(name, text, 8)
-    try:
-        header = json.loads(bytes(text), object_pairs_hook=_unique)
-        if not isinstance(header, dict):
-            raise ValueError("it is not an object")
-    except (ValueError, RecursionError) as error:
-        raise CheckpointCorruptError(f"{path} has a header that is not JSON ({error}).") from error
-    return header, 8 + count
-
-
-def _unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    """Refuse duplicate keys, of which JSON silently uses the last."""
-    members = dict(pairs)
-    if len(members) != len(pairs):
-        raise ValueError("a key occurs twice")
-    return members
-
-
-def _tensor(path: str, key: str, entry: Any) -> tuple[torch.dtype, list[int], tuple[int, int]]:
-    """Dtype, shape, and byte range of one tensor, relative to the end of the header."""
-    values = [entry.get(name) for name in ("dtype", "shape", "data_offsets")] if isinstance(entry, dict) else [None] * 3
-    name, shape, place = values
-    if not isinstance(name, str) or not isinstance(shape, list) or not is_shape(shape):
-        raise CheckpointCorruptError(f"'{key}' in {path} has the dtype {name!r:.200} and the shape {shape!r:.200}.")
-    dtype = _DTYPE_OF.get(name)
-    if dtype is None:
-        raise CheckpointLoadError(f"'{key}' in {path} has the dtype {name:.200}, which is not supported.")
-    if not isinstance(place, list) or len(place) != 2 or any(type(end) is not int or end < 0 for end in place):
-        raise CheckpointCorruptError(f"'{key}' in {path} has the offsets {place!r:.200}.")
-    begin, end = place
-    if end - begin != math.prod(shape) * dtype.itemsize:
-        raise CheckpointCorruptError(
-            f"'{key}' in {path} has {end - begin} bytes at {begin}, which do not fit {dtype} of shape {tuple(shape)}."
-        )
-    return dtype, shape, (begin, end)
-
-
-def _check_contiguous(path: str, places: Mapping[str, tuple[int, int]], size: int) -> None:
-    """Check that the tensors fill the file without gaps or overlaps, as the format requires."""
-    position = 0
-    for key, (begin, end) in sorted(places.items(), key=lambda entry: entry[1]):
-        if begin != position:
-            raise CheckpointCorruptError(
-                f"'{key}' in {path} begins at {begin}, and the tensor before it ends at {position}: the offsets "
-                f"{'overlap' if begin < position else 'leave a hole'}."
-            )
-        position = end
-    if position != size:
-        raise CheckpointCorruptError(f"{path} has {size} bytes of tensors, and its offsets end at {position}.")

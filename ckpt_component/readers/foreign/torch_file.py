@@ -1,4 +1,4 @@
-"""Files of `torch.save`, and the paths of nested states that stock DCP records.
+"""Files of `torch.save`.
 
 Only the checksums inside of our own single files are verified here: foreign files need not have any, and the files in
 our folders are verified before they are opened here.
@@ -14,13 +14,14 @@ from typing import Any
 
 import torch
 
+from ...catalogue.archive import check_archive, verify_records
 from ...errors import CheckpointCorruptError, CheckpointLoadError, CheckpointStageError
 from ...progress import Progress, no_progress
 from ...state.flatten import flatten
-from ...state.paths import Path, key_of
+from ...state.paths import key_of
 from ...storage.safe_open import open_regular, read_failure
 from ..source import Index, Request, Source, TensorEntry, copy_into
-from .archives import check_archive, decode_all, load_safely, refused_kind, verify_records
+from .archives import decode_all, load_safely, refused_kind
 
 #: A tensor may be larger than its file if it repeats stored elements (`expand`), up to this many bytes.
 _MOST_REPEATED = 64 << 20
@@ -163,10 +164,3 @@ def _first_line(error: BaseException) -> str:
     # torch puts the reason last, after advice on how to disable the check.
     reasons = [line for line in lines if "GLOBAL" in line or "WeightsUnpickler" in line]
     return (reasons or lines or [type(error).__name__])[0]
-
-
-def list_paths(mapping: Mapping[str, Sequence[Any]]) -> tuple[dict[str, Path], list[tuple[Path, str]]]:
-    """Paths and list containers from the flatten mapping of stock DCP (numbers are positions in lists)."""
-    paths = {key: tuple(parts) for key, parts in mapping.items()}
-    lists = {path[:depth] for path in paths.values() for depth, part in enumerate(path) if type(part) is int}
-    return paths, [(path, "list") for path in lists]
