@@ -26,6 +26,7 @@ NO, FAILED = 1, 2
 #: Command -> its module here and a line of help, in the order of the help. A module has `add_arguments(parser)`, and
 #: `run(parsed, output)`, which returns an exit code; None is 0.
 COMMANDS = {
+    "plan": ("plan_command", "predict what saving costs a run: memory, stall, storage rate, best interval"),
     "presets": ("presets_command", "list the presets"),
     "recipes": ("recipes_command", "list the recipes, or print one"),
     "keys": ("keys_command", "list every config key, with type, default and one line"),

@@ -1,0 +1,1 @@
+"""What saving will cost a run: formulas, and rates measured in an earlier run. Imports no torch."""

@@ -1,0 +1,172 @@
+"""Rates for `ckpt plan` from what a real run recorded: its events, or the report of a benchmark."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ...errors import CheckpointConfigError
+from ...events import read_events
+
+#: Sizes must differ by this factor for a line through them to tell what does not grow with the size.
+_APART = 1.5
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One save, or the median of several, of one state size. Seconds since the call.
+
+    Attributes:
+        nbytes: bytes of the largest rank.
+        ranks: number of ranks.
+        hosts: number of hosts.
+        stall: how long the call blocked training.
+        copy: how long the copy into host memory took.
+        write: how long writing and syncing took.
+        durable: until the checkpoint was committed.
+        lost: training time lost, the stall included; None: not recorded.
+    """
+
+    nbytes: float
+    ranks: int
+    hosts: int
+    stall: float
+    copy: float
+    write: float
+    durable: float
+    lost: float | None = None
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What a save costs, as fixed seconds and seconds per byte of a rank.
+
+    Attributes:
+        call: fixed part of the stall.
+        copy: seconds per byte of the copy.
+        fixed: fixed part of the time until durable, besides `call`.
+        write: seconds per byte of writing, while all ranks of a host write.
+        lost: training lost per second of copy time beyond the stall; 0 if it was not recorded.
+        ranks_per_host: in the measured run.
+        source: where the figures are from, for people.
+    """
+
+    call: float
+    copy: float
+    fixed: float
+    write: float
+    lost: float
+    ranks_per_host: float
+    source: str
+
+
+def measured_rates(folder: Path, preset: str) -> Rates:
+    """The rates of an earlier run.
+
+    Args:
+        folder: a folder of checkpoints with events, or the output folder of `ckpt-bench`.
+        preset: which row of a benchmark.
+
+    Raises:
+        CheckpointConfigError: there are no figures of saves in the folder.
+    """
+    try:
+        saves = list(_from_bench(folder, preset)) if (folder / "figures.json").exists() else list(_from_events(folder))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointConfigError(f"--measured {folder} cannot be read: {type(error).__name__}: {error}.") from error
+    if not saves:
+        raise CheckpointConfigError(
+            f"--measured {folder} has no figures of committed saves of {preset}; give the checkpoint.dir of a "
+            "run, which has the folder events, or the output folder of ckpt-bench."
+        )
+    sizes: dict[float, list[Sample]] = {}
+    for save in sorted(saves, key=lambda save: save.nbytes):
+        # Objects make sizes differ by some bytes from save to save.
+        near = next((size for size in sizes if save.nbytes <= 1.05 * size), save.nbytes)
+        sizes.setdefault(near, []).append(save)
+    medians = [_median(group) for group in sizes.values()]
+    return _rates(medians, f"{len(saves)} saves in {folder}")
+
+
+def _rates(samples: Sequence[Sample], source: str) -> Rates:
+    small, large = samples[0], samples[-1]
+    copy, write = large.copy / large.nbytes, large.write / large.nbytes
+    if large.nbytes >= _APART * small.nbytes:
+        more = large.nbytes - small.nbytes
+        copy = max(large.copy - small.copy, 0) / more or copy
+        write = max(large.write - small.write, 0) / more or write
+    awaited = large.stall >= 0.5 * large.copy
+    call = max(large.stall - (copy * large.nbytes if awaited else 0), 0)
+    fixed = max(large.durable - call - (copy + write) * large.nbytes, 0)
+    lost = 0.0
+    if large.lost is not None and large.copy:
+        lost = max(large.lost - large.stall, 0) / large.copy
+    return Rates(call, copy, fixed, write, lost, large.ranks / large.hosts, source)
+
+
+def _median(group: Sequence[Sample]) -> Sample:
+    def of(name: str) -> float:
+        return statistics.median(getattr(save, name) for save in group)
+
+    lost = [save.lost for save in group if save.lost is not None]
+    return Sample(
+        of("nbytes"),
+        group[0].ranks,
+        group[0].hosts,
+        of("stall"),
+        of("copy"),
+        of("write"),
+        of("durable"),
+        statistics.median(lost) if lost else None,
+    )
+
+
+def _from_events(folder: Path) -> Iterator[Sample]:
+    """A sample per committed save: that of its slowest rank. The first of a run allocates memory and is left out."""
+    hosts: dict[str, dict[int, str]] = {}
+    saves: dict[tuple[str, int], dict[int, Mapping[str, Any]]] = {}
+    for event in read_events(folder):
+        if event["event"] == "run":
+            hosts.setdefault(event["run"], {})[event["rank"]] = event["host"]
+        elif event["event"] == "save" and event["outcome"] == "committed" and event["attempts"] == 1:
+            saves.setdefault((event["run"], event["step"]), {})[event["rank"]] = event
+    first = {run: min(step for other, step in saves if other == run) for run, _ in saves}
+    for (run, step), ranks in saves.items():
+        if step == first[run] and sum(other == run for other, _ in saves) > 1:
+            continue
+        spans = [event["spans"] for event in ranks.values()]
+        lost = [event["lost_s"] for event in ranks.values() if event.get("lost_s") is not None]
+        yield Sample(
+            nbytes=max(event["bytes"] for event in ranks.values()),
+            ranks=len(ranks),
+            hosts=len(set(hosts.get(run, {}).values())) or 1,
+            stall=max(event["stall_s"] for event in ranks.values()),
+            copy=max(_seconds(span, "stage") for span in spans),
+            write=max(_seconds(span, "write") + _seconds(span, "sync") for span in spans),
+            durable=max(end for span in spans for _, end in span.values()),
+            lost=max(lost, default=None),
+        )
+
+
+def _seconds(spans: Mapping[str, Sequence[float]], name: str) -> float:
+    begin, end = spans.get(name, (0.0, 0.0))
+    return end - begin
+
+
+def _from_bench(folder: Path, preset: str) -> Iterator[Sample]:
+    content = json.loads((folder / "figures.json").read_text(encoding="utf-8"))
+    for case in content["cases"]:
+        for run in _complete(case["rows"].get(preset, ())):
+            copy = run["staged"]
+            write = run["durable"] - copy
+            yield Sample(run["bytes"], 1, 1, run["stall"], copy, write, run["durable"], run.get("lost"))
+
+
+def _complete(runs: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
+    for run in runs:
+        if all(isinstance(run.get(name), (int, float)) for name in ("bytes", "stall", "staged", "durable")):
+            yield run

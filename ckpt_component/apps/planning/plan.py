@@ -1,0 +1,129 @@
+"""What saving will cost a run: the figures of `ckpt plan`, each with where it comes from."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from ...config.files import parts_of
+from ...config.schema import PARTS
+from ...storage.space import amount
+from .formulas import FORMULAS, best_interval, mtbf_of, training_fraction
+from .measured import Rates
+
+#: Resident memory of a writer process, which imports no torch.
+_WRITER_BYTES = 15e6
+#: Assumed without a measurement: bytes per second and rank copied into host memory, and the time from a failure until
+#: training continues.
+_COPY, RESTART_S = 10e9, 300.0
+
+
+@dataclass(frozen=True)
+class Question:
+    """What to plan for.
+
+    Attributes:
+        state: bytes of the state of all ranks.
+        ranks: number of ranks.
+        ranks_per_host: ranks on each host.
+        preset: one of our presets, not `off`.
+        storage: bytes per second that the storage takes from all ranks together; None: as measured, or unknown.
+        mtbf: mean time between failures of the whole run, seconds; None: at a published rate per host.
+        step_s: seconds per training step; None: unknown.
+        restart_s: from a failure until training continues.
+        rates: what an earlier run measured; None: assumptions.
+    """
+
+    state: float
+    ranks: int = 1
+    ranks_per_host: int = 1
+    preset: str = "async_persistent"
+    storage: float | None = None
+    mtbf: float | None = None
+    step_s: float | None = None
+    restart_s: float = RESTART_S
+    rates: Rates | None = None
+
+    @property
+    def hosts(self) -> int:
+        """Number of hosts."""
+        return math.ceil(self.ranks / self.ranks_per_host)
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One predicted figure: its value (None: unknown), unit, and formula or source."""
+
+    name: str
+    value: float | None
+    unit: str
+    why: str
+
+
+def plan(question: Question) -> list[Figure]:
+    """The figures for a run, in the order in which they follow from each other."""
+    rank = question.state / question.ranks
+    parts, rates = parts_of(question.preset), question.rates
+    arenas = getattr(PARTS["stager"][parts["stager"]](), "arenas", 0)
+    writer = PARTS["writer"][parts["writer"]]()
+    beside = _WRITER_BYTES if parts["caller"] != "inline" else 0.0
+    if not arenas:  # the writer gathers live tensors into two blocks per worker
+        beside += 2 * writer.workers * writer.block_bytes  # type: ignore[attr-defined]
+    each = min(question.ranks_per_host, question.ranks)
+    snapshots = f"{arenas} x state of a rank + " if arenas else ""
+    memory = each * (arenas * rank + beside)
+
+    copy = rank * (rates.copy if rates else 1 / _COPY) if arenas else 0.0
+    call, fixed = (rates.call, rates.fixed) if rates else (0.0, 0.0)
+    overlapped = parts["stager"] == "zero_overhead"
+    rate, whose = _storage(question)
+    write = None if rate is None else question.state / rate
+    durable = None if write is None else call + copy + write + fixed
+    awaits_write = parts["caller"] == "inline"
+    stall = durable if awaits_write else call if overlapped else call + copy
+    # A copy beside the steps takes memory bandwidth from them: at worst as much time as if it were awaited.
+    lost = None if stall is None else stall + (copy if overlapped else 0.0) + (rates.lost * copy if rates else 0.0)
+
+    mtbf = question.mtbf or mtbf_of(question.hosts)
+    best = None if lost is None else max(best_interval(max(lost, 1e-3), mtbf), durable or 0.0)
+    risk = 0.0 if awaits_write else durable if durable is not None else best
+    training = None
+    if best is not None and lost is not None and risk is not None:
+        training = training_fraction(best, lost, mtbf, question.restart_s, risk)
+    bound = "durable: saves do not overlap" if best is not None and best == durable else FORMULAS["interval"]
+    copied = _copy_text(question)
+    return [
+        Figure("state of a rank", rank, "bytes", "state / ranks"),
+        Figure("host memory", memory, "bytes", f"{each} x ({snapshots}{amount(round(beside))})"),
+        Figure(
+            "stall", stall, "s", "durable: training waits" if awaits_write else copied if not overlapped else "call"
+        ),
+        *([Figure("copy beside steps", copy, "s", copied)] if overlapped else []),
+        Figure("lost per save", lost, "s", "stall + steps slowed by the copy" if overlapped else "stall"),
+        Figure("storage rate", rate, "bytes/s", whose),
+        Figure("durable", durable, "s", FORMULAS["durable"]),
+        Figure("MTBF", mtbf, "s", "--mtbf" if question.mtbf else FORMULAS["MTBF"]),
+        Figure("restart", question.restart_s, "s", "detect, start, load: --restart-s"),
+        Figure("best interval", best, "s", bound),
+        Figure("storage rate needed", None if best is None else question.state / best, "bytes/s", "state / interval"),
+        Figure("training", training, "of the time", FORMULAS["training"]),
+    ]
+
+
+def _copy_text(question: Question) -> str:
+    rates = question.rates
+    if rates is not None and rates.copy:
+        return f"{rates.call:.3f} s + state of a rank / {1e-9 / rates.copy:.2f} GB/s (measured)"
+    return f"state of a rank / {_COPY / 1e9:g} GB/s (assumed; --measured)"
+
+
+def _storage(question: Question) -> tuple[float | None, str]:
+    """Bytes per second of the storage for all ranks together, and where that is from."""
+    if question.storage is not None:
+        return question.storage, "--storage-gbps"
+    rates = question.rates
+    if rates is None or not rates.write:
+        return None, "unknown: --storage-gbps or --measured"
+    # Ranks of a host share its path to the storage, and a rank alone on it is as fast as those together.
+    host = rates.ranks_per_host / rates.write
+    return host * question.hosts, f"measured: {host / 1e9:.2f} GB/s x {question.hosts} host(s)"

@@ -1,0 +1,173 @@
+"""`ckpt plan`: the formulas hold, and what was measured on one size predicts another."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckpt_component.apps.planning.formulas import best_interval, mtbf_of, training_fraction
+from ckpt_component.apps.planning.plan import Question, plan
+from ckpt_component.apps.tools.app import main
+
+MINUTE, HOUR = 60.0, 3600.0
+
+
+def ckpt(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as left:
+        main(["plan", *arguments])
+    assert isinstance(left.value.code, int)
+    return left.value.code, *capsys.readouterr()
+
+
+def figures(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    code, out, err = ckpt(capsys, *arguments, "--json")
+    assert code == 0, err
+    return {figure["name"]: figure["value"] for figure in json.loads(out)["figures"]}
+
+
+@pytest.mark.parametrize(("mtbf_h", "minutes"), [(24, 117), (6, 57), (0.25, 9.1)])
+def test_the_interval_is_that_of_dalys_examples(mtbf_h: float, minutes: float) -> None:
+    """The captions of figures 3 to 5 of his paper, with dumps of 5 minutes."""
+    assert best_interval(5 * MINUTE, mtbf_h * HOUR) / MINUTE == pytest.approx(minutes, rel=0.01)
+
+
+@pytest.mark.parametrize(("lost", "mtbf"), [(0.1, 2 * HOUR), (30, 2 * HOUR), (300, HOUR)])
+def test_no_other_interval_trains_more(lost: float, mtbf: float) -> None:
+    at_best = training_fraction(best_interval(lost, mtbf), lost, mtbf, 120, 60)
+    others = (training_fraction(best_interval(lost, mtbf) * 1.02**n, lost, mtbf, 120, 60) for n in range(-200, 200))
+    assert 0 < at_best < 1 and at_best == pytest.approx(max(others), rel=1e-4)
+
+
+def test_the_fraction_is_that_of_simulated_failures() -> None:
+    interval, lost, mtbf, restart, durable = 300.0, 5.0, 1800.0, 120.0, 90.0
+    numbers, trained, total = random.Random(7), 0.0, 0.0
+    for _ in range(100_000):
+        until_failure = numbers.expovariate(1 / mtbf)
+        saves = max(until_failure - restart - durable, 0) // (interval + lost)
+        trained, total = trained + saves * interval, total + until_failure
+    assert training_fraction(interval, lost, mtbf, restart, durable) == pytest.approx(trained / total, rel=0.02)
+
+
+def test_what_cannot_be_reached_is_zero_and_no_overflow() -> None:
+    assert training_fraction(1e6, 1, 60, 300, 60) == 0
+    assert mtbf_of(2048) / HOUR == pytest.approx(1.8, rel=0.01)  # as the paper projects for 16,384 GPUs
+
+
+def test_figures_follow_from_the_state_and_the_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    got = figures(capsys, "--state", "1.2TB", "--ranks", "1024", "--storage-gbps", "20", "--mtbf", "8h")
+    assert got["state of a rank"] == pytest.approx(1.2e12 / 1024)
+    assert got["host memory"] == pytest.approx(8 * (1.2e12 / 1024 + 15e6))
+    assert got["durable"] == pytest.approx(60 + got["stall"]) and got["MTBF"] == 8 * HOUR
+    twice = figures(capsys, "--state", "1.2TB", "--ranks", "1024", "--preset", "async_zero_overhead")
+    assert twice["host memory"] == pytest.approx(8 * (2 * 1.2e12 / 1024 + 15e6)) and twice["durable"] is None
+    waits = figures(capsys, "--state", "10GB", "--storage-gbps", "2", "--preset", "sync")
+    assert waits["stall"] == waits["durable"] == waits["lost per save"] == pytest.approx(5)
+
+
+def test_slow_storage_bounds_the_interval(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = ckpt(capsys, "--state", "1TB", "--ranks", "8", "--storage-gbps", "0.5", "--mtbf", "10h")
+    assert code == 0 and "The storage bounds the interval" in out
+    code, out, _ = ckpt(capsys, "--state", "1TB", "--ranks", "8", "--storage-gbps", "50", "--step-s", "2")
+    assert "The storage bounds" not in out and "checkpoint.save.every_steps=" in out
+    assert max(map(len, out.splitlines())) <= 100
+
+
+class Machine:
+    """Saves take a call of 5 ms, a copy at 8 GB/s, a write at 2 GB/s, and 20 ms to commit."""
+
+    def save(self, nbytes: float) -> tuple[float, dict[str, list[float]]]:
+        copied = 0.005 + nbytes / 8e9
+        written = copied + nbytes / 2e9
+        spans = {"stage": [0.005, copied], "write": [copied, written], "commit": [written, written + 0.02]}
+        return copied, spans
+
+    def events(self, folder: Path, sizes: list[float], ranks: int = 1) -> None:
+        (folder / "events").mkdir()
+        for rank in range(ranks):
+            lines = list(self._events(sizes, rank, ranks))
+            text = "".join(f"{json.dumps({**line, 'rank': rank})}\n" for line in lines)
+            (folder / "events" / f"rank-{rank:05d}.jsonl").write_text(text + '{"event": "sa')
+
+    def _events(self, sizes: list[float], rank: int, ranks: int) -> Iterator[dict[str, Any]]:
+        for run, size in enumerate(sizes):
+            yield {"event": "run", "run": str(run), "host": "here", "world_size": ranks}
+            for step in (1, 2, 3):
+                stall, spans = self.save(size / ranks)
+                slow = 5.0 if step == 1 else 0.0  # the first save allocates memory
+                yield {
+                    "event": "save",
+                    "run": str(run),
+                    "step": step,
+                    "outcome": "committed",
+                    "attempts": 1,
+                    "bytes": size / ranks,
+                    "stall_s": stall + slow,
+                    "lost_s": stall + slow,
+                    "spans": {name: [begin + slow, end + slow] for name, (begin, end) in spans.items()},
+                }
+            yield {"event": "save", "run": str(run), "step": 4, "outcome": "failed", "attempts": 1, "bytes": 0}
+
+
+@pytest.mark.parametrize("sizes", [[1e9], [1e9, 4e9]])
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_a_measured_size_predicts_another(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, sizes: list[float], ranks: int
+) -> None:
+    machine = Machine()
+    machine.events(tmp_path, sizes, ranks)
+    got = figures(capsys, "--state", "20GB", "--ranks", str(ranks), "--measured", str(tmp_path))
+    stall, spans = machine.save(20e9 / ranks)
+    assert got["stall"] == pytest.approx(stall, rel=1e-6)
+    assert got["durable"] == pytest.approx(spans["commit"][1], rel=1e-6)
+    # Ranks of a host share its path to the storage, and other hosts have their own.
+    more = figures(capsys, "--state", "20GB", "--ranks", "16", "--ranks-per-host", "8", "--measured", str(tmp_path))
+    assert more["storage rate"] == pytest.approx(2 * ranks * 2e9)
+
+
+def test_rates_of_a_benchmark(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    row = {"bytes": 1e9, "stall": 0.1, "staged": 0.1, "durable": 0.6, "lost": 0.15}
+    rows = {"async_persistent": [row, {**row, "durable": 0.6}, {"error": "killed"}]}
+    (tmp_path / "figures.json").write_text(json.dumps({"about": {}, "cases": [{"rows": rows}]}))
+    got = figures(capsys, "--state", "2GB", "--measured", str(tmp_path))
+    assert (got["stall"], got["durable"], got["lost per save"]) == pytest.approx((0.2, 1.2, 0.3))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ("--state 1.2", "error: --state=1.2 has no unit; type one, such as --state=1.2TB."),
+        ("--state 1.2TX", "error: --state must be a number of bytes, or one with a unit: "),
+        ("--state 1TB --ranks 0", "error: --ranks=0 must be above 0."),
+        ("--state 0GB", "error: --state=0 must be above 0."),
+        ("--state 1TB --preset async_persistant", "did you mean --preset async_persistent?"),
+        ("--state 1TB --preset off", "error: The preset off saves nothing"),
+        ("--state 1TB --measured nowhere", "error: --measured nowhere has no figures of committed saves"),
+    ],
+)
+def test_mistakes_end_in_words(capsys: pytest.CaptureFixture[str], arguments: str, text: str) -> None:
+    code, out, err = ckpt(capsys, *arguments.split())
+    assert code == 2 and out == "" and text in err and len(err.splitlines()) == 1
+
+
+def test_it_loads_neither_torch_nor_hydra() -> None:
+    program = """
+import sys
+from ckpt_component.apps.tools.app import main
+try:
+    main(["plan", "--state", "1TB"])
+except SystemExit as left:
+    assert not left.code
+assert not {"torch", "hydra", "omegaconf"} & sys.modules.keys()
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, stdout=subprocess.DEVNULL, timeout=60)
+
+
+def test_every_figure_says_where_it_is_from() -> None:
+    assert all(figure.why for figure in plan(Question(1e12, 64, 8)))
