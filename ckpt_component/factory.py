@@ -1,6 +1,7 @@
-"""Build the checkpointer graph from a config; the only module that knows which parts fit together.
+"""Build the checkpointer graph from a config.
 
-It has `build_manager` and `build_checkpointer`, the table of rules, and the construction of the graph.
+It has `build_manager` and `build_checkpointer`, and the construction of the graph. Which parts fit is in
+`config.rules`.
 """
 
 from __future__ import annotations
@@ -8,10 +9,8 @@ from __future__ import annotations
 import logging
 import os
 import platform
-import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -28,6 +27,7 @@ from .config.hydra_job import launch_folder, multirun_job
 from .config.parts import build_part, part_class
 from .config.recorded import recorded_config
 from .config.resolve import resolve_config
+from .config.rules import PartFacts, refuse_unfit
 from .config.schema import Checkpoint
 from .coordination import Coordinator, LocalCoordinator
 from .formats.base import Writer
@@ -39,7 +39,7 @@ from .managing.recording import record
 from .managing.restore import Restorer
 from .managing.run_context import RunContext, job_ranks
 from .managing.run_folder import RunFolder
-from .options import Commit, Durability, IoMode, MetricMode, ResolvedTimeouts
+from .options import Commit, Durability, MetricMode, ResolvedTimeouts
 from .progress import no_progress, progress_bar
 from .readers import Reader
 from .saving.folders import expanded
@@ -163,61 +163,22 @@ def _folder(dir: str | os.PathLike[str]) -> str:
     return expanded(root, "dir")
 
 
-@dataclass(frozen=True)
-class Rule:
-    """A refused combination, and what to type instead. `{stager}` and others are replaced by the parts' names."""
-
-    refuses: Callable[[Checkpoint, type[Stager], type[WriteCaller]], bool]
-    text: str
-
-
-#: Parts that do not fit together, and requirements on the machine. All other combinations work.
-RULES = (
-    Rule(
-        lambda settings, stager, caller: sys.platform != "linux",
-        f"ckpt_component runs on Linux only, and this is {sys.platform}; use torch.distributed.checkpoint here.",
-    ),
-    Rule(
-        lambda settings, stager, caller: not stager.takes_snapshot and caller.in_other_process,
-        "checkpoint/stager={stager} has the writer read the live tensors, which training would change while "
-        "checkpoint/caller={caller} writes. Use checkpoint/caller=inline, or checkpoint/stager=shared_memory.",
-    ),
-    Rule(
-        lambda settings, stager, caller: caller.in_other_process and not hasattr(os, "memfd_create"),
-        "checkpoint/caller={caller} passes memory to a process by memfd, which this Python lacks. "
-        "Use checkpoint/caller=inline.",
-    ),
-    Rule(
-        lambda settings, stager, caller: settings.max_stall_s is not None and not caller.in_other_process,
-        "checkpoint.max_stall_s={max_stall_s} bounds how long a save in the background holds up training, and with "
-        "checkpoint/caller={caller} training waits for the whole write. Use checkpoint=async_persistent, or "
-        "checkpoint.max_stall_s=null.",
-    ),
-    Rule(
-        lambda settings, stager, caller: (
-            settings.writer.get("io") == IoMode.direct.value and settings.commit is Commit.manifest
-        ),
-        "checkpoint.writer.io=direct opens every file twice, and checkpoint.commit=manifest is for object stores, "
-        "where a file exists only once it is closed. Use checkpoint.writer.io=auto, or checkpoint.commit=rename.",
-    ),
-)
-
-
 def _build_parts(settings: Checkpoint) -> tuple[Stager, WriteCaller, Writer]:
     """Build the chosen parts, starting nothing. Raises CheckpointConfigError if they do not fit together."""
     stager_class = part_class("stager", settings.stager, Stager)
     caller_class = part_class("caller", settings.caller, WriteCaller)
     writer_class = part_class("writer", settings.writer, Writer)
-    if getattr(writer_class, "single_file", "") and settings.commit is Commit.manifest:
-        raise HydraConfigError(
-            f"{_option(writer_class)} commits its file by a rename, and checkpoint.commit=manifest is for storage "
-            "without renames. Use checkpoint.commit=rename, on another disk."
-        )
-    for rule in RULES:
-        if rule.refuses(settings, stager_class, caller_class):
-            stager_name, caller_name = _option(stager_class), _option(caller_class)
-            text = rule.text.format(stager=stager_name, caller=caller_name, max_stall_s=settings.max_stall_s)
-            raise HydraConfigError(text)
+    refuse_unfit(
+        settings,
+        PartFacts(
+            _option(stager_class),
+            _option(caller_class),
+            _option(writer_class),
+            stager_class.takes_snapshot,
+            caller_class.in_other_process,
+            bool(getattr(writer_class, "single_file", "")),
+        ),
+    )
     return (
         build_part("stager", settings.stager, Stager),
         build_part("caller", settings.caller, WriteCaller),

@@ -20,7 +20,7 @@ import psutil
 import torch
 
 from ..errors import CheckpointError, CheckpointTimeoutError
-from ..memory.huge_pages import align, allocate_pages, map_private, map_shared
+from ..memory.huge_pages import align, allocate_shared, map_private
 from ..memory.int_columns import column_of
 from ..memory.libc import memory_at
 from .items import around_payload
@@ -102,10 +102,9 @@ class Arena:
             if self.nbytes > available:
                 raise OSError(f"{available / 1e9:.2f} GB are available")
             if shared:
-                self.fd = os.memfd_create("ckpt-arena", os.MFD_CLOEXEC)
-                os.ftruncate(self.fd, self.nbytes)
-                self.memory = map_shared(self.fd, self.nbytes)
-                allocate_pages(self.memory, self.fd, torch.get_num_threads())
+                self.fd, self.memory, not_huge = allocate_shared(self.nbytes, torch.get_num_threads())
+                if not_huge:
+                    logger.info("the checkpoint arena is not entirely in huge pages: %s", os.strerror(not_huge))
             else:
                 self.memory = memoryview(map_private(self.nbytes))
         except OSError as error:

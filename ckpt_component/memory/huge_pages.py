@@ -92,11 +92,38 @@ def make_huge(address: int, nbytes: int) -> int:
     return advise(address, nbytes, libc.MADV_COLLAPSE) if nbytes else 0
 
 
-def allocate_pages(memory: memoryview, fd: int, threads: int) -> None:
+def allocate_shared(nbytes: int, threads: int) -> tuple[int, memoryview, int]:
+    """Make a memfd, map it, and allocate its pages, huge ones if possible.
+
+    Args:
+        nbytes: size; at least 1.
+        threads: how many threads may clear pages.
+
+    Returns:
+        Its descriptor, which the caller closes; the memory, unmapped with the last view of it; and 0, or the error
+        number for which some of it is not in huge pages.
+
+    Raises:
+        OSError: there is not enough memory.
+    """
+    fd = os.memfd_create("ckpt-arena", os.MFD_CLOEXEC)
+    try:
+        os.ftruncate(fd, nbytes)
+        memory = map_shared(fd, nbytes)
+        return fd, memory, allocate_pages(memory, fd, threads)
+    except BaseException:
+        os.close(fd)
+        raise
+
+
+def allocate_pages(memory: memoryview, fd: int, threads: int) -> int:
     """Allocate the pages of a memfd: if they were allocated on first use, running out of memory would raise SIGBUS.
 
     The pages are allocated through the mapping, so that the first save has no page faults, and by several threads,
     because clearing them takes most of the time. Before Linux 5.14 they are allocated through the descriptor.
+
+    Returns:
+        0, or an error number for which some of it is not in huge pages.
 
     Raises:
         OSError: there is not enough memory.
@@ -112,14 +139,13 @@ def allocate_pages(memory: memoryview, fd: int, threads: int) -> None:
     with ThreadPoolExecutor(threads, thread_name_prefix="ckpt-pages") as pool:
         codes = list(pool.map(allocate, range(0, nbytes, share)))
     not_huge = {code for code, _ in codes if code}
-    if not_huge:
-        logger.info("the checkpoint arena is not entirely in huge pages: %s", os.strerror(not_huge.pop()))
     failures = {code for _, code in codes if code}
     if failures == {errno.EINVAL}:
         os.posix_fallocate(fd, 0, nbytes)
     elif failures:
         code = failures.pop()
         raise OSError(code, os.strerror(code))
+    return max(not_huge, default=0)
 
 
 def advise(address: int, nbytes: int, advice: int) -> int:

@@ -214,11 +214,13 @@ class FsOps:
         finally:
             os.close(fd)
 
-    def rename_new(self, source: str, target: str) -> None:
+    def rename_new(self, source: str, target: str) -> bool:
         """Rename; raises FileExistsError if `target` exists, even as an empty folder.
 
-        A plain rename silently replaces an empty folder, so this uses RENAME_NOREPLACE; on file systems without it,
-        the check and the rename are two steps.
+        A plain rename silently replaces an empty folder, so this uses RENAME_NOREPLACE.
+
+        Returns:
+            False on a file system without it, where the check and the rename are two steps.
         """
         import ctypes  # 5 ms, and only a commit needs it
 
@@ -226,13 +228,14 @@ class FsOps:
         code = errno.ENOSYS
         if rename is not None:
             if rename(_AT_FDCWD, os.fsencode(source), _AT_FDCWD, os.fsencode(target), _RENAME_NOREPLACE) == 0:
-                return
+                return True
             code = ctypes.get_errno()
         if code not in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
             raise OSError(code, os.strerror(code), source, None, target)
         if os.path.lexists(target):
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), target)
         os.rename(source, target)
+        return False
 
     def replace(self, source: str, target: str) -> None:
         """Rename over an existing file, atomically."""

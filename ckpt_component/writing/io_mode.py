@@ -12,7 +12,7 @@ from .request import WriteRequest
 
 #: A smaller image has nothing to gain, and a trial would take longer than the save.
 SMALLEST = 32 << 20
-_TRIED_BYTES = 16 << 20
+TRIED_BYTES = 16 << 20
 BLOCK_BYTES = 4 << 20
 #: Trials per mode; the fastest counts. One trial chose the slower mode in 5 of 60 runs, the best of two in none of 30.
 _TRIALS = 2
@@ -37,7 +37,17 @@ def choose_io(request: WriteRequest, *, in_memory: bool) -> str:
 
 
 def direct_is_faster(fs: FsOps, folder: str, block: memoryview) -> bool:
-    """Write `block` a few times into `folder` in both modes, until it is durable, and compare the times.
+    """Whether direct I/O makes bytes durable sooner in a folder; the arguments and errors are those of `try_modes`.
+
+    Returns:
+        Also False if the file system has no direct I/O.
+    """
+    buffered, direct = try_modes(fs, folder, block)
+    return direct is not None and direct < buffered
+
+
+def try_modes(fs: FsOps, folder: str, block: memoryview) -> tuple[float, float | None]:
+    """Write `TRIED_BYTES` a few times into `folder` in both modes, until they are durable.
 
     Args:
         fs: file system operations.
@@ -45,7 +55,7 @@ def direct_is_faster(fs: FsOps, folder: str, block: memoryview) -> bool:
         block: `BLOCK_BYTES` bytes, page-aligned in memory.
 
     Returns:
-        Also False if the file system has no direct I/O.
+        The least seconds buffered and direct; None if the file system has no direct I/O.
 
     Raises:
         OSError: a buffered write failed, so the save would fail too.
@@ -58,21 +68,21 @@ def direct_is_faster(fs: FsOps, folder: str, block: memoryview) -> bool:
             direct.append(_seconds(fs, path, block, direct=True))
         except OSError:
             # No direct I/O: EINVAL from open or write, EOPNOTSUPP or others. The save is then buffered and logs that.
-            return False
-    return min(direct) < min(buffered)
+            return min(buffered), None
+    return min(buffered), min(direct)
 
 
 def _seconds(fs: FsOps, path: str, block: memoryview, *, direct: bool) -> float:
     started = time.perf_counter()
     with contextlib.ExitStack() as cleaning:
-        fd = fs.create(path, _TRIED_BYTES)
+        fd = fs.create(path, TRIED_BYTES)
         cleaning.callback(fs.unlink, path)
         cleaning.callback(fs.close, fd)
         target = fd
         if direct:
             target = fs.open_direct(path)
             cleaning.callback(fs.close, target)
-        for position in range(0, _TRIED_BYTES, BLOCK_BYTES):
+        for position in range(0, TRIED_BYTES, BLOCK_BYTES):
             fs.write(target, [block], position)
         fs.sync(target)
         elapsed = time.perf_counter() - started

@@ -27,7 +27,6 @@ PATH_METHODS = {"write_text", "write_bytes", "touch", "rmdir", "symlink_to", "ha
 EXCEPTIONS = {
     "storage/fs.py": "it is FsOps",
     "testing/operation_log.py": "the log in which the tests count operations; unset in production",
-    "image/arena.py": "memory (memfd), no file",
     "memory/huge_pages.py": "memory (memfd), no file",
     "compat/host_image.py": "memory (memfd), no file",
     "memory/scratch.py": "memory (memfd), no file",

@@ -168,7 +168,7 @@ def test_auto_tries_once(
         return 1.0 if direct else 2.0  # what this machine would say differs from run to run
 
     monkeypatch.setattr(io_mode, "SMALLEST", 1 << 20)
-    monkeypatch.setattr(io_mode, "_TRIED_BYTES", 1 << 20)
+    monkeypatch.setattr(io_mode, "TRIED_BYTES", 1 << 20)
     monkeypatch.setattr(io_mode, "_seconds", made_up)
     monkeypatch.setattr(FsOps, "in_memory", lambda fs, path: False)  # wherever pytest's folders are
     opened = []
@@ -189,7 +189,7 @@ def test_auto_tries_once(
 
 
 def test_ranks_try_at_the_same_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(io_mode, "_TRIED_BYTES", 1 << 20)
+    monkeypatch.setattr(io_mode, "TRIED_BYTES", 1 << 20)
     create, both = FsOps.create, threading.Barrier(2)
 
     def together(fs: FsOps, path: str, size: int = 0) -> int:

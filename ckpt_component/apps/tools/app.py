@@ -27,6 +27,7 @@ NO, FAILED = 1, 2
 #: `run(parsed, output)`, which returns an exit code; None is 0.
 COMMANDS = {
     "plan": ("plan_command", "predict what saving costs a run: memory, stall, storage rate, best interval"),
+    "doctor": ("doctor_command", "check this machine, and a folder for checkpoints"),
     "presets": ("presets_command", "list the presets"),
     "recipes": ("recipes_command", "list the recipes, or print one"),
     "keys": ("keys_command", "list every config key, with type, default and one line"),

@@ -1,0 +1,133 @@
+"""Checks of a folder of checkpoints: each does there what a save does, in a trial folder that is removed."""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import time
+from collections.abc import Callable, Iterator
+
+from ...storage.fencing import FencingToken
+from ...storage.file_system import file_system
+from ...storage.fs import FsOps
+from ...storage.fs_type import kind_of
+from ...storage.liveness import try_lock
+from ...storage.names import TRIAL_PREFIX, new_token
+from ...storage.space import FULL, amount
+from ...writing.io_mode import BLOCK_BYTES, TRIED_BYTES, try_modes
+from .finding import FAILS, NOTE, OK, Finding
+
+#: Less free space than this cannot hold a checkpoint of any use.
+_LEAST_FREE = 100e6
+_MANIFEST = "checkpoint.commit=manifest, which needs no renames"
+
+
+def check_folder(root: str) -> Iterator[Finding]:
+    """Check a folder, given by its absolute path, or the nearest existing one above it, in which it would be made."""
+    fs, existing = file_system(durable=True), root
+    fs.warns = False  # the finding says it
+    while not fs.is_folder(existing) and existing != os.path.dirname(existing):
+        existing = os.path.dirname(existing)
+    if existing != root and os.path.lexists(os.path.join(existing, os.path.relpath(root, existing).split(os.sep)[0])):
+        yield Finding("folder", FAILS, f"{root}: a file is in the way in {existing}", "name another folder")
+        return
+    trial = os.path.join(existing, f"{TRIAL_PREFIX}{new_token()}")
+    try:
+        fs.make_folder(trial)
+    except OSError as error:
+        fix = "free space there" if error.errno in FULL else "name another folder, or have its permissions changed"
+        yield Finding("folder", FAILS, f"{existing} cannot be written to: {error.strerror}", fix)
+        return
+    try:
+        where = existing if existing == root else f"{existing}, in which {os.path.relpath(root, existing)} will be made"
+        yield Finding("folder", OK, f"{where} ({kind_of(existing) or 'unknown file system'})")
+        yield from _space(fs, existing)
+        for check in (_sync, _rename, _lock, _modes):
+            yield _or_failed(check, fs, trial)
+    finally:
+        fs.remove_tree(trial)
+    yield from _neighbor(fs, root)
+
+
+def _or_failed(check: Callable[[FsOps, str], Finding], fs: FsOps, trial: str) -> Finding:
+    try:
+        return check(fs, trial)
+    except OSError as error:
+        fix = f"use another file system, or {_MANIFEST}" if check is _rename else "use another file system"
+        fix = "free space there" if error.errno in FULL else fix
+        return Finding(check.__name__.strip("_"), FAILS, f"fails: {error.strerror or error}", fix)
+
+
+def _space(fs: FsOps, folder: str) -> Iterator[Finding]:
+    free = fs.free_bytes(folder)
+    if free is None:
+        yield Finding("free space", NOTE, "the file system does not tell")
+    elif free < _LEAST_FREE:
+        yield Finding("free space", FAILS, amount(free), "delete what is not needed there")
+    else:
+        yield Finding("free space", OK, amount(free))
+    if fs.in_memory(folder):
+        yield Finding("durability", NOTE, "in memory: nothing survives a restart of the machine", "use a disk")
+
+
+def _sync(fs: FsOps, trial: str) -> Finding:
+    started = time.perf_counter()
+    fs.write_new(os.path.join(trial, "synced"), bytes(4096))
+    fs.sync_folder(trial)
+    return Finding("sync", OK, f"a small file is durable in {1e3 * (time.perf_counter() - started):.1f} ms")
+
+
+def _rename(fs: FsOps, trial: str) -> Finding:
+    staging, taken, target = (os.path.join(trial, name) for name in ("staging", "taken", "target"))
+    for folder in (staging, taken):
+        fs.make_folder(folder)
+    try:
+        fs.rename_new(staging, taken)
+    except FileExistsError:
+        pass
+    else:
+        fix = f"use another file system, or {_MANIFEST}"
+        return Finding("rename", FAILS, "replaces an existing folder, although asked not to", fix)
+    if fs.rename_new(staging, target):
+        return Finding("rename", OK, "atomic, and never replaces")
+    return Finding("rename", NOTE, "whether a name is taken is checked before, not in one step", "one run per folder")
+
+
+def _lock(fs: FsOps, trial: str) -> Finding:
+    fd = fs.open_folder(trial)
+    try:
+        locked = try_lock(fs, fd, fcntl.LOCK_EX, trial)
+    finally:
+        os.close(fd)
+    if locked:
+        return Finding("locks", OK, "a save that died is noticed at once")
+    fix = "mount it with locks (Lustre: -o flock)"
+    return Finding("locks", NOTE, "none: a save that died is noticed after a minute", fix)
+
+
+def _modes(fs: FsOps, trial: str) -> Finding:
+    with mmap.mmap(-1, BLOCK_BYTES) as block:  # page-aligned
+        view = memoryview(block)
+        try:
+            buffered, direct = try_modes(fs, trial, view)
+        finally:
+            view.release()
+    rates = f"{amount(TRIED_BYTES)} durable at {TRIED_BYTES / 1e9 / buffered:.2f} GB/s buffered"
+    if direct is None:
+        return Finding("direct I/O", NOTE, f"none there; {rates}")
+    chosen = "direct" if direct < buffered and not fs.in_memory(trial) else "buffered"
+    text = f"{rates}, {TRIED_BYTES / 1e9 / direct:.2f} direct; checkpoint.writer.io=auto takes {chosen}"
+    return Finding("direct I/O", OK, text)
+
+
+def _neighbor(fs: FsOps, root: str) -> Iterator[Finding]:
+    try:
+        other = FencingToken(fs, root).neighbor()
+    except OSError as error:
+        yield Finding("other runs", NOTE, f"the owner file cannot be read: {error.strerror}")
+        return
+    if other is not None:
+        state = "is running" if other.alive else "may be running"
+        fix = "a second run that saves there takes the folder over; give it another checkpoint.dir"
+        yield Finding("other runs", NOTE, f"{other} {state}", fix)

@@ -1,0 +1,56 @@
+"""`ckpt doctor [ROOT]`: check this machine, and a folder for checkpoints, with the operations that a save uses."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import textwrap
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+
+from ...saving.folders import expanded
+from ..health.finding import FAILS, NOTE, OK, Finding
+from ..health.folder import check_folder
+from ..health.machine import check_machine
+from ..health.packages import check_packages
+from .output import WIDTH, Output
+
+_COLORS = {OK: "green", NOTE: "yellow", FAILS: "red"}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
+    parser.description = (
+        "Check this machine and what is installed, and with ROOT the folder: sync, rename, locks, free space, direct "
+        "I/O. Leaves nothing behind. Exit code 1: saves would fail."
+    )
+    parser.epilog = "example:\n  ckpt doctor checkpoints"
+    parser.add_argument("root", nargs="?", metavar="ROOT", help="folder of checkpoints; it need not exist")
+
+
+def run(parsed: argparse.Namespace, output: Output) -> int:
+    """Print what was found.
+
+    Raises:
+        CheckpointConfigError: ROOT is a URL or empty.
+    """
+    findings = [*check_machine(), *check_packages()]
+    if parsed.root is not None:
+        if "://" in parsed.root or not parsed.root:
+            from ...config.checks import refuse_bad_dir  # imports Hydra
+
+            refuse_bad_dir(parsed.root)
+        findings += check_folder(os.path.abspath(expanded(parsed.root, "ROOT")))
+    output.result([asdict(finding) for finding in findings], lambda: _lines(findings, output))
+    return int(any(finding.status == FAILS for finding in findings))
+
+
+def _lines(findings: Sequence[Finding], output: Output) -> Iterator[str]:
+    width = max(len(finding.what) for finding in findings)
+    for finding in findings:
+        status = output.style(f"{finding.status:<4}", _COLORS[finding.status])
+        indent = " " * (width + 8)
+        first, *others = textwrap.wrap(finding.text, WIDTH - len(indent))
+        yield f"{status}  {finding.what:<{width}}  {first}"
+        for line in (*others, *textwrap.wrap(f"-> {finding.fix}" if finding.fix else "", WIDTH - len(indent))):
+            yield f"{indent}{line}"

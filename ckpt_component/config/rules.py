@@ -1,0 +1,97 @@
+"""Which parts of a config fit together, and what a machine must have: one table for the factory and for `ckpt`.
+
+Imports neither torch nor the parts: what a rule asks of them is in `PartFacts`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ..options import Commit, IoMode
+from .schema import Checkpoint
+
+
+@dataclass(frozen=True)
+class PartFacts:
+    """What the rules ask of the chosen parts.
+
+    Attributes:
+        stager: the stager's option, or the name of a user's class.
+        caller: the same of the caller.
+        writer: the same of the writer.
+        takes_snapshot: whether the stager copies the state, so that training may go on.
+        in_other_process: whether the caller writes in another process.
+        single_file: whether the writer writes one file and no folder.
+    """
+
+    stager: str
+    caller: str
+    writer: str
+    takes_snapshot: bool
+    in_other_process: bool
+    single_file: bool
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A refused combination, and what to type instead. `{stager}` and others are replaced by the parts' names."""
+
+    refuses: Callable[[Checkpoint, PartFacts], bool]
+    text: str
+
+
+#: Parts that do not fit together, and requirements on the machine. All other combinations work.
+RULES = (
+    Rule(
+        lambda settings, parts: not parts.takes_snapshot and parts.in_other_process,
+        "checkpoint/stager={stager} has the writer read the live tensors, which training would change while "
+        "checkpoint/caller={caller} writes. Use checkpoint/caller=inline, or checkpoint/stager=shared_memory.",
+    ),
+    Rule(
+        lambda settings, parts: parts.in_other_process and not hasattr(os, "memfd_create"),
+        "checkpoint/caller={caller} passes memory to a process by memfd, which this Python lacks. "
+        "Use checkpoint/caller=inline.",
+    ),
+    Rule(
+        lambda settings, parts: settings.max_stall_s is not None and not parts.in_other_process,
+        "checkpoint.max_stall_s={max_stall_s} bounds how long a save in the background holds up training, and with "
+        "checkpoint/caller={caller} training waits for the whole write. Use checkpoint=async_persistent, or "
+        "checkpoint.max_stall_s=null.",
+    ),
+    Rule(
+        lambda settings, parts: parts.single_file and settings.commit is Commit.manifest,
+        "{writer} commits its file by a rename, and checkpoint.commit=manifest is for storage "
+        "without renames. Use checkpoint.commit=rename, on another disk.",
+    ),
+    Rule(
+        lambda settings, parts: settings.writer.get("io") == IoMode.direct.value and settings.commit is Commit.manifest,
+        "checkpoint.writer.io=direct opens every file twice, and checkpoint.commit=manifest is for object stores, "
+        "where a file exists only once it is closed. Use checkpoint.writer.io=auto, or checkpoint.commit=rename.",
+    ),
+)
+
+
+def refuse_unfit(settings: Checkpoint, parts: PartFacts) -> None:
+    """Refuse parts that do not fit together, or not on this machine.
+
+    Raises:
+        CheckpointConfigError: The text says what to type instead.
+    """
+    from .errors import HydraConfigError  # imports Hydra
+
+    text = other_platform()
+    if text:
+        raise HydraConfigError(text)
+    for rule in RULES:
+        if rule.refuses(settings, parts):
+            raise HydraConfigError(rule.text.format(**vars(parts), max_stall_s=settings.max_stall_s))
+
+
+def other_platform() -> str:
+    """The text for a system other than Linux; empty on Linux."""
+    if sys.platform == "linux":
+        return ""
+    return f"ckpt_component runs on Linux only, and this is {sys.platform}; use torch.distributed.checkpoint here."
