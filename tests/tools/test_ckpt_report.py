@@ -43,7 +43,7 @@ def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "code", "told"),
     [
-        (["report", "nowhere"], 2, "error: nowhere has no job with a result.json"),
+        (["report", "nowhere"], 2, "error: There is no folder nowhere"),
         (["report"], 2, "the following arguments are required: folder"),
         (["reprot", "."], 2, "error: ckpt has no command 'reprot'; did you mean ckpt report?"),
         ([], 2, "COMMAND"),

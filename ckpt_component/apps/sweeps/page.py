@@ -5,10 +5,12 @@ from __future__ import annotations
 import base64
 import html
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+from ...errors import CheckpointConfigError
 
 #: Shown if the extra is not installed.
 NO_PICTURE = "no picture: pip install 'ckpt_component[plot]'"
@@ -17,6 +19,29 @@ NO_PICTURE = "no picture: pip install 'ckpt_component[plot]'"
 def can_plot() -> bool:
     """Whether matplotlib is installed."""
     return find_spec("matplotlib") is not None
+
+
+def write_report(write: Callable[[Path], Sequence[Path]], out: Path, say: Callable[[str], None]) -> None:
+    """Write the files of a report, and say where they are.
+
+    Args:
+        write: Writes them into a folder and returns their paths.
+        out: The folder, which is created.
+        say: Function that prints the text.
+
+    Raises:
+        CheckpointConfigError: They cannot be written.
+    """
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        files = write(out)
+    except OSError as error:
+        raise CheckpointConfigError(
+            f"The report cannot be written into {out} ({error.strerror}); type another --out=FOLDER."
+        ) from error
+    if not can_plot():
+        say(NO_PICTURE)
+    say(f"in {out}: {', '.join(path.name for path in files)}")
 
 
 def new_figure(width: float, height: float) -> Any:

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ...config.errors import HydraConfigError
 from .disks import shared_disks, shared_text
 from .figures import FIGURES
 from .jobs import Row, differing, read_jobs, spans_of
-from .page import NO_PICTURE, can_plot, new_figure, without_frame, write_page
+from .page import can_plot, new_figure, without_frame, write_page, write_report
 from .replaced import write_csv
 from .text import aligned
 
 #: The files are `sweep.csv`, `sweep.png` and `sweep.html`.
 _NAME = "sweep"
+_CSV_COLUMNS = [
+    *("job", "row", "workload", "differs", "status", "pareto", "shared_disk"),
+    *FIGURES,
+    *("reason", "overrides"),
+]
 _COLOURS = ("#1b6ca8", "#d08c60", "#5a8f5a", "#8d99ae")
 
 
@@ -31,24 +36,42 @@ def report(folder: Path, say: Callable[[str], None] = print, out: Path | None = 
     Raises:
         CheckpointConfigError: The folder has no jobs, or the files cannot be written.
     """
-    rows = sorted(read_jobs(folder), key=lambda row: (row.workload, row.stall_s is None, row.stall_s or 0.0))
-    text = table(rows)
-    say(text)
-    base = (folder if out is None else out) / _NAME
-    try:
-        base.parent.mkdir(parents=True, exist_ok=True)
-        files = [_write_csv(rows, base.with_suffix(".csv"))]
-        complete = [row for row in rows if _times(row) is not None]
-        if complete and can_plot():
-            caption = "Lower and further left is better; a colour for each workload."
-            files += write_page(base, _picture(complete), "Sweep", str(folder), caption, [text])
-    except OSError as error:
-        raise HydraConfigError(
-            f"The report cannot be written into {base.parent} ({error.strerror}); type another --out=FOLDER."
-        ) from error
-    if not can_plot():
-        say(NO_PICTURE)
-    say(f"in {base.parent}: {', '.join(path.name for path in files)}")
+    rows = read_rows(folder)
+    say(table(rows))
+    write_report(partial(write_files, rows, folder), folder if out is None else out, say)
+
+
+def read_rows(folder: Path) -> list[Row]:
+    """The rows of a sweep in the order of the report: by workload, the least stall first.
+
+    Args:
+        folder: Folder of a sweep, of one job, or of several jobs.
+
+    Raises:
+        CheckpointConfigError: The folder has no jobs.
+    """
+    return sorted(read_jobs(folder), key=lambda row: (row.workload, row.stall_s is None, row.stall_s or 0.0))
+
+
+def write_files(rows: Sequence[Row], folder: Path, out: Path) -> list[Path]:
+    """Write `sweep.csv`, and if matplotlib is installed the picture and the page.
+
+    Args:
+        rows: The rows, from `read_rows`.
+        folder: Folder of the sweep, which the page names.
+        out: Where to.
+
+    Raises:
+        OSError: A file cannot be written.
+    """
+    base = out / _NAME
+    write_csv(base.with_suffix(".csv"), _CSV_COLUMNS, records(rows))
+    files = [base.with_suffix(".csv")]
+    complete = [row for row in rows if _times(row) is not None]
+    if complete and can_plot():
+        caption = "Lower and further left is better; a colour for each workload."
+        files += write_page(base, _picture(complete), "Sweep", str(folder), caption, [table(rows)])
+    return files
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -114,10 +137,11 @@ def _picture(rows: Sequence[Row]) -> Any:
     return figure
 
 
-def _write_csv(rows: Sequence[Row], path: Path) -> Path:
+def records(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """The rows as plain data, for the CSV file and for JSON."""
     pareto, differences = best(rows), differing(rows)
     shared = shared_disks(spans_of(rows))
-    records: list[dict[str, Any]] = [
+    return [
         {
             "job": row.job,
             "row": row.name,
@@ -132,6 +156,3 @@ def _write_csv(rows: Sequence[Row], path: Path) -> Path:
         }
         for place, (row, words) in enumerate(zip(rows, differences, strict=True))
     ]
-    columns = ["job", "row", "workload", "differs", "status", "pareto", "shared_disk", *FIGURES, "reason", "overrides"]
-    write_csv(path, columns, records)
-    return path

@@ -31,7 +31,8 @@ COMMANDS = {
     "presets": ("presets_command", "list the presets"),
     "recipes": ("recipes_command", "list the recipes, or print one"),
     "keys": ("keys_command", "list every config key, with type, default and one line"),
-    "report": ("report_command", "compare the jobs of a sweep, even if it failed, was killed, or still runs"),
+    "report": ("report_command", "what saving costs a run, or a comparison of the jobs of a sweep"),
+    "trace": ("trace_command", "write the timeline of a run, for Perfetto and chrome://tracing, or as a picture"),
     "tune": ("tune_command", "measure which settings suit this machine, a folder and a size of state"),
 }
 

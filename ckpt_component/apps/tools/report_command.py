@@ -1,26 +1,87 @@
-"""`ckpt report FOLDER`: report a sweep, finished or not."""
+"""`ckpt report FOLDER`: report a run or a sweep, finished or not."""
 
 from __future__ import annotations
 
 import argparse
+import os
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+from ...errors import CheckpointNotFoundError
+from ...events import FOLDER
+from ..sweeps.page import write_report
 from .output import Output
+
+#: The file that a job of a sweep writes; `sweeps.result` imports Hydra.
+_RESULT = "result.json"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
-    parser.description = "Print the jobs of a sweep sorted by stall, and write sweep.csv, sweep.png and sweep.html."
-    parser.add_argument("folder", type=Path, help="folder of a sweep (multirun/...) or of a single run (outputs/...)")
-    parser.add_argument("--out", type=Path, metavar="FOLDER", help="where to write the files, instead of FOLDER itself")
+    parser.description = (
+        "For the folder of a run's checkpoints: its saves phase by phase, loads, failures, and the share of time that "
+        "training kept, as text, run.csv, run.png and run.html. For a sweep: its jobs sorted by stall, as text, "
+        "sweep.csv, sweep.png and sweep.html."
+    )
+    parser.epilog = "examples:\n  ckpt report checkpoints\n  ckpt report multirun/2026-11-21/10-30-00"
+    parser.add_argument("folder", type=Path, help="folder of checkpoints, of a sweep (multirun/...) or of a job")
+    parser.add_argument(
+        "--out", type=Path, metavar="FOLDER", help="where to write the files (a run: FOLDER/events; a sweep: FOLDER)"
+    )
 
 
 def run(parsed: argparse.Namespace, output: Output) -> None:
-    """Make the report.
+    """Make the report. With `--json` files are written only where `--out` says.
 
     Raises:
-        CheckpointConfigError: The folder has no jobs, or the files cannot be written.
+        CheckpointNotFoundError: The folder has neither events nor jobs.
+        CheckpointConfigError: The files cannot be written.
     """
-    from ..sweeps.report import report
+    folder: Path = parsed.folder
+    report = _run(folder) if (folder / FOLDER).is_dir() or folder.name == FOLDER else _sweep(folder)
+    output.result(report.data, report.lines)
+    if parsed.out is not None or not output.as_json:
+        write_report(report.write, parsed.out or report.place, (lambda line: None) if output.as_json else print)
 
-    report(parsed.folder, out=parsed.out)
+
+@dataclass(frozen=True)
+class _Report:
+    """A report as data and as lines, the function that writes its files, and where they go."""
+
+    data: Any
+    lines: Callable[[], Iterable[str]]
+    write: Callable[[Path], Sequence[Path]]
+    place: Path
+
+
+def _run(folder: Path) -> _Report:
+    from ..runs.figures import figures_of_runs
+    from ..runs.records import read_runs
+    from ..runs.report import text, write_files
+
+    runs = read_runs(folder)
+    figures = figures_of_runs(runs)
+    return _Report(
+        {"kind": "run", "runs": figures},
+        lambda: text(folder, figures),
+        partial(write_files, runs, folder, figures),
+        folder if folder.name == FOLDER else folder / FOLDER,
+    )
+
+
+def _sweep(folder: Path) -> _Report:
+    if not any(_RESULT in names for _, _, names in os.walk(folder)):
+        from ..runs.records import why_no_run
+
+        raise CheckpointNotFoundError(
+            f"{why_no_run(folder)} For a sweep, give the folder of jobs with hydra/callbacks=checkpoint_report."
+        )
+    from ..sweeps.report import read_rows, records, table, write_files
+
+    rows = read_rows(folder)
+    return _Report(
+        {"kind": "sweep", "rows": records(rows)}, lambda: [table(rows)], partial(write_files, rows, folder), folder
+    )

@@ -1,0 +1,129 @@
+"""`ckpt report` of the folder of a run: what its saves cost."""
+
+from __future__ import annotations
+
+import csv
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from run_events import STALL, STEP, write_run
+
+from ckpt_component.apps.tools.app import main
+from ckpt_component.events import EventFile
+
+
+def ckpt(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as left:
+        main(["report", *arguments])
+    return int(left.value.code or 0)
+
+
+@pytest.fixture
+def without_picture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As without matplotlib."""
+    monkeypatch.setattr("ckpt_component.apps.runs.report.can_plot", lambda: False)
+    monkeypatch.setattr("ckpt_component.apps.sweeps.page.can_plot", lambda: False)
+
+
+def test_it_shows_phases_failures_and_what_training_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = tmp_path / "run"
+    write_run(run, ranks=2, failed=2, first=11)
+    assert ckpt(str(run), "--out", str(tmp_path / "out")) == 0
+    text = capsys.readouterr().out
+    assert max(map(len, text.splitlines())) <= 100 + len(str(tmp_path))
+    # 59 steps of 20 ms and two waits of 10 ms between the first and the last step, then the wait for the last save;
+    # the loss of each save is 20 ms.
+    kept = 1 - 3 * 2 * STALL / (59 * STEP + 3 * STALL)
+    assert f"training kept {100 * kept:.2f} % of 1.21 s: saves cost 60 ms (waits 30 ms, slower steps 30 ms)" in text
+    assert "steps 11 to 70, 20 ms each, 20 ms during a save" in text
+    assert "saves: 2 committed, 1 failed, 1 retried, 4.00 GB at 29.41 GB/s" in text
+    assert "loaded step 10: 2.00 GB in 500 ms (4.00 GB/s), verified" in text
+    assert "step 50 failed: rank 0: the disk is full" in text
+    (row,) = [line.split() for line in text.splitlines() if line.split()[:1] == ["30"]]
+    assert row[1] == "committed" and row[2:4] == ["2.00", "GB"] and "100 ms" in " ".join(row)
+    with open(tmp_path / "out" / "run.csv", encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["outcome"] for row in rows] == ["committed", "failed", "committed"] and rows[0]["bytes"] == "2000000000"
+    page = (tmp_path / "out" / "run.html").read_text()
+    assert "training kept" in page and "data:image/png;base64," in page
+
+
+@pytest.mark.usefixtures("without_picture")
+def test_json_has_every_run_and_writes_no_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    end = write_run(tmp_path, saves=1)
+    write_run(tmp_path, first=11, began=end + 5)
+    assert ckpt(str(tmp_path), "--json") == 0
+    data = json.loads(capsys.readouterr().out)
+    first, second = data["runs"]
+    assert data["kind"] == "run" and second["repeated_steps"] == 10 and abs(second["idle_s"] - 5) < 0.01
+    assert [len(run["saves"]) for run in (first, second)] == [1, 3]
+    assert abs(first["saves"][0]["write_s"] - 0.058) < 1e-6 and first["saves"][0]["durable_s"] == 0.1
+    assert sorted(path.name for path in (tmp_path / "events").iterdir()) == ["rank-00000.jsonl"]
+    assert ckpt(str(tmp_path)) == 0
+    text = capsys.readouterr().out
+    assert "repeated" in text and "no picture: pip install" in text and (tmp_path / "events" / "run.csv").exists()
+
+
+def test_json_of_a_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from ckpt_component.apps.sweeps.result import write_result
+
+    write_result(str(tmp_path), "completed", overrides=["a=1"], choices={}, figures={"stall_s": 0.5})
+    assert ckpt(str(tmp_path), "--json") == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["kind"] == "sweep" and [row["stall_s"] for row in data["rows"]] == [0.5]
+    assert [path.name for path in tmp_path.iterdir()] == ["result.json"]
+
+
+def test_a_run_that_just_began_and_one_that_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    now = time.time()
+    write_run(tmp_path / "began", saves=0, began=now)
+    assert ckpt(str(tmp_path / "began")) == 0
+    assert "no saves yet" in (text := capsys.readouterr().out) and "last event" in text
+    assert (tmp_path / "began" / "events" / "run.html").exists()
+    write_run(tmp_path / "writes", saves=2, began=now)
+    with open(tmp_path / "writes" / "events" / "rank-00000.jsonl", "a") as file:
+        file.write('{"event": "save", "time": 1')  # not all of the line is there yet
+    EventFile(str(tmp_path / "writes"), 0).append([{"event": "save", "of": "another release"}])
+    assert ckpt(str(tmp_path / "writes"), "--json") == 0
+    assert json.loads(capsys.readouterr().out)["runs"][0]["committed"] == 2
+
+
+@pytest.mark.usefixtures("without_picture")
+def test_a_hundred_thousand_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_run(tmp_path, saves=200, every=500)
+    assert ckpt(str(tmp_path)) == 0
+    text = capsys.readouterr().out
+    assert "steps 1 to 100000, 20 ms each" in text and len(text.splitlines()) < 40
+    assert "the last 15 of 200 saves; run.csv and --json have all" in text
+
+
+@pytest.mark.parametrize(
+    ("folder", "told"),
+    [
+        ("empty", "error: empty is empty; give the folder"),
+        ("bare", "error: bare has no events/, which runs write beside their checkpoints"),
+    ],
+)
+def test_a_folder_without_events(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], folder: str, told: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("empty", "bare/iter_0000001"):
+        (tmp_path / name).mkdir(parents=True)
+    assert ckpt(folder) == 2
+    assert told in (error := capsys.readouterr().err) and "For a sweep" in error
+
+
+def test_it_needs_neither_torch_nor_hydra(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    code = (
+        "import sys\nfrom ckpt_component.apps.tools.app import main\n"
+        f"try:\n    main(['report', {str(tmp_path)!r}, '--json'])\n"
+        "finally:\n    print({'torch', 'hydra', 'omegaconf', 'matplotlib'} & set(sys.modules), file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0 and done.stderr.strip() == "set()", done.stderr

@@ -1,0 +1,136 @@
+"""`ckpt trace` as a user meets it, and its file as Perfetto reads it."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+from run_events import STEP, write_run
+
+from ckpt_component.apps.tools.app import main
+
+
+def ckpt(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as left:
+        main(arguments)
+    return int(left.value.code or 0)
+
+
+def checked(path: Path) -> list[dict[str, Any]]:
+    """The slices of a file, which is valid by Google's "Trace Event Format"."""
+    document = json.loads(path.read_text())
+    assert document["displayTimeUnit"] in ("ms", "ns")
+    named, slices = set(), list[dict[str, Any]]()
+    for event in document["traceEvents"]:
+        assert type(event["pid"]) is int and type(event["tid"]) is int and type(event["name"]) is str
+        if event["ph"] == "M":
+            kind, _, what = event["name"].partition("_")
+            assert kind in ("process", "thread") and set(event["args"]) == {what}
+            named.add((kind, event["pid"], event["tid"] if kind == "thread" else 0))
+            continue
+        assert event["ts"] >= 0 and type(event["args"]) is dict and type(event["cat"]) is str
+        assert ("thread", event["pid"], event["tid"]) in named and ("process", event["pid"], 0) in named
+        if event["ph"] == "i":
+            assert event["s"] in "gpt"
+        else:
+            assert event["ph"] == "X" and event["dur"] >= 0
+            slices.append(event)
+    threads = defaultdict(list)
+    for event in sorted(slices, key=lambda event: (event["ts"], -event["dur"])):
+        threads[event["pid"], event["tid"]].append(event)
+    for events in threads.values():  # slices of a thread follow each other or are inside of each other
+        ends: list[float] = []
+        for event in events:
+            while ends and ends[-1] <= event["ts"] + 1:
+                ends.pop()
+            assert not ends or event["ts"] + event["dur"] <= ends[-1] + 1
+            ends.append(event["ts"] + event["dur"])
+    return slices
+
+
+def of(slices: list[dict[str, Any]], kind: str, rank: int = 0) -> list[dict[str, Any]]:
+    return [event for event in slices if event["cat"] == kind and event["pid"] == rank]
+
+
+def test_steps_go_on_while_the_writer_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_run(tmp_path / "run", ranks=2)
+    assert ckpt("trace", str(tmp_path / "run"), "--out", str(tmp_path / "trace.json")) == 0
+    assert "3 saves and 60 steps of 2 rank(s)" in capsys.readouterr().out
+    slices = checked(tmp_path / "trace.json")
+    for rank in (0, 1):
+        steps, writes, waits = (of(slices, kind, rank) for kind in ("step", "write", "wait"))
+        assert [event["name"] for event in steps] == [f"step {number}" for number in range(2, 61)]
+        assert len(writes) == len(waits) == 3
+        # What training waited for the save is no part of the next step.
+        assert all(abs(event["dur"] - STEP * 1e6) < 2 for event in steps)
+        for write in writes[:2]:  # no steps follow the last save
+            end = write["ts"] + write["dur"]
+            assert sum(write["ts"] < event["ts"] < end for event in steps) >= 2
+    assert {event["args"]["bytes"] for event in of(slices, "commit")} == {10**9}
+
+
+def test_saves_that_overlap_get_threads_of_their_own(tmp_path: Path) -> None:
+    write_run(tmp_path / "run", every=2)  # the next save is called while the last one is written
+    ckpt("trace", str(tmp_path / "run"), "--out", str(tmp_path / "trace.json"))
+    assert len({event["tid"] for event in of(checked(tmp_path / "trace.json"), "write")}) == 2
+
+
+def test_the_newest_run_or_all_or_the_last_saves(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    end = write_run(tmp_path / "run", failed=2)
+    write_run(tmp_path / "run", first=41, began=end + 5)
+    trace = ["trace", str(tmp_path / "run"), "--out", str(tmp_path / "trace.json")]
+    assert ckpt(*trace) == 0 and "newest of 2 runs" in capsys.readouterr().out
+    assert of(checked(tmp_path / "trace.json"), "load")[0]["name"] == "load 40"
+    assert ckpt(*trace, "--all", "--json") == 0 and json.loads(capsys.readouterr().out)["runs"] == 2
+    slices = checked(tmp_path / "trace.json")
+    assert len(of(slices, "write", 0)) == len(of(slices, "write", 1)) == 3
+    assert '"error": "the disk is full"' in (tmp_path / "trace.json").read_text()
+    assert ckpt(*trace, "--last", "1") == 0
+    slices = checked(tmp_path / "trace.json")
+    assert len(of(slices, "write")) == 1 and 2 <= len(of(slices, "step")) <= 4
+
+
+def test_the_picture_shows_each_save_with_its_steps(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    from ckpt_component.apps.runs.records import read_runs
+    from ckpt_component.apps.runs.timeline import draw_saves
+    from ckpt_component.apps.sweeps.page import new_figure
+
+    write_run(tmp_path / "run", ranks=2, failed=3)
+    png = tmp_path / "trace.png"
+    assert ckpt("trace", str(tmp_path / "run"), "--out", str(tmp_path / "trace.json"), "--png", str(png)) == 0
+    assert png.read_bytes().startswith(b"\x89PNG")
+    figure = new_figure(11, 8)
+    draw_saves(figure, read_runs(tmp_path / "run")[0], 3)
+    titles = [axis.get_title(loc="left") for axis in figure.axes]
+    assert titles[0] == "save of step 20: training waits 10 ms; durable after 100 ms, 4 steps later"
+    assert titles[2] == "save of step 60: failed after 70 ms; training waits 10 ms"
+    assert [label.get_text() for label in figure.axes[0].get_yticklabels()][4:6] == ["rank 0 commit", "rank 1 training"]
+    drawn = [text.get_text() for text in figure.axes[0].texts]
+    assert "write 58 ms" in drawn and "22" in drawn
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["nowhere"], "There is no folder nowhere"),
+        (["empty"], "empty is empty; give the folder with the checkpoints"),
+        (["above"], "above is not the folder of a run's checkpoints, but a folder of such folders; type above/run"),
+        (["bare"], "bare has no events/, which runs write beside their checkpoints"),
+        (["started"], "started/events has no events yet"),
+        (["above/run", "--last", "0"], "--last=0 must be at least 1"),
+        (["above/run", "--out", "missing/trace.json"], "missing/trace.json.part cannot be written (No such file"),
+    ],
+)
+def test_a_mistake_ends_in_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str], told: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for folder in ("empty", "bare/iter_0000001", "started/events", "above"):
+        (tmp_path / folder).mkdir(parents=True)
+    write_run(tmp_path / "above" / "run")
+    assert ckpt("trace", *arguments) == 2
+    assert told in capsys.readouterr().err and not (tmp_path / "trace.json").exists()
