@@ -13,6 +13,11 @@ from enum import Enum
 from typing import Any, cast, get_args, get_type_hints
 
 from .errors import HydraConfigError, built_text
+from .explain import keys_text
+from .schema import PARTS, Checkpoint, Part
+
+#: Types of values that are not a config.
+_PLAIN = (str, int, float, bool, list)
 
 
 class _Derived(type):
@@ -23,16 +28,20 @@ class _Derived(type):
     def __subclasscheck__(cls, other: type) -> bool:
         """Answer OmegaConf, which asks before it merges a value into a config of this class.
 
-        For an object, such as a stager that `instantiate` built, OmegaConf's text would be that a SharedMemoryStager is
-        not a subclass of SharedMemoryStager.
+        OmegaConf's own text would be that a str, or a SharedMemoryStager that `instantiate` built, is not a subclass of
+        SharedMemoryStager.
 
         Raises:
-            CheckpointConfigError: The value is an object and not a config.
+            CheckpointConfigError: The value is an object, another part, or a plain value, which Hydra 1.3 merges before
+                it calls the `_target_`.
         """
         if super().__subclasscheck__(other) or ("schema" in vars(cls) and issubclass(other, cls.schema)):
             return True
         if other.__module__.startswith("ckpt_component.") and not hasattr(other, "_target_"):
             raise HydraConfigError(built_text("A part of the config", other))
+        text = _unfit_text(cls.schema, other) if "schema" in vars(cls) else None
+        if text:
+            raise HydraConfigError(text)
         return False
 
 
@@ -77,6 +86,34 @@ def _loosened(item: Field[Any], hint: Any) -> tuple[str, Any, Any]:
     if factory is not MISSING:
         return item.name, kind, field(default_factory=factory)
     return item.name, kind, field(default=default)
+
+
+def _unfit_text(schema: type, other: type) -> str | None:
+    """The text for a value of type `other` in the place of a node of Checkpoint; None if OmegaConf's own must do."""
+    other = getattr(other, "schema", other)
+    for kind, options in PARTS.items():
+        if schema in options.values() and (issubclass(other, Part) or other in _PLAIN):
+            choice = next((option for option, part in options.items() if part is other), "...")
+            return (
+                f"checkpoint.{kind} is a {schema.__name__}, which a keyword of type {other.__name__} cannot replace; "
+                f"use build_manager(cfg.checkpoint, ['checkpoint/{kind}={choice}']), or the same on the command line. "
+                f"checkpoint/{kind} can be: {', '.join(options)}."
+            )
+    place = _place(schema, Checkpoint, "checkpoint")
+    if place is None or other not in _PLAIN:
+        return None
+    return (
+        f"{place} cannot itself be of type {other.__name__}. {keys_text(place, [item.name for item in fields(schema)])}"
+    )
+
+
+def _place(schema: type, within: type, name: str) -> str | None:
+    """The dotted key of a node, by its schema."""
+    if schema is within:
+        return name
+    hints = get_type_hints(within).items()
+    inner = (_place(schema, cast(type, hint), f"{name}.{key}") for key, hint in hints if is_dataclass(hint))
+    return next(filter(None, inner), None)
 
 
 def is_enum(hint: Any) -> bool:

@@ -23,11 +23,14 @@ from ckpt_component.config import (
     InlineCaller,
     LiveStager,
     PersistentCaller,
+    PinnedStager,
     Save,
     SharedMemoryStager,
+    TorchSaveWriter,
     compose_checkpoint,
     config_dir,
 )
+from ckpt_component.config.schema import Part
 from ckpt_component.managing.manager import CheckpointManager
 from ckpt_component.options import ChecksumName, Naming
 
@@ -104,6 +107,40 @@ def test_other_presets_too(preset: str) -> None:
 )
 def test_a_wrong_keyword_is_refused_in_words(config: DictConfig, keywords: Mapping[str, Any], text: str) -> None:
     assert text_of(lambda: instantiate(config, **keywords)).startswith(text)
+
+
+@pytest.mark.parametrize(
+    ("keywords", "text"),
+    [
+        ({"save": 5}, "checkpoint.save cannot itself be of type int. The keys of checkpoint.save: every_steps"),
+        (
+            {"keep": {"best": "loss"}},
+            "checkpoint.keep.best cannot itself be of type str. The keys of checkpoint.keep.b",
+        ),
+    ],
+)
+def test_a_value_in_the_place_of_keys_is_refused_in_words(
+    config: DictConfig, keywords: Mapping[str, Any], text: str
+) -> None:
+    assert text_of(lambda: instantiate(config, **keywords)).startswith(text)
+
+
+@pytest.mark.parametrize(("kind", "part"), [("stager", "pinned"), ("writer", "torch_save")])
+def test_a_part_named_in_a_keyword_is_refused_with_what_to_type_instead(
+    config: DictConfig, kind: str, part: str
+) -> None:
+    text = text_of(lambda: instantiate(config, **{kind: part}))
+    assert text.startswith(f"checkpoint.{kind}") and f"checkpoint/{kind}=" in text and part in text
+
+
+@pytest.mark.skipif(hydra.__version__ >= "1.4", reason="Hydra 1.4 replaces the part")
+@pytest.mark.parametrize("part", [PinnedStager(), TorchSaveWriter()])
+def test_another_part_as_a_keyword_is_refused_with_what_to_type_instead(config: DictConfig, part: Part) -> None:
+    kind, option = ("stager", "pinned") if isinstance(part, PinnedStager) else ("writer", "torch_save")
+    text = text_of(lambda: instantiate(config, **{kind: part}))
+    assert f"use build_manager(cfg.checkpoint, ['checkpoint/{kind}={option}'])" in text
+    with build_manager(config, [f"checkpoint/{kind}={option}", "checkpoint.enabled=false"]):
+        pass
 
 
 @pytest.mark.parametrize("kind", ["stager", "caller", "writer"])
