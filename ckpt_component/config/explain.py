@@ -37,8 +37,8 @@ _PLUGINS = {
     "hydra/sweeper/optuna": "hydra-optuna-sweeper",
 }
 
-#: Top-level keys and groups that this package adds to an app.
-OURS = ("checkpoint", "recipe")
+#: Keys and groups that this package adds to an app.
+OURS = ("checkpoint", "recipe", "callbacks.ckpt")
 
 
 def what_was_meant(
@@ -82,7 +82,7 @@ def what_was_meant(
     usable = [item for item in picks if _unknown_option(item, loader, "") is None and not _picks_nothing(item, groups)]
     keys: list[str] | None = None
     for override in sorted(refused, key=lambda item: item not in picks):
-        text: str | None
+        text: str | None = None
         if override in picks:
             text = _unfit_pick(override, refused, hydra_text) or _unknown_option(
                 override, loader, "+" if override.is_add() and config_name else ""
@@ -180,7 +180,7 @@ class _LoaderGroups(dict[str, Sequence[str]]):
 
 
 def _concerns(text: str, roots: Sequence[str] | None) -> bool:
-    return roots is None or bool(re.search(rf"(^|[\s+~])({'|'.join(roots)})\b", text))
+    return roots is None or bool(re.search(rf"(^|[\s+~])({'|'.join(map(re.escape, roots))})\b", text))
 
 
 def _missing_plugin(hydra_text: str) -> str | None:
@@ -235,7 +235,8 @@ def _unknown_option(override: Override, loader: ConfigLoader, plus: str) -> str 
     for choice in _choices(override):
         if choice not in options:
             guess = closest(choice, options)
-            hint = f" Did you mean {plus}{group}={guess}?" if guess else ""
+            where = f"@{override.package}" if override.package else ""
+            hint = f" Did you mean {plus}{group}{where}={guess}?" if guess else ""
             custom = f", or a file of your own, {group}/{choice}.yaml in a --config-dir" if not guess else ""
             return f"There is no {group}={choice}.{hint} {group} can be: {', '.join(options)}{custom}."
     return None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import hydra
 import pytest
 from omegaconf import DictConfig
@@ -46,3 +48,24 @@ def test_apps_that_do_not_ask_for_it_do_not_see_it(hydra_version: dict[str, str]
         pytest.raises((CheckpointConfigError, hydra.errors.HydraException), match="callbacks"),
     ):
         hydra.compose(overrides=["callbacks=ckpt"])
+
+
+@pytest.mark.parametrize(
+    ("override", "hint"),
+    [
+        ("callbacks.ckpt.checkpoint.svae.every_steps=7", "callbacks.ckpt.checkpoint.save.every_steps=7?"),
+        ("callbacks.ckpt.dri=x", "callbacks.ckpt.dir=x?"),
+        ("checkpoint@callbacks.ckpt.checkpoint=synk", "checkpoint@callbacks.ckpt.checkpoint=sync?"),
+    ],
+)
+def test_a_typo_below_it_is_refused_with_a_suggestion(
+    override: str, hint: str, tmp_path: Path, hydra_version: dict[str, str]
+) -> None:
+    lines = "defaults: [callbacks: ckpt]\nhydra: {searchpath: ['pkg://ckpt_component.integrations.conf']}\n"
+    (tmp_path / "train.yaml").write_text(lines)
+    with (
+        hydra.initialize_config_dir(str(tmp_path), **hydra_version),
+        pytest.raises(CheckpointConfigError) as caught,
+    ):
+        hydra.compose("train", [override])
+    assert f"Did you mean {hint}" in str(caught.value)
