@@ -61,7 +61,7 @@ def test_apps_that_do_not_ask_for_it_do_not_see_it(hydra_version: dict[str, str]
 def test_a_typo_below_it_is_refused_with_a_suggestion(
     override: str, hint: str, tmp_path: Path, hydra_version: dict[str, str]
 ) -> None:
-    lines = "defaults: [callbacks: ckpt]\nhydra: {searchpath: ['pkg://ckpt_component.integrations.conf']}\n"
+    lines = "defaults: [callbacks: ckpt, _self_]\nhydra: {searchpath: ['pkg://ckpt_component.integrations.conf']}\n"
     (tmp_path / "train.yaml").write_text(lines)
     with (
         hydra.initialize_config_dir(str(tmp_path), **hydra_version),

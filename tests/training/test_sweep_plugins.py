@@ -86,11 +86,16 @@ def test_jobs_in_other_processes_do_not_meet_in_one_folder(sweep: Sweep, folder:
 
 @needs("hydra_submitit_launcher")
 def test_submitit_reports_once(sweep: Sweep, folder: Path) -> None:
-    code, output = sweep("sweep_submitit", "checkpoint/writer=dcp", "checkpoint.writer.workers=1,0", "train.steps=4")
-    assert code == 0, output
+    words = ("checkpoint/writer=dcp,safetensors", "checkpoint.writer.workers=1,0", "train.steps=4")
+    code, output = sweep("sweep_submitit", *words)
     rows = rows_of(output, folder)
-    assert rows["checkpoint.writer.workers=1"]["status"] == "completed"
-    assert rows["checkpoint.writer.workers=0"]["status"] == "skipped"
+    writer, workers = "checkpoint/writer={}", "checkpoint.writer.workers={}"
+    assert [(differs, row["status"]) for differs, row in rows.items()] == [
+        (f"{writer.format('dcp')} {workers.format(1)}", "completed"),
+        (f"{writer.format('dcp')} {workers.format(0)}", "skipped"),
+        (f"{writer.format('safetensors')} {workers.format(1)}", "failed"),
+    ]
+    assert code == 1, "one job at a time: a failed one is the last"
     assert "at the same time" not in output  # the recipe runs one job after the other
     assert (folder / "0" / "checkpoints" / "iter_0000004").is_dir()
 
