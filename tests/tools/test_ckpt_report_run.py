@@ -41,7 +41,7 @@ def test_it_shows_phases_failures_and_what_training_kept(tmp_path: Path, capsys:
     assert f"training kept {100 * kept:.2f} % of 1.21 s: saves cost 60 ms (waits 30 ms, slower steps 30 ms)" in text
     assert "steps 11 to 70, 20 ms each, 20 ms during a save" in text
     assert "saves: 2 committed, 1 failed, 1 retried, 4.00 GB at 29.41 GB/s" in text
-    assert "loaded step 10: 2.00 GB in 500 ms (4.00 GB/s), verified" in text
+    assert "loaded step 10: 1.00 GB in 500 ms (2.00 GB/s), verified" in text
     assert "step 50 failed: rank 0: the disk is full" in text
     (row,) = [line.split() for line in text.splitlines() if line.split()[:1] == ["30"]]
     assert row[1] == "committed" and row[2:4] == ["2.00", "GB"] and "100 ms" in " ".join(row)

@@ -104,7 +104,7 @@ def _together(saves: Sequence[Save]) -> dict[str, Any]:
 
 
 def loads_of(run: Run) -> list[dict[str, Any]]:
-    """Every load of all ranks as one: the longest time, and the bytes of all."""
+    """Every load of all ranks as one: the longest time, and the size of the checkpoint."""
     loads: dict[tuple[str, int | None], list[Any]] = defaultdict(list)
     for log in run.ranks.values():
         for load in log.loads:
@@ -114,9 +114,10 @@ def loads_of(run: Run) -> list[dict[str, Any]]:
             "step": step,
             "time": min(load.time for load in group),
             "path": path,
-            "bytes": sum(load.nbytes for load in group),
+            "bytes": (nbytes := max(load.nbytes for load in group)),
             "seconds": (seconds := max(load.seconds for load in group)),
-            "gbps": sum(load.nbytes for load in group) / 1e9 / seconds if seconds else None,
+            "gbps": nbytes / 1e9 / seconds if seconds else None,
+            "error": next((load.error for load in group if load.error is not None), None),
             "verified": all(load.verified for load in group),
         }
         for (path, step), group in loads.items()

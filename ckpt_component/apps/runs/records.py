@@ -15,7 +15,7 @@ from ...events import FOLDER, read_events
 logger = logging.getLogger(__name__)
 
 #: The phases of a save, in order.
-PHASES = ("plan", "stage", "queue", "write", "sync", "vote", "commit")
+PHASES = ("plan", "memory", "stage", "queue", "write", "sync", "vote", "commit")
 
 Span = tuple[float, float]
 
@@ -60,6 +60,7 @@ class Load:
     time: float
     step: int | None
     path: str
+    error: str | None
     nbytes: int
     seconds: float
     verified: bool
@@ -125,7 +126,8 @@ class Run:
 
     def add(self, event: Mapping[str, Any]) -> None:
         """Add an event. Raises KeyError, TypeError or ValueError for one of another form."""
-        rank, when, kind = int(event["rank"]), float(event["time"]), event["event"]
+        # A save that was skipped has no time of its own.
+        rank, when, kind = int(event["rank"]), float(event["time"]) or self.ended, event["event"]
         log = self.ranks.setdefault(rank, RankLog(rank))
         ended = when
         if kind == "run":
@@ -206,7 +208,7 @@ def _save(event: Mapping[str, Any], rank: int, when: float) -> Save:
         None if event.get("step") is None else int(event["step"]),
         os.fspath(event["path"]),
         str(event["outcome"]),
-        None if event.get("error") is None else str(event["error"]),
+        _text(event.get("error")),
         int(event.get("bytes") or 0),
         int(event.get("attempts") or 1),
         float(event.get("stall_s") or 0),
@@ -222,11 +224,16 @@ def _load(event: Mapping[str, Any], rank: int, when: float) -> Load:
         when,
         None if step is None else int(step),
         os.fspath(event["path"]),
+        _text(event.get("error")),
         int(event.get("bytes") or 0),
         float(event["seconds"]),
         bool(event.get("verified")),
         _spans(event),
     )
+
+
+def _text(value: Any) -> str | None:
+    return None if value is None else str(value)
 
 
 def _spans(event: Mapping[str, Any]) -> dict[str, Span]:

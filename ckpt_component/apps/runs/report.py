@@ -21,20 +21,20 @@ _NAME = "run"
 _SHOWN = 15
 #: Steps that the picture shows one by one; of more, the slowest of several each.
 _POINTS = 1500
-#: Key of a save -> its column.
+#: Column -> the times of a save that it shows together.
 _COLUMNS = {
-    "stall_s": "stall",
-    "stage_s": "stage",
-    "queue_s": "queue",
-    "write_s": "write",
-    "sync_s": "sync",
-    "commit_s": "commit",
-    "durable_s": "durable",
-    "lost_s": "lost",
+    "stall": ("stall_s",),
+    "stage": ("plan_s", "stage_s"),
+    "queue": ("memory_s", "queue_s"),
+    "write": ("write_s",),
+    "sync": ("sync_s",),
+    "commit": ("vote_s", "commit_s"),
+    "durable": ("durable_s",),
+    "lost": ("lost_s",),
 }
 _MEANING = (
-    "stall: training waited; stage: copied to memory; queue: waited for the writer; write, sync: to the disk; commit: "
-    "ranks agreed and it became visible; durable: from the call to the end of all; lost: stall and slower steps"
+    "stall: training waited; stage: copied to memory; queue: waited for memory and the writer; write, sync: to the "
+    "disk; commit: ranks agreed and it became visible; durable: from the call to the end; lost: stall and slower steps"
 )
 
 
@@ -65,7 +65,11 @@ def text(folder: Path, figures: Sequence[Mapping[str, Any]], limit: int | None =
     if problems:
         yield ""
     for save in problems[-_SHOWN:]:
-        yield from textwrap.wrap(f"step {save['step']} {save['outcome']}: {save['error']}", 100, subsequent_indent="  ")
+        yield from _wrapped(f"step {save['step']} {save['outcome']}: {save['error']}")
+
+
+def _wrapped(line: str) -> list[str]:
+    return textwrap.wrap(line, 100, subsequent_indent="  ")
 
 
 def _about(folder: Path, run: Mapping[str, Any]) -> Iterator[str]:
@@ -92,17 +96,20 @@ def _about(folder: Path, run: Mapping[str, Any]) -> Iterator[str]:
     rate = f", {amount(run['bytes'])} at {run['gbps']:.2f} GB/s" if run["gbps"] else ""
     yield f"saves: {', '.join(counts)}{rate}"
     for load in run["loads"]:
+        if load["error"] is not None:
+            yield from _wrapped(f"load of {load['path']} failed: {load['error']}")
+            continue
         rate = f" ({load['gbps']:.2f} GB/s)" if load["gbps"] else ""
         verified = "verified" if load["verified"] else "not verified"
         yield f"loaded step {load['step']}: {amount(load['bytes'])} in {duration(load['seconds'])}{rate}, {verified}"
 
 
 def _saves_table(saves: Sequence[Mapping[str, Any]]) -> list[str]:
-    keys = [key for key in _COLUMNS if any(save[key] is not None for save in saves)]
-    lines = [["step", "outcome", "size", "GB/s", *(_COLUMNS[key] for key in keys), "tries"]]
+    lines = [["step", "outcome", "size", "GB/s", *_COLUMNS, "tries"]]
     for save in saves:
         rate = "-" if save["gbps"] is None else f"{save['gbps']:.2f}"
-        times = ["-" if save[key] is None else duration(save[key]) for key in keys]
+        known = [[save[key] for key in keys if save[key] is not None] for keys in _COLUMNS.values()]
+        times = [duration(sum(seconds)) if seconds else "-" for seconds in known]
         size = amount(save["bytes"]) if save["bytes"] else "-"
         lines.append([str(save["step"]), save["outcome"], size, rate, *times, str(save["attempts"])])
     if all(save["attempts"] == 1 for save in saves):

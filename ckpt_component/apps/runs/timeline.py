@@ -16,6 +16,7 @@ COLOURS = {
     "step": "#d5dbe3",
     "wait": "#c0392b",
     "plan": "#e8b98f",
+    "memory": "#b99ac9",
     "stage": "#d08c60",
     "queue": "#c9b8d8",
     "write": "#1b6ca8",

@@ -18,7 +18,7 @@ from .records import Load, RankLog, Run, Save, Span
 #: Thread -> the phases of a save that it shows.
 TRACKS = {
     "training": (),
-    "stager": ("plan", "stage"),
+    "stager": ("plan", "memory", "stage"),
     "queue": ("queue",),
     "writer": ("write", "sync"),
     "commit": ("vote", "commit"),
@@ -174,4 +174,5 @@ def _details(save: Save) -> dict[str, Any]:
 
 
 def _load_details(load: Load) -> dict[str, Any]:
-    return {"path": load.path, "bytes": load.nbytes, "verified": load.verified}
+    failed = {} if load.error is None else {"error": load.error}
+    return {"path": load.path, "bytes": load.nbytes, "verified": load.verified, **failed}
