@@ -155,6 +155,6 @@ class InFlightSaves(list[PendingSave]):
                             f"A save was still running after {limit:g} s; see timeouts.stage and timeouts.write."
                         )
                     if wait_futures([save], min(left, _POLL_SECONDS)).not_done:
-                        written = save.written_now()
+                        written = min(save.written_now(), total)  # the process writes more than the files
                         advance(written - shown)
                         shown = written
