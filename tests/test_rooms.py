@@ -31,6 +31,7 @@ ORDER = (
     "catalogue",
     "coordination",
     "readers",
+    "exporting",
     "callers",
     "stagers",
     "saving",

@@ -6,22 +6,17 @@ their other names to the stored one, as in `safetensors.torch.save_model`.
 
 from __future__ import annotations
 
-import json
-import struct
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
 from ..errors import CheckpointStageError
 from ..image.layout import ImageFile, Item, Layout
+from ..image.safetensors_header import header_of
 from ..state.dtypes import SAFETENSORS
 from ..state.paths import key_of
 from ..state.structure import Structure
 from ..writing.request import EncodedSave
-from .base import FormatPlan, Writer, lanes_by_bytes, make_table, refuse_parts
-
-_DTYPES: dict[torch.dtype, str] = {getattr(torch, name): text for name, text in SAFETENSORS.items()}
+from .base import FormatPlan, Writer, dtype_name, lanes_by_bytes, make_table, refuse_parts
 
 
 def file_name(rank: int) -> str:
@@ -58,9 +53,7 @@ class SafetensorsPlan(FormatPlan):
             )
         refuse_parts(structure, "safetensors")
         stored = structure.stored
-        # Widest dtypes first, so that every payload is aligned without gaps.
-        order = sorted(range(len(stored)), key=lambda number: (-stored[number].dtype.itemsize, number))
-        header = _header(structure, order)
+        header, order = _header(structure)
         items, size = [], len(header)
         for number in order:
             nbytes = stored[number].nbytes
@@ -75,25 +68,19 @@ class SafetensorsPlan(FormatPlan):
         return self._encoded
 
 
-def _header(structure: Structure, order: Sequence[int]) -> bytes:
-    """The header of the file, padded so that the payloads, which follow in `order`, start on a 64-byte boundary."""
+def _header(structure: Structure) -> tuple[bytes, list[int]]:
+    """The header of the file, and the order in which the payloads follow."""
     keys = [key_of(structure.tensor_paths[entry.tensor]) for entry in structure.stored]
     aliases = {
         key_of(structure.tensor_paths[number]): keys[stored]
         for number, stored in enumerate(structure.stored_of)
         if structure.stored[stored].tensor != number
     }
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt", **aliases}}
-    position = 0
-    for number in order:
-        key, entry = keys[number], structure.stored[number]
-        if entry.dtype not in _DTYPES:
+    rows = []
+    for key, entry in zip(keys, structure.stored, strict=True):
+        if dtype_name(entry.dtype) not in SAFETENSORS:
             raise CheckpointStageError(f"'{key}' is {entry.dtype}, which safetensors files do not support.")
         if key == "__metadata__":
             raise CheckpointStageError("'__metadata__' is a reserved name in safetensors files; rename the tensor.")
-        end = position + entry.nbytes
-        entries[key] = {"dtype": _DTYPES[entry.dtype], "shape": list(entry.shape), "data_offsets": [position, end]}
-        position = end
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-(8 + len(text)) % 64)
-    return struct.pack("<Q", len(text)) + text
+        rows.append((key, dtype_name(entry.dtype), entry.shape, entry.nbytes))
+    return header_of(rows, aliases)

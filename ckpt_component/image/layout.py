@@ -11,9 +11,7 @@ import torch
 
 from ..memory.int_columns import column_of
 from ..state.structure import Relation, Stored, Structure
-
-#: Items start at multiples of this in the image, so that slots are aligned for any dtype.
-ITEM_ALIGNMENT = 64
+from .torch_archive import ITEM_ALIGNMENT as ITEM_ALIGNMENT
 
 
 class Item(NamedTuple):  # there may be a hundred thousand, and a dataclass is slower to make

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import struct
 
-from ..image.layout import ITEM_ALIGNMENT
-
+#: Items and payloads start at multiples of this, so that they are aligned for any dtype.
+ITEM_ALIGNMENT = 64
 _LOCAL = struct.Struct("<4s5H3L2H")
 _CENTRAL = struct.Struct("<4s6H3L5H2L")
 _END64 = struct.Struct("<4sQ2H2L4Q")

@@ -21,6 +21,7 @@ from ..memory.gc_control import collector_paused
 from ..options import Verify
 from ..progress import Progress, no_progress
 from ..state.flatten import StateDict, unflatten
+from ..state.key_map import KeyMap
 from ..storage.file_system import file_system
 from ..storage.manifest import check_files, data_folder, read_manifest
 from ..storage.names import SINGLE_FILES
@@ -29,7 +30,7 @@ from ..storage.scan import pointed_folder
 from .foreign.archives import RefusedObject
 from .foreign.folder import open_file, open_folder
 from .foreign.torch_file import TorchFileSource
-from .key_map import KeyMap, MappedSource
+from .mapped_source import MappedSource
 from .mismatch import likely_option
 from .object_state import load_state
 from .own_format import OwnSource
@@ -114,7 +115,7 @@ class Reader:
         verify = self._verify is Verify.on_read or (resuming and self._verify is Verify.on_resume)
         to_device = _to_device(map_location)
         key_map = KeyMap(rename, prefix, ignore) if rename or prefix or ignore else None
-        source = self._open(path, mapped=state_dict is not None, verify=verify)
+        source = self.open(path, mapped=state_dict is not None, verify=verify)
         mapped = None
         if key_map is not None:
             source = mapped = MappedSource(source, key_map)
@@ -149,8 +150,17 @@ class Reader:
         """Verify every file of a checkpoint of ours; False: it has no checksums. See `verify_checkpoint`."""
         return verify_checkpoint(self._fs, path, self._progress)
 
-    def _open(self, path: str, *, mapped: bool, verify: bool) -> Source:
-        """Open `path` by its format. It may itself be a link, because the caller chose it; no file in it may."""
+    def open(self, path: str, *, mapped: bool = False, verify: bool = True) -> Source:
+        """Open `path` by its format. It may itself be a link, because the caller chose it; no file in it may.
+
+        Args:
+            path: The checkpoint's folder or file.
+            mapped: As for `TorchFileSource`.
+            verify: Compare checksums, where the checkpoint has them.
+
+        Raises:
+            CheckpointNotFoundError, CheckpointCorruptError, CheckpointLoadError: See `Checkpointer.load`.
+        """
         if not os.path.isdir(path):
             if not os.path.lexists(path):
                 raise CheckpointNotFoundError(f"There is no checkpoint at {path}.")
@@ -169,7 +179,7 @@ class Reader:
         pointed = pointed_folder(self._fs, path)
         if pointed is not None:
             logger.info("%s is a folder of checkpoints; loading the newest, %s", path, pointed)
-            return self._open(pointed, mapped=mapped, verify=verify)
+            return self.open(pointed, mapped=mapped, verify=verify)
         raise CheckpointNotFoundError(
             f"{path} holds no checkpoint ({', '.join(names[:5]) or 'nothing'}); name the folder of one, with "
             "manifest.json, .metadata or a file of weights, or the file."

@@ -10,7 +10,7 @@ import contextlib
 import errno
 import logging
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 from ..errors import CheckpointError
 from .fs import FsOps
@@ -104,30 +104,44 @@ def sweep(fs: FsOps, root: str, steps: StepNames, fenced: Collection[str] = ()) 
     """
     signs = LifeSigns(fs, root)
     deleted = []
-    for name in _dead(fs, signs, steps, fenced):
-        path = os.path.join(root, name)
-        try:
-            if not fs.is_real_folder(path):
-                fs.unlink(path)
-            else:
-                if fs.atomic_rename and name.startswith(STAGING_PREFIX):
-                    # Rename first, so that a process that wakes up late finds either all of it or nothing.
-                    path, staging = trash_path(path), path
-                    fs.rename_new(staging, path)
-                fs.remove_tree(path)
-        except FileNotFoundError:
-            continue  # committed or deleted concurrently
-        except OSError as error:
-            logger.warning("%s was left by a dead run and could not be deleted (%s)", path, error)
-            continue
-        deleted.append(name)
+    for name in _dead(fs, signs, _unfinished(fs, root, steps, signs.names), fenced):
+        if _removed(fs, os.path.join(root, name)):
+            deleted.append(name)
     _remove_empty_steps(fs, signs, steps, {os.path.dirname(name) for name in deleted})
     return deleted
 
 
+def _removed(fs: FsOps, path: str) -> bool:
+    """Delete an unfinished folder or a small file of dead processes. A failure is a warning."""
+    try:
+        if not fs.is_real_folder(path):
+            fs.unlink(path)
+        else:
+            if fs.atomic_rename and os.path.basename(path).startswith(STAGING_PREFIX):
+                # Rename first, so that a process that wakes up late finds either all of it or nothing.
+                path, staging = trash_path(path), path
+                fs.rename_new(staging, path)
+            fs.remove_tree(path)
+    except FileNotFoundError:
+        return False  # committed or deleted concurrently
+    except OSError as error:
+        logger.warning("%s was left by a dead run and could not be deleted (%s)", path, error)
+        return False
+    return True
+
+
+def sweep_attempts(fs: FsOps, target: str) -> None:
+    """Delete what dead processes of this host left beside `target` of attempts to make it or to replace it."""
+    root, target_name = os.path.split(target)
+    signs = LifeSigns(fs, root)
+    starts = (f"{STAGING_PREFIX}{target_name}", f"{TRASH_PREFIX}{target_name}")
+    for name in _dead(fs, signs, [name for name in signs.names if name.rpartition(".")[0] in starts]):
+        _removed(fs, os.path.join(root, name))
+
+
 def debris(fs: FsOps, root: str, steps: StepNames, fenced: Collection[str] = ()) -> list[str]:
     """The names that `sweep` would delete now."""
-    return list(_dead(fs, LifeSigns(fs, root), steps, fenced))
+    return list(_dead(fs, LifeSigns(fs, root), _unfinished(fs, root, steps, fs.names(root)), fenced))
 
 
 def living_attempts(fs: FsOps, root: str, steps: StepNames) -> list[str]:
@@ -228,9 +242,9 @@ def _is_kept(fs: FsOps, root: str, name: str) -> bool:
     return manifest is not None and manifest.get("at") == token
 
 
-def _dead(fs: FsOps, signs: LifeSigns, steps: StepNames, fenced: Collection[str]) -> Iterator[str]:
-    """Names of what dead processes left; each is examined when it is asked for."""
-    for name in _unfinished(fs, signs.root, steps, signs.names):
+def _dead(fs: FsOps, signs: LifeSigns, names: Iterable[str], fenced: Collection[str] = ()) -> Iterator[str]:
+    """Those of some names that dead processes left; each is examined when it is asked for."""
+    for name in names:
         here = is_token_of_this_host(token_of(name))
         if not here and name not in fenced:
             continue

@@ -24,7 +24,7 @@ _NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS})
 #: Errors of `copy_file_range` between two file systems, or on one without it.
 _NO_COPY = frozenset({errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP})
 _COPY_BYTES = 1 << 20
-_RENAME_NOREPLACE = 1
+_RENAME_NOREPLACE, _RENAME_EXCHANGE = 1, 2
 _AT_FDCWD = -100
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
@@ -222,20 +222,20 @@ class FsOps:
         Returns:
             False on a file system without it, where the check and the rename are two steps.
         """
-        import ctypes  # 5 ms, and only a commit needs it
-
-        rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-        code = errno.ENOSYS
-        if rename is not None:
-            if rename(_AT_FDCWD, os.fsencode(source), _AT_FDCWD, os.fsencode(target), _RENAME_NOREPLACE) == 0:
-                return True
-            code = ctypes.get_errno()
-        if code not in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
-            raise OSError(code, os.strerror(code), source, None, target)
+        if _renameat2(source, target, _RENAME_NOREPLACE):
+            return True
         if os.path.lexists(target):
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), target)
         os.rename(source, target)
         return False
+
+    def exchange(self, one: str, other: str) -> None:
+        """Exchange the names of two files or folders in one step; on file systems without that, in three."""
+        if not _renameat2(one, other, _RENAME_EXCHANGE):
+            between = f"{one}.between"
+            os.rename(other, between)
+            os.rename(one, other)
+            os.rename(between, one)
 
     def replace(self, source: str, target: str) -> None:
         """Rename over an existing file, atomically."""
@@ -349,3 +349,18 @@ class FsOps:
     def flock(self, fd: int, how: int) -> None:
         """Lock an open folder, which shows other processes that its owner is alive."""
         fcntl.flock(fd, how)
+
+
+def _renameat2(source: str, target: str, flags: int) -> bool:
+    """Call renameat2; returns False where the file system or the system does not have it."""
+    import ctypes  # 5 ms, and only a commit needs it
+
+    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if rename is None:
+        return False
+    if rename(_AT_FDCWD, os.fsencode(source), _AT_FDCWD, os.fsencode(target), flags) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
+        return False
+    raise OSError(code, os.strerror(code), source, None, target)

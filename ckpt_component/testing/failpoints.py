@@ -36,6 +36,7 @@ EFFECTS = (
     "close",
     "sync_folder",
     "rename_new",
+    "exchange",
     "replace",
     "unlink",
     "remove_folder",

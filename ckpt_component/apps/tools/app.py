@@ -26,6 +26,7 @@ NO, FAILED = 1, 2
 #: Command -> its module here and a line of help, in the order of the help. A module has `add_arguments(parser)`, and
 #: `run(parsed, output)`, which returns an exit code; None is 0.
 COMMANDS = {
+    "export": ("export_command", "write files that other programs read: Hugging Face, safetensors, torch.save"),
     "plan": ("plan_command", "predict what saving costs a run: memory, stall, storage rate, best interval"),
     "doctor": ("doctor_command", "check this machine, and a folder for checkpoints"),
     "presets": ("presets_command", "list the presets"),

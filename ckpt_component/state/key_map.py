@@ -1,4 +1,4 @@
-"""Rename the keys of a checkpoint for one load, and leave some of them out."""
+"""Rename the keys of a checkpoint, and leave some of them out. Imports no torch."""
 
 from __future__ import annotations
 
@@ -7,13 +7,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
-import torch
-
 from ..errors import CheckpointLoadError, CheckpointTypeError, first_keys
-from ..progress import Progress, no_progress
 from ..spelling import closest
-from ..state.paths import Path, key_of
-from .source import Index, Request, Source
+from .paths import Path, key_of
 
 #: Names among which a suggestion for a mistyped one is looked for.
 _MOST_NAMES = 5000
@@ -55,10 +51,10 @@ class KeyMap:
         self.prefix = prefix.removesuffix(".")
         # The longest first.
         self._renames = [
-            (old, _pattern(old), rename[old].removesuffix(".").split("*"))
+            (old, pattern_of(old), rename[old].removesuffix(".").split("*"))
             for old in sorted(rename, key=lambda old: len(old.replace("*", "")), reverse=True)
         ]
-        self._ignores = [(name, _pattern(name)) for name in ignore]
+        self._ignores = [(name, pattern_of(name)) for name in ignore]
         self.keeps_names = not rename and not prefix
 
     @property
@@ -89,121 +85,95 @@ class KeyMap:
         return (*self.prefix.split("."), *path) if self.prefix else path
 
 
-class MappedSource(Source):
-    """A checkpoint with other keys. Only the keys differ: messages about its files name those that are stored.
+class RenamedKeys:
+    """The keys of a checkpoint under a key map.
 
     Args:
-        source: The checkpoint.
-        key_map: Its new keys.
+        paths: Its keys with their paths.
+        key_map: The key map.
+        where: The checkpoint, for messages.
+
+    Attributes:
+        old: New key -> the key in the checkpoint.
+        paths: New key -> new path.
+        ignored: New keys of the values that `ignore` leaves out.
+        unused: The names of the key map that fit no key, each with its argument.
 
     Raises:
-        CheckpointLoadError: A rename fits no key, takes a whole key away, or gives two values one key.
+        CheckpointLoadError: A rename takes a whole key away, or gives two values one key.
     """
 
-    def __init__(self, source: Source, key_map: KeyMap) -> None:
-        self._source = source
+    def __init__(self, paths: Sequence[tuple[str, Path]], key_map: KeyMap, where: str) -> None:
+        self._known = paths
         self._key_map = key_map
-        self.where = source.where
-        self._old: dict[str, str] = {}
-        #: Names in the target whose values stay as they are.
-        self._ignored: set[str] = set()
-        self._unused = key_map.names
-        self.index = index = Index()
-        for old, path in source.index.paths():
-            new, is_ignored = self._new_path(old, path)
+        self._where = where
+        self.old: dict[str, str] = {}
+        self.paths: dict[str, Path] = {}
+        self.ignored: set[str] = set()
+        self.unused = key_map.names
+        for old, path in paths:
+            new, is_ignored = self.new_path(old, path)
             key = key_of(new)
             if is_ignored:
-                self._ignored.add(key)
+                self.ignored.add(key)
                 continue
-            if key in self._old:
-                first = self._old[key]
+            if key in self.old:
+                first = self.old[key]
                 raise CheckpointLoadError(
-                    f"'{first}' and '{old}' of {self.where} would both be loaded as '{key}'. Name the one that you do "
+                    f"'{first}' and '{old}' of {where} would both be loaded as '{key}'. Name the one that you do "
                     f"not want in ignore: ignore=[{first!r}]."
                 )
             if not key:
                 raise CheckpointLoadError(
-                    f"rename leaves nothing of the key '{old}' of {self.where}; to leave it out, ignore=[{old!r}]."
+                    f"rename leaves nothing of the key '{old}' of {where}; to leave it out, ignore=[{old!r}]."
                 )
-            self._old[key] = old
-            entry = source.index.tensors.get(old)
-            if entry is None:
-                index.objects[key] = new
-            else:
-                index.tensors[key] = entry._replace(path=new)
-        used = {path[:depth] for _, path in index.paths() for depth in range(len(path))}
-        for path, kind in source.index.containers:
-            new, is_ignored = self._new_path(key_of(path), path) if path else (path, False)
-            if not is_ignored and (new in used or kind == "empty"):
-                index.containers.append((new, kind))
-        above = {name for key in self._old for name in _names_above(key)}
-        self._ignored.update(name for name in key_map.ignored_names() if name not in above)
-        #: Names in `ignore` that only the target may have.
-        self._for_target = frozenset(self._unused)
-        unused = [name for name, argument in self._unused.items() if argument == "rename"]
-        if unused:
-            raise self._unused_error(unused)
+            self.old[key], self.paths[key] = old, new
 
-    def _new_path(self, key: str, path: Path) -> tuple[Path, bool]:
+    def new_path(self, key: str, path: Path) -> tuple[Path, bool]:
         """A value's new path, and whether it is ignored."""
         ignoring = self._key_map.ignoring(key)
         old, new = self._key_map.renamed(path)
         for name in ignoring or filter(None, [old]):
-            self._unused.pop(name, None)
+            self.unused.pop(name, None)
         return new, bool(ignoring)
 
-    def check_ignored(self, keys: Iterable[str]) -> None:
-        """Refuse a name in `ignore` that fits no key of the checkpoint and none of these, which a target has.
+    def refuse_unused(self, argument: str | None = None) -> None:
+        """Refuse names that fit no key.
+
+        Args:
+            argument: Only those of this argument; None: all.
 
         Raises:
-            CheckpointLoadError: There is such a name.
+            CheckpointLoadError: There are some; suggests what may be meant.
         """
-        for key in keys if self._unused else ():
-            for name in self._key_map.ignoring(key):
-                self._unused.pop(name, None)
-        if self._unused:
-            raise self._unused_error([*self._unused])
+        names = [name for name, its in self.unused.items() if argument in (None, its)]
+        if names:
+            arguments = " and ".join(dict.fromkeys(self._key_map.names[name] for name in names))
+            raise CheckpointLoadError(unknown_names(arguments, names, self._known, self._where))
 
-    def leaves(self, key: str) -> bool:
-        """Whether the value of a target's key stays as it is, because of `ignore`."""
-        if any(name in self._ignored for name in _names_above(key)):
-            return True
-        names = self._key_map.ignoring(key)
-        return bool(names) and (self._key_map.keeps_names or any(name in self._for_target for name in names))
 
-    def read_tensors(self, requests: Sequence[Request], progress: Progress = no_progress) -> None:
-        """Read the tensors under the keys that they are stored with."""
-        stored = [request._replace(key=self._old[request.key]) for request in requests]
-        self._source.read_tensors(stored, progress)
+def unknown_names(argument: str, names: Sequence[str], keys: Sequence[tuple[str, Path]], where: str) -> str:
+    """The message about names that fit no key.
 
-    def read_objects(self, keys: Sequence[str]) -> Mapping[str, Any]:
-        """Read the objects under the keys that they are stored with."""
-        values = self._source.read_objects([self._old[key] for key in keys])
-        return {key: values[self._old[key]] for key in keys}
-
-    def tied(self, key: str) -> torch.Tensor | None:
-        """As of the checkpoint."""
-        return self._source.tied(self._old[key])
-
-    def _unused_error(self, names: Sequence[str]) -> CheckpointLoadError:
-        arguments = " and ".join(dict.fromkeys(self._key_map.names[name] for name in names))
-        paths = [path for _, path in self._source.index.paths()]
-        known = dict.fromkeys(islice((name for path in paths for name in _names_above(key_of(path))), _MOST_NAMES))
-        close = next(filter(None, (closest(name, known) for name in names)), None)
-        first = first_keys([key_of(path) for path in paths], 3)
-        hint = f"Did you mean {close!r}?" if close else f"Its keys are {first}."
-        fits = "fits" if len(names) == 1 else "fit"
-        text = (
-            f"{arguments} has {first_keys([repr(name) for name in names])}, which {fits} no key of {self.where}. {hint}"
-        )
-        return CheckpointLoadError(text)
+    Args:
+        argument: Where the names are from: `rename`.
+        names: The names.
+        keys: The keys of the checkpoint, with their paths.
+        where: The checkpoint.
+    """
+    known = dict.fromkeys(islice((name for _, path in keys for name in names_above(key_of(path))), _MOST_NAMES))
+    close = next(filter(None, (closest(name, known) for name in names)), None)
+    first = first_keys([key_of(path) for _, path in keys], 3)
+    hint = f"Did you mean {close!r}?" if close else f"Its keys are {first}."
+    fits = "fits" if len(names) == 1 else "fit"
+    return f"{argument} has {first_keys([repr(name) for name in names])}, which {fits} no key of {where}. {hint}"
 
 
 def _are_texts(values: Iterable[Any]) -> bool:
     return all(isinstance(value, str) for value in values)
 
 
-def _pattern(name: str) -> re.Pattern[str]:
+def pattern_of(name: str) -> re.Pattern[str]:
     """The pattern of a name: it fits whole parts from the beginning of a key; the empty name fits any key."""
     name = name.removesuffix(".")
     return re.compile("(.*?)".join(map(re.escape, name.split("*"))) + (r"(?=\.|$)" if name else ""))
@@ -228,7 +198,7 @@ def _moved(path: Path, end: int, new: str) -> Path:
     return (*head.split(".", -1 if below and not rest else depth), *below)
 
 
-def _names_above(key: str) -> Iterator[str]:
+def names_above(key: str) -> Iterator[str]:
     """The names that fit a key: of the containers around it, from the outermost, and its own."""
     for end in (match.start() for match in re.finditer(r"\.|$", key)):
         yield key[:end]

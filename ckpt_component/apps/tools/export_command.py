@@ -1,0 +1,104 @@
+"""`ckpt export hf|safetensors|torch CKPT OUT`: files that other programs read."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from ...errors import CheckpointConfigError
+from ...exporting.export import FORMATS, MAX_SHARD_BYTES, Exported, ExportOptions, export_checkpoint
+from ...exporting.selection import Selection
+from ...progress import progress_bar
+from ...storage.file_system import file_system
+from ...storage.space import amount
+from .output import Output
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
+    parser.description = (
+        "Write tensors of a checkpoint to files that other programs read: hf, a folder that from_pretrained and "
+        "safetensors\nread; safetensors or torch, one file. Streams: needs little memory, and no torch unless the "
+        "checkpoint is of\nanother program. OUT appears whole or not at all, and checksums are verified."
+    )
+    parser.epilog = (
+        "example:\n  ckpt export hf checkpoints/iter_0000200 exported --dtype bfloat16 --config-from base_model\n\n"
+        "hf without --prefix and --keys exports the model, if the state has one and something else."
+    )
+    parser.add_argument("format", metavar="FORMAT", help=f"{', '.join(FORMATS)}")
+    parser.add_argument("checkpoint", type=Path, metavar="CKPT", help="the checkpoint, of any format that loads")
+    parser.add_argument("out", type=Path, metavar="OUT", help="folder to create for hf, else a file")
+    parser.add_argument(
+        "--prefix", default="", metavar="NAME", help="only what is below NAME, which is taken away: model."
+    )
+    parser.add_argument(
+        "--keys", action="append", default=[], metavar="PATTERN", help="only these keys; * is any text; may be repeated"
+    )
+    add_rename(parser)
+    parser.add_argument("--dtype", help="convert floating-point tensors: float64, float32, float16, bfloat16")
+    parser.add_argument("--max-shard-size", metavar="BYTES", help="the most tensors in a file of hf (5GB)")
+    parser.add_argument(
+        "--config-from",
+        type=Path,
+        metavar="FOLDER",
+        help="copy config.json and tokenizer files from there",
+    )
+    parser.add_argument("--replace", action="store_true", help="replace an export that is there, in one step")
+
+
+def add_rename(parser: argparse.ArgumentParser) -> None:
+    """Add `--rename`."""
+    parser.add_argument(
+        "--rename",
+        action="append",
+        default=[],
+        metavar="OLD=NEW",
+        help="rename keys, as checkpoint.load.rename: h.*.attn=blocks.*.attention; may be repeated",
+    )
+
+
+def renames(texts: Sequence[str]) -> dict[str, str]:
+    """The values of `--rename`.
+
+    Raises:
+        CheckpointConfigError: One has no `=`.
+    """
+    for text in texts:
+        if "=" not in text:
+            raise CheckpointConfigError(f"--rename={text} has no new name; type --rename={text}=NEW.")
+    return dict(text.split("=", 1) for text in texts)
+
+
+def run(parsed: argparse.Namespace, output: Output) -> None:
+    """Export.
+
+    Raises:
+        CheckpointConfigError: An argument is invalid.
+    """
+    most = MAX_SHARD_BYTES
+    if parsed.max_shard_size is not None:
+        from ...config.quantities import BYTES, quantity
+
+        most = int(quantity(parsed.max_shard_size, BYTES, "--max-shard-size"))
+    options = ExportOptions(
+        parsed.format,
+        Selection(parsed.prefix, parsed.keys, renames(parsed.rename)),
+        parsed.dtype,
+        most,
+        str(parsed.config_from or ""),
+        parsed.replace,
+    )
+    fs = file_system(durable=True)
+    done = export_checkpoint(str(parsed.checkpoint), str(parsed.out), options, fs, progress_bar)
+    output.result(done._asdict(), lambda: _lines(done, options))
+
+
+def _lines(done: Exported, options: ExportOptions) -> Iterator[str]:
+    files = f"{len(done.files)} files" if len(done.files) > 1 else "1 file"
+    yield f"{done.path}: {done.tensors} tensors, {amount(done.nbytes)}, {files} in {done.seconds:.1f} s"
+    if done.tied:
+        (first, kept), *more = done.tied.items()
+        yield f"tied: {first} is {kept}{f', and {len(more)} more' if more else ''}; stored once"
+    if options.format == "hf" and not done.has_config:
+        yield "from_pretrained needs config.json beside the weights: copy it, or use --config-from FOLDER"

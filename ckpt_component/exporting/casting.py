@@ -1,0 +1,85 @@
+"""Conversion of floating-point numbers, block by block, with the values that torch's `to` gives.
+
+By numpy if it is installed, because torch alone needs 200 MB of memory and seconds to import.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ..errors import CheckpointConfigError
+from ..spelling import invalid_choice
+
+#: The dtypes that are converted, and to which. Other tensors stay as they are: integers, and 8-bit floats, whose scales
+#: are stored apart.
+FLOATS = ("float64", "float32", "float16", "bfloat16")
+
+Cast = Callable[[memoryview], memoryview]
+
+
+def check_dtype(name: str, dtype: str | None) -> None:
+    """Refuse what is not a dtype to convert to.
+
+    Args:
+        name: Name of the setting, for the error message.
+        dtype: The value; None is valid.
+
+    Raises:
+        CheckpointConfigError: It is not.
+    """
+    if dtype is not None and dtype not in FLOATS:
+        raise CheckpointConfigError(invalid_choice(name, dtype, FLOATS))
+
+
+def cast_dtype(source: str, target: str | None) -> str:
+    """The dtype that a tensor has after the conversion."""
+    return target if target is not None and source in FLOATS else source
+
+
+def caster(source: str, target: str) -> Cast | None:
+    """The function that converts a block of whole elements; None: nothing to do."""
+    if source == target:
+        return None
+    try:
+        import numpy
+    except ImportError:
+        return by_torch(source, target)
+    return by_numpy(numpy, source, target)
+
+
+def by_numpy(numpy: Any, source: str, target: str) -> Cast:
+    """Converts with numpy, which has no bfloat16: it is the upper half of a float32."""
+
+    def cast(block: memoryview) -> memoryview:
+        if source == "bfloat16":
+            values = (numpy.frombuffer(block, "<u2").astype("<u4") << 16).view("<f4")
+        else:
+            values = numpy.frombuffer(block, source)
+        with numpy.errstate(over="ignore", invalid="ignore"):  # infinity, as torch
+            if target != "float64":
+                values = values.astype("float32", copy=False)  # as torch, which has no other way to the halves
+            if target == "bfloat16":
+                bits = values.view("<u4")
+                rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16  # to the nearest, ties to even
+                values = numpy.where(numpy.isnan(values), 0x7FC0, rounded).astype("<u2")
+            else:
+                values = values.astype(target, copy=False)
+        return memoryview(values.view("u1"))
+
+    return cast
+
+
+def by_torch(source: str, target: str) -> Cast:
+    """Converts with torch."""
+    import torch
+
+    kinds = getattr(torch, source), getattr(torch, target)
+
+    def cast(block: memoryview) -> memoryview:
+        values = torch.frombuffer(block, dtype=kinds[0])
+        data = bytearray(values.numel() * kinds[1].itemsize)
+        torch.frombuffer(data, dtype=kinds[1]).copy_(values)
+        return memoryview(data)
+
+    return cast

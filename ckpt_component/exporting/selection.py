@@ -1,0 +1,145 @@
+"""Which tensors of a checkpoint an export has, and under which names."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from ..catalogue import Catalogue, Entry
+from ..errors import CheckpointConfigError, CheckpointLoadError
+from ..state.dtypes import WIDTHS
+from ..state.key_map import KeyMap, RenamedKeys, pattern_of, unknown_names
+from ..state.paths import Path, key_of
+from .casting import cast_dtype
+
+logger = logging.getLogger(__name__)
+
+#: Where most states have the model.
+MODEL = "model"
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What to export.
+
+    Attributes:
+        prefix: Only what is below this name, which is taken away: `model.`.
+        keys: Only keys that one of these names fits; `*` stands for any text.
+        rename: As for `KeyMap`, after the prefix was taken away.
+    """
+
+    prefix: str = ""
+    keys: Sequence[str] = ()
+    rename: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.prefix and self.keys:
+            raise CheckpointConfigError(
+                f"prefix={self.prefix} and keys={', '.join(self.keys)} exclude each other: a prefix takes the name "
+                "away, and keys stay as they are."
+            )
+
+
+class Tensor(NamedTuple):
+    """A tensor of an export.
+
+    Attributes:
+        name: Its key in the export.
+        path: Its path, if the export is nested.
+        entry: The tensor in the checkpoint.
+        dtype: Its dtype in the export.
+        tied: Keys and paths of the tensors that are stored with it.
+    """
+
+    name: str
+    path: Path
+    entry: Entry
+    dtype: str
+    tied: tuple[tuple[str, Path], ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """Its bytes in the export."""
+        return math.prod(self.entry.shape) * WIDTHS[self.dtype]
+
+
+class Selected(NamedTuple):
+    """Tensors, tied ones once; objects with their paths; and containers, as a catalogue has them."""
+
+    tensors: list[Tensor]
+    objects: list[tuple[Path, Entry]]
+    containers: list[tuple[Path, str]]
+
+
+def select(catalogue: Catalogue, selection: Selection, dtype: str | None) -> Selected:
+    """Choose and rename.
+
+    Args:
+        catalogue: The checkpoint.
+        selection: What to export.
+        dtype: As for `cast_dtype`.
+
+    Raises:
+        CheckpointLoadError: A name fits no key, or two tensors would get one name.
+    """
+    where = catalogue.path
+    keys = [(key, entry.path) for key, entry in catalogue.entries.items()]
+    chosen, strip = keys, ""
+    if selection.prefix:
+        strip = selection.prefix.removesuffix(".")
+        chosen = _fitting(keys, [strip], "prefix", where)
+    elif selection.keys:
+        chosen = _fitting(keys, selection.keys, "keys", where)
+    stripped = RenamedKeys(chosen, KeyMap({strip: ""} if strip else {}), where)
+    renamed = RenamedKeys([*stripped.paths.items()], KeyMap(selection.rename), where)
+    renamed.refuse_unused()
+    tensors: dict[object, Tensor] = {}
+    objects: list[tuple[Path, Entry]] = []
+    for name, path in renamed.paths.items():
+        entry = catalogue.entries[stripped.old[renamed.old[name]]]
+        if entry.kind != "tensor":
+            objects.append((path, entry))
+            continue
+        place = name if not math.prod(entry.shape) else (entry.dtype, entry.shape, entry.pieces)
+        first = tensors.get(place)
+        if first is None:
+            tensors[place] = Tensor(name, path, entry, cast_dtype(entry.dtype, dtype))
+        else:
+            tensors[place] = first._replace(tied=(*first.tied, (name, path)))
+    if not tensors:
+        raise CheckpointLoadError(f"There is no tensor to export in {where}: {len(objects)} objects were chosen.")
+    used = {path[:depth] for path in renamed.paths.values() for depth in range(len(path))}
+    containers = [(_moved(stripped, renamed, path), kind) for path, kind in catalogue.containers]
+    return Selected([*tensors.values()], objects, [each for each in containers if each[0] in used])
+
+
+def _moved(stripped: RenamedKeys, renamed: RenamedKeys, path: Path) -> Path:
+    """The new path of a container."""
+    for keys in (stripped, renamed):
+        path = keys.new_path(key_of(path), path)[0] if path else path
+    return path
+
+
+def model_prefix(catalogue: Catalogue) -> str:
+    """`model.` if a nested state has its model there, and something else besides; else nothing."""
+    tops = {entry.path[0] for entry in catalogue.entries.values() if entry.kind == "tensor" and len(entry.path) > 1}
+    others = len({entry.path[0] for entry in catalogue.entries.values()}) > 1
+    return f"{MODEL}." if MODEL in tops and others else ""
+
+
+def _fitting(
+    keys: Sequence[tuple[str, Path]], names: Sequence[str], argument: str, where: str
+) -> list[tuple[str, Path]]:
+    """The keys that one of the names fits.
+
+    Raises:
+        CheckpointLoadError: A name fits none.
+    """
+    patterns = [pattern_of(name) for name in names]
+    unknown = [name for name, each in zip(names, patterns, strict=True) if not any(each.match(key) for key, _ in keys)]
+    if unknown:
+        raise CheckpointLoadError(unknown_names(argument, unknown, keys, where))
+    return [(key, path) for key, path in keys if any(each.match(key) for each in patterns)]
