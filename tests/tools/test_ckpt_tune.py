@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -53,6 +54,19 @@ def test_it_measures_says_why_and_writes_a_recipe_that_works(target: Path) -> No
     config = compose_checkpoint("async_persistent", overrides)
     assert config.writer.workers == 1 and config.writer.io == "buffered"
     assert config.stager._target_.endswith("PinnedStager")
+    options = ["--json", "--seconds=60", "--repeats=2", "--override=checkpoint.writer.workers=1", *options[:1]]
+    plain = subprocess.run(
+        [*TUNE, *options, "--override=checkpoint.writer.io=buffered", "--override=checkpoint/stager=pinned"],
+        cwd=target.parent,
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=True,
+    )
+    result = json.loads(plain.stdout)
+    assert result["settings"]["checkpoint.writer.workers"] == "1" and "checkpoint.writer.block_bytes" in plain.stderr
+    assert [answer["key"] for answer in result["answers"]] == ["checkpoint.writer.block_bytes"]
     # The same again would write over it, and measures nothing.
     again = subprocess.run(
         [*TUNE, "--name=mine"],

@@ -12,7 +12,7 @@ from .formulas import FORMULAS, best_interval, mtbf_of, training_fraction
 from .measured import Rates
 
 #: Resident memory of a writer process, which imports no torch.
-_WRITER_BYTES = 15e6
+WRITER_BYTES = 15e6
 #: Assumed without a measurement: bytes per second and rank copied into host memory, and the time from a failure until
 #: training continues.
 _COPY, RESTART_S = 10e9, 300.0
@@ -66,7 +66,7 @@ def plan(question: Question) -> list[Figure]:
     parts, rates = parts_of(question.preset), question.rates
     arenas = getattr(PARTS["stager"][parts["stager"]](), "arenas", 0)
     writer = PARTS["writer"][parts["writer"]]()
-    beside = _WRITER_BYTES if parts["caller"] != "inline" else 0.0
+    beside = WRITER_BYTES if parts["caller"] != "inline" else 0.0
     if not arenas:  # the writer gathers live tensors into two blocks per worker
         beside += 2 * writer.workers * writer.block_bytes  # type: ignore[attr-defined]
     each = min(question.ranks_per_host, question.ranks)

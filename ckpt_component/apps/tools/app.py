@@ -27,6 +27,7 @@ NO, FAILED = 1, 2
 #: `run(parsed, output)`, which returns an exit code; None is 0.
 COMMANDS = {
     "export": ("export_command", "write files that other programs read: Hugging Face, safetensors, torch.save"),
+    "explain": ("explain_command", "show what a config builds, and where each choice comes from"),
     "plan": ("plan_command", "predict what saving costs a run: memory, stall, storage rate, best interval"),
     "doctor": ("doctor_command", "check this machine, and a folder for checkpoints"),
     "presets": ("presets_command", "list the presets"),
@@ -35,6 +36,7 @@ COMMANDS = {
     "report": ("report_command", "what saving costs a run, or a comparison of the jobs of a sweep"),
     "trace": ("trace_command", "write the timeline of a run, for Perfetto and chrome://tracing, or as a picture"),
     "tune": ("tune_command", "measure which settings suit this machine, a folder and a size of state"),
+    "completion": ("completion_command", "print a script that completes ckpt in bash, zsh or fish"),
 }
 
 

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 import warnings
+from collections.abc import Iterator
+from contextlib import nullcontext, redirect_stdout
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -57,11 +62,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(parsed: argparse.Namespace, output: Output) -> None:
-    """Measure, print the best settings, and write the recipe.
+    """Measure, print the best settings, and write the recipe. With `--json`, what it does goes to stderr meanwhile.
 
     Raises:
         CheckpointConfigError: An argument is invalid; the text says what to type instead.
     """
+    with redirect_stdout(sys.stderr) if output.as_json else nullcontext():
+        data = _measured(parsed)
+    output.result(data, lambda: _lines(parsed, data))
+
+
+def _measured(parsed: argparse.Namespace) -> dict[str, Any]:
     # Spinning threads of torch starve other processes on shared cores; torch reads this when imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     warnings.filterwarnings("ignore", message="Failed to initialize NumPy", category=UserWarning)
@@ -98,9 +109,20 @@ def run(parsed: argparse.Namespace, output: Output) -> None:
     if settings.get("checkpoint/stager") == "zero_overhead":
         notes.append("zero_overhead has two snapshots in memory, and needs guard(optimizer)")
     write_recipe(path, parsed.preset, settings, notes)
-    print(f"\nwritten: {path}\n\n{path.read_text(encoding='utf-8')}")
-    print(f"ckpt-train --config-dir {parsed.conf} +recipe={parsed.name}    # or any Hydra app that has checkpoint")
-    print(
+    return {
+        "recipe": str(path),
+        "state": parsed.state,
+        "state_bytes": int(size),
+        "preset": parsed.preset,
+        "settings": settings,
+        "answers": [asdict(answer) for answer in answers],
+    }
+
+
+def _lines(parsed: argparse.Namespace, data: dict[str, Any]) -> Iterator[str]:
+    yield f"\nwritten: {data['recipe']}\n\n{Path(data['recipe']).read_text(encoding='utf-8')}"
+    yield f"ckpt-train --config-dir {parsed.conf} +recipe={parsed.name}    # or any Hydra app that has checkpoint"
+    yield (
         f'build_manager("{parsed.preset}", overrides=["hydra.searchpath=[file://{parsed.conf.resolve()}]", '
         f'"+recipe={parsed.name}"])    # compose_checkpoint the same'
     )
