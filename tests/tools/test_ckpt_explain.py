@@ -88,9 +88,7 @@ def test_facts_of_parts_are_those_of_their_classes() -> None:
     "words",
     [
         ["sync", "checkpoint/caller=persistent"],
-        ["sync", "checkpoint.max_stall_s=3"],
         ["async_persistent", "checkpoint.writer.io=direct", "checkpoint.commit=manifest"],
-        ["async_persistent", "checkpoint.writr.workers=2"],
         ["asinc"],
         ["async_persistent", "checkpoint.stager._target_=no.such.Class"],
     ],
