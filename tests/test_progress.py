@@ -61,19 +61,20 @@ def test_a_load_reports_all_its_bytes(tmp_path: Path, writer: str) -> None:
         assert len(sizes) == len(recorder.work) and max(sizes) >= 1_200_000
 
 
-def test_a_run_on_a_terminal_shows_its_last_save_and_its_restore(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("preset", ["async_persistent", "sync"])
+def test_a_run_on_a_terminal_shows_saves_that_it_waits_for_and_its_restore(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, preset: str
 ) -> None:
     stderr = terminal(monkeypatch)
     # Slow enough that the end of the run waits for the save.
     slow = ["checkpoint.save.every_steps=1", "checkpoint.writer.max_bytes_per_second=2000000"]
     slow += ["checkpoint.writer.block_bytes=65536", "checkpoint.writer.workers=1"]
-    with build_manager("async_persistent", slow, dir=tmp_path) as manager:
+    with build_manager(preset, slow, dir=tmp_path) as manager:
         assert manager.restore({}) is None
         manager.maybe_save(1, {"weight": WEIGHT})
     assert "saving iter_0000001: " in stderr.getvalue() and "/1.20M" in stderr.getvalue()
     state = {"weight": torch.zeros(300_000)}
-    with build_manager("async_persistent", dir=tmp_path) as manager:
+    with build_manager(preset, dir=tmp_path) as manager:
         assert manager.restore(state) == 1
     assert "reading iter_0000001: " in stderr.getvalue()
     assert not stderr.getvalue().rsplit("\r", 2)[1].strip()  # the bar is gone

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -145,16 +146,28 @@ class InFlightSaves(list[PendingSave]):
         running = [save for save in self if not save.done()]
         deadline = time.monotonic() + limit * len(running)
         for save in running:
-            snapshot, shown = save.snapshot, 0  # the save thread may release it meanwhile
-            total = 0 if snapshot is None else snapshot.encoded.file_bytes
-            with self._progress(f"saving {os.path.basename(save.path)}", total) as advance:
-                while not save.done():
-                    left = deadline - time.monotonic()
-                    if left <= 0:
-                        raise CheckpointTimeoutError(
-                            f"A save was still running after {limit:g} s; see timeouts.stage and timeouts.write."
-                        )
-                    if wait_futures([save], min(left, _POLL_SECONDS)).not_done:
-                        written = min(save.written_now(), total)  # the process writes more than the files
-                        advance(written - shown)
-                        shown = written
+            if not self.follow(save, deadline):
+                raise CheckpointTimeoutError(
+                    f"A save was still running after {limit:g} s; see timeouts.stage and timeouts.write."
+                )
+
+    def follow(self, save: PendingSave, deadline: float = math.inf) -> bool:
+        """Wait until a save has ended, and report its progress.
+
+        Args:
+            save: the save.
+            deadline: when to stop waiting (`time.monotonic`).
+
+        Returns:
+            False if it is still running.
+        """
+        snapshot, shown = save.snapshot, 0  # the save thread may release it meanwhile
+        total = 0 if snapshot is None else snapshot.encoded.file_bytes
+        with self._progress(f"saving {os.path.basename(save.path)}", total) as advance:
+            while wait_futures([save], min(deadline - time.monotonic(), _POLL_SECONDS)).not_done:
+                if time.monotonic() >= deadline:
+                    return False
+                written = min(save.written_now(), total)  # the process writes more than the files
+                advance(written - shown)
+                shown = written
+        return True

@@ -147,7 +147,7 @@ class SavePipeline:
         save.stall_s = time.perf_counter() - save.started
         self._last_task = self._thread.submit(self._finish, save)
         if not self.caller.in_other_process:
-            wait_futures([save])  # bounded by the deadlines of its phases
+            self.saves.follow(save)  # bounded by the deadlines of its phases
             if not save.delivered:
                 save.result()
         return staged, save

@@ -119,6 +119,7 @@ def test_the_picture_shows_each_save_with_its_steps(tmp_path: Path) -> None:
         (["nowhere"], "There is no folder nowhere"),
         (["empty"], "empty is empty; give the folder with the checkpoints"),
         (["above"], "above is not the folder of a run's checkpoints, but a folder of such folders; type above/run"),
+        (["above/run/iter_0000001"], "above/run/iter_0000001 is a part of a run's folder; type above/run"),
         (["bare"], "bare has no events/, which runs write beside their checkpoints"),
         (["started"], "started/events has no events yet"),
         (["above/run", "--last", "0"], "--last=0 must be at least 1"),
@@ -129,7 +130,7 @@ def test_a_mistake_ends_in_words(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str], told: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    for folder in ("empty", "bare/iter_0000001", "started/events", "above"):
+    for folder in ("empty", "bare/iter_0000001", "started/events", "above/run/iter_0000001"):
         (tmp_path / folder).mkdir(parents=True)
     write_run(tmp_path / "above" / "run")
     assert ckpt("trace", *arguments) == 2

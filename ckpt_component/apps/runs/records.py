@@ -190,6 +190,8 @@ def why_no_run(folder: Path) -> str:
     if near:
         names = " or ".join(map(str, near[:3]))
         return f"{folder} is not the folder of a run's checkpoints, but a folder of such folders; type {names}."
+    if (folder.parent / FOLDER).is_dir():
+        return f"{folder} is a part of a run's folder; type {folder.parent}."
     if (folder / FOLDER).is_dir():
         return f"{folder / FOLDER} has no events yet; a run writes them with its first save."
     if not any(folder.iterdir()):
