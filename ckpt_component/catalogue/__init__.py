@@ -1,6 +1,13 @@
 """What a checkpoint of any format says it holds: keys, dtypes, shapes and places of the items. Imports no torch."""
 
-from .entries import Catalogue, Entry, Piece
-from .opening import open_catalogue
+from __future__ import annotations
 
-__all__ = ["Catalogue", "Entry", "Piece", "open_catalogue"]
+from typing import TYPE_CHECKING
+
+from .._lazy import lazy
+
+if TYPE_CHECKING:
+    from .entries import Catalogue, Entry, Piece
+    from .opening import open_catalogue
+
+__all__, __getattr__, __dir__ = lazy(__name__, {".entries": "Catalogue Entry Piece", ".opening": "open_catalogue"})

@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
 
-from ..errors import CheckpointCorruptError
-from ..storage.fs import FsOps
 from ..storage.names import SINGLE_FILES
-from ..storage.safe_open import place_of
-from .safetensors import read_weight_map
 
 METADATA = ".metadata"
 #: Written last, and only by Megatron's distributed checkpoints.
@@ -37,32 +31,3 @@ def weights_in(names: Sequence[str]) -> str | None:
         if fitting:
             return fitting[0] if len(fitting) == 1 else None
     return None
-
-
-class Shards(NamedTuple):
-    """Safetensors files that are a checkpoint together: their folder, their names, and the file of each key."""
-
-    folder: str
-    names: Sequence[str]
-    weight_map: Mapping[str, str]
-
-
-def shards_of(fs: FsOps, folder: str, name: str) -> Shards:
-    """The files that an index of Hugging Face names.
-
-    Args:
-        fs: File system to read the index with.
-        folder: The folder.
-        name: Name of the index in it.
-
-    Raises:
-        CheckpointCorruptError: The index is invalid, or names files in several folders.
-        CheckpointUnreadableError: The index cannot be read.
-    """
-    weight_map = read_weight_map(fs, os.path.join(*place_of(folder, name)))
-    places = {shard: place_of(folder, shard) for shard in dict.fromkeys(weight_map.values())}
-    (base, *others) = dict.fromkeys(place for place, _ in places.values())
-    if others:
-        raise CheckpointCorruptError(f"{folder} has some of its files in {base} and some in {others[0]}.")
-    weight_map = {key: places[shard][1] for key, shard in weight_map.items()}
-    return Shards(base, [shard for _, shard in places.values()], weight_map)

@@ -17,10 +17,10 @@ from ..storage.names import SINGLE_FILES, step_in_name
 from ..storage.safe_open import place_of, read_failure
 from .dcp_metadata import list_paths, read_metadata
 from .entries import Catalogue, Entry, Piece
-from .folder import INDEX, MEGATRON_COMMON_FILE, MEGATRON_MARKER, METADATA, shards_of, weights_in
+from .folder import INDEX, MEGATRON_COMMON_FILE, MEGATRON_MARKER, METADATA, weights_in
 from .own import entries_of, items_of
 from .rank_index import RankIndex, read_rank_indexes
-from .safetensors import safetensors_index
+from .safetensors import safetensors_index, shards_of
 from .torch_file import torch_file_entries, with_checksums
 
 _DCP_FILE = re.compile(r"__(\d+)_\d+\.distcp")

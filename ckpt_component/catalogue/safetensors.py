@@ -10,13 +10,13 @@ import math
 import os
 import struct
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from ..errors import CheckpointCorruptError, CheckpointLoadError
 from ..state.dtypes import SAFETENSORS, WIDTHS
 from ..storage.file_set import FileSet
 from ..storage.fs import FsOps
-from ..storage.safe_open import is_plain_name, read_failure
+from ..storage.safe_open import is_plain_name, place_of, read_failure
 from .rank_index import NO_CHECKSUM, RankIndex, item_columns
 from .shapes import is_shape
 
@@ -74,7 +74,36 @@ def safetensors_index(
     return RankIndex(NO_CHECKSUM, items, [], paths, list(numbers.values()), None, [], [])
 
 
-def read_weight_map(fs: FsOps, path: str) -> dict[str, str]:
+class Shards(NamedTuple):
+    """Safetensors files that are a checkpoint together: their folder, their names, and the file of each key."""
+
+    folder: str
+    names: Sequence[str]
+    weight_map: Mapping[str, str]
+
+
+def shards_of(fs: FsOps, folder: str, name: str) -> Shards:
+    """The files that an index of Hugging Face names.
+
+    Args:
+        fs: File system to read the index with.
+        folder: The folder.
+        name: Name of the index in it.
+
+    Raises:
+        CheckpointCorruptError: The index is invalid, or names files in several folders.
+        CheckpointUnreadableError: The index cannot be read.
+    """
+    weight_map = _weight_map(fs, os.path.join(*place_of(folder, name)))
+    places = {shard: place_of(folder, shard) for shard in dict.fromkeys(weight_map.values())}
+    (base, *others) = dict.fromkeys(place for place, _ in places.values())
+    if others:
+        raise CheckpointCorruptError(f"{folder} has some of its files in {base} and some in {others[0]}.")
+    weight_map = {key: places[shard][1] for key, shard in weight_map.items()}
+    return Shards(base, [shard for _, shard in places.values()], weight_map)
+
+
+def _weight_map(fs: FsOps, path: str) -> dict[str, str]:
     """The index of a sharded Hugging Face checkpoint: the name of the file of each key.
 
     Raises:

@@ -163,6 +163,26 @@ def living_attempts(fs: FsOps, root: str, steps: StepNames) -> list[str]:
     return attempts
 
 
+def unfinished_in(fs: FsOps, root: str, steps: StepNames) -> dict[str, bool]:
+    """What is unfinished, half deleted or a mark of life in `root` -> whether a process is, or may be, working on it.
+
+    What is not in use is debris, which `sweep` deletes once the host that made it, or a new owner, gets to it.
+
+    Args:
+        fs: the file system.
+        root: folder of the checkpoints.
+        steps: how steps are named there.
+    """
+    signs, in_use = LifeSigns(fs, root), {}
+    for name in _unfinished(fs, root, steps, signs.names):
+        try:
+            if not _is_kept(fs, root, name):
+                in_use[name] = not _is_dead(fs, signs, name, here=is_token_of_this_host(token_of(name)))
+        except FileNotFoundError:
+            continue  # committed or deleted concurrently
+    return in_use
+
+
 def leftovers(fs: FsOps, root: str, steps: StepNames) -> set[str]:
     """Names of what earlier owners of `root` left there, on any host. The next owner deletes them."""
     return {

@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from ..errors import CheckpointCorruptError, CheckpointError, CheckpointUnreadableError
 from .cleanup import attempts_in, is_quarantined
@@ -42,6 +43,7 @@ class Scan:
             release wrote it.
         foreign: step -> why it is left alone.
         metrics: step -> metrics of a checkpoint, committed or damaged, whose manifest could be read.
+        manifests: step -> that manifest.
     """
 
     committed: list[int] = field(default_factory=list)
@@ -51,6 +53,7 @@ class Scan:
     unusable: dict[int, str] = field(default_factory=dict)
     foreign: dict[int, str] = field(default_factory=dict)
     metrics: dict[int, Mapping[str, float]] = field(default_factory=dict)
+    manifests: dict[int, Mapping[str, Any]] = field(default_factory=dict)
 
     @property
     def occupied(self) -> dict[int, str]:
@@ -101,7 +104,7 @@ def _sort_in(fs: FsOps, folder: str, step: int, scan: Scan) -> None:
         if manifest is None:
             _sort_in_without_manifest(fs, folder, step, scan)
             return
-        scan.metrics[step] = metrics_of(manifest, folder)
+        scan.metrics[step], scan.manifests[step] = metrics_of(manifest, folder), manifest
         check_files(fs, data_folder(folder, manifest), manifest)
         scan.committed.append(step)
     except CheckpointUnreadableError as error:

@@ -26,6 +26,7 @@ NO, FAILED = 1, 2
 #: Command -> its module here and a line of help, in the order of the help. A module has `add_arguments(parser)`, and
 #: `run(parsed, output)`, which returns an exit code; None is 0.
 COMMANDS = {
+    "ls": ("ls_command", "list a folder of checkpoints: step, age, size, state; and what dead runs left"),
     "export": ("export_command", "write files that other programs read: Hugging Face, safetensors, torch.save"),
     "explain": ("explain_command", "show what a config builds, and where each choice comes from"),
     "plan": ("plan_command", "predict what saving costs a run: memory, stall, storage rate, best interval"),

@@ -6,7 +6,8 @@ import logging
 import os
 from collections.abc import Sequence
 
-from ...catalogue.folder import INDEX, MEGATRON_MARKER, METADATA, shards_of, weights_in
+from ...catalogue.folder import INDEX, MEGATRON_MARKER, METADATA, weights_in
+from ...catalogue.safetensors import shards_of
 from ...storage.fs import FsOps
 from ...storage.safe_open import place_of
 from ..source import Source

@@ -1,0 +1,244 @@
+"""From an argument of a command to a folder of checkpoints, or to one checkpoint.
+
+A checkpoint is given by its path, or by its folder and what to pick there: `ROOT@200`, `ROOT@newest`, `ROOT@best`.
+`ROOT` alone is its newest checkpoint.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from functools import cached_property
+
+from ...catalogue.folder import is_readable
+from ...errors import CheckpointConfigError, CheckpointNotFoundError
+from ...managing.best import BestPolicy
+from ...spelling import closest
+from ...storage.file_system import file_system
+from ...storage.fs import FsOps
+from ...storage.names import MANIFEST, MEGATRON, NAMINGS, SINGLE_FILES, StepNames, step_in_name
+from ...storage.run_record import stored_config
+from ...storage.safe_open import read_failure
+from ...storage.scan import Scan, foreign_checkpoints, scan_steps
+
+NEWEST, BEST = "newest", "best"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint that an argument names.
+
+    Attributes:
+        path: Absolute path of the folder or file.
+        step: Its step; None: its name has none.
+        root: The folder that it was picked from; None: the argument is its path.
+    """
+
+    path: str
+    step: int | None
+    root: Root | None = None
+
+
+class Root:
+    """A folder of checkpoints.
+
+    Args:
+        fs: File system.
+        path: Absolute path.
+
+    Attributes:
+        path: Absolute path.
+        scans: What is there under each naming that has steps there.
+    """
+
+    def __init__(self, fs: FsOps, path: str) -> None:
+        self.fs = fs
+        self.path = path
+        scans = {names: scan_steps(fs, path, names) for names in NAMINGS.values()}
+        self.scans: dict[StepNames, Scan] = {names: scan for names, scan in scans.items() if _steps_of(scan)}
+
+    @property
+    def names(self) -> StepNames:
+        """The naming of most of its steps, by default Megatron's."""
+        return max(self.scans, key=lambda names: len(_steps_of(self.scans[names])), default=MEGATRON)
+
+    @property
+    def scan(self) -> Scan:
+        """What is there under `names`."""
+        return self.scans.get(self.names, Scan())
+
+    @cached_property
+    def others(self) -> list[str]:
+        """Paths of apparent checkpoints that have no name of a step, or that of a program without a naming here."""
+        listed = {
+            os.path.join(self.path, names.folder(step))
+            for names, scan in self.scans.items()
+            for step in _steps_of(scan)
+        }
+        return [path for path in foreign_checkpoints(self.fs, self.path, self.scan, self.names) if path not in listed]
+
+    @cached_property
+    def paths(self) -> dict[int, str]:
+        """Step -> path of every folder or file that is, was, or may be a checkpoint; committed ones first."""
+        paths: dict[int, str] = {}
+        for names, scan in self.scans.items():
+            for step in [*scan.committed, *scan.damaged, *scan.torn, *scan.unusable, *scan.foreign]:
+                paths.setdefault(step, os.path.join(self.path, names.folder(step)))
+        for path in self.others:
+            named = step_in_name(os.path.basename(path))
+            if named is not None:
+                paths.setdefault(named, path)
+        return paths
+
+    @property
+    def committed(self) -> list[int]:
+        """Steps of committed checkpoints, oldest first."""
+        return sorted({step for scan in self.scans.values() for step in scan.committed})
+
+    @property
+    def newest(self) -> int | None:
+        """The newest committed step; without one, the newest step of another program's checkpoint."""
+        steps = self.committed or [step for step, path in self.paths.items() if self._is_foreign(step, path)]
+        return max(steps, default=None)
+
+    @cached_property
+    def best_policy(self) -> BestPolicy | None:
+        """How `checkpoint.keep.best` of the newest checkpoint's config compares; None: it compares nothing."""
+        if not self.committed:
+            return None
+        try:
+            resolved = stored_config(self.paths[self.committed[-1]]).resolved
+        except CheckpointNotFoundError:
+            return None  # a checkpointer without a manager saved it
+        best = resolved.get("checkpoint", {}).get("keep", {}).get("best", {})
+        return BestPolicy(best["metric"], best.get("mode") == "max") if best.get("metric") else None
+
+    @property
+    def best(self) -> int | None:
+        """The best committed step by `best_policy`; None: no checkpoint has the metric, or there is none."""
+        ranked = self.best_policy.ranked(self.metrics) if self.best_policy is not None else []
+        return ranked[0] if ranked else None
+
+    @property
+    def metrics(self) -> dict[int, dict[str, float]]:
+        """Metrics of the committed checkpoints."""
+        return {step: dict(scan.metrics[step]) for scan in self.scans.values() for step in scan.committed}
+
+    def pick(self, word: str) -> Checkpoint:
+        """The checkpoint of a step, the newest, or the best.
+
+        Raises:
+            CheckpointNotFoundError: There is none.
+            CheckpointConfigError: The word is something else.
+        """
+        if word.isdecimal() and word.isascii():
+            step = int(word)
+            if step not in self.paths:
+                raise CheckpointNotFoundError(f"{self.path} has no checkpoint of step {step}{self._near(step)}.")
+        elif word == NEWEST:
+            newest = self.newest
+            if newest is None:
+                raise CheckpointNotFoundError(
+                    f"{self.path} has no checkpoint; ckpt ls {self.path} shows what is there."
+                )
+            step = newest
+        elif word == BEST:
+            best = self.best
+            if best is None:
+                raise CheckpointNotFoundError(
+                    f"{self.path} has no best checkpoint: {self._why_no_best()}. Name a step, such as {self.path}@200."
+                )
+            step = best
+        else:
+            near = closest(word, [NEWEST, BEST]) or "a step, newest or best"
+            raise CheckpointConfigError(f"'{word}' after the @ picks no checkpoint; type {self.path}@{near}.")
+        return Checkpoint(self.paths[step], step, self)
+
+    def _near(self, step: int) -> str:
+        if not self.paths:
+            return ", and none of another step"
+        near = sorted(self.paths, key=lambda other: (abs(other - step), other))
+        return f"; the nearest is {self.path}@{near[0]}"
+
+    def _why_no_best(self) -> str:
+        if self.best_policy is None:
+            return "its config has no checkpoint.keep.best.metric"
+        return f"no checkpoint has the metric '{self.best_policy.metric}'"
+
+    def _is_foreign(self, step: int, path: str) -> bool:
+        listed = path in self.others or any(step in scan.foreign for scan in self.scans.values())
+        return listed and is_checkpoint(self.fs, path)
+
+
+def find_root(argument: str) -> Root:
+    """The folder of checkpoints that an argument names.
+
+    Raises:
+        CheckpointNotFoundError: There is no such folder, or it is a checkpoint itself.
+    """
+    path, fs = _absolute(argument), file_system(durable=True)
+    if not os.path.isdir(path):
+        raise CheckpointNotFoundError(
+            f"{path} {'is not a folder' if os.path.lexists(path) else 'does not exist'}{_typo(path)}"
+        )
+    root = Root(fs, path)
+    if not root.scans and is_checkpoint(fs, path):
+        raise CheckpointNotFoundError(
+            f"{path} is a checkpoint, not a folder of checkpoints; type ckpt show {argument}, or ckpt ls "
+            f"{os.path.dirname(path)}."
+        )
+    return root
+
+
+def find_checkpoint(argument: str) -> Checkpoint:
+    """The checkpoint that an argument names.
+
+    Raises:
+        CheckpointNotFoundError: There is no such checkpoint; the text says what is there.
+        CheckpointConfigError: What follows the `@` is neither a step, nor `newest`, nor `best`.
+    """
+    path, fs = _absolute(argument), file_system(durable=True)
+    if os.path.lexists(path):
+        if os.path.isdir(path):
+            root = Root(fs, path)  # beside its checkpoints there may be a file of weights
+            if root.scans or (root.paths and not is_checkpoint(fs, path)):
+                return root.pick(NEWEST)
+        return Checkpoint(path, step_in_name(os.path.basename(path)))
+    root_path, at, word = argument.rpartition("@")
+    if at and os.path.isdir(_absolute(root_path)):
+        return find_root(root_path).pick(word)
+    parent = os.path.dirname(path)
+    step = step_in_name(os.path.basename(path))
+    if step is not None and os.path.isdir(parent) and Root(fs, parent).paths:
+        raise CheckpointNotFoundError(f"{path} does not exist{Root(fs, parent)._near(step)}.")
+    raise CheckpointNotFoundError(f"{path} does not exist{_typo(path)}")
+
+
+def _absolute(argument: str) -> str:
+    return os.path.abspath(os.path.expanduser(argument))
+
+
+def is_checkpoint(fs: FsOps, path: str) -> bool:
+    """Whether a path is one checkpoint of a supported format, a folder or a file.
+
+    Raises:
+        CheckpointUnreadableError: The folder cannot be listed.
+    """
+    if not os.path.isdir(path):
+        return path.endswith(SINGLE_FILES)
+    try:
+        names = fs.names(path)
+    except OSError as error:
+        raise read_failure(path, error) from error
+    return MANIFEST in names or is_readable(names)
+
+
+def _typo(path: str) -> str:
+    """The end of a text about a path that does not exist: the name beside it that is probably meant."""
+    folder, name = os.path.split(path)
+    near = closest(name, os.listdir(folder)) if os.path.isdir(folder) else None
+    return "." if near is None else f"; did you mean {os.path.join(folder, near)}?"
+
+
+def _steps_of(scan: Scan) -> set[int]:
+    return {*scan.occupied, *scan.unfinished, *scan.foreign}

@@ -1,0 +1,195 @@
+"""`ckpt ls ROOT`: list a folder of checkpoints, and what else is there."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+
+from ...storage.cleanup import unfinished_in
+from ...storage.names import ALIVE_PREFIX, QUARANTINE_PREFIX, STAGING_PREFIX, TRASH_PREFIX, step_in_name
+from ...storage.scan import Scan
+from ...storage.space import amount
+from .checkpoints import Root, find_root, is_checkpoint
+from .output import Output, age_text, table
+
+COMMITTED, UNVERIFIED, DAMAGED, IN_PROGRESS, DEBRIS = "committed", "unverified", "damaged", "in progress", "debris"
+_STYLES = {DAMAGED: "red", IN_PROGRESS: "blue", DEBRIS: "dim", UNVERIFIED: "yellow"}
+
+
+@dataclass
+class Listed:
+    """An entry of a folder of checkpoints.
+
+    Attributes:
+        name: Name in the folder.
+        state: `committed`; `unverified`, of another program; `damaged`; `in progress`; or `debris`.
+        step: Step; None: unknown.
+        time: When it was committed or last changed, seconds since 1970.
+        nbytes: Size.
+        ranks: Number of ranks that saved it; None: unknown.
+        why: More about the state.
+        metrics: Its metrics.
+    """
+
+    name: str
+    state: str
+    step: int | None
+    time: float
+    nbytes: int
+    ranks: int | None = None
+    why: str = ""
+    metrics: dict[str, float] | None = None
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
+    parser.description = (
+        "List the checkpoints of a folder, oldest first: committed; unverified (of another program, without\n"
+        "checksums); damaged; in progress; and debris that killed runs left, which ckpt gc deletes."
+    )
+    parser.epilog = "example:\n  ckpt ls checkpoints"
+    parser.add_argument("root", metavar="ROOT", help="folder of checkpoints")
+
+
+def run(parsed: argparse.Namespace, output: Output) -> int:
+    """List a folder.
+
+    Raises:
+        CheckpointNotFoundError: There is no such folder, or it is a checkpoint itself.
+    """
+    root = find_root(parsed.root)
+    entries = sorted(_entries(root), key=lambda entry: (entry.step is None, entry.step or 0, entry.time))
+    newest, best = root.newest, root.best
+    data = {
+        "root": root.path,
+        "newest": newest,
+        "best": best,
+        "metric": None if root.best_policy is None else root.best_policy.metric,
+        "entries": [{**asdict(entry), "path": os.path.join(root.path, entry.name)} for entry in entries],
+    }
+    output.result(data, lambda: _lines(root, entries, output))
+    return 0
+
+
+def _entries(root: Root) -> Iterator[Listed]:
+    names = set()
+    for naming, scan in root.scans.items():
+        for entry in _steps(root, naming.folder, scan):
+            names.add(entry.name)
+            yield entry
+    for path in root.others:
+        yield _foreign(root, os.path.basename(path))
+    in_use: dict[str, bool] = {}
+    for naming in [*root.scans] or [root.names]:
+        in_use |= unfinished_in(root.fs, root.path, naming)
+    for name, used in in_use.items():
+        if not name.startswith(ALIVE_PREFIX):  # the mark of an attempt that is listed itself
+            yield _unfinished(root, name, used)
+    for name in root.fs.names(root.path):
+        if name.startswith(QUARANTINE_PREFIX):
+            inner = name.removeprefix(QUARANTINE_PREFIX).partition(".")[0]
+            why = "quarantined"
+            yield Listed(name, DEBRIS, step_in_name(inner), _modified(root, name), _size(root, name), None, why)
+
+
+def _steps(root: Root, folder: Callable[[int], str], scan: Scan) -> Iterator[Listed]:
+    for step in scan.committed:
+        manifest = scan.manifests[step]
+        nbytes = sum(entry["size"] for entry in manifest["files"])
+        created = manifest.get("created")
+        when = float(created) if isinstance(created, (int, float)) else _modified(root, folder(step))
+        metrics = dict(scan.metrics[step])
+        yield Listed(folder(step), COMMITTED, step, when, nbytes, manifest["world_size"], metrics=metrics)
+    for group in (scan.damaged, scan.torn, scan.unusable):
+        for step, why in group.items():
+            ranks = scan.manifests[step]["world_size"] if step in scan.manifests else None
+            name = folder(step)
+            yield Listed(
+                name, DAMAGED, step, _modified(root, name), _size(root, name), ranks, why.replace(f"{root.path}/", "")
+            )
+    for step in scan.foreign:
+        yield _foreign(root, folder(step))
+
+
+def _foreign(root: Root, name: str) -> Listed:
+    """A checkpoint of another program, or something that only has the name of one."""
+    path = os.path.join(root.path, name)
+    why = f"a link to {os.readlink(path)}" if os.path.islink(path) else ""
+    state = UNVERIFIED if is_checkpoint(root.fs, path) else "unknown"
+    return Listed(name, state, step_in_name(name), _modified(root, name), _size(root, name), None, why)
+
+
+def _unfinished(root: Root, name: str, used: bool) -> Listed:
+    attempt = "/" in name or name.startswith(STAGING_PREFIX)
+    inner = name.partition("/")[0].removeprefix(STAGING_PREFIX).removeprefix(TRASH_PREFIX).partition(".")[0]
+    why = "a save that was cut off" if attempt else "a deletion that was cut off"
+    if used:
+        why = "being saved" if attempt else "being deleted"
+    state = IN_PROGRESS if used else DEBRIS
+    return Listed(name, state, step_in_name(inner), _modified(root, name), _size(root, name), None, why)
+
+
+def _modified(root: Root, name: str) -> float:
+    try:
+        return os.lstat(os.path.join(root.path, name)).st_mtime
+    except FileNotFoundError:
+        return time.time()  # committed or deleted meanwhile
+
+
+def _size(root: Root, name: str) -> int:
+    """Bytes of a file, or of the files below a folder; no link is followed."""
+    path = os.path.join(root.path, name)
+    if os.path.islink(path) or not os.path.isdir(path):
+        return root.fs.size(path) or 0
+    files = (os.path.join(folder, name) for folder, _, names in os.walk(path) for name in names)
+    return sum(root.fs.size(file) or 0 for file in files)
+
+
+def _lines(root: Root, entries: list[Listed], output: Output) -> Iterator[str]:
+    if not entries:
+        yield f"no checkpoints in {root.path}"
+        return
+    newest, best = root.newest, root.best
+    header, *rows = table(
+        ("step", "age", "size", "ranks", "what"),
+        [_row(root, entry, newest, best) for entry in entries],
+        right=(0, 1, 2, 3),
+    )
+    yield output.style(header, "bold")
+    for entry, line in zip(entries, rows, strict=True):
+        style = _STYLES.get(entry.state, "green" if entry.state == COMMITTED and entry.step == best else "")
+        yield output.style(line, style) if style else line
+    yield ""
+    yield _summary(entries)
+
+
+def _row(root: Root, entry: Listed, newest: int | None, best: int | None) -> tuple[str, ...]:
+    what = entry.state
+    if entry.state == COMMITTED:
+        if entry.step == newest:
+            what += ", newest"
+        if entry.step == best and root.best_policy is not None and entry.metrics:
+            what += f", best ({root.best_policy.metric} {entry.metrics[root.best_policy.metric]:g})"
+    elif entry.why:
+        what += f": {entry.why}"
+    if entry.step is None or os.path.basename(root.paths.get(entry.step, "")) != entry.name:
+        what += f" ({entry.name})"
+    step = "" if entry.step is None else str(entry.step)
+    ranks = "" if entry.ranks is None else str(entry.ranks)
+    return step, age_text(time.time() - entry.time), amount(entry.nbytes), ranks, what
+
+
+def _summary(entries: list[Listed]) -> str:
+    """`3 checkpoints, 4.50 GB; 1 damaged; 2 debris, 1.20 GB`."""
+    good = [entry for entry in entries if entry.state in (COMMITTED, UNVERIFIED)]
+    size, plural = amount(sum(each.nbytes for each in good)), "" if len(good) == 1 else "s"
+    parts = [f"{len(good)} checkpoint{plural}, {size}"]
+    for state in (DAMAGED, IN_PROGRESS, DEBRIS):
+        group = [entry for entry in entries if entry.state == state]
+        if group:
+            size = f", {amount(sum(each.nbytes for each in group))}" if state == DEBRIS else ""
+            parts.append(f"{len(group)} {state}{size}")
+    return "; ".join(parts)
