@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     )
     from .config import compose_checkpoint
     from .config.megatron_args import add_checkpoint_args, compose_from_args
+    from .events.records import SaveReport
     from .factory import build_checkpointer, build_manager, instantiate_manager
     from .managing.manager import CheckpointManager
-    from .saving.report import SaveReport
     from .state.per_rank import PerRank
     from .storage.run_record import StoredConfig, stored_config, stored_metrics
 
@@ -53,7 +53,7 @@ __all__, __getattr__, __dir__ = lazy(
             "CheckpointProcess CheckpointProcessConfig CheckpointMetadataCache FileSystemWriterAsync "
             "save_state_dict_async_finalize save_state_dict_async_plan"
         ),
-        ".saving.report": "SaveReport",
+        ".events.records": "SaveReport",
         ".storage.run_record": "StoredConfig stored_config stored_metrics",
     },
 )

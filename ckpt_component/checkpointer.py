@@ -5,21 +5,25 @@ Names and behaviour follow torch's experimental checkpointer, with the argument 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, TypeVar
 
 from .coordination import Coordinator
 from .errors import CheckpointConfigError, CheckpointError, MissingKeysError, first_keys
+from .events import CheckpointListener, LoadReport, SaveReport
 from .readers import Reader
 from .saving.adapters import CheckpointReader, CheckpointWriter, ForeignSaver
 from .saving.folders import expanded
 from .saving.pipeline import SavePipeline
-from .saving.report import SaveReport
+from .storage.names import step_in_name
 
 logger = logging.getLogger(__name__)
 
@@ -28,11 +32,16 @@ PathLike = str | os.PathLike[str]
 
 
 class Checkpointer(ABC):
-    """Saves and loads state dicts, path by path. A context manager; leaving it closes it."""
+    """Saves and loads state dicts, path by path. A context manager; leaving it closes it.
+
+    Attributes:
+        last_load: the report of the last load; None: there was none, or it failed.
+    """
 
     def __init__(self, saver: SavePipeline | ForeignSaver, reader: CheckpointReader) -> None:
         self.saver = saver
         self._reader = reader
+        self.last_load: LoadReport | None = None
         self._closed = False
 
     @property
@@ -114,15 +123,42 @@ class Checkpointer(ABC):
             kwargs["strict"] = strict
         names = {"rename": rename, "prefix": prefix, "ignore": ignore}
         kwargs.update((name, value) for name, value in names.items() if value)
-        loaded, missing = self._reader.read(
-            os.fspath(path), state_dict=state_dict, map_location=default_map_location, **kwargs
-        )
+        with self._recorded_load(os.fspath(path)):
+            loaded, missing = self._reader.read(
+                os.fspath(path), state_dict=state_dict, map_location=default_map_location, **kwargs
+            )
+        if self.last_load is not None and not kwargs.get("resuming"):
+            self.saver.events.restored(self.last_load)
         if missing:
             text = f"Checkpoint at {path} is missing {len(missing)} key(s) of the target: {first_keys(missing)}"
             if strict:
                 raise MissingKeysError(f"{text}; strict=False leaves these values as they are.", missing)
             logger.warning("%s; these values are left as they are", text)
         return loaded
+
+    @contextlib.contextmanager
+    def _recorded_load(self, path: str) -> Iterator[None]:
+        """Record a load that succeeds or fails; sets `last_load` if it succeeds."""
+        self.last_load = None
+        step = step_in_name(os.path.basename(os.path.normpath(path)))
+        report = LoadReport(path=path, outcome="failed", step=step, time=time.time())
+        started = time.perf_counter()
+        try:
+            yield
+        except Exception as error:
+            self.saver.events.loaded(replace(report, error=str(error), seconds=time.perf_counter() - started))
+            raise
+        seconds, last_read = time.perf_counter() - started, getattr(self._reader, "last_read", {})
+        self.last_load = replace(report, outcome="loaded", seconds=seconds, **last_read)
+        self.saver.events.loaded(self.last_load)
+
+    def add_listener(self, listener: CheckpointListener) -> None:
+        """Tell a listener of the saves and loads from now on; see `CheckpointListener`.
+
+        Raises:
+            CheckpointTypeError: it has none of a listener's methods.
+        """
+        self.saver.events.add_listener(listener)
 
     def verify(self, path: PathLike) -> bool:
         """Read a whole checkpoint, loading nothing, and compare its checksums.

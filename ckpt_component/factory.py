@@ -23,13 +23,15 @@ from .config.checks import refuse_bad_dir
 from .config.compose import checked_overrides, compose_checkpoint
 from .config.errors import HydraConfigError, for_hydra
 from .config.following import deadlines, longest_pause
-from .config.hydra_job import launch_folder, multirun_job
+from .config.hydra_job import chosen_preset, launch_folder, multirun_job
+from .config.listeners import build_listeners
 from .config.parts import build_part, part_class
 from .config.recorded import recorded_config
 from .config.resolve import resolve_config
 from .config.rules import PartFacts, refuse_unfit
-from .config.schema import Checkpoint
+from .config.schema import PARTS, Checkpoint, part_option
 from .coordination import Coordinator, LocalCoordinator
+from .events import EventFile, EventRecorder
 from .formats.base import Writer
 from .managing.best import BestPolicy
 from .managing.git_commit import commit_of
@@ -49,7 +51,7 @@ from .saving.transaction import RunHooks
 from .stagers.base import Stager
 from .storage.file_system import file_system
 from .storage.fs import FsOps
-from .storage.names import NAMINGS, RUN_RECORD
+from .storage.names import NAMINGS, RUN_RECORD, new_token
 from .storage.run_record import StoredConfig
 
 logger = logging.getLogger(__name__)
@@ -78,7 +80,9 @@ def build_checkpointer(config: Any, overrides: Sequence[str] = (), *, alone: boo
         )
     timeouts, parts = _timeouts(settings), _build_parts(settings)
     ranks = LocalCoordinator() if alone else job_ranks("checkpointer", timeouts)
-    return _build_graph(settings, parts, ranks, _file_system(settings), timeouts, _policy(settings))
+    # Saved path by path, there is no folder for an event file.
+    events = EventRecorder(None, build_listeners(settings.listeners), rank=ranks.rank)
+    return _build_graph(settings, parts, ranks, _file_system(settings), timeouts, _policy(settings), events)
 
 
 @for_hydra()
@@ -97,6 +101,7 @@ def build_manager(
         CheckpointConfigError: the config is wrong, or its parts do not fit together, or another job of the multirun
             saves in the folder; nothing was built. Or a rank cannot write to the folder; raised on all ranks.
     """
+    preset = config if isinstance(config, str) else chosen_preset()
     if isinstance(config, str):
         config, overrides = compose_checkpoint(config, checked_overrides(overrides)), ()
     settings = resolve_config(config, overrides)
@@ -111,19 +116,30 @@ def build_manager(
     ranks: Coordinator = LocalCoordinator()
     run = RunContext(fs, os.path.abspath(job_root), names, ranks, timeouts, best)
     if settings.enabled:
-        parts, ranks = _build_parts(settings), job_ranks("checkpointer", timeouts)
+        parts, listeners = _build_parts(settings), build_listeners(settings.listeners)
+        ranks = job_ranks("checkpointer", timeouts)
         try:
             if job is not None:
                 # Hydra names the output folder by each rank's clock, so rank 0's name is used.
                 claim = partial(job.claim, fs, job_root) if save.enabled else lambda: job_root
                 job_root = ranks.run_on_leader("root/job", claim, time.monotonic() + timeouts.stage)
-            run = RunContext(fs, os.path.abspath(job_root), names, ranks, timeouts, best)
+            root = os.path.abspath(job_root)
+            events = EventRecorder(
+                EventFile(root, ranks.rank) if settings.events else None,
+                listeners,
+                rank=ranks.rank,
+                world_size=ranks.world_size,
+                run=ranks.run_on_leader("events/run", new_token, time.monotonic() + timeouts.stage),
+                about={"preset": preset, **_named_parts(settings), "versions": _versions()},
+                waits=not save.enabled,
+            )
+            run = RunContext(fs, root, names, ranks, timeouts, best, events)
             keep = RetentionPolicy(settings.keep.last, settings.keep.every_steps)
             files = {RUN_RECORD: _run_record(config, overrides)} if ranks.is_leader else {}
             folder = RunFolder(run, resume, keep, files)
             if save.enabled:
                 folder.check_writable()
-            checkpointer = _build_graph(settings, parts, ranks, fs, timeouts, policy, folder)
+            checkpointer = _build_graph(settings, parts, ranks, fs, timeouts, policy, events, folder)
             restorer = Restorer(checkpointer, folder, save.enabled)
         except BaseException:
             ranks.close()
@@ -151,9 +167,17 @@ def instantiate_manager(**settings: Any) -> CheckpointManager:
 
 def _run_record(config: Any, overrides: Sequence[str]) -> bytes:
     """What every checkpoint of a manager says about the run."""
-    versions = {"ckpt_component": __version__, "torch": str(torch.__version__), "python": platform.python_version()}
     written, resolved = recorded_config(config, overrides)
-    return StoredConfig(written, resolved, versions, commit_of(launch_folder())).encode()
+    return StoredConfig(written, resolved, _versions(), commit_of(launch_folder())).encode()
+
+
+def _versions() -> dict[str, str]:
+    return {"ckpt_component": __version__, "torch": str(torch.__version__), "python": platform.python_version()}
+
+
+def _named_parts(settings: Checkpoint) -> dict[str, str]:
+    targets = {kind: str(getattr(settings, kind)["_target_"]) for kind in PARTS}
+    return {kind: part_option(kind, target) or target for kind, target in targets.items()}
 
 
 def _folder(dir: str | os.PathLike[str]) -> str:
@@ -193,6 +217,7 @@ def _build_graph(
     fs: FsOps,
     timeouts: ResolvedTimeouts,
     policy: ErrorPolicy,
+    events: EventRecorder,
     hooks: RunHooks | None = None,
 ) -> Checkpointer:
     stager, caller, writer = parts
@@ -205,7 +230,7 @@ def _build_graph(
     shared = caller.in_other_process
     stager.connect(writer, ranks=ranks, shared=shared, timeout=timeouts.stage, max_stall=timeouts.max_stall)
     progress = progress_bar if ranks.is_leader else no_progress
-    pipeline = SavePipeline(stager, caller, writer, ranks, fs, timeouts, policy, hooks, progress)
+    pipeline = SavePipeline(stager, caller, writer, ranks, fs, timeouts, policy, events, hooks, progress)
     together = _shares_computer(ranks.world_size)
     reader = Reader(ranks.rank, ranks.world_size, settings.verify, shared=together, progress=progress)
     if caller.in_other_process:

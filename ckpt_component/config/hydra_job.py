@@ -29,6 +29,11 @@ _CLAIMS = ".checkpoint_dirs"
 _CLAIM_BYTES = 1 << 20
 
 
+def chosen_preset() -> str | None:
+    """The choice of the group `checkpoint` in the Hydra app that runs in this process, if any."""
+    return HydraConfig.get().runtime.choices.get("checkpoint") if HydraConfig.initialized() else None
+
+
 @dataclass(frozen=True)
 class MultirunJob:
     """A job of a Hydra multirun.

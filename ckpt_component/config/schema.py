@@ -186,6 +186,10 @@ class Checkpoint:
     """How a checkpoint is committed: by `rename` of its folder, or by a `manifest` written last (object stores)."""
     verify: Verify = Verify.on_read
     """When to verify checksums: `on_read`, at every load; `on_resume`, when the manager resumes; or `off`."""
+    events: bool = True
+    """Record every save and load in `events/` in the folder, one JSON object per line; see [events](events.md)."""
+    listeners: list[Any] = field(default_factory=list)
+    """Who is told of saves and loads: `[tensorboard, wandb, mlflow, opentelemetry]`, or dicts with your `_target_`."""
     timeouts: Timeouts = field(default_factory=Timeouts)
     """Deadlines in seconds."""
     stager: Any = MISSING

@@ -4,5 +4,8 @@ Imports no torch, so that `ckpt` reads the records on any machine.
 """
 
 from .event_file import FOLDER, EventFile, read_events
+from .listener import CheckpointListener
+from .recorder import EventRecorder
+from .records import LoadReport, SaveReport
 
-__all__ = ["FOLDER", "EventFile", "read_events"]
+__all__ = ["FOLDER", "CheckpointListener", "EventFile", "EventRecorder", "LoadReport", "SaveReport", "read_events"]

@@ -184,6 +184,7 @@ class ArenaPool:
         self._shared = shared
         self._free: list[Arena] = []
         self._leased = 0
+        self._leased_bytes = 0
         self._closed = False
         self._changed = threading.Condition()
 
@@ -192,6 +193,12 @@ class ArenaPool:
         """Total size of the arenas that are not leased."""
         with self._changed:
             return sum(arena.nbytes for arena in self._free)
+
+    @property
+    def nbytes(self) -> int:
+        """Total size of all arenas."""
+        with self._changed:
+            return self._leased_bytes + sum(arena.nbytes for arena in self._free)
 
     def wait_free(self, deadline: float) -> bool:
         """Wait until `lease` would not block; returns False if `deadline` (monotonic seconds) passes first."""
@@ -216,22 +223,27 @@ class ArenaPool:
             for arena in self._free:
                 if arena.nbytes >= nbytes:
                     self._free.remove(arena)
+                    self._leased_bytes += arena.nbytes
                     return arena
             small_arena = self._free.pop() if self._free and self._leased + len(self._free) > self._count else None
         try:
             if small_arena is not None:
                 small_arena.close()
-            return Arena(nbytes, shared=self._shared)
+            arena = Arena(nbytes, shared=self._shared)
         except BaseException:
             with self._changed:
                 self._leased -= 1
                 self._changed.notify()
             raise
+        with self._changed:
+            self._leased_bytes += arena.nbytes
+        return arena
 
     def give_back(self, arena: Arena, staged: Future[None] | None = None) -> None:
         """End a lease after the save was committed or given up. Can be used as a callback of the copy's future."""
         with self._changed:
             self._leased -= 1
+            self._leased_bytes -= arena.nbytes
             if self._closed:
                 arena.close()
             else:

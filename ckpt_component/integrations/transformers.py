@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -26,11 +25,11 @@ except ImportError as error:
 
 from ..config.resolve import resolve_config
 from ..errors import CheckpointConfigError, CheckpointTypeError
+from ..events import CheckpointListener, SaveReport
 from ..factory import build_manager
 from ..managing.manager import CheckpointManager
 from ..managing.restore import wait_for_writers
 from ..options import Naming
-from ..saving.report import SaveReport
 from ..storage.cleanup import discard
 from ..storage.file_system import file_system
 from ..storage.names import HUGGINGFACE
@@ -95,7 +94,7 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         except BaseException:
             manager.close()
             raise
-        manager.on_commit(partial(self._delete_old, args))
+        manager.add_listener(_Limit(args, self._best))
         self._manager = manager
         self._trainer, self._capture = trainer, FileCapture()
         self._save_by_trainer = trainer._save_checkpoint
@@ -144,9 +143,17 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         manager.save(state.global_step, files)
         files.clear()  # the manager keeps it, and it may hold tensors that were gathered for this save alone
 
-    def _delete_old(self, args: Any, report: SaveReport) -> None:
-        """Delete old checkpoints as Trainer does, but each at once: never the newest and the best."""
-        best = self._best.pop(report.step or 0, None)
+
+class _Limit(CheckpointListener):
+    """Deletes old checkpoints as Trainer does (`save_total_limit`), but each at once: never the newest and the best."""
+
+    def __init__(self, args: Any, best: dict[int, str | None]) -> None:
+        self._args = args
+        self._best = best
+
+    def on_committed(self, report: SaveReport) -> None:
+        """Delete what the new checkpoint makes superfluous."""
+        args, best = self._args, self._best.pop(report.step or 0, None)
         if not args.should_save or not args.save_total_limit or args.save_total_limit < 0:
             return
         paths = sort_checkpoints(os.path.dirname(report.path))

@@ -6,15 +6,15 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, cast
 
 from ..checkpointer import Checkpointer
 from ..errors import CheckpointBusyError, CheckpointError, CheckpointTimeoutError
+from ..events import CheckpointListener, SaveReport
 from ..saving.in_flight import InFlightSaves, PendingSave
 from ..saving.pipeline import SavePipeline
-from ..saving.report import SaveReport
 from .policies import SavePolicy, checked_step
 from .restore import Restorer
 from .run_context import RunContext, job_ranks
@@ -183,10 +183,14 @@ class CheckpointManager:
             self._saved_step, self._newest = step, None
         self._ranks.resumed(step)
 
-    def on_commit(self, listener: Callable[[SaveReport], None]) -> None:
-        """Call a function with the report of every committed save, on the save thread; its exceptions are logged."""
+    def add_listener(self, listener: CheckpointListener) -> None:
+        """Tell a listener of the saves and restores from now on; see `CheckpointListener`.
+
+        Raises:
+            CheckpointTypeError: it has none of a listener's methods.
+        """
         if self._checkpointer is not None:
-            self._pipeline.listeners.append(listener)
+            self._checkpointer.add_listener(listener)
 
     def maybe_save(self, step: int, state: Mapping[Any, Any], *, metrics: Mapping[str, Any] | None = None) -> bool:
         """Save if the policy says so. Call this after every step. Returns whether a save was started.
@@ -202,9 +206,7 @@ class CheckpointManager:
             CheckpointError: the save failed, or an earlier one did and its error was not raised yet. With several ranks
                 it is raised at the next save, on all of them.
         """
-        step = checked_step(step)
-        self._progress.last = LastStep(step, state, metrics)
-        self._ranks.at_step(step)
+        step = self._reached(step, state, metrics)
         if self._ranks.world_size == 1:
             self._saves.raise_first()
         if self._checkpointer is None:
@@ -237,9 +239,7 @@ class CheckpointManager:
             CheckpointTypeError: the metrics are not numbers by name.
             CheckpointError: this save or an earlier one failed.
         """
-        step = checked_step(step)
-        self._progress.last = LastStep(step, state, metrics)
-        self._ranks.at_step(step)
+        step = self._reached(step, state, metrics)
         newest = self._newest
         failed = newest is not None and newest.done() and newest.report.outcome != "committed"
         if self._checkpointer is None or (step == self._saved_step and not failed):
@@ -261,6 +261,15 @@ class CheckpointManager:
         self._saved_step, self._newest = step, save
         return save.begun and (self._pipeline.caller.in_other_process or save.report.outcome == "committed")
 
+    def _reached(self, step: int, state: Mapping[Any, Any], metrics: Mapping[str, Any] | None) -> int:
+        """The loop has reached a step; it is checked, noted, and returned."""
+        step = checked_step(step)
+        self._progress.last = LastStep(step, state, metrics)
+        self._ranks.at_step(step)
+        if self._checkpointer is not None:
+            self._pipeline.events.step_ended(step)
+        return step
+
     def _prewarm_loaded(self, state: Mapping[Any, Any]) -> None:
         """Prewarm after a restore, but not from scratch: the optimizer's first step changes the plan."""
         try:
@@ -272,7 +281,8 @@ class CheckpointManager:
 
     def _skip(self, step: int, text: str) -> bool:
         logger.warning("step %d is skipped: %s", step, text)
-        self.reports.append(SaveReport(path=self.path_of(step), outcome="skipped", step=step, error=text))
+        report = SaveReport(path=self.path_of(step), outcome="skipped", step=step, error=text, time=time.time())
+        self._pipeline.add_report(report)
         return False
 
     def prewarm(self, state: Mapping[Any, Any]) -> None:
@@ -333,8 +343,8 @@ class CheckpointManager:
         Raises:
             CheckpointTimeoutError: a save hung; see timeouts.write.
         """
-        self._saves.wait(self._timeouts.whole_save)
-        self._saves.raise_first()
+        if self._checkpointer is not None:
+            self._checkpointer.wait()
 
     def close(self) -> None:
         """Finish the saves in flight and free all resources; starts no save. Bounded; safe to call twice.

@@ -6,6 +6,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -96,6 +97,8 @@ class Restorer:
                 steps_text(later),
             )
         self._folder.settled = self._saves
+        if step is not None and self._checkpointer.last_load is not None:
+            self._run.events.restored(replace(self._checkpointer.last_load, step=step))
         return step
 
     def begin(self, step: int) -> bool:
@@ -133,6 +136,7 @@ class Restorer:
             advice = "resume from another checkpoint"
             if older:
                 path = quarantine(self._run.fs, self._run.path_of(step))
+                self._run.note("quarantine", step, path)
                 advice = f"it is now kept as {path}, and the next start resumes from step {older[-1]}"
             raise CheckpointCorruptError(f"The checkpoint of step {step} is damaged; {advice}. {bad[step]}")
         later = [other for other in {**scan.occupied, **scan.foreign} if other > step]
@@ -214,6 +218,7 @@ class Restorer:
                 logger.error("%s is damaged and could not be quarantined: %s", path, error)
                 continue
             logger.error("%s is damaged; it is kept as %s, which nothing uses or deletes", path, target)
+            self._run.note("quarantine", step, target)
             moved.append(step)
         repair_pointer(self._run.fs, self._run.root, self._run.names, [step for step in committed if step not in moved])
         return moved

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from dataclasses import dataclass, field
 
 from ..coordination import Coordinator, LocalCoordinator, RankStore, StoreCoordinator, distributed
+from ..events import EventRecorder
 from ..options import ResolvedTimeouts
 from ..storage.fs import FsOps
 from ..storage.names import StepNames
@@ -30,6 +32,7 @@ class RunContext:
         ranks: coordinator of the ranks.
         timeouts: deadlines.
         best: how checkpoints are compared; None: they are not (`keep.best.metric` is null).
+        events: records what happens in the folder.
         warned: warnings that were logged already, and are not repeated.
     """
 
@@ -39,6 +42,7 @@ class RunContext:
     ranks: Coordinator
     timeouts: ResolvedTimeouts
     best: BestPolicy | None = None
+    events: EventRecorder = field(default_factory=EventRecorder)
     warned: set[str] = field(default_factory=set)
 
     def path_of(self, step: int) -> str:
@@ -51,6 +55,10 @@ class RunContext:
         if warns:
             warn_of_skipped(scan, self.warned)
         return scan
+
+    def note(self, event: str, step: int, path: str) -> None:
+        """Record what became of a checkpoint beside its save: `delete`, `quarantine` or `retire`, and where it is."""
+        self.events.note({"event": event, "time": round(time.time(), 6), "step": step, "path": path})
 
     def best_of(self, scan: Scan) -> list[int]:
         """The steps of committed checkpoints that have the metric of `keep.best`, the best first."""

@@ -139,6 +139,7 @@ class RunFolder:
             for old in self._keep.to_delete(scan.committed, best):
                 logger.info("deleting the checkpoint of step %d (checkpoint.keep)", old)
                 discard(run.fs, run.path_of(old))
+                run.note("delete", old, run.path_of(old))
         except OSError as error:
             logger.warning("step %d is committed, but listing or deleting older checkpoints failed: %s", step, error)
 
@@ -233,6 +234,7 @@ class RunFolder:
             for step in reversed(steps):
                 target = quarantine(self.run.fs, self.run.path_of(step))
                 logger.info("retired step %d (checkpoint.rewind=true): kept as %s", step, target)
+                self.run.note("retire", step, target)
         except OSError as error:
             raise CheckpointSaveError(
                 f"checkpoint.rewind=true could not retire {steps_text(steps)} in {self._root}: {error}.",

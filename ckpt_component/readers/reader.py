@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -52,6 +54,9 @@ class Reader:
         verify: When to verify checksums. Sizes and structure are always checked.
         shared: Whether other ranks on this host may read the same bytes; see `FileSet`.
         progress: Follows what loads read.
+
+    Attributes:
+        last_read: What the last `read` adds to its `LoadReport`: `bytes`, `verified` and `spans`.
     """
 
     def __init__(
@@ -69,6 +74,7 @@ class Reader:
         self._verify = verify
         self._shared = shared
         self._progress = progress
+        self.last_read: dict[str, Any] = {}
 
     @property
     def verifies(self) -> bool:
@@ -112,17 +118,21 @@ class Reader:
         Raises:
             CheckpointNotFoundError, CheckpointCorruptError, CheckpointLoadError: See `Checkpointer.load`.
         """
+        self.last_read, marks = {}, [time.perf_counter()]
         verify = self._verify is Verify.on_read or (resuming and self._verify is Verify.on_resume)
         to_device = _to_device(map_location)
         key_map = KeyMap(rename, prefix, ignore) if rename or prefix or ignore else None
         source = self.open(path, mapped=state_dict is not None, verify=verify)
+        marks.append(time.perf_counter())
         mapped = None
         if key_map is not None:
             source = mapped = MappedSource(source, key_map)
         if state_dict is None:
             if mapped is not None:
                 mapped.check_ignored([])
-            return _load_all(source, to_device, self._progress), []
+            loaded = _load_all(source, to_device, self._progress)
+            self._note_spans(marks)
+            return loaded, []
         state = state_dict.state_dict() if isinstance(state_dict, torch.nn.Module) else state_dict
         target = Target(state, source, self._rank, self._world_size, allow_dtype_cast=allow_dtype_cast)
         objects = source.read_objects(target.objects)
@@ -139,12 +149,20 @@ class Reader:
             level = logging.WARNING if resuming or target.shortens_lists else logging.INFO
             text = "%s has keys that the target does not have: %s; they are not loaded"
             logger.log(level, text, path, first_keys(target.unexpected))
+        marks.append(time.perf_counter())
         target.accept({**_load_tensors(source, target.new_tensors, to_device, self._progress), **objects})
         source.read_tensors(target.requests, self._progress)
         target.finish()
         if isinstance(state_dict, torch.nn.Module):
             load_state(state_dict, lambda: state, "The target", source.where)
+        self._note_spans(marks)
         return state_dict, missing
+
+    def _note_spans(self, marks: list[float]) -> None:
+        marks.append(time.perf_counter())
+        ends = [mark - marks[0] for mark in marks]
+        names = ("open", "match", "read") if len(marks) == 4 else ("open", "read")
+        self.last_read["spans"] = dict(zip(names, itertools.pairwise(ends), strict=True))
 
     def verify(self, path: str) -> bool:
         """Verify every file of a checkpoint of ours; False: it has no checksums. See `verify_checkpoint`."""
@@ -164,9 +182,12 @@ class Reader:
         if not os.path.isdir(path):
             if not os.path.lexists(path):
                 raise CheckpointNotFoundError(f"There is no checkpoint at {path}.")
+            self.last_read["bytes"] = self._fs.size(path) or 0
             return open_file(path, mapped=mapped, verify=verify, shared=self._shared)
         manifest = read_manifest(self._fs, path)
         if manifest is not None:
+            size = sum(entry["size"] for entry in manifest["files"])
+            self.last_read = {"bytes": size, "verified": verify}
             return self._open_own(data_folder(path, manifest), manifest, mapped=mapped, verify=verify)
         try:
             names = self._fs.names(path)
@@ -175,6 +196,7 @@ class Reader:
         source = open_folder(self._fs, path, names, mapped=mapped, verify=verify, shared=self._shared)
         if source is not None:
             logger.warning("%s has no manifest, so what is loaded from it cannot be verified", path)
+            self.last_read["bytes"] = sum(self._fs.size(os.path.join(path, name)) or 0 for name in names)
             return source
         pointed = pointed_folder(self._fs, path)
         if pointed is not None:

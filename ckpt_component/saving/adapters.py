@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from ..coordination import LocalCoordinator
 from ..errors import CheckpointBusyError, CheckpointTimeoutError
+from ..events import EventRecorder
 from ..options import ResolvedTimeouts
 from ..storage.commit import refuse_existing
 
@@ -51,6 +52,7 @@ class ForeignSaver:
 
     Attributes:
         ranks: this rank only.
+        events: records loads; nothing of these saves.
     """
 
     stager = None
@@ -58,6 +60,7 @@ class ForeignSaver:
 
     def __init__(self, stager: Any, writer: Any, limit: float = _WHOLE_SAVE) -> None:
         self.ranks = LocalCoordinator()
+        self.events = EventRecorder()
         self._limit = limit
         self._stager = stager
         self._writer = writer
@@ -101,7 +104,10 @@ class ForeignSaver:
             if self._stager is not None:
                 self._stager.close()
         finally:
-            self._writer.close()
+            try:
+                self._writer.close()
+            finally:
+                self.events.close(self._limit)
         last, self._last = self._last, None
         if last is not None and last.done():
             last.result(0)

@@ -11,10 +11,10 @@ from concurrent.futures import wait as wait_futures
 from typing import Any
 
 from ..errors import CheckpointTimeoutError, RanksError
+from ..events.records import SaveReport, Span
 from ..progress import Progress, no_progress
 from ..stagers.base import Snapshot
 from ..storage.names import Attempt
-from .report import SaveReport
 
 #: How often progress is shown.
 _POLL_SECONDS = 0.2
@@ -32,6 +32,7 @@ class PendingSave(Future[SaveReport]):
         manifest_fields: plain values for the manifest, beside those of all saves; on rank 0 they are written.
         number: number of the save in its checkpointer, the same on all ranks.
         started: when it began (`time.perf_counter`).
+        time: the same, seconds since 1970.
         stall_s: how long the call took.
         token: identifies the save; the same on all ranks.
         attempt: the current attempt; its token is that of the save, or derived from it.
@@ -40,6 +41,10 @@ class PendingSave(Future[SaveReport]):
         error: why this rank has no snapshot.
         written: what this rank wrote.
         written_now: returns the bytes that this rank has written so far.
+        files: number of the checkpoint's files, once it is committed.
+        items: number of tensors and objects that this rank stores.
+        host_bytes: host memory that this rank held for snapshots when the attempt began.
+        spans: when the phases so far began and ended, in seconds since `started`.
         begun: False if nothing was copied, because the save could not begin.
         delivered: the error was raised or retrieved, or was logged and need not be raised.
         report: set when the save ends.
@@ -56,7 +61,7 @@ class PendingSave(Future[SaveReport]):
         self.metrics = metrics
         self.manifest_fields: Mapping[str, Any] = {}
         self.number = 0
-        self.started = time.perf_counter()
+        self.started, self.time = time.perf_counter(), time.time()
         self.stall_s = 0.0
         self.token = ""
         self.attempts = 1
@@ -64,6 +69,8 @@ class PendingSave(Future[SaveReport]):
         self.error: Exception | None = None
         self.written: Mapping[str, Any] = {}
         self.written_now: Callable[[], int] = lambda: 0
+        self.files = self.items = self.host_bytes = 0
+        self.spans: dict[str, Span] = {}
         self.begun = True
         self.delivered = False
 
@@ -71,6 +78,33 @@ class PendingSave(Future[SaveReport]):
     def undelivered(self) -> BaseException | None:
         """The error of a failed save until it is delivered, else None."""
         return None if self.delivered or not self.done() else super().exception(0)
+
+    def mark(self, phase: str, began: float, ended: float) -> None:
+        """Note when a phase began and ended (`time.perf_counter`)."""
+        self.spans[phase] = (began - self.started, max(ended, began) - self.started)
+
+    def describe(self, outcome: str, error: str | None = None) -> SaveReport:
+        """The report of what is known by now."""
+        ends = {phase: end for phase, (_, end) in self.spans.items()}
+        return SaveReport(
+            path=self.path,
+            outcome=outcome,
+            step=self.step,
+            error=error,
+            bytes=self.written.get("bytes", 0),
+            files=self.files,
+            items=self.items,
+            stall_s=self.stall_s,
+            staged_s=ends.get("stage", 0.0),
+            written_s=ends.get("vote", 0.0),
+            committed_s=ends.get("commit", 0.0),
+            write_s=self.written.get("seconds", 0.0),
+            attempts=self.attempts,
+            time=self.time,
+            spans=dict(self.spans),
+            lost_s=self.stall_s,
+            host_memory_bytes=self.host_bytes,
+        )
 
     def release(self) -> None:
         """Release the snapshot's memory."""

@@ -20,6 +20,7 @@ from typing import Any
 from ..callers.write_callers import WriteCaller
 from ..coordination import Coordinator
 from ..errors import CheckpointError
+from ..events import EventRecorder, SaveReport
 from ..formats.base import Writer
 from ..options import ResolvedTimeouts
 from ..progress import Progress, no_progress
@@ -29,7 +30,6 @@ from ..storage.fs import FsOps
 from ..storage.names import Attempt, owned_token
 from .admission import SaveAdmission
 from .in_flight import InFlightSaves, PendingSave
-from .report import SaveReport
 from .retry import ConsecutiveFailures, ErrorPolicy, RetryLoop, is_stall
 from .transaction import RunHooks, SaveTransaction, notify
 
@@ -47,6 +47,7 @@ class SavePipeline:
         fs: file system operations.
         timeouts: deadlines.
         policy: what to do about saves that fail.
+        events: records saves, and tells listeners; owned too. None: one that does nothing.
         hooks: hooks of the run; None: the caller chooses the paths.
         progress: follows the bytes of saves that are waited for.
 
@@ -54,7 +55,6 @@ class SavePipeline:
         saves: running saves, and failed ones whose error was not raised yet.
         reports: reports of ended saves, in order.
         last_report: see `Checkpointer.last_report`.
-        listeners: called on the save thread with the report of every committed save, after its future is done.
     """
 
     def __init__(
@@ -66,6 +66,7 @@ class SavePipeline:
         fs: FsOps,
         timeouts: ResolvedTimeouts,
         policy: ErrorPolicy,
+        events: EventRecorder | None = None,
         hooks: RunHooks | None = None,
         progress: Progress = no_progress,
     ) -> None:
@@ -77,7 +78,7 @@ class SavePipeline:
         self.saves = InFlightSaves(progress)
         self.reports: list[SaveReport] = []
         self.last_report: SaveReport | None = None
-        self.listeners: list[Callable[[SaveReport], None]] = []
+        self.events = events or EventRecorder()
         self._fs = fs
         self._timeouts = timeouts
         self._hooks = hooks
@@ -89,7 +90,9 @@ class SavePipeline:
         elif self._single_file:
             check_path = refuse_folder
         self._admission = SaveAdmission(ranks, stager, self.saves, check_path, timeouts)
-        self._transaction = SaveTransaction(caller, writer, ranks, fs, timeouts, policy.min_free_bytes, hooks)
+        self._transaction = SaveTransaction(
+            caller, writer, ranks, fs, timeouts, policy.min_free_bytes, self.events, hooks
+        )
         self._retries = RetryLoop(ranks, policy, timeouts.stage)
         self._last_task: Future[None] | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="ckpt-save")
@@ -180,10 +183,12 @@ class SavePipeline:
 
     def _finish(self, save: PendingSave) -> None:
         """On the save thread: make all attempts at a save, and end it."""
-        report = None
-        while report is None:
+        save.host_bytes = self.stager.host_bytes
+        committed = False
+        while not committed:
             try:
-                report = self._transaction.run(save)
+                self._transaction.run(save)
+                committed = True
             except BaseException as error:
                 if not self._retries.prepare_next(save, error):
                     save.release()
@@ -192,13 +197,10 @@ class SavePipeline:
         save.release()
         if self._failures.count:
             self._failures.reset()
-        self.last_report = save.report = report
-        self.reports.append(report)
+        self.last_report = report = self._report(save, self.events.with_loss(save.describe("committed")))
         save.set_result(report)
         if self._hooks is not None and self.ranks.is_leader:
             notify(self._hooks.after_save, save.path)
-        for listener in self.listeners:
-            notify(listener, report)
 
     def _fail(self, save: PendingSave, error: BaseException, given_up: BaseException | None) -> None:
         """End a failed save with its error, or with `given_up` after too many failures."""
@@ -208,17 +210,29 @@ class SavePipeline:
             logger.warning("%s was not saved, and training continues (checkpoint.on_error=warn): %s", save.path, error)
         else:
             logger.error("%s was not saved: %s", save.path, raised)
+        if not (save.begun and self.caller.in_other_process):
+            save.stall_s = time.perf_counter() - save.started
         outcome = "skipped" if self.policy.warn and is_stall(error) else "failed"
-        save.report = SaveReport(save.path, outcome, save.step, str(raised), attempts=save.attempts)
+        report = self._report(save, save.describe(outcome, str(raised)))
         save.delivered = tolerated
         if tolerated and not self.caller.in_other_process:
-            self.last_report = save.report
-        self.reports.append(save.report)
+            self.last_report = report
         save.set_exception(raised)
+
+    def _report(self, save: PendingSave, report: SaveReport) -> SaveReport:
+        save.report = report
+        self.add_report(report)
+        return report
+
+    def add_report(self, report: SaveReport) -> None:
+        """Keep and record the report of a save that has ended, or that was skipped before it was begun."""
+        self.reports.append(report)
+        self.events.saved(report)
 
     def wait(self) -> None:
         """Wait until the saves in flight have ended; see `Checkpointer.wait`."""
         self.saves.wait(self._timeouts.whole_save)
+        self.events.drain(self._timeouts.close)
         self.saves.raise_first()
 
     def close(self) -> None:
@@ -240,6 +254,7 @@ class SavePipeline:
             try:
                 self._drain()
             finally:
+                self.events.close(self._timeouts.close)
                 self._thread.shutdown(wait=False)
                 self.caller.close(self._timeouts.close)
                 self.ranks.close()

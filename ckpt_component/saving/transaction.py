@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import wait as wait_futures
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 from ..callers.write_callers import WriteCaller
 from ..coordination import Coordinator
@@ -25,6 +25,7 @@ from ..errors import (
     describe_error,
     ranks_failed,
 )
+from ..events import EventRecorder
 from ..formats.base import Writer
 from ..memory.gc_control import give_back_freed
 from ..options import ResolvedTimeouts
@@ -39,11 +40,8 @@ from ..storage.space import FULL, amount, full_text, refuse_without_room
 from ..storage.visibility import wait_visible
 from ..writing.request import WriteRequest
 from .in_flight import PendingSave
-from .report import SaveReport
 
 logger = logging.getLogger(__name__)
-
-_Subject = TypeVar("_Subject", str, SaveReport)
 
 #: How many keys a warning names.
 _NAMED_KEYS = 10
@@ -80,6 +78,7 @@ class SaveTransaction:
         fs: file system operations.
         timeouts: deadlines.
         min_free_bytes: free space that a save must leave; None: free space is not checked beforehand.
+        events: told how far a save is.
         hooks: hooks of the run.
     """
 
@@ -91,6 +90,7 @@ class SaveTransaction:
         fs: FsOps,
         timeouts: ResolvedTimeouts,
         min_free_bytes: int | None,
+        events: EventRecorder,
         hooks: RunHooks | None = None,
     ) -> None:
         self._caller = caller
@@ -100,6 +100,7 @@ class SaveTransaction:
         self._fs = fs
         self._timeouts = timeouts
         self._min_free_bytes = min_free_bytes
+        self._events = events
         self._hooks = hooks
         self._manifest_fields = {"format": writer.format}
         #: The table whose index was sent to the leading rank. All ranks replan together, so that rank gets all
@@ -112,7 +113,7 @@ class SaveTransaction:
         #: By device: the faster I/O mode, where a request has made a trial.
         self._fastest_io: dict[int, str] = {}
 
-    def run(self, save: PendingSave) -> SaveReport:
+    def run(self, save: PendingSave) -> None:
         """Write and commit; returns when the checkpoint is committed, on all ranks.
 
         Raises:
@@ -125,8 +126,9 @@ class SaveTransaction:
                 snapshot = self._begin(save, locks, deadline)
                 write = partial(self._write, save, snapshot)
                 votes = self._ranks.all_succeed(f"{tag}/written", write, self._caller.progress, deadline)
-                written_s = time.perf_counter() - save.started
-                files = self._ranks.run_on_leader(f"{tag}/commit", partial(self._publish, save, votes), deadline)
+                voted = time.perf_counter()
+                save.mark("vote", save.written["began"] + save.written["seconds"], voted)
+                save.files = self._ranks.run_on_leader(f"{tag}/commit", partial(self._publish, save, votes), deadline)
             except BaseException:
                 # First the writer process forgets the save, so that it does not commit what is being deleted.
                 self._caller.settle()
@@ -135,26 +137,12 @@ class SaveTransaction:
                     commit.abandon(self._fs, attempt)
                 raise
             self._caller.settle()
-        committed_s = time.perf_counter() - save.started
-        logger.info("%s committed after %.2f s", os.path.basename(attempt.target), committed_s)
+        save.mark("commit", voted, time.perf_counter())
+        logger.info("%s committed after %.2f s", os.path.basename(attempt.target), save.spans["commit"][1])
         if self._hooks is not None and self._leads:
             notify(self._hooks.after_commit, attempt.target)
-        items = snapshot.encoded.table.item_count
-        for blob in snapshot.encoded.object_blobs:
-            items += len(blob.items)
-        return SaveReport(
-            path=attempt.target,
-            step=save.step,
-            bytes=save.written["bytes"],
-            files=files,
-            items=items,
-            stall_s=save.stall_s if self._caller.in_other_process else time.perf_counter() - save.started,
-            staged_s=snapshot.staged_at - save.started,
-            written_s=written_s,
-            committed_s=committed_s,
-            write_s=save.written["seconds"],
-            attempts=save.attempts,
-        )
+        if not self._caller.in_other_process:
+            save.stall_s = time.perf_counter() - save.started
 
     def _begin(self, save: PendingSave, locks: contextlib.ExitStack, deadline: float) -> Snapshot:
         """Send what this rank is going to write; the leading rank makes the staging folder."""
@@ -173,6 +161,7 @@ class SaveTransaction:
         if snapshot is None:
             raise CheckpointSaveError(f"{save.path} was begun without a snapshot of this rank.")
         self._index_sent = snapshot.encoded.table.number
+        save.items = snapshot.encoded.table.item_count + sum(len(blob.items) for blob in snapshot.encoded.object_blobs)
         if different:
             self._warn_of_lost(snapshot, different)
         return snapshot
@@ -235,8 +224,8 @@ class SaveTransaction:
                 f"The snapshot for {save.path} was not complete after {self._timeouts.stage:g} s (timeouts.stage)."
             )
         snapshot.staged.result(0)  # raises the error of a failed snapshot
-        size, seconds = amount(snapshot.layout.payload_bytes), snapshot.staged_at - save.started
-        logger.info("%s staged: %s in %.3f s", os.path.basename(save.path), size, seconds)
+        if save.attempts == 1:
+            self._note_staged(save, snapshot)
         device = -1
         if options.io == "auto":
             device = os.stat(os.path.dirname(attempt.target)).st_dev
@@ -258,6 +247,11 @@ class SaveTransaction:
         save.written_now = lambda: max(self._caller.progress() - before, 0)
         with self._typed_errors(attempt.target, encoded.file_bytes):
             save.written = written = self._caller.run(request, time.monotonic() + self._timeouts.write)
+        began, synced_from = written["began"], written["synced_from"]
+        save.mark("queue", snapshot.staged_at, began)
+        save.mark("write", began, synced_from)
+        save.mark("sync", synced_from, began + written["seconds"])
+        self._events.progressed(save.describe("written"))
         if options.io == "auto" and written["io"] != "auto":
             self._fastest_io[device] = written["io"]
             logger.info("checkpoint.writer.io=auto: %s, which a trial found to be faster there", written["io"])
@@ -269,6 +263,15 @@ class SaveTransaction:
             written["bytes"] / 1e9 / max(written["seconds"], 1e-9),
         )
         return written
+
+    def _note_staged(self, save: PendingSave, snapshot: Snapshot) -> None:
+        save.mark("plan", save.started, snapshot.planned_at or snapshot.began_at)
+        if snapshot.planned_at:
+            save.mark("memory", snapshot.planned_at, snapshot.began_at)
+        save.mark("stage", snapshot.began_at, snapshot.staged_at)
+        size, seconds = amount(snapshot.layout.payload_bytes), save.spans["stage"][1]
+        logger.info("%s staged: %s in %.3f s", os.path.basename(save.path), size, seconds)
+        self._events.progressed(save.describe("staged"))
 
     def _publish(self, save: PendingSave, votes: Sequence[Mapping[str, Any]]) -> int:
         """On the leading rank: commit what all ranks have written. Returns the checkpoint's number of files."""
@@ -299,10 +302,9 @@ class SaveTransaction:
             raise CheckpointSaveError(f"{path} could not be saved: {error}.", error.errno) from error
 
 
-def notify(hook: Callable[[_Subject], None], subject: _Subject) -> None:
-    """Call a hook for a committed checkpoint, its path or report; an exception is only logged."""
+def notify(hook: Callable[[str], None], path: str) -> None:
+    """Call a hook for a committed checkpoint; an exception is only logged."""
     try:
-        hook(subject)
+        hook(path)
     except Exception:
-        path = subject.path if isinstance(subject, SaveReport) else subject
         logger.exception("%s is committed, but a hook after the commit failed", path)

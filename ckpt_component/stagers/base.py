@@ -78,6 +78,8 @@ class Snapshot:
         staged: done when the image is complete. Training may change every tensor by then, or earlier with a device
             buffer (`Stager.wait_staged`). Has the error if staging failed.
         staged_at: when `staged` was done (`time.perf_counter`).
+        began_at: when the copy began; by default when this object is made.
+        planned_at: when the plan was made, and the wait for memory began; 0: no such wait.
     """
 
     layout: Layout
@@ -88,6 +90,8 @@ class Snapshot:
     comparison: Comparison | None = None
     staged: Future[None] = field(default_factory=Future)
     staged_at: float = 0.0
+    began_at: float = field(default_factory=time.perf_counter)
+    planned_at: float = 0.0
 
     def mark_staged(self, error: BaseException | None = None) -> None:
         """Complete `staged`, with an error if there is one."""
@@ -192,6 +196,11 @@ class Stager(ABC):
     def wait_free(self, deadline: float) -> bool:
         """Wait until `busy` is False. Returns False when it still is at `deadline` (monotonic seconds)."""
         return True
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory that is held for snapshots."""
+        return 0
 
     def guard(self, optimizer: Any) -> None:
         """Keep an optimizer from changing weights that are still being copied. Most stagers do nothing.

@@ -74,14 +74,20 @@ class SharedMemoryStager(Stager):
         """Wait for an arena; see `Stager.wait_free`."""
         return self._pool.wait_free(deadline)
 
+    @property
+    def host_bytes(self) -> int:
+        """Total size of the arenas."""
+        return self._pool.nbytes
+
     def take(self, plan: StatePlan) -> Snapshot:
         """Copy everything into an arena; see `Stager.take`."""
         with collector_paused(), torch.no_grad():
             format_plan, flat = self._plan_for(plan)
             layout, encoded = format_plan.layout, format_plan.encode_objects(flat.objects)
             timeout = min(self._timeout, max(plan.wait_until - time.monotonic(), 0))
+            planned_at = time.perf_counter()
             arena = self._pool.lease(layout.arena_bytes, timeout)
-            snapshot = Snapshot(layout, encoded, arena, arena, self._pool.give_back)
+            snapshot = Snapshot(layout, encoded, arena, arena, self._pool.give_back, planned_at=planned_at)
             try:
                 self._fill(ArenaFill(arena, layout, flat), snapshot.mark_staged)
             except BaseException as error:

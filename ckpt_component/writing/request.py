@@ -147,6 +147,8 @@ class WriteResult(TypedDict):
         files: names and sizes, and the CRC of the integrity file.
         bytes: total size of the files.
         seconds: how long the write took.
+        began: when it began (`time.perf_counter`, which all processes of a host share).
+        synced_from: when the data was in the files and their sync began.
         io: mode of the write, for the next request in this folder; `auto` if no trial was made.
     """
 
@@ -154,6 +156,8 @@ class WriteResult(TypedDict):
     files: list[dict[str, Any]]
     bytes: int
     seconds: float
+    began: float
+    synced_from: float
     io: str
 
 

@@ -61,6 +61,7 @@ def run_write_job(request: WriteRequest, checksum_home: str | None = None) -> Wr
             for offset, length in blob.items:
                 at = offset - blob.offset
                 sums.append(checksum.of(data[at : at + length]))
+        synced_from = time.perf_counter()
         with ThreadPoolExecutor(max(len(descriptors), 1), thread_name_prefix="ckpt-sync") as pool:
             list(pool.map(fs.sync, descriptors.values()))
         for descriptor in descriptors.values():
@@ -80,7 +81,15 @@ def run_write_job(request: WriteRequest, checksum_home: str | None = None) -> Wr
     files.append({"name": integrity_name(request.rank), "size": len(integrity), "crc32": zlib.crc32(integrity)})
     total = sum(entry["size"] for entry in files)
     seconds = time.perf_counter() - started
-    return {"rank": request.rank, "files": files, "bytes": total, "seconds": seconds, "io": io}
+    return {
+        "rank": request.rank,
+        "files": files,
+        "bytes": total,
+        "seconds": seconds,
+        "began": started,
+        "synced_from": synced_from,
+        "io": io,
+    }
 
 
 def _create(fs: FsOps, folder: str, sizes: Mapping[str, int], descriptors: dict[str, int]) -> None:

@@ -28,7 +28,7 @@ from ckpt_component.storage.names import (
 from ckpt_component.storage.scan import committed_steps
 
 #: What is always in a root beside its checkpoints.
-FIXED = {MEGATRON.pointer, OWNER}
+FIXED = {MEGATRON.pointer, OWNER, "events"}
 #: Commits without a rename.
 MANIFEST_MODE = "checkpoint.commit=manifest"
 _DRAFTS = {f"{name}.new" for name in FIXED}

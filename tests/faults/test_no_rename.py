@@ -425,7 +425,7 @@ def test_a_run_on_an_object_store(root: Path, uploads: str, monkeypatch: pytest.
         manager.save(4, state_of(4))
         assert manager.reports[-1].attempts == 3 and tidied(manager).steps() == [3, 4]
     assert (root / POINTER).read_text() == "4"
-    assert set(os.listdir(root)) == {"iter_0000003", "iter_0000004", POINTER, ".ckpt-owner.json"}
+    assert set(os.listdir(root)) == {"events", "iter_0000003", "iter_0000004", POINTER, ".ckpt-owner.json"}
     assert restored(root, MANIFEST_MODE) == 4
     found = {"counts": torch.zeros(7, dtype=torch.int64)}
     with warnings.catch_warnings():
@@ -461,7 +461,7 @@ def test_what_one_mode_saved_the_other_loads_and_retires(writer: str, root: Path
             assert tidied(manager).steps() == [step - 1, step][-step:]
         has_folder = at_of(root / MEGATRON.folder(step)) != root / MEGATRON.folder(step)
         assert has_folder == (modes[step % 2] == MANIFEST_MODE)
-    assert len(os.listdir(root)) == 4
+    assert len(os.listdir(root)) == 5
 
 
 def test_a_step_whose_attempt_lives_is_waited_for_and_not_quarantined(root: Path) -> None:

@@ -35,7 +35,7 @@ from ckpt_component.saving.retry import ConsecutiveFailures, ErrorPolicy, is_ret
 from ckpt_component.storage.fs import FsOps
 
 QUICK = ("checkpoint.retry.backoff_seconds=0.01", "checkpoint.save.at_end=false")
-OWN_FILES = {".ckpt-owner.json", "latest_checkpointed_iteration.txt"}
+OWN_FILES = {".ckpt-owner.json", "events", "latest_checkpointed_iteration.txt"}
 
 
 def state_of(value: float) -> dict[str, Any]:

@@ -62,7 +62,7 @@ def restored(root: Path, *overrides: str) -> int | None:
 
 
 def names(root: Path) -> list[str]:
-    return sorted(path.name for path in root.iterdir() if not path.name.startswith("."))
+    return sorted(path.name for path in root.iterdir() if not path.name.startswith((".", "events")))
 
 
 def retired(root: Path) -> list[str]:

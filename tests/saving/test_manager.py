@@ -55,6 +55,7 @@ def test_saves_by_steps_and_at_the_end_keeps_the_newest_and_resumes(preset: str,
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "7"
     assert sorted(os.listdir(tmp_path)) == [
         ".ckpt-owner.json",
+        "events",
         "iter_0000006",
         "iter_0000007",
         "latest_checkpointed_iteration.txt",
@@ -197,7 +198,8 @@ def test_a_failed_save_is_told_once_and_reported(tmp_path: Path, monkeypatch: py
         manager.wait()
         assert [(r.step, r.outcome) for r in manager.reports] == [(1, "failed"), (2, "committed")]
         assert manager.steps() == [2]
-    assert sorted(os.listdir(tmp_path)) == [".ckpt-owner.json", "iter_0000002", "latest_checkpointed_iteration.txt"]
+    files = [".ckpt-owner.json", "events", "iter_0000002", "latest_checkpointed_iteration.txt"]
+    assert sorted(os.listdir(tmp_path)) == files
 
 
 @pytest.mark.parametrize("overlap", ["wait", "skip", "error"])

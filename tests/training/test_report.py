@@ -10,7 +10,7 @@ import torch
 from ckpt_component.apps.sweeps.result import write_result
 from ckpt_component.apps.sweeps.text import duration
 from ckpt_component.apps.training.report import Summary, time_fence
-from ckpt_component.saving.report import SaveReport
+from ckpt_component.events.records import SaveReport
 
 GOOD = SaveReport(
     path="/c/iter_0000020",

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from ...saving.report import SaveReport
+from ...events.records import SaveReport
 from .text import duration
 
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from ...saving.report import SaveReport
+    from ...events.records import SaveReport
 
 
 @dataclass

@@ -243,6 +243,7 @@ def no_room(rank: int, world_size: int, folder: Path) -> None:
         manager.wait()
     settle()
     assert sorted(name for name in os.listdir(folder / "run") if not name.startswith(".ckpt-owner")) == [
+        "events",
         "iter_0000003",
         "latest_checkpointed_iteration.txt",
     ]

@@ -20,6 +20,7 @@ from torch.distributed import TCPStore
 
 from ....callers.write_callers import WriteCaller
 from ....coordination import RankStore, StoreCoordinator
+from ....events import EventRecorder
 from ....formats.dcp import DcpWriter
 from ....options import ResolvedTimeouts
 from ....saving.admission import SaveAdmission
@@ -198,7 +199,7 @@ class _Rank:
         self._stager.connect(writer, ranks=self._ranks, shared=False, timeout=_SECONDS)
         timeouts = ResolvedTimeouts(stage=_SECONDS, write=_SECONDS)
         self._admission = SaveAdmission(self._ranks, self._stager, InFlightSaves(), refuse_existing, timeouts)
-        self._transaction = SaveTransaction(_StandIn(), writer, self._ranks, fs, timeouts, 0)
+        self._transaction = SaveTransaction(_StandIn(), writer, self._ranks, fs, timeouts, 0, EventRecorder())
         self._state: dict[str, Any] = {
             "own": {f"rank_{rank}_{number}": torch.ones(8) for number in range(_OWN)},
             "alike": {f"weight_{number}": torch.ones(8) for number in range(_ALIKE)},
@@ -230,7 +231,9 @@ class _StandIn(WriteCaller):
         for name in (f"__{request.rank}_0.distcp", integrity_name(request.rank)):
             request.fs.write_new(os.path.join(request.attempt.staging, name), b"{}")
             files.append({"name": name, "size": 2, "crc32": 0})
-        return {"rank": request.rank, "files": files, "bytes": 4, "seconds": 0.0, "io": "buffered"}
+        now = time.perf_counter()
+        times = {"seconds": 0.0, "began": now, "synced_from": now}
+        return {"rank": request.rank, "files": files, "bytes": 4, "io": "buffered", **times}
 
 
 def _median(values: list[float]) -> float:

@@ -1,0 +1,257 @@
+"""What a manager records and tells: a line per save and load in the folder, and calls of listeners on one thread."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ckpt_component import CheckpointManager, build_checkpointer, build_manager
+from ckpt_component.errors import CheckpointConfigError, CheckpointTypeError
+from ckpt_component.events import CheckpointListener, LoadReport, SaveReport, read_events
+
+PRESETS = ("sync", "async_persistent", "async_zero_overhead")
+QUICK = ("checkpoint.save.every_steps=2", "checkpoint.writer.io=buffered", "checkpoint.durability=process_crash")
+
+
+def state_of(step: int = 0) -> dict[str, Any]:
+    return {"weight": torch.full((300,), float(step)), "step": step}
+
+
+def manager_in(root: Path, *overrides: str, preset: str = "sync") -> CheckpointManager:
+    return build_manager(preset, [*QUICK, *overrides], dir=root)
+
+
+def events_of(root: Path, kind: str) -> list[dict[str, Any]]:
+    return [event for event in read_events(root) if event["event"] == kind]
+
+
+class Told(CheckpointListener):
+    """Notes which methods were called, for which step, and on which thread."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, int | None]] = []
+        self.threads: set[str] = set()
+        self.reports: list[SaveReport | LoadReport] = []
+
+    def note(self, name: str, report: SaveReport | LoadReport) -> None:
+        self.calls.append((name, report.step))
+        self.reports.append(report)
+        self.threads.add(threading.current_thread().name)
+
+    def on_staged(self, report: SaveReport) -> None:
+        self.note("staged", report)
+
+    def on_written(self, report: SaveReport) -> None:
+        self.note("written", report)
+
+    def on_committed(self, report: SaveReport) -> None:
+        self.note("committed", report)
+
+    def on_failed(self, report: SaveReport) -> None:
+        self.note("failed", report)
+
+    def on_restored(self, report: LoadReport) -> None:
+        self.note("restored", report)
+
+    def close(self) -> None:
+        self.calls.append(("close", None))
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_run_records_its_saves_steps_and_loads(preset: str, tmp_path: Path) -> None:
+    begun = time.time()
+    for first in (1, 6):
+        with manager_in(tmp_path, preset=preset) as manager:
+            assert manager.restore(state_of()) == (None if first == 1 else 5)
+            for step in range(first, first + 5):
+                manager.maybe_save(step, state_of(step))
+                manager.wait_staged()
+    runs, saves, loads = (events_of(tmp_path, kind) for kind in ("run", "save", "load"))
+    assert len({run["run"] for run in runs}) == len(runs) == 2
+    assert runs[0]["preset"] == preset and runs[0]["world_size"] == 1 and runs[0]["pid"] == os.getpid()
+    assert runs[0]["writer"] == "dcp" and runs[0]["versions"].keys() == {"ckpt_component", "torch", "python"}
+    assert [(save["step"], save["outcome"], save["attempts"]) for save in saves] == [
+        (step, "committed", 1) for step in (2, 4, 5, 6, 8, 10)
+    ]
+    for save in saves:
+        spans = save["spans"]
+        assert save["path"] == manager.path_of(save["step"]) and save["bytes"] > 1200 and save["items"] == 2
+        assert begun <= save["time"] <= time.time() and save["error"] is None and "reused_bytes" not in save
+        phases = ["plan", "memory", "stage", "queue", "write", "sync", "vote", "commit"]
+        phases.remove("memory") if "memory" not in spans else None
+        assert list(spans) == phases
+        # One after the other, and each begins where the one before has ended or later.
+        ends = [end for span in spans.values() for end in span]
+        assert ends == sorted(ends) and ends[0] == 0
+        assert 0 < save["stall_s"] <= save["lost_s"]
+        assert save["host_memory_bytes"] == (0 if preset == "sync" else pytest.approx(save["bytes"], abs=1 << 20))
+    (load,) = loads
+    assert (load["step"], load["outcome"], load["verified"]) == (5, "loaded", True)
+    assert load["bytes"] > 1200 and list(load["spans"]) == ["open", "match", "read"] and load["run"] == runs[1]["run"]
+    steps = [
+        (event["first"] + number, end)
+        for event in events_of(tmp_path, "steps")
+        for number, end in enumerate(event["ends"])
+    ]
+    assert [step for step, _ in steps] == [*range(1, 11)] and [end for _, end in steps] == sorted(
+        end for _, end in steps
+    )
+
+
+def test_listeners_are_told_in_order_on_one_thread(tmp_path: Path) -> None:
+    told = Told()
+    with manager_in(tmp_path, preset="async_persistent") as manager:
+        manager.add_listener(told)
+        manager.restore(state_of())
+        manager.save(1, state_of(1))
+        manager.wait()
+        assert told.calls == [("staged", 1), ("written", 1), ("committed", 1)]
+        assert [report.outcome for report in told.reports] == ["staged", "written", "committed"]
+        manager.restore(state_of())
+    assert told.calls[3:] == [("restored", 1), ("close", None)]
+    assert told.threads == {"ckpt-events"} and told.reports[2] == manager.reports[0]
+
+
+def test_failed_and_skipped_saves_are_told_and_recorded(tmp_path: Path) -> None:
+    told = Told()
+    with manager_in(tmp_path, "checkpoint.on_error=warn", "checkpoint.save.at_end=false") as manager:
+        manager.add_listener(told)
+        (tmp_path / "iter_0000001").mkdir()
+        (tmp_path / "iter_0000001" / "mine").touch()
+        assert not manager.save(1, state_of(1))
+        assert not manager.save(2, {"bad": torch.zeros(3, device="meta")})
+    assert told.calls == [("failed", 1), ("failed", 2), ("close", None)]
+    first, second = events_of(tmp_path, "save")
+    assert first["outcome"] == second["outcome"] == "failed"
+    assert "exists" in first["error"] and "meta" in second["error"] and first["stall_s"] > 0
+
+
+def test_a_failed_load_is_recorded_with_its_error(tmp_path: Path) -> None:
+    with manager_in(tmp_path) as manager:
+        manager.save(1, state_of(1))
+        manager.save(2, state_of(2))
+    (data,) = [
+        path
+        for path in (tmp_path / "iter_0000002").iterdir()
+        if path.name.endswith("_0.distcp") and path.stat().st_size > 1200
+    ]
+    data.write_bytes(data.read_bytes().replace(b"\0\0\0\x40", b"\0\0\0\x41"))
+    told = Told()
+    with manager_in(tmp_path, preset="async_persistent") as manager:
+        manager.add_listener(told)
+        assert manager.restore(state_of()) == 1
+    loads = events_of(tmp_path, "load")
+    assert [(load["step"], load["outcome"]) for load in loads] == [(2, "failed"), (1, "loaded")]
+    assert "checksum" in loads[0]["error"].lower() and [e["step"] for e in events_of(tmp_path, "quarantine")] == [2]
+    assert told.calls == [("restored", 1), ("close", None)]
+
+
+def test_a_listener_that_raises_is_logged_once_and_fails_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Broken(CheckpointListener):
+        def on_committed(self, report: SaveReport) -> None:
+            raise ValueError(f"no network for step {report.step}")
+
+    told = Told()
+    with caplog.at_level(logging.ERROR), manager_in(tmp_path) as manager:
+        manager.add_listener(Broken())
+        manager.add_listener(told)
+        for step in (1, 2, 3):
+            assert manager.save(step, state_of(step))
+    assert [record.exc_text.count("for step 1") for record in caplog.records if record.exc_text] == [1]
+    assert [step for name, step in told.calls if name == "committed"] == [1, 2, 3]
+
+
+def test_a_listener_that_hangs_delays_no_save_and_close_is_bounded(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    release = threading.Event()
+
+    class Hung(CheckpointListener):
+        def on_staged(self, report: SaveReport) -> None:
+            release.wait(60)
+
+    try:
+        with manager_in(tmp_path, "checkpoint.timeouts.close=0.1", preset="async_persistent") as manager:
+            manager.add_listener(Hung())
+            for step in (1, 2):
+                manager.save(step, state_of(step))
+            manager.wait()
+            assert [report.outcome for report in manager.reports] == ["committed"] * 2
+    finally:
+        release.set()
+    assert sum("did not answer for 0.1 s" in record.getMessage() for record in caplog.records) == 1
+
+
+def test_what_is_no_listener_is_refused(tmp_path: Path) -> None:
+    with (
+        manager_in(tmp_path, "checkpoint.save.at_end=false") as manager,
+        pytest.raises(CheckpointTypeError, match="no listener"),
+    ):
+        manager.add_listener(print)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", ["file", "link"])
+def test_an_events_folder_that_cannot_be_written_is_one_warning(
+    kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    place = tmp_path / "events"
+    place.write_text("mine") if kind == "file" else place.symlink_to("/proc/1/nothing")
+    with caplog.at_level(logging.WARNING), manager_in(tmp_path) as manager:
+        for step in (1, 2, 3):
+            assert manager.save(step, state_of(step))
+    assert manager.steps() == [1, 2, 3]
+    assert len([record for record in caplog.records if "events" in record.getMessage()]) == 1
+
+
+def test_without_events_and_in_runs_that_only_restore_nothing_is_written(tmp_path: Path) -> None:
+    with manager_in(tmp_path, "checkpoint.events=false") as manager:
+        manager.save(1, state_of(1))
+    assert not (tmp_path / "events").exists()
+    reads = ("checkpoint.save.every_steps=null", "checkpoint.save.at_end=false")
+    with manager_in(tmp_path, *reads) as manager:
+        assert manager.restore(state_of()) == 1
+    assert not (tmp_path / "events").exists()
+    with manager_in(tmp_path, *reads) as manager:
+        assert manager.restore(state_of()) == 1
+        manager.save(2, state_of(2))  # a loop that decides by itself when to save
+    assert [event["event"] for event in read_events(tmp_path)] == ["run", "load", "steps", "save"]
+
+
+def test_deleted_checkpoints_are_recorded_and_the_folder_is_no_checkpoint(tmp_path: Path) -> None:
+    with manager_in(tmp_path, "checkpoint.keep.last=1") as manager:
+        for step in (1, 2):
+            manager.save(step, state_of(step))
+    assert [event["step"] for event in events_of(tmp_path, "delete")] == [1]
+    with manager_in(tmp_path) as manager:
+        assert manager.steps() == [2] and manager.restore(state_of()) == 2
+
+
+def test_a_checkpointer_tells_listeners_and_writes_no_file(tmp_path: Path) -> None:
+    told = Told()
+    with build_checkpointer("async_persistent", QUICK[1:]) as checkpointer:
+        checkpointer.add_listener(told)
+        checkpointer.save(state_of(3), tmp_path / "step-3")
+        checkpointer.wait()
+        checkpointer.load(tmp_path / "step-3", state_of())
+    assert told.calls == [("staged", None), ("written", None), ("committed", None), ("restored", 3), ("close", None)]
+    assert os.listdir(tmp_path) == ["step-3"]
+    assert checkpointer.last_load is not None and checkpointer.last_load.verified
+
+
+def test_listeners_that_cannot_be_built_are_refused(tmp_path: Path) -> None:
+    for value, text in (
+        ("[tensorbord]", "Did you mean checkpoint.listeners=tensorboard"),
+        ("[3]", "give names"),
+        ("[{_target_: torch.nn.Linear}]", "is not a"),
+    ):
+        with pytest.raises(CheckpointConfigError, match=text):
+            manager_in(tmp_path, f"checkpoint.listeners={value}")
