@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     )
     from .config import compose_checkpoint
     from .config.megatron_args import add_checkpoint_args, compose_from_args
-    from .events.records import SaveReport
+    from .events import CheckpointListener, LoadReport, SaveReport
     from .factory import build_checkpointer, build_manager, instantiate_manager
     from .managing.manager import CheckpointManager
     from .state.per_rank import PerRank
@@ -53,7 +53,7 @@ __all__, __getattr__, __dir__ = lazy(
             "CheckpointProcess CheckpointProcessConfig CheckpointMetadataCache FileSystemWriterAsync "
             "save_state_dict_async_finalize save_state_dict_async_plan"
         ),
-        ".events.records": "SaveReport",
+        ".events": "CheckpointListener LoadReport SaveReport",
         ".storage.run_record": "StoredConfig stored_config stored_metrics",
     },
 )
