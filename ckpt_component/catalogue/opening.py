@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..errors import CheckpointLoadError, CheckpointNotFoundError
+from ..memory.gc_control import collector_paused
 from ..state.paths import key_of
 from ..state.per_rank import rank_name
 from ..storage.file_system import file_system
@@ -26,6 +27,7 @@ from .torch_file import torch_file_entries, with_checksums
 _DCP_FILE = re.compile(r"__(\d+)_\d+\.distcp")
 
 
+@collector_paused()  # there may be a hundred thousand entries
 def open_catalogue(path: str | os.PathLike[str], fs: FsOps | None = None) -> Catalogue:
     """List what a checkpoint of any supported format holds. Reads its indexes, no data, and checks that they fit.
 

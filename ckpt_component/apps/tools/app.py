@@ -27,6 +27,7 @@ NO, FAILED = 1, 2
 #: `run(parsed, output)`, which returns an exit code; None is 0.
 COMMANDS = {
     "ls": ("ls_command", "list a folder of checkpoints: step, age, size, state; and what dead runs left"),
+    "show": ("show_command", "show what a checkpoint holds, as a tree of keys; or its config"),
     "export": ("export_command", "write files that other programs read: Hugging Face, safetensors, torch.save"),
     "explain": ("explain_command", "show what a config builds, and where each choice comes from"),
     "plan": ("plan_command", "predict what saving costs a run: memory, stall, storage rate, best interval"),

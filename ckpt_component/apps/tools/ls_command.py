@@ -13,7 +13,7 @@ from ...storage.names import ALIVE_PREFIX, QUARANTINE_PREFIX, STAGING_PREFIX, TR
 from ...storage.scan import Scan
 from ...storage.space import amount
 from .checkpoints import Root, find_root, is_checkpoint
-from .output import Output, age_text, table
+from .output import Output, age_text, counted, table
 
 COMMITTED, UNVERIFIED, DAMAGED, IN_PROGRESS, DEBRIS = "committed", "unverified", "damaged", "in progress", "debris"
 _STYLES = {DAMAGED: "red", IN_PROGRESS: "blue", DEBRIS: "dim", UNVERIFIED: "yellow"}
@@ -185,8 +185,7 @@ def _row(root: Root, entry: Listed, newest: int | None, best: int | None) -> tup
 def _summary(entries: list[Listed]) -> str:
     """`3 checkpoints, 4.50 GB; 1 damaged; 2 debris, 1.20 GB`."""
     good = [entry for entry in entries if entry.state in (COMMITTED, UNVERIFIED)]
-    size, plural = amount(sum(each.nbytes for each in good)), "" if len(good) == 1 else "s"
-    parts = [f"{len(good)} checkpoint{plural}, {size}"]
+    parts = [f"{counted(len(good), 'checkpoint')}, {amount(sum(each.nbytes for each in good))}"]
     for state in (DAMAGED, IN_PROGRESS, DEBRIS):
         group = [entry for entry in entries if entry.state == state]
         if group:

@@ -70,6 +70,11 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequen
         yield line if len(line) <= WIDTH else f"{line[: WIDTH - 1]}…"
 
 
+def counted(count: int, what: str) -> str:
+    """`1 tensor`, `2 tensors`."""
+    return f"{count} {what}{'' if count == 1 else 's'}"
+
+
 def age_text(seconds: float) -> str:
     """An age in one unit: `3 min`."""
     for length, unit in _AGES:

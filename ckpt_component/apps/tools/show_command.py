@@ -1,0 +1,190 @@
+"""`ckpt show CKPT [PATTERN]`: what a checkpoint holds, and the config that it was saved with."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from fnmatch import fnmatchcase
+from typing import Any
+
+from ...catalogue import Catalogue, Entry, open_catalogue
+from ...errors import CheckpointConfigError
+from ...memory.gc_control import collector_paused
+from ...spelling import closest
+from ...storage.metrics import metrics_of
+from ...storage.run_record import StoredConfig, stored_config
+from ...storage.space import amount
+from .checkpoints import find_checkpoint
+from .key_tree import Line, lines_of
+from .output import WIDTH, Output, age_text, counted, table
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
+    parser.description = (
+        "Show the keys of a checkpoint as a tree, with dtypes, shapes, sizes and totals. Numbered siblings of equal\n"
+        "contents, such as layers, are one line. Reads the indexes only, no data."
+    )
+    parser.epilog = "example:\n  ckpt show checkpoints@200 'model.*' --depth 3"
+    parser.add_argument("checkpoint", metavar="CKPT", help="ROOT/iter_0000200, ROOT@200, ROOT@newest, ROOT@best")
+    parser.add_argument("pattern", metavar="PATTERN", nargs="?", help="keys: a prefix, or with * ? [] as in a shell")
+    parser.add_argument("--depth", type=int, metavar="N", help="show N levels of the tree")
+    parser.add_argument("--flat", action="store_true", help="one line for each key, not shortened")
+    parser.add_argument("--config", action="store_true", help="show the config, versions and commit of the run instead")
+
+
+@collector_paused()  # there may be a hundred thousand entries
+def run(parsed: argparse.Namespace, output: Output) -> int:
+    """Show a checkpoint.
+
+    Raises:
+        CheckpointError: There is no such checkpoint, it is damaged, or no key matches.
+    """
+    path = find_checkpoint(parsed.checkpoint).path
+    if parsed.config:
+        stored = stored_config(path)
+        output.result(asdict(stored), lambda: _config_lines(stored))
+        return 0
+    if parsed.depth is not None and parsed.depth < 1:
+        raise CheckpointConfigError(f"--depth={parsed.depth} shows nothing; type 1 or more.")
+    catalogue = open_catalogue(path)
+    entries = matching(catalogue, parsed.pattern)
+    data = {**facts(catalogue), "entries": [_as_data(entry) for entry in entries] if output.as_json else []}
+
+    def lines() -> Iterator[str]:
+        yield output.style(path, "bold")
+        yield _facts_line(catalogue)
+        yield ""
+        yield from _flat_lines(entries) if parsed.flat else _tree_lines(lines_of(entries, parsed.depth), output)
+
+    output.result(data, lines)
+    return 0
+
+
+def matching(catalogue: Catalogue, pattern: str | None) -> list[Entry]:
+    """The entries whose key matches a pattern, or is below it.
+
+    Raises:
+        CheckpointConfigError: There is none; the text suggests one.
+    """
+    if pattern is None:
+        return list(catalogue.entries.values())
+    below = f"{pattern}."
+    entries = [
+        entry
+        for key, entry in catalogue.entries.items()
+        if key == pattern or key.startswith(below) or fnmatchcase(key, pattern)
+    ]
+    if not entries:
+        prefixes = {
+            ".".join(parts[:n])
+            for parts in (key.split(".") for key in catalogue.entries)
+            for n in range(1, len(parts) + 1)
+        }
+        near = closest(pattern, prefixes)
+        hint = f"did you mean '{near}'?" if near else f"with wildcards, type '*{pattern.strip('*')}*'."
+        raise CheckpointConfigError(f"No key of {catalogue.path} matches '{pattern}'; {hint}")
+    return entries
+
+
+def facts(catalogue: Catalogue) -> dict[str, Any]:
+    """What is known of a checkpoint besides its entries, as values of JSON."""
+    manifest = catalogue.manifest or {}
+    kinds = {piece.checksum_kind for entry in catalogue.entries.values() for piece in entry.pieces} - {None}
+    tensors = [entry for entry in catalogue.entries.values() if entry.kind == "tensor"]
+    return {
+        "path": catalogue.path,
+        "format": catalogue.format,
+        "step": catalogue.step,
+        "ranks": catalogue.world_size,
+        "nbytes": catalogue.nbytes,
+        "verified": catalogue.verified,
+        "checksum": next(iter(kinds), None),
+        "created": manifest.get("created"),
+        "metrics": {} if catalogue.manifest is None else metrics_of(manifest, catalogue.path),
+        "tensors": len(tensors),
+        "objects": len(catalogue.entries) - len(tensors),
+    }
+
+
+def _facts_line(catalogue: Catalogue) -> str:
+    known = facts(catalogue)
+    parts = [catalogue.format]
+    if known["ranks"] is not None:
+        parts.append(counted(known["ranks"], "rank"))
+    parts += [amount(catalogue.nbytes), counted(known["tensors"], "tensor"), counted(known["objects"], "object")]
+    parts.append(f"checksums {known['checksum']}" if known["checksum"] else "no checksums")
+    if isinstance(known["created"], (int, float)):
+        parts.append(f"committed {age_text(time.time() - known['created'])} ago")
+    parts += [f"{name} {value:g}" for name, value in known["metrics"].items()]
+    return ", ".join(parts)
+
+
+def _as_data(entry: Entry) -> dict[str, Any]:
+    return {
+        "key": entry.key,
+        "kind": entry.kind,
+        "dtype": entry.dtype or None,
+        "shape": list(entry.shape) if entry.kind == "tensor" else None,
+        "nbytes": entry.nbytes,
+        "files": list(dict.fromkeys(piece.file for piece in entry.pieces)),
+    }
+
+
+def shape_text(shape: Sequence[int]) -> str:
+    """`3072x1024`; `scalar` for no dimensions."""
+    return "x".join(map(str, shape)) or "scalar"
+
+
+def _flat_lines(entries: Sequence[Entry]) -> Iterator[str]:
+    rows = [
+        (entry.dtype or "object", shape_text(entry.shape) if entry.dtype else "", str(entry.nbytes))
+        for entry in entries
+    ]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for (dtype, shape, size), entry in zip(rows, entries, strict=True):
+        yield f"{dtype:<{widths[0]}}  {shape:<{widths[1]}}  {size:>{widths[2]}}  {entry.key}"
+
+
+def _tree_lines(lines: Iterator[Line], output: Output) -> Iterator[str]:
+    shown = list(lines)
+    cells = [(line.dtype, _content(line), amount(line.nbytes)) for line in shown]
+    widths = [max((len(row[number]) for row in cells), default=0) for number in range(3)]
+    room = WIDTH - sum(widths) - 2 * len(widths)
+    names = [_shortened("  " * line.depth + _label(line), room) for line in shown]
+    header, *rows = table(
+        ("key", "dtype", "shape", "size"), [(n, *c) for n, c in zip(names, cells, strict=True)], right=(3,)
+    )
+    yield output.style(header, "bold")
+    for line, row in zip(shown, rows, strict=True):
+        yield row if line.leaf else output.style(row, "blue")
+
+
+def _label(line: Line) -> str:
+    return f"{line.name}  ({line.alike} alike)" if line.alike > 1 else line.name
+
+
+def _content(line: Line) -> str:
+    if line.leaf:
+        return "object" if line.shape is None else shape_text(line.shape)
+    counts = ((line.tensors, "tensor"), (line.objects, "object"))
+    return ", ".join(counted(count, what) for count, what in counts if count)
+
+
+def _shortened(text: str, room: int) -> str:
+    """A text cut in its middle, so that it fits."""
+    if len(text) <= room:
+        return text
+    half = max(room - 1, 2) // 2
+    return f"{text[: max(room - 1, 2) - half]}…{text[-half:]}"
+
+
+def _config_lines(stored: StoredConfig) -> Iterator[str]:
+    import yaml
+
+    yield "# " + ", ".join(f"{name} {version}" for name, version in stored.versions.items())
+    if stored.commit is not None:
+        yield f"# git commit {stored.commit}"
+    yield from yaml.safe_dump(stored.resolved, sort_keys=False, allow_unicode=True).splitlines()
