@@ -29,6 +29,7 @@ class Sample:
         write: how long writing and syncing took.
         durable: until the checkpoint was committed.
         lost: training time lost, the stall included; None: not recorded.
+        preset: the preset, if known.
     """
 
     nbytes: float
@@ -39,6 +40,7 @@ class Sample:
     write: float
     durable: float
     lost: float | None = None
+    preset: str | None = None
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,7 @@ class Rates:
         lost: training lost per second of copy time beyond the stall; 0 if it was not recorded.
         ranks_per_host: in the measured run.
         source: where the figures are from, for people.
+        presets: presets of the measured runs, as far as they are known.
     """
 
     call: float
@@ -62,6 +65,7 @@ class Rates:
     lost: float
     ranks_per_host: float
     source: str
+    presets: tuple[str, ...] = ()
 
 
 def measured_rates(folder: Path, preset: str) -> Rates:
@@ -89,10 +93,11 @@ def measured_rates(folder: Path, preset: str) -> Rates:
         near = next((size for size in sizes if save.nbytes <= 1.05 * size), save.nbytes)
         sizes.setdefault(near, []).append(save)
     medians = [_median(group) for group in sizes.values()]
-    return _rates(medians, f"{len(saves)} saves in {folder}")
+    presets = sorted({save.preset for save in saves if save.preset})
+    return _rates(medians, f"{len(saves)} saves in {folder}", tuple(presets))
 
 
-def _rates(samples: Sequence[Sample], source: str) -> Rates:
+def _rates(samples: Sequence[Sample], source: str, presets: tuple[str, ...]) -> Rates:
     small, large = samples[0], samples[-1]
     copy, write = large.copy / large.nbytes, large.write / large.nbytes
     if large.nbytes >= _APART * small.nbytes:
@@ -105,7 +110,7 @@ def _rates(samples: Sequence[Sample], source: str) -> Rates:
     lost = 0.0
     if large.lost is not None and large.copy:
         lost = max(large.lost - large.stall, 0) / large.copy
-    return Rates(call, copy, fixed, write, lost, large.ranks / large.hosts, source)
+    return Rates(call, copy, fixed, write, lost, large.ranks / large.hosts, source, presets)
 
 
 def _median(group: Sequence[Sample]) -> Sample:
@@ -127,11 +132,11 @@ def _median(group: Sequence[Sample]) -> Sample:
 
 def _from_events(folder: Path) -> Iterator[Sample]:
     """A sample per committed save: that of its slowest rank. The first of a run allocates memory and is left out."""
-    hosts: dict[str, dict[int, str]] = {}
+    runs: dict[str, dict[int, Mapping[str, Any]]] = {}
     saves: dict[tuple[str, int], dict[int, Mapping[str, Any]]] = {}
     for event in read_events(folder):
         if event["event"] == "run":
-            hosts.setdefault(event["run"], {})[event["rank"]] = event["host"]
+            runs.setdefault(event["run"], {})[event["rank"]] = event
         elif event["event"] == "save" and event["outcome"] == "committed" and event["attempts"] == 1:
             saves.setdefault((event["run"], event["step"]), {})[event["rank"]] = event
     first = {run: min(step for other, step in saves if other == run) for run, _ in saves}
@@ -143,12 +148,13 @@ def _from_events(folder: Path) -> Iterator[Sample]:
         yield Sample(
             nbytes=max(event["bytes"] for event in ranks.values()),
             ranks=len(ranks),
-            hosts=len(set(hosts.get(run, {}).values())) or 1,
+            hosts=len({event["host"] for event in runs.get(run, {}).values()}) or 1,
             stall=max(event["stall_s"] for event in ranks.values()),
             copy=max(_seconds(span, "stage") for span in spans),
             write=max(_seconds(span, "write") + _seconds(span, "sync") for span in spans),
             durable=max(end for span in spans for _, end in span.values()),
             lost=max(lost, default=None),
+            preset=next((event.get("preset") for event in runs.get(run, {}).values()), None),
         )
 
 
@@ -163,7 +169,7 @@ def _from_bench(folder: Path, preset: str) -> Iterator[Sample]:
         for run in _complete(case["rows"].get(preset, ())):
             copy = run["staged"]
             write = run["durable"] - copy
-            yield Sample(run["bytes"], 1, 1, run["stall"], copy, write, run["durable"], run.get("lost"))
+            yield Sample(run["bytes"], 1, 1, run["stall"], copy, write, run["durable"], run.get("lost"), preset)
 
 
 def _complete(runs: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:

@@ -112,6 +112,9 @@ def _notes(question: Question, values: dict[str, float | None], every: int | Non
     if rate is None:
         yield "Without the storage's rate, a save is taken to be durable just before the next one."
     if question.rates is not None:
+        others = [preset for preset in question.rates.presets if preset != question.preset]
+        if others:
+            yield f"The measured run used {', '.join(others)}; measure with {question.preset} for a better prediction."
         yield f"Measured: {question.rates.source}. It holds for the same machine, storage and number of ranks per host."
     if interval is not None:
         yield (
