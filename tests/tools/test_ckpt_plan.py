@@ -82,11 +82,16 @@ def test_slow_storage_bounds_the_interval(capsys: pytest.CaptureFixture[str]) ->
 class Machine:
     """Saves take a call of 5 ms, a copy at 8 GB/s, a write at 2 GB/s, and 20 ms to commit."""
 
+    def __init__(self, preset: str = "async_persistent") -> None:
+        self.preset = preset
+
     def save(self, nbytes: float) -> tuple[float, dict[str, list[float]]]:
-        copied = 0.005 + nbytes / 8e9
+        copied = 0.005 + (0 if self.preset == "sync" else nbytes / 8e9)
         written = copied + nbytes / 2e9
-        spans = {"stage": [0.005, copied], "write": [copied, written], "commit": [written, written + 0.02]}
-        return copied, spans
+        spans = {"plan": [0.0, 0.005], "write": [copied, written], "commit": [written, written + 0.02]}
+        if self.preset == "sync":
+            return written + 0.02, spans
+        return 0.005 if self.preset == "async_zero_overhead" else copied, {**spans, "stage": [0.005, copied]}
 
     def events(self, folder: Path, sizes: list[float], ranks: int = 1) -> None:
         (folder / "events").mkdir()
@@ -97,7 +102,7 @@ class Machine:
 
     def _events(self, sizes: list[float], rank: int, ranks: int) -> Iterator[dict[str, Any]]:
         for run, size in enumerate(sizes):
-            yield {"event": "run", "run": str(run), "host": "here", "world_size": ranks}
+            yield {"event": "run", "run": str(run), "host": "here", "world_size": ranks, "preset": self.preset}
             for step in (1, 2, 3):
                 stall, spans = self.save(size / ranks)
                 slow = 5.0 if step == 1 else 0.0  # the first save allocates memory
@@ -117,18 +122,33 @@ class Machine:
 
 @pytest.mark.parametrize("sizes", [[1e9], [1e9, 4e9]])
 @pytest.mark.parametrize("ranks", [1, 4])
+@pytest.mark.parametrize("preset", ["async_persistent", "async_zero_overhead", "sync"])
 def test_a_measured_size_predicts_another(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, sizes: list[float], ranks: int
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, sizes: list[float], ranks: int, preset: str
 ) -> None:
-    machine = Machine()
+    machine = Machine(preset)
     machine.events(tmp_path, sizes, ranks)
-    got = figures(capsys, "--state", "20GB", "--ranks", str(ranks), "--measured", str(tmp_path))
+    measured = ("--measured", str(tmp_path), "--preset", preset)
+    got = figures(capsys, "--state", "20GB", "--ranks", str(ranks), *measured)
     stall, spans = machine.save(20e9 / ranks)
     assert got["stall"] == pytest.approx(stall, rel=1e-6)
     assert got["durable"] == pytest.approx(spans["commit"][1], rel=1e-6)
     # Ranks of a host share its path to the storage, and other hosts have their own.
-    more = figures(capsys, "--state", "20GB", "--ranks", "16", "--ranks-per-host", "8", "--measured", str(tmp_path))
+    more = figures(capsys, "--state", "20GB", "--ranks", "16", "--ranks-per-host", "8", *measured)
     assert more["storage rate"] == pytest.approx(2 * ranks * 2e9)
+
+
+def test_a_copy_that_slows_down_with_the_size_is_followed(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The line through two sizes meets both, though its intercept is below zero; a tiny state costs no less than 0."""
+    machine = Machine()
+    slower = {1e9: 0.1, 4e9: 0.6}
+    spans = {"write": [0.7, 0.8], "commit": [0.8, 0.9]}
+    monkeypatch.setattr(machine, "save", lambda size: (slower[size], {"stage": [0.0, slower[size]], **spans}))
+    machine.events(tmp_path, [1e9, 4e9])
+    for size, stall in (("1GB", 0.1), ("4GB", 0.6), ("7GB", 1.1), ("1MB", 0)):
+        assert figures(capsys, "--state", size, "--measured", str(tmp_path))["stall"] == pytest.approx(stall)
 
 
 def test_rates_of_a_benchmark(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

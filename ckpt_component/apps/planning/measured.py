@@ -24,7 +24,7 @@ class Sample:
         nbytes: bytes of the largest rank.
         ranks: number of ranks.
         hosts: number of hosts.
-        stall: how long the call blocked training.
+        stall: how long the call blocked training before the write began.
         copy: how long the copy into host memory took.
         write: how long writing and syncing took.
         durable: until the checkpoint was committed.
@@ -98,15 +98,18 @@ def measured_rates(folder: Path, preset: str) -> Rates:
 
 
 def _rates(samples: Sequence[Sample], source: str, presets: tuple[str, ...]) -> Rates:
+    """A line through the largest size; its slope is that from the smallest one, if the two are far enough apart."""
     small, large = samples[0], samples[-1]
     copy, write = large.copy / large.nbytes, large.write / large.nbytes
     if large.nbytes >= _APART * small.nbytes:
         more = large.nbytes - small.nbytes
         copy = max(large.copy - small.copy, 0) / more or copy
         write = max(large.write - small.write, 0) / more or write
+    # Parts that do not grow with the size; below zero if a larger size takes more than its share.
     awaited = large.stall >= 0.5 * large.copy
-    call = max(large.stall - (copy * large.nbytes if awaited else 0), 0)
-    fixed = max(large.durable - call - (copy + write) * large.nbytes, 0)
+    call = large.stall - (copy * large.nbytes if awaited else 0)
+    staged = large.stall if awaited else large.stall + large.copy
+    fixed = large.durable - staged - write * large.nbytes
     lost = 0.0
     if large.lost is not None and large.copy:
         lost = max(large.lost - large.stall, 0) / large.copy
@@ -145,11 +148,12 @@ def _from_events(folder: Path) -> Iterator[Sample]:
             continue
         spans = [event["spans"] for event in ranks.values()]
         lost = [event["lost_s"] for event in ranks.values() if event.get("lost_s") is not None]
+        writes = [span["write"][0] for span in spans if "write" in span]
         yield Sample(
             nbytes=max(event["bytes"] for event in ranks.values()),
             ranks=len(ranks),
             hosts=len({event["host"] for event in runs.get(run, {}).values()}) or 1,
-            stall=max(event["stall_s"] for event in ranks.values()),
+            stall=min([max(event["stall_s"] for event in ranks.values()), *writes]),
             copy=max(_seconds(span, "stage") for span in spans),
             write=max(_seconds(span, "write") + _seconds(span, "sync") for span in spans),
             durable=max(end for span in spans for _, end in span.values()),
@@ -167,9 +171,12 @@ def _from_bench(folder: Path, preset: str) -> Iterator[Sample]:
     content = json.loads((folder / "figures.json").read_text(encoding="utf-8"))
     for case in content["cases"]:
         for run in _complete(case["rows"].get(preset, ())):
-            copy = run["staged"]
+            # A row that waits for its write is staged when it is durable.
+            copy = run["staged"] if run["staged"] < 0.99 * run["durable"] else 0.0
             write = run["durable"] - copy
-            yield Sample(run["bytes"], 1, 1, run["stall"], copy, write, run["durable"], run.get("lost"), preset)
+            yield Sample(
+                run["bytes"], 1, 1, min(run["stall"], copy), copy, write, run["durable"], run.get("lost"), preset
+            )
 
 
 def _complete(runs: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:

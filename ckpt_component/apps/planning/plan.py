@@ -78,9 +78,11 @@ def plan(question: Question) -> list[Figure]:
     overlapped = parts["stager"] == "zero_overhead"
     rate, whose = _storage(question)
     write = None if rate is None else question.state / rate
-    durable = None if write is None else call + copy + write + fixed
+    # Measured intercepts may be below zero, which small states must not be.
+    call = max(call, -copy) if arenas else call
+    durable = None if write is None else max(call + copy + write + fixed, write)
     awaits_write = parts["caller"] == "inline"
-    stall = durable if awaits_write else call if overlapped else call + copy
+    stall = durable if awaits_write else max(call, 0.0) if overlapped else call + copy
     # A copy beside the steps takes memory bandwidth from them: at worst as much time as if it were awaited.
     lost = None if stall is None else stall + (copy if overlapped else 0.0) + (rates.lost * copy if rates else 0.0)
 
