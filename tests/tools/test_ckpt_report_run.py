@@ -87,9 +87,11 @@ def test_a_run_that_just_began_and_one_that_writes(tmp_path: Path, capsys: pytes
     write_run(tmp_path / "writes", saves=2, began=now)
     with open(tmp_path / "writes" / "events" / "rank-00000.jsonl", "a") as file:
         file.write('{"event": "save", "time": 1')  # not all of the line is there yet
-    EventFile(str(tmp_path / "writes"), 0).append([{"event": "save", "of": "another release"}])
+    other = {"run": "2", "rank": 0, "time": 5}
+    EventFile(str(tmp_path / "writes"), 0).append([{"event": "save", **other}, {"event": "steps", **other, "ends": 1}])
     assert ckpt(str(tmp_path / "writes"), "--json") == 0
-    assert json.loads(capsys.readouterr().out)["runs"][0]["committed"] == 2
+    (run,) = json.loads(capsys.readouterr().out)["runs"]
+    assert run["committed"] == 2
 
 
 @pytest.mark.usefixtures("without_picture")
@@ -115,7 +117,7 @@ def test_a_folder_without_events(
     for name in ("empty", "bare/iter_0000001"):
         (tmp_path / name).mkdir(parents=True)
     assert ckpt(folder) == 2
-    assert told in (error := capsys.readouterr().err) and "For a sweep" in error
+    assert told in (error := capsys.readouterr().err) and "of a sweep need hydra/callbacks" in error
 
 
 def test_it_needs_neither_torch_nor_hydra(tmp_path: Path) -> None:

@@ -82,7 +82,6 @@ class RankLog:
 
     Attributes:
         ends: The number and the end of each step, in order.
-        notes: Other events, such as deleted checkpoints.
     """
 
     rank: int
@@ -91,7 +90,6 @@ class RankLog:
     ends: list[tuple[int, float]] = field(default_factory=list)
     saves: list[Save] = field(default_factory=list)
     loads: list[Load] = field(default_factory=list)
-    notes: list[Mapping[str, Any]] = field(default_factory=list)
 
     def steps(self) -> Iterator[Step]:
         """The steps whose beginning is known: the end of the step before, or of what its save made training wait."""
@@ -128,25 +126,23 @@ class Run:
         """Add an event. Raises KeyError, TypeError or ValueError for one of another form."""
         # A save that was skipped has no time of its own.
         rank, when, kind = int(event["rank"]), float(event["time"]) or self.ended, event["event"]
-        log = self.ranks.setdefault(rank, RankLog(rank))
-        ended = when
+        log, ended = self.ranks.get(rank) or RankLog(rank), when
         if kind == "run":
             self.world_size = int(event["world_size"])
             self.preset, self.versions = event.get("preset"), dict(event.get("versions") or {})
             log.host, log.pid = str(event.get("host") or ""), event.get("pid")
         elif kind == "steps":
-            log.ends += [(int(event["first"]) + number, float(end)) for number, end in enumerate(event["ends"])]
-            ended = max(when, *(end for _, end in log.ends[-1:]))
+            ends = [(int(event["first"]) + number, float(end)) for number, end in enumerate(event["ends"])]
+            log.ends += ends
+            ended = max([when, *(end for _, end in ends)])
         elif kind == "save":
-            save = _save(event, rank, when)
-            log.saves.append(save)
-            ended = when + save.seconds
+            log.saves.append(_save(event, rank, when))
+            ended = when + log.saves[-1].seconds
         elif kind == "load":
-            load = _load(event, rank, when)
-            log.loads.append(load)
-            ended = when + load.seconds
-        else:
-            log.notes.append(event)
+            log.loads.append(_load(event, rank, when))
+            ended = when + log.loads[-1].seconds
+        # Others, such as that of a deleted checkpoint, only say that the run was there.
+        self.ranks[rank] = log
         self.began, self.ended = min(self.began, when), max(self.ended, ended)
 
 
@@ -167,12 +163,14 @@ def read_runs(folder: Path) -> list[Run]:
         for event in read_events(folder):
             try:
                 token, when = str(event["run"]), float(event["time"])
-                runs.setdefault(token, Run(token, when, when)).add(event)
+                run = runs.get(token) or Run(token, when, when)
+                run.add(event)
+                runs[token] = run
             except (KeyError, TypeError, ValueError) as error:
                 logger.info("an event in %s is not of the form that this release reads (%r)", folder, error)
     except OSError as error:
         raise CheckpointUnreadableError(f"The events in {folder} cannot be read: {error}.") from error
-    found = sorted((run for run in runs.values() if run.ranks), key=lambda run: run.began)
+    found = sorted(runs.values(), key=lambda run: run.began)
     if not found:
         raise CheckpointNotFoundError(why_no_run(folder))
     for run in found:
@@ -185,7 +183,8 @@ def read_runs(folder: Path) -> list[Run]:
 def why_no_run(folder: Path) -> str:
     """Why a folder has no events to show, and what to type instead."""
     if not folder.is_dir():
-        return f"There is no folder {folder}; give the one with the checkpoints of a run (checkpoint.dir)."
+        there = f"{folder} is a file" if folder.exists() else f"There is no folder {folder}"
+        return f"{there}; give the folder with the checkpoints of a run (checkpoint.dir)."
     near = [child for child in sorted(folder.iterdir()) if (child / FOLDER).is_dir()]
     if near:
         names = " or ".join(map(str, near[:3]))

@@ -75,7 +75,7 @@ def _wrapped(line: str) -> list[str]:
 def _about(folder: Path, run: Mapping[str, Any]) -> Iterator[str]:
     preset = f", {run['preset']}" if run["preset"] else ""
     hosts = f" on {', '.join(run['hosts'][:3])}{' ...' if len(run['hosts']) > 3 else ''}" if run["hosts"] else ""
-    age = duration(max(time.time() - run["ended"], 0)) if time.time() - run["ended"] < 600 else None
+    age = _long(max(time.time() - run["ended"], 0)) if time.time() - run["ended"] < 600 else None
     ended = f"; last event {age} ago" if age else f", until {_clock(run['ended'])}"
     yield f"{folder}: {run['world_size']} rank(s){hosts}{preset}, from {_clock(run['began'])}{ended}"
     if run["first_step"] is not None:

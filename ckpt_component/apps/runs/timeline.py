@@ -37,12 +37,12 @@ def draw(run: Run, path: Path, last: int) -> None:
 
     Args:
         run: The run.
-        path: The picture, PNG or any other format of matplotlib.
+        path: The PNG file.
         last: How many saves, at most.
     """
     figure = new_figure(11, height(run, last))
     draw_saves(figure, run, last)
-    figure.savefig(path, dpi=110)
+    figure.savefig(path, dpi=110, format="png")
 
 
 def height(run: Run, last: int) -> float:
@@ -75,7 +75,8 @@ def draw_saves(figure: Any, run: Run, last: int) -> None:
         axis.set_title(_title(run, save), loc="left", fontsize=9)
         without_frame(axis)
         axis.tick_params(axis="y", length=0)
-    axes[-1].set_xlabel("seconds since the save was called", fontsize=8)
+    which = f"; the first {len(logs)} of {len(run.ranks)} ranks" if len(logs) < len(run.ranks) else ""
+    axes[-1].set_xlabel(f"seconds since the save was called{which}", fontsize=8)
     _legend(figure, {part.kind for parts in slices for part in parts})
 
 

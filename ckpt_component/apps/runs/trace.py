@@ -23,7 +23,6 @@ TRACKS = {
     "writer": ("write", "sync"),
     "commit": ("vote", "commit"),
     "loads": (),
-    "other": (),
 }
 
 

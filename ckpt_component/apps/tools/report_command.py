@@ -76,9 +76,8 @@ def _sweep(folder: Path) -> _Report:
     if not any(_RESULT in names for _, _, names in os.walk(folder)):
         from ..runs.records import why_no_run
 
-        raise CheckpointNotFoundError(
-            f"{why_no_run(folder)} For a sweep, give the folder of jobs with hydra/callbacks=checkpoint_report."
-        )
+        sweep = " The jobs of a sweep need hydra/callbacks=checkpoint_report." if folder.is_dir() else ""
+        raise CheckpointNotFoundError(why_no_run(folder) + sweep)
     from ..sweeps.report import read_rows, records, table, write_files
 
     rows = read_rows(folder)
