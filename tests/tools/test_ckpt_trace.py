@@ -135,3 +135,33 @@ def test_a_mistake_ends_in_words(
     write_run(tmp_path / "above" / "run")
     assert ckpt("trace", *arguments) == 2
     assert told in capsys.readouterr().err and not (tmp_path / "trace.json").exists()
+
+
+def test_a_real_run_with_three_saves(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    import time
+
+    import torch
+
+    from ckpt_component import build_manager
+
+    slow = ["checkpoint.save.every_steps=10", "checkpoint.writer.max_bytes_per_second=4000000"]
+    slow += ["checkpoint.writer.block_bytes=65536", "checkpoint.writer.workers=1"]
+    state = {"weight": torch.zeros(100_000)}
+    with build_manager("async_persistent", slow, dir=tmp_path / "run") as manager:
+        manager.restore(state)
+        for step in range(1, 31):
+            time.sleep(0.01)
+            manager.maybe_save(step, state)
+    assert ckpt("trace", str(tmp_path / "run"), "--out", str(tmp_path / "trace.json")) == 0
+    assert "3 saves and 30 steps of 1 rank(s)" in capsys.readouterr().out
+    slices = checked(tmp_path / "trace.json")
+    writes = of(slices, "write")
+    assert [event["name"] for event in writes] == ["write 10", "write 20", "write 30"]
+    beside = [
+        sum(write["ts"] < step["ts"] < write["ts"] + write["dur"] for step in of(slices, "step")) for write in writes
+    ]
+    assert min(beside[:2]) >= 2  # steps go on while the writer writes
+    with pytest.raises(SystemExit):
+        main(["report", str(tmp_path / "run"), "--json"])
+    (run,) = json.loads(capsys.readouterr().out)["runs"]
+    assert run["committed"] == 3 and 0 <= run["kept"] < 1 and run["saves"][0]["write_s"] > 0.05

@@ -66,6 +66,7 @@ def figures_of(run: Run) -> dict[str, Any]:
         "gbps": sum(save["bytes"] for save in committed) / 1e9 / write_s if write_s else None,
         "saves": saves,
         "loads": loads_of(run),
+        "other": dict(Counter(kind for log in run.ranks.values() for _, kind, _ in log.notes)),
     }
 
 

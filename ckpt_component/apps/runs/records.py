@@ -82,6 +82,7 @@ class RankLog:
 
     Attributes:
         ends: The number and the end of each step, in order.
+        notes: Other events: when, what, and the step, such as of a checkpoint that was deleted.
     """
 
     rank: int
@@ -90,6 +91,7 @@ class RankLog:
     ends: list[tuple[int, float]] = field(default_factory=list)
     saves: list[Save] = field(default_factory=list)
     loads: list[Load] = field(default_factory=list)
+    notes: list[tuple[float, str, int | None]] = field(default_factory=list)
 
     def steps(self) -> Iterator[Step]:
         """The steps whose beginning is known: the end of the step before, or of what its save made training wait."""
@@ -141,7 +143,8 @@ class Run:
         elif kind == "load":
             log.loads.append(_load(event, rank, when))
             ended = when + log.loads[-1].seconds
-        # Others, such as that of a deleted checkpoint, only say that the run was there.
+        else:
+            log.notes.append((when, str(kind), event.get("step")))
         self.ranks[rank] = log
         self.began, self.ended = min(self.began, when), max(self.ended, ended)
 

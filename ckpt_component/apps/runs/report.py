@@ -95,6 +95,9 @@ def _about(folder: Path, run: Mapping[str, Any]) -> Iterator[str]:
     counts += [f"{run[name]} {name}" for name in ("failed", "skipped", "retried") if run[name]]
     rate = f", {amount(run['bytes'])} at {run['gbps']:.2f} GB/s" if run["gbps"] else ""
     yield f"saves: {', '.join(counts)}{rate}"
+    if run["other"]:
+        counts = [f"{count} {kind}{'d' if kind.endswith('e') else 'ed'}" for kind, count in run["other"].items()]
+        yield f"checkpoints: {', '.join(counts)}"
     for load in run["loads"]:
         if load["error"] is not None:
             yield from _wrapped(f"load of {load['path']} failed: {load['error']}")

@@ -120,17 +120,23 @@ def _of_rank(log: RankLog, process: int, start: float, window: Span | None) -> I
             "tid": threads[part.track, lane],
             "args": part.details,
         }
+    moments: list[tuple[float, str, str, dict[str, Any]]]
+    moments = [(when, f"{kind} {step}", "note", {}) for when, kind, step in log.notes]
     for save in log.saves:
-        if save.error is not None and (window is None or window[0] <= save.time <= window[1]):
+        if save.error is not None:
+            text = f"save {save.step} {save.outcome}"
+            moments.append((save.time + save.seconds, text, "failure", {"error": save.error}))
+    for when, text, kind, details in moments:
+        if threads and (window is None or window[0] <= when <= window[1]):
             yield {
                 "ph": "i",
                 "s": "p",
-                "name": f"save {save.step} {save.outcome}",
-                "cat": "failure",
-                "ts": round((save.time + save.seconds - start) * 1e6, 1),
+                "name": text,
+                "cat": kind,
+                "ts": round((when - start) * 1e6, 1),
                 "pid": process,
-                "tid": threads.get(("training", 0), 1),
-                "args": {"error": save.error},
+                "tid": min(threads.values()),
+                "args": details,
             }
 
 
