@@ -58,7 +58,7 @@ def of(slices: list[dict[str, Any]], kind: str, rank: int = 0) -> list[dict[str,
 def test_steps_go_on_while_the_writer_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_run(tmp_path / "run", ranks=2)
     assert ckpt("trace", str(tmp_path / "run"), "--out", str(tmp_path / "trace.json")) == 0
-    assert "3 saves and 60 steps of 2 rank(s)" in capsys.readouterr().out
+    assert "3 save(s) and 60 steps of 2 rank(s)" in capsys.readouterr().out
     slices = checked(tmp_path / "trace.json")
     for rank in (0, 1):
         steps, writes, waits = (of(slices, kind, rank) for kind in ("step", "write", "wait"))
@@ -153,7 +153,7 @@ def test_a_real_run_with_three_saves(tmp_path: Path, capsys: pytest.CaptureFixtu
             time.sleep(0.01)
             manager.maybe_save(step, state)
     assert ckpt("trace", str(tmp_path / "run"), "--out", str(tmp_path / "trace.json")) == 0
-    assert "3 saves and 30 steps of 1 rank(s)" in capsys.readouterr().out
+    assert "3 save(s) and 30 steps of 1 rank(s)" in capsys.readouterr().out
     slices = checked(tmp_path / "trace.json")
     writes = of(slices, "write")
     assert [event["name"] for event in writes] == ["write 10", "write 20", "write 30"]

@@ -52,13 +52,13 @@ def run(parsed: argparse.Namespace, output: Output) -> None:
             files.append(parsed.png)
     except OSError as error:
         raise CheckpointConfigError(f"{error.filename} cannot be written ({error.strerror}); type another.") from error
-    saves, steps = len(shown[-1].leader.saves), len(shown[-1].leader.ends)
+    saves, steps = (sum(len(getattr(run.leader, name)) for run in shown) for name in ("saves", "ends"))
     names = [str(path) for path in files]
     data = {"files": names, "events": count, "runs": len(shown), "runs_there": len(runs)}
     output.result(
         data,
         lambda: [
-            f"{' and '.join(names)}: {saves} saves and {steps} steps of {len(shown[-1].ranks)} rank(s)",
+            f"{' and '.join(names)}: {saves} save(s) and {steps} steps of {len(shown[-1].ranks)} rank(s)",
             "open it in https://ui.perfetto.dev (Open trace file) or chrome://tracing",
             *([f"the newest of {len(runs)} runs in {parsed.run}; --all shows all"] if len(runs) > len(shown) else []),
         ],
