@@ -22,7 +22,7 @@ from ..config.read import omegaconf_text
 from ..errors import CheckpointError
 from .hydra_app import run_app
 from .sweeps.result import write_job_result
-from .training.objectives import objective_names, objectives_of
+from .training.objectives import objective_names, objectives_of, refuse_typos
 from .training.ranks import ALONE, Ranks, meet, part
 from .training.schema import register
 
@@ -104,6 +104,7 @@ def main() -> None:
     warnings.filterwarnings("ignore", message="Failed to initialize NumPy", category=UserWarning)
     register()
     try:
+        refuse_typos(sys.argv[1:])
         ranks = meet()
     except CheckpointConfigError as error:
         sys.exit(str(error))

@@ -8,7 +8,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from ckpt_component import CheckpointConfigError
-from ckpt_component.apps.training.objectives import OBJECTIVES, objective_names, objectives_of
+from ckpt_component.apps.training.objectives import OBJECTIVES, objective_names, objectives_of, refuse_typos
 from ckpt_component.apps.training.report import Summary
 
 FIGURES = {"first_stall_s": 3.0, "stall_s": 1.0, "durable_s": 2, "loss": None}
@@ -36,6 +36,14 @@ def test_one_name_or_a_list(objectives: Any, names: list[str]) -> None:
 def test_others_are_refused_before_anything_is_trained(objectives: Any, text: str) -> None:
     with pytest.raises(CheckpointConfigError, match=text):
         objective_names(OmegaConf.create({"objectives": objectives}))
+
+
+def test_a_typo_on_the_command_line_is_refused_before_a_sweep_begins() -> None:
+    refuse_typos(["-m", "objectives=[stall_s,durable_s]", "train.steps=2"])
+    refuse_typos(["objectives=stall_s,durable_s"])  # a sweep over them: each job has its own
+    for word in ("objectives=[stal_s,durable_s]", "+objectives=stal_s"):
+        with pytest.raises(CheckpointConfigError, match="Did you mean objectives=stall_s?"):
+            refuse_typos(["-m", word])
 
 
 def test_values_come_in_the_order_of_their_names() -> None:

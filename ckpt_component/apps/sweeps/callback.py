@@ -85,12 +85,15 @@ class SweepReport(Callback):
 
 def report_sweep(folder: Path) -> None:
     """Print the report of a sweep, or why there is none."""
+    from .jobs import NoJobsError
     from .report import report
 
     folder = Path(os.path.relpath(folder))
     print(f"\nsweep {folder}\n")
     try:
         report(folder)
+    except NoJobsError:
+        print("no report: no job began", file=sys.stderr)
     except CheckpointConfigError as error:
         print(f"no report: {error}", file=sys.stderr)
 

@@ -51,6 +51,10 @@ class Row:
         return f"{status}: {lines[0]}" if lines else status
 
 
+class NoJobsError(HydraConfigError):
+    """A folder without jobs."""
+
+
 def read_jobs(folder: Path) -> list[Row]:
     """All rows of a sweep in the order of its jobs, or the rows of a single run.
 
@@ -58,7 +62,7 @@ def read_jobs(folder: Path) -> list[Row]:
         folder: Folder of a job or a sweep, or one that contains several.
 
     Raises:
-        CheckpointConfigError: The folder has no jobs.
+        NoJobsError: The folder has no jobs.
     """
     jobs, unreadable = list[Path](), list[OSError]()
     for parent, folders, names in os.walk(folder, onerror=unreadable.append):
@@ -66,7 +70,7 @@ def read_jobs(folder: Path) -> list[Row]:
             folders.clear()  # do not walk its checkpoints, possibly many files
             jobs.append(Path(parent))
     if not jobs:
-        raise HydraConfigError(
+        raise NoJobsError(
             f"{folder} has no job with a {RESULT}, which hydra/callbacks=checkpoint_report writes; "
             "give the folder of a sweep, such as multirun/2026-11-21/10-30-00."
         )

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from ...config.errors import HydraConfigError
+from ...config.overrides import parse_override
 from ...spelling import invalid_choice
 
 logger = logging.getLogger(__name__)
@@ -34,6 +35,19 @@ def objective_names(config: DictConfig) -> list[str]:
     if not isinstance(names, list) or not names:
         raise HydraConfigError("objectives names no figure; name one, or several: objectives=[stall_s,durable_s]")
     return [str(name) for name in names]
+
+
+def refuse_typos(words: Sequence[str]) -> None:
+    """Refuse a name on the command line that is no figure, before a sweep begins: each of its jobs would refuse it.
+
+    Raises:
+        CheckpointConfigError: As `objective_names`.
+    """
+    for word in words:
+        if word.lstrip("+").startswith("objectives="):
+            override = parse_override(word)
+            if not override.is_sweep_override():
+                objective_names(OmegaConf.create({"objectives": override.value()}))
 
 
 def objectives_of(names: list[str], figures: Mapping[str, Any]) -> float | list[float] | None:
