@@ -64,7 +64,7 @@ class WriteCaller(ABC):
         """
 
     def progress(self) -> int:
-        """Bytes written by the writing process since it started; tells other ranks whether it is slow or hung."""
+        """Bytes written by the writing process since it started; shows other ranks whether it is slow or hung."""
         return _written_by(os.getpid())
 
     def settle(self) -> None:

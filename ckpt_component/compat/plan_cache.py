@@ -1,4 +1,4 @@
-"""What planning reuses from the previous save, and the fingerprint that tells whether it is still valid."""
+"""What planning reuses from the previous save, and the fingerprint that shows whether it is still valid."""
 
 from __future__ import annotations
 

@@ -186,7 +186,7 @@ class CallProcess:
 
     def stop(self) -> None:
         """End the process by SIGTERM, and half a second later by SIGKILL. Does nothing if it has ended."""
-        self.hang_up()  # tells the process that the SIGTERM is meant for it
+        self.hang_up()  # by which the process knows that the SIGTERM is meant for it
         end_processes(self.context.processes, _TERMINATE_SECONDS)
         self._sock.close()
         self.context.discard_error_files()

@@ -79,7 +79,7 @@ def _as_written(tree: Any, written: Any, values: Any) -> Any:
 def _resolved(tree: dict[str, Any]) -> dict[str, Any]:
     """Replace interpolations by their values, without secrets; what cannot be resolved stays as it is written.
 
-    What is private does so too, also as a part of values that refer to it: a mark takes its place meanwhile.
+    What is private does so too, also as a part of values that refer to it: a mark takes its place until then.
     """
     texts: list[str] = []
 

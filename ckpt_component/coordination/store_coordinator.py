@@ -1,8 +1,7 @@
 """Agreement of many ranks through their shared store: a few small messages per rank and question, no collectives.
 
 The keys of a question are `<tag>/posts/<rank>`, a counter of posts, `<tag>/answer`, and `<tag>/part/<rank>` if the
-answer differs by rank. The leader waits for the counter, decides, and answers; errors are sent as name and text. The
-leader removes old questions once every rank has read the answer.
+answer differs by rank. The leader waits for the counter, decides, and answers; errors are sent as name and text.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ import logging
 import threading
 import time
 import weakref
-from collections import deque
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -23,6 +21,7 @@ from ..errors import (
     error_as_plain,
     error_from_plain,
 )
+from .answered import AnsweredQuestions
 from .calls import Lookout
 from .coordinator import Coordinator
 from .heartbeat import RESTING, FailureDetector, Heartbeat, Place
@@ -31,8 +30,6 @@ from .rank_store import RankStore
 
 logger = logging.getLogger(__name__)
 
-#: How many questions are kept for ranks that have not read the answer.
-_KEPT = 64
 #: Extra seconds for which a rank past its deadline waits for a decision that the leader has begun to make.
 _ANSWER_SECONDS = 10.0
 
@@ -57,8 +54,7 @@ class StoreCoordinator(Coordinator):
         self._connections.store = store  # for the thread that constructs this, which also calls save()
         self._heartbeat_timeout = heartbeat_timeout
         self._stall_timeout = stall_timeout
-        self._answered: deque[str] = deque()
-        self._tidying = threading.Lock()
+        self._answered = AnsweredQuestions()
         self._heartbeat = Heartbeat(store.clone(), heartbeat_timeout)
         # The heartbeat thread holds no reference to this object, and ends when it is collected.
         self._stop_heartbeat = weakref.finalize(self, self._heartbeat.stop)
@@ -218,15 +214,17 @@ class StoreCoordinator(Coordinator):
 
     def refuse(self, tag: str, failure: CheckpointError) -> None:
         """On the leader: answer a question with an error, whatever the ranks post. Does not wait."""
-        self._question(tag).answer(error=error_as_plain(failure))
-        self._tidy(tag)
+        question = self._question(tag)
+        question.answer(error=error_as_plain(failure))
+        self._answered.add(question)
 
     def leave(self, tag: str) -> None:
         """Declare that this rank has no more use for a question; its keys are removed when all ranks have left it."""
+        question = self._question(tag)
         if self.is_leader:
-            self._tidy(tag)
+            self._answered.add(question)
         else:
-            self._question(tag).count("left", 1)
+            question.count("left", 1)
 
     def rest(self) -> None:
         """Like `close`, but the other ranks do not consider this one dead: it may start another coordinator."""
@@ -327,7 +325,7 @@ class StoreCoordinator(Coordinator):
         else:
             question.answer(result=result)
         finally:
-            self._tidy(question.tag)
+            self._answered.add(question)
         return result
 
     def _read_answer(self, question: Question, data: bytes, about: str = "") -> Any:
@@ -338,15 +336,3 @@ class StoreCoordinator(Coordinator):
         if answer.get("about", about) != about:
             raise _AnotherCall
         raise error_from_plain(answer["error"])
-
-    def _tidy(self, tag: str) -> None:
-        """Remove the questions that every rank has read, or that are so old that a rank must be dead."""
-        with self._tidying:
-            old, self._answered = self._answered, deque()
-            for number, earlier in enumerate(old):
-                question = self._question(earlier)
-                if len(old) - number <= _KEPT and question.count("left") < self.world_size - 1:
-                    self._answered.append(earlier)
-                else:
-                    question.delete()
-            self._answered.append(tag)

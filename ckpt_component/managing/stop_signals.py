@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 #: Exit code of a process that was warned, for example by SIGUSR1, has saved, and is to be queued again.
 REQUEUE_EXIT_CODE = 85
-#: Signals by which somebody ends the job, and decides whether it starts again; from weak to strong.
+#: Signals that end the job; whoever sends one decides whether it starts again. From weak to strong.
 _ENDING = (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP, signal.SIGTERM)
 #: Logged before the last save, whose end the scheduler may not wait for.
 LAST_SAVE = "%s: saving step %d; until it is committed, the newest checkpoint is that of step %d (0: there is none)"

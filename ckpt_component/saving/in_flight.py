@@ -195,7 +195,7 @@ class InFlightSaves(list[PendingSave]):
         Returns:
             False if it is still running.
         """
-        snapshot, shown = save.snapshot, 0  # the save thread may release it meanwhile
+        snapshot, shown = save.snapshot, 0  # the save thread may release it at any time
         total = 0 if snapshot is None else snapshot.encoded.file_bytes
         with self._progress(f"saving {os.path.basename(save.path)}", total) as advance:
             while wait_futures([save], min(deadline - time.monotonic(), _POLL_SECONDS)).not_done:

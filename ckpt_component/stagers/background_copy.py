@@ -1,4 +1,4 @@
-"""A copy that overlaps with training, and detects tensors that change meanwhile."""
+"""A copy that overlaps with training, and detects tensors that change during it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..state.paths import key_of
 
 
 class BackgroundCopy:
-    """A copy in the background, and what it needs to detect tensors that change meanwhile.
+    """A copy in the background, and what it needs to detect tensors that change during it.
 
     Args:
         flat: the state.

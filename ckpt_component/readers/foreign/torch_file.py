@@ -141,7 +141,7 @@ def _torch_load(path: str, mapped: bool, verify: bool) -> tuple[Any, int]:
                 if verify:
                     verify_records(stream, path)
             stream.seek(0)
-            # Mapping needs a path; this one leads to the file just checked, even if `path` is replaced meanwhile.
+            # Mapping needs a path; this one leads to the file just checked, even if `path` is replaced after that.
             source = f"/proc/self/fd/{stream.fileno()}" if mapped and zipped else stream
             if zipped:
                 return load_safely(source, mmap=mapped), size

@@ -75,7 +75,7 @@ def _parent(process: int) -> int | None:
         with open(f"/proc/{process}/stat", encoding="utf-8", errors="replace") as file:
             # The name in parentheses may contain spaces; the parent is the second field after it.
             return int(file.read().rpartition(")")[2].split()[1])
-    except OSError:  # it ended meanwhile
+    except OSError:  # it has ended
         return None
 
 
@@ -86,6 +86,6 @@ def pss(process: int) -> int:
             for line in file:
                 if line.startswith("Pss:"):
                     return int(line.split()[1]) * 1024
-    except OSError:  # it ended meanwhile
+    except OSError:  # it has ended
         pass
     return 0
