@@ -59,7 +59,7 @@ def copy_checkpoint(
     if manifest is not None:
         check_files(fs, folder, manifest)
         fields = {name: value for name, value in manifest.items() if name not in _OF_COMMIT}
-    files = _foreign_files(fs, folder, "") if manifest is None else manifest["files"]
+    files = foreign_files(fs, folder) if manifest is None else manifest["files"]
     attempt = Attempt(target, new_token(), by_rename=fs.atomic_rename or manifest is None)
     nbytes = sum(entry["size"] for entry in files)
     refuse_without_room(fs, target, nbytes, 0)
@@ -87,14 +87,14 @@ def same_content(one: Mapping[str, Any] | None, other: Mapping[str, Any] | None)
     }
 
 
-def _foreign_files(fs: FsOps, root: str, below: str) -> list[dict[str, Any]]:
+def foreign_files(fs: FsOps, root: str, below: str = "") -> list[dict[str, Any]]:
     """The files of another program's checkpoint, with paths relative to its folder."""
     files = []
     for name in fs.names(os.path.join(root, below)):
         relative = os.path.join(below, name)
         path = os.path.join(root, relative)
         if fs.is_real_folder(path):
-            files += _foreign_files(fs, root, relative)
+            files += foreign_files(fs, root, relative)
             continue
         size = fs.size(path)
         if size is None:

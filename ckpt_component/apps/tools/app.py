@@ -28,6 +28,11 @@ NO, FAILED = 1, 2
 COMMANDS = {
     "ls": ("ls_command", "list a folder of checkpoints: step, age, size, state; and what dead runs left"),
     "show": ("show_command", "show what a checkpoint holds, as a tree of keys; or its config"),
+    "verify": ("verify_command", "compare all bytes of checkpoints with their checksums"),
+    "cp": ("cp_command", "copy a checkpoint, verified, whole or not at all"),
+    "mv": ("mv_command", "move a checkpoint"),
+    "rm": ("rm_command", "delete checkpoints, but never the last good one by accident"),
+    "gc": ("gc_command", "delete what dead runs left, and old checkpoints"),
     "export": ("export_command", "write files that other programs read: Hugging Face, safetensors, torch.save"),
     "explain": ("explain_command", "show what a config builds, and where each choice comes from"),
     "plan": ("plan_command", "predict what saving costs a run: memory, stall, storage rate, best interval"),

@@ -1,0 +1,107 @@
+"""`ckpt rm CKPT...`: delete checkpoints, each at once, and never the last good one by accident."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Iterable
+
+from ...errors import CheckpointConfigError, CheckpointNotFoundError, CheckpointSaveError
+from ...storage.cleanup import discard
+from ...storage.names import MANIFEST, QUARANTINE_PREFIX, StepNames
+from ...storage.scan import scan_steps
+from ...storage.space import amount
+from .checkpoints import find_checkpoint
+from .output import Output
+from .roots import (
+    Place,
+    file_system_of,
+    is_whole_root,
+    place_of,
+    point_elsewhere,
+    refuse_running,
+    shown,
+    tree_bytes,
+    typed_errors,
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
+    parser.description = (
+        "Delete checkpoints, or quarantined ones by their path. All are checked before the first is deleted, and "
+        "nothing is asked. Refused are the last good checkpoint of a root, and those of a run that is alive."
+    )
+    parser.epilog = "example:\n  ckpt rm checkpoints@200 checkpoints@300"
+    parser.add_argument("checkpoints", nargs="+", metavar="CKPT", help="ROOT/iter_0000200 or ROOT@200")
+    parser.add_argument("--force", action="store_true", help="delete the last good checkpoint of a root too")
+    parser.add_argument("--ended", action="store_true", help="the run that owns the root, on another host, has ended")
+    parser.add_argument("--dry-run", action="store_true", help="print what would happen and delete nothing")
+
+
+def run(parsed: argparse.Namespace, output: Output) -> None:
+    """Delete.
+
+    Raises:
+        CheckpointError: a checkpoint is not there, must not be deleted, or could not be.
+    """
+    places = {place.path: place for place in map(_place, parsed.checkpoints)}
+    fs = {place.root: file_system_of(place.root) for place in places.values()}
+    for place in places.values():
+        refuse_running(fs[place.root], place, f"{place.path} is not deleted", ended=parsed.ended)
+    roots = _by_root(places.values())
+    for (root, names), steps in roots.items():
+        good = scan_steps(fs[root], root, names).committed
+        if not parsed.force and set(good) & set(steps) and not set(good) - set(steps):
+            raise CheckpointConfigError(
+                f"{os.path.join(root, names.folder(good[-1]))} is not deleted, because {root} would have no good "
+                "checkpoint left. To delete it all the same, type --force."
+            )
+    sizes = {path: tree_bytes(fs[place.root], path) for path, place in places.items()}
+    if not parsed.dry_run:
+        for (root, names), steps in roots.items():
+            with typed_errors(f"the pointer file of {root} could not be changed, and nothing was deleted there"):
+                point_elsewhere(fs[root], root, names, steps)
+        for path, place in places.items():
+            if not discard(fs[place.root], path):
+                raise CheckpointSaveError(f"{path} could not be deleted; ckpt -v rm says why.")
+    word = "would delete" if parsed.dry_run else "deleted"
+    output.result(
+        {"deleted": [{"path": path, "bytes": size} for path, size in sizes.items()], "dry_run": parsed.dry_run},
+        lambda: [f"{word} {shown(path)}: {amount(size)}" for path, size in sizes.items()],
+    )
+
+
+def _place(argument: str) -> Place:
+    """The place of a checkpoint of ours, good or damaged, or of a quarantined one."""
+    path = os.path.abspath(os.path.expanduser(argument))
+    if os.path.isdir(path) and os.path.basename(path).startswith(QUARANTINE_PREFIX):
+        return Place(path)
+    checkpoint = find_checkpoint(argument)
+    if is_whole_root(argument, checkpoint):
+        raise CheckpointConfigError(
+            f"{path} is a folder of checkpoints; name those to delete: {argument}@{checkpoint.step}."
+        )
+    place = place_of(checkpoint.path)
+    fs = file_system_of(place.root)
+    ours = os.path.join(place.path, MANIFEST)
+    if not fs.is_real_folder(place.path) or not (os.path.lexists(ours) or _is_torn(place)):
+        raise CheckpointNotFoundError(
+            f"{place.path} has no {MANIFEST}, so it is not deleted here; delete another program's files with rm -r."
+        )
+    return place
+
+
+def _is_torn(place: Place) -> bool:
+    """Whether a folder without a manifest is a checkpoint of ours that lost it."""
+    fs = file_system_of(place.root)
+    return place.names is not None and place.step in scan_steps(fs, place.root, place.names).torn
+
+
+def _by_root(places: Iterable[Place]) -> dict[tuple[str, StepNames], list[int]]:
+    """The steps among these places, by root and naming."""
+    roots: dict[tuple[str, StepNames], list[int]] = {}
+    for place in places:
+        if place.names is not None:
+            roots.setdefault((place.root, place.names), []).append(place.step)
+    return roots

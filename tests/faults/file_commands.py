@@ -1,0 +1,30 @@
+"""What the forked children of `test_file_commands` run: a command of `ckpt` under a failpoint."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+
+import ckpt_component.apps.tools.gc_command
+import ckpt_component.apps.tools.mv_command
+import ckpt_component.apps.tools.rm_command  # noqa: F401  # before any fork
+from ckpt_component.apps.tools import transfer
+from ckpt_component.apps.tools.app import main
+from ckpt_component.storage.file_system import LOG, SPEC
+
+
+def ckpt(arguments: Sequence[str], failpoint: str, log: str, across: bool) -> int | None:
+    """Run a command; `across`: as if all folders were on other file systems. Returns the exit code."""
+    os.environ |= {SPEC: failpoint, LOG: log} if failpoint else {}
+    if across:
+        transfer._same_device = lambda one, other: False
+    try:
+        main(arguments)
+    except SystemExit as leaving:
+        return leaving.code if isinstance(leaving.code, int) else 0
+    except BaseException:
+        traceback.print_exc(file=sys.stderr)
+        return 70
+    return 0
