@@ -32,8 +32,13 @@ from .config.rules import PartFacts, refuse_unfit
 from .config.schema import PARTS, Checkpoint, part_option
 from .coordination import Coordinator, LocalCoordinator
 from .events import EventFile, EventRecorder
+from .exporting.casting import check_dtype
+from .exporting.export import ExportOptions
+from .exporting.hugging_face import CONFIG
+from .exporting.selection import Selection
 from .formats.base import Writer
 from .managing.best import BestPolicy
+from .managing.exports import BackgroundExports, ExportPolicy
 from .managing.git_commit import commit_of
 from .managing.manager import CheckpointManager
 from .managing.policies import ResumePolicy, RetentionPolicy, SavePolicy
@@ -41,7 +46,7 @@ from .managing.recording import record
 from .managing.restore import Restorer
 from .managing.run_context import RunContext, job_ranks
 from .managing.run_folder import RunFolder
-from .options import Commit, Durability, MetricMode, ResolvedTimeouts
+from .options import Commit, Durability, ExportFormat, MetricMode, ResolvedTimeouts
 from .progress import no_progress, progress_bar
 from .readers import Reader
 from .saving.folders import expanded
@@ -108,6 +113,7 @@ def build_manager(
     root = settings.dir if dir is None else _folder(dir)
     resume = ResumePolicy(settings.resume, settings.rewind, _load_options(settings))
     save = SavePolicy(settings.save.every_steps, settings.save.every_seconds, settings.save.at_end)
+    export = _export_policy(settings)
     job = multirun_job()
     job_root = root if job is None else job.root(root)
     fs, policy, timeouts = _file_system(settings), _policy(settings), _timeouts(settings)
@@ -144,8 +150,8 @@ def build_manager(
         except BaseException:
             ranks.close()
             raise
-    overlap = settings.overlap.value
-    manager = CheckpointManager(checkpointer, run, save, restorer, overlap)
+    exports = BackgroundExports(export) if export is not None and save.enabled and ranks.is_leader else None
+    manager = CheckpointManager(checkpointer, run, save, restorer, settings.overlap.value, exports)
     record(manager)
     return manager
 
@@ -252,6 +258,31 @@ def _file_system(settings: Checkpoint) -> FsOps:
 def _load_options(settings: Checkpoint) -> dict[str, Any]:
     """Return the arguments of `Checkpointer.load` that are set."""
     return {name: value for name, value in vars(settings.load).items() if value}
+
+
+def _export_policy(settings: Checkpoint) -> ExportPolicy | None:
+    """Return what to export, checked, or None.
+
+    Raises:
+        CheckpointConfigError: A value of `checkpoint.export` is wrong.
+    """
+    export = settings.export
+    if export.format is ExportFormat.none or not settings.enabled:
+        return None
+    check_dtype("checkpoint.export.dtype", export.dtype)
+    config_from = "" if export.config_from is None else expanded(export.config_from, "checkpoint.export.config_from")
+    if config_from and not os.path.isfile(os.path.join(config_from, CONFIG)):
+        raise HydraConfigError(f"checkpoint.export.config_from={config_from} has no {CONFIG}; name a model's folder.")
+    options = ExportOptions(
+        export.format.value,
+        Selection(export.prefix or "", tuple(export.keys), export.rename or {}),
+        export.dtype,
+        export.max_shard_size,
+        config_from,
+        replace=True,
+    )
+    folder = "" if export.dir is None else os.path.abspath(expanded(export.dir, "checkpoint.export.dir"))
+    return ExportPolicy(options, folder, export.every_steps, export.timeout)
 
 
 def _option(part: type[Any]) -> str:

@@ -53,6 +53,15 @@ class Commit(Word):
     manifest = "manifest"  # manifest.json is created in its folder last; for mounted object stores
 
 
+class ExportFormat(Word):
+    """What committed checkpoints are exported as."""
+
+    none = "none"
+    hf = "hf"  # a folder of safetensors files
+    safetensors = "safetensors"
+    torch = "torch"
+
+
 class Verify(Word):
     """When checksums are verified. Sizes and structure always are."""
 

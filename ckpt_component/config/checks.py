@@ -108,13 +108,12 @@ def refuse_bad_dir(value: str) -> None:
         )
 
 
-def refuse_bad_rename(value: Any) -> None:
+def refuse_bad_rename(value: Any, key: str = "checkpoint.load.rename") -> None:
     """Refuse anything but a dict of names."""
     names = [*value, *value.values()] if isinstance(value, Mapping) else [value]
     if value is not None and not (isinstance(value, Mapping) and all(isinstance(name, str) for name in names)):
         raise HydraConfigError(
-            f"checkpoint.load.rename={value!r:.200} is not a dict of names; give old and new ones: "
-            "'checkpoint.load.rename={encoder:body}'"
+            f"{key}={value!r:.200} is not a dict of names; give old and new ones: '{key}={{encoder:body}}'"
         )
 
 

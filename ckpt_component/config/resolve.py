@@ -67,6 +67,7 @@ def resolve_config(
     checkpoint = read(Checkpoint, {**tree, **{kind: {} for kind in PARTS}}, "checkpoint")
     refuse_bad_dir(checkpoint.dir)
     refuse_bad_rename(checkpoint.load.rename)
+    refuse_bad_rename(checkpoint.export.rename, "checkpoint.export.rename")
     with for_hydra():
         checkpoint.dir = expanded(checkpoint.dir, "checkpoint.dir")
         checkpoint.resume = checked_resume(checkpoint.resume)

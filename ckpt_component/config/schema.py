@@ -20,6 +20,7 @@ from ..options import (
     ChecksumName,
     Commit,
     Durability,
+    ExportFormat,
     IoMode,
     IoPriority,
     MetricMode,
@@ -145,6 +146,32 @@ class Load:
 
 
 @dataclass
+class Export:
+    """Write committed checkpoints also as files for other programs, as `ckpt export` does, in a background process."""
+
+    format: ExportFormat = ExportFormat.none
+    """`hf`: a folder for `from_pretrained`; `safetensors` or `torch`: one file; `none`: no exports."""
+    dir: str | None = field(default=None, metadata={"path": True})
+    """Folder of the exports, which are named as their checkpoints; null: `exports` in `checkpoint.dir`."""
+    every_steps: int | None = at_least(1, None)
+    """Also export the checkpoint of every n-th step; null: only the last one of a run that comes to its end."""
+    prefix: str | None = None
+    """Only what is below this name, which is taken away; null: with `hf` the model, if the state has one, else all."""
+    keys: list[str] = field(default_factory=list)
+    """Only these keys; `*` stands for any text."""
+    rename: Any = None
+    """Names in the checkpoint and in the export, such as {blocks: transformer.h}, after the prefix was taken away."""
+    dtype: str | None = None
+    """Convert floating-point tensors: `float64`, `float32`, `float16`, `bfloat16`; null: as they are."""
+    max_shard_size: int = at_least(1, 5_000_000_000, BYTES)
+    """The most bytes of tensors in a file of `hf`."""
+    config_from: str | None = field(default=None, metadata={"path": True})
+    """Hugging Face folder whose config.json and tokenizer files are copied into each folder of `hf`."""
+    timeout: float = above(0, 3600.0, SECONDS)
+    """For one export to finish, in the background or at the end of the run."""
+
+
+@dataclass
 class Checkpoint:
     """The config below `checkpoint`."""
 
@@ -162,6 +189,8 @@ class Checkpoint:
     """When to save."""
     keep: Keep = field(default_factory=Keep)
     """Which checkpoints to keep."""
+    export: Export = field(default_factory=Export)
+    """Write committed checkpoints also as files for other programs."""
     resume: int | str = "auto"
     """`auto`: from the newest good checkpoint, if any; `must`: fail without one; `never`; `best`; a step; or a path."""
     load: Load = field(default_factory=Load)

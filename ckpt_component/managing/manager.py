@@ -15,6 +15,7 @@ from ..errors import CheckpointBusyError, CheckpointError, CheckpointTimeoutErro
 from ..events import CheckpointListener, SaveReport
 from ..saving.in_flight import InFlightSaves, PendingSave
 from ..saving.pipeline import SavePipeline
+from .exports import BackgroundExports
 from .policies import SavePolicy, checked_step
 from .restore import Restorer
 from .run_context import RunContext, job_ranks
@@ -35,6 +36,7 @@ class CheckpointManager:
         save: when to save.
         restorer: loads the checkpoint that the run begins with; None without a checkpointer.
         overlap: what to do with a save while earlier ones use all memory: `wait`, `skip` or `error`.
+        exports: exports committed checkpoints; owned by the manager. None: nothing is exported by this rank.
 
     Attributes:
         reports: one `SaveReport` per ended or skipped save, in order.
@@ -49,6 +51,7 @@ class CheckpointManager:
         save: SavePolicy,
         restorer: Restorer | None,
         overlap: str,
+        exports: BackgroundExports | None = None,
     ) -> None:
         self._checkpointer = checkpointer
         self._run = run
@@ -61,6 +64,8 @@ class CheckpointManager:
         self._newest: PendingSave | None = None
         self._saved_step: int | None = None
         self._closed = False
+        self._failed = False
+        self._exports: BackgroundExports | None = None
         self.reports: list[SaveReport] = []
         self.idle: int | None = None
         self._saves = InFlightSaves()
@@ -71,6 +76,9 @@ class CheckpointManager:
         self._restorer = restorer
         self._pipeline = cast(SavePipeline, checkpointer.saver)  # a manager is never built with third-party parts
         self._saves, self.reports = self._pipeline.saves, self._pipeline.reports
+        self._exports = exports
+        if exports is not None:
+            self.add_listener(exports)
 
     @property
     def enabled(self) -> bool:
@@ -360,7 +368,12 @@ class CheckpointManager:
         try:
             if self._checkpointer is not None:
                 self._checkpointer.close()
+        except BaseException:
+            self._failed = True
+            raise
         finally:
+            if self._exports is not None:
+                self._exports.end(finish=not self._failed and self.stopped_by is None)
             if self._signals is not None:
                 self._signals.close()
 
@@ -371,6 +384,7 @@ class CheckpointManager:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None:
+            self._failed = True
             self._progress.restored = None  # the loop may have failed before its first step
             try:
                 self.close()

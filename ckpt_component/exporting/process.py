@@ -1,0 +1,52 @@
+"""A process that makes one export for a training run; it ends with the run."""
+
+from __future__ import annotations
+
+import json
+import logging
+import signal
+import sys
+import threading
+from typing import Any
+
+from ..errors import CheckpointError
+from ..storage.file_system import file_system
+from .export import ExportOptions, export_checkpoint
+from .selection import Selection
+
+#: Start this with `-c` and the folder of the package, then the job.
+CODE = "import sys; sys.path[0] = sys.argv[1]; from ckpt_component.exporting.process import main; main(sys.argv[2])"
+
+
+def job_of(source: str, target: str, options: ExportOptions) -> str:
+    """The argument of `main`, as text."""
+    selection = options.selection
+    plain: dict[str, Any] = {**vars(options), "selection": {**vars(selection), "keys": list(selection.keys)}}
+    return json.dumps({"source": source, "target": target, "options": plain})
+
+
+def main(job: str) -> None:
+    """Make an export, and write `nbytes` and `seconds` to stdout as JSON, or the text of the `error`.
+
+    When stdin closes, the run has ended: the export is given up, and its files are deleted.
+    """
+    # Signals to a whole group or job are meant for the trainer.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
+    signal.signal(signal.SIGALRM, lambda *_: sys.exit(1))
+    threading.Thread(target=_leave_with_parent, name="ckpt-parent-watch", daemon=True).start()
+    logging.disable(logging.WARNING)  # the run logs what matters
+    told = json.loads(job)
+    options = ExportOptions(**{**told["options"], "selection": Selection(**told["options"]["selection"])})
+    try:
+        fs = file_system(durable=True, process="export")
+        done = export_checkpoint(told["source"], told["target"], options, fs)
+        answer: dict[str, Any] = {"nbytes": done.nbytes, "seconds": done.seconds}
+    except CheckpointError as error:
+        answer = {"error": str(error)}
+    print(json.dumps(answer), flush=True)
+
+
+def _leave_with_parent() -> None:
+    sys.stdin.buffer.read()
+    signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGALRM)

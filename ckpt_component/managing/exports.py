@@ -1,0 +1,170 @@
+"""Exports of a run's checkpoints, in the background: one process at a time, which costs training nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..callers.priority import lower_priority
+from ..errors import CheckpointError, CheckpointSaveError, CheckpointTimeoutError
+from ..events import CheckpointListener, SaveReport
+from ..exporting.export import ExportOptions
+from ..exporting.process import CODE, job_of
+from ..options import IoPriority
+from ..storage.space import amount
+from ..writing.exit_text import describe_exit
+
+logger = logging.getLogger(__name__)
+
+_PACKAGE_ROOT = str(Path(__file__).resolve().parents[2])
+_NICE = 15
+#: For an export that is given up to delete its files.
+_LEAVE_SECONDS = 5.0
+_POLL_SECONDS = 0.1
+_SUFFIXES = {"hf": "", "safetensors": ".safetensors", "torch": ".pt"}
+
+
+@dataclass(frozen=True)
+class ExportPolicy:
+    """What to export, and where.
+
+    Attributes:
+        options: How.
+        folder: Absolute path of the folder of the exports, which are named as their checkpoints; empty: `exports`
+            beside them.
+        every_steps: Export each checkpoint whose step is a multiple; None: only the last.
+        timeout: Seconds for one export.
+    """
+
+    options: ExportOptions
+    folder: str
+    every_steps: int | None
+    timeout: float
+
+    def target_of(self, checkpoint: str) -> str:
+        """Where the export of a checkpoint is."""
+        root, name = os.path.split(checkpoint)
+        return os.path.join(self.folder or os.path.join(root, "exports"), name + _SUFFIXES[self.options.format])
+
+
+class BackgroundExports(CheckpointListener):
+    """Exports checkpoints that were committed. A failure is a warning, and never stops the run.
+
+    While an export runs, only the newest request waits.
+
+    Args:
+        policy: What to export.
+    """
+
+    def __init__(self, policy: ExportPolicy) -> None:
+        self._policy = policy
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._waiting: str | None = None
+        self._newest: str | None = None
+        self._requested: str | None = None
+        self._given_up = threading.Event()
+
+    def on_committed(self, report: SaveReport) -> None:
+        """Take notice of a committed checkpoint."""
+        self._newest = report.path
+        every = self._policy.every_steps
+        if every is not None and report.step is not None and report.step % every == 0:
+            self._request(report.path)
+
+    def end(self, *, finish: bool) -> None:
+        """Export the newest checkpoint and wait for it, or end the export that runs. Bounded by its deadline.
+
+        Args:
+            finish: The run has come to its end.
+        """
+        if finish and self._newest is not None and self._newest != self._requested:
+            self._request(self._newest)
+        with self._lock:
+            thread = self._thread
+            if not finish:
+                self._given_up.set()
+                self._waiting = None
+        if thread is None:
+            return
+        if finish:
+            logger.info("waiting until %s is exported", self._requested)
+        # One that runs and one that waits; each ends by itself at its deadline.
+        thread.join(2 * (self._policy.timeout + _LEAVE_SECONDS))
+
+    def _request(self, path: str) -> None:
+        with self._lock:
+            self._requested = path
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, args=(path,), name="ckpt-export", daemon=True)
+                self._thread.start()
+                return
+            skipped, self._waiting = self._waiting, path
+        if skipped is not None:
+            logger.warning("%s is not exported, because an earlier export is still running", skipped)
+
+    def _run(self, first: str) -> None:
+        path: str | None = first
+        while path is not None:
+            try:
+                self._export(path)
+            except (CheckpointError, OSError, ValueError) as error:
+                logger.warning("%s was not exported, and the run continues: %s", path, error)
+            with self._lock:
+                path, self._waiting = self._waiting, None
+                if path is None:
+                    self._thread = None
+
+    def _export(self, path: str) -> None:
+        """Run the process.
+
+        Raises:
+            CheckpointError: The export failed.
+        """
+        policy, target = self._policy, self._policy.target_of(path)
+        process = subprocess.Popen(
+            [sys.executable, "-c", CODE, _PACKAGE_ROOT, job_of(path, target, policy.options)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        try:
+            lower_priority(process.pid, _NICE, IoPriority.low)
+            deadline = time.monotonic() + policy.timeout
+            while process.poll() is None:
+                if self._given_up.wait(_POLL_SECONDS):
+                    raise CheckpointSaveError("the run has ended before its end")
+                if time.monotonic() > deadline:
+                    raise CheckpointTimeoutError(
+                        f"it took longer than {policy.timeout:g} s (checkpoint.export.timeout)"
+                    )
+            answer = json.loads(process.stdout.read() or "{}") if process.stdout is not None else {}
+        finally:
+            _end(process)
+        if "nbytes" not in answer:
+            ended = f"its process {describe_exit(process.returncode)}"
+            raise CheckpointSaveError(answer.get("error", ended))
+        size = amount(answer["nbytes"])
+        logger.info("%s exported: %s in %.1f s, %s", os.path.basename(path), size, answer["seconds"], target)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Let a process end by closing its stdin; kill it if it does not."""
+    for stream in (process.stdin, process.stdout):
+        if stream is not None:
+            stream.close()
+    try:
+        process.wait(_LEAVE_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        # A process in uninterruptible I/O cannot be killed; leave it to the kernel.
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_LEAVE_SECONDS)

@@ -1,0 +1,106 @@
+"""`checkpoint.export`: committed checkpoints are also written for other programs, beside a run that never notices."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from ckpt_component import CheckpointConfigError, build_manager
+
+
+def run(folder: Path, *overrides: str, steps: int = 4, fails: bool = False) -> Any:
+    """Train; the weight is the step."""
+    model = torch.nn.Linear(2, 2)
+    settings = ["checkpoint.save.every_steps=1", "checkpoint.durability=process_crash", "checkpoint.keep.last=null"]
+    with build_manager(
+        "sync", [*settings, *(f"checkpoint.export.{each}" for each in overrides)], dir=folder
+    ) as manager:
+        for step in range(1, steps + 1):
+            with torch.no_grad():
+                model.weight.fill_(step)
+            manager.save(step, {"model": model, "step": step})
+            if fails:
+                raise ZeroDivisionError
+    return manager
+
+
+def test_the_last_checkpoint_is_exported_when_the_run_ends(tmp_path: Path) -> None:
+    run(tmp_path / "run", "format=hf", "dtype=bfloat16", steps=2)
+    exports = tmp_path / "run" / "exports"
+    assert os.listdir(exports) == ["iter_0000002"]
+    weights = load_file(exports / "iter_0000002" / "model.safetensors")
+    assert weights["weight"].equal(torch.full((2, 2), 2, dtype=torch.bfloat16))
+    assert weights.keys() == {"weight", "bias"}
+
+
+def test_exports_of_some_steps_and_the_last(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """While one runs, only the newest waits; so of many at once some are skipped, each by name."""
+    caplog.set_level(logging.INFO)
+    run(tmp_path / "run", "format=safetensors", "every_steps=2", f"dir={tmp_path}/out", "rename={model:net}", steps=5)
+    done = {path.stem: load_file(path) for path in (tmp_path / "out").iterdir()}
+    skipped = [f"iter_000000{step}" for step in (2, 4) if f"iter_000000{step} is not exported" in caplog.text]
+    assert sorted([*done, *skipped]) == ["iter_0000002", "iter_0000004", "iter_0000005"]
+    assert "iter_0000005" in done
+    assert all(tensors["net.weight"][0, 0] == int(name[-1]) for name, tensors in done.items())
+
+
+@pytest.mark.parametrize(
+    ("overrides", "failpoint", "text"),
+    [
+        (["prefix=modle"], None, "Did you mean 'model'?"),
+        ([], "write:process=export:nth=2:action=kill", "was killed by SIGKILL"),
+        ([], "sync:process=export:action=raise:ENOSPC", "No space left"),
+        (
+            ["timeout=1"],
+            "write:process=export:nth=2:action=sleep:60",
+            "took longer than 1 s (checkpoint.export.timeout)",
+        ),
+    ],
+)
+def test_a_failed_export_is_a_warning_and_leaves_nothing_visible(
+    overrides: list[str],
+    failpoint: str | None,
+    text: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    if failpoint is not None:
+        monkeypatch.setenv("CKPT_FAILPOINT", failpoint)
+        monkeypatch.setenv("CKPT_FAILPOINT_LOG", str(tmp_path / "log"))
+    manager = run(tmp_path / "run", "format=hf", *overrides, steps=1)
+    (record,) = [record for record in caplog.records if "was not exported" in record.message]
+    assert record.levelno == logging.WARNING and text in record.message
+    assert manager.steps() == [1] and [report.outcome for report in manager.reports] == ["committed"]
+    exports = tmp_path / "run" / "exports"
+    assert not exports.exists() or not [name for name in os.listdir(exports) if not name.startswith(".ckpt-tmp.")]
+
+
+def test_a_run_that_fails_exports_nothing(tmp_path: Path) -> None:
+    with pytest.raises(ZeroDivisionError):
+        run(tmp_path, "format=hf", fails=True)
+    assert not (tmp_path / "exports").exists()
+
+
+@pytest.mark.parametrize(
+    ("override", "text"),
+    [
+        ("format=hff", "Did you mean checkpoint.export.format=hf?"),
+        ("dtype=bfloat", "Did you mean checkpoint.export.dtype=bfloat16?"),
+        ("config_from=nowhere", "has no config.json"),
+        ("rename=model", "is not a dict of names"),
+        ("every_steps=0", "must be"),
+        ("prefx=model", "Did you mean checkpoint.export.prefix=model?"),
+    ],
+)
+def test_a_wrong_setting_is_refused_before_training(override: str, text: str, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointConfigError) as error:
+        run(tmp_path / "run", "format=hf", override)
+    assert text in str(error.value)
+    assert not (tmp_path / "run").exists()
