@@ -235,7 +235,8 @@ def _build_graph(
     # An arena must be visible to the process that writes it, which depends on the caller, not the stager.
     shared = caller.in_other_process
     stager.connect(writer, ranks=ranks, shared=shared, timeout=timeouts.stage, max_stall=timeouts.max_stall)
-    progress = progress_bar if ranks.is_leader else no_progress
+    # Ranks that save alone lead themselves; the terminal is that of all.
+    progress = progress_bar if ranks.is_leader and os.environ.get("RANK", "0") == "0" else no_progress
     pipeline = SavePipeline(stager, caller, writer, ranks, fs, timeouts, policy, events, hooks, progress)
     together = _shares_computer(ranks.world_size)
     reader = Reader(ranks.rank, ranks.world_size, settings.verify, shared=together, progress=progress)
