@@ -53,7 +53,9 @@ class EventRecorder:
         self._rank = rank
         self._listeners: list[CheckpointListener] = []
         self._failed: list[CheckpointListener] = []
-        self._names = {"run": run or new_token(), "rank": rank}
+        #: Token of the run.
+        self.run = run or new_token()
+        self._names = {"run": self.run, "rank": rank}
         self._waits = waits
         #: Events that are not written yet. That of the run is written with the next: without others there is no file.
         self._held: list[Mapping[str, Any]] = [

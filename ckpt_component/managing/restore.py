@@ -97,6 +97,8 @@ class Restorer:
                 steps_text(later),
             )
         self._folder.settled = self._saves
+        if step is not None and self.path is not None:
+            self._folder.resumed_from(self.path)
         if step is not None and self._checkpointer.last_load is not None:
             self._run.events.restored(replace(self._checkpointer.last_load, step=step))
         return step
@@ -114,6 +116,8 @@ class Restorer:
         deadline = time.monotonic() + timeouts.stage + timeouts.close + timeouts.write
         here: bool = self._run.ranks.meet("begin_at", None, lambda _: self._check_start(step), deadline)
         self._folder.settled = True
+        if here:
+            self._folder.resumed_from(self._run.path_of(step))
         return here
 
     def _check_start(self, step: int) -> bool:

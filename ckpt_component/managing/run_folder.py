@@ -11,6 +11,7 @@ import logging
 import os
 import time
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 from ..errors import CheckpointConfigError, CheckpointError, CheckpointExistsError, CheckpointSaveError
 from ..spelling import typed
@@ -43,6 +44,8 @@ class RunFolder:
     Attributes:
         ownership: fencing token of the folder; the first save acquires it.
         settled: whether a restore has handled the steps that follow, so that the first save need not.
+        manifest_fields: where every checkpoint comes from: `run`, the token of the run, and `resumed_from`, the
+            checkpoint that it began with, by its name if it is in this folder; None: from scratch.
     """
 
     def __init__(
@@ -53,6 +56,7 @@ class RunFolder:
         self.resume = resume
         self.ownership = FencingToken(run.fs, run.root, run.names)
         self.settled = False
+        self.manifest_fields: Mapping[str, Any] = {"run": run.events.run, "resumed_from": None}
         self._keep = keep
         self._root = run.root
 
@@ -120,6 +124,12 @@ class RunFolder:
             refuse_existing(path, by_rename=self.run.fs.atomic_rename)
         except CheckpointExistsError as error:
             raise CheckpointExistsError(self._beside_others(str(error))) from error
+
+    def resumed_from(self, path: str) -> None:
+        """Record the checkpoint that the run begins with."""
+        folder, name = os.path.split(os.path.abspath(path))
+        source = name if folder == self._root else os.path.join(folder, name)
+        self.manifest_fields = {**self.manifest_fields, "resumed_from": source}
 
     def after_commit(self, path: str) -> None:
         """Set the pointer to a new checkpoint. A failure is a warning: the checkpoint itself is committed."""

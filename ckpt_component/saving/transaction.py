@@ -53,10 +53,12 @@ class RunHooks(Protocol):
     Attributes:
         ownership: fencing token of the checkpoint folder; the first save acquires it.
         files: small files that rank 0 adds to every checkpoint, by name.
+        manifest_fields: plain values for every manifest.
     """
 
     ownership: FencingToken
     files: Mapping[str, bytes]
+    manifest_fields: Mapping[str, Any]
 
     def check_path(self, path: str) -> None:
         """Called before a save begins; an exception stops the save."""
@@ -239,7 +241,7 @@ class SaveTransaction:
             encoded.object_blobs,
             snapshot.source,
             options,
-            {**self._manifest_fields, **save.manifest_fields},
+            self._fields(save),
             self._timeouts,
             self._sidecars,
         )
@@ -273,9 +275,14 @@ class SaveTransaction:
         logger.info("%s staged: %s in %.3f s", os.path.basename(save.path), size, seconds)
         self._events.progressed(save.describe("staged"))
 
+    def _fields(self, save: PendingSave) -> dict[str, Any]:
+        """What the manifest says besides the files."""
+        of_run = {} if self._hooks is None else self._hooks.manifest_fields
+        return {**self._manifest_fields, **of_run, **save.manifest_fields}
+
     def _publish(self, save: PendingSave, votes: Sequence[Mapping[str, Any]]) -> int:
         """On the leading rank: commit what all ranks have written. Returns the checkpoint's number of files."""
-        fields = {**self._manifest_fields, **save.manifest_fields}
+        fields = self._fields(save)
         with self._typed_errors(save.path, sum(map(len, self._sidecars.values()))):
             visible = self._timeouts.visible
             return commit.publish(self._fs, save.attempt, votes, self._sidecars, fields, visible)

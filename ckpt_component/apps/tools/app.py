@@ -28,6 +28,7 @@ NO, FAILED = 1, 2
 COMMANDS = {
     "ls": ("ls_command", "list a folder of checkpoints: step, age, size, state; and what dead runs left"),
     "show": ("show_command", "show what a checkpoint holds, as a tree of keys; or its config"),
+    "log": ("log_command", "show the runs of a folder: what each resumed from, changed, saved, and what failed"),
     "verify": ("verify_command", "compare all bytes of checkpoints with their checksums"),
     "cp": ("cp_command", "copy a checkpoint, verified, whole or not at all"),
     "mv": ("mv_command", "move a checkpoint"),

@@ -67,7 +67,12 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequen
             for number, (cell, width) in enumerate(zip(row, widths, strict=True))
         ]
         line = "  ".join(cells).rstrip()
-        yield line if len(line) <= WIDTH else f"{line[: WIDTH - 1]}…"
+        yield fitted(line)
+
+
+def fitted(line: str) -> str:
+    """A line, cut if it is longer than 100 characters."""
+    return line if len(line) <= WIDTH else f"{line[: WIDTH - 1]}…"
 
 
 def counted(count: int, what: str) -> str:
