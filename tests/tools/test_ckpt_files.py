@@ -247,6 +247,9 @@ def test_the_last_good_one_stays_and_all_are_checked_first(root: Path, ckpt: Ckp
 
 
 def test_what_is_no_checkpoint_of_ours_is_not_deleted(root: Path, tmp_path: Path, ckpt: Ckpt) -> None:
+    (tmp_path / "empty").mkdir()
+    for command in (("cp", tmp_path / "empty", "x"), ("mv", tmp_path / "empty", "x"), ("rm", tmp_path / "empty")):
+        assert ckpt(*command)[0] == 2 and (tmp_path / "empty").exists()
     code, _, err = ckpt("rm", root)
     assert code == 2 and "is a folder of checkpoints; name those to delete" in err
     (tmp_path / "other").mkdir()

@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 import os
 
-from ...errors import CheckpointConfigError
+from ...errors import CheckpointConfigError, CheckpointNotFoundError
 from ...progress import progress_bar
 from ...storage.file_system import file_system
 from ...storage.space import amount
-from .checkpoints import find_checkpoint
+from .checkpoints import find_checkpoint, is_checkpoint
 from .output import Output
 from .roots import destination, file_system_of, is_whole_root, place_of, shown, tree_bytes, typed_errors
 from .transfer import Transfer
@@ -55,6 +55,8 @@ def source_path(argument: str, *, moves: bool) -> str:
     checkpoint = find_checkpoint(argument)
     if not os.path.isdir(checkpoint.path):
         raise CheckpointConfigError(f"{checkpoint.path} is a single file; use cp or mv for it.")
+    if not is_checkpoint(file_system(durable=True), checkpoint.path):
+        raise CheckpointNotFoundError(f"{checkpoint.path} is no checkpoint; ckpt ls shows what a folder holds.")
     if moves and is_whole_root(argument, checkpoint):
         raise CheckpointConfigError(
             f"{argument} is a folder of checkpoints; name the one to move: {argument}@{checkpoint.step}."

@@ -69,16 +69,17 @@ def run(parsed: argparse.Namespace, output: Output) -> int | None:
 
 
 def _old(root: Root, last: int) -> list[int]:
-    """The committed steps that need not be kept."""
+    """The committed steps that need not be kept; those stay that the newest one's config keeps for good."""
     committed = root.scan.committed
-    best = root.best_policy.ranked(root.scan.metrics)[:1] if root.best_policy is not None else []
-    every = None
+    keep: dict[str, Any] = {}
     if committed:
         try:
-            config = stored_config(root.paths[committed[-1]]).resolved
-            every = config.get("checkpoint", {}).get("keep", {}).get("every_steps")
+            keep = stored_config(root.paths[committed[-1]]).resolved.get("checkpoint", {}).get("keep", {})
         except CheckpointNotFoundError:
             logger.info("%s has no config that says what to keep for good", root.path)
+    metrics = {step: root.scan.metrics[step] for step in committed}
+    kept, every = keep.get("best", {}).get("last", 1), keep.get("every_steps")
+    best = root.best_policy.ranked(metrics)[: kept if isinstance(kept, int) else None] if root.best_policy else []
     return RetentionPolicy(last, every if isinstance(every, int) else None).to_delete(committed, best)
 
 

@@ -121,7 +121,7 @@ def _matching(inspection: Inspection, pattern: str) -> tuple[set[str], Callable[
     places: dict[str, list[tuple[int, int]]] = defaultdict(list)
     for key, file, start, end in inspection.stored_keys():
         names.add(key)
-        if fnmatch.fnmatchcase(key, pattern) or key.startswith(f"{pattern}."):
+        if key == pattern or fnmatch.fnmatchcase(key, pattern) or key.startswith(f"{pattern}."):
             keys.add(key)
             places[file].append((start, end))
     if not keys:
