@@ -33,8 +33,9 @@ _COLUMNS = {
     "lost": ("lost_s",),
 }
 _MEANING = (
-    "stall: training waited; stage: copied to memory; queue: waited for memory and the writer; write, sync: to the "
-    "disk; commit: ranks agreed and it became visible; durable: from the call to the end; lost: stall and slower steps"
+    "stall: training waited; stage: planned and copied to memory; queue: waited for memory and the writer; write, "
+    "sync: to the disk; commit: ranks agreed and it became visible; durable: from the call to the end; lost: stall and "
+    "slower steps"
 )
 
 

@@ -87,19 +87,27 @@ def _last_saves(run: Run, last: int) -> list[Save]:
 def _title(run: Run, save: Save) -> str:
     over = save.time + save.seconds
     steps = sum(save.time < step.begin and step.end <= over for step in run.leader.steps())
-    waits, seconds = duration(save.stall_s), duration(save.seconds)
+    waits, seconds = duration(max(other.stall_s for other in _on_all_ranks(run, save))), duration(save.seconds)
     if save.outcome != "committed":
         return f"save of step {save.step}: {save.outcome} after {seconds}; training waits {waits}"
-    return f"save of step {save.step}: training waits {waits}; durable after {seconds}, {steps} steps later"
+    later = f", {steps} steps later" if steps else ""
+    return f"save of step {save.step}: training waits {waits}; durable after {seconds}{later}"
+
+
+def _on_all_ranks(run: Run, save: Save) -> list[Save]:
+    """The same save on each rank; a step may have been saved more than once."""
+    return [
+        other
+        for log in run.ranks.values()
+        for other in log.saves
+        if other.path == save.path and other.time < save.time + save.seconds and other.time + other.seconds > save.time
+    ] or [save]
 
 
 def _around(run: Run, save: Save) -> Span:
     """The time of a save on all ranks, and some steps before and after."""
-    begin, end = save.time, save.time + save.seconds
-    for log in run.ranks.values():
-        for other in log.saves:
-            if other.path == save.path and other.time < end and other.time + other.seconds > begin:
-                begin, end = min(begin, other.time), max(end, other.time + other.seconds)
+    saves = _on_all_ranks(run, save)
+    begin, end = min(other.time for other in saves), max(other.time + other.seconds for other in saves)
     margin = 0.12 * (end - begin)
     return begin - margin, end + margin
 
