@@ -194,7 +194,7 @@ def test_only_an_export_is_replaced(saved: Path, tmp_path: Path, capsys: pytest.
         (["hf", "CKPT", "OUT", "--keys", "step"], "no tensor to export"),
         (["torch", "CKPT", "OUT", "--config-from", "base"], "is for the format hf"),
         (["hf", "CKPT", "OUT", "--config-from", "."], "has no config.json"),
-        (["hf", "nowhere", "OUT"], "There is no checkpoint at"),
+        (["hf", "nowhere", "OUT"], "nowhere does not exist"),
     ],
 )
 def test_what_is_mistyped_is_told_in_two_lines(

@@ -35,6 +35,7 @@ COMMANDS = {
     "rm": ("rm_command", "delete checkpoints, but never the last good one by accident"),
     "gc": ("gc_command", "delete what dead runs left, and old checkpoints"),
     "export": ("export_command", "write files that other programs read: Hugging Face, safetensors, torch.save"),
+    "import": ("import_command", "make a committed checkpoint from one of another program"),
     "explain": ("explain_command", "show what a config builds, and where each choice comes from"),
     "plan": ("plan_command", "predict what saving costs a run: memory, stall, storage rate, best interval"),
     "doctor": ("doctor_command", "check this machine, and a folder for checkpoints"),

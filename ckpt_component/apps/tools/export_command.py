@@ -12,6 +12,7 @@ from ...exporting.selection import Selection
 from ...progress import progress_bar
 from ...storage.file_system import file_system
 from ...storage.space import amount
+from .checkpoints import find_checkpoint
 from .output import Output
 
 
@@ -27,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "hf without --prefix and --keys exports the model, if the state has one and something else."
     )
     parser.add_argument("format", metavar="FORMAT", help=f"{', '.join(FORMATS)}")
-    parser.add_argument("checkpoint", type=Path, metavar="CKPT", help="the checkpoint, of any format that loads")
+    parser.add_argument("checkpoint", metavar="CKPT", help="the checkpoint, of any format that loads; or ROOT@newest")
     parser.add_argument("out", type=Path, metavar="OUT", help="folder to create for hf, else a file")
     parser.add_argument(
         "--prefix", default="", metavar="NAME", help="only what is below NAME, which is taken away: model."
@@ -90,7 +91,7 @@ def run(parsed: argparse.Namespace, output: Output) -> None:
         parsed.replace,
     )
     fs = file_system(durable=True)
-    done = export_checkpoint(str(parsed.checkpoint), str(parsed.out), options, fs, progress_bar)
+    done = export_checkpoint(find_checkpoint(parsed.checkpoint).path, str(parsed.out), options, fs, progress_bar)
     output.result(done._asdict(), lambda: _lines(done, options))
 
 

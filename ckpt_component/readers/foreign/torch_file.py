@@ -59,7 +59,10 @@ class StateSource(Source):
         self._mapped = mapped
         index = Index(containers=flat.containers)
         for place, tensor in zip(flat.tensor_paths, flat.tensors, strict=True):
-            index.tensors[key_of(place)] = TensorEntry(place, tensor.dtype, tuple(tensor.shape), key_of(place))
+            # Tied tensors have the same memory.
+            memory = (tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
+            same_as = memory if tensor.numel() else key_of(place)
+            index.tensors[key_of(place)] = TensorEntry(place, tensor.dtype, tuple(tensor.shape), same_as)
         index.objects = {key_of(place): place for place in flat.object_paths}
         self.where, self.index = where, index
 

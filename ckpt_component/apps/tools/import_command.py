@@ -1,0 +1,75 @@
+"""`ckpt import SRC ROOT --step N`: a checkpoint of another program becomes one of ours."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+from typing import Any
+
+from ...errors import CheckpointConfigError
+from ...events import SaveReport
+from ...storage.file_system import file_system
+from ...storage.names import MAX_STEP, MEGATRON, NAMINGS
+from ...storage.scan import repair_pointer, scan_steps
+from ...storage.space import amount
+from .checkpoints import find_checkpoint
+from .export_command import add_rename, renames
+from .output import Output
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
+    parser.description = (
+        "Write a checkpoint of torch.save, safetensors, Hugging Face, Lightning, stock DCP or Megatron (torch_dist)\n"
+        "as a committed checkpoint of the format dcp, with checksums. Tensors are read one at a time."
+    )
+    parser.epilog = "example:\n  ckpt import base_model checkpoints --step 0 --prefix model"
+    parser.add_argument("source", metavar="SRC", help="the checkpoint, a folder or a file")
+    parser.add_argument("root", type=Path, metavar="ROOT", help="the folder of checkpoints; it may be new")
+    parser.add_argument("--step", type=int, required=True, metavar="N", help="the step that a run continues after")
+    add_rename(parser)
+    parser.add_argument("--prefix", default="", metavar="NAME", help="put NAME before all keys: model")
+    parser.add_argument(
+        "--ignore", action="append", default=[], metavar="NAME", help="leave out keys; * is any text; may be repeated"
+    )
+
+
+def run(parsed: argparse.Namespace, output: Output) -> None:
+    """Import.
+
+    Raises:
+        CheckpointError: As a load of the source, and as a save.
+    """
+    if not 0 <= parsed.step <= MAX_STEP:
+        raise CheckpointConfigError(f"--step={parsed.step} must be at least 0.")
+    source, root, fs = find_checkpoint(parsed.source).path, os.path.abspath(parsed.root), file_system(durable=True)
+    scans = {names: scan_steps(fs, root, names) for names in NAMINGS.values()}
+    names = next((names for names, scan in scans.items() if scan.occupied), MEGATRON)
+    from ...config.compose import compose_checkpoint
+    from ...factory import build_checkpointer
+
+    config: Any = compose_checkpoint("sync")
+    config.stager = {
+        "_target_": "ckpt_component.apps.tools.import_stager.ImportStager",
+        "path": source,
+        "rename": renames(parsed.rename),
+        "prefix": parsed.prefix,
+        "ignore": parsed.ignore,
+    }
+    path = os.path.join(root, names.folder(parsed.step))
+    with build_checkpointer(config) as checkpointer:
+        checkpointer.save({}, path)
+        report = checkpointer.last_report or SaveReport(path)
+    repair_pointer(fs, root, names, scan_steps(fs, root, names).committed)
+    data = {
+        "path": path,
+        "step": parsed.step,
+        "items": report.items,
+        "bytes": report.bytes,
+        "seconds": report.committed_s,
+    }
+    output.result(
+        data,
+        lambda: [f"{path}: {report.items} tensors and objects, {amount(report.bytes)} in {report.committed_s:.1f} s"],
+    )
