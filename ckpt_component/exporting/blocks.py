@@ -102,6 +102,16 @@ class TensorBlocks:
         self.close()
 
 
+def open_blocks(catalogue: Catalogue, tensors: Sequence[Entry], objects: Sequence[Entry] = ()) -> TensorBlocks:
+    """What reads these tensors and objects; checkpoints that only torch can read are read with torch."""
+    direct = all(piece.payload is not None for entry in tensors for piece in entry.pieces)
+    if direct and (not objects or catalogue.format == "dcp"):
+        return TensorBlocks(catalogue, [*tensors, *objects])
+    from .loaded_blocks import LoadedBlocks  # needs torch
+
+    return LoadedBlocks(catalogue)
+
+
 class _Stream:
     """Reads the payload of one item from its beginning to its end, and then compares the checksum of the item."""
 

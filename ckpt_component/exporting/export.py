@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from ..catalogue import Catalogue, open_catalogue
+from ..catalogue import open_catalogue
 from ..errors import (
     CheckpointConfigError,
     CheckpointError,
@@ -26,11 +26,11 @@ from ..storage.fs import FsOps
 from ..storage.liveness import AttemptLock
 from ..storage.names import Attempt, new_token, trash_path
 from ..storage.space import FULL, full_text, refuse_without_room
-from .blocks import TensorBlocks
+from .blocks import TensorBlocks, open_blocks
 from .casting import caster, check_dtype
 from .files import File, safetensors_file
 from .hugging_face import CONFIG, INDEX, WEIGHTS, hugging_face_files, small_files
-from .selection import Selected, Selection, model_prefix, select
+from .selection import Selection, model_prefix, select
 from .torch_file import pickle_of, torch_file
 
 logger = logging.getLogger(__name__)
@@ -122,7 +122,9 @@ def export_checkpoint(
         if selection.prefix:
             logger.info("exporting what is below '%s' (--prefix); --keys '*' exports everything", selection.prefix)
     selected = select(catalogue, selection, options.dtype)
-    with _blocks_of(catalogue, selected, options) as blocks:
+    tensors = [tensor.entry for tensor in selected.tensors]
+    stored = [entry for _, entry in selected.objects] if options.format == "torch" else []
+    with open_blocks(catalogue, tensors, stored) as blocks:
         left_out = [entry.key for _, entry in selected.objects]
         small: dict[str, bytes] = {}
         if options.format == "torch":
@@ -179,18 +181,6 @@ def refuse_target(fs: FsOps, target: str, options: ExportOptions) -> None:
         raise CheckpointExistsError(
             f"{target} is not an export of hf, so it is not replaced; name another path, or delete it yourself."
         )
-
-
-def _blocks_of(catalogue: Catalogue, selected: Selected, options: ExportOptions) -> TensorBlocks:
-    """What reads the tensors, and for `torch` the objects. Of other programs, only torch can read some."""
-    entries = [tensor.entry for tensor in selected.tensors]
-    objects = [entry for _, entry in selected.objects] if options.format == "torch" else []
-    direct = all(piece.payload is not None for entry in entries for piece in entry.pieces)
-    if direct and (not objects or catalogue.format == "dcp"):
-        return TensorBlocks(catalogue, [*entries, *objects])
-    from .loaded_blocks import LoadedBlocks  # needs torch
-
-    return LoadedBlocks(catalogue)
 
 
 def _write(

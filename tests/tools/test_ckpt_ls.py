@@ -128,7 +128,7 @@ def test_no_best_without_a_metric(tmp_path: Path) -> None:
         find_checkpoint(f"{tmp_path}@best")
 
 
-@pytest.mark.parametrize("command", ["ls", "show", "log"])
+@pytest.mark.parametrize("command", ["ls", "show", "log", "diff"])
 def test_starts_without_torch(command: str, root: Path) -> None:
     arguments = [str(root)] if command in ("ls", "log") else [f"{root}@100"] * (2 if command == "diff" else 1)
     code = (

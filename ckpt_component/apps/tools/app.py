@@ -30,6 +30,7 @@ COMMANDS = {
     "show": ("show_command", "show what a checkpoint holds, as a tree of keys; or its config"),
     "log": ("log_command", "show the runs of a folder: what each resumed from, changed, saved, and what failed"),
     "verify": ("verify_command", "compare all bytes of checkpoints with their checksums"),
+    "diff": ("diff_command", "compare two checkpoints: keys, shapes, values by checksum or norm, configs"),
     "cp": ("cp_command", "copy a checkpoint, verified, whole or not at all"),
     "mv": ("mv_command", "move a checkpoint"),
     "rm": ("rm_command", "delete checkpoints, but never the last good one by accident"),

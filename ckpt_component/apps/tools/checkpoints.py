@@ -7,8 +7,11 @@ A checkpoint is given by its path, or by its folder and what to pick there: `ROO
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from functools import cached_property
+from itertools import accumulate
 
 from ...catalogue.folder import is_readable
 from ...errors import CheckpointConfigError, CheckpointNotFoundError
@@ -216,6 +219,28 @@ def find_checkpoint(argument: str) -> Checkpoint:
 
 def _absolute(argument: str) -> str:
     return os.path.abspath(os.path.expanduser(argument))
+
+
+def matching_keys(keys: Sequence[str], pattern: str | None, where: str) -> list[str]:
+    """The keys that match a pattern of a shell, or are below it.
+
+    Args:
+        keys: All keys.
+        pattern: Such as `model.*`, or a prefix such as `model.layers`; None: all keys match.
+        where: What has the keys, for the error text.
+
+    Raises:
+        CheckpointNotFoundError: None matches; the text suggests another pattern.
+    """
+    if pattern is None:
+        return [*keys]
+    below = f"{pattern}."
+    chosen = [key for key in keys if key == pattern or key.startswith(below) or fnmatchcase(key, pattern)]
+    if not chosen:
+        near = closest(pattern, {prefix for key in keys for prefix in accumulate(key.split("."), "{}.{}".format)})
+        hint = f"did you mean '{near}'?" if near else f"with wildcards, type '*{pattern.strip('*')}*'."
+        raise CheckpointNotFoundError(f"No key of {where} matches '{pattern}'; {hint}")
+    return chosen
 
 
 def is_checkpoint(fs: FsOps, path: str) -> bool:

@@ -120,6 +120,11 @@ def _folded(node: _Node) -> Iterator[tuple[str, _Node, Sequence[_Node]]]:
             yield ranges_text(sorted(numbers)), child, [node.children[str(number)] for number in numbers]
 
 
+def shape_text(shape: Sequence[int]) -> str:
+    """`3072x1024`; `scalar` for no dimensions."""
+    return "x".join(map(str, shape)) or "scalar"
+
+
 def ranges_text(numbers: Sequence[int]) -> str:
     """Ascending numbers as ranges: `0-11`, `0,2,5-7`; of many ranges the first ones."""
     ranges = []

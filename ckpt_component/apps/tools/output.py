@@ -75,6 +75,14 @@ def fitted(line: str) -> str:
     return line if len(line) <= WIDTH else f"{line[: WIDTH - 1]}…"
 
 
+def shortened(text: str, room: int) -> str:
+    """A text that is cut in its middle if it is longer than `room` characters."""
+    if len(text) <= room:
+        return text
+    half = max(room - 1, 2) // 2
+    return f"{text[: max(room - 1, 2) - half]}…{text[-half:]}"
+
+
 def counted(count: int, what: str) -> str:
     """`1 tensor`, `2 tensors`."""
     return f"{count} {what}{'' if count == 1 else 's'}"

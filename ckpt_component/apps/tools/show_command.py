@@ -6,19 +6,17 @@ import argparse
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from fnmatch import fnmatchcase
 from typing import Any
 
 from ...catalogue import Catalogue, Entry, open_catalogue
 from ...errors import CheckpointConfigError
 from ...memory.gc_control import collector_paused
-from ...spelling import closest
 from ...storage.metrics import metrics_of
 from ...storage.run_record import StoredConfig, stored_config
 from ...storage.space import amount
-from .checkpoints import find_checkpoint
-from .key_tree import Line, lines_of
-from .output import WIDTH, Output, age_text, counted, table
+from .checkpoints import find_checkpoint, matching_keys
+from .key_tree import Line, lines_of, shape_text
+from .output import WIDTH, Output, age_text, counted, shortened, table
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,7 +48,7 @@ def run(parsed: argparse.Namespace, output: Output) -> int:
     if parsed.depth is not None and parsed.depth < 1:
         raise CheckpointConfigError(f"--depth={parsed.depth} shows nothing; type 1 or more.")
     catalogue = open_catalogue(path)
-    entries = matching(catalogue, parsed.pattern)
+    entries = [catalogue.entries[key] for key in matching_keys([*catalogue.entries], parsed.pattern, path)]
     data = {**facts(catalogue), "entries": [_as_data(entry) for entry in entries] if output.as_json else []}
 
     def lines() -> Iterator[str]:
@@ -61,32 +59,6 @@ def run(parsed: argparse.Namespace, output: Output) -> int:
 
     output.result(data, lines)
     return 0
-
-
-def matching(catalogue: Catalogue, pattern: str | None) -> list[Entry]:
-    """The entries whose key matches a pattern, or is below it.
-
-    Raises:
-        CheckpointConfigError: There is none; the text suggests one.
-    """
-    if pattern is None:
-        return list(catalogue.entries.values())
-    below = f"{pattern}."
-    entries = [
-        entry
-        for key, entry in catalogue.entries.items()
-        if key == pattern or key.startswith(below) or fnmatchcase(key, pattern)
-    ]
-    if not entries:
-        prefixes = {
-            ".".join(parts[:n])
-            for parts in (key.split(".") for key in catalogue.entries)
-            for n in range(1, len(parts) + 1)
-        }
-        near = closest(pattern, prefixes)
-        hint = f"did you mean '{near}'?" if near else f"with wildcards, type '*{pattern.strip('*')}*'."
-        raise CheckpointConfigError(f"No key of {catalogue.path} matches '{pattern}'; {hint}")
-    return entries
 
 
 def facts(catalogue: Catalogue) -> dict[str, Any]:
@@ -133,11 +105,6 @@ def _as_data(entry: Entry) -> dict[str, Any]:
     }
 
 
-def shape_text(shape: Sequence[int]) -> str:
-    """`3072x1024`; `scalar` for no dimensions."""
-    return "x".join(map(str, shape)) or "scalar"
-
-
 def _flat_lines(entries: Sequence[Entry]) -> Iterator[str]:
     rows = [
         (entry.dtype or "object", shape_text(entry.shape) if entry.dtype else "", str(entry.nbytes))
@@ -153,7 +120,7 @@ def _tree_lines(lines: Iterator[Line], output: Output) -> Iterator[str]:
     cells = [(line.dtype, _content(line), amount(line.nbytes)) for line in shown]
     widths = [max((len(row[number]) for row in cells), default=0) for number in range(3)]
     room = WIDTH - sum(widths) - 2 * len(widths)
-    names = [_shortened("  " * line.depth + _label(line), room) for line in shown]
+    names = [shortened("  " * line.depth + _label(line), room) for line in shown]
     header, *rows = table(
         ("key", "dtype", "shape", "size"), [(n, *c) for n, c in zip(names, cells, strict=True)], right=(3,)
     )
@@ -171,14 +138,6 @@ def _content(line: Line) -> str:
         return "object" if line.shape is None else shape_text(line.shape)
     counts = ((line.tensors, "tensor"), (line.objects, "object"))
     return ", ".join(counted(count, what) for count, what in counts if count)
-
-
-def _shortened(text: str, room: int) -> str:
-    """A text cut in its middle, so that it fits."""
-    if len(text) <= room:
-        return text
-    half = max(room - 1, 2) // 2
-    return f"{text[: max(room - 1, 2) - half]}…{text[-half:]}"
 
 
 def _config_lines(stored: StoredConfig) -> Iterator[str]:

@@ -1,0 +1,121 @@
+"""`ckpt diff A B [PATTERN]`: what two checkpoints do not have in common."""
+
+from __future__ import annotations
+
+import argparse
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+
+from ...catalogue import Catalogue, open_catalogue
+from ...memory.gc_control import collector_paused
+from ...storage.run_record import stored_config
+from .checkpoints import find_checkpoint, matching_keys
+from .comparison import Comparison, Difference, compare
+from .config_changes import config_changes
+from .output import Output, counted, fitted, shortened, table
+
+#: Lines of differences that are shown without --all.
+_SHOWN = 40
+_KEY_WIDTH = 50
+_SUMMARY = {
+    "values": "with other values",
+    "shape": "with another shape",
+    "dtype": "with another dtype",
+    "kind": "of another kind",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
+    parser.description = (
+        "Compare keys, dtypes, shapes and values. Where both checkpoints have the same kind of checksum and the same\n"
+        "parts, values are compared by checksum, and nothing is read. Exit code 1 if they differ."
+    )
+    parser.epilog = "example:\n  ckpt diff checkpoints@100 checkpoints@200 'model.*' --norm"
+    parser.add_argument("a", metavar="A", help="a checkpoint: ROOT/iter_0000200, ROOT@200, ROOT@newest, ROOT@best")
+    parser.add_argument("b", metavar="B", help="another one, of any format")
+    parser.add_argument("pattern", metavar="PATTERN", nargs="?", help="keys: a prefix, or with * ? [] as in a shell")
+    parser.add_argument("--norm", action="store_true", help="the norm of the difference, |B-A|; reads the values")
+    parser.add_argument("--config", action="store_true", help="compare the configs, versions and commits instead")
+    parser.add_argument("--all", action="store_true", help=f"show more than {_SHOWN} differences")
+
+
+def run(parsed: argparse.Namespace, output: Output) -> int:
+    """Compare two checkpoints.
+
+    Raises:
+        CheckpointError: One of them is missing or damaged, or no key matches.
+    """
+    a, b = (find_checkpoint(each).path for each in (parsed.a, parsed.b))
+    if parsed.config:
+        changes = config_changes(stored_config(a), stored_config(b))
+        data = {"a": a, "b": b, "changes": [asdict(change) for change in changes]}
+        output.result(data, lambda: map(str, changes) if changes else ["the configs are equal"])
+        return int(bool(changes))
+    return _compare(open_catalogue(a), open_catalogue(b), parsed, output)
+
+
+@collector_paused()  # there may be a hundred thousand entries
+def _compare(a: Catalogue, b: Catalogue, parsed: argparse.Namespace, output: Output) -> int:
+    keys = [*a.entries, *(key for key in b.entries if key not in a.entries)]
+    chosen = set(matching_keys(keys, parsed.pattern, f"{a.path} or {b.path}"))
+    entries = [[entry for key, entry in each.entries.items() if key in chosen] for each in (a, b)]
+    result = compare(a, b, *entries, norm=parsed.norm)
+    data = {
+        "a": a.path,
+        "b": b.path,
+        "differences": [_as_data(difference) for difference in result.differences],
+        "equal": result.equal,
+        "by_checksum": result.by_checksum,
+    }
+    shown = result.differences if parsed.all else result.differences[:_SHOWN]
+    output.result(data, lambda: _lines(a, b, result, shown, parsed.norm))
+    return int(bool(result.differences))
+
+
+def _as_data(difference: Difference) -> dict[str, object]:
+    return {**asdict(difference), "norm": None if difference.norm is None else difference.norm._asdict()}
+
+
+def _lines(a: Catalogue, b: Catalogue, result: Comparison, shown: Sequence[Difference], norm: bool) -> Iterator[str]:
+    for name, catalogue in (("A", a), ("B", b)):
+        yield f"{name}  {catalogue.path}  ({catalogue.format})"
+    yield ""
+    if shown:
+        header = ("key", "what", *(("|B-A|", "|B-A|/|A|", "largest") if norm else ()), "A -> B")
+        rows = [
+            (
+                shortened(difference.key, _KEY_WIDTH),
+                difference.what,
+                *(_norm_cells(difference) if norm else ()),
+                _change(difference),
+            )
+            for difference in shown
+        ]
+        yield from table(header, rows)
+        if len(shown) < len(result.differences):
+            yield f"... and {len(result.differences) - len(shown)} more; --all shows them"
+        yield ""
+    yield _summary(result)
+
+
+def _norm_cells(difference: Difference) -> tuple[str, str, str]:
+    if difference.norm is None:
+        return "", "", ""
+    absolute, relative, largest = difference.norm
+    return f"{absolute:.4g}", "" if relative is None else f"{relative:.3g}", f"{largest:.4g}"
+
+
+def _change(difference: Difference) -> str:
+    if difference.before is None and difference.after is None:
+        return ""
+    return " -> ".join(text for text in (difference.before, difference.after) if text is not None)
+
+
+def _summary(result: Comparison) -> str:
+    """`290 keys with other values, 2 only in A; 4 keys equal; 294 compared by checksum`."""
+    counts = Counter(difference.what for difference in result.differences)
+    different = [f"{counted(count, 'key')} {_SUMMARY.get(what, what)}" for what, count in counts.items()]
+    parts = [", ".join(different) or "no difference", f"{counted(result.equal, 'key')} equal"]
+    return fitted("; ".join([*parts, f"{result.by_checksum} compared by checksum"]))
