@@ -151,6 +151,19 @@ def test_a_copy_that_slows_down_with_the_size_is_followed(
         assert figures(capsys, "--state", size, "--measured", str(tmp_path))["stall"] == pytest.approx(stall)
 
 
+def test_two_runs_are_better_than_one(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """A write with a fixed part: one size takes it for a slow disk, two tell the parts apart. A short sync is fixed."""
+    for name, size in (("a", 1e9), ("b", 4e9)):
+        (tmp_path / name).mkdir()
+        machine = Machine()
+        spans = {"write": [0.0, 0.1 + size / 2e9], "sync": [0.1 + size / 2e9, 0.11 + size / 2e9]}
+        machine.save = lambda _, spans=spans: (0.0, spans)  # type: ignore[method-assign, misc]
+        machine.events(tmp_path / name, [size])
+    one, other = (("--measured", str(tmp_path / name)) for name in "ab")
+    assert figures(capsys, "--state", "8GB", *one)["durable"] == pytest.approx(8 * 0.6 + 0.01)
+    assert figures(capsys, "--state", "8GB", *one, *other)["durable"] == pytest.approx(0.1 + 4 + 0.01)
+
+
 def test_rates_of_a_benchmark(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     row = {"bytes": 1e9, "stall": 0.1, "staged": 0.1, "durable": 0.6, "lost": 0.15}
     rows = {"async_persistent": [row, {**row, "durable": 0.6}, {"error": "killed"}]}

@@ -68,16 +68,28 @@ class Rates:
     presets: tuple[str, ...] = ()
 
 
-def measured_rates(folder: Path, preset: str) -> Rates:
-    """The rates of an earlier run.
+def measured_rates(folders: Sequence[Path], preset: str) -> Rates:
+    """The rates of earlier runs.
 
     Args:
-        folder: a folder of checkpoints with events, or the output folder of `ckpt-bench`.
+        folders: folders of checkpoints with events, or output folders of `ckpt-bench`.
         preset: which row of a benchmark.
 
     Raises:
-        CheckpointConfigError: there are no figures of saves in the folder.
+        CheckpointConfigError: there are no figures of saves in a folder.
     """
+    saves = [save for folder in folders for save in _samples(folder, preset)]
+    sizes: dict[float, list[Sample]] = {}
+    for save in sorted(saves, key=lambda save: save.nbytes):
+        # Objects make sizes differ by some bytes from save to save.
+        near = next((size for size in sizes if save.nbytes <= 1.05 * size), save.nbytes)
+        sizes.setdefault(near, []).append(save)
+    medians = [_median(group) for group in sizes.values()]
+    presets = sorted({save.preset for save in saves if save.preset})
+    return _rates(medians, f"{len(saves)} saves in {', '.join(map(str, folders))}", tuple(presets))
+
+
+def _samples(folder: Path, preset: str) -> list[Sample]:
     try:
         saves = list(_from_bench(folder, preset)) if (folder / "figures.json").exists() else list(_from_events(folder))
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -87,14 +99,7 @@ def measured_rates(folder: Path, preset: str) -> Rates:
             f"--measured {folder} has no figures of committed saves of {preset}; give the checkpoint.dir of a "
             "run, which has the folder events, or the output folder of ckpt-bench."
         )
-    sizes: dict[float, list[Sample]] = {}
-    for save in sorted(saves, key=lambda save: save.nbytes):
-        # Objects make sizes differ by some bytes from save to save.
-        near = next((size for size in sizes if save.nbytes <= 1.05 * size), save.nbytes)
-        sizes.setdefault(near, []).append(save)
-    medians = [_median(group) for group in sizes.values()]
-    presets = sorted({save.preset for save in saves if save.preset})
-    return _rates(medians, f"{len(saves)} saves in {folder}", tuple(presets))
+    return saves
 
 
 def _rates(samples: Sequence[Sample], source: str, presets: tuple[str, ...]) -> Rates:
@@ -155,11 +160,17 @@ def _from_events(folder: Path) -> Iterator[Sample]:
             hosts=len({event["host"] for event in runs.get(run, {}).values()}) or 1,
             stall=min([max(event["stall_s"] for event in ranks.values()), *writes]),
             copy=max(_seconds(span, "stage") for span in spans),
-            write=max(_seconds(span, "write") + _seconds(span, "sync") for span in spans),
+            write=max(map(_write_seconds, spans)),
             durable=max(end for span in spans for _, end in span.values()),
             lost=max(lost, default=None),
             preset=next((event.get("preset") for event in runs.get(run, {}).values()), None),
         )
+
+
+def _write_seconds(spans: Mapping[str, Sequence[float]]) -> float:
+    """What grows with the bytes: a sync that is short beside the write had none left to write (direct I/O)."""
+    write, sync = _seconds(spans, "write"), _seconds(spans, "sync")
+    return write + sync if sync > 0.2 * write else write
 
 
 def _seconds(spans: Mapping[str, Sequence[float]], name: str) -> float:

@@ -44,7 +44,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--step-s", type=float, metavar="S", help="seconds per training step")
     parser.add_argument(
-        "--measured", type=Path, metavar="FOLDER", help="rates of a run (its checkpoint.dir) or of ckpt-bench's output"
+        "--measured",
+        type=Path,
+        action="append",
+        metavar="FOLDER",
+        help="rates of a run (its checkpoint.dir) or of ckpt-bench's output; twice, with another size, is better",
     )
 
 
@@ -99,8 +103,12 @@ def _question(parsed: argparse.Namespace) -> Question:
         mtbf=mtbf,
         step_s=parsed.step_s,
         restart_s=parsed.restart_s,
-        rates=None if parsed.measured is None else measured_rates(parsed.measured, parsed.preset),
+        rates=None if parsed.measured is None else measured_rates(_expanded(parsed.measured), parsed.preset),
     )
+
+
+def _expanded(folders: Sequence[Path]) -> list[Path]:
+    return [folder.expanduser() for folder in folders]
 
 
 def _notes(question: Question, values: dict[str, float | None], every: int | None) -> Iterator[str]:
