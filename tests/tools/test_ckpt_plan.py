@@ -164,6 +164,19 @@ def test_two_runs_are_better_than_one(capsys: pytest.CaptureFixture[str], tmp_pa
     assert figures(capsys, "--state", "8GB", *one, *other)["durable"] == pytest.approx(0.1 + 4 + 0.01)
 
 
+def test_overlap_that_the_stager_gave_up_is_not_planned_with(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    machine = Machine("async_persistent")
+    stall, _ = machine.save(1e9)
+    machine.preset = "async_zero_overhead"
+    machine.save = lambda size: Machine().save(size)  # type: ignore[method-assign]
+    machine.events(tmp_path, [1e9])
+    measured = ("--state", "1GB", "--measured", str(tmp_path), "--preset", machine.preset)
+    assert figures(capsys, *measured)["stall"] == pytest.approx(stall)
+    assert "so they were awaited" in ckpt(capsys, *measured)[1]
+
+
 def test_rates_of_a_benchmark(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     row = {"bytes": 1e9, "stall": 0.1, "staged": 0.1, "durable": 0.6, "lost": 0.15}
     rows = {"async_persistent": [row, {**row, "durable": 0.6}, {"error": "killed"}]}

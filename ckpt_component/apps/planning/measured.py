@@ -56,6 +56,7 @@ class Rates:
         ranks_per_host: in the measured run.
         source: where the figures are from, for people.
         presets: presets of the measured runs, as far as they are known.
+        awaited: whether the calls waited for the copy.
     """
 
     call: float
@@ -66,6 +67,7 @@ class Rates:
     ranks_per_host: float
     source: str
     presets: tuple[str, ...] = ()
+    awaited: bool = True
 
 
 def measured_rates(folders: Sequence[Path], preset: str) -> Rates:
@@ -118,7 +120,7 @@ def _rates(samples: Sequence[Sample], source: str, presets: tuple[str, ...]) -> 
     lost = 0.0
     if large.lost is not None and large.copy:
         lost = max(large.lost - large.stall, 0) / large.copy
-    return Rates(call, copy, fixed, write, lost, large.ranks / large.hosts, source, presets)
+    return Rates(call, copy, fixed, write, lost, large.ranks / large.hosts, source, presets, awaited)
 
 
 def _median(group: Sequence[Sample]) -> Sample:

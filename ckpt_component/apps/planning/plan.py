@@ -45,6 +45,11 @@ class Question:
     rates: Rates | None = None
 
     @property
+    def overlap_given_up(self) -> bool:
+        """Whether `zero_overhead` waited for its copies in the measured run, because overlapping cost more."""
+        return self.rates is not None and self.rates.awaited and self.rates.presets == (self.preset,)
+
+    @property
     def hosts(self) -> int:
         """Number of hosts."""
         return math.ceil(self.ranks / self.ranks_per_host)
@@ -75,7 +80,7 @@ def plan(question: Question) -> list[Figure]:
 
     copy = rank * (rates.copy if rates else 1 / _COPY) if arenas else 0.0
     call, fixed = (rates.call, rates.fixed) if rates else (0.0, 0.0)
-    overlapped = parts["stager"] == "zero_overhead"
+    overlapped = parts["stager"] == "zero_overhead" and not question.overlap_given_up
     rate, whose = _storage(question)
     write = None if rate is None else question.state / rate
     # Measured intercepts may be below zero, which small states must not be.

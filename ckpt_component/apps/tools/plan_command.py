@@ -119,6 +119,8 @@ def _notes(question: Question, values: dict[str, float | None], every: int | Non
         yield "The storage bounds the interval; with more GB/s, saves could be as frequent as failures ask for."
     if rate is None:
         yield "Without the storage's rate, a save is taken to be durable just before the next one."
+    if question.overlap_given_up and question.preset == "async_zero_overhead":
+        yield "In the measured run, copies beside the steps cost more than waiting for them, so they were awaited."
     if question.rates is not None:
         others = [preset for preset in question.rates.presets if preset != question.preset]
         if others:
