@@ -103,6 +103,11 @@ def processes(settings: Checkpoint, parts: PartFacts) -> Iterator[str]:
         yield "thread ckpt-stage: copies beside forward and backward"
     elif parts.takes_snapshot:
         yield "during the copy: as many threads as torch uses"
+    if settings.events:
+        yield "thread ckpt-events: records saves and loads, and tells listeners"
+    if settings.export.format.value != "none":
+        when = f"every {settings.export.every_steps} steps and " if settings.export.every_steps else ""
+        yield f"on rank 0, {when}at the end: a process that exports to {settings.export.format.value}, at low priority"
     yield "with several ranks, thread ckpt-heartbeat: shows the others that this rank is alive"
 
 
