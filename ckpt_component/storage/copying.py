@@ -77,14 +77,10 @@ def copy_checkpoint(
         lock.close()
 
 
-def same_content(one: Mapping[str, Any] | None, other: Mapping[str, Any] | None) -> bool:
+def same_content(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     """Whether two manifests are of copies of one checkpoint: equal but for what belongs to the commit of each."""
-    if one is None or other is None:
-        return False
-    skipped = _OF_COMMIT - {"files"}
-    return {key: value for key, value in one.items() if key not in skipped} == {
-        key: value for key, value in other.items() if key not in skipped
-    }
+    names = (one.keys() | other.keys()) - _OF_COMMIT | {"files"}
+    return all(one.get(name) == other.get(name) for name in names)
 
 
 def foreign_files(fs: FsOps, root: str, below: str = "") -> list[dict[str, Any]]:

@@ -120,11 +120,6 @@ def refuse_running(fs: FsOps, place: Place, what: str, *, ended: bool) -> None:
     )
 
 
-def committed(fs: FsOps, place: Place) -> list[int]:
-    """The committed steps in the root of a checkpoint, in its naming, oldest first; none without one."""
-    return [] if place.names is None else scan_steps(fs, place.root, place.names).committed
-
-
 def point_elsewhere(fs: FsOps, root: str, names: StepNames, leaving: Sequence[int]) -> None:
     """Before checkpoints leave a root: have the pointer file name the newest of those that stay.
 
@@ -132,19 +127,29 @@ def point_elsewhere(fs: FsOps, root: str, names: StepNames, leaving: Sequence[in
     """
     if read_pointer(fs, root, names) not in leaving:
         return
-    staying = [step for step in scan_steps(fs, root, names).committed if step not in leaving]
-    if staying:
-        write_pointer(fs, root, names, staying[-1])
+    steps = _steps(fs, root, names) - {*leaving}
+    if steps:
+        write_pointer(fs, root, names, max(steps))
     else:
         fs.unlink(os.path.join(root, names.pointer))
         fs.sync_folder(root)
 
 
-def point_to_newest(fs: FsOps, place: Place) -> None:
-    """After a checkpoint came into a root: have the pointer file name the newest."""
-    steps = committed(fs, place)
-    if place.names is not None and steps and read_pointer(fs, place.root, place.names) != steps[-1]:
-        write_pointer(fs, place.root, place.names, steps[-1])
+def point_to(fs: FsOps, place: Place) -> None:
+    """After a checkpoint came into a root: have the pointer file name it if it is newer than what the file names."""
+    if place.names is None:
+        return
+    pointed = read_pointer(fs, place.root, place.names)
+    if pointed is None:
+        write_pointer(fs, place.root, place.names, max({place.step, *_steps(fs, place.root, place.names)}))
+    elif pointed < place.step:
+        write_pointer(fs, place.root, place.names, place.step)
+
+
+def _steps(fs: FsOps, root: str, names: StepNames) -> set[int]:
+    """The committed steps in a root, or, where there are none, those of other programs."""
+    scan = scan_steps(fs, root, names)
+    return {*scan.committed} or {*scan.foreign}
 
 
 def shown(path: str) -> str:

@@ -15,9 +15,9 @@ from ...progress import Progress
 from ...storage.cleanup import discard, remove_if_empty, sweep
 from ...storage.copying import copy_checkpoint, foreign_files, same_content
 from ...storage.fs import FsOps
-from ...storage.manifest import data_folder, read_manifest
+from ...storage.manifest import check_files, data_folder, read_manifest
 from ...storage.names import MEGATRON
-from .roots import Place, point_elsewhere, point_to_newest, refuse_running
+from .roots import Place, point_elsewhere, point_to, refuse_running
 
 #: Formats whose files do not say which step they are of.
 _RENUMBERED = ("dcp", "torch_save", "safetensors")
@@ -75,7 +75,8 @@ class Transfer:
         if moves:
             refuse_running(self.fs, self.source, f"{self.source.path} is not moved", ended=self.ended)
         refuse_running(self.fs, self.target, f"{self.target.path} is not made", ended=self.ended)
-        if self.fs.names(target) and not self.is_there:
+        taken = os.path.lexists(target) and not (self.fs.is_real_folder(target) and not self.fs.names(target))
+        if taken and not self.is_there:
             raise CheckpointExistsError(
                 f"{target} exists and is no copy of {source}; remove it first, or name another."
             )
@@ -83,10 +84,15 @@ class Transfer:
     @cached_property
     def is_there(self) -> bool:
         """Whether the target is a copy of the source, left by a command that was cut off."""
-        if self.manifest is not None:
-            return same_content(self.manifest, read_manifest(self.fs, self.target.path))
-        if not self.fs.is_real_folder(self.target.path):
+        target = self.target.path
+        if not self.fs.is_real_folder(target):
             return False
+        if self.manifest is not None:
+            manifest = read_manifest(self.fs, target)
+            if manifest is None or not same_content(self.manifest, manifest):
+                return False
+            check_files(self.fs, data_folder(target, manifest), manifest)
+            return True
         return foreign_files(self.fs, self.source.path) == foreign_files(self.fs, self.target.path)
 
     def copy(self) -> None:
@@ -108,7 +114,7 @@ class Transfer:
         elif self.verify:
             for entry in foreign_files(fs, source):
                 self._compare(target, entry["name"])
-        point_to_newest(fs, self.target)
+        point_to(fs, self.target)
 
     def move(self) -> bool:
         """Rename, or copy to another file system and delete; returns whether it was renamed."""
@@ -121,15 +127,16 @@ class Transfer:
                 self._leave()
                 try:
                     fs.rename_new(source.path, target.path)
-                except FileExistsError as error:
-                    raise CheckpointExistsError(f"{target.path} exists; name another place.") from error
                 except OSError as error:
+                    point_to(fs, source)
+                    if error.errno == errno.EEXIST:
+                        raise CheckpointExistsError(f"{target.path} exists; name another place.") from error
                     if error.errno != errno.EXDEV:  # two mounts of one device
                         raise
                 else:
                     fs.sync_folder(target.root)
                     fs.sync_folder(source.root)
-                    point_to_newest(fs, target)
+                    point_to(fs, target)
                     return True
         self.copy()
         self._leave()
