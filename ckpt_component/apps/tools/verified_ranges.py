@@ -10,6 +10,7 @@ import threading
 import time
 import zlib
 from bisect import bisect_right
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -39,14 +40,16 @@ class VerifiedRanges:
         path: the state's file; it is written every few seconds.
         checkpoint: the checkpoint.
         folder: the folder of its files.
+        files: their names.
         resume: start with what the file says; else with nothing.
     """
 
-    def __init__(self, path: str, checkpoint: str, folder: str, *, resume: bool) -> None:
+    def __init__(self, path: str, checkpoint: str, folder: str, files: Iterable[str], *, resume: bool) -> None:
         self._fs = file_system(durable=False)
         self._path = path
         self._folder = folder
         self._manifest = _crc_of(os.path.join(checkpoint, MANIFEST))
+        self._signatures = {name: _signature(folder, name) for name in files}  # from before they are read
         self._ranges: dict[str, list[list[int]]] = self._read() if resume else {}
         self._fresh: list[Item] = []
         self._lock = threading.Lock()
@@ -88,7 +91,7 @@ class VerifiedRanges:
                 else:
                     merged.append([begin, end])
             self._ranges[name] = merged
-        files = {name: [*_signature(self._folder, name), ranges] for name, ranges in self._ranges.items()}
+        files = {name: [*self._signatures[name], ranges] for name, ranges in self._ranges.items()}
         content = {"manifest_crc32": self._manifest, "folder": self._folder, "files": files}
         try:
             self._fs.make_folders(os.path.dirname(self._path))
@@ -107,7 +110,7 @@ class VerifiedRanges:
             return {
                 name: [[int(begin), int(end)] for begin, end in ranges]
                 for name, (size, changed, ranges) in content["files"].items()
-                if _signature(self._folder, name) == [size, changed]
+                if self._signatures.get(name) == [size, changed]
             }
         except FileNotFoundError:
             logger.info("%s does not exist; verifying all", self._path)

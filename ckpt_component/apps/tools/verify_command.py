@@ -76,7 +76,9 @@ def _verify(path: str, pattern: str | None, resume: str | None) -> dict[str, Any
         items = list(filter(chosen, items))
         lost = {item.file for item in filter(chosen, inspection.lost)}
         damages = [damage for damage in damages if damage.file not in data or damage.file in lost]
-    state = VerifiedRanges(resume or state_path(path), path, inspection.folder, resume=resume is not None)
+    state = VerifiedRanges(
+        resume or state_path(path), path, inspection.folder, inspection.sizes, resume=resume is not None
+    )
     left = [item for item in items if item not in state]
     try:
         verify_items(inspection.folder, left, damages.append, done=state.add, progress=progress_bar, shared=False)
