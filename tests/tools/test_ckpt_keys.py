@@ -6,6 +6,7 @@ import dataclasses
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
@@ -91,15 +92,15 @@ def test_recipes_and_presets_are_listed_with_their_first_lines(capsys: pytest.Ca
         assert {"name", "text", "path"} <= json.loads(out)[0].keys()
 
 
-def test_they_load_neither_torch_nor_hydra() -> None:
+def test_commands_before_a_run_load_neither_torch_nor_hydra(tmp_path: Path) -> None:
     program = """
 import sys
 from ckpt_component.apps.tools.app import main
-for command in ("keys", "presets", "recipes"):
+for command in (["keys"], ["presets"], ["recipes"], ["plan", "--state", "1TB"], ["doctor", "."]):
     try:
-        main([command])
+        main(command)
     except SystemExit as left:
         assert not left.code
 assert not {"torch", "hydra", "omegaconf"} & sys.modules.keys()
 """
-    subprocess.run([sys.executable, "-c", program], check=True, stdout=subprocess.DEVNULL, timeout=60)
+    subprocess.run([sys.executable, "-c", program], check=True, stdout=subprocess.DEVNULL, timeout=60, cwd=tmp_path)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -77,6 +75,7 @@ def test_slow_storage_bounds_the_interval(capsys: pytest.CaptureFixture[str]) ->
     code, out, _ = ckpt(capsys, "--state", "1TB", "--ranks", "8", "--storage-gbps", "50", "--step-s", "2")
     assert "The storage bounds" not in out and "checkpoint.save.every_steps=" in out
     assert max(map(len, out.splitlines())) <= 100
+    assert "a unit may be missing, as in --mtbf 8h" in ckpt(capsys, "--state", "1TB", "--mtbf", "8")[1]
 
 
 class Machine:
@@ -200,19 +199,6 @@ def test_rates_of_a_benchmark(capsys: pytest.CaptureFixture[str], tmp_path: Path
 def test_mistakes_end_in_words(capsys: pytest.CaptureFixture[str], arguments: str, text: str) -> None:
     code, out, err = ckpt(capsys, *arguments.split())
     assert code == 2 and out == "" and text in err and len(err.splitlines()) == 1
-
-
-def test_it_loads_neither_torch_nor_hydra() -> None:
-    program = """
-import sys
-from ckpt_component.apps.tools.app import main
-try:
-    main(["plan", "--state", "1TB"])
-except SystemExit as left:
-    assert not left.code
-assert not {"torch", "hydra", "omegaconf"} & sys.modules.keys()
-"""
-    subprocess.run([sys.executable, "-c", program], check=True, stdout=subprocess.DEVNULL, timeout=60)
 
 
 def test_every_figure_says_where_it_is_from() -> None:

@@ -115,6 +115,10 @@ def _notes(question: Question, values: dict[str, float | None], every: int | Non
     copy, interval, rate = values.get("copy beside steps"), values["best interval"], values["storage rate"]
     if copy and question.step_s and copy > question.step_s:
         yield f"The copy takes longer than a step of {question.step_s:g} s: the optimizer waits for the rest of it."
+    mtbf = values["MTBF"] or 0.0
+    if mtbf < question.restart_s:
+        hint = "; a unit may be missing, as in --mtbf 8h" if question.mtbf else ""
+        yield f"Failures come every {mtbf:.3g} s, faster than a restart of {question.restart_s:g} s{hint}."
     if interval is not None and rate is not None and interval == values["durable"]:
         yield "The storage bounds the interval; with more GB/s, saves could be as frequent as failures ask for."
     if rate is None:
@@ -128,7 +132,9 @@ def _notes(question: Question, values: dict[str, float | None], every: int | Non
         yield f"Measured: {question.rates.source}. It holds for the same machine, storage and number of ranks per host."
     if interval is not None:
         yield (
-            f"Set checkpoint.save.every_steps={every}" if every else f"Set checkpoint.save.every_seconds={interval:.0f}"
+            f"Set checkpoint.save.every_steps={every}"
+            if every
+            else f"Set checkpoint.save.every_seconds={max(interval, 1):.0f}"
         )
 
 
