@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable
 
 logger = logging.getLogger(__name__)
@@ -41,11 +43,12 @@ class EventThread:
 
     def drain(self, timeout: float) -> None:
         """Wait until the tasks so far have run, or for `timeout` seconds; then later calls do not wait again."""
-        if self._thread is None or self._hung or threading.current_thread() is self._thread:
+        if self._thread is None or self._closed or self._hung or threading.current_thread() is self._thread:
             return
-        done = threading.Event()
-        self.submit(done.set)
-        self._hung = not done.wait(timeout)
+        done, deadline = threading.Event(), time.monotonic() + timeout
+        with contextlib.suppress(queue.Full):
+            self._tasks.put(done.set, timeout=timeout)
+        self._hung = not done.wait(max(deadline - time.monotonic(), 0.0))
         if self._hung:
             logger.warning("a listener or the disk of the events did not answer for %g s; not waiting for it", timeout)
 
@@ -55,8 +58,9 @@ class EventThread:
         thread, already, self._closed = self._thread, self._closed, True
         if thread is None or already or self._hung or thread is threading.current_thread():
             return
-        self._tasks.put(None)
-        thread.join(timeout)
+        with contextlib.suppress(queue.Full):  # the thread is a daemon
+            self._tasks.put_nowait(None)
+            thread.join(timeout)
 
     def _run(self) -> None:
         while (task := self._tasks.get()) is not None:

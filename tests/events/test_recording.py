@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import logging
 import os
+import subprocess
+import sys
 import threading
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from ranks import run_ranks
 
 from ckpt_component import CheckpointManager, build_checkpointer, build_manager
 from ckpt_component.errors import CheckpointConfigError, CheckpointTypeError
-from ckpt_component.events import CheckpointListener, LoadReport, SaveReport, read_events
+from ckpt_component.events import CheckpointListener, EventRecorder, LoadReport, SaveReport, read_events
+from ckpt_component.events.step_times import StepTimes
 
 PRESETS = ("sync", "async_persistent", "async_zero_overhead")
 QUICK = ("checkpoint.save.every_steps=2", "checkpoint.writer.io=buffered", "checkpoint.durability=process_crash")
@@ -115,6 +120,7 @@ def test_listeners_are_told_in_order_on_one_thread(tmp_path: Path) -> None:
         assert told.calls == [("staged", 1), ("written", 1), ("committed", 1)]
         assert [report.outcome for report in told.reports] == ["staged", "written", "committed"]
         manager.restore(state_of())
+    manager.wait()  # after the end: nothing to wait for
     assert told.calls[3:] == [("restored", 1), ("close", None)]
     assert told.threads == {"ckpt-events"} and told.reports[2] == manager.reports[0]
 
@@ -245,6 +251,65 @@ def test_a_checkpointer_tells_listeners_and_writes_no_file(tmp_path: Path) -> No
     assert told.calls == [("staged", None), ("written", None), ("committed", None), ("restored", 3), ("close", None)]
     assert os.listdir(tmp_path) == ["step-3"]
     assert checkpointer.last_load is not None and checkpointer.last_load.verified
+
+
+def test_each_rank_records_its_part_under_one_token(tmp_path: Path) -> None:
+    run_ranks(Path(__file__).parent / "scripts" / "two_ranks.py", "saves", 2, tmp_path)
+    assert sorted(os.listdir(tmp_path / "run" / "events")) == ["rank-00000.jsonl", "rank-00001.jsonl"]
+    events = list(read_events(tmp_path / "run"))
+    assert len({event["run"] for event in events}) == 1
+    for rank in (0, 1):
+        saves = [event for event in events if event["rank"] == rank and event["event"] == "save"]
+        assert [save["step"] for save in saves] == [2, 4] and all(save["items"] == 1 for save in saves)
+    assert len({save["files"] for save in events_of(tmp_path / "run", "save")}) == 1
+
+
+def test_a_process_killed_while_it_records_leaves_lines_that_can_be_read(tmp_path: Path) -> None:
+    code = (
+        "import sys; from ckpt_component.events import EventFile; file = EventFile(sys.argv[1], 0)\n"
+        "for number in range(10**6): file.append([{'event': 'steps', 'number': number, 'ends': [0.5] * 999}])"
+    )
+    path = tmp_path / "events" / "rank-00000.jsonl"
+    for run in (1, 2):
+        with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)]) as process:
+            before, deadline = path.stat().st_size if run == 2 else 0, time.monotonic() + 60
+            while (not path.exists() or path.stat().st_size < before + 100_000) and time.monotonic() < deadline:
+                time.sleep(0.01)
+            process.kill()
+        numbers = [event["number"] for event in read_events(tmp_path)]
+        # Each process counts from 0; of a torn line nothing is seen.
+        assert numbers.count(0) == run and all(after in (number + 1, 0) for number, after in pairwise(numbers))
+
+
+def test_events_that_nobody_can_take_are_dropped_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+    release, told = threading.Event(), Told()
+
+    class Hung(CheckpointListener):
+        def on_failed(self, report: SaveReport) -> None:
+            release.wait(60)
+
+    recorder = EventRecorder(None, [Hung(), told])
+    for step in range(1500):
+        recorder.saved(SaveReport("x", "failed", step))
+    release.set()
+    recorder.close(60)
+    assert 1000 <= len(told.calls) <= 1002 and told.calls[:2] == [("failed", 0), ("failed", 1)]
+    assert sum("newer ones are dropped" in record.getMessage() for record in caplog.records) == 1
+
+
+def test_what_a_save_costs_is_estimated_from_the_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    times, now = StepTimes(), 1000.0
+    monkeypatch.setattr(time, "time", lambda: now)
+    for step in range(1, 31):
+        # The save of step 10 blocks for 0.5 s, and then 5 steps take 0.03 s instead of 0.02 s.
+        now += (0.5 if step == 11 else 0.0) + (0.03 if 11 <= step <= 15 else 0.02)
+        times.ended(step)
+        times.ended(step)  # `maybe_save` and `save` both say so
+    ((event),) = times.take()
+    assert event["first"] == 1 and len(event["ends"]) == 30 and not times.take()
+    began = event["ends"][9]
+    assert times.lost(began, 0.5, began + 0.66) == pytest.approx(0.55)
+    assert StepTimes().lost(began, 0.5, began + 0.66) == 0.5
 
 
 def test_listeners_that_cannot_be_built_are_refused(tmp_path: Path) -> None:
