@@ -19,7 +19,8 @@ from safetensors.torch import save_file
 from ckpt_component import build_manager
 from ckpt_component.apps.tools import verify_command
 from ckpt_component.apps.tools.app import main
-from ckpt_component.storage.names import MEGATRON
+from ckpt_component.storage.manifest import decode_manifest, encode_manifest
+from ckpt_component.storage.names import MANIFEST, MEGATRON
 
 Ckpt = Callable[..., tuple[int, str, str]]
 
@@ -91,6 +92,20 @@ def test_a_root_and_a_checkpoint(saved: Path, ckpt: Ckpt, cache: Path) -> None:
     (found,) = json.loads(out)["checkpoints"]
     assert code == 0 and found["state"] == "verified" and found["bytes"] > 2_400_000 and found["damaged"] == []
     assert not list(cache.glob("*"))
+
+
+def test_one_that_cannot_be_verified_does_not_hide_the_others(of_dcp: Path, tmp_path: Path, ckpt: Ckpt) -> None:
+    root = Path(shutil.copytree(of_dcp, tmp_path / "root"))
+    newer = Path(shutil.copytree(of_dcp / MEGATRON.folder(1), root / MEGATRON.folder(2)))
+    content = {**decode_manifest((newer / MANIFEST).read_bytes(), ""), "version": 2}
+    (newer / MANIFEST).write_bytes(encode_manifest(content))
+    code, out, _ = ckpt(root)
+    assert (
+        code == 2 and "iter_0000001: verified" in out and "iter_0000002: not verified: " in out and "version 2" in out
+    )
+    flip(file_with(root / MEGATRON.folder(1), 2_000_000), 1_000_000)
+    code, out, _ = ckpt(root, "--json")
+    assert code == 1 and [each["state"] for each in json.loads(out)["checkpoints"]] == ["damaged", "unknown"]
 
 
 def test_any_damage_is_found_and_named(saved: Path, ckpt: Ckpt) -> None:

@@ -4,24 +4,27 @@ from __future__ import annotations
 
 import argparse
 import fnmatch
+import logging
 import time
 from bisect import bisect_right
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from ...catalogue.inspection import Inspection, inspect
 from ...catalogue.verification import Damage, Item, verify_items
-from ...errors import CheckpointNotFoundError, first_keys
+from ...errors import CheckpointError, CheckpointNotFoundError, CheckpointUnreadableError, first_keys
 from ...progress import progress_bar
 from ...spelling import closest
 from ...storage.file_system import file_system
 from ...storage.space import amount
-from .app import NO
+from .app import FAILED, NO
 from .checkpoints import find_checkpoint
 from .output import Output
 from .roots import is_whole_root, shown
 from .verified_ranges import VerifiedRanges, state_path
+
+logger = logging.getLogger(__name__)
 
 #: How many damaged places the text names.
 _NAMED = 20
@@ -53,9 +56,24 @@ def run(parsed: argparse.Namespace, output: Output) -> int | None:
         CheckpointNotFoundError: there is no checkpoint, or no key matches.
         CheckpointError: it cannot be verified here.
     """
-    results = [_verify(path, parsed.key, parsed.resume) for path in _paths(parsed.checkpoint)]
-    output.result({"checkpoints": results}, lambda: [line for result in results for line in _lines(result, output)])
-    return NO if any(result["damaged"] for result in results) else None
+    paths, results = _paths(parsed.checkpoint), list[dict[str, Any]]()
+
+    def verified() -> Iterator[dict[str, Any]]:
+        for path in paths:
+            try:
+                results.append(_verify(path, parsed.key, parsed.resume))
+            except CheckpointError as error:
+                if len(paths) == 1:
+                    raise
+                results.append({"path": path, "state": "unknown", "error": str(error), "damaged": []})
+            yield results[-1]
+
+    if output.as_json:
+        deque(verified(), 0)
+    output.result({"checkpoints": results}, lambda: (line for each in verified() for line in _lines(each, output)))
+    if any(result["damaged"] for result in results):
+        return NO
+    return FAILED if any(result["state"] == "unknown" for result in results) else None
 
 
 def _paths(argument: str) -> list[str]:
@@ -84,6 +102,7 @@ def _verify(path: str, pattern: str | None, resume: str | None) -> dict[str, Any
         verify_items(inspection.folder, left, damages.append, done=state.add, progress=progress_bar, shared=False)
     except BaseException:
         state.save()
+        logger.warning("cut off; to continue, add --resume to the command")
         raise
     state.delete()
     nbytes = sum(item.length for item in set(items))
@@ -109,6 +128,7 @@ def _verify(path: str, pattern: str | None, resume: str | None) -> dict[str, Any
                 "keys": names.get(number, []),
                 "offset": None if damage.item is None else damage.item.offset,
                 "length": None if damage.item is None else damage.item.length,
+                "unreadable": isinstance(damage.error, CheckpointUnreadableError),
                 "error": str(damage.error),
             }
             for number, damage in enumerate(damages)
@@ -172,6 +192,9 @@ def _keys_of(inspection: Inspection, damages: Iterable[Damage]) -> dict[int, lis
 def _lines(result: dict[str, Any], output: Output) -> Iterator[str]:
     """The text for one checkpoint."""
     path, damaged = shown(result["path"]), result["damaged"]
+    if "error" in result:
+        yield f"{path}: {output.style('not verified', 'yellow')}: {result['error']}"
+        return
     files = f"{result['files']} file{'s' * (result['files'] != 1)}"
     data = f"{amount(result['bytes'])} in {result['items']} items of {files}"
     if "keys" in result:
@@ -190,7 +213,7 @@ def _lines(result: dict[str, Any], output: Output) -> Iterator[str]:
         yield f"{path}: {output.style('damaged', 'red')}"
         for each in damaged[:_NAMED]:
             keys = f": {first_keys(each['keys'], 5)}" if each["keys"] else ""
-            if each["offset"] is None:
+            if each["offset"] is None or each["unreadable"]:
                 yield f"  {each['error']}{f' Its keys{keys}' if keys else ''}"
             else:
                 yield f"  {each['file']}, bytes {each['offset']} to {each['offset'] + each['length']}{keys}"
