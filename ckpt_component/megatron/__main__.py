@@ -17,6 +17,7 @@ def main() -> None:
     """Install the hooks and run the script as `__main__`."""
     parser = argparse.ArgumentParser(
         prog="python -m ckpt_component.megatron",
+        usage="%(prog)s [--checkpoint-override KEY=VALUE]... SCRIPT ARGUMENTS",  # one line, so that an error has two
         description="Run a Megatron training script with the asynchronous saves of ckpt_component.",
         allow_abbrev=False,
     )
