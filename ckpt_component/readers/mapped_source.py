@@ -10,7 +10,7 @@ import torch
 from ..progress import Progress, no_progress
 from ..state.key_map import KeyMap, RenamedKeys, names_above
 from ..state.paths import key_of
-from .source import Index, Request, Source
+from .source import Index, Request, Source, TensorEntry
 
 
 class MappedSource(Source):
@@ -36,15 +36,18 @@ class MappedSource(Source):
             if entry is None:
                 index.objects[key] = renamed.paths[key]
             else:
-                index.tensors[key] = entry._replace(path=renamed.paths[key])
-        used = {path[:depth] for _, path in index.paths() for depth in range(len(path))}
+                # By position, because `_replace` is slow.
+                index.tensors[key] = TensorEntry(renamed.paths[key], entry.dtype, entry.shape, entry.same_as)
+        parents = {path[:-1] for _, path in index.paths()}
+        used = {parent[:depth] for parent in parents for depth in range(len(parent) + 1)}
         for path, kind in source.index.containers:
             new, is_ignored = renamed.new_path(key_of(path), path) if path else (path, False)
             if not is_ignored and (new in used or kind == "empty"):
                 index.containers.append((new, kind))
-        above = {name for key in self._old for name in names_above(key)}
+        ignored_names = key_map.ignored_names()
+        above = {name for key in self._old for name in names_above(key)} if ignored_names else set()
         #: Names in the target whose values stay as they are.
-        self._ignored = renamed.ignored | {name for name in key_map.ignored_names() if name not in above}
+        self._ignored = renamed.ignored | {name for name in ignored_names if name not in above}
         #: Names in `ignore` that only the target may have.
         self._for_target = frozenset(self._unused)
         renamed.refuse_unused("rename")
@@ -69,7 +72,8 @@ class MappedSource(Source):
 
     def read_tensors(self, requests: Sequence[Request], progress: Progress = no_progress) -> None:
         """Read the tensors under the keys that they are stored with."""
-        stored = [request._replace(key=self._old[request.key]) for request in requests]
+        old = self._old
+        stored = [Request(old[key], into, offsets, address) for key, into, offsets, address in requests]
         self._source.read_tensors(stored, progress)
 
     def read_objects(self, keys: Sequence[str]) -> Mapping[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..errors import CheckpointLoadError, CheckpointTypeError, first_keys
 from ..spelling import closest
-from .paths import Path, key_of
+from .paths import Path, key_of, keys_of
 
 #: Names among which a suggestion for a mistyped one is looked for.
 _MOST_NAMES = 5000
@@ -65,19 +65,20 @@ class KeyMap:
     def ignored_names(self) -> list[str]:
         """The names in `ignore` that have no `*`, as the target has them."""
         names = [name.removesuffix(".") for name, _ in self._ignores if "*" not in name]
-        return [key_of(self.renamed(tuple(name.split(".")))[1]) for name in names]
+        return [key_of(self.renamed(name, tuple(name.split(".")))[1]) for name in names]
 
     def ignoring(self, key: str) -> list[str]:
         """The names in `ignore` that fit a key."""
-        return [name for name, pattern in self._ignores if pattern.match(key)]
+        return [name for name, pattern in self._ignores if pattern.match(key)] if self._ignores else []
 
-    def renamed(self, path: Path) -> tuple[str | None, Path]:
-        """The name in `rename` that fits a path's key, or None; and the new path, with `prefix`."""
-        key = key_of(path)
+    def renamed(self, key: str, path: Path) -> tuple[str | None, Path]:
+        """The name in `rename` that fits a key, or None; and the new path, with `prefix`."""
         for old, pattern, texts in self._renames:
             match = pattern.match(key)
             if match is not None:
-                new = "".join(map("".join, zip(texts, (*match.groups(), ""), strict=True)))
+                new = texts[0]
+                if len(texts) > 1:
+                    new = "".join(map("".join, zip(texts, (*match.groups(), ""), strict=True)))
                 return old, self._below_prefix(_moved(path, match.end(), new))
         return None, self._below_prefix(path)
 
@@ -111,9 +112,9 @@ class RenamedKeys:
         self.paths: dict[str, Path] = {}
         self.ignored: set[str] = set()
         self.unused = key_map.names
-        for old, path in paths:
-            new, is_ignored = self.new_path(old, path)
-            key = key_of(new)
+        moved = [self.new_path(old, path) for old, path in paths]
+        keys = keys_of([new for new, _ in moved])
+        for (old, _), (new, is_ignored), key in zip(paths, moved, keys, strict=True):
             if is_ignored:
                 self.ignored.add(key)
                 continue
@@ -132,9 +133,10 @@ class RenamedKeys:
     def new_path(self, key: str, path: Path) -> tuple[Path, bool]:
         """A value's new path, and whether it is ignored."""
         ignoring = self._key_map.ignoring(key)
-        old, new = self._key_map.renamed(path)
-        for name in ignoring or filter(None, [old]):
-            self.unused.pop(name, None)
+        old, new = self._key_map.renamed(key, path)
+        if self.unused:
+            for name in ignoring or (() if old is None else (old,)):
+                self.unused.pop(name, None)
         return new, bool(ignoring)
 
     def refuse_unused(self, argument: str | None = None) -> None:
@@ -192,7 +194,8 @@ def _moved(path: Path, end: int, new: str) -> Path:
         end -= len(rest) + 1
         depth, rest = depth + 1, str(path[depth + 1])
     rest, below = rest[end:], path[depth + 1 :]
-    head = ".".join(filter(None, (new, rest.removeprefix("."))))
+    tail = rest[1:]  # after a dot
+    head = f"{new}.{tail}" if new and tail else new or tail
     if not head:
         return below
     return (*head.split(".", -1 if below and not rest else depth), *below)
