@@ -118,7 +118,7 @@ def build_manager(
     job_root = root if job is None else job.root(root)
     fs, policy, timeouts = _file_system(settings), _policy(settings), _timeouts(settings)
     names, best = NAMINGS[settings.naming.value], _best(settings)
-    checkpointer, restorer = None, None
+    checkpointer, restorer, exports = None, None, None
     ranks: Coordinator = LocalCoordinator()
     run = RunContext(fs, os.path.abspath(job_root), names, ranks, timeouts, best)
     if settings.enabled:
@@ -142,7 +142,9 @@ def build_manager(
             run = RunContext(fs, root, names, ranks, timeouts, best, events)
             keep = RetentionPolicy(settings.keep.last, settings.keep.every_steps)
             files = {RUN_RECORD: _run_record(config, overrides)} if ranks.is_leader else {}
-            folder = RunFolder(run, resume, keep, files)
+            if export is not None and save.enabled and ranks.is_leader:
+                exports = BackgroundExports(export)
+            folder = RunFolder(run, resume, keep, files, tuple if exports is None else exports.in_use)
             if save.enabled:
                 folder.check_writable()
             checkpointer = _build_graph(settings, parts, ranks, fs, timeouts, policy, events, folder)
@@ -150,7 +152,6 @@ def build_manager(
         except BaseException:
             ranks.close()
             raise
-    exports = BackgroundExports(export) if export is not None and save.enabled and ranks.is_leader else None
     manager = CheckpointManager(checkpointer, run, save, restorer, settings.overlap.value, exports)
     record(manager)
     return manager

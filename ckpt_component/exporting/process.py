@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import signal
 import sys
 import threading
@@ -48,5 +49,6 @@ def main(job: str) -> None:
 
 
 def _leave_with_parent() -> None:
-    sys.stdin.buffer.read()
+    while os.read(0, 1):  # not sys.stdin, whose lock this thread would hold when the interpreter exits
+        pass
     signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGALRM)

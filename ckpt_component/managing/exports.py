@@ -68,6 +68,7 @@ class BackgroundExports(CheckpointListener):
         self._policy = policy
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
+        self._running: str | None = None
         self._waiting: str | None = None
         self._newest: str | None = None
         self._requested: str | None = None
@@ -79,6 +80,11 @@ class BackgroundExports(CheckpointListener):
         every = self._policy.every_steps
         if every is not None and report.step is not None and report.step % every == 0:
             self._request(report.path)
+
+    def in_use(self) -> set[str]:
+        """The checkpoints that are or will be exported, which must not be deleted."""
+        with self._lock:
+            return {path for path in (self._running, self._waiting) if path is not None}
 
     def end(self, *, finish: bool) -> None:
         """Export the newest checkpoint and wait for it, or end the export that runs. Bounded by its deadline.
@@ -104,6 +110,7 @@ class BackgroundExports(CheckpointListener):
         with self._lock:
             self._requested = path
             if self._thread is None:
+                self._running = path
                 self._thread = threading.Thread(target=self._run, args=(path,), name="ckpt-export", daemon=True)
                 self._thread.start()
                 return
@@ -119,7 +126,8 @@ class BackgroundExports(CheckpointListener):
             except (CheckpointError, OSError, ValueError) as error:
                 logger.warning("%s was not exported, and the run continues: %s", path, error)
             with self._lock:
-                path, self._waiting = self._waiting, None
+                path = self._running = self._waiting
+                self._waiting = None
                 if path is None:
                     self._thread = None
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 from ..errors import CheckpointConfigError, CheckpointError, CheckpointExistsError, CheckpointSaveError
@@ -40,6 +40,7 @@ class RunFolder:
         resume: where the run begins, and whether it may retire the steps that follow.
         keep: which checkpoints to keep.
         files: small files that rank 0 adds to every checkpoint, by name.
+        in_use: returns the paths of checkpoints that must not be deleted now.
 
     Attributes:
         ownership: fencing token of the folder; the first save acquires it.
@@ -49,7 +50,12 @@ class RunFolder:
     """
 
     def __init__(
-        self, run: RunContext, resume: ResumePolicy, keep: RetentionPolicy, files: Mapping[str, bytes] | None = None
+        self,
+        run: RunContext,
+        resume: ResumePolicy,
+        keep: RetentionPolicy,
+        files: Mapping[str, bytes] | None = None,
+        in_use: Callable[[], Collection[str]] = tuple,
     ) -> None:
         self.run = run
         self.files = files or {}
@@ -58,6 +64,7 @@ class RunFolder:
         self.settled = False
         self.manifest_fields: Mapping[str, Any] = {"run": run.events.run, "resumed_from": None}
         self._keep = keep
+        self._in_use = in_use
         self._root = run.root
 
     def check_writable(self) -> None:
@@ -146,7 +153,8 @@ class RunFolder:
             scan = run.scan(warns=True)
             best = [] if run.best is None else run.best_of(scan)[: run.best.last]
             self._warn_if_never_best(step, scan)
-            for old in self._keep.to_delete(scan.committed, best):
+            in_use = {self._step_of(path) for path in self._in_use()}  # after a later save, they are deleted too
+            for old in self._keep.to_delete(scan.committed, [*best, *in_use]):
                 logger.info("deleting the checkpoint of step %d (checkpoint.keep)", old)
                 discard(run.fs, run.path_of(old))
                 run.note("delete", old, run.path_of(old))

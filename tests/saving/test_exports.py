@@ -30,8 +30,11 @@ def run(folder: Path, *overrides: str, steps: int = 4, fails: bool = False) -> A
     return manager
 
 
-def test_the_last_checkpoint_is_exported_when_the_run_ends(tmp_path: Path) -> None:
+def test_the_last_checkpoint_is_exported_when_the_run_ends(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
     run(tmp_path / "run", "format=hf", "dtype=bfloat16", steps=2)
+    assert not caplog.records and not capfd.readouterr().err  # the process ends without a word
     exports = tmp_path / "run" / "exports"
     assert os.listdir(exports) == ["iter_0000002"]
     weights = load_file(exports / "iter_0000002" / "model.safetensors")
@@ -104,3 +107,17 @@ def test_a_wrong_setting_is_refused_before_training(override: str, text: str, tm
         run(tmp_path / "run", "format=hf", override)
     assert text in str(error.value)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_checkpoint_is_kept_until_it_is_exported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even if the process is so slow that `keep` would have deleted it before it was opened."""
+    monkeypatch.setenv("CKPT_FAILPOINT", "make_folder:process=export:nth=1:action=sleep:1")
+    monkeypatch.setenv("CKPT_FAILPOINT_LOG", str(tmp_path / "log"))
+    model, root = torch.nn.Linear(2, 2), tmp_path / "run"
+    overrides = ["checkpoint.save.every_steps=1", "checkpoint.keep.last=1", "checkpoint.export.format=safetensors"]
+    with build_manager("sync", [*overrides, "checkpoint.export.every_steps=1"], dir=root) as manager:
+        manager.save(1, {"model": model})
+        manager.wait()  # the listeners know of it
+        manager.save(2, {"model": model})
+        assert manager.steps() == [1, 2]
+    assert sorted(os.listdir(root / "exports")) == ["iter_0000001.safetensors", "iter_0000002.safetensors"]
