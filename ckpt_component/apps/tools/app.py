@@ -11,6 +11,7 @@ import logging
 import os
 import signal
 import sys
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from typing import Any
 from ... import __version__
 from ...errors import CheckpointError
 from ...spelling import closest
-from .output import Output
+from .output import WIDTH, Output
 
 #: Exit codes: the answer is no (damaged, different, a check failed); the command could not do its work.
 NO, FAILED = 1, 2
@@ -110,6 +111,7 @@ def parser_of(complete: Sequence[str]) -> argparse.ArgumentParser:
         if name not in complete:
             continue
         _module(name).add_arguments(command)
+        command.description = textwrap.fill(str(command.description), WIDTH)  # the formatter keeps lines as they are
         command.add_argument("--json", action="store_true", help="print the result as JSON")
         command.add_argument("-v", "--verbose", action="count", default=0, help="log more; -vv for everything")
         command.add_argument("-q", "--quiet", action="store_true", help="log errors only, and show no progress")

@@ -54,5 +54,5 @@ def _complete_paths(parser: argparse.ArgumentParser) -> None:
         if isinstance(action, argparse._SubParsersAction):
             for command in action.choices.values():
                 _complete_paths(command)
-        elif action.type is Path or action.metavar in ("ROOT", "CKPT", "FOLDER"):
+        elif action.type is Path or action.metavar in ("ROOT", "CKPT", "CKPT|ROOT", "SRC", "DST", "FOLDER"):
             action.complete = shtab.FILE  # type: ignore[attr-defined]
