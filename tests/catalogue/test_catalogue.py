@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import warnings
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,10 +24,13 @@ from ckpt_component import (
 )
 from ckpt_component.catalogue import Catalogue, open_catalogue
 from ckpt_component.catalogue.archive import STORAGE_DTYPES
+from ckpt_component.catalogue.own import entries_of
+from ckpt_component.catalogue.rank_index import RankIndex, item_columns
 from ckpt_component.state.dtypes import SAFETENSORS, WIDTHS
 from ckpt_component.state.flatten import flatten
 from ckpt_component.state.paths import key_of
 from ckpt_component.storage.checksum import find_checksum
+from ckpt_component.storage.manifest import decode_manifest, encode_manifest
 
 
 def state() -> dict[str, Any]:
@@ -186,3 +190,66 @@ def test_says_what_is_wrong(tmp_path: Path) -> None:
     (path / "integrity-0.json").write_bytes(b"{}")
     with pytest.raises(CheckpointCorruptError, match=r"integrity-0\.json"):
         open_catalogue(path)
+
+
+def of_rank(rank: int, offsets: tuple[int, int], shape: tuple[int, int], whole: tuple[int, int] = (4, 3)) -> RankIndex:
+    """What a rank wrote of a tensor that is spread over ranks."""
+    nbytes = 4 * shape[0] * shape[1]
+    items = item_columns([[0, 0, nbytes, 0, "float32", list(shape)]], [rank], [f"__{rank}_0.distcp"], [nbytes])
+    return RankIndex("crc32", items, [], [("w",)], [0], [(whole, offsets)], [], [])
+
+
+def test_parts_of_several_ranks_make_up_a_tensor() -> None:
+    entry = entries_of("x", [of_rank(0, (0, 0), (1, 3)), of_rank(1, (1, 0), (3, 3))])["w"]
+    assert (entry.shape, entry.nbytes) == ((4, 3), 48)
+    places = [(piece.file, piece.offsets, piece.shape, piece.checksum) for piece in entry.pieces]
+    assert places == [("__0_0.distcp", (0, 0), (1, 3), 0), ("__1_0.distcp", (1, 0), (3, 3), 1)]
+
+
+@pytest.mark.parametrize(
+    ("second", "text"),
+    [
+        (of_rank(1, (2, 0), (2, 3)), "has a hole"),
+        (of_rank(1, (0, 0), (4, 3)), "has a hole|overlap"),
+        (of_rank(1, (1, 0), (3, 3), whole=(5, 3)), "on one rank"),
+    ],
+)
+def test_parts_that_contradict_each_other(second: RankIndex, text: str) -> None:
+    with pytest.raises(CheckpointCorruptError, match=text):
+        entries_of("x", [of_rank(0, (0, 0), (1, 3)), second])
+
+
+def test_one_file_per_rank_is_listed_below_the_ranks(tmp_path: Path) -> None:
+    path = of_writer("torch_save", state)(tmp_path)
+    for name in ("checkpoint_{}.pt", "integrity-{}.json"):
+        content = (path / name.format(0)).read_bytes().replace(b"checkpoint_0.pt", b"checkpoint_1.pt")
+        (path / name.format(1)).write_bytes(content)
+    manifest = decode_manifest((path / "manifest.json").read_bytes(), "x")
+    manifest["world_size"] = 2
+    for entry in [*manifest["files"]]:
+        if "0" in entry["name"]:
+            name = entry["name"].replace("0", "1")
+            crc = {"crc32": zlib.crc32((path / name).read_bytes())} if "crc32" in entry else {}
+            manifest["files"].append({**entry, "name": name, **crc})
+    (path / "manifest.json").write_bytes(encode_manifest(manifest))
+    entries = open_catalogue(path).entries
+    assert entries["rank_00001.model.weight"].path == ("rank_00001", "model", "weight")
+    assert entries["rank_00000.model.weight"].pieces[0].file == "checkpoint_0.pt"
+
+
+def test_megatron_has_sharded_and_common_values(tmp_path: Path) -> None:
+    path = stock_dcp(tmp_path)
+    (path / "metadata.json").write_text("{}")
+    torch.save({"args": {"lr": 0.1}, "iteration": 30}, path / "common.pt")
+    catalogue = open_catalogue(path)
+    assert (catalogue.format, catalogue.step, catalogue.world_size) == ("megatron", 30, 1)
+    assert catalogue.entries["model.weight"].kind == "tensor"
+    assert catalogue.entries["args.lr"].path == ("args", "lr")
+
+
+def test_files_committed_by_manifest(tmp_path: Path) -> None:
+    checkpointer = build_checkpointer("sync", overrides=["checkpoint.commit=manifest"])
+    checkpointer.save(state(), tmp_path / "iter_0000001")
+    catalogue = open_catalogue(tmp_path / "iter_0000001")
+    assert Path(catalogue.folder).parent == tmp_path / "iter_0000001"
+    check_sums(catalogue)

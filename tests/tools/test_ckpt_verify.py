@@ -137,7 +137,7 @@ def test_only_some_keys(one: Path, ckpt: Ckpt) -> None:
     assert ckpt(one, "--key", "model.small")[0] == 0
     assert ckpt(one, "--key", "model")[0] == 1
     code, _, err = ckpt(one, "--key", "model.wieght")
-    assert code == 2 and "did you mean model.weight?" in err
+    assert code == 2 and "did you mean 'model.weight'?" in err
     file_with(one, 2_000_000).unlink()
     assert ckpt(one, "--key", "model.weight")[0] == 1
 

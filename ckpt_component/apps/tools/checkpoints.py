@@ -181,9 +181,9 @@ def find_root(argument: str) -> Root:
     """
     path, fs = _absolute(argument), file_system(durable=True)
     if not os.path.isdir(path):
-        raise CheckpointNotFoundError(
-            f"{path} {'is not a folder' if os.path.lexists(path) else 'does not exist'}{_typo(path)}"
-        )
+        if os.path.lexists(path):
+            raise CheckpointNotFoundError(f"{path} is not a folder; name a folder of checkpoints.")
+        raise CheckpointNotFoundError(f"{path} does not exist{_typo(path)}")
     root = Root(fs, path)
     if not root.scans and is_checkpoint(fs, path):
         raise CheckpointNotFoundError(

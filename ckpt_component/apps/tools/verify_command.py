@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import fnmatch
 import logging
 import time
 from bisect import bisect_right
@@ -13,13 +12,12 @@ from typing import Any
 
 from ...catalogue.inspection import Inspection, inspect
 from ...catalogue.verification import Damage, Item, verify_items
-from ...errors import CheckpointError, CheckpointNotFoundError, CheckpointUnreadableError, first_keys
+from ...errors import CheckpointError, CheckpointUnreadableError, first_keys
 from ...progress import progress_bar
-from ...spelling import closest
 from ...storage.file_system import file_system
 from ...storage.space import amount
 from .app import FAILED, NO
-from .checkpoints import find_checkpoint
+from .checkpoints import find_checkpoint, matching_keys
 from .output import Output
 from .roots import is_whole_root, shown
 from .verified_ranges import VerifiedRanges, state_path
@@ -138,19 +136,12 @@ def _verify(path: str, pattern: str | None, resume: str | None) -> dict[str, Any
 
 def _matching(inspection: Inspection, pattern: str) -> tuple[set[str], Callable[[Item], bool]]:
     """The keys that match a pattern, or are below it, and whether an item has bytes of one."""
-    keys: set[str] = set()
-    names: set[str] = set()
+    stored = [*inspection.stored_keys()]
+    keys = set(matching_keys([*dict.fromkeys(key for key, *_ in stored)], pattern, inspection.path))
     places: dict[str, list[tuple[int, int]]] = defaultdict(list)
-    for key, file, start, end in inspection.stored_keys():
-        names.add(key)
-        if key == pattern or fnmatch.fnmatchcase(key, pattern) or key.startswith(f"{pattern}."):
-            keys.add(key)
+    for key, file, start, end in stored:
+        if key in keys:
             places[file].append((start, end))
-    if not keys:
-        near = closest(pattern, names)
-        raise CheckpointNotFoundError(
-            f"{inspection.path} has no key that matches '{pattern}'" + (f"; did you mean {near}?" if near else ".")
-        )
     overlapping = _overlaps(places)
     return keys, lambda item: bool(next(overlapping(item), None) is not None)
 
