@@ -154,6 +154,11 @@ def test_a_move_is_a_rename_and_the_pointers_follow(root: Path, tmp_path: Path, 
     assert (tmp_path / "other" / MEGATRON.folder(7)).stat().st_ino == node
     assert steps(root) == [1, 2] and read_pointer(FsOps(), str(root), MEGATRON) == 2
     assert read_pointer(FsOps(), str(tmp_path / "other"), MEGATRON) == 7
+    (tmp_path / "other" / MEGATRON.pointer).unlink()  # as if it had been cut off here
+    for source in (f"{root}@3", root / MEGATRON.folder(3)):
+        code, _, err = ckpt("mv", source, f"{tmp_path}/other@7")
+        assert code == 2 and f"{MEGATRON.folder(7)} is there, perhaps moved before" in err
+        assert read_pointer(FsOps(), str(tmp_path / "other"), MEGATRON) == 7
 
 
 def test_a_move_to_another_file_system_ends_after_it_was_cut_off(root: Path, ckpt: Ckpt) -> None:

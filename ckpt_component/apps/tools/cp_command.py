@@ -11,7 +11,7 @@ from ...storage.file_system import file_system
 from ...storage.space import amount
 from .checkpoints import find_checkpoint, is_checkpoint
 from .output import Output
-from .roots import destination, file_system_of, is_whole_root, place_of, shown, tree_bytes, typed_errors
+from .roots import destination, file_system_of, is_whole_root, place_of, point_to, shown, tree_bytes, typed_errors
 from .transfer import Transfer
 
 _MOVED = {False: ("copied", "would copy"), True: ("moved", "would move")}
@@ -64,10 +64,28 @@ def source_path(argument: str, *, moves: bool) -> str:
     return checkpoint.path
 
 
+def _finish_rename(parsed: argparse.Namespace, error: CheckpointNotFoundError) -> None:
+    """Do what is left of a move that was cut off after its rename, and say that it was done, if it seems so."""
+    fs = file_system(durable=True)
+    _, at, step = parsed.source.rpartition("@")
+    source = place_of(os.path.expanduser(parsed.source))
+    if at and step.isdecimal():
+        source = destination(fs, parsed.source, source)
+    target = destination(fs, parsed.target, source)
+    if target.path != source.path and is_checkpoint(fs, target.path) and os.path.isdir(target.path):
+        point_to(fs, target)
+        raise CheckpointNotFoundError(f"{error} {target.path} is there, perhaps moved before.") from error
+
+
 def transfer(parsed: argparse.Namespace, output: Output, *, moves: bool) -> None:
     """Run `cp` or `mv`."""
-    source = place_of(source_path(parsed.source, moves=moves))
     fs = file_system(durable=True)
+    try:
+        source = place_of(source_path(parsed.source, moves=moves))
+    except CheckpointNotFoundError as error:
+        if moves:
+            _finish_rename(parsed, error)
+        raise
     target = destination(fs, parsed.target, source)
     fs = file_system_of(target.root)
     if parsed.commit is not None:
