@@ -8,7 +8,6 @@ requested nevertheless (`MADV_COLLAPSE`).
 from __future__ import annotations
 
 import errno
-import logging
 import mmap
 import os
 from concurrent.futures import ThreadPoolExecutor
@@ -16,8 +15,6 @@ from concurrent.futures import ThreadPoolExecutor
 from . import libc
 from .libc import MADV_POPULATE_WRITE
 from .libc import address_of as address_of
-
-logger = logging.getLogger(__name__)
 
 #: Alignment of direct I/O: addresses, offsets and lengths.
 PAGE = 4096

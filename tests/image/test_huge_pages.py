@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from ckpt_component.image import arena as arena_of_images
 from ckpt_component.image.arena import Arena
 from ckpt_component.memory import huge_pages, libc, scratch
 from ckpt_component.memory.huge_pages import HUGE_PAGE, address_of, make_huge, map_shared
@@ -165,7 +166,7 @@ def test_without_huge_pages_an_arena_has_small_ones_and_says_so(
         return code if refuses else 0
 
     monkeypatch.setattr(huge_pages, "advise", advise)
-    caplog.set_level(logging.INFO, logger=huge_pages.__name__)
+    caplog.set_level(logging.INFO, logger=arena_of_images.__name__)
     arena = Arena(SIZE, shared=True)
     try:
         arena.memory[:] = DATA

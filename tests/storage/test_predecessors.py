@@ -141,7 +141,7 @@ def test_a_run_whose_files_its_successor_deleted_learns_that_it_was_fenced(
             old.save(2, STATE)
         assert old.steps() == [1, 3]
     assert sorted(os.listdir(tmp_path)) == sorted(
-        [".ckpt-owner.json", "iter_0000001", "iter_0000003", MEGATRON.pointer]
+        [".ckpt-owner.json", "events", "iter_0000001", "iter_0000003", MEGATRON.pointer]
     )
 
 
