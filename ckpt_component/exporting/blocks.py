@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from ..catalogue import Catalogue, Entry, Piece
 from ..errors import CheckpointCorruptError, CheckpointLoadError
 from ..state.dtypes import WIDTHS
-from ..storage.checksum import ChecksumMissingError, find_checksum, install_text
+from ..storage.checksum import Checksum, ChecksumMissingError, find_checksum, install_text
 from ..storage.file_set import FileSet
 
 #: Bytes of a block; a few blocks are all the memory that an export needs.
@@ -40,8 +40,8 @@ class TensorBlocks:
         try:
             for name in dict.fromkeys(piece.file for entry in entries for piece in entry.pieces):
                 self._files.descriptor(name)
-            for kind in {piece.checksum_kind for entry in entries for piece in entry.pieces} - {None}:
-                _check_installed(catalogue.path, str(kind))
+            kinds = {piece.checksum_kind for entry in entries for piece in entry.pieces}
+            self._checksums = {kind: _installed(catalogue.path, kind) for kind in kinds if kind is not None}
         except BaseException:
             self.close()
             raise
@@ -89,7 +89,9 @@ class TensorBlocks:
 
     def _stream(self, entry: Entry, piece: Piece, nbytes: int | None = None) -> _Stream:
         nbytes = WIDTHS[entry.dtype] * math.prod(piece.shape) if nbytes is None else nbytes
-        return _Stream(self._files, piece, nbytes, f"'{entry.key}' in {os.path.join(self._folder, piece.file)}")
+        what = f"'{entry.key}' in {os.path.join(self._folder, piece.file)}"
+        checksum = None if piece.checksum_kind is None else self._checksums[piece.checksum_kind]
+        return _Stream(self._files, piece, nbytes, what, checksum)
 
     def close(self) -> None:
         """Close the files."""
@@ -115,12 +117,12 @@ def open_blocks(catalogue: Catalogue, tensors: Sequence[Entry], objects: Sequenc
 class _Stream:
     """Reads the payload of one item from its beginning to its end, and then compares the checksum of the item."""
 
-    def __init__(self, files: FileSet, piece: Piece, nbytes: int, what: str) -> None:
+    def __init__(self, files: FileSet, piece: Piece, nbytes: int, what: str, checksum: Checksum | None) -> None:
         self._files = files
         self._piece = piece
         self._what = what
         self._position = piece.offset
-        self._checksum = None if piece.checksum is None else find_checksum(piece.checksum_kind).stream()
+        self._checksum = None if checksum is None else checksum.stream()
         self._read(memoryview(bytearray((piece.payload or piece.offset) - piece.offset)))
         #: Bytes of the payload that are still to be read.
         self.left = nbytes
@@ -193,9 +195,9 @@ class _Part:
                 position += run
 
 
-def _check_installed(path: str, kind: str) -> None:
+def _installed(path: str, kind: str) -> Checksum:
     try:
-        find_checksum(kind)
+        return find_checksum(kind)
     except ChecksumMissingError as error:
         raise CheckpointLoadError(
             f"{path} was saved with the checksum {kind}, whose package is not installed here: {install_text(kind)}."

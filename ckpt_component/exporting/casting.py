@@ -5,6 +5,7 @@ By numpy if it is installed, because torch alone needs 200 MB of memory and seco
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -37,6 +38,7 @@ def cast_dtype(source: str, target: str | None) -> str:
     return target if target is not None and source in FLOATS else source
 
 
+@functools.cache
 def caster(source: str, target: str) -> Cast | None:
     """The function that converts a block of whole elements; None: nothing to do."""
     if source == target:

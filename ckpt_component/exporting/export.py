@@ -37,6 +37,8 @@ logger = logging.getLogger(__name__)
 
 FORMATS = ("hf", "safetensors", "torch")
 MAX_SHARD_BYTES = 5_000_000_000
+#: So often the disk is made to begin with what was written.
+_FLUSH_BYTES = 32 << 20
 
 
 @dataclass(frozen=True)
@@ -242,7 +244,7 @@ def _commit(fs: FsOps, attempt: Attempt, *, replace: bool) -> None:
 
 def _write_file(fs: FsOps, path: str, file: File, blocks: TensorBlocks, done: Any) -> None:
     checksum = find_checksum("crc32")
-    sums = []
+    sums, flushed = [], 0
     fd = fs.create(path, file.end)
     try:
         for position, data in file.constants:
@@ -256,7 +258,9 @@ def _write_file(fs: FsOps, path: str, file: File, blocks: TensorBlocks, done: An
                 fs.write(fd, [converted], position)
                 position += len(converted)
                 done(len(converted))
-            fs.start_writeback(fd, start, position - start)
+            if position - flushed >= _FLUSH_BYTES:
+                fs.start_writeback(fd, flushed, position - flushed)
+                flushed = position
             sums.append(crc.value())
         if file.closing is not None:
             fs.write(fd, [memoryview(file.closing(sums))], file.end)
