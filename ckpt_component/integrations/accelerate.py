@@ -14,31 +14,47 @@ import re
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 try:
     from accelerate import Accelerator, DistributedType
 except ImportError as error:
     raise ImportError(
-        f"ckpt_component.integrations.accelerate needs accelerate ({error}): pip install 'ckpt_component[accelerate]'"
+        f"ckpt_component.integrations.accelerate needs accelerate ({error}): pip install 'accelerate>=1.1'"
     ) from error
 
 from ..checkpointer import Checkpointer
 from ..config.following import deadlines
-from ..config.resolve import resolve_config
 from ..config.schema import Checkpoint
-from ..errors import CheckpointConfigError, CheckpointNotFoundError, CheckpointTypeError
+from ..errors import (
+    CheckpointConfigError,
+    CheckpointCorruptError,
+    CheckpointNotFoundError,
+    CheckpointTypeError,
+    CheckpointUnreadableError,
+)
 from ..factory import build_checkpointer
+from ..formats.files import FilesWriter
 from ..managing.restore import wait_for_writers
 from ..options import Verify
-from ..storage.cleanup import discard, sweep
+from ..storage.cleanup import discard, quarantine, sweep
 from ..storage.file_system import file_system
 from ..storage.names import HUGGINGFACE
-from .file_capture import FileCapture, files_writer
+from .file_capture import FileCapture
+from .settings import settings_of
 
 logger = logging.getLogger(__name__)
 
 _NUMBERED = re.compile(r"checkpoint_(\d+)")
+_DECIDED = {
+    "checkpoint.dir": "use save_state(folder), or ProjectConfiguration(project_dir=...)",
+    "checkpoint.naming": "Accelerate names its folders checkpoint_<number>",
+    "checkpoint.save": "call save_state when you want a checkpoint",
+    "checkpoint.keep": "use ProjectConfiguration(total_limit=...)",
+    "checkpoint.resume": "use load_state(folder)",
+    "checkpoint/writer": "the files are those of Accelerate",
+}
 
 
 def save_in_background(
@@ -70,10 +86,9 @@ def save_in_background(
         )
     if "save_state" in vars(accelerator):
         raise CheckpointConfigError("save_in_background was called for this accelerator already; call it once.")
-    settings = resolve_config(checkpoint, overrides)
+    settings = settings_of(checkpoint, overrides, _DECIDED, FilesWriter)
     if not settings.enabled:
         return None
-    settings.writer = files_writer(settings.writer)
     states = _BackgroundStates(accelerator, build_checkpointer(settings), settings)
     accelerator.save_state, accelerator.load_state = states.save_state, states.load_state
     accelerator.end_training = states.end_training
@@ -98,15 +113,15 @@ class _BackgroundStates:
         """Like `Accelerator.save_state`; returns when the state may change. The folder must be new."""
         project = self._accelerator.project_configuration
         numbered, limit = project.automatic_checkpoint_naming, project.total_limit
-        path = self._numbered(project.iteration) if numbered else os.path.abspath(_given(output_dir))
+        path = self._numbered(project.iteration) if numbered else _given(output_dir)
         optimizers = self._accelerator._optimizers[self._guarded :]
         self._guarded += len(optimizers)
         if optimizers:
             self.checkpointer.guard(optimizers)
         if self._accelerator.is_main_process:
-            for name in sweep(self._fs, os.path.dirname(path), HUGGINGFACE):
+            for name in sweep(self._fs, os.path.dirname(os.path.abspath(path)), HUGGINGFACE):
                 logger.info("deleted %s, which a dead run left", name)
-        project.automatic_checkpoint_naming = False  # the original saves where it is told
+        project.automatic_checkpoint_naming = False  # so that it saves to the folder that it is given
         try:
             files = self._capture.files_of(lambda folder: self._save(folder, *args, **options), os.path.basename(path))
         finally:
@@ -121,21 +136,29 @@ class _BackgroundStates:
         return path
 
     def load_state(self, input_dir: Any = None, *args: Any, **options: Any) -> None:
-        """Like `Accelerator.load_state`, once all saves are committed; verifies the checksums first."""
+        """Like `Accelerator.load_state`, once all saves are committed; verifies the checksums first.
+
+        Without a folder it loads the newest numbered checkpoint, and the next save has the next number.
+        A damaged one is set aside, and the one before is loaded.
+
+        Raises:
+            CheckpointNotFoundError: there is no numbered checkpoint.
+            CheckpointCorruptError: the checkpoint is damaged, and there is no other to load.
+        """
         self.checkpointer.wait()
-        numbered = input_dir is None and self._accelerator.project_configuration.automatic_checkpoint_naming
+        project = self._accelerator.project_configuration
+        numbered = input_dir is None and project.automatic_checkpoint_naming
         path = self._numbered(0) if numbered else os.path.abspath(_given(input_dir))
         wait_for_writers(self._fs, os.path.dirname(path), HUGGINGFACE, self._settings.timeouts.close)
+        times = deadlines(self._settings)
+        deadline = time.monotonic() + times["stage"] + times["write"]
+        choose = self._newest_whole if numbered else partial(self._verify, path)
+        number = self.checkpointer.ranks.meet("load_state", None, lambda _: choose(), deadline)
         if numbered:
-            numbers = self._numbers()
-            if not numbers:
-                raise CheckpointNotFoundError(f"There is no checkpoint_<number> in {os.path.dirname(path)}.")
-            path = self._numbered(numbers[-1])
-        if self._settings.verify is not Verify.off and os.path.isdir(path):
-            times = deadlines(self._settings)
-            deadline = time.monotonic() + times["stage"] + times["write"]
-            self.checkpointer.ranks.meet("load_state", None, lambda _: self.checkpointer.verify(path), deadline)
+            path = self._numbered(number)
         self._load(path, *args, **options)
+        if numbered:
+            project.iteration = number + 1
 
     def end_training(self) -> None:
         """Finish the saves, then do what `Accelerator.end_training` does."""
@@ -149,14 +172,35 @@ class _BackgroundStates:
         names = self._fs.names(os.path.dirname(self._numbered(0)))
         return sorted(int(match[1]) for match in map(_NUMBERED.fullmatch, names) if match)
 
+    def _verify(self, path: str) -> None:
+        if self._settings.verify is not Verify.off and os.path.isdir(path):
+            self.checkpointer.verify(path)
+
+    def _newest_whole(self) -> int:
+        """On the leading rank: the number of the newest checkpoint that is not damaged."""
+        numbers = self._numbers()
+        if not numbers:
+            raise CheckpointNotFoundError(f"There is no checkpoint_<number> in {os.path.dirname(self._numbered(0))}.")
+        for number in reversed(numbers):
+            try:
+                self._verify(self._numbered(number))
+            except CheckpointCorruptError as error:
+                if number == numbers[0] or isinstance(error, CheckpointUnreadableError):
+                    raise
+                kept = quarantine(self._fs, self._numbered(number))
+                logger.error("%s It is now kept as %s, and an older checkpoint is loaded.", error, kept)
+            else:
+                break
+        return number
+
     def _delete_old(self, limit: int) -> None:
         for number in self._numbers()[: -max(limit, 1)]:
             discard(self._fs, self._numbered(number))
 
 
-def _given(folder: Any) -> Any:
+def _given(folder: Any) -> str:
     if folder is None:
         raise CheckpointConfigError(
             "Name the folder of the checkpoint, or use ProjectConfiguration(automatic_checkpoint_naming=True)."
         )
-    return folder
+    return os.path.expanduser(folder)

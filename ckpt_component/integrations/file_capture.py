@@ -7,14 +7,12 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import fields
 from typing import Any
 
 import safetensors.torch
 import torch
 
 from ..errors import CheckpointStageError
-from ..formats.files import FilesWriter
 
 #: Dicts with fewer bytes of tensors, such as the state of a scheduler, are written by `torch.save` itself.
 _LARGE_BYTES = 64 << 10
@@ -66,7 +64,7 @@ class FileCapture:
         torch_save, save_file = torch.save, self._save_file
 
         def name_of(path: Any) -> str | None:
-            """The name of a file in the folder, or None: other threads may write elsewhere in the meantime."""
+            """The name of a file in the folder, or None: other threads may write elsewhere at the same time."""
             parent, name = os.path.split(os.fspath(path)) if isinstance(path, (str, os.PathLike)) else ("", "")
             return name if parent == folder else None
 
@@ -91,13 +89,6 @@ class FileCapture:
             stack.callback(setattr, torch, "save", torch_save)
             torch.save = keep_archive  # type: ignore[assignment]
             yield files
-
-
-def files_writer(writer: Mapping[str, Any]) -> dict[str, Any]:
-    """The config of a `FilesWriter` with the options of another writer's, such as `workers`."""
-    options = {field.name for field in fields(FilesWriter)}
-    target = f"{FilesWriter.__module__}.{FilesWriter.__name__}"
-    return {"_target_": target, **{key: value for key, value in writer.items() if key in options}}
 
 
 def _tensor_bytes(value: Any) -> int:

@@ -6,27 +6,32 @@ import logging
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
 from functools import partial
 from typing import Any
 
 from ..checkpointer import Checkpointer
-from ..config.resolve import resolve_config
-from ..config.schema import WriterPart
 from ..errors import CheckpointConfigError, CheckpointError, CheckpointTypeError
 from ..factory import build_checkpointer
-from ..formats.torch_file import file_state
+from ..formats.torch_file import TorchFileWriter, file_state
 from ..readers.foreign.torch_file import verify_torch_file
 from ..saving.in_flight import PendingSave
 from ..storage.cleanup import sweep
 from ..storage.file_system import file_system
 from ..storage.names import MEGATRON
 from .lightning_package import part
+from .settings import settings_of
 
 logger = logging.getLogger(__name__)
 
-#: Keys that do nothing here: the path comes from ModelCheckpoint, and the format is Lightning's.
-_UNUSED = ("dir", "naming", "save", "keep", "resume", "rewind", "overlap", "commit")
+_DECIDED = {
+    "checkpoint.dir": "use ModelCheckpoint(dirpath=...)",
+    "checkpoint.naming": "use ModelCheckpoint(filename=...)",
+    "checkpoint.save": "use ModelCheckpoint(every_n_train_steps=...)",
+    "checkpoint.keep": "use ModelCheckpoint(save_top_k=...)",
+    "checkpoint.resume": "use Trainer.fit(ckpt_path=...)",
+    **dict.fromkeys(["checkpoint.rewind", "checkpoint.overlap", "checkpoint.commit"], "it is for CheckpointCallback"),
+    "checkpoint/writer": "the files are those of Lightning",
+}
 
 
 class BackgroundCheckpointIO(part("plugins.io").TorchCheckpointIO):  # type: ignore[misc]
@@ -46,23 +51,13 @@ class BackgroundCheckpointIO(part("plugins.io").TorchCheckpointIO):  # type: ign
     """
 
     def __init__(self, checkpoint: Any = "async_persistent", overrides: Sequence[str] = ()) -> None:
-        settings = resolve_config(checkpoint, overrides)
-        for text in overrides:
-            key = text.replace("/", ".").partition("=")[0].split(".")
-            if len(key) > 1 and (key[1] in _UNUSED or text.partition("=")[0] == "checkpoint/writer"):
-                raise CheckpointConfigError(
-                    f"{text} has no effect on a .ckpt of Lightning, whose path and format are given; set dirpath, "
-                    "every_n_train_steps and save_top_k of ModelCheckpoint, or use CheckpointCallback."
-                )
+        settings = settings_of(checkpoint, overrides, _DECIDED, TorchFileWriter)
         if not settings.enabled or "ZeroOverheadStager" in str(settings.stager.get("_target_")):
-            why = "copies tensors after the save has returned" if settings.enabled else "saves nothing"
+            problem = "copies tensors after the save has returned" if settings.enabled else "saves nothing"
             raise CheckpointConfigError(
-                f"BackgroundCheckpointIO({checkpoint if isinstance(checkpoint, str) else '...'!r}) {why}; use "
-                "'async_persistent', 'async_temporal' or 'sync'."
+                f"BackgroundCheckpointIO cannot use a config that {problem}; use 'async_persistent', 'async_temporal' "
+                "or 'sync'."
             )
-        keys = {field.name for field in fields(WriterPart)}
-        kept = {key: value for key, value in settings.writer.items() if key in keys}
-        settings.writer = {**kept, "_target_": "ckpt_component.writers.TorchFileWriter"}
         self._settings = settings
         self._checkpointer: Checkpointer | None = None
         self._newest: PendingSave | None = None

@@ -17,7 +17,7 @@ def _package() -> ModuleType:
         except ModuleNotFoundError as error:
             if error.name not in (name, name.partition(".")[0]):
                 raise
-    raise ImportError("ckpt_component.integrations.lightning needs Lightning: pip install 'ckpt_component[lightning]'")
+    raise ImportError("ckpt_component.integrations.lightning needs Lightning: pip install 'lightning>=2.6' numpy")
 
 
 PACKAGE = _package()

@@ -14,9 +14,7 @@ from ..errors import CheckpointTypeError
 try:
     from submitit.helpers import Checkpointable
 except ImportError as error:
-    raise ImportError(
-        "ckpt_component.integrations.submitit needs submitit: pip install 'ckpt_component[submitit]'"
-    ) from error
+    raise ImportError("ckpt_component.integrations.submitit needs submitit: pip install 'submitit>=1.5'") from error
 
 T = TypeVar("T")
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from ..errors import CheckpointConfigError
 from ..factory import build_manager
+from .settings import refuse_decided
 
 try:
     from torchtitan.components.checkpointer import MODEL, CheckpointManager
@@ -22,6 +23,15 @@ except ImportError as error:
     ) from error
 
 logger = logging.getLogger(__name__)
+
+_DECIDED = {
+    "checkpoint.dir": "use --checkpoint.folder",
+    "checkpoint.naming": "torchtitan names its folders step-<step>",
+    "checkpoint.save": "use --checkpoint.interval",
+    "checkpoint.keep.last": "use --checkpoint.keep_latest_k",
+    "checkpoint.resume": "use --checkpoint.load_step",
+    "checkpoint/writer": "torchtitan reads the files of the dcp writer only",
+}
 
 
 class TorchTitanCheckpointManager(CheckpointManager):
@@ -57,7 +67,9 @@ class TorchTitanCheckpointManager(CheckpointManager):
     def __init__(self, config: Config, **parts: Any) -> None:
         changed: dict[str, Any] = {"async_mode": "disabled", "keep_latest_k": 0}  # no threads and memory of its own
         super().__init__(replace(config, **changed), **parts)
+        overrides = refuse_decided(config.overrides, _DECIDED)
         if not getattr(self, "enable", True):
+            logger.warning("nothing is saved or loaded, because checkpoint.enable is false: add --checkpoint.enable")
             return
         self._load_step = config.load_step
         keep, resume = config.keep_latest_k or "null", "auto" if config.load_step == -1 else config.load_step
@@ -68,7 +80,7 @@ class TorchTitanCheckpointManager(CheckpointManager):
             f"checkpoint.keep.last={keep}",
             f"checkpoint.resume={resume}",
         ]
-        self._manager = build_manager(config.preset, [*settings, *config.overrides], dir=self.folder)
+        self._manager = build_manager(config.preset, [*settings, *overrides], dir=self.folder)
         self._stops = config.stop_on_signal and not config.load_only
         if self._stops:
             self._manager.stop_on_signal()
@@ -140,4 +152,4 @@ def checkpoint(
         preset: see `TorchTitanCheckpointManager.Config`.
         overrides: see there.
     """
-    return derive(config, TorchTitanCheckpointManager.Config, preset=preset, overrides=list(overrides))
+    return derive(config, TorchTitanCheckpointManager.Config, preset=preset, overrides=overrides)

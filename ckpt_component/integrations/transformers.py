@@ -20,29 +20,29 @@ try:
 except ImportError as error:
     raise ImportError(
         f"ckpt_component.integrations.transformers needs transformers 5 or newer ({error}): "
-        "pip install 'ckpt_component[transformers]'"
+        "pip install 'transformers>=5' 'accelerate>=1.1'"
     ) from error
 
-from ..config.resolve import resolve_config
 from ..errors import CheckpointConfigError, CheckpointTypeError
 from ..events import CheckpointListener, SaveReport
 from ..factory import build_manager
+from ..formats.files import FilesWriter
 from ..managing.manager import CheckpointManager
 from ..managing.restore import wait_for_writers
 from ..options import Naming
 from ..storage.cleanup import discard
 from ..storage.file_system import file_system
 from ..storage.names import HUGGINGFACE
-from .file_capture import FileCapture, files_writer
+from .file_capture import FileCapture
+from .settings import settings_of
 
-#: Keys of the config that Trainer decides, and how it is told.
 _DECIDED = {
-    "checkpoint.dir": "TrainingArguments(output_dir=...)",
-    "checkpoint.naming": "nothing: its folders are named checkpoint-<step>",
-    "checkpoint.save": "TrainingArguments(save_strategy=..., save_steps=...)",
-    "checkpoint.keep": "TrainingArguments(save_total_limit=...)",
-    "checkpoint.resume": "trainer.train(resume_from_checkpoint=...)",
-    "checkpoint/writer": "nothing: the files are those of Trainer",
+    "checkpoint.dir": "use TrainingArguments(output_dir=...)",
+    "checkpoint.naming": "Trainer names its folders checkpoint-<step>",
+    "checkpoint.save": "use TrainingArguments(save_strategy=..., save_steps=...)",
+    "checkpoint.keep": "use TrainingArguments(save_total_limit=...)",
+    "checkpoint.resume": "use trainer.train(resume_from_checkpoint=...)",
+    "checkpoint/writer": "the files are those of Trainer",
 }
 #: A file that Trainer puts into the new folder before a save that a signal asks for (enable_jit_checkpoint).
 _STARTED = "checkpoint-is-incomplete.txt"
@@ -61,14 +61,7 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
     """
 
     def __init__(self, checkpoint: Any = "async_persistent", overrides: Sequence[str] = ()) -> None:
-        settings = resolve_config(checkpoint, overrides)
-        for text in overrides:
-            for key, instead in _DECIDED.items():
-                if text.lstrip("+").startswith((f"{key}=", f"{key}.")):
-                    raise CheckpointConfigError(
-                        f"{text} has no effect here, because Trainer decides it: use {instead}."
-                    )
-        settings.writer = files_writer(settings.writer)
+        settings = settings_of(checkpoint, overrides, _DECIDED, FilesWriter)
         settings.naming, settings.keep.last, settings.keep.every_steps = Naming.huggingface, None, None
         self._settings = settings
         self._manager: CheckpointManager | None = None
@@ -187,5 +180,7 @@ def _refuse_unsupported(trainer: Any) -> None:
         problem = f"hub_strategy={args.hub_strategy} pushes unfinished checkpoints; set it to 'end'"
     elif trainer.hp_search_backend is not None:
         problem = "hyperparameter_search has a folder for each trial; leave out CheckpointCallback"
+    elif "_save_checkpoint" in vars(trainer):
+        problem = "it has another CheckpointCallback; leave one of them out"
     if problem is not None:
         raise CheckpointConfigError(f"CheckpointCallback cannot save this Trainer's checkpoints: {problem}.")

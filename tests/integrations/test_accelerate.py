@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
+import runpy
 import signal
 import subprocess
 import sys
@@ -18,10 +20,12 @@ pytest.importorskip("accelerate", reason="needs accelerate: pip install 'ckpt_co
 from accelerate import Accelerator
 from safetensors.torch import load_file
 
+import ckpt_component
 from ckpt_component import CheckpointConfigError, CheckpointCorruptError, CheckpointExistsError, CheckpointTypeError
 from ckpt_component.integrations.accelerate import save_in_background
 
 SCRIPT = Path(__file__).parent / "scripts" / "train_accelerate.py"
+PAGE = Path(ckpt_component.__file__).parents[1] / "docs" / "huggingface.md"
 OURS = {"manifest.json", "integrity-0.json"}
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:(torch|accelerate)")
 
@@ -82,6 +86,29 @@ def test_the_limit_holds_and_damage_is_found(tmp_path: Path) -> None:
     with pytest.raises(CheckpointConfigError, match="Name the folder"):
         accelerator.save_state()
     accelerator.end_training()
+    # The next run sets the damaged one aside, and trains its epoch again.
+    assert train(tmp_path, [], limit=2, resume=True)[0] == train(tmp_path / "alone", None)[0]
+    names = os.listdir(folder)
+    assert {name for name in names if not name.startswith(".")} == {"checkpoint_1", "checkpoint_2"}
+    assert [name for name in names if name.startswith(".ckpt-quarantine.checkpoint_2.")]
+
+
+def test_the_script_of_the_page_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (script,) = re.findall(
+        r"```python notest: tests/integrations/test_accelerate[^\n]*\n(.*?)```", PAGE.read_text(), re.DOTALL
+    )
+    script = script.replace("Accelerator(project", "Accelerator(cpu=True, project")
+    script = script.replace("1600", "160")
+    for epochs in (2, 4):
+        Path("train.py").write_text(script.replace(", 20)", f", {epochs})"))
+        weight = runpy.run_path("train.py")["model"][0].weight
+        assert sorted(os.listdir("run/checkpoints")) == [
+            f"checkpoint_{number}" for number in range(max(epochs - 3, 0), epochs)
+        ]
+    Path("whole").mkdir()
+    monkeypatch.chdir(tmp_path / "whole")
+    assert torch.equal(runpy.run_path(str(tmp_path / "train.py"))["model"][0].weight, weight)
 
 
 def test_wrong_uses_are_refused_at_once() -> None:
@@ -90,6 +117,8 @@ def test_wrong_uses_are_refused_at_once() -> None:
         save_in_background("async_persistent")
     with pytest.raises(CheckpointConfigError, match="async_persistent"):
         save_in_background(accelerator, "async_persistant")
+    with pytest.raises(CheckpointConfigError, match="use ProjectConfiguration.total_limit"):
+        save_in_background(accelerator, overrides=["checkpoint.keep.last=3"])
     assert save_in_background(accelerator, "off") is None and "save_state" not in vars(accelerator)
     save_in_background(accelerator)
     with pytest.raises(CheckpointConfigError, match="already"):

@@ -111,7 +111,8 @@ def test_stock_torchtitan_goes_on_from_ours_and_ours_from_stock(tmp_path: Path) 
     [
         ({"preset": "async_persistant"}, "Did you mean .*async_persistent"),
         ({"overrides": ["checkpoint.writer.worker=2"]}, r"Did you mean checkpoint.writer.workers=2\?"),
-        ({"overrides": ["checkpoint.keep.last=0"]}, "checkpoint.keep.last must be at least 1, got 0"),
+        ({"overrides": ["checkpoint.keep.last=1"]}, "has no effect here; use --checkpoint.keep_latest_k"),
+        ({"overrides": "checkpoint.writer.workers=2"}, "overrides must be a list"),
     ],
 )
 def test_a_typo_is_refused_before_training(wrong: dict[str, Any], text: str, tmp_path: Path) -> None:

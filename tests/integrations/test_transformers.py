@@ -230,7 +230,7 @@ def test_a_save_on_sigterm_is_ours_too(tmp_path: Path, alone: Any) -> None:
         (("async_persistent", ["checkpoint.writer.worker=4"]), "checkpoint.writer.workers"),
         (
             ("async_persistent", ["checkpoint.dir=elsewhere"]),
-            "Trainer decides it: use TrainingArguments.output_dir=....",
+            "has no effect here; use TrainingArguments.output_dir=....",
         ),
         (("async_persistent", ["checkpoint.save.every_steps=5"]), "save_steps"),
         (("async_persistent", ["checkpoint/writer=dcp"]), "the files are those of Trainer"),
@@ -247,6 +247,10 @@ def test_a_typo_is_refused_where_it_is_made(arguments: Any, text: str) -> None:
 def test_what_cannot_be_saved_so_is_refused_before_training(tmp_path: Path) -> None:
     with pytest.raises(CheckpointTypeError, match="is for transformers.Trainer"):
         CheckpointCallback().on_train_begin(None, None, None)
+    both = [CheckpointCallback(), CheckpointCallback("sync")]
+    with pytest.raises(CheckpointConfigError, match="it has another CheckpointCallback; leave one of them out"):
+        trained(tmp_path / "two", *both)
+    both[0].on_train_end(None, None, None)
     trainer = train_gpt2.trainer_in(tmp_path, [CheckpointCallback()])
     trainer.is_fsdp_enabled = False
     trainer.is_deepspeed_enabled = True
