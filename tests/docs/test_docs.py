@@ -26,6 +26,8 @@ PAGES += sorted((REPOSITORY / "docs").glob("*.md"))
 FENCE = re.compile(r"^```(\w+)([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 #: Pages whose commands tests of their own run, to compare what they print with what the page says.
 SHOWN = ("README.md", "tutorial.md")
+#: The page whose commands work on what its Python blocks leave.
+PREPARED = "ckpt.md"
 
 
 @dataclass(frozen=True)
@@ -143,6 +145,9 @@ def commands() -> list[Any]:
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("block", commands())
 def test_commands_run(block: Block, tmp_path: Path) -> None:
+    if block.page == PREPARED:
+        (tmp_path / "script.py").write_text(SCRIPTS[PREPARED])
+        run("python script.py", tmp_path)
     for command in block.code.splitlines():
         if command.startswith("ckpt-train"):
             command += " train.steps=6 model=gpt_nano train.eval_every=null checkpoint.save.every_steps=3"
