@@ -121,6 +121,16 @@ def test_a_copy_into_a_root_has_its_naming_and_moves_the_pointer(root: Path, tmp
     assert steps(other, STEP) == [1, 3] and read_pointer(FsOps(), str(other), STEP) == 3
 
 
+def test_no_checkpoint_is_put_inside_of_another(root: Path, tmp_path: Path, ckpt: Ckpt) -> None:
+    assert ckpt("cp", f"{root}@2", tmp_path / "other")[0] == 0
+    there = sorted(os.listdir(tmp_path / "other"))
+    for command in ("cp", "mv"):
+        for target in (f"{tmp_path}/other@7", f"{tmp_path}/other/", tmp_path / "other/best"):
+            code, _, err = ckpt(command, f"{root}@3", target)
+            assert code == 2 and "other is a checkpoint itself" in err
+    assert steps(root) == [1, 2, 3] and sorted(os.listdir(tmp_path / "other")) == there
+
+
 def test_a_damaged_checkpoint_is_not_copied(root: Path, tmp_path: Path, ckpt: Ckpt) -> None:
     data = root / MEGATRON.folder(2) / "__0_0.distcp"
     damaged = bytearray(data.read_bytes())

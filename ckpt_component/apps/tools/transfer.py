@@ -17,6 +17,7 @@ from ...storage.copying import copy_checkpoint, foreign_files, same_content
 from ...storage.fs import FsOps
 from ...storage.manifest import check_files, data_folder, read_manifest
 from ...storage.names import MEGATRON
+from .checkpoints import is_single_checkpoint
 from .roots import Place, point_elsewhere, point_to, refuse_running
 
 #: Formats whose files do not say which step they are of.
@@ -60,6 +61,10 @@ class Transfer:
         source, target = self.source.path, self.target.path
         if source == target or target.startswith(source + os.sep):
             raise CheckpointConfigError(f"{target} is the checkpoint itself, or inside of it; name another place.")
+        if is_single_checkpoint(self.fs, self.target.root):
+            raise CheckpointConfigError(
+                f"{self.target.root} is a checkpoint itself, and none is put inside of another; name another place."
+            )
         if -1 not in (self.source.step, self.target.step) and self.source.step != self.target.step:
             form = "another program" if self.manifest is None else f"the format {self.manifest.get('format')!r:.50}"
             if self.manifest is None or self.manifest.get("format") not in _RENUMBERED:
