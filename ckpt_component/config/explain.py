@@ -190,7 +190,7 @@ def _missing_plugin(hydra_text: str) -> str | None:
     if not match or not package:
         return None
     choice = "=".join(match[1].rsplit("/", 1))
-    return f"{choice} needs the package {package}, which is not installed: pip install 'ckpt_component[sweeps]'"
+    return f"{choice} needs the package {package}, which is not installed: pip install {package}"
 
 
 def _picks_nothing(override: Override, groups: Groups) -> bool:

@@ -15,7 +15,7 @@ from types import ModuleType
 import pytest
 import torch
 
-pytest.importorskip("accelerate", reason="needs accelerate: pip install 'ckpt_component[accelerate]'")
+pytest.importorskip("accelerate", reason="needs accelerate: pip install '.[accelerate]'")
 
 from accelerate import Accelerator
 from safetensors.torch import load_file

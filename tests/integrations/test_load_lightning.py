@@ -11,7 +11,7 @@ import torch
 
 from ckpt_component import build_checkpointer
 
-lightning = pytest.importorskip("lightning", "2.5", reason="needs lightning: pip install 'ckpt_component[lightning]'")
+lightning = pytest.importorskip("lightning", "2.5", reason="needs lightning: pip install '.[lightning]'")
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

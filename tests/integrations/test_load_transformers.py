@@ -9,9 +9,7 @@ import torch
 
 from ckpt_component import MissingKeysError, build_checkpointer
 
-transformers = pytest.importorskip(
-    "transformers", "4.50", reason="needs transformers: pip install 'ckpt_component[transformers]'"
-)
+transformers = pytest.importorskip("transformers", "4.50", reason="needs transformers: pip install '.[transformers]'")
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

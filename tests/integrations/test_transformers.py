@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("transformers", "5.0", reason="needs transformers 5: pip install 'ckpt_component[transformers]'")
+pytest.importorskip("transformers", "5.0", reason="needs transformers 5: pip install '.[transformers]'")
 
 from safetensors.torch import load_file
 from transformers import GPT2LMHeadModel, TrainerCallback

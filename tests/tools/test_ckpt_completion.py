@@ -45,4 +45,4 @@ def test_without_shtab_it_says_what_to_install(
         main(["completion", "bash"])
     out, err = capsys.readouterr()
     assert left.value.code == 2 and out == ""
-    assert err == "error: Completion needs shtab: pip install 'ckpt_component[cli]'.\n"
+    assert err == "error: Completion needs shtab: pip install shtab.\n"

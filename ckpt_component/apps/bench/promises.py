@@ -140,7 +140,7 @@ def _of_row(case: Case | Missing, row: str, figure: str) -> Figure | Missing:
 def _fast(case: Case | Missing, row: str, figure: str) -> Figure | Missing:
     """A figure of a row with the fastest checksum, unless that is zlib's."""
     if not isinstance(case, Missing) and fact(case, row, "checksum_by") == "zlib":
-        return "no faster checksum than zlib's is installed: pip install 'ckpt_component[checksum]'"
+        return "no faster checksum than zlib's is installed: pip install isal"
     return figure_of(case, row, figure)
 
 

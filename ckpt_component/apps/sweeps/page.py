@@ -13,7 +13,7 @@ from typing import Any
 from ...errors import CheckpointConfigError
 
 #: Shown if the extra is not installed.
-NO_PICTURE = "no picture: pip install 'ckpt_component[plot]'"
+NO_PICTURE = "no picture: pip install matplotlib"
 
 
 def can_plot() -> bool:

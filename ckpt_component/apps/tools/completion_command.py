@@ -19,7 +19,7 @@ _HOMES = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
-    parser.description = "Print a completion script. It needs the extra `cli`: pip install 'ckpt_component[cli]'."
+    parser.description = "Print a completion script. It needs shtab: pip install shtab."
     parser.epilog = "examples:\n" + "\n".join(f"  ckpt completion {shell} {home}" for shell, home in _HOMES.items())
     parser.add_argument("shell", choices=SHELLS)
 
@@ -33,12 +33,12 @@ def run(parsed: argparse.Namespace, output: Output) -> None:
     try:
         import shtab
     except ImportError as error:
-        raise CheckpointConfigError("Completion needs shtab: pip install 'ckpt_component[cli]'.") from error
+        raise CheckpointConfigError("Completion needs shtab: pip install shtab.") from error
     from .app import COMMANDS, parser_of
 
     if parsed.shell not in shtab.SUPPORTED_SHELLS:
         raise CheckpointConfigError(
-            f"shtab {shtab.__version__} does not support {parsed.shell}: pip install --upgrade 'ckpt_component[cli]'."
+            f"shtab {shtab.__version__} does not support {parsed.shell}: pip install --upgrade shtab."
         )
     parser = parser_of(list(COMMANDS))
     _complete_paths(parser)
