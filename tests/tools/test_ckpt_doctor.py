@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from importlib import metadata
 from pathlib import Path
 
@@ -15,7 +13,6 @@ from ckpt_component.apps.health import folder as folder_checks
 from ckpt_component.apps.health import machine, packages
 from ckpt_component.apps.tools.app import main
 from ckpt_component.config import rules
-from ckpt_component.storage.fencing import FencingToken
 from ckpt_component.storage.file_system import LOG, SPEC
 from ckpt_component.storage.fs import FsOps
 
@@ -86,18 +83,6 @@ def test_what_works_in_a_lesser_way_is_a_note(
     assert code == 0
     for what in ("rename", "locks", "durability", "free space", "direct I/O"):
         assert found[what]["status"] == "note", what
-
-
-def test_another_run_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    program = "import sys; sys.stdin.read()"
-    with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE) as other:
-        FencingToken(FsOps(), str(tmp_path)).acquire()
-        owner = tmp_path / ".ckpt-owner.json"
-        owner.write_text(json.dumps({**json.loads(owner.read_text()), "pid": other.pid}))
-        code, found = doctor(capsys, str(tmp_path))
-        assert other.stdin is not None
-        other.stdin.close()
-    assert code == 0 and f"process {other.pid}" in found["other runs"]["text"]
 
 
 def test_a_machine_where_saves_fail(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

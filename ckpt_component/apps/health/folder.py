@@ -8,7 +8,6 @@ import os
 import time
 from collections.abc import Callable, Iterator
 
-from ...storage.fencing import FencingToken
 from ...storage.file_system import file_system
 from ...storage.fs import FsOps
 from ...storage.fs_type import kind_of
@@ -20,7 +19,7 @@ from .finding import FAILS, NOTE, OK, Finding
 
 #: Less free space than this cannot hold a checkpoint of any use.
 _LEAST_FREE = 100e6
-_MANIFEST = "checkpoint.commit=manifest, which needs no renames"
+_OTHER = "use another file system; checkpoint.commit=manifest needs no renames"
 
 
 def check_folder(root: str) -> Iterator[Finding]:
@@ -47,15 +46,13 @@ def check_folder(root: str) -> Iterator[Finding]:
             yield _or_failed(check, fs, trial)
     finally:
         fs.remove_tree(trial)
-    yield from _neighbor(fs, root)
 
 
 def _or_failed(check: Callable[[FsOps, str], Finding], fs: FsOps, trial: str) -> Finding:
     try:
         return check(fs, trial)
     except OSError as error:
-        fix = f"use another file system, or {_MANIFEST}" if check is _rename else "use another file system"
-        fix = "free space there" if error.errno in FULL else fix
+        fix = "free space there" if error.errno in FULL else _OTHER
         return Finding(check.__name__.strip("_"), FAILS, f"fails: {error.strerror or error}", fix)
 
 
@@ -87,8 +84,7 @@ def _rename(fs: FsOps, trial: str) -> Finding:
     except FileExistsError:
         pass
     else:
-        fix = f"use another file system, or {_MANIFEST}"
-        return Finding("rename", FAILS, "replaces an existing folder, although asked not to", fix)
+        return Finding("rename", FAILS, "replaces an existing folder, although asked not to", _OTHER)
     if fs.rename_new(staging, target):
         return Finding("rename", OK, "atomic, and never replaces")
     return Finding("rename", NOTE, "whether a name is taken is checked before, not in one step", "one run per folder")
@@ -102,8 +98,8 @@ def _lock(fs: FsOps, trial: str) -> Finding:
         os.close(fd)
     if locked:
         return Finding("locks", OK, "a save that died is noticed at once")
-    fix = "mount it with locks (Lustre: -o flock)"
-    return Finding("locks", NOTE, "none: a save that died is noticed after a minute", fix)
+    text = "none: a save that died is noticed after a minute"
+    return Finding("locks", NOTE, text, "mount it with locks (Lustre: -o flock)")
 
 
 def _modes(fs: FsOps, trial: str) -> Finding:
@@ -119,15 +115,3 @@ def _modes(fs: FsOps, trial: str) -> Finding:
     chosen = "direct" if direct < buffered and not fs.in_memory(trial) else "buffered"
     text = f"{rates}, {TRIED_BYTES / 1e9 / direct:.2f} direct; checkpoint.writer.io=auto takes {chosen}"
     return Finding("direct I/O", OK, text)
-
-
-def _neighbor(fs: FsOps, root: str) -> Iterator[Finding]:
-    try:
-        other = FencingToken(fs, root).neighbor()
-    except OSError as error:
-        yield Finding("other runs", NOTE, f"the owner file cannot be read: {error.strerror}")
-        return
-    if other is not None:
-        state = "is running" if other.alive else "may be running"
-        fix = "a second run that saves there takes the folder over; give it another checkpoint.dir"
-        yield Finding("other runs", NOTE, f"{other} {state}", fix)
