@@ -33,11 +33,8 @@ def checked(path: Path) -> list[dict[str, Any]]:
             continue
         assert event["ts"] >= 0 and type(event["args"]) is dict and type(event["cat"]) is str
         assert ("thread", event["pid"], event["tid"]) in named and ("process", event["pid"], 0) in named
-        if event["ph"] == "i":
-            assert event["s"] in "gpt"
-        else:
-            assert event["ph"] == "X" and event["dur"] >= 0
-            slices.append(event)
+        assert event["ph"] == "X" and event["dur"] >= 0
+        slices.append(event)
     threads = defaultdict(list)
     for event in sorted(slices, key=lambda event: (event["ts"], -event["dur"])):
         threads[event["pid"], event["tid"]].append(event)
@@ -78,19 +75,17 @@ def test_saves_that_overlap_get_threads_of_their_own(tmp_path: Path) -> None:
     assert len({event["tid"] for event in of(checked(tmp_path / "trace.json"), "write")}) == 2
 
 
-def test_the_newest_run_or_all_or_the_last_saves(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    end = write_run(tmp_path / "run", failed=2)
-    write_run(tmp_path / "run", first=41, began=end + 5)
+def test_the_newest_run_or_its_last_saves(tmp_path: Path) -> None:
+    end = write_run(tmp_path / "run")
+    write_run(tmp_path / "run", first=41, began=end + 5, failed=2)
     trace = ["trace", str(tmp_path / "run"), "--out", str(tmp_path / "trace.json")]
-    assert ckpt(*trace) == 0 and "newest of 2 runs" in capsys.readouterr().out
-    assert of(checked(tmp_path / "trace.json"), "load")[0]["name"] == "load 40"
-    assert ckpt(*trace, "--all", "--json") == 0 and json.loads(capsys.readouterr().out)["runs"] == 2
+    assert ckpt(*trace) == 0
     slices = checked(tmp_path / "trace.json")
-    assert len(of(slices, "write", 0)) == len(of(slices, "write", 1)) == 3
-    assert '"error": "the disk is full"' in (tmp_path / "trace.json").read_text()
-    assert ckpt(*trace, "--last", "1") == 0
+    assert of(slices, "load")[0]["name"] == "load 40" and len(of(slices, "write")) == 3
+    assert "the disk is full" in {event["args"]["error"] for event in of(slices, "wait")}
+    assert ckpt(*trace, "--last", "2") == 0
     slices = checked(tmp_path / "trace.json")
-    assert len(of(slices, "write")) == 1 and 2 <= len(of(slices, "step")) <= 4
+    assert len(of(slices, "write")) == 2 and 20 <= len(of(slices, "step")) <= 21
 
 
 def test_the_picture_shows_each_save_with_its_steps(tmp_path: Path) -> None:
@@ -109,19 +104,15 @@ def test_the_picture_shows_each_save_with_its_steps(tmp_path: Path) -> None:
     assert titles[0] == "save of step 20: training waits 10 ms; durable after 100 ms, 4 steps later"
     assert titles[2] == "save of step 60: failed after 70 ms; training waits 10 ms"
     assert [label.get_text() for label in figure.axes[0].get_yticklabels()][4:6] == ["rank 0 commit", "rank 1 training"]
-    drawn = [text.get_text() for text in figure.axes[0].texts]
-    assert "write 58 ms" in drawn and "22" in drawn
 
 
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
         (["nowhere"], "There is no folder nowhere"),
-        (["empty"], "empty is empty; give the folder with the checkpoints"),
-        (["above"], "above is not the folder of a run's checkpoints, but a folder of such folders; type above/run"),
-        (["above/run/iter_0000001"], "above/run/iter_0000001 is a part of a run's folder; type above/run"),
-        (["bare"], "bare has no events/, which runs write beside their checkpoints"),
-        (["started"], "started/events has no events yet"),
+        (["above"], "above is not the folder of a run's checkpoints; type above/run"),
+        (["above/run/iter_0000001"], "iter_0000001 is not the folder of a run's checkpoints; type above/run"),
+        (["bare"], "bare has no events; runs write them with their first save"),
         (["above/run", "--last", "0"], "--last=0 must be at least 1"),
         (["above/run", "--out", "missing/trace.json"], "missing/trace.json.part cannot be written (No such file"),
     ],
@@ -130,7 +121,7 @@ def test_a_mistake_ends_in_words(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str], told: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    for folder in ("empty", "bare/iter_0000001", "started/events", "above/run/iter_0000001"):
+    for folder in ("bare/iter_0000001", "above/run/iter_0000001"):
         (tmp_path / folder).mkdir(parents=True)
     write_run(tmp_path / "above" / "run")
     assert ckpt("trace", *arguments) == 2

@@ -3,68 +3,43 @@
 from __future__ import annotations
 
 import logging
-import os
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ...errors import CheckpointNotFoundError, CheckpointUnreadableError
-from ...events import FOLDER, read_events
+from ...events import FOLDER, LoadReport, SaveReport, read_events
 
 logger = logging.getLogger(__name__)
 
 #: The phases of a save, in order.
 PHASES = ("plan", "memory", "stage", "queue", "write", "sync", "vote", "commit")
 
-Span = tuple[float, float]
+T = TypeVar("T", bound=SaveReport | LoadReport)
 
 
 @dataclass(frozen=True)
-class Save:
-    """A save of one rank.
+class Save(SaveReport):
+    """A save of one rank, as it was recorded."""
 
-    Attributes:
-        time: When it was called, in seconds since 1970; `spans` are relative to it.
-        seconds: Until it was committed, or had failed.
-    """
-
-    rank: int
-    time: float
-    step: int | None
-    path: str
-    outcome: str
-    error: str | None
-    nbytes: int
-    attempts: int
-    stall_s: float
-    lost_s: float | None
-    spans: Mapping[str, Span]
+    rank: int = 0
 
     @property
     def seconds(self) -> float:
-        """How long it took."""
+        """How long it took until it was committed, or had failed."""
         return max([self.stall_s, *(end for _, end in self.spans.values())])
+
+    @property
+    def end(self) -> float:
+        """When it was committed, or had failed, in seconds since 1970."""
+        return self.time + self.seconds
 
     def phase_s(self, *names: str) -> float | None:
         """How long these phases took together; None if none of them is known."""
         known = [self.spans[name] for name in names if name in self.spans]
         return sum(end - begin for begin, end in known) if known else None
-
-
-@dataclass(frozen=True)
-class Load:
-    """A load of one rank; as for `Save`."""
-
-    rank: int
-    time: float
-    step: int | None
-    path: str
-    error: str | None
-    nbytes: int
-    seconds: float
-    verified: bool
-    spans: Mapping[str, Span]
 
 
 @dataclass(frozen=True)
@@ -78,20 +53,14 @@ class Step:
 
 @dataclass
 class RankLog:
-    """What one rank of a run recorded.
-
-    Attributes:
-        ends: The number and the end of each step, in order.
-        notes: Other events: when, what, and the step, such as of a checkpoint that was deleted.
-    """
+    """What one rank of a run recorded; `ends` are the number and the end of each step."""
 
     rank: int
     host: str = ""
     pid: int | None = None
     ends: list[tuple[int, float]] = field(default_factory=list)
     saves: list[Save] = field(default_factory=list)
-    loads: list[Load] = field(default_factory=list)
-    notes: list[tuple[float, str, int | None]] = field(default_factory=list)
+    loads: list[LoadReport] = field(default_factory=list)
 
     def steps(self) -> Iterator[Step]:
         """The steps whose beginning is known: the end of the step before, or of what its save made training wait."""
@@ -116,7 +85,6 @@ class Run:
     ended: float
     world_size: int = 1
     preset: str | None = None
-    versions: Mapping[str, Any] = field(default_factory=dict)
     ranks: dict[int, RankLog] = field(default_factory=dict)
 
     @property
@@ -124,28 +92,38 @@ class Run:
         """The log of rank 0, or of the first rank that has one."""
         return self.ranks[min(self.ranks)]
 
+    @property
+    def hosts(self) -> list[str]:
+        """The names of the hosts."""
+        return sorted({log.host for log in self.ranks.values() if log.host})
+
+    def saves(self) -> list[list[Save]]:
+        """The saves in order, each as those of all ranks."""
+        groups: dict[tuple[str, int], list[Save]] = defaultdict(list)
+        for log in self.ranks.values():
+            seen: Counter[str] = Counter()
+            for save in log.saves:
+                groups[save.path, seen[save.path]].append(save)  # a step may be saved again after a failure
+                seen[save.path] += 1
+        return sorted(groups.values(), key=lambda saves: saves[0].time)
+
     def add(self, event: Mapping[str, Any]) -> None:
         """Add an event. Raises KeyError, TypeError or ValueError for one of another form."""
         # A save that was skipped has no time of its own.
         rank, when, kind = int(event["rank"]), float(event["time"]) or self.ended, event["event"]
-        log, ended = self.ranks.get(rank) or RankLog(rank), when
+        log, ended = self.ranks.setdefault(rank, RankLog(rank)), when
         if kind == "run":
-            self.world_size = int(event["world_size"])
-            self.preset, self.versions = event.get("preset"), dict(event.get("versions") or {})
+            self.world_size, self.preset = int(event["world_size"]), event.get("preset")
             log.host, log.pid = str(event.get("host") or ""), event.get("pid")
         elif kind == "steps":
-            ends = [(int(event["first"]) + number, float(end)) for number, end in enumerate(event["ends"])]
-            log.ends += ends
-            ended = max([when, *(end for _, end in ends)])
+            log.ends += enumerate(event["ends"], event["first"])
+            ended = max([when, *event["ends"]])
         elif kind == "save":
-            log.saves.append(_save(event, rank, when))
-            ended = when + log.saves[-1].seconds
+            log.saves.append(_report(Save, event, when))
+            ended = log.saves[-1].end
         elif kind == "load":
-            log.loads.append(_load(event, rank, when))
+            log.loads.append(_report(LoadReport, event, when))
             ended = when + log.loads[-1].seconds
-        else:
-            log.notes.append((when, str(kind), event.get("step")))
-        self.ranks[rank] = log
         self.began, self.ended = min(self.began, when), max(self.ended, ended)
 
 
@@ -153,14 +131,12 @@ def read_runs(folder: Path) -> list[Run]:
     """The runs that saved in a folder, the oldest first.
 
     Args:
-        folder: The folder of the checkpoints, or the folder of the events in it.
+        folder: The folder of the checkpoints.
 
     Raises:
         CheckpointNotFoundError: It has no events; the text says what it has.
         CheckpointUnreadableError: The events cannot be read.
     """
-    if folder.name == FOLDER and not (folder / FOLDER).is_dir():
-        folder = folder.parent
     runs: dict[str, Run] = {}
     try:
         for event in read_events(folder):
@@ -173,14 +149,13 @@ def read_runs(folder: Path) -> list[Run]:
                 logger.info("an event in %s is not of the form that this release reads (%r)", folder, error)
     except OSError as error:
         raise CheckpointUnreadableError(f"The events in {folder} cannot be read: {error}.") from error
-    found = sorted(runs.values(), key=lambda run: run.began)
-    if not found:
+    if not runs:
         raise CheckpointNotFoundError(why_no_run(folder))
-    for run in found:
+    for run in runs.values():
         for log in run.ranks.values():
             log.ends.sort(key=lambda step: step[1])
             log.saves.sort(key=lambda save: save.time)
-    return found
+    return sorted(runs.values(), key=lambda run: run.began)
 
 
 def why_no_run(folder: Path) -> str:
@@ -188,57 +163,16 @@ def why_no_run(folder: Path) -> str:
     if not folder.is_dir():
         there = f"{folder} is a file" if folder.exists() else f"There is no folder {folder}"
         return f"{there}; give the folder with the checkpoints of a run (checkpoint.dir)."
-    near = [child for child in sorted(folder.iterdir()) if (child / FOLDER).is_dir()]
+    near = [path for path in (folder.parent, *sorted(folder.iterdir())) if (path / FOLDER).is_dir()]
     if near:
-        names = " or ".join(map(str, near[:3]))
-        return f"{folder} is not the folder of a run's checkpoints, but a folder of such folders; type {names}."
-    if (folder.parent / FOLDER).is_dir():
-        return f"{folder} is a part of a run's folder; type {folder.parent}."
-    if (folder / FOLDER).is_dir():
-        return f"{folder / FOLDER} has no events yet; a run writes them with its first save."
-    if not any(folder.iterdir()):
-        return f"{folder} is empty; give the folder with the checkpoints of a run (checkpoint.dir)."
+        return f"{folder} is not the folder of a run's checkpoints; type {' or '.join(map(str, near[:3]))}."
     return (
-        f"{folder} has no {FOLDER}/, which runs write beside their checkpoints unless checkpoint.events=false; "
+        f"{folder} has no events; runs write them with their first save, unless checkpoint.events=false. "
         f"ckpt ls {folder} lists what is there."
     )
 
 
-def _save(event: Mapping[str, Any], rank: int, when: float) -> Save:
-    lost = event.get("lost_s")
-    return Save(
-        rank,
-        when,
-        None if event.get("step") is None else int(event["step"]),
-        os.fspath(event["path"]),
-        str(event["outcome"]),
-        _text(event.get("error")),
-        int(event.get("bytes") or 0),
-        int(event.get("attempts") or 1),
-        float(event.get("stall_s") or 0),
-        None if lost is None else float(lost),
-        _spans(event),
-    )
-
-
-def _load(event: Mapping[str, Any], rank: int, when: float) -> Load:
-    step = event.get("step")
-    return Load(
-        rank,
-        when,
-        None if step is None else int(step),
-        os.fspath(event["path"]),
-        _text(event.get("error")),
-        int(event.get("bytes") or 0),
-        float(event["seconds"]),
-        bool(event.get("verified")),
-        _spans(event),
-    )
-
-
-def _text(value: Any) -> str | None:
-    return None if value is None else str(value)
-
-
-def _spans(event: Mapping[str, Any]) -> dict[str, Span]:
-    return {str(name): (float(begin), float(end)) for name, (begin, end) in (event.get("spans") or {}).items()}
+def _report(kind: type[T], event: Mapping[str, Any], when: float) -> T:
+    names = {item.name for item in fields(kind)}
+    spans = {name: (float(begin), float(end)) for name, (begin, end) in event["spans"].items()}
+    return kind(**{**{name: event[name] for name in names & event.keys()}, "time": when, "spans": spans})

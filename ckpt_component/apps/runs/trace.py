@@ -7,13 +7,13 @@ the writer, the commit, loads.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ..sweeps.replaced import replaced
-from .records import Load, RankLog, Run, Save, Span
+from .records import RankLog, Run, Save
 
 #: Thread -> the phases of a save that it shows.
 TRACKS = {
@@ -24,8 +24,6 @@ TRACKS = {
     "commit": ("vote", "commit"),
     "loads": (),
 }
-
-
 #: Seconds by which slices that follow each other may overlap, because times are rounded.
 _TOLERANCE = 1e-6
 
@@ -47,97 +45,62 @@ class Slice:
     kind: str
     begin: float
     end: float
-    details: dict[str, Any] = field(default_factory=dict)
+    details: dict[str, Any]
 
 
 def slices_of(log: RankLog) -> Iterator[Slice]:
     """All that one rank did, track by track in the order of time."""
     for step in log.steps():
-        yield Slice("training", f"step {step.number}", "step", step.begin, step.end)
+        yield Slice("training", f"step {step.number}", "step", step.begin, step.end, {})
     for save in log.saves:
-        name, details = f"save {save.step}", _details(save)
-        yield Slice("training", f"{name}: training waits", "wait", save.time, save.time + save.stall_s, details)
+        details = _details(save)
+        name = f"save {save.step}: training waits"
+        yield Slice("training", name, "wait", save.time, save.time + save.stall_s, details)
         for track, phases in TRACKS.items():
-            for phase in phases:
-                if phase in save.spans:
-                    begin, end = save.spans[phase]
-                    yield Slice(track, f"{phase} {save.step}", phase, save.time + begin, save.time + end, details)
+            for phase in save.spans.keys() & set(phases):
+                begin, end = save.spans[phase]
+                yield Slice(track, f"{phase} {save.step}", phase, save.time + begin, save.time + end, details)
     for load in log.loads:
-        yield Slice("loads", f"load {load.step}", "load", load.time, load.time + load.seconds, _load_details(load))
-        for phase, (begin, end) in load.spans.items():
-            yield Slice("loads", phase, "load", load.time + begin, load.time + end)
+        details = {"path": load.path, "bytes": load.bytes, "verified": load.verified, "error": load.error}
+        yield Slice("loads", f"load {load.step}", "load", load.time, load.time + load.seconds, details)
 
 
-def trace_events(runs: Sequence[Run], window: Span | None = None) -> Iterator[dict[str, Any]]:
-    """The events of a trace.
-
-    Args:
-        runs: What to show. Each rank of each run is a process.
-        window: Only what began within these times, in seconds since 1970.
-    """
-    start = min(run.began for run in runs) if window is None else window[0]
-    process = 0
-    for number, run in enumerate(runs, 1):
-        for rank, log in sorted(run.ranks.items()):
-            name = f"rank {rank}" if len(runs) == 1 else f"run {number}, rank {rank}"
-            where = f" ({log.host}, pid {log.pid})" if log.host else ""
-            yield from _named("process", process, 0, f"{name}{where}", process)
-            yield from _of_rank(log, process, start, window)
-            process += 1
-
-
-def write_trace(path: Path, runs: Sequence[Run], window: Span | None = None) -> int:
-    """Write a trace file; returns the number of its events. The arguments are as for `trace_events`."""
-    count = 0
+def write_trace(path: Path, run: Run, since: float) -> None:
+    """Write a trace file of a run with what ended after `since`, in seconds since 1970."""
     with replaced(path) as file:
         file.write('{"displayTimeUnit": "ms",\n"traceEvents": [')
-        for count, event in enumerate(trace_events(runs, window), 1):
-            file.write("\n" if count == 1 else ",\n")
-            file.write(json.dumps(event, allow_nan=False))
+        separator = "\n"
+        for rank, log in sorted(run.ranks.items()):
+            for event in _of_rank(log, since, run.began):
+                file.write(separator + json.dumps({**event, "pid": rank}, allow_nan=False))
+                separator = ",\n"
         file.write("\n]}\n")
-    return count
 
 
-def _of_rank(log: RankLog, process: int, start: float, window: Span | None) -> Iterator[dict[str, Any]]:
-    threads: dict[tuple[str, int], int] = {}
-    lanes: dict[str, list[list[float]]] = {}
-    order = list(TRACKS)
+def _of_rank(log: RankLog, since: float, origin: float) -> Iterator[dict[str, Any]]:
+    where = f" ({log.host}, pid {log.pid})" if log.host else ""
+    yield {"ph": "M", "name": "process_name", "tid": 0, "args": {"name": f"rank {log.rank}{where}"}}
+    lanes: dict[str, list[list[float]]] = {track: [] for track in TRACKS}
+    order, threads = list(TRACKS), set[int]()
     for part in sorted(slices_of(log), key=lambda part: (part.begin, -part.end)):
-        if window is not None and not window[0] <= part.begin <= window[1]:
+        if part.end < since:
             continue
-        lane = _lane(lanes.setdefault(part.track, []), part)
-        if (part.track, lane) not in threads:
-            thread = threads[part.track, lane] = order.index(part.track) * 100 + lane + 1
+        lane = _lane(lanes[part.track], part)
+        thread = order.index(part.track) * 100 + lane + 1
+        if thread not in threads:
+            threads.add(thread)
             title = part.track if lane == 0 else f"{part.track} {lane + 1}"
-            yield from _named("thread", process, thread, title, thread)
+            for what, value in (("name", title), ("sort_index", thread)):
+                yield {"ph": "M", "name": f"thread_{what}", "tid": thread, "args": {what: value}}
         yield {
             "ph": "X",
             "name": part.name,
             "cat": part.kind,
-            "ts": round((part.begin - start) * 1e6, 1),
+            "ts": round((part.begin - origin) * 1e6, 1),
             "dur": round(max(part.end - part.begin, 0) * 1e6, 1),
-            "pid": process,
-            "tid": threads[part.track, lane],
+            "tid": thread,
             "args": part.details,
         }
-    moments: list[tuple[float, str, str, dict[str, Any]]]
-    moments = [(when, f"{kind} {step}", "note", {}) for when, kind, step in log.notes]
-    for save in log.saves:
-        if save.error is not None:
-            text = f"save {save.step} {save.outcome}"
-            moments.append((save.time + save.seconds, text, "failure", {"error": save.error}))
-    for when, text, kind, details in moments:
-        if threads and (window is None or window[0] <= when <= window[1]):
-            yield {
-                "ph": "i",
-                "s": "p",
-                "name": text,
-                "cat": kind,
-                "ts": round((when - start) * 1e6, 1),
-                "pid": process,
-                "tid": min(threads.values()),
-                "args": details,
-            }
 
 
 def _lane(lanes: list[list[float]], part: Slice) -> int:
@@ -157,27 +120,8 @@ def _lane(lanes: list[list[float]], part: Slice) -> int:
     return len(lanes) - 1
 
 
-def _named(kind: str, process: int, thread: int, name: str, order: int) -> Iterator[dict[str, Any]]:
-    """Name and place a process or a thread."""
-    for what, value in (("name", name), ("sort_index", order)):
-        yield {"ph": "M", "name": f"{kind}_{what}", "pid": process, "tid": thread, "args": {what: value}}
-
-
 def _details(save: Save) -> dict[str, Any]:
-    rate = save.nbytes / 1e9 / write if (write := save.phase_s("write", "sync")) else None
-    details = {
-        "path": save.path,
-        "outcome": save.outcome,
-        "bytes": save.nbytes,
-        "GB/s": None if rate is None else round(rate, 3),
-        "stall_s": save.stall_s,
-        "lost_s": save.lost_s,
-        "attempts": save.attempts,
-        "error": save.error,
-    }
-    return {name: value for name, value in details.items() if value is not None}
-
-
-def _load_details(load: Load) -> dict[str, Any]:
-    failed = {} if load.error is None else {"error": load.error}
-    return {"path": load.path, "bytes": load.nbytes, "verified": load.verified, **failed}
+    names = ("path", "outcome", "error", "bytes", "attempts", "stall_s", "lost_s")
+    write_s = save.phase_s("write", "sync")
+    rate = {"GB/s": round(save.bytes / 1e9 / write_s, 3)} if write_s else {}
+    return {**{name: getattr(save, name) for name in names}, **rate}

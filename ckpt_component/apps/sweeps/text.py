@@ -23,7 +23,10 @@ def aligned(lines: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> list[
 
 
 def duration(seconds: float) -> str:
-    """`0.52 ms`, `43 ms`, `1.24 s`."""
+    """`0.52 ms`, `43 ms`, `1.24 s`, `2.6 min`, `28.8 h`."""
+    for length, unit in ((86400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.1f} {unit}"
     if seconds >= 1:
         return f"{seconds:.2f} s"
     milliseconds = seconds * 1e3

@@ -32,9 +32,11 @@ def run(parsed: argparse.Namespace, output: Output) -> None:
     command, name = parsed.command, parsed.name
     files = {file.name: file for file in (presets() if command == "presets" else recipes())}
     if name is None:
-        data = [{"name": file.name, "text": file.line, "path": str(file.path)} for file in files.values()]
-        if command == "presets":
-            data = [{**preset, "parts": parts_of(preset["name"])} for preset in data]
+        data = [
+            {"name": file.name, "text": file.line, "path": str(file.path)}
+            | ({"parts": parts_of(file.name)} if command == "presets" else {})
+            for file in files.values()
+        ]
         output.result(data, lambda: _lines(command, data, output))
     elif name in files:
         text = files[name].path.read_text(encoding="utf-8")

@@ -9,6 +9,8 @@ import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+from ..sweeps.text import aligned
+
 WIDTH = 100
 _STYLES = {"bold": 1, "dim": 2, "red": 31, "green": 32, "yellow": 33, "blue": 34}
 _AGES = ((86400, "d"), (3600, "h"), (60, "min"))
@@ -60,14 +62,8 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequen
         rows: Cells, without colour.
         right: Numbers of the columns to align right.
     """
-    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-    for row in (header, *rows):
-        cells = [
-            cell.rjust(width) if number in right else cell.ljust(width)
-            for number, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        line = "  ".join(cells).rstrip()
-        yield fitted(line)
+    left = [number for number in range(len(header)) if number not in right]
+    yield from map(fitted, aligned([header, *rows], left))
 
 
 def fitted(line: str) -> str:

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from ...errors import CheckpointNotFoundError
 from ...events import FOLDER
@@ -23,8 +20,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     parser.description = (
         "For the folder of a run's checkpoints: its saves phase by phase, loads, failures, and the share of time that "
-        "training kept, as text, run.csv, run.png and run.html. For a sweep: its jobs sorted by stall, as text, "
-        "sweep.csv, sweep.png and sweep.html."
+        "training kept, as text, run.png and run.html. For a sweep: its jobs sorted by stall, as text, sweep.csv, "
+        "sweep.png and sweep.html."
     )
     parser.epilog = "examples:\n  ckpt report checkpoints\n  ckpt report multirun/2026-11-21/10-30-00"
     parser.add_argument("folder", type=Path, help="folder of checkpoints, of a sweep (multirun/...) or of a job")
@@ -41,46 +38,29 @@ def run(parsed: argparse.Namespace, output: Output) -> None:
         CheckpointConfigError: The files cannot be written.
     """
     folder: Path = parsed.folder
-    report = _run(folder) if (folder / FOLDER).is_dir() or folder.name == FOLDER else _sweep(folder)
-    output.result(report.data, report.lines)
+    if (folder / FOLDER).is_dir():
+        from ..runs.figures import figures_of
+        from ..runs.records import read_runs
+        from ..runs.report import text, write_files
+
+        runs = read_runs(folder)
+        figures = [figures_of(run) for run in runs]
+        output.result({"kind": "run", "runs": figures}, lambda: text(folder, figures))
+        write, place = partial(write_files, runs, folder, figures), folder / FOLDER
+    else:
+        _refuse_without_jobs(folder)
+        from ..sweeps import report as sweep
+
+        rows = sweep.read_rows(folder)
+        output.result({"kind": "sweep", "rows": sweep.records(rows)}, lambda: [sweep.table(rows)])
+        write, place = partial(sweep.write_files, rows, folder), folder
     if parsed.out is not None or not output.as_json:
-        write_report(report.write, parsed.out or report.place, (lambda line: None) if output.as_json else print)
+        write_report(write, parsed.out or place, (lambda line: None) if output.as_json else print)
 
 
-@dataclass(frozen=True)
-class _Report:
-    """A report as data and as lines, the function that writes its files, and where they go."""
-
-    data: Any
-    lines: Callable[[], Iterable[str]]
-    write: Callable[[Path], Sequence[Path]]
-    place: Path
-
-
-def _run(folder: Path) -> _Report:
-    from ..runs.figures import figures_of_runs
-    from ..runs.records import read_runs
-    from ..runs.report import text, write_files
-
-    runs = read_runs(folder)
-    figures = figures_of_runs(runs)
-    return _Report(
-        {"kind": "run", "runs": figures},
-        lambda: text(folder, figures),
-        partial(write_files, runs, folder, figures),
-        folder if folder.name == FOLDER else folder / FOLDER,
-    )
-
-
-def _sweep(folder: Path) -> _Report:
+def _refuse_without_jobs(folder: Path) -> None:
     if not any(_RESULT in names for _, _, names in os.walk(folder)):
         from ..runs.records import why_no_run
 
         sweep = " The jobs of a sweep need hydra/callbacks=checkpoint_report." if folder.is_dir() else ""
         raise CheckpointNotFoundError(why_no_run(folder) + sweep)
-    from ..sweeps.report import read_rows, records, table, write_files
-
-    rows = read_rows(folder)
-    return _Report(
-        {"kind": "sweep", "rows": records(rows)}, lambda: [table(rows)], partial(write_files, rows, folder), folder
-    )

@@ -3,30 +3,26 @@
 from __future__ import annotations
 
 import argparse
-import logging
 from pathlib import Path
 
 from ...errors import CheckpointConfigError
-from ..runs.records import Run, read_runs
+from ..runs.records import read_runs
 from ..runs.trace import write_trace
-from ..sweeps.page import NO_PICTURE, can_plot
+from ..sweeps.page import NO_PICTURE, can_plot, new_figure
 from .output import Output
-
-logger = logging.getLogger(__name__)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     parser.description = (
-        "Write a Chrome trace of a run: steps, stager, writer, commit and loads of every rank. Open the file in "
-        "https://ui.perfetto.dev or chrome://tracing."
+        "Write a Chrome trace of the newest run of a folder: steps, stager, writer, commit and loads of every rank. "
+        "Open the file in https://ui.perfetto.dev or chrome://tracing."
     )
     parser.epilog = "example:\n  ckpt trace checkpoints --png trace.png"
     parser.add_argument("run", type=Path, metavar="RUN", help="the folder of its checkpoints")
     parser.add_argument("--out", type=Path, metavar="FILE", default=Path("trace.json"), help="(trace.json)")
     parser.add_argument("--png", type=Path, metavar="FILE", help="also draw the last saves; needs the extra plot")
-    parser.add_argument("--all", action="store_true", help="all runs that saved there, not only the newest one")
-    parser.add_argument("--last", type=int, metavar="N", help="only the last N saves, and the steps around them")
+    parser.add_argument("--last", type=int, metavar="N", help="only from the N-th last save on")
 
 
 def run(parsed: argparse.Namespace, output: Output) -> None:
@@ -40,37 +36,24 @@ def run(parsed: argparse.Namespace, output: Output) -> None:
         raise CheckpointConfigError(NO_PICTURE)
     if parsed.last is not None and parsed.last < 1:
         raise CheckpointConfigError(f"--last={parsed.last} must be at least 1.")
-    runs = read_runs(parsed.run)
-    shown = runs if parsed.all else runs[-1:]
-    files = [parsed.out]
+    newest = read_runs(parsed.run)[-1]
+    shown = newest.saves()[-(parsed.last or 0) :]
     try:
-        count = write_trace(parsed.out, shown, None if parsed.last is None else _window(shown[-1], parsed.last))
+        write_trace(parsed.out, newest, shown[0][0].time if parsed.last and shown else newest.began)
         if parsed.png is not None:
-            from ..runs.timeline import draw
+            from ..runs.timeline import draw_saves, height
 
-            draw(shown[-1], parsed.png, parsed.last or 3)
-            files.append(parsed.png)
+            figure = new_figure(11, height(newest, parsed.last or 3))
+            draw_saves(figure, newest, parsed.last or 3)
+            figure.savefig(parsed.png, dpi=110, format="png")
     except OSError as error:
         raise CheckpointConfigError(f"{error.filename} cannot be written ({error.strerror}); type another.") from error
-    saves, steps = (sum(len(getattr(run.leader, name)) for run in shown) for name in ("saves", "ends"))
-    names = [str(path) for path in files]
-    data = {"files": names, "events": count, "runs": len(shown), "runs_there": len(runs)}
+    files = [str(path) for path in (parsed.out, parsed.png) if path is not None]
+    data = {"files": files, "saves": len(shown), "steps": len(newest.leader.ends), "ranks": len(newest.ranks)}
     output.result(
         data,
         lambda: [
-            f"{' and '.join(names)}: {saves} save(s) and {steps} steps of {len(shown[-1].ranks)} rank(s)",
+            f"{' and '.join(files)}: {data['saves']} save(s) and {data['steps']} steps of {data['ranks']} rank(s)",
             "open it in https://ui.perfetto.dev (Open trace file) or chrome://tracing",
-            *([f"the newest of {len(runs)} runs in {parsed.run}; --all shows all"] if len(runs) > len(shown) else []),
         ],
     )
-
-
-def _window(run: Run, last: int) -> tuple[float, float]:
-    """The time of the last saves, and some steps before and after."""
-    saves, ends = run.leader.saves[-last:], run.leader.ends
-    if not saves:
-        return run.began, run.ended
-    begin, end = saves[0].time, max(save.time + save.seconds for save in saves)
-    step = (ends[-1][1] - ends[0][1]) / (len(ends) - 1) if len(ends) > 1 else 0
-    margin = max((end - begin) / 10, 3 * step)
-    return begin - margin, end + margin
