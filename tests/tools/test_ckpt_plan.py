@@ -71,11 +71,9 @@ def test_figures_follow_from_the_state_and_the_ranks(capsys: pytest.CaptureFixtu
 
 def test_slow_storage_bounds_the_interval(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = ckpt(capsys, "--state", "1TB", "--ranks", "8", "--storage-gbps", "0.5", "--mtbf", "10h")
-    assert code == 0 and "The storage bounds the interval" in out
-    code, out, _ = ckpt(capsys, "--state", "1TB", "--ranks", "8", "--storage-gbps", "50", "--step-s", "2")
-    assert "The storage bounds" not in out and "checkpoint.save.every_steps=" in out
-    assert max(map(len, out.splitlines())) <= 100
-    assert "a unit may be missing, as in --mtbf 8h" in ckpt(capsys, "--state", "1TB", "--mtbf", "8")[1]
+    assert code == 0 and "durable: saves do not overlap" in out and "checkpoint.save.every_seconds=2" in out
+    code, out, _ = ckpt(capsys, "--state", "1TB", "--ranks", "8", "--storage-gbps", "50")
+    assert "saves do not overlap" not in out and max(map(len, out.splitlines())) <= 100
 
 
 class Machine:
@@ -101,14 +99,17 @@ class Machine:
 
     def _events(self, sizes: list[float], rank: int, ranks: int) -> Iterator[dict[str, Any]]:
         for run, size in enumerate(sizes):
-            yield {"event": "run", "run": str(run), "host": "here", "world_size": ranks, "preset": self.preset}
+            about = {"host": "here", "world_size": ranks, "preset": self.preset}
+            yield {"event": "run", "time": 1, "run": str(run), **about}
             for step in (1, 2, 3):
                 stall, spans = self.save(size / ranks)
                 slow = 5.0 if step == 1 else 0.0  # the first save allocates memory
                 yield {
                     "event": "save",
+                    "time": step,
                     "run": str(run),
                     "step": step,
+                    "path": f"iter_{step}",
                     "outcome": "committed",
                     "attempts": 1,
                     "bytes": size / ranks,
@@ -116,7 +117,8 @@ class Machine:
                     "lost_s": stall + slow,
                     "spans": {name: [begin + slow, end + slow] for name, (begin, end) in spans.items()},
                 }
-            yield {"event": "save", "run": str(run), "step": 4, "outcome": "failed", "attempts": 1, "bytes": 0}
+            failed = {"outcome": "failed", "path": "iter_4", "spans": {}, "bytes": 0}
+            yield {"event": "save", "time": 4, "run": str(run), "step": 4, **failed}
 
 
 @pytest.mark.parametrize("sizes", [[1e9], [1e9, 4e9]])
@@ -176,24 +178,23 @@ def test_overlap_that_the_stager_gave_up_is_not_planned_with(
     assert "so they were awaited" in ckpt(capsys, *measured)[1]
 
 
-def test_rates_of_a_benchmark(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    row = {"bytes": 1e9, "stall": 0.1, "staged": 0.1, "durable": 0.6, "lost": 0.15}
-    rows = {"async_persistent": [row, {**row, "durable": 0.6}, {"error": "killed"}]}
-    (tmp_path / "figures.json").write_text(json.dumps({"about": {}, "cases": [{"rows": rows}]}))
-    got = figures(capsys, "--state", "2GB", "--measured", str(tmp_path))
-    assert (got["stall"], got["durable"], got["lost per save"]) == pytest.approx((0.2, 1.2, 0.3))
+def test_a_run_with_another_preset_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    Machine("sync").events(tmp_path, [1e9])
+    code, _, err = ckpt(capsys, "--state", "1GB", "--measured", str(tmp_path))
+    assert code == 2 and "saved with sync; type --preset sync, or measure async_persistent." in err
 
 
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ("--state 1.2", "error: --state=1.2 has no unit; type one, such as --state=1.2TB."),
+        ("--state 1.2", "error: --state=1.2 has no unit; type one, as in --state=1.2TB."),
         ("--state 1.2TX", "error: --state must be a number of bytes, or one with a unit: "),
         ("--state 1TB --ranks 0", "error: --ranks=0 must be above 0."),
         ("--state 0GB", "error: --state=0 must be above 0."),
-        ("--state 1TB --preset async_persistant", "did you mean --preset async_persistent?"),
-        ("--state 1TB --preset off", "error: The preset off saves nothing"),
-        ("--state 1TB --measured nowhere", "error: --measured nowhere has no figures of committed saves"),
+        ("--state 1TB --preset async_persistant", "Did you mean --preset=async_persistent?"),
+        ("--state 1TB --mtbf 8", "error: --mtbf=8 has no unit; type one, as in --mtbf=8h."),
+        ("--state 1TB --preset off", "error: --preset must be "),
+        ("--state 1TB --measured nowhere", "error: There is no folder nowhere"),
     ],
 )
 def test_mistakes_end_in_words(capsys: pytest.CaptureFixture[str], arguments: str, text: str) -> None:

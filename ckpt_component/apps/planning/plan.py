@@ -29,9 +29,8 @@ class Question:
         preset: one of our presets, not `off`.
         storage: bytes per second that the storage takes from all ranks together; None: as measured, or unknown.
         mtbf: mean time between failures of the whole run, seconds; None: at a published rate per host.
-        step_s: seconds per training step; None: unknown.
         restart_s: from a failure until training continues.
-        rates: what an earlier run measured; None: assumptions.
+        rates: what an earlier run with the preset measured; None: assumptions.
     """
 
     state: float
@@ -40,14 +39,8 @@ class Question:
     preset: str = "async_persistent"
     storage: float | None = None
     mtbf: float | None = None
-    step_s: float | None = None
     restart_s: float = RESTART_S
     rates: Rates | None = None
-
-    @property
-    def overlap_given_up(self) -> bool:
-        """Whether `zero_overhead` waited for its copies in the measured run, because overlapping cost more."""
-        return self.rates is not None and self.rates.awaited and self.rates.presets == (self.preset,)
 
     @property
     def hosts(self) -> int:
@@ -67,8 +60,8 @@ class Figure:
 
 def plan(question: Question) -> list[Figure]:
     """The figures for a run, in the order in which they follow from each other."""
-    rank = question.state / question.ranks
-    parts, rates = parts_of(question.preset), question.rates
+    rank, rates = question.state / question.ranks, question.rates
+    parts = parts_of(question.preset)
     arenas = getattr(PARTS["stager"][parts["stager"]](), "arenas", 0)
     writer = PARTS["writer"][parts["writer"]]()
     beside = WRITER_BYTES if parts["caller"] != "inline" else 0.0
@@ -76,35 +69,40 @@ def plan(question: Question) -> list[Figure]:
         beside += 2 * writer.workers * writer.block_bytes  # type: ignore[attr-defined]
     each = min(question.ranks_per_host, question.ranks)
     snapshots = f"{arenas} x state of a rank + " if arenas else ""
-    memory = each * (arenas * rank + beside)
 
     copy = rank * (rates.copy if rates else 1 / _COPY) if arenas else 0.0
     call, fixed = (rates.call, rates.fixed) if rates else (0.0, 0.0)
-    overlapped = parts["stager"] == "zero_overhead" and not question.overlap_given_up
+    # The stager awaits its copies where those beside the steps cost more.
+    overlapped = parts["stager"] == "zero_overhead" and not (rates and rates.awaited)
     rate, whose = _storage(question)
     write = None if rate is None else question.state / rate
     # Measured intercepts may be below zero, which small states must not be.
     call = max(call, -copy) if arenas else call
     durable = None if write is None else max(call + copy + write + fixed, write)
     awaits_write = parts["caller"] == "inline"
-    stall = durable if awaits_write else max(call, 0.0) if overlapped else call + copy
+    copied = f"state of a rank / {_COPY / 1e9:g} GB/s (assumed; --measured)"
+    if rates and rates.copy:
+        copied = f"{rates.call:.3f} s + state of a rank / {1e-9 / rates.copy:.2f} GB/s (measured)"
+    if awaits_write:
+        stall, stalled = durable, "durable: training waits"
+    else:
+        stall, stalled = (max(call, 0.0), "call") if overlapped else (call + copy, copied)
     # A copy beside the steps takes memory bandwidth from them: at worst as much time as if it were awaited.
     lost = None if stall is None else stall + (copy if overlapped else 0.0) + (rates.lost * copy if rates else 0.0)
 
     mtbf = question.mtbf or mtbf_of(question.hosts)
-    best = None if lost is None else max(best_interval(max(lost, 1e-3), mtbf), durable or 0.0)
-    risk = 0.0 if awaits_write else durable if durable is not None else best
-    training = None
-    if best is not None and lost is not None and risk is not None:
+    best = training = None
+    if lost is not None:
+        best = max(best_interval(max(lost, 1e-3), mtbf), durable or 0.0)
+        risk = 0.0 if awaits_write else best if durable is None else durable
         training = training_fraction(best, lost, mtbf, question.restart_s, risk)
     bound = "durable: saves do not overlap" if best is not None and best == durable else FORMULAS["interval"]
-    copied = _copy_text(question)
     return [
         Figure("state of a rank", rank, "bytes", "state / ranks"),
-        Figure("host memory", memory, "bytes", f"{each} x ({snapshots}{amount(round(beside))})"),
         Figure(
-            "stall", stall, "s", "durable: training waits" if awaits_write else copied if not overlapped else "call"
+            "host memory", each * (arenas * rank + beside), "bytes", f"{each} x ({snapshots}{amount(round(beside))})"
         ),
+        Figure("stall", stall, "s", stalled),
         *([Figure("copy beside steps", copy, "s", copied)] if overlapped else []),
         Figure("lost per save", lost, "s", "stall + steps slowed by the copy" if overlapped else "stall"),
         Figure("storage rate", rate, "bytes/s", whose),
@@ -115,13 +113,6 @@ def plan(question: Question) -> list[Figure]:
         Figure("storage rate needed", None if best is None else question.state / best, "bytes/s", "state / interval"),
         Figure("training", training, "of the time", FORMULAS["training"]),
     ]
-
-
-def _copy_text(question: Question) -> str:
-    rates = question.rates
-    if rates is not None and rates.copy:
-        return f"{rates.call:.3f} s + state of a rank / {1e-9 / rates.copy:.2f} GB/s (measured)"
-    return f"state of a rank / {_COPY / 1e9:g} GB/s (assumed; --measured)"
 
 
 def _storage(question: Question) -> tuple[float | None, str]:

@@ -11,12 +11,13 @@ from pathlib import Path
 from ...config.files import presets
 from ...config.quantities import BYTES, SECONDS, quantity
 from ...errors import CheckpointConfigError
-from ...spelling import closest
+from ...spelling import invalid_choice
 from ...storage.space import amount
 from ..planning.formulas import DALY
 from ..planning.measured import measured_rates
 from ..planning.plan import RESTART_S, Figure, Question, plan
-from .output import WIDTH, Output, table
+from ..sweeps.text import duration
+from .output import WIDTH, Output, counted, table
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "the fraction of time that is training. Every figure names its formula or source."
     )
     parser.epilog = (
-        "examples:\n  ckpt plan --state 1.2TB --ranks 1024 --ranks-per-host 8 --storage-gbps 200 --step-s 8\n"
+        "examples:\n  ckpt plan --state 1.2TB --ranks 1024 --ranks-per-host 8 --storage-gbps 200\n"
         "  ckpt plan --state 40GB --ranks 8 --measured checkpoints"
     )
     parser.add_argument(
@@ -42,13 +43,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--restart-s", type=float, default=RESTART_S, metavar="S", help="from failure to training (300)"
     )
-    parser.add_argument("--step-s", type=float, metavar="S", help="seconds per training step")
     parser.add_argument(
         "--measured",
         type=Path,
         action="append",
         metavar="FOLDER",
-        help="rates of a run (its checkpoint.dir) or of ckpt-bench's output; twice, with another size, is better",
+        help="rates of a run, from its checkpoint.dir; twice, with another size, is better",
     )
 
 
@@ -60,87 +60,64 @@ def run(parsed: argparse.Namespace, output: Output) -> None:
     """
     question = _question(parsed)
     figures = plan(question)
-    by_name = {figure.name: figure.value for figure in figures}
-    interval = by_name["best interval"]
-    every = None if interval is None or question.step_s is None else max(round(interval / question.step_s), 1)
-    notes = list(_notes(question, by_name, every))
+    notes = list(_notes(question, {figure.name: figure.value for figure in figures}))
     data = {
         "question": {**asdict(question), "hosts": question.hosts},
         "figures": [asdict(figure) for figure in figures],
-        "every_steps": every,
         "notes": notes,
     }
     output.result(data, lambda: _lines(question, figures, notes))
 
 
 def _question(parsed: argparse.Namespace) -> Question:
-    state = quantity(parsed.state, BYTES, "--state")
-    if state < 1e5 and parsed.state.strip().replace(".", "").isdigit():
-        raise CheckpointConfigError(f"--state={parsed.state} has no unit; type one, such as --state={parsed.state}TB.")
-    names = [file.name for file in presets()]
+    names = [file.name for file in presets() if file.name != "off"]
     if parsed.preset not in names:
-        near = closest(parsed.preset, names)
-        hint = f"did you mean --preset {near}?" if near else f"they are {', '.join(names)}."
-        raise CheckpointConfigError(f"There is no preset {parsed.preset}; {hint}")
-    if parsed.preset == "off":
-        raise CheckpointConfigError(
-            "The preset off saves nothing; plan for another, such as --preset async_persistent."
-        )
-    for name in ("ranks", "ranks_per_host", "storage_gbps", "step_s", "restart_s"):
-        value = getattr(parsed, name)
-        if value is not None and not 0 < value < float("inf"):
-            raise CheckpointConfigError(f"--{name.replace('_', '-')}={value:g} must be above 0.")
-    mtbf = None if parsed.mtbf is None else float(quantity(parsed.mtbf, SECONDS, "--mtbf"))
-    for name, value in (("--state", state), ("--mtbf", mtbf)):
-        if value is not None and value <= 0:
-            raise CheckpointConfigError(f"{name}={value:g} must be above 0.")
+        raise CheckpointConfigError(invalid_choice("--preset", parsed.preset, names))
+    for name in ("ranks", "ranks_per_host", "storage_gbps", "restart_s"):
+        if getattr(parsed, name) is not None:
+            _refuse_below_zero(f"--{name.replace('_', '-')}", getattr(parsed, name))
     return Question(
-        state=state,
+        state=_with_unit(parsed.state, BYTES, "--state", "1.2TB"),
         ranks=parsed.ranks,
         ranks_per_host=parsed.ranks_per_host,
         preset=parsed.preset,
         storage=None if parsed.storage_gbps is None else parsed.storage_gbps * 1e9,
-        mtbf=mtbf,
-        step_s=parsed.step_s,
+        mtbf=None if parsed.mtbf is None else _with_unit(parsed.mtbf, SECONDS, "--mtbf", "8h"),
         restart_s=parsed.restart_s,
         rates=None if parsed.measured is None else measured_rates(_expanded(parsed.measured), parsed.preset),
     )
+
+
+def _with_unit(text: str, unit: str, name: str, example: str) -> float:
+    if text.replace(".", "").isdigit():
+        raise CheckpointConfigError(f"{name}={text} has no unit; type one, as in {name}={example}.")
+    value = quantity(text, unit, name)
+    _refuse_below_zero(name, value)
+    return value
+
+
+def _refuse_below_zero(name: str, value: float) -> None:
+    if not 0 < value < float("inf"):
+        raise CheckpointConfigError(f"{name}={value:g} must be above 0.")
 
 
 def _expanded(folders: Sequence[Path]) -> list[Path]:
     return [folder.expanduser() for folder in folders]
 
 
-def _notes(question: Question, values: dict[str, float | None], every: int | None) -> Iterator[str]:
-    copy, interval, rate = values.get("copy beside steps"), values["best interval"], values["storage rate"]
-    if copy and question.step_s and copy > question.step_s:
-        yield f"The copy takes longer than a step of {question.step_s:g} s: the optimizer waits for the rest of it."
-    mtbf = values["MTBF"] or 0.0
-    if mtbf < question.restart_s:
-        hint = "; a unit may be missing, as in --mtbf 8h" if question.mtbf else ""
-        yield f"Failures come every {mtbf:.3g} s, faster than a restart of {question.restart_s:g} s{hint}."
-    if interval is not None and rate is not None and interval == values["durable"]:
-        yield "The storage bounds the interval; with more GB/s, saves could be as frequent as failures ask for."
-    if rate is None:
+def _notes(question: Question, values: dict[str, float | None]) -> Iterator[str]:
+    if values["storage rate"] is None:
         yield "Without the storage's rate, a save is taken to be durable just before the next one."
-    if question.overlap_given_up and question.preset == "async_zero_overhead":
-        yield "In the measured run, copies beside the steps cost more than waiting for them, so they were awaited."
     if question.rates is not None:
-        others = [preset for preset in question.rates.presets if preset != question.preset]
-        if others:
-            yield f"The measured run used {', '.join(others)}; measure with {question.preset} for a better prediction."
+        if question.rates.awaited and question.preset == "async_zero_overhead":
+            yield "In the measured run, copies beside the steps cost more than waiting for them, so they were awaited."
         yield f"Measured: {question.rates.source}. It holds for the same machine, storage and number of ranks per host."
-    if interval is not None:
-        yield (
-            f"Set checkpoint.save.every_steps={every}"
-            if every
-            else f"Set checkpoint.save.every_seconds={max(interval, 1):.0f}"
-        )
+    if (interval := values["best interval"]) is not None:
+        yield f"Set checkpoint.save.every_seconds={max(interval, 1):.0f}"
 
 
 def _lines(question: Question, figures: Sequence[Figure], notes: Sequence[str]) -> Iterator[str]:
-    hosts = f"{question.hosts} host{'s' if question.hosts > 1 else ''}"
-    ranks = f"{question.ranks} rank{'s' if question.ranks > 1 else ''}"
+    ranks, hosts = counted(question.ranks, "rank"), counted(question.hosts, "host")
     yield f"{amount(round(question.state))} of state, {ranks} on {hosts}, {question.preset}"
     yield ""
     rows = [(figure.name, _text(figure), figure.why) for figure in figures]
@@ -153,16 +130,10 @@ def _lines(question: Question, figures: Sequence[Figure], notes: Sequence[str]) 
 
 
 def _text(figure: Figure) -> str:
-    value = figure.value
-    if value is None:
+    if figure.value is None:
         return "?"
-    if figure.unit == "bytes":
-        return amount(round(value))
-    if figure.unit == "bytes/s":
-        return f"{amount(round(value))}/s"
     if figure.unit == "of the time":
-        return f"{100 * value:.2f} %"
-    for length, unit in ((86400, "d"), (3600, "h"), (60, "min")):
-        if value >= 2 * length:
-            return f"{value / length:.1f} {unit}"
-    return f"{value:.3g} s"
+        return f"{100 * figure.value:.2f} %"
+    if figure.unit == "s":
+        return duration(figure.value)
+    return f"{amount(round(figure.value))}{figure.unit.removeprefix('bytes')}"
