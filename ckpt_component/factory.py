@@ -35,7 +35,6 @@ from .events import EventFile, EventRecorder
 from .exporting.casting import check_dtype
 from .exporting.export import ExportOptions
 from .exporting.hugging_face import CONFIG
-from .exporting.selection import Selection
 from .formats.base import Writer
 from .managing.best import BestPolicy
 from .managing.exports import BackgroundExports, ExportPolicy
@@ -272,15 +271,21 @@ def _export_policy(settings: Checkpoint) -> ExportPolicy | None:
     if export.format is ExportFormat.none or not settings.enabled:
         return None
     check_dtype("checkpoint.export.dtype", export.dtype)
+    if settings.commit is Commit.manifest and export.dir is None:
+        raise HydraConfigError(
+            f"checkpoint.export.format={export.format.value} with checkpoint.commit=manifest: an export appears by a "
+            "rename, which the file system of the checkpoints lacks; name a local folder, checkpoint.export.dir."
+        )
     config_from = "" if export.config_from is None else expanded(export.config_from, "checkpoint.export.config_from")
     if config_from and not os.path.isfile(os.path.join(config_from, CONFIG)):
         raise HydraConfigError(f"checkpoint.export.config_from={config_from} has no {CONFIG}; name a model's folder.")
     options = ExportOptions(
         export.format.value,
-        Selection(export.prefix or "", tuple(export.keys), export.rename or {}),
+        export.prefix,
+        dict(export.rename or {}),
+        list(export.ignore),
         export.dtype,
-        export.max_shard_size,
-        config_from,
+        config_from=config_from,
         replace=True,
     )
     folder = "" if export.dir is None else os.path.abspath(expanded(export.dir, "checkpoint.export.dir"))

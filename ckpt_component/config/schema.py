@@ -157,14 +157,12 @@ class Export:
     """Also export the checkpoint of every n-th step; null: only the last one of a run that comes to its end."""
     prefix: str | None = None
     """Only what is below this name, which is taken away; null: with `hf` the model, if the state has one, else all."""
-    keys: list[str] = field(default_factory=list)
-    """Only these keys; `*` stands for any text."""
     rename: Any = None
     """Names in the checkpoint and in the export, such as {blocks: transformer.h}, after the prefix was taken away."""
+    ignore: list[str] = field(default_factory=list)
+    """Names in the checkpoint that are left out, after the prefix was taken away; `*` stands for any text."""
     dtype: str | None = None
     """Convert floating-point tensors: `float64`, `float32`, `float16`, `bfloat16`; null: as they are."""
-    max_shard_size: int = at_least(1, 5_000_000_000, BYTES)
-    """The most bytes of tensors in a file of `hf`."""
     config_from: str | None = field(default=None, metadata={"path": True})
     """Hugging Face folder whose config.json and tokenizer files are copied into each folder of `hf`."""
     timeout: float = above(0, 3600.0, SECONDS)

@@ -105,7 +105,7 @@ class TensorBlocks:
 
 
 def open_blocks(catalogue: Catalogue, tensors: Sequence[Entry], objects: Sequence[Entry] = ()) -> TensorBlocks:
-    """What reads these tensors and objects; checkpoints that only torch can read are read with torch."""
+    """What reads these tensors and objects; what only torch can read is read with torch."""
     direct = all(piece.payload is not None for entry in tensors for piece in entry.pieces)
     if direct and (not objects or catalogue.format == "dcp"):
         return TensorBlocks(catalogue, [*tensors, *objects])

@@ -1,13 +1,12 @@
 """Conversion of floating-point numbers, block by block, with the values that torch's `to` gives.
 
-By numpy if it is installed, because torch alone needs 200 MB of memory and seconds to import.
+By numpy, because torch alone needs 200 MB of memory and seconds to import.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 from ..errors import CheckpointConfigError
 from ..spelling import invalid_choice
@@ -27,10 +26,16 @@ def check_dtype(name: str, dtype: str | None) -> None:
         dtype: The value; None is valid.
 
     Raises:
-        CheckpointConfigError: It is not.
+        CheckpointConfigError: It is not, or nothing here can convert.
     """
-    if dtype is not None and dtype not in FLOATS:
+    if dtype is None:
+        return
+    if dtype not in FLOATS:
         raise CheckpointConfigError(invalid_choice(name, dtype, FLOATS))
+    try:
+        import numpy  # noqa: F401
+    except ImportError as error:
+        raise CheckpointConfigError(f"{name}={dtype} needs numpy: pip install numpy.") from error
 
 
 def cast_dtype(source: str, target: str | None) -> str:
@@ -43,18 +48,10 @@ def caster(source: str, target: str) -> Cast | None:
     """The function that converts a block of whole elements; None: nothing to do."""
     if source == target:
         return None
-    try:
-        import numpy
-    except ImportError:
-        return by_torch(source, target)
-    return by_numpy(numpy, source, target)
-
-
-def by_numpy(numpy: Any, source: str, target: str) -> Cast:
-    """Converts with numpy, which has no bfloat16: it is the upper half of a float32."""
+    import numpy
 
     def cast(block: memoryview) -> memoryview:
-        if source == "bfloat16":
+        if source == "bfloat16":  # which numpy does not have: the upper half of a float32
             values = (numpy.frombuffer(block, "<u2").astype("<u4") << 16).view("<f4")
         else:
             values = numpy.frombuffer(block, source)
@@ -67,21 +64,6 @@ def by_numpy(numpy: Any, source: str, target: str) -> Cast:
                 values = numpy.where(numpy.isnan(values), 0x7FC0, rounded).astype("<u2")
             else:
                 values = values.astype(target, copy=False)
-        return memoryview(values.view("u1"))
-
-    return cast
-
-
-def by_torch(source: str, target: str) -> Cast:
-    """Converts with torch."""
-    import torch
-
-    kinds = getattr(torch, source), getattr(torch, target)
-
-    def cast(block: memoryview) -> memoryview:
-        values = torch.frombuffer(block, dtype=kinds[0])
-        data = bytearray(values.numel() * kinds[1].itemsize)
-        torch.frombuffer(data, dtype=kinds[1]).copy_(values)
-        return memoryview(data)
+        return values.view("u1").data
 
     return cast

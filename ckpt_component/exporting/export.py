@@ -5,33 +5,25 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from ..catalogue import open_catalogue
-from ..errors import (
-    CheckpointConfigError,
-    CheckpointError,
-    CheckpointExistsError,
-    CheckpointSaveError,
-    first_keys,
-)
+from ..errors import CheckpointConfigError, CheckpointError, CheckpointExistsError, CheckpointSaveError, first_keys
 from ..progress import Progress, no_progress
 from ..spelling import invalid_choice
-from ..storage.checksum import find_checksum
+from ..state.key_map import KeyMap
 from ..storage.cleanup import discard, sweep_attempts
 from ..storage.fs import FsOps
 from ..storage.liveness import AttemptLock
-from ..storage.names import Attempt, new_token, trash_path
+from ..storage.names import MANIFEST, Attempt, new_token
 from ..storage.space import FULL, full_text, refuse_without_room
 from .blocks import TensorBlocks, open_blocks
 from .casting import caster, check_dtype
-from .files import File, safetensors_file
-from .hugging_face import CONFIG, INDEX, WEIGHTS, hugging_face_files, small_files
-from .selection import Selection, model_prefix, select
-from .torch_file import pickle_of, torch_file
+from .files import INDEX, WEIGHTS, File, hugging_face_files, safetensors_file
+from .hugging_face import small_files
+from .selection import model_prefix, select
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +39,10 @@ class ExportOptions:
 
     Attributes:
         format: `hf`: a folder of safetensors files that `from_pretrained` reads; `safetensors` or `torch`: one file.
-        selection: Which tensors, and their names. For `hf` without one, those of the model, if the state has one.
+        prefix: Only what is below this name, which is taken away; None: for `hf` the model, if the state has one and
+            something else.
+        rename: As for `KeyMap`, after the prefix was taken away.
+        ignore: As for `KeyMap`, after the prefix was taken away.
         dtype: Convert floating-point tensors to this dtype; None: as they are.
         max_shard_bytes: The most bytes of tensors in a file of `hf`.
         config_from: A folder whose config and tokenizer files are copied into the folder of `hf`; empty: none.
@@ -55,7 +50,9 @@ class ExportOptions:
     """
 
     format: str
-    selection: Selection = field(default_factory=Selection)
+    prefix: str | None = None
+    rename: Mapping[str, str] = field(default_factory=dict)
+    ignore: Sequence[str] = ()
     dtype: str | None = None
     max_shard_bytes: int = MAX_SHARD_BYTES
     config_from: str = ""
@@ -82,7 +79,6 @@ class Exported(NamedTuple):
         seconds: How long it took.
         tied: Names that are not in the files of `hf` and `safetensors`, with the names of what they are tied to.
         left_out: Keys of objects that the format cannot hold.
-        has_config: Whether there is a config.json.
     """
 
     path: str
@@ -92,7 +88,6 @@ class Exported(NamedTuple):
     seconds: float
     tied: dict[str, str]
     left_out: list[str]
-    has_config: bool
 
 
 def export_checkpoint(
@@ -116,54 +111,48 @@ def export_checkpoint(
     """
     started = time.perf_counter()
     target = os.path.abspath(target)
-    refuse_target(fs, target, options)
+    _refuse_target(fs, target, options)
     catalogue = open_catalogue(source)
-    selection = options.selection
-    if options.format == "hf" and not selection.prefix and not selection.keys:
-        selection = Selection(model_prefix(catalogue), rename=selection.rename)
-        if selection.prefix:
-            logger.info("exporting what is below '%s' (--prefix); --keys '*' exports everything", selection.prefix)
-    selected = select(catalogue, selection, options.dtype)
-    tensors = [tensor.entry for tensor in selected.tensors]
-    stored = [entry for _, entry in selected.objects] if options.format == "torch" else []
-    with open_blocks(catalogue, tensors, stored) as blocks:
+    prefix = options.prefix
+    if prefix is None:
+        prefix = model_prefix(catalogue) if options.format == "hf" else ""
+        if prefix:
+            logger.info("exporting what is below '%s'; --prefix '' exports everything", prefix)
+    selected = select(catalogue, prefix, KeyMap(options.rename, ignore=options.ignore), options.dtype)
+    tensors, name = selected.tensors, os.path.basename(target)
+    with open_blocks(catalogue, [tensor.entry for tensor in tensors]) as blocks:
         left_out = [entry.key for _, entry in selected.objects]
         small: dict[str, bytes] = {}
         if options.format == "torch":
-            pickles = [
-                (path, entry, pickle_of(blocks.item(entry), f"'{entry.key}'")) for path, entry in selected.objects
-            ]
-            left_out = [entry.key for _, entry, data in pickles if data is None]
-            objects = [(path, data) for path, _, data in pickles if data is not None]
-            files = [torch_file(os.path.basename(target), selected.tensors, objects, selected.containers)]
+            from .torch_file import torch_file  # needs torch
+
+            file, left_out = torch_file(name, source, selected)
+            files = [file]
         elif options.format == "safetensors":
-            files = [safetensors_file(os.path.basename(target), selected.tensors)]
+            files = [safetensors_file(name, tensors)]
         else:
-            files, index = hugging_face_files(selected.tensors, options.max_shard_bytes)
-            small = {**small_files(fs, options.config_from, options.dtype), **index}
+            small = small_files(fs, options.config_from, options.dtype) if options.config_from else {}
+            files, index = hugging_face_files(tensors, options.max_shard_bytes)
+            small |= index
         if left_out:
-            kind = "tensors inside objects" if options.format == "torch" else "objects"
-            text = "%s: %d value(s) are left out, because files of %s have no %s: %s"
-            logger.warning(text, source, len(left_out), options.format, kind, first_keys(left_out, 5))
-        nbytes = sum(tensor.nbytes for tensor in selected.tensors)
-        with (
-            _typed_errors(fs, target, nbytes),
-            progress(f"exporting {os.path.basename(catalogue.path)}", nbytes) as done,
-        ):
-            _write(fs, target, options, files, small, blocks, done)
-    return Exported(
-        target,
-        [file.name for file in files] + list(small),
-        len(selected.tensors),
-        nbytes,
-        time.perf_counter() - started,
-        {} if options.format == "torch" else {key: each.name for each in selected.tensors for key, _ in each.tied},
-        left_out,
-        CONFIG in small,
-    )
+            text = "%s: %d value(s) are objects that files of %s do not have, and are left out: %s"
+            logger.warning(text, source, len(left_out), options.format, first_keys(left_out, 5))
+        nbytes = sum(tensor.nbytes for tensor in tensors)
+        try:
+            with progress(f"exporting {os.path.basename(catalogue.path)}", nbytes) as done:
+                _write(fs, target, options, files, small, blocks, done)
+        except CheckpointError:
+            raise
+        except OSError as error:
+            advice = full_text(fs, target, nbytes, error.errno) if error.errno in FULL else ""
+            text = f"{target} could not be written: {error}. {advice}".rstrip()
+            raise CheckpointSaveError(text, error.errno) from error
+    tied = {} if options.format == "torch" else {key: each.name for each in tensors for key, _ in each.tied}
+    names = [*(file.name for file in files), *small]
+    return Exported(target, names, len(tensors), nbytes, time.perf_counter() - started, tied, left_out)
 
 
-def refuse_target(fs: FsOps, target: str, options: ExportOptions) -> None:
+def _refuse_target(fs: FsOps, target: str, options: ExportOptions) -> None:
     """Refuse a target that exists, unless it is an export of the same form that may be replaced.
 
     Raises:
@@ -173,15 +162,16 @@ def refuse_target(fs: FsOps, target: str, options: ExportOptions) -> None:
         return
     if not options.replace:
         raise CheckpointExistsError(f"{target} already exists; export to another path, or replace it with --replace.")
-    if options.format != "hf":
-        if fs.size(target) is None:
-            raise CheckpointExistsError(f"{target} is not a file, so a file does not replace it; name another path.")
-        return
-    names = fs.names(target) if fs.is_real_folder(target) else []
-    weights = any(name in (INDEX, f"{WEIGHTS}.safetensors") for name in names)
-    if not weights or "manifest.json" in names or any(fs.is_folder(os.path.join(target, name)) for name in names):
+    if options.format == "hf":
+        names = fs.names(target) if fs.is_real_folder(target) else []
+        alike = INDEX in names or f"{WEIGHTS}.safetensors" in names
+        alike = alike and not any(name == MANIFEST or fs.is_folder(os.path.join(target, name)) for name in names)
+    else:
+        alike = fs.size(target) is not None
+    if not alike:
         raise CheckpointExistsError(
-            f"{target} is not an export of hf, so it is not replaced; name another path, or delete it yourself."
+            f"{target} is not an export of {options.format}, so it is not replaced; name another path, or delete it "
+            "yourself."
         )
 
 
@@ -194,14 +184,12 @@ def _write(
     blocks: TensorBlocks,
     done: Any,
 ) -> None:
-    """Write all files in a staging folder, and commit them."""
+    """Write all files in a staging folder, and give them their name in one step."""
     parent, name = os.path.split(target)
-    folder = options.format == "hf"
     fs.make_folders(parent)
     sweep_attempts(fs, target)
-    size = sum(file.end for file in files) + sum(map(len, small.values()))
-    refuse_without_room(fs, target, size, 0)
-    attempt = Attempt(target, new_token(), file="" if folder else name)
+    refuse_without_room(fs, target, sum(file.size for file in files) + sum(map(len, small.values())), 0)
+    attempt = Attempt(target, new_token(), file="" if options.format == "hf" else name)
     fs.make_folder(attempt.staging)
     lock = AttemptLock(fs, attempt)
     try:
@@ -210,72 +198,38 @@ def _write(
         for small_name, data in small.items():
             fs.write_new(os.path.join(attempt.staging, small_name), data)
         fs.sync_folder(attempt.staging)
-        _commit(fs, attempt, replace=options.replace)
-    except BaseException:
+        written = os.path.join(attempt.staging, attempt.file) if attempt.file else attempt.staging
+        if options.replace and os.path.lexists(target):
+            fs.exchange(written, target)
+        else:
+            fs.rename_new(written, target)
+        fs.sync_folder(parent)
+    except FileExistsError as error:
+        raise CheckpointExistsError(f"{target} was created in the meantime; this export was given up.") from error
+    finally:
+        # What was not finished, or what was replaced.
         if fs.is_folder(attempt.staging):
             discard(fs, attempt.staging)
-        raise
-    finally:
         lock.close()
 
 
-def _commit(fs: FsOps, attempt: Attempt, *, replace: bool) -> None:
-    """Give the files their name in one step. What was there is gone afterwards."""
-    target, staging = attempt.target, attempt.staging
-    source = os.path.join(staging, attempt.file) if attempt.file else staging
-    old = ""
-    if not replace or not os.path.lexists(target):
-        try:
-            fs.rename_new(source, target)
-        except FileExistsError as error:
-            raise CheckpointExistsError(f"{target} was created in the meantime; this export was given up.") from error
-    elif attempt.file:
-        fs.replace(source, target)
-    else:
-        old = trash_path(target)
-        fs.exchange(staging, target)
-        fs.rename_new(staging, old)
-    fs.sync_folder(os.path.dirname(target))
-    if attempt.file:
-        fs.remove_folder(staging)
-    elif old:
-        fs.remove_tree(old)
-
-
 def _write_file(fs: FsOps, path: str, file: File, blocks: TensorBlocks, done: Any) -> None:
-    checksum = find_checksum("crc32")
-    sums, flushed = [], 0
-    fd = fs.create(path, file.end)
+    flushed = 0
+    fd = fs.create(path, file.size)
     try:
         for position, data in file.constants:
             fs.write(fd, [memoryview(data)], position)
-        for tensor, start in file.places:
-            cast, crc, position = caster(tensor.entry.dtype, tensor.dtype), checksum.stream(), start
+        for tensor, position in file.places:
+            cast = caster(tensor.entry.dtype, tensor.dtype)
             for block in blocks.of(tensor.entry):
                 converted = block if cast is None else cast(block)
-                if file.closing is not None:
-                    crc.update(converted)
                 fs.write(fd, [converted], position)
                 position += len(converted)
                 done(len(converted))
             if position - flushed >= _FLUSH_BYTES:
                 fs.start_writeback(fd, flushed, position - flushed)
                 flushed = position
-            sums.append(crc.value())
-        if file.closing is not None:
-            fs.write(fd, [memoryview(file.closing(sums))], file.end)
         fs.sync(fd)
         fs.drop_cached(fd)
     finally:
         fs.close(fd)
-
-
-@contextmanager
-def _typed_errors(fs: FsOps, target: str, nbytes: int) -> Iterator[None]:
-    try:
-        yield
-    except CheckpointError:
-        raise
-    except OSError as error:
-        advice = full_text(fs, target, nbytes, error.errno) if error.errno in FULL else ""
-        raise CheckpointSaveError(f"{target} could not be written: {error}. {advice}".rstrip(), error.errno) from error

@@ -13,17 +13,9 @@ from typing import Any
 from ..errors import CheckpointError
 from ..storage.file_system import file_system
 from .export import ExportOptions, export_checkpoint
-from .selection import Selection
 
-#: Start this with `-c` and the folder of the package, then the job.
+#: Start this with `-c`, the folder of the package, and JSON: path of the checkpoint, path of the export, options.
 CODE = "import sys; sys.path[0] = sys.argv[1]; from ckpt_component.exporting.process import main; main(sys.argv[2])"
-
-
-def job_of(source: str, target: str, options: ExportOptions) -> str:
-    """The argument of `main`, as text."""
-    selection = options.selection
-    plain: dict[str, Any] = {**vars(options), "selection": {**vars(selection), "keys": list(selection.keys)}}
-    return json.dumps({"source": source, "target": target, "options": plain})
 
 
 def main(job: str) -> None:
@@ -37,12 +29,11 @@ def main(job: str) -> None:
     signal.signal(signal.SIGALRM, lambda *_: sys.exit(1))
     threading.Thread(target=_leave_with_parent, name="ckpt-parent-watch", daemon=True).start()
     logging.disable(logging.WARNING)  # the run logs what matters
-    told = json.loads(job)
-    options = ExportOptions(**{**told["options"], "selection": Selection(**told["options"]["selection"])})
+    source, target, options = json.loads(job)
+    answer: dict[str, Any]
     try:
         fs = file_system(durable=True, process="export")
-        done = export_checkpoint(told["source"], told["target"], options, fs)
-        answer: dict[str, Any] = {"nbytes": done.nbytes, "seconds": done.seconds}
+        answer = export_checkpoint(source, target, ExportOptions(**options), fs)._asdict()
     except CheckpointError as error:
         answer = {"error": str(error)}
     print(json.dumps(answer), flush=True)

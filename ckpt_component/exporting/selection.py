@@ -2,45 +2,18 @@
 
 from __future__ import annotations
 
-import logging
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ..catalogue import Catalogue, Entry
-from ..errors import CheckpointConfigError, CheckpointLoadError
+from ..errors import CheckpointLoadError
 from ..state.dtypes import WIDTHS
 from ..state.key_map import KeyMap, RenamedKeys, pattern_of, unknown_names
 from ..state.paths import Path, key_of
 from .casting import cast_dtype
 
-logger = logging.getLogger(__name__)
-
 #: Where most states have the model.
 MODEL = "model"
-
-
-@dataclass(frozen=True)
-class Selection:
-    """What to export.
-
-    Attributes:
-        prefix: Only what is below this name, which is taken away: `model.`.
-        keys: Only keys that one of these names fits; `*` stands for any text.
-        rename: As for `KeyMap`, after the prefix was taken away.
-    """
-
-    prefix: str = ""
-    keys: Sequence[str] = ()
-    rename: Mapping[str, str] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        if self.prefix and self.keys:
-            raise CheckpointConfigError(
-                f"prefix={self.prefix} and keys={', '.join(self.keys)} exclude each other: a prefix takes the name "
-                "away, and keys stay as they are."
-            )
 
 
 class Tensor(NamedTuple):
@@ -74,27 +47,25 @@ class Selected(NamedTuple):
     containers: list[tuple[Path, str]]
 
 
-def select(catalogue: Catalogue, selection: Selection, dtype: str | None) -> Selected:
+def select(catalogue: Catalogue, prefix: str, key_map: KeyMap, dtype: str | None) -> Selected:
     """Choose and rename.
 
     Args:
         catalogue: The checkpoint.
-        selection: What to export.
+        prefix: Only what is below this name, which is taken away.
+        key_map: What follows, with the names after that.
         dtype: As for `cast_dtype`.
 
     Raises:
         CheckpointLoadError: A name fits no key, or two tensors would get one name.
     """
-    where = catalogue.path
-    keys = [(key, entry.path) for key, entry in catalogue.entries.items()]
-    chosen, strip = keys, ""
-    if selection.prefix:
-        strip = selection.prefix.removesuffix(".")
-        chosen = _fitting(keys, [strip], "prefix", where)
-    elif selection.keys:
-        chosen = _fitting(keys, selection.keys, "keys", where)
-    stripped = RenamedKeys(chosen, KeyMap({strip: ""} if strip else {}), where)
-    renamed = RenamedKeys([*stripped.paths.items()], KeyMap(selection.rename), where)
+    where, prefix = catalogue.path, prefix.removesuffix(".")
+    paths = [(key, entry.path) for key, entry in catalogue.entries.items()]
+    below = [row for row in paths if pattern_of(prefix).match(row[0])]
+    if not below:
+        raise CheckpointLoadError(unknown_names("prefix", [prefix], paths, where))
+    stripped = RenamedKeys(below, KeyMap({prefix: ""} if prefix else {}), where)
+    renamed = RenamedKeys([*stripped.paths.items()], key_map, where)
     renamed.refuse_unused()
     tensors: dict[object, Tensor] = {}
     objects: list[tuple[Path, Entry]] = []
@@ -124,22 +95,7 @@ def _moved(stripped: RenamedKeys, renamed: RenamedKeys, path: Path) -> Path:
 
 
 def model_prefix(catalogue: Catalogue) -> str:
-    """`model.` if a nested state has its model there, and something else besides; else nothing."""
+    """`model` if a nested state has its model there, and something else besides; else nothing."""
     tops = {entry.path[0] for entry in catalogue.entries.values() if entry.kind == "tensor" and len(entry.path) > 1}
     others = len({entry.path[0] for entry in catalogue.entries.values()}) > 1
-    return f"{MODEL}." if MODEL in tops and others else ""
-
-
-def _fitting(
-    keys: Sequence[tuple[str, Path]], names: Sequence[str], argument: str, where: str
-) -> list[tuple[str, Path]]:
-    """The keys that one of the names fits.
-
-    Raises:
-        CheckpointLoadError: A name fits none.
-    """
-    patterns = [pattern_of(name) for name in names]
-    unknown = [name for name, each in zip(names, patterns, strict=True) if not any(each.match(key) for key, _ in keys)]
-    if unknown:
-        raise CheckpointLoadError(unknown_names(argument, unknown, keys, where))
-    return [(key, path) for key, path in keys if any(each.match(key) for each in patterns)]
+    return MODEL if MODEL in tops and others else ""

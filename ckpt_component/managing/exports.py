@@ -17,7 +17,7 @@ from ..callers.priority import lower_priority
 from ..errors import CheckpointError, CheckpointSaveError, CheckpointTimeoutError
 from ..events import CheckpointListener, SaveReport
 from ..exporting.export import ExportOptions
-from ..exporting.process import CODE, job_of
+from ..exporting.process import CODE
 from ..options import IoPriority
 from ..storage.space import amount
 from ..writing.exit_text import describe_exit
@@ -138,8 +138,9 @@ class BackgroundExports(CheckpointListener):
             CheckpointError: The export failed.
         """
         policy, target = self._policy, self._policy.target_of(path)
+        job = json.dumps([path, target, vars(policy.options)])
         process = subprocess.Popen(
-            [sys.executable, "-c", CODE, _PACKAGE_ROOT, job_of(path, target, policy.options)],
+            [sys.executable, "-c", CODE, _PACKAGE_ROOT, job],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={**os.environ, "OMP_NUM_THREADS": "1"},

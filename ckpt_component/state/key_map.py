@@ -121,7 +121,7 @@ class RenamedKeys:
             if key in self.old:
                 first = self.old[key]
                 raise CheckpointLoadError(
-                    f"'{first}' and '{old}' of {where} would both be loaded as '{key}'. Name the one that you do "
+                    f"'{first}' and '{old}' of {where} would both become '{key}'. Name the one that you do "
                     f"not want in ignore: ignore=[{first!r}]."
                 )
             if not key:

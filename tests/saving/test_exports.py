@@ -94,17 +94,18 @@ def test_a_run_that_fails_exports_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "text"),
     [
-        ("format=hff", "Did you mean checkpoint.export.format=hf?"),
-        ("dtype=bfloat", "Did you mean checkpoint.export.dtype=bfloat16?"),
-        ("config_from=nowhere", "has no config.json"),
-        ("rename=model", "is not a dict of names"),
-        ("every_steps=0", "must be"),
-        ("prefx=model", "Did you mean checkpoint.export.prefix=model?"),
+        ("export.format=hff", "Did you mean checkpoint.export.format=hf?"),
+        ("export.dtype=bfloat", "Did you mean checkpoint.export.dtype=bfloat16?"),
+        ("export.config_from=nowhere", "has no config.json"),
+        ("export.rename=model", "is not a dict of names"),
+        ("export.every_steps=0", "must be"),
+        ("commit=manifest", "name a local folder, checkpoint.export.dir"),
+        ("export.prefx=model", "Did you mean checkpoint.export.prefix=model?"),
     ],
 )
 def test_a_wrong_setting_is_refused_before_training(override: str, text: str, tmp_path: Path) -> None:
     with pytest.raises(CheckpointConfigError) as error:
-        run(tmp_path / "run", "format=hf", override)
+        build_manager("sync", ["checkpoint.export.format=hf", f"checkpoint.{override}"], dir=tmp_path / "run")
     assert text in str(error.value)
     assert not (tmp_path / "run").exists()
 

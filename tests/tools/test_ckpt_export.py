@@ -112,32 +112,20 @@ def test_safetensors_with_renames_and_dtype(
 
 
 def test_torch_save_has_the_nested_state_and_its_objects(
-    saved: Path,
-    model: Tied,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    caplog: pytest.LogCaptureFixture,
+    saved: Path, model: Tied, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "all.pt"
     assert ckpt(capsys, "export", "torch", saved, out)[0] == 0
-    assert "1 value(s) are left out" in caplog.text and caplog.text.endswith("rng\n")
     for mmap in (False, True):
         state = torch.load(out, weights_only=True, mmap=mmap)
-        assert [*state] == ["model", "optimizer", "step"]
+        assert {*state} == {"model", "optimizer", "step", "rng"}
+        assert state["rng"][0].equal(torch.arange(3)) and state["rng"][1] == 1  # a tensor inside an object
         assert state["step"] == 7 and state["optimizer"]["groups"] == [{"lr": 0.1, "params": [0, 1]}]
         assert torch.equal(state["optimizer"]["exp"][0], torch.ones(3))
         assert type(state["model"]) is type(model.state_dict())
         assert all(torch.equal(value, state["model"][name]) for name, value in model.state_dict().items())
         tied = state["model"]["head.weight"], state["model"]["embedding.weight"]
         assert tied[0].data_ptr() == tied[1].data_ptr()
-    with build_checkpointer("sync") as checkpointer:  # our reader verifies the CRCs of the records
-        assert checkpointer.load(out)["step"] == 7
-        data = bytearray(out.read_bytes())
-        payload = bytes(model.embedding.weight.detach().view(-1).view(torch.uint8).tolist())
-        data[data.index(payload)] ^= 1
-        out.write_bytes(data)
-        with pytest.raises(ValueError, match="does not match its checksum"):
-            checkpointer.load(out)
 
 
 def test_a_damaged_checkpoint_is_refused_and_leaves_nothing(
@@ -186,12 +174,15 @@ def test_only_an_export_is_replaced(saved: Path, tmp_path: Path, capsys: pytest.
     [
         (["hff", "CKPT", "OUT"], "Did you mean format=hf?"),
         (["hf", "CKPT", "OUT", "--prefix", "modle."], "Did you mean 'model'?"),
-        (["hf", "CKPT", "OUT", "--keys", "optimzer"], "Did you mean 'optimizer'?"),
-        (["hf", "CKPT", "OUT", "--keys", "model", "--prefix", "model"], "exclude each other"),
+        (["hf", "CKPT", "OUT", "--ignore", "hed"], "Did you mean 'head'?"),
+        (["hf", "CKPT", "OUT", "--rename", "body.0=body.1"], "ignore=['body.0.weight']"),
         (["hf", "CKPT", "OUT", "--rename", "bdy=layers"], "Did you mean 'body'?"),
         (["hf", "CKPT", "OUT", "--rename", "body"], "--rename=body has no new name"),
         (["hf", "CKPT", "OUT", "--dtype", "bfloat1"], "Did you mean dtype=bfloat16?"),
-        (["hf", "CKPT", "OUT", "--keys", "step"], "no tensor to export"),
+        (
+            ["hf", "CKPT", "OUT", "--prefix", "", "--ignore", "model", "--ignore", "optimizer.exp"],
+            "no tensor to export",
+        ),
         (["torch", "CKPT", "OUT", "--config-from", "base"], "is for the format hf"),
         (["hf", "CKPT", "OUT", "--config-from", "."], "has no config.json"),
         (["hf", "nowhere", "OUT"], "nowhere does not exist"),
@@ -251,7 +242,6 @@ def test_parts_of_ranks_are_put_together_in_small_blocks(block: int, tmp_path: P
 @pytest.mark.parametrize("source", casting.FLOATS)
 @pytest.mark.parametrize("target", casting.FLOATS)
 def test_conversions_are_those_of_torch(source: str, target: str) -> None:
-    numpy = pytest.importorskip("numpy")
     torch.manual_seed(0)
     special = [
         0.0,
@@ -271,10 +261,9 @@ def test_conversions_are_those_of_torch(source: str, target: str) -> None:
     kinds = getattr(torch, source), getattr(torch, target)
     values = torch.cat([torch.tensor(special, dtype=torch.float64), torch.randn(1000).double() * 100]).to(kinds[0])
     block = memoryview(bytearray(values.view(torch.uint8).tolist()))
-    cast: Any
-    for cast in (casting.by_numpy(numpy, source, target), casting.by_torch(source, target)):
-        made = torch.frombuffer(bytearray(cast(block)), dtype=kinds[1])
-        assert torch.equal(made.double().nan_to_num(12.5), values.to(kinds[1]).double().nan_to_num(12.5))
+    cast: Any = casting.caster(source, target) or bytes
+    made = torch.frombuffer(bytearray(cast(block)), dtype=kinds[1])
+    assert torch.equal(made.double().nan_to_num(12.5), values.to(kinds[1]).double().nan_to_num(12.5))
 
 
 def test_without_a_conversion_there_is_no_torch(saved: Path, tmp_path: Path) -> None:
@@ -283,7 +272,7 @@ def test_without_a_conversion_there_is_no_torch(saved: Path, tmp_path: Path) -> 
         "try: main(sys.argv[1:])\nexcept SystemExit as left: assert not left.code\n"
         "assert not {'torch', 'hydra', 'omegaconf'} & sys.modules.keys()"
     )
-    for form in ("hf", "safetensors", "torch"):
+    for form in ("hf", "safetensors"):
         arguments = ["export", form, str(saved), str(tmp_path / form), "--dtype", "bfloat16", "-q"]
         done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, timeout=60, check=False)
         assert done.returncode == 0, done.stderr

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ...errors import CheckpointConfigError
 from ...exporting.export import FORMATS, MAX_SHARD_BYTES, Exported, ExportOptions, export_checkpoint
-from ...exporting.selection import Selection
+from ...exporting.hugging_face import CONFIG
 from ...progress import progress_bar
 from ...storage.file_system import file_system
 from ...storage.space import amount
@@ -20,42 +20,38 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     parser.description = (
         "Write tensors of a checkpoint to files that other programs read: hf, a folder that from_pretrained and "
-        "safetensors\nread; safetensors or torch, one file. Streams: needs little memory, and no torch unless the "
-        "checkpoint is of\nanother program. OUT appears whole or not at all, and checksums are verified."
+        "safetensors read; safetensors or torch, one file. Streams, so that it needs little memory, and torch only for "
+        "the format torch and for checkpoints of other programs. OUT appears whole or not at all, and checksums are "
+        "verified."
     )
     parser.epilog = (
         "example:\n  ckpt export hf checkpoints/iter_0000200 exported --dtype bfloat16 --config-from base_model\n\n"
-        "hf without --prefix and --keys exports the model, if the state has one and something else."
+        "hf without --prefix exports the model, if the state has one and something else; --prefix '' everything."
     )
     parser.add_argument("format", metavar="FORMAT", help=f"{', '.join(FORMATS)}")
     parser.add_argument("checkpoint", metavar="CKPT", help="the checkpoint, of any format that loads; or ROOT@newest")
     parser.add_argument("out", type=Path, metavar="OUT", help="folder to create for hf, else a file")
-    parser.add_argument(
-        "--prefix", default="", metavar="NAME", help="only what is below NAME, which is taken away: model."
-    )
-    parser.add_argument(
-        "--keys", action="append", default=[], metavar="PATTERN", help="only these keys; * is any text; may be repeated"
-    )
-    add_rename(parser)
+    parser.add_argument("--prefix", metavar="NAME", help="only what is below NAME, which is taken away: model")
+    add_key_map(parser)
     parser.add_argument("--dtype", help="convert floating-point tensors: float64, float32, float16, bfloat16")
     parser.add_argument("--max-shard-size", metavar="BYTES", help="the most tensors in a file of hf (5GB)")
     parser.add_argument(
-        "--config-from",
-        type=Path,
-        metavar="FOLDER",
-        help="copy config.json and tokenizer files from there",
+        "--config-from", type=Path, metavar="FOLDER", help="copy config.json and tokenizer files from there"
     )
     parser.add_argument("--replace", action="store_true", help="replace an export that is there, in one step")
 
 
-def add_rename(parser: argparse.ArgumentParser) -> None:
-    """Add `--rename`."""
+def add_key_map(parser: argparse.ArgumentParser) -> None:
+    """Add `--rename` and `--ignore`."""
     parser.add_argument(
         "--rename",
         action="append",
         default=[],
         metavar="OLD=NEW",
         help="rename keys, as checkpoint.load.rename: h.*.attn=blocks.*.attention; may be repeated",
+    )
+    parser.add_argument(
+        "--ignore", action="append", default=[], metavar="NAME", help="leave out keys; * is any text; may be repeated"
     )
 
 
@@ -84,7 +80,9 @@ def run(parsed: argparse.Namespace, output: Output) -> None:
         most = int(quantity(parsed.max_shard_size, BYTES, "--max-shard-size"))
     options = ExportOptions(
         parsed.format,
-        Selection(parsed.prefix, parsed.keys, renames(parsed.rename)),
+        parsed.prefix,
+        renames(parsed.rename),
+        parsed.ignore,
         parsed.dtype,
         most,
         str(parsed.config_from or ""),
@@ -101,5 +99,5 @@ def _lines(done: Exported, options: ExportOptions) -> Iterator[str]:
     if done.tied:
         (first, kept), *more = done.tied.items()
         yield f"tied: {first} is {kept}{f', and {len(more)} more' if more else ''}; stored once"
-    if options.format == "hf" and not done.has_config:
+    if options.format == "hf" and CONFIG not in done.files:
         yield "from_pretrained needs config.json beside the weights: copy it, or use --config-from FOLDER"

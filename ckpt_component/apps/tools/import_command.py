@@ -14,7 +14,7 @@ from ...storage.names import MAX_STEP, MEGATRON, NAMINGS
 from ...storage.scan import repair_pointer, scan_steps
 from ...storage.space import amount
 from .checkpoints import find_checkpoint
-from .export_command import add_rename, renames
+from .export_command import add_key_map, renames
 from .output import Output
 
 
@@ -28,11 +28,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", metavar="SRC", help="the checkpoint, a folder or a file")
     parser.add_argument("root", type=Path, metavar="ROOT", help="the folder of checkpoints; it may be new")
     parser.add_argument("--step", type=int, required=True, metavar="N", help="the step that a run continues after")
-    add_rename(parser)
+    add_key_map(parser)
     parser.add_argument("--prefix", default="", metavar="NAME", help="put NAME before all keys: model")
-    parser.add_argument(
-        "--ignore", action="append", default=[], metavar="NAME", help="leave out keys; * is any text; may be repeated"
-    )
 
 
 def run(parsed: argparse.Namespace, output: Output) -> None:
