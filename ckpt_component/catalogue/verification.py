@@ -63,13 +63,17 @@ def verify_checkpoint(fs: FsOps, path: str, progress: Progress = no_progress) ->
     manifest = read_manifest(fs, path)
     if manifest is None:
         return False
-    folder = data_folder(path, manifest)
+    verify_files(fs, data_folder(path, manifest), manifest, progress)
+    return True
+
+
+def verify_files(fs: FsOps, folder: str, manifest: Mapping[str, Any], progress: Progress = no_progress) -> None:
+    """Compare the files in a folder with a manifest, which is not in it yet; raises as `verify_checkpoint`."""
     check_files(fs, folder, manifest)
     indexes = read_rank_indexes(fs, folder, manifest)  # verifies the integrity files
     verify_items(folder, [item for index in indexes for item in items_of(folder, index)], _raise, progress=progress)
     for damage in small_files(fs, folder, manifest):
         _raise(damage)
-    return True
 
 
 def verify_file(folder: str, name: str, index: RankIndex, progress: Progress = no_progress) -> None:

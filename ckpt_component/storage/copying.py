@@ -11,12 +11,11 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from ..errors import CheckpointCorruptError
 from ..progress import Progress, no_progress
 from .commit import abandon, begin, publish
 from .fs import FsOps
 from .liveness import AttemptLock
-from .manifest import check_files, data_folder, read_manifest
+from .manifest import check_files, data_folder
 from .names import Attempt, new_token
 from .safe_open import open_regular, read_failure
 from .space import refuse_without_room
@@ -31,21 +30,20 @@ _OF_COMMIT = frozenset({"attempt", "at", "files", "version"})
 def copy_checkpoint(
     fs: FsOps,
     source: str,
+    manifest: Mapping[str, Any],
     target: str,
-    *,
-    check: Callable[[str, str], None] | None = None,
+    before_commit: Callable[[str], None],
     progress: Progress = no_progress,
-    before_commit: Callable[[], None] = lambda: None,
 ) -> None:
     """Copy a checkpoint. When this returns, the copy is complete and durable; after an error there is none.
 
     Args:
         fs: the file system of both.
-        source: folder of the checkpoint, ours or another program's.
+        source: folder of the checkpoint.
+        manifest: its manifest.
         target: path of the copy.
-        check: called with the folder and the name of every file of data that was copied, to verify it there.
+        before_commit: called last before the copy becomes visible, with the folder of its files; an exception stops it.
         progress: follows the bytes.
-        before_commit: called last before the copy becomes visible; an exception stops it.
 
     Raises:
         CheckpointCorruptError: the source is damaged.
@@ -53,22 +51,18 @@ def copy_checkpoint(
         CheckpointStorageFullError: there is not enough space.
         OSError: from the file system.
     """
-    manifest = read_manifest(fs, source)
-    folder = source if manifest is None else data_folder(source, manifest)
-    fields = None
-    if manifest is not None:
-        check_files(fs, folder, manifest)
-        fields = {name: value for name, value in manifest.items() if name not in _OF_COMMIT}
-    files = foreign_files(fs, folder) if manifest is None else manifest["files"]
-    attempt = Attempt(target, new_token(), by_rename=fs.atomic_rename or manifest is None)
+    folder, files = data_folder(source, manifest), manifest["files"]
+    check_files(fs, folder, manifest)
+    attempt = Attempt(target, new_token(), by_rename=fs.atomic_rename)
     nbytes = sum(entry["size"] for entry in files)
     refuse_without_room(fs, target, nbytes, 0)
     begin(fs, attempt)
     lock = AttemptLock(fs, attempt)
     try:
         with progress(f"copying {os.path.basename(source)}", nbytes) as advance:
-            _copy_files(fs, folder, attempt.staging, files, check, advance)
-        before_commit()
+            _copy_files(fs, folder, attempt.staging, files, advance)
+        before_commit(attempt.staging)
+        fields = {name: value for name, value in manifest.items() if name not in _OF_COMMIT}
         publish(fs, attempt, [{"rank": 0, "files": files}], {}, fields)
     except BaseException:
         abandon(fs, attempt)
@@ -83,31 +77,10 @@ def same_content(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     return all(one.get(name) == other.get(name) for name in names)
 
 
-def foreign_files(fs: FsOps, root: str, below: str = "") -> list[dict[str, Any]]:
-    """The files of another program's checkpoint, with paths relative to its folder."""
-    files = []
-    for name in fs.names(os.path.join(root, below)):
-        relative = os.path.join(below, name)
-        path = os.path.join(root, relative)
-        if fs.is_real_folder(path):
-            files += foreign_files(fs, root, relative)
-            continue
-        size = fs.size(path)
-        if size is None:
-            raise CheckpointCorruptError(f"{path} is a link or not a regular file, and only regular files are copied.")
-        files.append({"name": relative, "size": size})
-    return files
-
-
 def _copy_files(
-    fs: FsOps,
-    source: str,
-    target: str,
-    files: Sequence[Mapping[str, Any]],
-    check: Callable[[str, str], None] | None,
-    advance: Callable[[int], None],
+    fs: FsOps, source: str, target: str, files: Sequence[Mapping[str, Any]], advance: Callable[[int], None]
 ) -> None:
-    """Copy files, each durable and verified when the next one starts on its thread."""
+    """Copy files, each durable when the next one starts on its thread."""
     stopped = threading.Event()
 
     def copy(entry: Mapping[str, Any]) -> None:
@@ -126,28 +99,16 @@ def _copy_files(
                     fs.copy(writing, reading, offset, length)
                     fs.start_writeback(writing, offset, length)
                     advance(length)
-                if check is not None:
-                    check(target, name)
                 fs.sync(writing)
             finally:
                 fs.close(writing)
         finally:
             os.close(reading)
 
-    folders = {os.path.dirname(entry["name"]) for entry in files} - {""}
-    for folder in sorted(folders):
-        fs.make_folders(os.path.join(target, folder))
-    threads = min(_MAX_THREADS, os.cpu_count() or 1, len(files))
-    if threads <= 1:
-        for entry in files:
-            copy(entry)
-    else:
-        with ThreadPoolExecutor(threads, thread_name_prefix="ckpt-copy") as pool:
-            try:
-                for _ in pool.map(copy, files):
-                    pass
-            except BaseException:
-                stopped.set()  # the others end before the pool does
-                raise
-    for folder in sorted(folders, reverse=True):
-        fs.sync_folder(os.path.join(target, folder))
+    with ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1), thread_name_prefix="ckpt-copy") as pool:
+        try:
+            for _ in pool.map(copy, files):
+                pass
+        except BaseException:
+            stopped.set()  # the others end before the pool does
+            raise

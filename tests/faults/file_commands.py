@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import traceback
@@ -10,16 +11,23 @@ from collections.abc import Sequence
 import ckpt_component.apps.tools.gc_command
 import ckpt_component.apps.tools.mv_command
 import ckpt_component.apps.tools.rm_command  # noqa: F401  # before any fork
-from ckpt_component.apps.tools import transfer
 from ckpt_component.apps.tools.app import main
 from ckpt_component.storage.file_system import LOG, SPEC
+from ckpt_component.storage.fs import FsOps
 
 
 def ckpt(arguments: Sequence[str], failpoint: str, log: str, across: bool) -> int | None:
     """Run a command; `across`: as if all folders were on other file systems. Returns the exit code."""
     os.environ |= {SPEC: failpoint, LOG: log} if failpoint else {}
     if across:
-        transfer._same_device = lambda one, other: False
+        genuine = FsOps.rename_new
+
+        def rename_new(self: FsOps, source: str, target: str) -> bool:
+            if os.path.dirname(source) != os.path.dirname(target):
+                raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
+            return genuine(self, source, target)
+
+        FsOps.rename_new = rename_new  # type: ignore[method-assign]
     try:
         main(arguments)
     except SystemExit as leaving:

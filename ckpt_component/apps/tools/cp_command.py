@@ -8,13 +8,13 @@ import os
 from ...errors import CheckpointConfigError, CheckpointNotFoundError
 from ...progress import progress_bar
 from ...storage.file_system import file_system
+from ...storage.manifest import read_manifest
+from ...storage.names import MANIFEST
 from ...storage.space import amount
-from .checkpoints import find_checkpoint, is_checkpoint
+from .checkpoints import find_checkpoint
 from .output import Output
-from .roots import destination, file_system_of, is_whole_root, place_of, point_to, shown, tree_bytes, typed_errors
+from .roots import destination, file_system_of, is_whole_root, place_of, shown, tree_bytes, typed_errors
 from .transfer import Transfer
-
-_MOVED = {False: ("copied", "would copy"), True: ("moved", "would move")}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,7 +35,6 @@ def add_places(parser: argparse.ArgumentParser, verb: str) -> None:
         metavar="DST",
         help="a new path, an existing folder or FOLDER/ to put it into, or ROOT@300: as step 300",
     )
-    parser.add_argument("--no-verify", action="store_true", help="do not compare the checksums of a copy")
     parser.add_argument("--commit", choices=["rename", "manifest"], help="how the copy appears (as others in its root)")
     parser.add_argument("--ended", action="store_true", help="the run that owns the root, on another host, has ended")
     parser.add_argument("--dry-run", action="store_true", help=f"print what would happen and {verb} nothing")
@@ -50,68 +49,44 @@ def run(parsed: argparse.Namespace, output: Output) -> None:
     transfer(parsed, output, moves=False)
 
 
-def source_path(argument: str, *, moves: bool) -> str:
-    """The checkpoint to copy or move; only a copy may be of the newest of a folder without naming it."""
-    checkpoint = find_checkpoint(argument)
-    if not os.path.isdir(checkpoint.path):
-        raise CheckpointConfigError(f"{checkpoint.path} is a single file; use cp or mv for it.")
-    if not is_checkpoint(file_system(durable=True), checkpoint.path):
-        raise CheckpointNotFoundError(f"{checkpoint.path} is no checkpoint; ckpt ls shows what a folder holds.")
-    if moves and is_whole_root(argument, checkpoint):
-        raise CheckpointConfigError(
-            f"{argument} is a folder of checkpoints; name the one to move: {argument}@{checkpoint.step}."
-        )
-    return checkpoint.path
-
-
-def _finish_rename(parsed: argparse.Namespace, error: CheckpointNotFoundError) -> None:
-    """Do what is left of a move that was cut off after its rename, and say that it was done, if it seems so."""
-    fs = file_system(durable=True)
-    _, at, step = parsed.source.rpartition("@")
-    source = place_of(os.path.expanduser(parsed.source))
-    if at and step.isdecimal():
-        source = destination(fs, parsed.source, source)
-    target = destination(fs, parsed.target, source)
-    if target.path != source.path and is_checkpoint(fs, target.path) and os.path.isdir(target.path):
-        point_to(fs, target)
-        raise CheckpointNotFoundError(f"{error} {target.path} is there, perhaps moved before.") from error
-
-
 def transfer(parsed: argparse.Namespace, output: Output, *, moves: bool) -> None:
     """Run `cp` or `mv`."""
     fs = file_system(durable=True)
-    try:
-        source = place_of(source_path(parsed.source, moves=moves))
-    except CheckpointNotFoundError as error:
-        if moves:
-            _finish_rename(parsed, error)
-        raise
+    checkpoint = find_checkpoint(parsed.source)
+    if moves and is_whole_root(parsed.source, checkpoint):
+        raise CheckpointConfigError(
+            f"{parsed.source} is a folder of checkpoints; name the one to move: {parsed.source}@{checkpoint.step}."
+        )
+    manifest = read_manifest(fs, checkpoint.path) if os.path.isdir(checkpoint.path) else None
+    if manifest is None:
+        raise CheckpointNotFoundError(
+            f"{checkpoint.path} has no {MANIFEST}; for another program's files use cp or mv, or ckpt import."
+        )
+    source = place_of(checkpoint.path)
     target = destination(fs, parsed.target, source)
     fs = file_system_of(target.root)
     if parsed.commit is not None:
         fs = file_system(durable=True, atomic_rename=parsed.commit == "rename")
-    with typed_errors(f"{source.path} was not {_MOVED[moves][0]} to {target.path}"):
-        work = Transfer(fs, source, target, not parsed.no_verify, parsed.ended, progress_bar)
+    done = "moved" if moves else "copied"
+    renamed = False
+    with typed_errors(f"{source.path} was not {done} to {target.path}"):
+        work = Transfer(fs, source, manifest, target, parsed.ended, progress_bar)
         work.refuse(moves=moves)
-        nbytes, there, renamed = tree_bytes(fs, source.path), work.is_there, False
-        if not parsed.dry_run:
-            if moves:
-                renamed = work.move()
-            else:
-                work.copy()
-    done = _MOVED[moves][parsed.dry_run]
-    verified = not parsed.no_verify and not renamed
+        nbytes, there = tree_bytes(fs, source.path), work.is_there
+        if not parsed.dry_run and moves:
+            renamed = work.move()
+        elif not parsed.dry_run:
+            work.copy()
     result = {
         "from": source.path,
         "to": target.path,
         "bytes": nbytes,
         "was_there": there,
         "renamed": renamed,
-        "verified": verified and not parsed.dry_run,
         "dry_run": parsed.dry_run,
     }
-    how = "renamed" if renamed else "verified" if verified else "not verified"
-    how = f", {how}" if not parsed.dry_run else ""
-    note = "; it was there already" if there else ""
-    text = f"{done} {shown(source.path)} to {shown(target.path)}: {amount(nbytes)}{how}{note}"
-    output.result(result, lambda: [text])
+    places = f"{shown(source.path)} to {shown(target.path)}: {amount(nbytes)}"
+    text = f"{done} {places}, {'renamed' if renamed else 'verified'}"
+    if parsed.dry_run:
+        text = f"would {'move' if moves else 'copy'} {places}"
+    output.result(result, lambda: [f"{text}{'; it was there already' if there else ''}"])

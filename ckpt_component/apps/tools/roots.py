@@ -127,7 +127,7 @@ def point_elsewhere(fs: FsOps, root: str, names: StepNames, leaving: Sequence[in
     """
     if read_pointer(fs, root, names) not in leaving:
         return
-    steps = _steps(fs, root, names) - {*leaving}
+    steps = {*scan_steps(fs, root, names).committed} - {*leaving}
     if steps:
         write_pointer(fs, root, names, max(steps))
     else:
@@ -140,16 +140,10 @@ def point_to(fs: FsOps, place: Place) -> None:
     if place.names is None:
         return
     pointed = read_pointer(fs, place.root, place.names)
-    if pointed is None:
-        write_pointer(fs, place.root, place.names, max({place.step, *_steps(fs, place.root, place.names)}))
-    elif pointed < place.step:
-        write_pointer(fs, place.root, place.names, place.step)
-
-
-def _steps(fs: FsOps, root: str, names: StepNames) -> set[int]:
-    """The committed steps in a root, or, where there are none, those of other programs."""
-    scan = scan_steps(fs, root, names)
-    return {*scan.committed} or {*scan.foreign}
+    if pointed is None or pointed < place.step:
+        write_pointer(
+            fs, place.root, place.names, max({place.step, *scan_steps(fs, place.root, place.names).committed})
+        )
 
 
 def shown(path: str) -> str:
