@@ -70,7 +70,10 @@ def _entries(stream: IO[bytes], path: str, name: str) -> Iterator[tuple[str, Ent
     pickle_name = next((each for each in members if each.rpartition("/")[2] == DATA), None)
     if pickle_name is None:
         raise CheckpointCorruptError(f"{path} has no {DATA}, so it is not a torch.save archive.")
-    summed = any(each.endswith(f"/{CHECKSUMS}") for each in members)
+    # torch may omit them: they are then 0.
+    summed = any(each.endswith(f"/{CHECKSUMS}") for each in members) or all(
+        member.CRC for member in members.values() if member.file_size
+    )
 
     def piece(member: zipfile.ZipInfo, payload: bool = False) -> Piece:
         seek_to(stream, member, path)

@@ -97,7 +97,7 @@ FORMS: dict[str, tuple[Callable[[Path], Path], int | None, bool]] = {
     "torch_save": (of_writer("torch_save", state), 200, True),
     "safetensors": (of_writer("safetensors", tensors_only), 200, True),
     "dcp (torch)": (stock_dcp, 30, False),
-    "torch_save (file)": (torch_file, 5, False),
+    "torch_save (file)": (torch_file, 5, True),
     "safetensors (file)": (safetensors_file, None, False),
     "safetensors (index)": (safetensors_index, None, False),
 }

@@ -184,12 +184,13 @@ def find_root(argument: str) -> Root:
         if os.path.lexists(path):
             raise CheckpointNotFoundError(f"{path} is not a folder; name a folder of checkpoints.")
         raise CheckpointNotFoundError(f"{path} does not exist{_typo(path)}")
-    if is_single_checkpoint(fs, path):
+    root = Root(fs, path)
+    if not root.scans and is_checkpoint(fs, path):
         raise CheckpointNotFoundError(
             f"{path} is a checkpoint, not a folder of checkpoints; type ckpt show {argument}, or ckpt ls "
             f"{os.path.dirname(path)}."
         )
-    return Root(fs, path)
+    return root
 
 
 def find_checkpoint(argument: str) -> Checkpoint:
@@ -255,11 +256,6 @@ def is_checkpoint(fs: FsOps, path: str) -> bool:
     except OSError as error:
         raise read_failure(path, error) from error
     return MANIFEST in names or is_readable(names)
-
-
-def is_single_checkpoint(fs: FsOps, folder: str) -> bool:
-    """Whether a folder is one checkpoint, and not a folder of checkpoints, which may have a file of weights too."""
-    return os.path.isdir(folder) and is_checkpoint(fs, folder) and not Root(fs, folder).scans
 
 
 def _typo(path: str) -> str:

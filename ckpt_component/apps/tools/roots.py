@@ -8,14 +8,15 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
+from ...catalogue.folder import METADATA
 from ...errors import CheckpointConfigError, CheckpointError, CheckpointFencedError, CheckpointSaveError
 from ...storage.fencing import FencingToken
 from ...storage.file_system import file_system
 from ...storage.fs import FsOps
 from ...storage.manifest import read_manifest
-from ...storage.names import MEGATRON, NAMINGS, StepNames
+from ...storage.names import MANIFEST, MEGATRON, NAMINGS, StepNames
 from ...storage.scan import read_pointer, scan_steps, write_pointer
-from .checkpoints import Checkpoint, Root, is_checkpoint
+from .checkpoints import Checkpoint, Root
 
 #: `ROOT@300`: the step of a new checkpoint.
 _NEW_STEP = re.compile(r"(.+)@(\d+)")
@@ -52,6 +53,11 @@ def place_of(path: str) -> Place:
     return Place(path)
 
 
+def is_one_checkpoint(folder: str) -> bool:
+    """Whether a folder is a checkpoint, in which there is no place for others; one with a file of weights is none."""
+    return any(os.path.lexists(os.path.join(folder, name)) for name in (MANIFEST, METADATA))
+
+
 def is_whole_root(argument: str, checkpoint: Checkpoint) -> bool:
     """Whether an argument is a folder of checkpoints, and names none of them."""
     return checkpoint.root is not None and checkpoint.root.path == os.path.abspath(os.path.expanduser(argument))
@@ -74,7 +80,7 @@ def destination(fs: FsOps, argument: str, source: Place) -> Place:
         path, step = os.path.abspath(os.path.expanduser(match[1])), int(match[2])
     elif not argument.endswith(os.sep):
         place = place_of(path)
-        if place.names is not None or not fs.is_folder(path) or is_checkpoint(fs, path):
+        if place.names is not None or not fs.is_folder(path) or is_one_checkpoint(path):
             return place
     if step < 0:
         return Place(os.path.join(path, os.path.basename(source.path)))

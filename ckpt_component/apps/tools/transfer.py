@@ -16,8 +16,7 @@ from ...storage.cleanup import discard, sweep_attempts
 from ...storage.copying import copy_checkpoint, same_content
 from ...storage.fs import FsOps
 from ...storage.manifest import read_manifest
-from .checkpoints import is_single_checkpoint
-from .roots import Place, point_elsewhere, point_to, refuse_running
+from .roots import Place, is_one_checkpoint, point_elsewhere, point_to, refuse_running
 
 #: Formats whose files do not say which step they are of.
 _RENUMBERED = ("dcp", "torch_save", "safetensors")
@@ -54,7 +53,7 @@ class Transfer:
         source, target = self.source.path, self.target.path
         if source == target or target.startswith(source + os.sep):
             raise CheckpointConfigError(f"{target} is the checkpoint itself, or inside of it; name another place.")
-        if is_single_checkpoint(self.fs, self.target.root):
+        if is_one_checkpoint(self.target.root):
             raise CheckpointConfigError(
                 f"{self.target.root} is a checkpoint itself, and none is put inside of another; name another place."
             )
