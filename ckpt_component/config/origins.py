@@ -36,6 +36,14 @@ class Origins:
     choices: dict[str, str] = field(default_factory=dict)
     values: dict[str, str] = field(default_factory=dict)
 
+    def of(self, key: str) -> str:
+        """Where a key was set, itself or as a part of a dict."""
+        while "." in key:
+            if key in self.values:
+                return self.values[key]
+            key = key.rpartition(".")[0]
+        return DEFAULT
+
 
 def origins_of(preset: str, overrides: Sequence[str]) -> Origins:
     """Find the origins of `compose_checkpoint(preset, overrides)`, which must have succeeded."""
