@@ -156,7 +156,7 @@ class Checkpointer(ABC):
         """Tell a listener of the saves and loads from now on; see `CheckpointListener`.
 
         Raises:
-            CheckpointTypeError: it has none of a listener's methods.
+            CheckpointTypeError: it is none.
         """
         self.saver.events.add_listener(listener)
 

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import logging
-
+from ..errors import CheckpointConfigError
 from .tracker import Tracker, imported
-
-logger = logging.getLogger(__name__)
 
 
 class MlflowListener(Tracker):
@@ -25,15 +22,11 @@ class MlflowListener(Tracker):
         # MLflow has an active run per thread, and listeners are called on another one.
         active = None if run_id is not None else self._mlflow.active_run()
         self._run_id = run_id if active is None else active.info.run_id
-        self._warned = False
 
     def log(self, figures: dict[str, float], step: int, time: float, path: str) -> None:
         """Log all figures with one request."""
         if self._run_id is None:
-            if not self._warned:
-                logger.warning("checkpoint.listeners=mlflow: no run is active; call mlflow.start_run() first")
-            self._warned = True
-            return
+            raise CheckpointConfigError("no run is active; call mlflow.start_run() first")
         metric = self._mlflow.entities.Metric
         metrics = [metric(name, value, int(time * 1000), step) for name, value in figures.items()]
         self._mlflow.MlflowClient().log_batch(self._run_id, metrics)

@@ -6,12 +6,12 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from ..errors import CheckpointTypeError
+from ..errors import CheckpointError, CheckpointTypeError
 from ..storage.names import new_token
 from .event_file import EventFile
 from .event_thread import EventThread
@@ -20,8 +20,6 @@ from .records import LoadReport, SaveReport
 from .step_times import StepTimes
 
 logger = logging.getLogger(__name__)
-
-_METHODS = [name for name in vars(CheckpointListener) if name.startswith("on_")]
 
 
 class EventRecorder:
@@ -79,32 +77,27 @@ class EventRecorder:
         """Tell a listener of all further events; see `CheckpointListener`.
 
         Raises:
-            CheckpointTypeError: it has none of the methods.
+            CheckpointTypeError: it is none.
         """
-        if not any(hasattr(listener, method) for method in _METHODS):
-            raise CheckpointTypeError(
-                f"{listener!r} is no listener: it has none of {', '.join(_METHODS)}; derive from CheckpointListener."
-            )
-        if self._rank == 0 or getattr(listener, "every_rank", True):
+        if not isinstance(listener, CheckpointListener):
+            raise CheckpointTypeError(f"{listener!r} is no listener; its class must derive from CheckpointListener.")
+        if self._rank == 0 or listener.every_rank:
             self._listeners.append(listener)
 
     def progressed(self, report: SaveReport) -> None:
         """A save was `staged` or `written`; only listeners are told."""
-        if self._listeners:
-            self._thread.submit(partial(self._tell, f"on_{report.outcome}", report))
+        self._tell(f"on_{report.outcome}", report)
 
     def with_loss(self, report: SaveReport) -> SaveReport:
         """The report of a committed save with `lost_s`. Takes the steps so far; `saved` comes next."""
-        self._record_steps()
+        self._record(self._steps.take())
         return replace(report, lost_s=self._steps.lost(report.time, report.stall_s, report.time + report.committed_s))
 
     def saved(self, report: SaveReport) -> None:
         """A save has ended: it was committed, failed, or was skipped."""
-        self._record_steps()
+        self._record(self._steps.take())
         self.note(report.event())
-        if self._listeners:
-            method = "on_committed" if report.outcome == "committed" else "on_failed"
-            self._thread.submit(partial(self._tell, method, report))
+        self._tell("on_committed" if report.outcome == "committed" else "on_failed", report)
 
     def loaded(self, report: LoadReport) -> None:
         """A load has ended; only the event file is told."""
@@ -112,13 +105,11 @@ class EventRecorder:
 
     def restored(self, report: LoadReport) -> None:
         """What was loaded is used: a restore has ended on all ranks, or a load path by path."""
-        if self._listeners:
-            self._thread.submit(partial(self._tell, "on_restored", report))
+        self._tell("on_restored", report)
 
     def note(self, event: Mapping[str, Any]) -> None:
         """Record an event."""
-        if self._file is not None:
-            self._thread.submit(partial(self._write, [event]))
+        self._record([event])
 
     def drain(self, timeout: float) -> None:
         """Wait until the events so far are recorded and the listeners know them, or for `timeout` seconds."""
@@ -126,35 +117,31 @@ class EventRecorder:
 
     def close(self, timeout: float) -> None:
         """Record the last steps, and close the listeners; bounded as `drain`. Safe to call twice."""
-        self._record_steps()
-        if self._listeners:
-            self._thread.submit(partial(self._tell, "close"))
+        self._record(self._steps.take())
+        self._tell("close")
         self._thread.close(timeout)
 
-    def _record_steps(self) -> None:
-        events = self._steps.take()
+    def _record(self, events: Sequence[Mapping[str, Any]]) -> None:
         if self._file is not None and events:
-            self._thread.submit(partial(self._write, events))
+            self._thread.submit(partial(self._write, self._file, events))
 
-    def _write(self, events: Iterable[Mapping[str, Any]]) -> None:
+    def _write(self, file: EventFile, events: Iterable[Mapping[str, Any]]) -> None:
         self._held += events
         self._waits = self._waits and not any(event["event"] == "save" for event in events)
-        if self._file is not None and not self._waits:
+        if not self._waits:
             events, self._held = self._held, []
-            self._file.append([{**event, **self._names} for event in events])
+            file.append([{**event, **self._names} for event in events])
 
     def _tell(self, method: str, *reports: SaveReport | LoadReport) -> None:
-        for listener in list(self._listeners):
-            self._call(listener, method, *reports)
+        if self._listeners:
+            self._thread.submit(partial(self._call, tuple(self._listeners), method, *reports))
 
-    def _call(self, listener: CheckpointListener, method: str, *reports: SaveReport | LoadReport) -> None:
-        hook = getattr(listener, method, None)
-        if hook is None:
-            return
-        try:
-            hook(*reports)
-        except Exception:
-            if not any(listener is each for each in self._failed):
-                self._failed.append(listener)
-                text = "%s failed in %s; it is still told of later events, and its further errors are not logged"
-                logger.exception(text, listener, method)
+    def _call(self, listeners: Iterable[CheckpointListener], method: str, *reports: SaveReport | LoadReport) -> None:
+        for listener in listeners:
+            try:
+                getattr(listener, method)(*reports)
+            except Exception as error:
+                if listener not in self._failed:
+                    self._failed.append(listener)
+                    text = "%s failed in %s (%s); it is still told of later events, and its further errors not logged"
+                    logger.error(text, listener, method, error, exc_info=not isinstance(error, CheckpointError))

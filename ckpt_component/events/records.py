@@ -61,23 +61,8 @@ class SaveReport:
 
     def event(self) -> dict[str, Any]:
         """The record for the event file."""
-        return {
-            "event": "save",
-            "time": round(self.time, 6),
-            "step": self.step,
-            "path": self.path,
-            "outcome": self.outcome,
-            "error": self.error,
-            "bytes": self.bytes,
-            "files": self.files,
-            "items": self.items,
-            "attempts": self.attempts,
-            "spans": _rounded(self.spans),
-            "gbps": round(self.write_gbps, 3),
-            "stall_s": round(self.stall_s, 6),
-            "lost_s": round(self.lost_s, 6),
-            "host_memory_bytes": self.host_memory_bytes,
-        }
+        names = "time step path outcome error bytes files items attempts spans stall_s lost_s host_memory_bytes"
+        return {"event": "save", **_values(self, names), "gbps": round(self.write_gbps, 3)}
 
 
 @dataclass(frozen=True)
@@ -108,19 +93,15 @@ class LoadReport:
 
     def event(self) -> dict[str, Any]:
         """The record for the event file."""
-        return {
-            "event": "load",
-            "time": round(self.time, 6),
-            "step": self.step,
-            "path": self.path,
-            "outcome": self.outcome,
-            "error": self.error,
-            "bytes": self.bytes,
-            "verified": self.verified,
-            "spans": _rounded(self.spans),
-            "seconds": round(self.seconds, 6),
-        }
+        return {"event": "load", **_values(self, "time step path outcome error bytes verified spans seconds")}
 
 
-def _rounded(spans: Mapping[str, Span]) -> dict[str, list[float]]:
-    return {name: [round(begin, 6), round(end, 6)] for name, (begin, end) in spans.items()}
+def _values(report: SaveReport | LoadReport, names: str) -> dict[str, Any]:
+    return {name: _rounded(getattr(report, name)) for name in names.split()}
+
+
+def _rounded(value: Any) -> Any:
+    """A value with its times to the microsecond."""
+    if isinstance(value, Mapping):
+        return {name: [round(begin, 6), round(end, 6)] for name, (begin, end) in value.items()}
+    return round(value, 6) if isinstance(value, float) else value

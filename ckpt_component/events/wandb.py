@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
+from ..errors import CheckpointConfigError
 from .tracker import Tracker, imported
-
-logger = logging.getLogger(__name__)
 
 
 class WandbListener(Tracker):
@@ -27,16 +25,12 @@ class WandbListener(Tracker):
         self._wandb = imported("wandb", "wandb")
         self._run = run
         self._defined: Any = None
-        self._warned = False
 
     def log(self, figures: dict[str, float], step: int, time: float, path: str) -> None:
         """Add the figures to the run's current row."""
         run = self._run or self._wandb.run
         if run is None:
-            if not self._warned:
-                logger.warning("checkpoint.listeners=wandb: no run is active; call wandb.init() before the first save")
-            self._warned = True
-            return
+            raise CheckpointConfigError("no run is active; call wandb.init() before the first save")
         if self._defined is not run:
             run.define_metric("checkpoint/step", hidden=True)
             run.define_metric("checkpoint/*", step_metric="checkpoint/step")

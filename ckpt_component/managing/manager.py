@@ -195,7 +195,7 @@ class CheckpointManager:
         """Tell a listener of the saves and restores from now on; see `CheckpointListener`.
 
         Raises:
-            CheckpointTypeError: it has none of a listener's methods.
+            CheckpointTypeError: it is none.
         """
         if self._checkpointer is not None:
             self._checkpointer.add_listener(listener)
