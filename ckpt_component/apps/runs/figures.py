@@ -23,7 +23,7 @@ def figures_of(run: Run) -> dict[str, Any]:
         training_s = max([last, *(save["time"] + save["stall_s"] for save in within)]) - first
         lost_s = sum(save["lost_s"] for save in within)
         kept = max(1 - lost_s / training_s, 0.0) if training_s > 0 else None
-    alone, saving = _step_times(run)
+    steps = [step.end - step.begin for step in run.leader.steps()]
     write_s = sum(save["write_s"] + (save["sync_s"] or 0) for save in committed if save["write_s"])
     nbytes = sum(save["bytes"] for save in committed)
     return {
@@ -36,8 +36,7 @@ def figures_of(run: Run) -> dict[str, Any]:
         "first_step": ends[0][0] if ends else None,
         "last_step": ends[-1][0] if ends else None,
         "training_s": training_s,
-        "step_s": median(alone) if alone else None,
-        "step_saving_s": median(saving) if saving else None,
+        "step_s": median(steps) if steps else None,
         "lost_s": lost_s,
         "stall_s": sum(save["stall_s"] for save in saves),
         "kept": kept,
@@ -48,18 +47,7 @@ def figures_of(run: Run) -> dict[str, Any]:
         "bytes": nbytes,
         "gbps": nbytes / 1e9 / write_s if write_s else None,
         "saves": saves,
-        "loads": [
-            {
-                "step": load.step,
-                "time": load.time,
-                "path": load.path,
-                "bytes": load.bytes,
-                "seconds": load.seconds,
-                "error": load.error,
-                "verified": load.verified,
-            }
-            for load in run.leader.loads
-        ],
+        "loads": [load.event() for load in run.leader.loads],
     }
 
 
@@ -88,14 +76,3 @@ def _of_all_ranks(saves: Sequence[Save]) -> dict[str, Any]:
 
 def _longest(seconds: Sequence[float | None]) -> float | None:
     return max((value for value in seconds if value is not None), default=None)
-
-
-def _step_times(run: Run) -> tuple[list[float], list[float]]:
-    """The duration of the leading rank's steps: of those beside no save, and of those during one."""
-    alone, saving, saves = list[float](), list[float](), list(run.leader.saves)
-    for step in run.leader.steps():
-        while saves and saves[0].end <= step.begin:
-            del saves[0]
-        beside = bool(saves) and saves[0].time < step.end
-        (saving if beside else alone).append(step.end - step.begin)
-    return alone, saving

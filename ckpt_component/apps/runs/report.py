@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ...storage.space import amount
-from ..sweeps.page import can_plot, new_figure, without_frame, write_page
+from ..sweeps.page import can_plot, new_figure, write_page
 from ..sweeps.text import aligned, duration
 from ..tools.output import WIDTH
 from .records import Run
@@ -73,7 +73,6 @@ def _about(folder: Path, run: Mapping[str, Any]) -> Iterator[str]:
     yield f"{folder}: {run['world_size']} rank(s){hosts}{preset}, from {_clock(run['began'])}; last event {age} ago"
     if run["first_step"] is not None:
         pace = "" if run["step_s"] is None else f", {duration(run['step_s'])} each"
-        pace += "" if run["step_saving_s"] is None else f", {duration(run['step_saving_s'])} during a save"
         yield f"steps {run['first_step']} to {run['last_step']}{pace}"
     if run["kept"] is not None:
         slower = max(run["lost_s"] - run["stall_s"], 0)
@@ -127,32 +126,10 @@ def write_files(runs: Sequence[Run], folder: Path, figures: Sequence[Mapping[str
     """
     if not can_plot():
         return []
-    caption = "How long steps took, with the saves; and the last saves, with what training did meanwhile."
-    return write_page(
-        out / "run", _picture(runs[-1]), "Run", str(folder), caption, ["\n".join(text(folder, figures, None))]
-    )
-
-
-def _picture(run: Run) -> Any:
-    tall = height(run, 3)
-    figure = new_figure(11, 2.4 + tall)
-    top, bottom = figure.subfigures(2, height_ratios=[2.4, tall])
-    _draw_steps(top.subplots(), run)
-    draw_saves(bottom, run, 3)
-    return figure
-
-
-def _draw_steps(axis: Any, run: Run) -> None:
-    """The duration of steps over their numbers, and the saves as lines."""
-    steps = list(run.leader.steps())
-    axis.plot([step.number for step in steps], [(step.end - step.begin) * 1e3 for step in steps], linewidth=0.6)
-    saves = [save.step for save in run.leader.saves if save.step is not None]
-    axis.vlines(saves, 0, 1, transform=axis.get_xaxis_transform(), colors="#c0392b", linewidth=0.6, alpha=0.6)
-    axis.set_title("duration of a step, without waits; lines: saves", loc="left", fontsize=9)
-    axis.set_ylabel("ms", fontsize=8)
-    axis.set_xlabel("step", fontsize=8)
-    axis.set_ylim(bottom=0)
-    without_frame(axis)
+    figure = new_figure(11, height(runs[-1]))
+    draw_saves(figure, runs[-1])
+    caption = "The last saves, with what training did meanwhile."
+    return write_page(out / "run", figure, "Run", str(folder), caption, ["\n".join(text(folder, figures, None))])
 
 
 def _percent(share: float) -> str:

@@ -13,30 +13,20 @@ from .records import Run, Save
 from .trace import TRACKS, slices_of
 
 #: Kind of a slice -> its colour.
-COLOURS = {
-    "step": "#d5dbe3",
-    "wait": "#c0392b",
-    "plan": "#e8b98f",
-    "memory": "#b99ac9",
-    "stage": "#d08c60",
-    "queue": "#c9b8d8",
-    "write": "#1b6ca8",
-    "sync": "#6aa5cf",
-    "vote": "#a9cba4",
-    "commit": "#5a8f5a",
-}
+_COLOURS = {"step": "#d5dbe3", "wait": "#c0392b", "plan": "#e8b98f", "memory": "#b99ac9", "stage": "#d08c60"}
+_COLOURS |= {"write": "#1b6ca8", "sync": "#6aa5cf", "vote": "#a9cba4", "commit": "#5a8f5a"}
 _TRACKS = [track for track in TRACKS if track != "loads"]
-_MAX_RANKS = 4
+_MAX_RANKS, _LAST = 4, 3
 
 
-def height(run: Run, last: int) -> float:
+def height(run: Run) -> float:
     """The height that `draw_saves` needs, in inches."""
-    return 0.9 + max(len(run.saves()[-last:]), 1) * (0.6 + 0.26 * len(_TRACKS) * min(len(run.ranks), _MAX_RANKS))
+    return 0.9 + max(len(run.saves()[-_LAST:]), 1) * (0.6 + 0.26 * len(_TRACKS) * min(len(run.ranks), _MAX_RANKS))
 
 
-def draw_saves(figure: Any, run: Run, last: int) -> None:
+def draw_saves(figure: Any, run: Run) -> None:
     """Draw the last saves of the first ranks into a figure or a subfigure."""
-    saves = run.saves()[-last:]
+    saves = run.saves()[-_LAST:]
     axes = figure.subplots(max(len(saves), 1), squeeze=False)[:, 0]
     if not saves:
         axes[0].set_axis_off()
@@ -54,7 +44,7 @@ def draw_saves(figure: Any, run: Run, last: int) -> None:
                 bars[row, part.kind].append((part.begin - began, part.end - part.begin))
         for (row, kind), spans in bars.items():
             place, gap = (rows.index(row) - 0.4, 0.8), 0.5 if len(spans) < 200 else 0.0
-            axis.broken_barh(spans, place, color=COLOURS[kind], edgecolor="white", linewidth=gap)
+            axis.broken_barh(spans, place, color=_COLOURS[kind], edgecolor="white", linewidth=gap)
         axis.set_xlim(-margin, ended - began + margin)
         axis.set_ylim(len(rows) - 0.5, -0.5)
         axis.set_yticks(range(len(rows)), rows)
@@ -77,5 +67,5 @@ def _legend(figure: Any) -> None:
     from matplotlib.patches import Patch  # type: ignore[import-not-found,unused-ignore]
 
     texts = {"step": "a training step", "wait": "training waits"}
-    handles = [Patch(color=colour, label=texts.get(kind, kind)) for kind, colour in COLOURS.items()]
+    handles = [Patch(color=colour, label=texts.get(kind, kind)) for kind, colour in _COLOURS.items()]
     figure.legend(handles=handles, loc="outside upper center", ncols=len(handles), fontsize=7, frameon=False)

@@ -19,13 +19,10 @@ from .records import RankLog, Run, Save
 TRACKS = {
     "training": (),
     "stager": ("plan", "memory", "stage"),
-    "queue": ("queue",),
     "writer": ("write", "sync"),
     "commit": ("vote", "commit"),
     "loads": (),
 }
-#: Seconds by which slices that follow each other may overlap, because times are rounded.
-_TOLERANCE = 1e-6
 
 
 @dataclass(frozen=True)
@@ -80,44 +77,20 @@ def write_trace(path: Path, run: Run, since: float) -> None:
 def _of_rank(log: RankLog, since: float, origin: float) -> Iterator[dict[str, Any]]:
     where = f" ({log.host}, pid {log.pid})" if log.host else ""
     yield {"ph": "M", "name": "process_name", "tid": 0, "args": {"name": f"rank {log.rank}{where}"}}
-    lanes: dict[str, list[list[float]]] = {track: [] for track in TRACKS}
-    order, threads = list(TRACKS), set[int]()
-    for part in sorted(slices_of(log), key=lambda part: (part.begin, -part.end)):
-        if part.end < since:
-            continue
-        lane = _lane(lanes[part.track], part)
-        thread = order.index(part.track) * 100 + lane + 1
-        if thread not in threads:
-            threads.add(thread)
-            title = part.track if lane == 0 else f"{part.track} {lane + 1}"
-            for what, value in (("name", title), ("sort_index", thread)):
-                yield {"ph": "M", "name": f"thread_{what}", "tid": thread, "args": {what: value}}
-        yield {
-            "ph": "X",
-            "name": part.name,
-            "cat": part.kind,
-            "ts": round((part.begin - origin) * 1e6, 1),
-            "dur": round(max(part.end - part.begin, 0) * 1e6, 1),
-            "tid": thread,
-            "args": part.details,
-        }
-
-
-def _lane(lanes: list[list[float]], part: Slice) -> int:
-    """The first thread of a track where a slice is after the others, or inside of one: they must not overlap in part.
-
-    Args:
-        lanes: For each thread, the ends of the slices that the last one is inside of.
-        part: The slice; none before it began later.
-    """
-    for number, ends in enumerate(lanes):
-        while ends and ends[-1] <= part.begin + _TOLERANCE:
-            ends.pop()
-        if not ends or part.end <= ends[-1]:
-            ends.append(part.end)
-            return number
-    lanes.append([part.end])
-    return len(lanes) - 1
+    threads = {track: number for number, track in enumerate(TRACKS, 1)}
+    for track, thread in threads.items():
+        yield {"ph": "M", "name": "thread_name", "tid": thread, "args": {"name": track}}
+    for part in slices_of(log):
+        if part.end >= since:
+            yield {
+                "ph": "X",
+                "name": part.name,
+                "cat": part.kind,
+                "ts": round((part.begin - origin) * 1e6, 1),
+                "dur": round(max(part.end - part.begin, 0) * 1e6, 1),
+                "tid": threads[part.track],
+                "args": part.details,
+            }
 
 
 def _details(save: Save) -> dict[str, Any]:

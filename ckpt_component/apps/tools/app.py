@@ -45,7 +45,7 @@ COMMANDS = {
     "recipes": ("config_files_command", "list the recipes, or print one"),
     "keys": ("keys_command", "list every config key, with type, default and one line"),
     "report": ("report_command", "what saving costs a run, or a comparison of the jobs of a sweep"),
-    "trace": ("trace_command", "write the timeline of a run, for Perfetto and chrome://tracing, or as a picture"),
+    "trace": ("trace_command", "write the timeline of a run, for Perfetto and chrome://tracing"),
     "tune": ("tune_command", "measure which settings suit this machine, a folder and a size of state"),
     "completion": ("completion_command", "print a script that completes ckpt in bash, zsh or fish"),
 }

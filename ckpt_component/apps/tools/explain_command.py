@@ -17,7 +17,7 @@ from ...config.resolve import resolve_config
 from ...config.rules import PartFacts, refuse_unfit
 from ...config.schema import PARTS, Checkpoint
 from ...errors import CheckpointConfigError
-from .explain_graph import automatic, facts_of, processes, waits
+from .explain_graph import facts_of, processes, waits
 from .output import WIDTH, Output, table
 
 #: The preset that is explained if none is named.
@@ -27,8 +27,8 @@ USUAL = "async_persistent"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     parser.description = (
-        "Show what a config builds, without building it: parts and where each choice comes from, what is decided "
-        "automatically, processes, and what training waits for. Takes a second: Hydra composes."
+        "Show what a config builds, without building it: parts and where each choice comes from, processes and "
+        "threads, and what training waits for. Takes a second: Hydra composes."
     )
     parser.epilog = (
         "examples:\n  ckpt explain async_zero_overhead checkpoint.writer.workers=4\n"
@@ -51,18 +51,14 @@ def run(parsed: argparse.Namespace, output: Output) -> None:
     facts, origins = facts_of(settings), origins_of(preset, overrides)
     if settings.enabled:
         refuse_unfit(settings, facts)
-    folder = os.path.abspath(settings.dir)
     picked = origins.choices["checkpoint"] if origins.preset != preset else DEFAULT if preset == USUAL else "argument"
     data = {
         "preset": origins.preset,
         "origin": picked,
         "enabled": settings.enabled,
-        "dir": folder,
+        "dir": os.path.abspath(settings.dir),
         "parts": {kind: _part(kind, settings, facts, origins) for kind in PARTS},
         "set": _set(settings, origins),
-        "automatic": [
-            {"key": key, "value": value, "why": why} for key, value, why in automatic(settings, facts, folder)
-        ],
         "processes": list(processes(settings, facts)),
         "waits": list(waits(settings, facts)),
     }
@@ -117,8 +113,6 @@ def _lines(data: Mapping[str, Any], output: Output) -> Iterator[str]:
         yield ""
         rows = [(key.removeprefix("checkpoint."), *_typed(entry)) for key, entry in data["set"].items()]
         yield from table(("set", "value", "from"), rows)
-    yield ""
-    yield from table(("automatic", "value", "because"), [tuple(item.values()) for item in data["automatic"]])
     for title, name in (("processes and threads of a rank", "processes"), ("training waits", "waits")):
         yield ""
         yield output.style(title, "bold")

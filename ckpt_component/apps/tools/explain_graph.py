@@ -1,17 +1,13 @@
-"""What the factory would build from a config, in words: choices that it makes itself, processes, waits."""
+"""What the factory would build from a config, in words: processes and waits."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 
 from ...config.following import deadlines
 from ...config.parts import part_class
 from ...config.rules import PartFacts
 from ...config.schema import Checkpoint, part_option
-from ...options import Commit
-from ...storage.checksum import ChecksumMissingError, find_checksum
-from ...storage.fs import FsOps
 
 
 def facts_of(settings: Checkpoint) -> PartFacts:
@@ -29,42 +25,6 @@ def facts_of(settings: Checkpoint) -> PartFacts:
         in_other_process=getattr(classes.get("caller"), "in_other_process", names["caller"] != "inline"),
         single_file=bool(getattr(classes.get("writer"), "single_file", "")),
     )
-
-
-def automatic(settings: Checkpoint, parts: PartFacts, folder: str) -> Iterator[tuple[str, str, str]]:
-    """Keys that leave a value open, the value that they will have, and why.
-
-    Args:
-        settings: the config.
-        parts: the parts.
-        folder: absolute path of the checkpoints.
-    """
-    writer = settings.writer
-    if writer.get("io") == "auto":
-        yield "writer.io", *_io(settings, folder)
-    if "checksum" in writer:
-        name = writer["checksum"]
-        try:
-            chosen = find_checksum(None if name == "auto" else name)
-            why = "the fastest installed" if name == "auto" else "its fastest installed package"
-            yield "writer.checksum", f"{chosen.name} by {chosen.package}", why
-        except ChecksumMissingError as error:
-            yield "writer.checksum", name, str(error)
-    for name, seconds in deadlines(settings).items():
-        if getattr(settings.timeouts, name) is None:
-            yield f"timeouts.{name}", f"{seconds:g} s", "null follows the other timeouts"
-    awaited = "caller writes in another process" if parts.in_other_process else "caller writes in the training process"
-    yield "checkpointer", "AsyncCheckpointer" if parts.in_other_process else "SyncCheckpointer", awaited
-
-
-def _io(settings: Checkpoint, folder: str) -> tuple[str, str]:
-    if settings.commit is Commit.manifest:
-        return "buffered", "commit=manifest: a file cannot be opened twice"
-    while not os.path.isdir(folder) and folder != os.path.dirname(folder):
-        folder = os.path.dirname(folder)
-    if FsOps().in_memory(folder):
-        return "buffered", f"{folder} is in memory"
-    return "by a trial", "at the first save of 32 MiB or more; ckpt doctor makes it now"
 
 
 def processes(settings: Checkpoint, parts: PartFacts) -> Iterator[str]:
