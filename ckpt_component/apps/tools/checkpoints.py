@@ -7,11 +7,12 @@ A checkpoint is given by its path, or by its folder and what to pick there: `ROO
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property
 from itertools import accumulate
+from typing import Any
 
 from ...catalogue.folder import is_readable
 from ...errors import CheckpointConfigError, CheckpointNotFoundError
@@ -105,15 +106,18 @@ class Root:
         return max(steps, default=None)
 
     @cached_property
-    def best_policy(self) -> BestPolicy | None:
-        """How `checkpoint.keep.best` of the newest checkpoint's config compares; None: it compares nothing."""
-        if not self.committed:
-            return None
+    def keep(self) -> Mapping[str, Any]:
+        """`checkpoint.keep` of the newest checkpoint's config; empty: a checkpointer without a manager saved it."""
         try:
-            resolved = stored_config(self.paths[self.committed[-1]]).resolved
+            resolved = stored_config(self.paths[self.committed[-1]]).resolved if self.committed else {}
         except CheckpointNotFoundError:
-            return None  # a checkpointer without a manager saved it
-        best = resolved.get("checkpoint", {}).get("keep", {}).get("best", {})
+            return {}
+        return dict(resolved.get("checkpoint", {}).get("keep", {}))
+
+    @cached_property
+    def best_policy(self) -> BestPolicy | None:
+        """How `keep.best` compares; None: it compares nothing."""
+        best = self.keep.get("best", {})
         return BestPolicy(best["metric"], best.get("mode") == "max") if best.get("metric") else None
 
     @property

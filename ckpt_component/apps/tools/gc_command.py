@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import argparse
-import logging
 import os
+from collections.abc import Iterator
 from typing import Any
 
-from ...errors import CheckpointConfigError, CheckpointNotFoundError
+from ...errors import CheckpointConfigError
 from ...managing.policies import RetentionPolicy
 from ...storage.cleanup import debris, discard, leftovers, sweep
 from ...storage.fencing import FencingToken
-from ...storage.names import QUARANTINE_PREFIX
-from ...storage.run_record import stored_config
 from ...storage.space import amount
 from .checkpoints import Root, find_root
 from .output import Output, table
 from .roots import Place, file_system_of, point_elsewhere, refuse_running, tree_bytes, typed_errors
-
-logger = logging.getLogger(__name__)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,16 +41,17 @@ def run(parsed: argparse.Namespace, output: Output) -> int | None:
         raise CheckpointConfigError(f"--keep-last={parsed.keep_last} would keep none; type 1 or more.")
     root = find_root(parsed.root)
     fs, names = file_system_of(root.path), root.names
-    place = Place(os.path.join(root.path, names.folder(0)), names, 0)
     old = [] if parsed.keep_last is None else _old(root, parsed.keep_last)
-    if old:
-        refuse_running(fs, place, "no checkpoint is deleted", ended=parsed.ended)
-    fenced = _fenced(place, ended=parsed.ended)
+    fenced: set[str] = set()
+    if old or parsed.ended:
+        place = Place(os.path.join(root.path, names.folder(0)), names, 0)
+        refuse_running(fs, place, "nothing is deleted", ended=parsed.ended)
+    failed: list[str] = []
     with typed_errors(f"{root.path} could not be cleaned"):
-        dead = debris(fs, root.path, names, fenced)
-        sizes = {os.path.join(root.path, name): tree_bytes(fs, os.path.join(root.path, name)) for name in dead}
-        sizes |= {root.paths[step]: tree_bytes(fs, root.paths[step]) for step in old}
-        failed: list[str] = []
+        if parsed.ended:
+            fenced = leftovers(fs, root.path, names)
+        paths = [os.path.join(root.path, name) for name in debris(fs, root.path, names, fenced)]
+        sizes = {path: tree_bytes(fs, path) for path in [*paths, *(root.paths[step] for step in old)]}
         if not parsed.dry_run:
             if parsed.ended:
                 FencingToken(fs, root.path, names).acquire()  # so that a run that is alive after all commits nothing
@@ -62,65 +59,34 @@ def run(parsed: argparse.Namespace, output: Output) -> int | None:
             point_elsewhere(fs, root.path, names, old)
             for step in old:
                 discard(fs, root.paths[step])
-            failed = list(filter(os.path.lexists, sizes))
+            failed = [path for path in sizes if os.path.lexists(path)]
     gone = {path: size for path, size in sizes.items() if path not in failed}
-    _print(output, root, gone, failed, dry_run=parsed.dry_run)
+    data = {
+        "root": root.path,
+        "deleted": [{"path": path, "bytes": size} for path, size in gone.items()],
+        "bytes": sum(gone.values()),
+        "failed": failed,
+        "dry_run": parsed.dry_run,
+    }
+    output.result(data, lambda: _lines(data))
     return 1 if failed else None
 
 
 def _old(root: Root, last: int) -> list[int]:
     """The committed steps that need not be kept; those stay that the newest one's config keeps for good."""
-    committed = root.scan.committed
-    keep: dict[str, Any] = {}
-    if committed:
-        try:
-            keep = stored_config(root.paths[committed[-1]]).resolved.get("checkpoint", {}).get("keep", {})
-        except CheckpointNotFoundError:
-            logger.info("%s has no config that says what to keep for good", root.path)
-    metrics = {step: root.scan.metrics[step] for step in committed}
-    kept, every = keep.get("best", {}).get("last", 1), keep.get("every_steps")
-    best = root.best_policy.ranked(metrics)[: kept if isinstance(kept, int) else None] if root.best_policy else []
-    return RetentionPolicy(last, every if isinstance(every, int) else None).to_delete(committed, best)
+    committed, best = root.scan.committed, list[int]()
+    if root.best_policy is not None:
+        best = root.best_policy.ranked({step: root.scan.metrics[step] for step in committed})
+    policy = RetentionPolicy(last, root.keep.get("every_steps"))
+    return policy.to_delete(committed, best[: root.keep.get("best", {}).get("last")])
 
 
-def _fenced(place: Place, *, ended: bool) -> set[str]:
-    """What runs of other hosts left, if the user says that they have ended."""
-    if not ended:
-        return set()
-    fs = file_system_of(place.root)
-    refuse_running(fs, place, "nothing is deleted", ended=True)
-    return leftovers(fs, place.root, place.names) if place.names is not None else set()
-
-
-def _print(output: Output, root: Root, gone: dict[str, int], failed: list[str], *, dry_run: bool) -> None:
-    """Print what was deleted, what could not be, and what stays although no run uses it."""
-    fs = file_system_of(root.path)
-    kept = {
-        name: tree_bytes(fs, os.path.join(root.path, name))
-        for name in fs.names(root.path)
-        if name.startswith(QUARANTINE_PREFIX)
-    }
-    total = sum(gone.values())
-    data: dict[str, Any] = {
-        "root": root.path,
-        "deleted": [{"path": path, "bytes": size} for path, size in gone.items()],
-        "bytes": total,
-        "failed": failed,
-        "quarantined": [{"path": os.path.join(root.path, name), "bytes": size} for name, size in kept.items()],
-        "dry_run": dry_run,
-    }
-    word = "would delete" if dry_run else "deleted"
-
-    def lines() -> list[str]:
-        rows = [(os.path.relpath(path, root.path), amount(size)) for path, size in gone.items()]
-        text = list(table(("deleted" if not dry_run else "would be deleted", "size"), rows, right=(1,))) if rows else []
-        text.append(f"{word} {amount(total)} in {root.path}" if gone else f"nothing to delete in {root.path}")
-        text += [f"could not be deleted: {path}" for path in failed]
-        if kept:
-            text.append(
-                f"kept: {len(kept)} quarantined, {amount(sum(kept.values()))}; ckpt rm {root.path}/"
-                f"{QUARANTINE_PREFIX}... deletes them"
-            )
-        return text
-
-    output.result(data, lines)
+def _lines(data: dict[str, Any]) -> Iterator[str]:
+    word = "would be deleted" if data["dry_run"] else "deleted"
+    if data["deleted"]:
+        rows = [(os.path.relpath(each["path"], data["root"]), amount(each["bytes"])) for each in data["deleted"]]
+        yield from table((word, "size"), rows, right=(1,))
+        yield f"{word}: {amount(data['bytes'])} in {data['root']}"
+    else:
+        yield f"nothing to delete in {data['root']}"
+    yield from (f"could not be deleted: {path}" for path in data["failed"])

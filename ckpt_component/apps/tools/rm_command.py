@@ -84,18 +84,14 @@ def _place(argument: str) -> Place:
         )
     place = place_of(checkpoint.path)
     fs = file_system_of(place.root)
-    ours = os.path.join(place.path, MANIFEST)
-    if not fs.is_real_folder(place.path) or not (os.path.lexists(ours) or _is_torn(place)):
+    ours = os.path.lexists(os.path.join(place.path, MANIFEST)) or (
+        place.names is not None and place.step in scan_steps(fs, place.root, place.names).torn
+    )
+    if not fs.is_real_folder(place.path) or not ours:
         raise CheckpointNotFoundError(
             f"{place.path} has no {MANIFEST}, so it is not deleted here; delete another program's files with rm -r."
         )
     return place
-
-
-def _is_torn(place: Place) -> bool:
-    """Whether a folder without a manifest is a checkpoint of ours that lost it."""
-    fs = file_system_of(place.root)
-    return place.names is not None and place.step in scan_steps(fs, place.root, place.names).torn
 
 
 def _by_root(places: Iterable[Place]) -> dict[tuple[str, StepNames], list[int]]:
