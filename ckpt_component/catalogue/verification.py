@@ -82,22 +82,22 @@ def verify_file(folder: str, name: str, index: RankIndex, progress: Progress = n
     verify_items(folder, items, _raise, progress=progress)
 
 
-def checksum_of(folder: str, index: RankIndex) -> Checksum:
-    """The checksum algorithm of a rank's items.
+def checksum_of(folder: str, name: str) -> Checksum:
+    """The algorithm of this name, with which a checkpoint was saved.
 
     Raises:
         CheckpointLoadError: It cannot be computed here; the text says what to install.
     """
     try:
-        return find_checksum(index.checksum)
+        return find_checksum(name)
     except ChecksumMissingError as error:
         raise CheckpointLoadError(
-            f"{folder} was saved with the checksum {index.checksum}, whose package is not installed here: "
-            f"{install_text(index.checksum)}, or load it unverified with checkpoint.verify=off."
+            f"{folder} was saved with the checksum {name}, whose package is not installed here: "
+            f"{install_text(name)}, or load it unverified with checkpoint.verify=off."
         ) from error
     except ValueError as error:
         raise CheckpointLoadError(
-            f"{folder} was saved with the checksum {index.checksum!r:.200}, which this release does not know; load it "
+            f"{folder} was saved with the checksum {name!r:.200}, which this release does not know; load it "
             "with the release that wrote it, or unverified with checkpoint.verify=off."
         ) from error
 
@@ -108,7 +108,7 @@ def items_of(folder: str, index: RankIndex) -> Iterator[Item]:
     Raises:
         CheckpointLoadError: The checksum of the rank's items cannot be computed here.
     """
-    algorithm, tensors = checksum_of(folder, index), index.tensors
+    algorithm, tensors = checksum_of(folder, index.checksum), index.tensors
     files = map(tensors.names.__getitem__, tensors.files)
     for file, offset, length, checksum in zip(files, tensors.offsets, tensors.lengths, tensors.checksums, strict=True):
         yield Item(file, offset, length, checksum, algorithm)

@@ -105,7 +105,8 @@ def export_checkpoint(
     Raises:
         CheckpointNotFoundError: There is no checkpoint.
         CheckpointExistsError: The target exists.
-        CheckpointLoadError: A name fits no key, or the format does not have a dtype.
+        CheckpointLoadError: A name fits no key.
+        CheckpointStageError: The format does not have a dtype or a name.
         CheckpointCorruptError: The checkpoint is damaged.
         CheckpointSaveError: The files cannot be written.
     """

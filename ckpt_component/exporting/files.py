@@ -6,9 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from ..errors import CheckpointLoadError
 from ..image.safetensors_header import header_of
-from ..state.dtypes import SAFETENSORS
 from .selection import Tensor
 
 #: The name of the weights in a Hugging Face folder.
@@ -40,17 +38,9 @@ def safetensors_file(name: str, tensors: Sequence[Tensor]) -> File:
     """One safetensors file. Of tied tensors it has the first, as transformers and safetensors want it.
 
     Raises:
-        CheckpointLoadError: A tensor has a dtype or a name that the format does not have.
+        CheckpointStageError: As `header_of`.
     """
     aliases = {key: tensor.name for tensor in tensors for key, _ in tensor.tied}
-    for tensor in tensors:
-        if tensor.dtype not in SAFETENSORS:
-            raise CheckpointLoadError(
-                f"'{tensor.entry.key}' is {tensor.dtype}, which safetensors files do not have; leave it out with "
-                "--ignore, or export torch."
-            )
-    if "__metadata__" in {*aliases, *(tensor.name for tensor in tensors)}:
-        raise CheckpointLoadError("'__metadata__' is a reserved name in safetensors files; rename the tensor.")
     rows = [(tensor.name, tensor.dtype, tensor.entry.shape, tensor.nbytes) for tensor in tensors]
     header, order = header_of(rows, aliases)
     places, position = [], len(header)

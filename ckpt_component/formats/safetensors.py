@@ -12,7 +12,6 @@ from typing import Any
 from ..errors import CheckpointStageError
 from ..image.layout import ImageFile, Item, Layout
 from ..image.safetensors_header import header_of
-from ..state.dtypes import SAFETENSORS
 from ..state.paths import key_of
 from ..state.structure import Structure
 from ..writing.request import EncodedSave
@@ -76,11 +75,8 @@ def _header(structure: Structure) -> tuple[bytes, list[int]]:
         for number, stored in enumerate(structure.stored_of)
         if structure.stored[stored].tensor != number
     }
-    rows = []
-    for key, entry in zip(keys, structure.stored, strict=True):
-        if dtype_name(entry.dtype) not in SAFETENSORS:
-            raise CheckpointStageError(f"'{key}' is {entry.dtype}, which safetensors files do not support.")
-        if key == "__metadata__":
-            raise CheckpointStageError("'__metadata__' is a reserved name in safetensors files; rename the tensor.")
-        rows.append((key, dtype_name(entry.dtype), entry.shape, entry.nbytes))
+    rows = [
+        (key, dtype_name(entry.dtype), entry.shape, entry.nbytes)
+        for key, entry in zip(keys, structure.stored, strict=True)
+    ]
     return header_of(rows, aliases)

@@ -68,8 +68,8 @@ class BackgroundExports(CheckpointListener):
         self._policy = policy
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
-        self._running: str | None = None
-        self._waiting: str | None = None
+        #: What is exported now, and what waits.
+        self._pending: list[str] = []
         self._newest: str | None = None
         self._requested: str | None = None
         self._given_up = threading.Event()
@@ -84,7 +84,7 @@ class BackgroundExports(CheckpointListener):
     def in_use(self) -> set[str]:
         """The checkpoints that are or will be exported, which must not be deleted."""
         with self._lock:
-            return {path for path in (self._running, self._waiting) if path is not None}
+            return {*self._pending}
 
     def end(self, *, finish: bool) -> None:
         """Export the newest checkpoint and wait for it, or end the export that runs. Bounded by its deadline.
@@ -98,7 +98,7 @@ class BackgroundExports(CheckpointListener):
             thread = self._thread
             if not finish:
                 self._given_up.set()
-                self._waiting = None
+                del self._pending[1:]
         if thread is None:
             return
         if finish:
@@ -109,25 +109,23 @@ class BackgroundExports(CheckpointListener):
     def _request(self, path: str) -> None:
         with self._lock:
             self._requested = path
+            skipped, self._pending[1:] = self._pending[1:], [path]
             if self._thread is None:
-                self._running = path
-                self._thread = threading.Thread(target=self._run, args=(path,), name="ckpt-export", daemon=True)
+                self._thread = threading.Thread(target=self._run, name="ckpt-export", daemon=True)
                 self._thread.start()
-                return
-            skipped, self._waiting = self._waiting, path
-        if skipped is not None:
-            logger.warning("%s is not exported, because an earlier export is still running", skipped)
+        for each in skipped:
+            logger.warning("%s is not exported, because an earlier export is still running", each)
 
-    def _run(self, first: str) -> None:
-        path: str | None = first
+    def _run(self) -> None:
+        path: str | None = self._pending[0]
         while path is not None:
             try:
                 self._export(path)
             except (CheckpointError, OSError, ValueError) as error:
                 logger.warning("%s was not exported, and the run continues: %s", path, error)
             with self._lock:
-                path = self._running = self._waiting
-                self._waiting = None
+                del self._pending[0]
+                path = next(iter(self._pending), None)
                 if path is None:
                     self._thread = None
 

@@ -64,7 +64,7 @@ class OwnSource(Source):
         self._objects: dict[str, Chunk] = {}
         containers: dict[tuple[Path, str], None] = {}
         for number, rank in enumerate(ranks):
-            checksum = checksum_of(folder, rank) if verify else None
+            checksum = checksum_of(folder, rank.checksum) if verify else None
             self._checksums.append(checksum)
             self._add_tensors(number)
             for key, (path, item) in zip(keys_of([path for path, _ in rank.objects]), rank.objects, strict=True):
