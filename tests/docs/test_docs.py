@@ -7,6 +7,7 @@ import dataclasses
 import os
 import re
 import runpy
+import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -141,13 +142,21 @@ def commands() -> list[Any]:
     ]
 
 
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the Python of the page leaves, which its commands use."""
+    folder = tmp_path_factory.mktemp("prepared")
+    (folder / "script.py").write_text(SCRIPTS[PREPARED])
+    run("python script.py", folder)
+    return folder
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("block", commands())
-def test_commands_run(block: Block, tmp_path: Path) -> None:
+def test_commands_run(block: Block, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     if block.page == PREPARED:
-        (tmp_path / "script.py").write_text(SCRIPTS[PREPARED])
-        run("python script.py", tmp_path)
+        shutil.copytree(request.getfixturevalue("prepared"), tmp_path, dirs_exist_ok=True)
     for command in block.code.splitlines():
         if command.startswith("ckpt-train"):
             command += " train.steps=6 model=gpt_nano train.eval_every=null checkpoint.save.every_steps=3"

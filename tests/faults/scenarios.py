@@ -182,6 +182,8 @@ def open_files(root: str, manager: CheckpointManager) -> list[str]:
             with contextlib.suppress(FileNotFoundError):  # that of the listing itself
                 found.append(os.readlink(f"/proc/{pid}/fd/{name}"))
     own = [path.removeprefix(f"{root}/") for path in found if path.startswith(f"{root}/")]
+    # The thread of the events opens their file for each append, whenever it comes to it.
+    own = [path for path in own if not path.startswith("events/")]
     return [path for path in own if "/" in path or path.startswith(tuple(FIXED))]
 
 

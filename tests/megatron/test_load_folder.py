@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from megatron_places import package_of
 from ranks import run_ranks
 
 from ckpt_component import build_checkpointer
@@ -19,7 +19,7 @@ QKV = "decoder.layers.self_attention.linear_qkv.weight"
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.skipif(
-    importlib.util.find_spec("megatron") is None,
+    package_of("") is None,
     reason="needs megatron-core (pip install --no-deps megatron-core==0.16.1)",
 )
 @pytest.mark.parametrize("world_size", [1, 2])

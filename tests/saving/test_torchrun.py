@@ -96,7 +96,8 @@ def test_a_signal_that_torchrun_forwards_is_followed_by_a_save(
     job.process.send_signal(number)
     output = job.wait()
     assert job.last_step() >= 5, output
-    assert job.process.returncode == 1 and f"closing signal {number.name}" in output, output
+    # torch's own threads sometimes abort the interpreter of torchrun on its way out.
+    assert job.process.returncode in (1, -signal.SIGABRT) and f"closing signal {number.name}" in output, output
     assert not any(map(psutil.pid_exists, ranks))
 
 
