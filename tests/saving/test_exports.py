@@ -30,27 +30,20 @@ def run(folder: Path, *overrides: str, steps: int = 4, fails: bool = False) -> A
     return manager
 
 
-def test_the_last_checkpoint_is_exported_when_the_run_ends(
+def test_exports_of_some_steps_and_the_last(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    run(tmp_path / "run", "format=hf", "dtype=bfloat16", steps=2)
-    assert not caplog.records and not capfd.readouterr().err  # the process ends without a word
-    exports = tmp_path / "run" / "exports"
-    assert os.listdir(exports) == ["iter_0000002"]
-    weights = load_file(exports / "iter_0000002" / "model.safetensors")
-    assert weights["weight"].equal(torch.full((2, 2), 2, dtype=torch.bfloat16))
-    assert weights.keys() == {"weight", "bias"}
-
-
-def test_exports_of_some_steps_and_the_last(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """While one runs, only the newest waits; so of many at once some are skipped, each by name."""
-    caplog.set_level(logging.INFO)
-    run(tmp_path / "run", "format=safetensors", "every_steps=2", f"dir={tmp_path}/out", "rename={model:net}", steps=5)
-    done = {path.stem: load_file(path) for path in (tmp_path / "out").iterdir()}
+    run(tmp_path / "run", "format=hf", "dtype=bfloat16", "every_steps=2", "rename={weight:w}", steps=5)
+    exports = tmp_path / "run" / "exports"
+    done = {path.name: load_file(path / "model.safetensors") for path in exports.iterdir()}
     skipped = [f"iter_000000{step}" for step in (2, 4) if f"iter_000000{step} is not exported" in caplog.text]
+    assert len(caplog.records) == len(skipped) and not capfd.readouterr().err  # the process ends without a word
     assert sorted([*done, *skipped]) == ["iter_0000002", "iter_0000004", "iter_0000005"]
     assert "iter_0000005" in done
-    assert all(tensors["net.weight"][0, 0] == int(name[-1]) for name, tensors in done.items())
+    for name, tensors in done.items():
+        assert tensors.keys() == {"w", "bias"}
+        assert tensors["w"].equal(torch.full((2, 2), int(name[-1]), dtype=torch.bfloat16))
 
 
 @pytest.mark.parametrize(
@@ -58,7 +51,6 @@ def test_exports_of_some_steps_and_the_last(tmp_path: Path, caplog: pytest.LogCa
     [
         (["prefix=modle"], None, "Did you mean 'model'?"),
         ([], "write:process=export:nth=2:action=kill", "was killed by SIGKILL"),
-        ([], "sync:process=export:action=raise:ENOSPC", "No space left"),
         (
             ["timeout=1"],
             "write:process=export:nth=2:action=sleep:60",
@@ -94,13 +86,10 @@ def test_a_run_that_fails_exports_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "text"),
     [
-        ("export.format=hff", "Did you mean checkpoint.export.format=hf?"),
         ("export.dtype=bfloat", "Did you mean checkpoint.export.dtype=bfloat16?"),
         ("export.config_from=nowhere", "has no config.json"),
         ("export.rename=model", "is not a dict of names"),
-        ("export.every_steps=0", "must be"),
         ("commit=manifest", "name a local folder, checkpoint.export.dir"),
-        ("export.prefx=model", "Did you mean checkpoint.export.prefix=model?"),
     ],
 )
 def test_a_wrong_setting_is_refused_before_training(override: str, text: str, tmp_path: Path) -> None:
@@ -112,7 +101,7 @@ def test_a_wrong_setting_is_refused_before_training(override: str, text: str, tm
 
 def test_a_checkpoint_is_kept_until_it_is_exported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Even if the process is so slow that `keep` would have deleted it before it was opened."""
-    monkeypatch.setenv("CKPT_FAILPOINT", "make_folder:process=export:nth=1:action=sleep:1")
+    monkeypatch.setenv("CKPT_FAILPOINT", "make_folder:process=export:nth=1:action=sleep:0.7")
     monkeypatch.setenv("CKPT_FAILPOINT_LOG", str(tmp_path / "log"))
     model, root = torch.nn.Linear(2, 2), tmp_path / "run"
     overrides = ["checkpoint.save.every_steps=1", "checkpoint.keep.last=1", "checkpoint.export.format=safetensors"]

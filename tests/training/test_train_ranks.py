@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,9 +14,13 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 from omegaconf import DictConfig
 from ranks import run_ranks
+from safetensors.torch import load_model
 
+from ckpt_component import build_manager
+from ckpt_component.apps.tools.app import main
 from ckpt_component.apps.training.job import Job
 from ckpt_component.apps.training.loop import run
 
@@ -37,6 +42,15 @@ def folder(tmp_path: Path, text_file: Path, tiny: tuple[str, ...]) -> Path:
 def in_one_process(config: DictConfig, folder: Path) -> list[float]:
     summary = run(Job(config, "/"), config.checkpoint, str(folder))
     return [loss for _, loss in [*summary.losses, *summary.validation]]
+
+
+def exported_model(root: Path, model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """What `ckpt export hf` makes of the newest checkpoint, loaded by safetensors."""
+    with pytest.raises(SystemExit, match="0"):
+        main(["export", "hf", str(root), str(root / "exported"), "-q"])
+    load_model(model, root / "exported" / "model.safetensors")
+    shutil.rmtree(root / "exported")
+    return model.state_dict()
 
 
 def test_every_kind_has_the_losses_of_one_process(folder: Path, compose_job: Composed) -> None:
@@ -61,12 +75,18 @@ def test_a_resumed_run_is_the_uninterrupted_one_and_goes_on_on_any_number_of_ran
     assert len(lines) == 6
     alone = {}
     for saved in ("one", "ddp", "fsdp", "tp"):
+        exported = exported_model(folder / saved, Job(compose_job(), "/").model)
         config = compose_job(
             "checkpoint.save.at_end=false",
             "checkpoint.save.every_steps=null",
             f"train.steps={2 * N + 2}",
             "model.dropout=0",
         )
+        job = Job(config, "/")
+        with build_manager(config.checkpoint, dir=folder / saved) as manager:
+            assert manager.restore(job.state) == 2 * N
+        assert exported.keys() == job.model.state_dict().keys()
+        assert all(torch.equal(value, exported[key]) for key, value in job.model.state_dict().items()), saved
         job = Job(config, "/")
         summary = run(job, config.checkpoint, str(folder / saved))
         assert (summary.start, summary.step, len(summary.losses)) == (2 * N, 2 * N + 2, 2)
