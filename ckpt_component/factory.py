@@ -129,6 +129,9 @@ def build_manager(
                 claim = partial(job.claim, fs, job_root) if save.enabled else lambda: job_root
                 job_root = ranks.run_on_leader("root/job", claim, time.monotonic() + timeouts.stage)
             root = os.path.abspath(job_root)
+            if export is not None and save.enabled and ranks.is_leader:
+                exports = BackgroundExports(export)
+                listeners.append(exports)
             events = EventRecorder(
                 EventFile(root, ranks.rank) if settings.events else None,
                 listeners,
@@ -141,8 +144,6 @@ def build_manager(
             run = RunContext(fs, root, names, ranks, timeouts, best, events)
             keep = RetentionPolicy(settings.keep.last, settings.keep.every_steps)
             files = {RUN_RECORD: _run_record(config, overrides)} if ranks.is_leader else {}
-            if export is not None and save.enabled and ranks.is_leader:
-                exports = BackgroundExports(export)
             folder = RunFolder(run, resume, keep, files, tuple if exports is None else exports.in_use)
             if save.enabled:
                 folder.check_writable()

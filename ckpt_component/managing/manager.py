@@ -36,7 +36,8 @@ class CheckpointManager:
         save: when to save.
         restorer: loads the checkpoint that the run begins with; None without a checkpointer.
         overlap: what to do with a save while earlier ones use all memory: `wait`, `skip` or `error`.
-        exports: exports committed checkpoints; owned by the manager. None: nothing is exported by this rank.
+        exports: exports committed checkpoints, as one of the run's listeners; the manager ends it. None: nothing is
+            exported by this rank.
 
     Attributes:
         reports: one `SaveReport` per ended or skipped save, in order.
@@ -65,7 +66,7 @@ class CheckpointManager:
         self._saved_step: int | None = None
         self._closed = False
         self._failed = False
-        self._exports: BackgroundExports | None = None
+        self._exports = exports
         self.reports: list[SaveReport] = []
         self.idle: int | None = None
         self._saves = InFlightSaves()
@@ -76,9 +77,6 @@ class CheckpointManager:
         self._restorer = restorer
         self._pipeline = cast(SavePipeline, checkpointer.saver)  # a manager is never built with third-party parts
         self._saves, self.reports = self._pipeline.saves, self._pipeline.reports
-        self._exports = exports
-        if exports is not None:
-            self.add_listener(exports)
 
     @property
     def enabled(self) -> bool:
@@ -275,7 +273,7 @@ class CheckpointManager:
         self._progress.last = LastStep(step, state, metrics)
         self._ranks.at_step(step)
         if self._checkpointer is not None:
-            self._pipeline.events.step_ended(step)
+            self._run.events.step_ended(step)
         return step
 
     def _prewarm_loaded(self, state: Mapping[Any, Any]) -> None:
