@@ -1,16 +1,9 @@
-"""The formulas of `ckpt plan`. Times are in seconds; the command prints `FORMULAS` and `DALY`."""
+"""The formulas of `ckpt plan`. Times are in seconds; the command prints `DALY`."""
 
 from __future__ import annotations
 
 import math
 
-#: Figure -> its formula or source, in words.
-FORMULAS = {
-    "durable": "stall + state / storage rate + vote and commit",
-    "MTBF": "6.5 failures in 1,000 host-days (arXiv:2410.21680)",
-    "interval": "T, Daly 2006",
-    "training": "Daly 2006",
-}
 #: What the table is too narrow for.
 DALY = (
     "With L lost per save, M MTBF, R restart + durable (J. T. Daly, Future Gen. Comp. Syst. 22, 2006):",

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ...config.files import parts_of
 from ...config.schema import PARTS
 from ...storage.space import amount
-from .formulas import FORMULAS, best_interval, mtbf_of, training_fraction
+from .formulas import best_interval, mtbf_of, training_fraction
 from .measured import Rates
 
 #: Resident memory of a writer process, which imports no torch.
@@ -96,7 +96,7 @@ def plan(question: Question) -> list[Figure]:
         best = max(best_interval(max(lost, 1e-3), mtbf), durable or 0.0)
         risk = 0.0 if awaits_write else best if durable is None else durable
         training = training_fraction(best, lost, mtbf, question.restart_s, risk)
-    bound = "durable: saves do not overlap" if best is not None and best == durable else FORMULAS["interval"]
+    bound = "durable: saves do not overlap" if best is not None and best == durable else "T, Daly 2006"
     return [
         Figure("state of a rank", rank, "bytes", "state / ranks"),
         Figure(
@@ -106,12 +106,12 @@ def plan(question: Question) -> list[Figure]:
         *([Figure("copy beside steps", copy, "s", copied)] if overlapped else []),
         Figure("lost per save", lost, "s", "stall + steps slowed by the copy" if overlapped else "stall"),
         Figure("storage rate", rate, "bytes/s", whose),
-        Figure("durable", durable, "s", FORMULAS["durable"]),
-        Figure("MTBF", mtbf, "s", "--mtbf" if question.mtbf else FORMULAS["MTBF"]),
+        Figure("durable", durable, "s", "stall + state / storage rate + vote and commit"),
+        Figure("MTBF", mtbf, "s", "--mtbf" if question.mtbf else "6.5 failures in 1,000 host-days (arXiv:2410.21680)"),
         Figure("restart", question.restart_s, "s", "detect, start, load: --restart-s"),
         Figure("best interval", best, "s", bound),
         Figure("storage rate needed", None if best is None else question.state / best, "bytes/s", "state / interval"),
-        Figure("training", training, "of the time", FORMULAS["training"]),
+        Figure("training", training, "of the time", "Daly 2006"),
     ]
 
 

@@ -40,9 +40,8 @@ def run(parsed: argparse.Namespace, output: Output) -> None:
 
 def _matches(key: Key, pattern: str) -> bool:
     pattern = pattern.lower().removeprefix("checkpoint.")
-    if "*" in pattern:
-        return fnmatch.fnmatchcase(key.name, pattern)
-    return pattern in key.name or pattern in key.text.lower()
+    glob = pattern if "*" in pattern else f"*{pattern}*"
+    return any(fnmatch.fnmatchcase(text, glob) for text in (key.name, key.text.lower()))
 
 
 def _lines(matching: list[Key], output: Output) -> Iterator[str]:

@@ -76,6 +76,7 @@ def _question(parsed: argparse.Namespace) -> Question:
     for name in ("ranks", "ranks_per_host", "storage_gbps", "restart_s"):
         if getattr(parsed, name) is not None:
             _refuse_below_zero(f"--{name.replace('_', '-')}", getattr(parsed, name))
+    folders = [folder.expanduser() for folder in parsed.measured or ()]
     return Question(
         state=_with_unit(parsed.state, BYTES, "--state", "1.2TB"),
         ranks=parsed.ranks,
@@ -84,7 +85,7 @@ def _question(parsed: argparse.Namespace) -> Question:
         storage=None if parsed.storage_gbps is None else parsed.storage_gbps * 1e9,
         mtbf=None if parsed.mtbf is None else _with_unit(parsed.mtbf, SECONDS, "--mtbf", "8h"),
         restart_s=parsed.restart_s,
-        rates=None if parsed.measured is None else measured_rates(_expanded(parsed.measured), parsed.preset),
+        rates=measured_rates(folders, parsed.preset) if folders else None,
     )
 
 
@@ -99,10 +100,6 @@ def _with_unit(text: str, unit: str, name: str, example: str) -> float:
 def _refuse_below_zero(name: str, value: float) -> None:
     if not 0 < value < float("inf"):
         raise CheckpointConfigError(f"{name}={value:g} must be above 0.")
-
-
-def _expanded(folders: Sequence[Path]) -> list[Path]:
-    return [folder.expanduser() for folder in folders]
 
 
 def _notes(question: Question, values: dict[str, float | None]) -> Iterator[str]:
