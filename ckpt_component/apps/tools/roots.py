@@ -147,9 +147,8 @@ def point_to(fs: FsOps, place: Place) -> None:
         return
     pointed = read_pointer(fs, place.root, place.names)
     if pointed is None or pointed < place.step:
-        write_pointer(
-            fs, place.root, place.names, max({place.step, *scan_steps(fs, place.root, place.names).committed})
-        )
+        committed = scan_steps(fs, place.root, place.names).committed
+        write_pointer(fs, place.root, place.names, max([place.step, *committed]))
 
 
 def shown(path: str) -> str:
