@@ -58,7 +58,7 @@ def open_catalogue(path: str | os.PathLike[str], fs: FsOps | None = None) -> Cat
     name = weights_in(names)
     if name is None:
         raise CheckpointNotFoundError(
-            f"{path} holds no checkpoint ({', '.join(names[:5]) or 'nothing'}); name the folder of one, with "
+            f"{path} holds no checkpoint ({', '.join(names[:5]) or 'it is empty'}); name the folder of one, with "
             "manifest.json, .metadata or a file of weights, or the file."
         )
     if not name.endswith(INDEX):

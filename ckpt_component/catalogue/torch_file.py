@@ -64,7 +64,8 @@ def torch_file_entries(folder: str, name: str) -> dict[str, Entry]:
 def _entries(stream: IO[bytes], path: str, name: str) -> Iterator[tuple[str, Entry]]:
     if not zipfile.is_zipfile(stream):
         raise CheckpointLoadError(
-            f"{path} is not a zip archive, as torch.save writes since 1.6; only a load shows what it holds."
+            f"{path} is not a zip archive, as torch.save writes since 1.6, and no safetensors file; if torch "
+            "before 1.6 saved it, ckpt import reads it."
         )
     members = members_of(stream, os.fstat(stream.fileno()).st_size, path)
     pickle_name = next((each for each in members if each.rpartition("/")[2] == DATA), None)

@@ -203,7 +203,7 @@ class Reader:
             logger.info("%s is a folder of checkpoints; loading the newest, %s", path, pointed)
             return self.open(pointed, mapped=mapped, verify=verify)
         raise CheckpointNotFoundError(
-            f"{path} holds no checkpoint ({', '.join(names[:5]) or 'nothing'}); name the folder of one, with "
+            f"{path} holds no checkpoint ({', '.join(names[:5]) or 'it is empty'}); name the folder of one, with "
             "manifest.json, .metadata or a file of weights, or the file."
         )
 

@@ -44,7 +44,9 @@ def decode_manifest(data: bytes, path: str) -> dict[str, Any]:
         outer = json.loads(data)
         content, crc = outer["manifest"], outer["crc32"]
         body = json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except KeyError as error:
+        raise CheckpointCorruptError(f"{path} is not a complete manifest (it has no {error}).") from error
+    except (ValueError, TypeError, RecursionError) as error:
         raise CheckpointCorruptError(f"{path} is not a complete manifest ({error}).") from error
     if zlib.crc32(body) != crc:
         raise CheckpointCorruptError(f"{path} does not match its own checksum.")

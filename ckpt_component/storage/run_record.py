@@ -104,9 +104,10 @@ def _opened(path: str | os.PathLike[str]) -> tuple[FsOps, str, dict[str, Any]]:
     fs, folder = file_system(durable=True), os.path.abspath(os.path.expanduser(os.fspath(path)))
     if not os.path.lexists(folder):
         raise CheckpointNotFoundError(f"{folder} does not exist; name the folder of a checkpoint.")
-    manifest = read_manifest(fs, folder)
+    manifest = read_manifest(fs, folder) if os.path.isdir(folder) else None
     if manifest is None:
-        inside = [name for name in fs.names(folder) if any(each.step(name) is not None for each in NAMINGS.values())]
+        names = fs.names(folder) if os.path.isdir(folder) else []
+        inside = [name for name in names if any(each.step(name) is not None for each in NAMINGS.values())]
         hint = f"; name one of the checkpoints in it, such as {os.path.join(folder, inside[-1])}" if inside else ""
         raise CheckpointNotFoundError(f"{folder} is no checkpoint of this package, because it has no {MANIFEST}{hint}.")
     return fs, folder, manifest

@@ -108,3 +108,14 @@ def test_checkpoints_of_earlier_releases(root: Path, ckpt: Callable[..., Any]) -
     (run,) = ckpt("log", root, "--json").json["runs"]
     assert not run["known"] and len(run["saved"]) == 4
     assert "unknown" in ckpt("log", root).out
+
+
+def test_runs_whose_checkpoints_are_gone_or_cannot_be_read(tmp_path: Path, ckpt: Callable[..., Any]) -> None:
+    train(tmp_path / "root", [100])
+    train(tmp_path / "root", [200, 300], "checkpoint.keep.last=2")
+    (tmp_path / "root/iter_0000300/manifest.json").write_text("{}")
+    first, second = ckpt("log", tmp_path / "root", "--json").json["runs"]
+    assert (first["known"], first["resumed_from"], first["saved"][0]["state"]) == (True, None, "deleted")
+    assert [(saved["step"], saved["state"]) for saved in second["saved"]] == [(200, "committed"), (300, "damaged")]
+    assert "from scratch" in ckpt("log", tmp_path / "root").out
+    assert "it has no 'manifest'" in ckpt("show", tmp_path / "root/iter_0000300").err

@@ -44,8 +44,9 @@ def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
     ("arguments", "code", "told"),
     [
         (["report", "nowhere"], 2, "error: There is no folder nowhere"),
-        (["report"], 2, "the following arguments are required: folder"),
+        (["report"], 2, "the following arguments are required: FOLDER"),
         (["reprot", "."], 2, "error: ckpt has no command 'reprot'; did you mean ckpt report?"),
+        (["report", "nowhere", "--jsn"], 2, "error: ckpt report does not take '--jsn'; ckpt report --help"),
         ([], 2, "COMMAND"),
     ],
 )

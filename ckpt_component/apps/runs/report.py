@@ -69,8 +69,9 @@ def _wrapped(line: str) -> list[str]:
 def _about(folder: Path, run: Mapping[str, Any]) -> Iterator[str]:
     hosts = f" on {', '.join(run['hosts'][:3])}{' ...' if len(run['hosts']) > 3 else ''}" if run["hosts"] else ""
     preset = f", {run['preset']}" if run["preset"] else ""
+    ranks = f"{run['world_size']} rank{'' if run['world_size'] == 1 else 's'}"
     age = duration(max(time.time() - run["ended"], 0))
-    yield f"{folder}: {run['world_size']} rank(s){hosts}{preset}, from {_clock(run['began'])}; last event {age} ago"
+    yield f"{folder}: {ranks}{hosts}{preset}, from {_clock(run['began'])}; last event {age} ago"
     if run["first_step"] is not None:
         pace = "" if run["step_s"] is None else f", {duration(run['step_s'])} each"
         yield f"steps {run['first_step']} to {run['last_step']}{pace}"

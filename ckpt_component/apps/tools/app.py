@@ -87,7 +87,11 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         hint = f"did you mean ckpt {near}?" if near else "ckpt --help lists them."
         print(f"error: ckpt has no command '{chosen}'; {hint}", file=sys.stderr)
         sys.exit(FAILED)
-    parsed = parser_of([] if chosen is None else [chosen]).parse_args(arguments)
+    parsed, unknown = parser_of([] if chosen is None else [chosen]).parse_known_args(arguments)
+    if unknown:
+        hint = f"ckpt {parsed.command} --help lists what it takes."
+        print(f"error: ckpt {parsed.command} does not take '{unknown[0]}'; {hint}", file=sys.stderr)
+        sys.exit(FAILED)
     for name, value in vars(parsed).items():
         if isinstance(value, Path):
             setattr(parsed, name, value.expanduser())

@@ -157,8 +157,9 @@ class Root:
                 )
             step = best
         else:
-            near = closest(word, [NEWEST, BEST]) or "a step, newest or best"
-            raise CheckpointConfigError(f"'{word}' after the @ picks no checkpoint; type {self.path}@{near}.")
+            near = closest(word, [NEWEST, BEST])
+            types = f"{self.path}@{near}" if near else "a step, newest or best"
+            raise CheckpointConfigError(f"'{word}' after the @ picks no checkpoint; type {types}.")
         return Checkpoint(self.paths[step], step, self)
 
     def _near(self, step: int) -> str:
@@ -241,10 +242,18 @@ def matching_keys(keys: Sequence[str], pattern: str | None, where: str) -> list[
     below = f"{pattern}."
     chosen = [key for key in keys if key == pattern or key.startswith(below) or fnmatchcase(key, pattern)]
     if not chosen:
-        near = closest(pattern, {prefix for key in keys for prefix in accumulate(key.split("."), "{}.{}".format)})
-        hint = f"did you mean '{near}'?" if near else f"with wildcards, type '*{pattern.strip('*')}*'."
-        raise CheckpointNotFoundError(f"No key of {where} matches '{pattern}'; {hint}")
+        raise CheckpointNotFoundError(f"No key of {where} matches '{pattern}'; {_hint(pattern, keys)}")
     return chosen
+
+
+def _hint(pattern: str, keys: Sequence[str]) -> str:
+    """What to type instead of a pattern that matches no key."""
+    prefixes = {prefix for key in keys for prefix in accumulate(key.split("."), "{}.{}".format)}
+    before, star, after = pattern.partition(".*")
+    near, wide = closest(before, prefixes), f"*{pattern.strip('*')}*"
+    if any(fnmatchcase(key, wide) for key in keys) and (near is None or star):
+        near, star, after = wide, "", ""
+    return f"did you mean '{near}{star}{after}'?" if near else "ckpt show lists the keys."
 
 
 def is_checkpoint(fs: FsOps, path: str) -> bool:

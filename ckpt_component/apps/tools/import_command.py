@@ -15,7 +15,7 @@ from ...storage.scan import repair_pointer, scan_steps
 from ...storage.space import amount
 from .checkpoints import find_checkpoint
 from .export_command import add_key_map, renames
-from .output import Output
+from .output import Output, counted
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -68,5 +68,5 @@ def run(parsed: argparse.Namespace, output: Output) -> None:
     }
     output.result(
         data,
-        lambda: [f"{path}: {report.items} tensors and objects, {amount(report.bytes)} in {report.committed_s:.1f} s"],
+        lambda: [f"{path}: {counted(report.items, 'item')}, {amount(report.bytes)} in {report.committed_s:.1f} s"],
     )

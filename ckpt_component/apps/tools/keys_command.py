@@ -19,7 +19,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     parser.description = "List every key below `checkpoint`: type, default, range, and what it is for."
     parser.epilog = "examples:\n  ckpt keys timeout\n  ckpt keys 'writer.*'"
-    parser.add_argument("pattern", nargs="?", help="only keys with this in their name or text; * stands for any text")
+    parser.add_argument(
+        "pattern", metavar="PATTERN", nargs="?", help="only keys with this in their name or text; * is any text"
+    )
 
 
 def run(parsed: argparse.Namespace, output: Output) -> None:

@@ -19,7 +19,7 @@ from ...storage.run_record import StoredConfig, stored_config
 from .checkpoints import Root
 from .config_changes import Change, config_changes
 
-COMMITTED, SET_ASIDE, DELETED = "committed", "set aside", "deleted"
+COMMITTED, DAMAGED, SET_ASIDE, DELETED = "committed", "damaged", "set aside", "deleted"
 
 
 @dataclass
@@ -28,10 +28,10 @@ class Saved:
 
     Attributes:
         name: Name that it was saved under.
-        path: Where it is; None: it was deleted.
+        path: Where it is; None: it was deleted, or its manifest cannot be read.
         step: Its step; None: unknown.
         time: When it was committed, seconds since 1970.
-        state: `committed`, `set aside` (quarantined or retired), or `deleted`.
+        state: `committed`, `damaged`, `set aside` (quarantined or retired), or `deleted`.
         metrics: Its metrics.
     """
 
@@ -109,7 +109,7 @@ def _manifests(root: Root) -> Iterator[tuple[str, str, int | None, str, Mapping[
     """Names, paths, steps, states and manifests of the checkpoints that are there."""
     for naming, scan in root.scans.items():
         for step, manifest in scan.manifests.items():
-            name, state = naming.folder(step), COMMITTED if step in scan.committed else "damaged"
+            name, state = naming.folder(step), COMMITTED if step in scan.committed else DAMAGED
             yield name, os.path.join(root.path, name), step, state, manifest
     for name in root.fs.names(root.path):
         if name.startswith(QUARANTINE_PREFIX):
@@ -132,6 +132,7 @@ def _token(manifest: Mapping[str, Any]) -> str:
 def _add_events(root: Root, runs: dict[str, Run]) -> None:
     """Add what the events of rank 0 say about runs, failures and deleted checkpoints."""
     present = {(token, saved.step) for token, run in runs.items() for saved in run.saved}
+    there = {path for step, path in root.paths.items() if step not in {number for _, number in present}}
     for event in read_events(root.path):
         token, time, kind = event.get("run"), event.get("time"), event["event"]
         if event.get("rank") != 0 or not isinstance(token, str) or not isinstance(time, (int, float)):
@@ -141,6 +142,7 @@ def _add_events(root: Root, runs: dict[str, Run]) -> None:
         step, path = event.get("step"), str(event.get("path", ""))
         if kind == "run":
             run.ranks = event.get("world_size")
+            run.known |= not run.saved  # from scratch, unless a load follows
         elif kind == "load" and event.get("outcome") == "loaded" and not run.saved:
             run.known, run.resumed_from = True, _named(root, path)
         elif kind in ("save", "load") and event.get("outcome") not in ("committed", "loaded"):
@@ -148,7 +150,9 @@ def _add_events(root: Root, runs: dict[str, Run]) -> None:
             what = f"{kind}{of_step} {event.get('outcome')}"
             run.failures.append(Failure(time, step, what, str(event.get("error") or "")))
         elif kind == "save" and (token, step) not in present:
-            run.saved.append(Saved(os.path.basename(path), None, step, time, DELETED))
+            name = os.path.basename(path)
+            damaged = os.path.join(root.path, name) in there  # its manifest cannot be read
+            run.saved.append(Saved(name, None, step, time, DAMAGED if damaged else DELETED))
 
 
 def _named(root: Root, path: str) -> str:

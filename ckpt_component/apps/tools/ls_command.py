@@ -108,7 +108,13 @@ def _steps(root: Root, folder: Callable[[int], str], scan: Scan) -> Iterator[Lis
             ranks = scan.manifests[step]["world_size"] if step in scan.manifests else None
             name = folder(step)
             yield Listed(
-                name, DAMAGED, step, _modified(root, name), _size(root, name), ranks, why.replace(f"{root.path}/", "")
+                name,
+                DAMAGED,
+                step,
+                _modified(root, name),
+                _size(root, name),
+                ranks,
+                why.replace(f"{os.path.join(root.path, name)}/", ""),
             )
     for step in scan.foreign:
         yield _foreign(root, folder(step))

@@ -24,7 +24,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "sweep.png and sweep.html."
     )
     parser.epilog = "examples:\n  ckpt report checkpoints\n  ckpt report multirun/2026-11-21/10-30-00"
-    parser.add_argument("folder", type=Path, help="folder of checkpoints, of a sweep (multirun/...) or of a job")
+    parser.add_argument(
+        "folder", metavar="FOLDER", type=Path, help="folder of checkpoints, of a sweep (multirun/...) or of a job"
+    )
     parser.add_argument(
         "--out", type=Path, metavar="FOLDER", help="where to write the files (a run: FOLDER/events; a sweep: FOLDER)"
     )

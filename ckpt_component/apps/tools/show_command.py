@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import textwrap
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
@@ -53,7 +54,7 @@ def run(parsed: argparse.Namespace, output: Output) -> int:
 
     def lines() -> Iterator[str]:
         yield output.style(path, "bold")
-        yield _facts_line(catalogue)
+        yield from textwrap.wrap(_facts_line(catalogue), WIDTH, subsequent_indent="  ")
         yield ""
         yield from _flat_lines(entries) if parsed.flat else _tree_lines(lines_of(entries, parsed.depth), output)
 

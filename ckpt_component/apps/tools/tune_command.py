@@ -40,7 +40,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Measure parallel writers, block sizes, direct I/O, stagers, and with --writers formats in FOLDER, in turn and "
         "repeatedly, explain each choice, and write a recipe. Checkpoints written into FOLDER are removed."
     )
-    parser.add_argument("folder", type=Path, help="where checkpoints will be")
+    parser.epilog = "example:\n  ckpt tune checkpoints --size 4GB --seconds 300"
+    parser.add_argument("folder", metavar="FOLDER", type=Path, help="where checkpoints will be")
     parser.add_argument("--state", default="large", help=f"kind of state: {', '.join(STATES)} (large)")
     parser.add_argument("--size", metavar="BYTES", help="its size, such as 4GB (that of the kind)")
     parser.add_argument("--seconds", type=float, default=180.0, help="time to spend, roughly (180)")

@@ -159,7 +159,9 @@ def _torch_load(path: str, mapped: bool, verify: bool) -> tuple[Any, int]:
         except OSError as error:
             raise read_failure(path, error) from error
         except Exception as error:  # torch.load raises nearly anything on damaged bytes
-            raise CheckpointCorruptError(f"{path} cannot be read as a torch.save file: {_first_line(error)}") from error
+            raise CheckpointCorruptError(
+                f"{path} cannot be read as a torch.save file ({type(error).__name__}: {_first_line(error)})."
+            ) from error
 
 
 def _first_line(error: BaseException) -> str:
