@@ -6,15 +6,14 @@ import math
 import os
 import reprlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from ..errors import CheckpointCorruptError, CheckpointLoadError
-from ..state.boxes import Box
 from ..state.dtypes import WIDTHS
 from ..state.paths import Path
 from ..storage.fs import FsOps
 from ..storage.safe_open import is_plain_name, read_failure
+from .entries import Entry, Piece
 from .safe_unpickle import Record, load_inert
 from .shapes import check_cover, is_shape
 
@@ -43,41 +42,9 @@ _MAX_BYTES = 1 << 30
 _WHOLE = ("Metadata", "MCoreMetadata")
 
 
-@dataclass(frozen=True)
-class StoredAt:
-    """The location of an archive: file, offset and length in bytes."""
-
-    file: str
-    offset: int
-    length: int
-
-
-@dataclass(frozen=True)
-class StockTensor:
-    """One tensor: dtype, shape, size in bytes, and its chunks with their locations."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    nbytes: int
-    chunks: tuple[tuple[Box, StoredAt], ...]
-
-
-@dataclass(frozen=True)
-class StockMetadata:
-    """The validated contents of a `.metadata` file.
-
-    Attributes:
-        tensors: Tensors by key.
-        objects: Locations of the objects' archives, by key.
-        paths: Paths of values by key, as far as the planner recorded them.
-    """
-
-    tensors: Mapping[str, StockTensor]
-    objects: Mapping[str, StoredAt]
-    paths: Mapping[str, Path]
-
-
-def read_metadata(fs: FsOps, folder: str, widths: Mapping[str, int] = WIDTHS) -> StockMetadata:
+def read_metadata(
+    fs: FsOps, folder: str, widths: Mapping[str, int] = WIDTHS
+) -> tuple[dict[str, Entry], list[tuple[Path, str]]]:
     """Read and validate the metadata of a DCP checkpoint.
 
     Args:
@@ -85,47 +52,31 @@ def read_metadata(fs: FsOps, folder: str, widths: Mapping[str, int] = WIDTHS) ->
         folder: The folder of the checkpoint.
         widths: Bytes of one element of the supported dtypes, by name.
 
-    Raises:
-        CheckpointCorruptError, CheckpointLoadError: See `load_metadata`.
-        CheckpointUnreadableError: It cannot be read.
-    """
-    path = os.path.join(folder, ".metadata")
-    try:
-        data = fs.read(path, _MAX_BYTES)
-        sizes = {name: fs.size(os.path.join(folder, name)) for name in fs.names(folder)}
-    except OSError as error:
-        raise read_failure(path, error) from error
-    return load_metadata(data, path, {name: size for name, size in sizes.items() if size is not None}, widths)
-
-
-def load_metadata(
-    data: bytes, where: str, sizes: Mapping[str, int], widths: Mapping[str, int] = WIDTHS
-) -> StockMetadata:
-    """Load and validate the metadata of a DCP checkpoint.
-
-    Args:
-        data: Bytes of the file.
-        where: Path of the file, for error texts.
-        sizes: Sizes of the regular files in the same folder, by name.
-        widths: Bytes of one element of the supported dtypes, by name.
+    Returns:
+        The entries, with a piece for each stored chunk, which is an archive; and the containers.
 
     Raises:
         CheckpointCorruptError: It is damaged, refers to other classes than those of DCP, or is invalid: a file name
             outside the folder, a location beyond the end of a file, chunks that overlap or leave a hole.
         CheckpointLoadError: A form of storage is not supported.
+        CheckpointUnreadableError: It cannot be read.
     """
+    where = os.path.join(folder, ".metadata")
+    try:
+        data = fs.read(where, _MAX_BYTES)
+        sizes = {name: fs.size(os.path.join(folder, name)) for name in fs.names(folder)}
+    except OSError as error:
+        raise read_failure(where, error) from error
     try:
         record = load_inert(data, _RECORDS, lambda module, name: name if module == "torch" and name in widths else None)
     except Exception as error:  # a damaged pickle can raise nearly anything
         raise CheckpointCorruptError(f"{where} is not a DCP metadata file that can be trusted: {error}.") from error
-    return _Checked(where, sizes, widths).metadata(record)
-
-
-def list_paths(mapping: Mapping[str, Sequence[Any]]) -> tuple[dict[str, Path], list[tuple[Path, str]]]:
-    """Paths and list containers from the flatten mapping of stock DCP (numbers are positions in lists)."""
-    paths = {key: tuple(parts) for key, parts in mapping.items()}
-    lists = {path[:depth] for path in paths.values() for depth, part in enumerate(path) if type(part) is int}
-    return paths, [(path, "list") for path in lists]
+    files = {name: size for name, size in sizes.items() if size is not None}
+    entries = _Checked(where, files, widths).entries(record)
+    # The flatten mapping of stock DCP has numbers for the positions in lists.
+    paths = [entry.path for entry in entries.values()]
+    lists = {path[:depth] for path in paths for depth, part in enumerate(path) if type(part) is int}
+    return entries, [(path, "list") for path in lists]
 
 
 class _Checked:
@@ -136,27 +87,28 @@ class _Checked:
         self._sizes = sizes
         self._widths = widths
 
-    def metadata(self, record: Any) -> StockMetadata:
+    def entries(self, record: Any) -> dict[str, Entry]:
         """Convert the root record."""
-        entries, storage, planner = (
+        items, storage, planner = (
             self._attribute(record, self._kind(record) if self._kind(record) in _WHOLE else "Metadata", name)
             for name in ("state_dict_metadata", "storage_data", "planner_data")
         )
-        if not isinstance(entries, dict) or not isinstance(storage, dict):
+        if not isinstance(items, dict) or not isinstance(storage, dict):
             raise self._refused("it has no list of items")
-        places = self._places(storage)
-        tensors: dict[str, StockTensor] = {}
-        objects: dict[str, StoredAt] = {}
-        for key, entry in entries.items():
+        places, paths = self._places(storage), self._paths(planner, items)
+        entries: dict[str, Entry] = {}
+        for key, item in items.items():
             if type(key) is not str:
                 raise self._refused(f"it has the key {reprlib.repr(key)}, which is no text")
-            if self._kind(entry) == "BytesStorageMetadata":
-                objects[key] = self._stored(places, key, None)
+            path = paths.get(key, (key,))
+            if self._kind(item) == "BytesStorageMetadata":
+                piece = self._stored(places, key, None)
+                entries[key] = Entry(key, path, "object", "", (), piece.length, (piece._replace(payload=piece.offset),))
             else:
-                tensors[key] = self._tensor(key, entry, places)
-        return StockMetadata(tensors, objects, self._paths(planner, entries))
+                entries[key] = self._tensor(key, path, item, places)
+        return entries
 
-    def _tensor(self, key: str, entry: Any, places: Mapping[Any, StoredAt]) -> StockTensor:
+    def _tensor(self, key: str, path: Path, entry: Any, places: Mapping[Any, Piece]) -> Entry:
         properties, size, chunks = (
             self._attribute(entry, "TensorStorageMetadata", name, key) for name in ("properties", "size", "chunks")
         )
@@ -164,7 +116,7 @@ class _Checked:
         shape = self._shape(size, key)
         if not isinstance(chunks, list):
             raise self._refused(f"'{key}' has no list of chunks")
-        stored: list[tuple[Box, StoredAt]] = []
+        pieces: list[Piece] = []
         for chunk in chunks:
             offsets, sizes = (
                 self._shape(self._attribute(chunk, "ChunkStorageMetadata", name, key), key)
@@ -176,9 +128,9 @@ class _Checked:
                 raise self._refused(
                     f"'{key}' has a chunk of {needed} bytes at {offsets}, and {place.file} has {place.length} for it"
                 )
-            stored.append(((offsets, sizes), place))
-        check_cover(f"'{key}' in {self._where}", shape, [box for box, _ in stored])
-        return StockTensor(dtype, shape, math.prod(shape) * self._widths[dtype], tuple(stored))
+            pieces.append(place._replace(offsets=offsets, shape=sizes))
+        check_cover(f"'{key}' in {self._where}", shape, [(piece.offsets, piece.shape) for piece in pieces])
+        return Entry(key, path, "tensor", dtype, shape, math.prod(shape) * self._widths[dtype], tuple(pieces))
 
     def _dtype(self, properties: Any, key: str) -> str:
         if self._kind(properties) != "TensorProperties":
@@ -192,9 +144,9 @@ class _Checked:
             raise CheckpointLoadError(f"'{key}' in {self._where} is not a dense tensor, which is not supported.")
         return dtype
 
-    def _places(self, storage: Mapping[Any, Any]) -> dict[Any, StoredAt]:
+    def _places(self, storage: Mapping[Any, Any]) -> dict[Any, Piece]:
         """Locations of all archives, by (key, offsets)."""
-        places: dict[Any, StoredAt] = {}
+        places: dict[Any, Piece] = {}
         for index, info in storage.items():
             key, offsets = self._attribute(index, "MetadataIndex", "fqn"), index.get("offset")
             if type(key) is not str:
@@ -221,10 +173,10 @@ class _Checked:
                 )
             if (key, offsets) in places:
                 raise self._refused(f"'{key}' is stored twice at {offsets}")
-            places[key, offsets] = StoredAt(name, offset, length)
+            places[key, offsets] = Piece(name, offset, length, None, (), (), None, None)
         return places
 
-    def _stored(self, places: Mapping[Any, StoredAt], key: str, offsets: tuple[int, ...] | None) -> StoredAt:
+    def _stored(self, places: Mapping[Any, Piece], key: str, offsets: tuple[int, ...] | None) -> Piece:
         place = places.get((key, offsets))
         if place is None:
             at = "" if offsets is None else f" at {offsets}"

@@ -16,8 +16,8 @@ from ..storage.fs import FsOps
 from ..storage.manifest import check_files, data_folder, read_manifest
 from ..storage.names import SINGLE_FILES, step_in_name
 from ..storage.safe_open import place_of, read_failure
-from .dcp_metadata import list_paths, read_metadata
-from .entries import Catalogue, Entry, Piece
+from .dcp_metadata import read_metadata
+from .entries import Catalogue, Entry
 from .folder import INDEX, MEGATRON_COMMON_FILE, MEGATRON_MARKER, METADATA, weights_in
 from .own import entries_of, items_of
 from .rank_index import RankIndex, read_rank_indexes
@@ -132,19 +132,7 @@ def _below(name: str, entries: Mapping[str, Entry]) -> dict[str, Entry]:
 
 def _stock_dcp(fs: FsOps, path: str, names: list[str]) -> Catalogue:
     """A checkpoint of stock DCP or Megatron. Every stored chunk is an archive, which says where its payload is."""
-    metadata = read_metadata(fs, path)
-    paths, containers = list_paths(metadata.paths)
-    entries = {}
-    for key, tensor in metadata.tensors.items():
-        pieces = tuple(
-            Piece(place.file, place.offset, place.length, None, tuple(offsets), tuple(sizes), None, None)
-            for (offsets, sizes), place in tensor.chunks
-        )
-        place = paths.get(key, (key,))
-        entries[key] = Entry(key, place, "tensor", tensor.dtype, tensor.shape, tensor.nbytes, pieces)
-    for key, stored in metadata.objects.items():
-        piece = Piece(stored.file, stored.offset, stored.length, stored.offset, (), (), None, None)
-        entries[key] = Entry(key, paths.get(key, (key,)), "object", "", (), stored.length, (piece,))
+    entries, containers = read_metadata(fs, path)
     megatron = MEGATRON_MARKER in names
     if megatron and MEGATRON_COMMON_FILE in names:
         entries |= torch_file_entries(path, MEGATRON_COMMON_FILE)

@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 
-from ...catalogue.dcp_metadata import StoredAt, list_paths, read_metadata
+from ...catalogue import Piece
+from ...catalogue.dcp_metadata import read_metadata
 from ...errors import CheckpointCorruptError
 from ...progress import Progress, no_progress
-from ...state.boxes import Box, overlap
+from ...state.boxes import overlap
 from ...storage.file_set import FileSet, RangeRead
 from ...storage.fs import FsOps
 from ..source import Index, Request, Source, TensorEntry, copy_into
@@ -35,23 +36,23 @@ class StockDcpSource(Source):
 
     def __init__(self, fs: FsOps, folder: str, *, shared: bool = True) -> None:
         self._shared = shared
-        self._metadata = read_metadata(fs, folder, WIDTHS)
-        paths, containers = list_paths(self._metadata.paths)
+        self._entries, containers = read_metadata(fs, folder, WIDTHS)
         index = Index(containers=containers)
-        for key, tensor in self._metadata.tensors.items():
-            index.tensors[key] = TensorEntry(paths.get(key, (key,)), DTYPES[tensor.dtype], tuple(tensor.shape), key)
-        for key in self._metadata.objects:
-            index.objects[key] = paths.get(key, (key,))
+        for key, entry in self._entries.items():
+            if entry.kind == "tensor":
+                index.tensors[key] = TensorEntry(entry.path, DTYPES[entry.dtype], entry.shape, key)
+            else:
+                index.objects[key] = entry.path
         self.where, self.index = folder, index
 
     def read_tensors(self, requests: Sequence[Request], progress: Progress = no_progress) -> None:
         """Load the chunks of every tensor, and copy their overlap with the requested parts."""
         with FileSet(self.where, shared=self._shared) as files:
 
-            def read(request: Request, sizes: Sequence[int], place: StoredAt, common: Any) -> None:
+            def read(request: Request, place: Piece, common: Any) -> None:
                 source, target, _ = common
                 value = load_archive(self._bytes(files, place, request.key), self._name(request.key, place))
-                expected = self.index.tensors[request.key].dtype, torch.Size(sizes)
+                expected = self.index.tensors[request.key].dtype, torch.Size(place.shape)
                 if not isinstance(value, torch.Tensor) or (value.dtype, value.shape) != expected:
                     raise CheckpointCorruptError(
                         f"{self._name(request.key, place)} is not the chunk that .metadata describes."
@@ -60,9 +61,9 @@ class StockDcpSource(Source):
 
             files.read_all(
                 [
-                    RangeRead(place.file, place.offset, place.length, partial(read, request, sizes, place, common))
+                    RangeRead(place.file, place.offset, place.length, partial(read, request, place, common))
                     for request in requests
-                    for (_, sizes), place, common in self._chunks(request)
+                    for place, common in self._chunks(request)
                 ],
                 progress,
                 inside=torch.no_grad,  # leaf tensors may be filled
@@ -73,27 +74,27 @@ class StockDcpSource(Source):
         archives = {}
         with FileSet(self.where) as files:
             for key in keys:
-                place = self._metadata.objects[key]
+                (place,) = self._entries[key].pieces
                 archives[self._name(key, place)] = self._bytes(files, place, key)
         return dict(zip(keys, load_objects(archives), strict=True))
 
     def load(self, key: str) -> Any:
         """Load one object, with inert `Record`s in it for what safe loading refuses."""
-        place = self._metadata.objects[key]
+        (place,) = self._entries[key].pieces
         with FileSet(self.where) as files:
             return load_archive(self._bytes(files, place, key), self._name(key, place))
 
-    def _chunks(self, request: Request) -> list[tuple[Box, StoredAt, Any]]:
+    def _chunks(self, request: Request) -> list[tuple[Piece, Any]]:
         """The chunks that overlap the requested part, each with the overlap."""
-        chunks = self._metadata.tensors[request.key].chunks
-        pieces = [(box, place, overlap(box, request.box)) for box, place in chunks]
-        return [(box, place, common) for box, place, common in pieces if common is not None]
+        pieces = self._entries[request.key].pieces
+        chunks = [(piece, overlap((piece.offsets, piece.shape), request.box)) for piece in pieces]
+        return [(piece, common) for piece, common in chunks if common is not None]
 
-    def _bytes(self, files: FileSet, place: StoredAt, key: str) -> memoryview:
+    def _bytes(self, files: FileSet, place: Piece, key: str) -> memoryview:
         data = memoryview(bytearray(place.length))
         if not files.fill(place.file, data, place.offset):
             raise CheckpointCorruptError(f"{self._name(key, place)} is incomplete: the file is too short.")
         return data
 
-    def _name(self, key: str, place: StoredAt) -> str:
+    def _name(self, key: str, place: Piece) -> str:
         return f"'{key}' in {os.path.join(self.where, place.file)}"
