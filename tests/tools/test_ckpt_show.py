@@ -78,3 +78,10 @@ def test_a_damaged_checkpoint_is_an_error_in_one_line(damage: str, ckpt: Callabl
     path.write_bytes(path.read_bytes()[:-9])
     shown = ckpt("show", f"{root}@400")
     assert shown.code == 2 and damage in shown.err and shown.err.count("\n") == 1 and not shown.out
+
+
+def test_a_folder_before_the_at_that_does_not_exist(ckpt: Callable[..., Any], tmp_path: Path) -> None:
+    (tmp_path / "runs").mkdir()
+    assert (
+        f"{tmp_path}/rnus does not exist; did you mean {tmp_path}/runs?" in ckpt("show", tmp_path / "rnus@newest").err
+    )

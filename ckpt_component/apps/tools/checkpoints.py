@@ -215,6 +215,9 @@ def find_checkpoint(argument: str) -> Checkpoint:
     root_path, at, word = argument.rpartition("@")
     if at and os.path.isdir(_absolute(root_path)):
         return find_root(root_path).pick(word)
+    if at and (word in (NEWEST, BEST) or word.isdecimal()):
+        path = _absolute(root_path)
+        raise CheckpointNotFoundError(f"{path} does not exist{_typo(path)}")
     parent = os.path.dirname(path)
     step = step_in_name(os.path.basename(path))
     if step is not None and os.path.isdir(parent) and Root(fs, parent).paths:
