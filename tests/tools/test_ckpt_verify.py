@@ -138,8 +138,10 @@ def test_only_some_keys(one: Path, ckpt: Ckpt) -> None:
     assert ckpt(one, "--key", "model")[0] == 1
     code, _, err = ckpt(one, "--key", "model.wieght")
     assert code == 2 and "did you mean 'model.weight'?" in err
-    file_with(one, 2_000_000).unlink()
-    assert ckpt(one, "--key", "model.weight")[0] == 1
+    os.truncate(file_with(one, 2_000_000), 1_000_000)
+    assert ckpt(one, "--key", "model.small")[0] == 0 and ckpt(one, "--key", "model.weight")[0] == 1
+    file_with(one, 1_000_000).unlink()
+    assert ckpt(one, "--key", "model.small")[0] == 0 and ckpt(one, "--key", "model.weight")[0] == 1
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "integrity-0.json", ".metadata"])

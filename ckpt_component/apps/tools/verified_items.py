@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 import os
 import threading
 import time
@@ -54,6 +55,7 @@ class VerifiedItems:
     def save(self) -> None:
         """Write what is new."""
         with self._lock:
+            self._saved_at = time.monotonic()
             lines = [f"{json.dumps([item.file, item.offset, item.length])}\n" for item in self._fresh]
             try:
                 self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -62,10 +64,10 @@ class VerifiedItems:
                 with self._path.open("a") as file:
                     file.writelines(lines)
             except OSError as error:
-                logger.warning("%s cannot be written (%s); it does not help to continue", self._path, error)
+                logger.warning("%s cannot be written (%s); once cut off, all is verified again", self._path, error)
+                self._saved_at = math.inf  # not again
             self._known |= {(item.file, item.offset, item.length) for item in self._fresh}
             self._fresh.clear()
-            self._saved_at = time.monotonic()
 
     def delete(self) -> None:
         """The verification is complete."""

@@ -85,8 +85,9 @@ def _verify(path: str, pattern: str | None, resume: bool) -> dict[str, Any]:
         keys_by_place = inspection.keys_by_place()
         keys = {*matching_keys([*dict.fromkeys(chain.from_iterable(keys_by_place.values()))], pattern, path)}
         chosen = {place for place, stored in keys_by_place.items() if not keys.isdisjoint(stored)}
-        others = {item.file for item in [*items, *lost]} - {file for file, _ in chosen}
+        others = {item.file for item in [*items, *lost]}
         items, lost = ([item for item in group if (item.file, item.offset) in chosen] for group in (items, lost))
+        others -= {item.file for item in lost}
         damages = [damage for damage in damages if damage.file not in others]
         result["keys"] = len(keys)
     verified = VerifiedItems(inspection, resume=resume)
