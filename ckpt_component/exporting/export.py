@@ -17,7 +17,7 @@ from ..state.key_map import KeyMap
 from ..storage.cleanup import discard, sweep_attempts
 from ..storage.fs import FsOps
 from ..storage.liveness import AttemptLock
-from ..storage.names import MANIFEST, Attempt, new_token
+from ..storage.names import MANIFEST, SINGLE_FILES, Attempt, new_token
 from ..storage.space import FULL, full_text, refuse_without_room
 from .blocks import TensorBlocks, open_blocks
 from .casting import caster, check_dtype
@@ -168,7 +168,7 @@ def _refuse_target(fs: FsOps, target: str, options: ExportOptions) -> None:
         alike = INDEX in names or f"{WEIGHTS}.safetensors" in names
         alike = alike and not any(name == MANIFEST or fs.is_folder(os.path.join(target, name)) for name in names)
     else:
-        alike = fs.size(target) is not None
+        alike = fs.size(target) is not None and target.endswith(SINGLE_FILES)
     if not alike:
         raise CheckpointExistsError(
             f"{target} is not an export of {options.format}, so it is not replaced; name another path, or delete it "

@@ -163,6 +163,9 @@ def test_only_an_export_is_replaced(saved: Path, tmp_path: Path, capsys: pytest.
         target.mkdir(exist_ok=True)
         code, _, error = ckpt(capsys, "export", "hf", saved, target, "--replace")
         assert code == 2 and "is not an export of hf" in error
+    (tmp_path / "notes.txt").write_text("mine")
+    assert ckpt(capsys, "export", "safetensors", saved, tmp_path / "notes.txt", "--replace")[0] == 2
+    assert (tmp_path / "notes.txt").read_text() == "mine"
     out = tmp_path / "out"
     for dtype in ("float32", "float16"):
         assert ckpt(capsys, "export", "hf", saved, out, "--replace", "--dtype", dtype)[0] == 0
