@@ -22,7 +22,7 @@ QKV = "decoder.layers.self_attention.linear_qkv.weight"
     package_of("") is None,
     reason="needs megatron-core (pip install --no-deps megatron-core==0.16.1)",
 )
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.soak), 2])
 def test_a_folder_of_megatron_core_loads(world_size: int, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     run_ranks(SCRIPT, "save", world_size, tmp_path, timeout=240)
 

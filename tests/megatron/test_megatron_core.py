@@ -41,7 +41,7 @@ def why_not(place: str) -> str | None:
         pytest.param("mcore", 2, marks=pytest.mark.soak),
         ("installed_late", 1),
         pytest.param("synchronous", 2, marks=pytest.mark.soak),
-        ("megatrons_writer", 2),
+        pytest.param("megatrons_writer", 2, marks=pytest.mark.soak),
     ],
 )
 def test_megatron_core_saves_and_loads(function: str, world_size: int, place: str, tmp_path: Path) -> None:

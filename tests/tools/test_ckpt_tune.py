@@ -32,7 +32,7 @@ def target(tmp_path: Path) -> Path:
     return tmp_path / "target"
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_it_measures_says_why_and_writes_a_recipe_that_works(target: Path) -> None:
     fixed = ("checkpoint/writer=torch_save", "checkpoint.writer.workers=1", "checkpoint/stager=pinned")
     options = [f"--override={word}" for word in (*fixed, "checkpoint.writer.io=buffered")]

@@ -53,7 +53,7 @@ def assert_same_state(first: Job, second: Job) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("preset", ["sync", "async_persistent", "async_temporal", "async_zero_overhead"])
-@pytest.mark.parametrize("writer", ["dcp", "torch_save"])
+@pytest.mark.parametrize("writer", ["dcp", pytest.param("torch_save", marks=pytest.mark.soak)])
 def test_a_resumed_run_is_the_uninterrupted_one(
     compose_job: Composed, tmp_path: Path, preset: str, writer: str
 ) -> None:

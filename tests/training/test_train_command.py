@@ -94,7 +94,7 @@ def test_a_sweep_is_reported_when_a_job_fails_and_when_it_is_killed(
     assert any("not finished (it runs, or was killed)" in line and "train.steps=1000000" in line for line in lines)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_recipe_may_be_a_sweep(train: Trained, run_dir: Path) -> None:
     code, output = train("+recipe=writer_sweep", "train.steps=2", "hydra.sweep.dir=sweep")
     assert code == 0, output

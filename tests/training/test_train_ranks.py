@@ -124,6 +124,7 @@ def test_one_folder_one_result_and_one_voice(train: Callable[..., tuple[int, str
     assert code == 0 and "restored step 4 from" in output, output
 
 
+@pytest.mark.soak
 def test_a_sweep_on_two_ranks(train: Callable[..., tuple[int, str]], tmp_path: Path) -> None:
     code, output = train("train.steps=2", "parallel=tp", "checkpoint/stager=shared_memory,none", "-m", ranks=2)
     assert code == 0, output
