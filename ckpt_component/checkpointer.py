@@ -153,7 +153,7 @@ class Checkpointer(ABC):
         self.saver.events.loaded(self.last_load)
 
     def add_listener(self, listener: CheckpointListener) -> None:
-        """Tell a listener of the saves and loads from now on; see `CheckpointListener`.
+        """Call a listener for the saves and loads from now on; see `CheckpointListener`.
 
         Raises:
             CheckpointTypeError: it is none.

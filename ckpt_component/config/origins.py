@@ -17,7 +17,7 @@ from .compose import hydra_session
 from .schema import PARTS
 from .store import SCHEMAS
 
-#: The origin of what nobody has set.
+#: The origin of values that are not set anywhere.
 DEFAULT = "default"
 _OVERRIDE = "override"
 

@@ -216,7 +216,7 @@ class Checkpoint:
     events: bool = True
     """Record every save and load in `events/` in the folder, one JSON object per line; see [events](events.md)."""
     listeners: list[Any] = field(default_factory=list)
-    """Who is told of saves and loads: `[tensorboard, wandb, mlflow, opentelemetry]`, or dicts with your `_target_`."""
+    """Listeners of saves and loads: `[tensorboard, wandb, mlflow, opentelemetry]`, or dicts with your `_target_`."""
     timeouts: Timeouts = field(default_factory=Timeouts)
     """Deadlines in seconds."""
     stager: Any = MISSING

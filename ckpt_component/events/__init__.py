@@ -1,4 +1,4 @@
-"""What a run tells: one record per save and load, in a JSONL file beside the checkpoints and to listeners.
+"""One record per save and load of a run, in a JSONL file beside the checkpoints and for listeners.
 
 Imports no torch, so that `ckpt` reads the records on any machine.
 """

@@ -1,4 +1,4 @@
-"""What a program derives from to be told of saves and loads while it trains."""
+"""The base class of listeners, which are called for saves and loads while a program trains."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from .records import LoadReport, SaveReport
 
 
 class CheckpointListener:
-    """Is told of the saves and loads of a run. Derive from it, define what you need, and pass it to `add_listener`.
+    """Called for the saves and loads of a run. Derive from it, define what you need, and pass it to `add_listener`.
 
     All methods are called on one thread of the run, `ckpt-events`, one after the other, in the order of the events. A
     slow method delays later events, but neither training nor a save; if more than 1,000 events wait, the newest are

@@ -27,7 +27,7 @@ class EventRecorder:
 
     Args:
         file: where they are recorded; None: nowhere.
-        listeners: told of them too; closed by the recorder.
+        listeners: called for them too; closed by the recorder.
         rank: this rank.
         world_size: number of ranks.
         run: token of the run, the same on all ranks; None: a new one.
@@ -74,7 +74,7 @@ class EventRecorder:
             self.add_listener(listener)
 
     def add_listener(self, listener: CheckpointListener) -> None:
-        """Tell a listener of all further events; see `CheckpointListener`.
+        """Call a listener for all further events; see `CheckpointListener`.
 
         Raises:
             CheckpointTypeError: it is none.
@@ -85,7 +85,7 @@ class EventRecorder:
             self._listeners.append(listener)
 
     def progressed(self, report: SaveReport) -> None:
-        """A save was `staged` or `written`; only listeners are told."""
+        """A save was `staged` or `written`; only listeners are called."""
         self._tell(f"on_{report.outcome}", report)
 
     def with_loss(self, report: SaveReport) -> SaveReport:
@@ -100,7 +100,7 @@ class EventRecorder:
         self._tell("on_committed" if report.outcome == "committed" else "on_failed", report)
 
     def loaded(self, report: LoadReport) -> None:
-        """A load has ended; only the event file is told."""
+        """A load has ended; only the event file has it."""
         self.note(report.event())
 
     def restored(self, report: LoadReport) -> None:
@@ -143,5 +143,7 @@ class EventRecorder:
             except Exception as error:
                 if listener not in self._failed:
                     self._failed.append(listener)
-                    text = "%s failed in %s (%s); it is still told of later events, and its further errors not logged"
+                    text = (
+                        "%s failed in %s (%s); it is still called for later events, and its further errors not logged"
+                    )
                     logger.error(text, listener, method, error, exc_info=not isinstance(error, CheckpointError))

@@ -26,7 +26,7 @@ _BUFFER_BYTES = 64 << 10
 class TensorBlocks:
     """Reads tensors of a checkpoint. A context manager, which holds the files open.
 
-    All files are opened at the beginning, so that the checkpoint may be deleted meanwhile.
+    All files are opened at the beginning, so that the checkpoint may be deleted while it is read.
 
     Args:
         catalogue: The checkpoint.

@@ -190,7 +190,7 @@ class CheckpointManager:
         self._ranks.resumed(step)
 
     def add_listener(self, listener: CheckpointListener) -> None:
-        """Tell a listener of the saves and restores from now on; see `CheckpointListener`.
+        """Call a listener for the saves and restores from now on; see `CheckpointListener`.
 
         Raises:
             CheckpointTypeError: it is none.

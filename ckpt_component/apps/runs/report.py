@@ -129,7 +129,7 @@ def write_files(runs: Sequence[Run], folder: Path, figures: Sequence[Mapping[str
         return []
     figure = new_figure(11, height(runs[-1]))
     draw_saves(figure, runs[-1])
-    caption = "The last saves, with what training did meanwhile."
+    caption = "The last saves, with what training did beside them."
     return write_page(out / "run", figure, "Run", str(folder), caption, ["\n".join(text(folder, figures, None))])
 
 

@@ -142,7 +142,7 @@ def _modified(root: Root, name: str) -> float:
     try:
         return os.lstat(os.path.join(root.path, name)).st_mtime
     except FileNotFoundError:
-        return time.time()  # committed or deleted meanwhile
+        return time.time()  # committed or deleted since
 
 
 def _size(root: Root, name: str) -> int:
