@@ -1,4 +1,4 @@
-"""Progress of work that somebody waits for: a bar on a terminal, and nothing elsewhere.
+"""Progress of long work: a bar on a terminal, and nothing elsewhere.
 
 The core reports to the `Progress` that it was built with. Only `progress_bar` knows what a terminal is, and imports
 tqdm when it draws.
@@ -93,7 +93,7 @@ def _above_log_lines(bar: Any) -> Iterator[None]:
     """Clear the bar before each log line of this package, so that they do not share a line of the terminal."""
     package = logging.getLogger(__name__.partition(".")[0])
     if not package.hasHandlers():
-        # Python prints warnings by itself only while nobody else handles them.
+        # Python prints warnings by itself only while no handler is installed.
         yield
         return
     handler = logging.Handler()

@@ -1,4 +1,4 @@
-"""Exports of a run's checkpoints, in the background: one process at a time, which costs training nothing."""
+"""Exports of a run's checkpoints, in the background: one process of low priority at a time."""
 
 from __future__ import annotations
 

@@ -370,10 +370,12 @@ class CheckpointManager:
             self._failed = True
             raise
         finally:
-            if self._exports is not None:
-                self._exports.end(finish=not self._failed and self.stopped_by is None)
-            if self._signals is not None:
-                self._signals.close()
+            try:
+                if self._exports is not None:
+                    self._exports.end(finish=not self._failed and self.stopped_by is None)
+            finally:
+                if self._signals is not None:
+                    self._signals.close()
 
     def __enter__(self) -> CheckpointManager:
         return self

@@ -47,7 +47,7 @@ class SavePipeline:
         fs: file system operations.
         timeouts: deadlines.
         policy: what to do about saves that fail.
-        events: records saves, and tells listeners; owned too. None: one that does nothing.
+        events: records saves, and calls listeners; owned too. None: one that does nothing.
         hooks: hooks of the run; None: the caller chooses the paths.
         progress: follows the bytes of saves that are waited for.
 

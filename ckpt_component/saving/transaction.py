@@ -80,7 +80,7 @@ class SaveTransaction:
         fs: file system operations.
         timeouts: deadlines.
         min_free_bytes: free space that a save must leave; None: free space is not checked beforehand.
-        events: told how far a save is.
+        events: records how far a save is.
         hooks: hooks of the run.
     """
 

@@ -117,7 +117,7 @@ def parser_of(complete: Sequence[str]) -> argparse.ArgumentParser:
         _module(name).add_arguments(command)
         command.description = textwrap.fill(str(command.description), WIDTH)  # the formatter keeps lines as they are
         command.add_argument("--json", action="store_true", help="print the result as JSON")
-        command.add_argument("-v", "--verbose", action="count", default=0, help="log more; -vv for everything")
+        command.add_argument("-v", "--verbose", action="count", default=0, help="log more; -vv logs all")
         command.add_argument("-q", "--quiet", action="store_true", help="log errors only, and show no progress")
     return parser
 
