@@ -53,10 +53,10 @@ from .saving.pipeline import SavePipeline
 from .saving.retry import ErrorPolicy
 from .saving.transaction import RunHooks
 from .stagers.base import Stager
-from .storage.file_system import file_system
-from .storage.fs import FsOps
+from .storage.locate import storage_at
 from .storage.names import NAMINGS, RUN_RECORD, new_token
 from .storage.run_record import StoredConfig
+from .storage.storage import Storage
 
 logger = logging.getLogger(__name__)
 
@@ -221,7 +221,7 @@ def _build_graph(
     settings: Checkpoint,
     parts: tuple[Stager, WriteCaller, Writer],
     ranks: Coordinator,
-    fs: FsOps,
+    fs: Storage,
     timeouts: ResolvedTimeouts,
     policy: ErrorPolicy,
     events: EventRecorder,
@@ -251,9 +251,11 @@ def _shares_computer(world_size: int) -> bool:
     return world_size > 1 and os.environ.get("LOCAL_WORLD_SIZE") != "1"
 
 
-def _file_system(settings: Checkpoint) -> FsOps:
-    return file_system(
-        durable=settings.durability is Durability.power_cut, atomic_rename=settings.commit is Commit.rename
+def _file_system(settings: Checkpoint) -> Storage:
+    return storage_at(
+        settings.dir or ".",
+        durable=settings.durability is Durability.power_cut,
+        atomic_rename=settings.commit is Commit.rename,
     )
 
 

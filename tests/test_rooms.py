@@ -50,7 +50,7 @@ ORDER = (
 )
 LEVEL = {room: level for level, room in enumerate(ORDER)}
 #: Upward imports that are names alone, made when somebody asks for them.
-EXCEPTIONS = {("callers", "compat"), ("storage.file_system", "testing")}
+EXCEPTIONS = {("callers", "compat"), ("storage.locate", "testing")}
 
 
 def modules() -> list[Path]:
@@ -58,7 +58,7 @@ def modules() -> list[Path]:
 
 
 def name_of(path: Path) -> str:
-    """`storage.fs` for ckpt_component/storage/fs.py; a room's `__init__` has the room's name."""
+    """`storage.files` for ckpt_component/storage/files.py; a room's `__init__` has the room's name."""
     parts = path.relative_to(PACKAGE).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 

@@ -11,8 +11,8 @@ from typing import Any
 from ..errors import CheckpointCorruptError, CheckpointLoadError
 from ..state.dtypes import WIDTHS
 from ..state.paths import Path
-from ..storage.fs import FsOps
 from ..storage.safe_open import is_plain_name, read_failure
+from ..storage.storage import Storage
 from .entries import Entry, Piece
 from .safe_unpickle import Record, load_inert
 from .shapes import check_cover, is_shape
@@ -43,7 +43,7 @@ _WHOLE = ("Metadata", "MCoreMetadata")
 
 
 def read_metadata(
-    fs: FsOps, folder: str, widths: Mapping[str, int] = WIDTHS
+    fs: Storage, folder: str, widths: Mapping[str, int] = WIDTHS
 ) -> tuple[dict[str, Entry], list[tuple[Path, str]]]:
     """Read and validate the metadata of a DCP checkpoint.
 

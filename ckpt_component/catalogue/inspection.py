@@ -11,9 +11,9 @@ from typing import Any
 from ..errors import CheckpointCorruptError, CheckpointError
 from ..state.paths import keys_of
 from ..storage.checksum import find_checksum
-from ..storage.fs import FsOps
 from ..storage.manifest import check_files, data_folder, read_manifest
 from ..storage.names import MANIFEST, integrity_name
+from ..storage.storage import Storage
 from .opening import open_catalogue
 from .rank_index import RankIndex, read_rank_indexes
 from .verification import Damage, Item, items_of, small_files
@@ -64,7 +64,7 @@ class Inspection:
         return keys
 
 
-def inspect(fs: FsOps, path: str) -> Inspection:
+def inspect(fs: Storage, path: str) -> Inspection:
     """Find out what there is to verify. Damage is collected, not raised.
 
     Args:
@@ -78,13 +78,13 @@ def inspect(fs: FsOps, path: str) -> Inspection:
     """
     try:
         manifest = read_manifest(fs, path) if os.path.isdir(path) else None
-        folder = path if manifest is None else data_folder(path, manifest)
+        folder = path if manifest is None else data_folder(fs, path, manifest)
     except CheckpointCorruptError as error:
         return Inspection(path, path, damages=[Damage(MANIFEST, None, error)])
     return _foreign(path) if manifest is None else _own(fs, path, folder, manifest)
 
 
-def _own(fs: FsOps, path: str, folder: str, manifest: Mapping[str, Any]) -> Inspection:
+def _own(fs: Storage, path: str, folder: str, manifest: Mapping[str, Any]) -> Inspection:
     inspection = Inspection(path, folder, sizes={entry["name"]: entry["size"] for entry in manifest["files"]})
     whole, there = [], {}
     for entry in manifest["files"]:

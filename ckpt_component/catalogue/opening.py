@@ -11,11 +11,11 @@ from ..errors import CheckpointLoadError, CheckpointNotFoundError
 from ..memory.gc_control import collector_paused
 from ..state.paths import key_of
 from ..state.per_rank import rank_name
-from ..storage.file_system import file_system
-from ..storage.fs import FsOps
+from ..storage.locate import absolute, storage_at
 from ..storage.manifest import check_files, data_folder, read_manifest
 from ..storage.names import SINGLE_FILES, step_in_name
 from ..storage.safe_open import place_of, read_failure
+from ..storage.storage import Storage
 from .dcp_metadata import read_metadata
 from .entries import Catalogue, Entry
 from .folder import INDEX, MEGATRON_COMMON_FILE, MEGATRON_MARKER, METADATA, weights_in
@@ -28,7 +28,7 @@ _DCP_FILE = re.compile(r"__(\d+)_\d+\.distcp")
 
 
 @collector_paused()  # there may be a hundred thousand entries
-def open_catalogue(path: str | os.PathLike[str], fs: FsOps | None = None) -> Catalogue:
+def open_catalogue(path: str | os.PathLike[str], fs: Storage | None = None) -> Catalogue:
     """List what a checkpoint of any supported format holds. Reads its indexes, no data, and checks that they fit.
 
     Args:
@@ -41,9 +41,9 @@ def open_catalogue(path: str | os.PathLike[str], fs: FsOps | None = None) -> Cat
         CheckpointUnreadableError: An index cannot be read.
         CheckpointLoadError: The format is not supported.
     """
-    path, fs = os.path.abspath(os.path.expanduser(os.fspath(path))), fs or file_system(durable=True)
-    if not os.path.isdir(path):
-        if not os.path.lexists(path):
+    path, fs = absolute(path), fs or storage_at(path)
+    if not fs.is_folder(path):
+        if not fs.exists(path):
             raise CheckpointNotFoundError(f"There is no checkpoint at {path}.")
         return _foreign_file(path)
     manifest = read_manifest(fs, path)
@@ -68,8 +68,8 @@ def open_catalogue(path: str | os.PathLike[str], fs: FsOps | None = None) -> Cat
     return _foreign(path, shards.folder, "safetensors (index)", entries_of(path, [index]))
 
 
-def _own(fs: FsOps, path: str, manifest: Mapping[str, Any]) -> Catalogue:
-    folder, form, world_size = data_folder(path, manifest), manifest.get("format"), manifest["world_size"]
+def _own(fs: Storage, path: str, manifest: Mapping[str, Any]) -> Catalogue:
+    folder, form, world_size = data_folder(fs, path, manifest), manifest.get("format"), manifest["world_size"]
     check_files(fs, folder, manifest)
     forms: Mapping[Any, Callable[[str, str, RankIndex, int], dict[str, Entry]]]
     forms = {"torch_save": _own_torch_file, "safetensors": _own_safetensors, "files": _own_files}
@@ -130,7 +130,7 @@ def _below(name: str, entries: Mapping[str, Entry]) -> dict[str, Entry]:
     }
 
 
-def _stock_dcp(fs: FsOps, path: str, names: list[str]) -> Catalogue:
+def _stock_dcp(fs: Storage, path: str, names: list[str]) -> Catalogue:
     """A checkpoint of stock DCP or Megatron. Every stored chunk is an archive, which says where its payload is."""
     entries, containers = read_metadata(fs, path)
     megatron = MEGATRON_MARKER in names

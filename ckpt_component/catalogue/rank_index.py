@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 from ..errors import CheckpointCorruptError
 from ..state.dtypes import WIDTHS
 from ..state.paths import Path
-from ..storage.fs import FsOps
 from ..storage.names import integrity_name
 from ..storage.safe_open import read_failure
+from ..storage.storage import Storage
 from .shapes import MAX_DIMENSIONS, MAX_ELEMENTS, is_shape
 
 _MAX_INDEX_BYTES = 1 << 30
@@ -105,7 +105,7 @@ class RankIndex:
 
 
 def read_rank_indexes(
-    fs: FsOps,
+    fs: Storage,
     folder: str,
     manifest: Mapping[str, Any],
     ranks: Sequence[int] | None = None,

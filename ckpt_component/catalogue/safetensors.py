@@ -15,8 +15,8 @@ from typing import Any, NamedTuple, cast
 from ..errors import CheckpointCorruptError, CheckpointLoadError
 from ..state.dtypes import SAFETENSORS, WIDTHS
 from ..storage.file_set import FileSet
-from ..storage.fs import FsOps
 from ..storage.safe_open import is_plain_name, place_of, read_failure
+from ..storage.storage import Storage
 from .rank_index import NO_CHECKSUM, RankIndex, item_columns
 from .shapes import is_shape
 
@@ -82,7 +82,7 @@ class Shards(NamedTuple):
     weight_map: Mapping[str, str]
 
 
-def shards_of(fs: FsOps, folder: str, name: str) -> Shards:
+def shards_of(fs: Storage, folder: str, name: str) -> Shards:
     """The files that an index of Hugging Face names.
 
     Args:
@@ -103,7 +103,7 @@ def shards_of(fs: FsOps, folder: str, name: str) -> Shards:
     return Shards(base, [shard for _, shard in places.values()], weight_map)
 
 
-def _weight_map(fs: FsOps, path: str) -> dict[str, str]:
+def _weight_map(fs: Storage, path: str) -> dict[str, str]:
     """The index of a sharded Hugging Face checkpoint: the name of the file of each key.
 
     Raises:

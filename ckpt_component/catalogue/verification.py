@@ -16,9 +16,9 @@ from ..errors import CheckpointCorruptError, CheckpointLoadError
 from ..progress import Progress, no_progress
 from ..storage.checksum import Checksum, ChecksumMissingError, find_checksum, install_text
 from ..storage.file_set import CHUNK_BYTES, GAP_BYTES, FileSet, RangeRead
-from ..storage.fs import FsOps
 from ..storage.manifest import check_files, data_folder, read_manifest
 from ..storage.safe_open import read_failure
+from ..storage.storage import Storage
 from .rank_index import RankIndex, read_rank_indexes
 
 
@@ -45,7 +45,7 @@ class Damage(NamedTuple):
     error: CheckpointCorruptError
 
 
-def verify_checkpoint(fs: FsOps, path: str, progress: Progress = no_progress) -> bool:
+def verify_checkpoint(fs: Storage, path: str, progress: Progress = no_progress) -> bool:
     """Read every file of a checkpoint of ours, of any format, and compare its checksums.
 
     Args:
@@ -63,11 +63,11 @@ def verify_checkpoint(fs: FsOps, path: str, progress: Progress = no_progress) ->
     manifest = read_manifest(fs, path)
     if manifest is None:
         return False
-    verify_files(fs, data_folder(path, manifest), manifest, progress)
+    verify_files(fs, data_folder(fs, path, manifest), manifest, progress)
     return True
 
 
-def verify_files(fs: FsOps, folder: str, manifest: Mapping[str, Any], progress: Progress = no_progress) -> None:
+def verify_files(fs: Storage, folder: str, manifest: Mapping[str, Any], progress: Progress = no_progress) -> None:
     """Compare the files in a folder with a manifest, which is not in it yet; raises as `verify_checkpoint`."""
     check_files(fs, folder, manifest)
     indexes = read_rank_indexes(fs, folder, manifest)  # verifies the integrity files
@@ -167,7 +167,7 @@ def verify_items(
         )
 
 
-def small_files(fs: FsOps, folder: str, manifest: Mapping[str, Any]) -> Iterator[Damage]:
+def small_files(fs: Storage, folder: str, manifest: Mapping[str, Any]) -> Iterator[Damage]:
     """Compare the files whose checksum is in the manifest itself, and say which are damaged."""
     for entry in manifest["files"]:
         if "crc32" not in entry:

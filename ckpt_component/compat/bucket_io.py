@@ -15,8 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 from ..errors import CheckpointSaveError
-from ..storage.file_system import file_system
-from ..storage.fs import FsOps
+from ..storage.files import FileStorage
+from ..storage.locate import file_storage
 from .host_image import HostImage
 
 METADATA = ".metadata"
@@ -54,7 +54,7 @@ def write_preloaded_data_multiproc(
     write_buckets: Sequence[Any],
     global_results_queue: Any,
     *,
-    ops: FsOps | None = None,
+    ops: FileStorage | None = None,
 ) -> None:
     """Write all buckets of a rank, each in its own thread (writes release the GIL).
 
@@ -69,7 +69,7 @@ def write_preloaded_data_multiproc(
         ops: file operations; None: those of the file system, with syncs.
     """
     what = f"Rank {rank} could not write its part of the checkpoint"
-    places = _try_to_write(transform_list, write_buckets, ops or file_system(durable=True, process="writer"), what)
+    places = _try_to_write(transform_list, write_buckets, ops or file_storage(process="writer"), what)
     global_results_queue.put(places if isinstance(places, CheckpointSaveError) else dict(enumerate(places)))
 
 
@@ -91,7 +91,7 @@ def write_preloaded_data(
         count_queue: a joinable queue with one token, which is taken when the bucket is done; or None.
         use_fsync: whether to fsync the file.
     """
-    ops = file_system(durable=use_fsync, process="writer")
+    ops = file_storage(durable=use_fsync, process="writer")
     places = _try_to_write(transform_list, [write_bucket], ops, f"Bucket {local_proc_idx} could not be written")
     results_queue.put((local_proc_idx, places if isinstance(places, CheckpointSaveError) else places[0]))
     if count_queue is not None:
@@ -100,7 +100,7 @@ def write_preloaded_data(
 
 
 def _try_to_write(
-    transform_list: Sequence[Any], write_buckets: Sequence[Any], ops: FsOps, what: str
+    transform_list: Sequence[Any], write_buckets: Sequence[Any], ops: FileStorage, what: str
 ) -> list[Sequence[Place]] | CheckpointSaveError:
     """Return the locations of each bucket's items, or an error that any process can unpickle, with its `frames`."""
     try:
@@ -120,7 +120,7 @@ def _try_to_write(
         return failure
 
 
-def _write_all(ops: FsOps, buckets: Sequence[ImageBucket]) -> None:
+def _write_all(ops: FileStorage, buckets: Sequence[ImageBucket]) -> None:
     suffix = f".{os.urandom(4).hex()}.tmp"
     try:
         _write_drafts(ops, buckets, suffix)
@@ -140,7 +140,7 @@ def _write_all(ops: FsOps, buckets: Sequence[ImageBucket]) -> None:
         raise
 
 
-def _write_drafts(ops: FsOps, buckets: Sequence[ImageBucket], suffix: str) -> None:
+def _write_drafts(ops: FileStorage, buckets: Sequence[ImageBucket], suffix: str) -> None:
     def write(bucket: ImageBucket) -> None:
         memory = bucket.image.memory[bucket.start : bucket.end]
         fd = ops.create(bucket.path + suffix, len(memory) + len(bucket.tail))

@@ -30,8 +30,8 @@ from ..errors import CheckpointSaveError
 from ..formats.base import groups_of_files
 from ..formats.dcp import check_separation_hint
 from ..state.objects import check_tensor
-from ..storage.file_system import file_system
-from ..storage.fs import FsOps
+from ..storage.files import FileStorage
+from ..storage.locate import file_storage
 from . import bucket_io
 from .bucket_image import FilesImage, ImageLease, WriteBucket, preload_tensors
 from .host_image import ResultMailbox
@@ -80,7 +80,7 @@ class FileSystemWriterAsync(FileSystemWriter):
         *args: Any,
         separation_hint: str | None = None,
         use_msc: bool = False,
-        fs_ops: FsOps | None = None,
+        fs_ops: FileStorage | None = None,
         image_memory: list[FilesImage] | None = None,
         is_multiproc_io: bool = False,
         use_cached_data_structure: bool = False,
@@ -108,7 +108,7 @@ class FileSystemWriterAsync(FileSystemWriter):
         self.write_buckets: list[WriteBucket] | None = None
         #: An object with `put` and `get_nowait` that the writing process can use. None: there is nothing to write.
         self.results_queue: Any = None
-        self._ops = fs_ops or file_system(durable=self.sync_files)
+        self._ops = fs_ops or file_storage(durable=self.sync_files)
         self.image_memory = image_memory
         self._lease = ImageLease(image_memory)
 

@@ -17,8 +17,8 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from ..storage.fs import FsOps
 from ..storage.names import new_token
+from ..storage.storage import Storage
 from .compose import plain_dict
 from .errors import HydraConfigError
 
@@ -60,7 +60,7 @@ class MultirunJob:
         )
         return folder
 
-    def claim(self, fs: FsOps, root: str) -> str:
+    def claim(self, fs: Storage, root: str) -> str:
         """Record that this job saves in `root`, for the other jobs; returns `root`.
 
         Raises:
@@ -113,7 +113,7 @@ def multirun_job() -> MultirunJob | None:
     return MultirunJob(str(settings.runtime.output_dir), sweep_dir, tuple(map(str, settings.overrides.task)))
 
 
-def _put_or_read(fs: FsOps, path: str, mine: dict[str, Any]) -> dict[str, Any]:
+def _put_or_read(fs: Storage, path: str, mine: dict[str, Any]) -> dict[str, Any]:
     """Create the file in one step, or read the one that another job created."""
     data = json.dumps(mine, indent=2).encode()
     fs.make_folders(os.path.dirname(path))

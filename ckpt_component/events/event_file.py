@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from ..storage.fs import FsOps
+from ..storage.files import FileStorage
 from ..storage.safe_open import open_regular
 
 logger = logging.getLogger(__name__)
@@ -33,10 +33,10 @@ class EventFile:
         fs: file system operations; the default is not the one of saves, whose operations the fault tests count.
     """
 
-    def __init__(self, root: str, rank: int, fs: FsOps | None = None) -> None:
+    def __init__(self, root: str, rank: int, fs: FileStorage | None = None) -> None:
         self._root = root
         self.path = os.path.join(root, FOLDER, f"rank-{rank:05d}.jsonl")
-        self._fs = FsOps(durable=False) if fs is None else fs
+        self._fs = FileStorage(durable=False) if fs is None else fs
         self._failed = False
         #: Whether the file may end with a torn line, of an earlier run or a failed write.
         self._torn = True
@@ -58,13 +58,9 @@ class EventFile:
                 return  # deleted by the user, and not to be made again
             with contextlib.suppress(FileExistsError):  # another rank was faster
                 self._fs.make_folder(folder)
-        fd = self._fs.open_append(self.path)
-        try:
-            if self._torn and self._fs.size(self.path):
-                data = b"\n" + data
-            self._fs.write(fd, [memoryview(data)], 0)
-        finally:
-            self._fs.close(fd)
+        if self._torn and self._fs.size(self.path):
+            data = b"\n" + data
+        self._fs.append(self.path, data)
         self._torn = False
 
 
@@ -80,7 +76,7 @@ def read_events(root: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
         OSError: an event file cannot be read.
     """
     folder = os.path.join(os.fspath(root), FOLDER)
-    for name in FsOps().names(folder):
+    for name in FileStorage().names(folder):
         if _NAME.fullmatch(name):
             yield from _read_file(os.path.join(folder, name))
 

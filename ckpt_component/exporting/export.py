@@ -15,7 +15,7 @@ from ..progress import Progress, no_progress
 from ..spelling import invalid_choice
 from ..state.key_map import KeyMap
 from ..storage.cleanup import discard, sweep_attempts
-from ..storage.fs import FsOps
+from ..storage.files import FileStorage
 from ..storage.liveness import AttemptLock
 from ..storage.names import MANIFEST, SINGLE_FILES, Attempt, new_token
 from ..storage.space import FULL, full_text, refuse_without_room
@@ -91,7 +91,7 @@ class Exported(NamedTuple):
 
 
 def export_checkpoint(
-    source: str, target: str, options: ExportOptions, fs: FsOps, progress: Progress = no_progress
+    source: str, target: str, options: ExportOptions, fs: FileStorage, progress: Progress = no_progress
 ) -> Exported:
     """Export a checkpoint. The target appears whole or not at all; checksums are verified on the way.
 
@@ -153,7 +153,7 @@ def export_checkpoint(
     return Exported(target, names, len(tensors), nbytes, time.perf_counter() - started, tied, left_out)
 
 
-def _refuse_target(fs: FsOps, target: str, options: ExportOptions) -> None:
+def _refuse_target(fs: FileStorage, target: str, options: ExportOptions) -> None:
     """Refuse a target that exists, unless it is an export of the same form that may be replaced.
 
     Raises:
@@ -177,7 +177,7 @@ def _refuse_target(fs: FsOps, target: str, options: ExportOptions) -> None:
 
 
 def _write(
-    fs: FsOps,
+    fs: FileStorage,
     target: str,
     options: ExportOptions,
     files: Sequence[File],
@@ -214,7 +214,7 @@ def _write(
         lock.close()
 
 
-def _write_file(fs: FsOps, path: str, file: File, blocks: TensorBlocks, done: Any) -> None:
+def _write_file(fs: FileStorage, path: str, file: File, blocks: TensorBlocks, done: Any) -> None:
     flushed = 0
     fd = fs.create(path, file.size)
     try:

@@ -7,8 +7,8 @@ import os
 import re
 
 from ..errors import CheckpointLoadError
-from ..storage.fs import FsOps
 from ..storage.safe_open import place_of, read_failure
+from ..storage.storage import Storage
 
 CONFIG = "config.json"
 #: The small files that are copied; not indexes of weights, and nothing that a checkpoint has besides.
@@ -18,7 +18,7 @@ _COPIED = re.compile(
 _MOST_SMALL = 256 << 20
 
 
-def small_files(fs: FsOps, folder: str, dtype: str | None) -> dict[str, bytes]:
+def small_files(fs: Storage, folder: str, dtype: str | None) -> dict[str, bytes]:
     """The config and tokenizer files of a Hugging Face folder; the config with the dtype of the export.
 
     Raises:

@@ -11,7 +11,7 @@ import threading
 from typing import Any
 
 from ..errors import CheckpointError
-from ..storage.file_system import file_system
+from ..storage.locate import file_storage
 from .export import ExportOptions, export_checkpoint
 
 #: Start this with `-c`, the folder of the package, and JSON: path of the checkpoint, path of the export, options.
@@ -32,7 +32,7 @@ def main(job: str) -> None:
     source, target, options = json.loads(job)
     answer: dict[str, Any]
     try:
-        fs = file_system(durable=True, process="export")
+        fs = file_storage(process="export")
         answer = export_checkpoint(source, target, ExportOptions(**options), fs)._asdict()
     except CheckpointError as error:
         answer = {"error": str(error)}

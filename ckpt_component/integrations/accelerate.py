@@ -39,7 +39,7 @@ from ..formats.files import FilesWriter
 from ..managing.restore import wait_for_writers
 from ..options import Verify
 from ..storage.cleanup import discard, quarantine, sweep
-from ..storage.file_system import file_system
+from ..storage.locate import file_storage
 from ..storage.names import HUGGINGFACE
 from .file_capture import FileCapture
 from .settings import settings_of
@@ -104,7 +104,7 @@ class _BackgroundStates:
         self._save, self._load, self._end = accelerator.save_state, accelerator.load_state, accelerator.end_training
         self._capture = FileCapture()
         self._settings = settings
-        self._fs = file_system(durable=True)
+        self._fs = file_storage()
         #: The future of the newest save; it ends after those of the earlier ones.
         self._newest: Future[Any] | None = None
         self._guarded = 0

@@ -16,7 +16,7 @@ from ..formats.torch_file import TorchFileWriter, file_state
 from ..readers.foreign.torch_file import verify_torch_file
 from ..saving.in_flight import PendingSave
 from ..storage.cleanup import sweep
-from ..storage.file_system import file_system
+from ..storage.locate import file_storage
 from ..storage.names import MEGATRON
 from .lightning_package import part
 from .settings import settings_of
@@ -129,5 +129,5 @@ class BackgroundCheckpointIO(part("plugins.io").TorchCheckpointIO):  # type: ign
         if folder in self._swept or "://" in folder:
             return
         self._swept.add(folder)
-        for name in sweep(file_system(durable=True), folder, MEGATRON):
+        for name in sweep(file_storage(), folder, MEGATRON):
             logger.info("deleted %s, which a dead run left", os.path.join(folder, name))

@@ -31,7 +31,7 @@ from ..managing.manager import CheckpointManager
 from ..managing.restore import wait_for_writers
 from ..options import Naming
 from ..storage.cleanup import discard
-from ..storage.file_system import file_system
+from ..storage.locate import file_storage
 from ..storage.names import HUGGINGFACE
 from .file_capture import FileCapture
 from .settings import settings_of
@@ -70,7 +70,7 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Wait for the writer of a killed run, so that Trainer then finds its last checkpoint."""
-        fs, root = file_system(durable=True), os.path.abspath(args.output_dir)
+        fs, root = file_storage(), os.path.abspath(args.output_dir)
         wait_for_writers(fs, root, HUGGINGFACE, self._settings.timeouts.close)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -132,7 +132,7 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         files = self._capture.files_of(write, os.path.basename(target))
         self._best[state.global_step] = state.best_model_checkpoint
         if trainer.args.should_save and os.path.isdir(target) and os.listdir(target) == [_STARTED]:
-            discard(file_system(durable=False), target)
+            discard(file_storage(durable=False), target)
         manager.save(state.global_step, files)
         files.clear()  # the manager keeps it, and it may hold tensors that were gathered for this save alone
 
@@ -153,7 +153,7 @@ class _Limit(CheckpointListener):
         kept = {paths[-1], *(path for path in paths if best and os.path.samefile(path, best))}
         surplus = len(paths) - max(args.save_total_limit, len(kept))
         for path in [path for path in paths if path not in kept][: max(surplus, 0)]:
-            discard(file_system(durable=True), path)
+            discard(file_storage(), path)
 
 
 def _calling_trainer() -> Any:

@@ -8,7 +8,6 @@ import os
 from ..catalogue.folder import is_readable
 from ..errors import CheckpointCorruptError, CheckpointNotFoundError, CheckpointUnreadableError
 from ..spelling import typed
-from ..storage.fs import FsOps
 from ..storage.manifest import read_manifest
 from ..storage.names import MANIFEST, NAMINGS, step_in_name
 from ..storage.safe_open import read_failure
@@ -20,6 +19,7 @@ from ..storage.scan import (
     read_pointer,
     scan_steps,
 )
+from ..storage.storage import Storage
 from .policies import ResumePolicy
 from .run_context import RunContext, steps_text
 
@@ -148,7 +148,7 @@ def _refuse_others(run: RunContext, scan: Scan, other: tuple[str, list[int]] | N
         logger.warning("%s in %s names step %d, but there is no such checkpoint", names.pointer, root, pointed)
 
 
-def _is_readable(fs: FsOps, path: str) -> bool:
+def _is_readable(fs: Storage, path: str) -> bool:
     """Whether a reader supports a checkpoint of another program; Megatron's format before DCP is not supported."""
     if not os.path.isdir(path):
         return True
@@ -156,7 +156,7 @@ def _is_readable(fs: FsOps, path: str) -> bool:
     return MANIFEST in files or is_readable(files)
 
 
-def _step_and_path(fs: FsOps, path: str) -> tuple[int, str]:
+def _step_and_path(fs: Storage, path: str) -> tuple[int, str]:
     """Return the step and the path of a checkpoint anywhere: of the newest in Megatron's folder of checkpoints.
 
     The step is the one in its name; 0, with a warning, if it has none.
@@ -187,7 +187,7 @@ def _step_and_path(fs: FsOps, path: str) -> tuple[int, str]:
     return step or 0, path
 
 
-def size_of_checkpoint(fs: FsOps, path: str) -> tuple[int, bool]:
+def size_of_checkpoint(fs: Storage, path: str) -> tuple[int, bool]:
     """Return the size in bytes of a checkpoint of any program, and whether it has checksums.
 
     Raises:

@@ -18,10 +18,10 @@ from ..errors import (
     CheckpointUnreadableError,
 )
 from ..storage.cleanup import living_attempts, quarantine, sweep
-from ..storage.fs import FsOps
 from ..storage.names import StepNames
 from ..storage.scan import repair_pointer
 from ..storage.space import amount
+from ..storage.storage import Storage
 from ..storage.visibility import wait_visible
 from .lookup import candidates_of, size_of_checkpoint
 from .run_context import steps_text
@@ -265,7 +265,7 @@ class Restorer:
             logger.info("deleted %s, which a dead run left", name)
 
 
-def wait_for_writers(fs: FsOps, root: str, names: StepNames, limit: float) -> None:
+def wait_for_writers(fs: Storage, root: str, names: StepNames, limit: float) -> None:
     """Wait, at most `limit` seconds, for checkpoints that the writer processes of dead runs are finishing in `root`."""
     deadline = time.monotonic() + limit
     logged = False

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from ..coordination import Coordinator, LocalCoordinator, RankStore, StoreCoordinator, distributed
 from ..events import EventRecorder
 from ..options import ResolvedTimeouts
-from ..storage.fs import FsOps
 from ..storage.names import StepNames
 from ..storage.scan import Scan, scan_steps, warn_of_skipped
+from ..storage.storage import Storage
 from .best import BestPolicy
 
 logger = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ class RunContext:
         warned: warnings that were logged already, and are not repeated.
     """
 
-    fs: FsOps
+    fs: Storage
     root: str
     names: StepNames
     ranks: Coordinator

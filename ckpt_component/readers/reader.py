@@ -24,7 +24,7 @@ from ..options import Verify
 from ..progress import Progress, no_progress
 from ..state.flatten import StateDict, unflatten
 from ..state.key_map import KeyMap
-from ..storage.file_system import file_system
+from ..storage.locate import storage_at
 from ..storage.manifest import check_files, data_folder, read_manifest
 from ..storage.names import SINGLE_FILES
 from ..storage.safe_open import read_failure
@@ -68,7 +68,7 @@ class Reader:
         shared: bool = True,
         progress: Progress = no_progress,
     ) -> None:
-        self._fs = file_system(durable=True)
+        self._fs = storage_at(".")
         self._rank = rank
         self._world_size = world_size
         self._verify = verify
@@ -188,7 +188,7 @@ class Reader:
         if manifest is not None:
             size = sum(entry["size"] for entry in manifest["files"])
             self.last_read = {"bytes": size, "verified": verify}
-            return self._open_own(data_folder(path, manifest), manifest, mapped=mapped, verify=verify)
+            return self._open_own(data_folder(self._fs, path, manifest), manifest, mapped=mapped, verify=verify)
         try:
             names = self._fs.names(path)
         except OSError as error:

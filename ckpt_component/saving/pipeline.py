@@ -26,8 +26,8 @@ from ..options import ResolvedTimeouts
 from ..progress import Progress, no_progress
 from ..stagers.base import Stager, StatePlan
 from ..storage.commit import refuse_existing, refuse_folder
-from ..storage.fs import FsOps
 from ..storage.names import Attempt, owned_token
+from ..storage.storage import Storage
 from .admission import SaveAdmission
 from .in_flight import InFlightSaves, PendingSave
 from .retry import ConsecutiveFailures, ErrorPolicy, RetryLoop, is_stall
@@ -63,7 +63,7 @@ class SavePipeline:
         caller: WriteCaller,
         writer: Writer,
         ranks: Coordinator,
-        fs: FsOps,
+        fs: Storage,
         timeouts: ResolvedTimeouts,
         policy: ErrorPolicy,
         events: EventRecorder | None = None,

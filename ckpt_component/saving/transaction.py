@@ -33,10 +33,10 @@ from ..stagers.base import Snapshot
 from ..state.replicas import differing
 from ..storage import commit
 from ..storage.fencing import FencingToken
-from ..storage.fs import FsOps
 from ..storage.liveness import AttemptLock
 from ..storage.names import Attempt
 from ..storage.space import FULL, amount, full_text, refuse_without_room
+from ..storage.storage import Storage
 from ..storage.visibility import wait_visible
 from ..writing.request import WriteRequest
 from .in_flight import PendingSave
@@ -89,7 +89,7 @@ class SaveTransaction:
         caller: WriteCaller,
         writer: Writer,
         ranks: Coordinator,
-        fs: FsOps,
+        fs: Storage,
         timeouts: ResolvedTimeouts,
         min_free_bytes: int | None,
         events: EventRecorder,
@@ -230,7 +230,7 @@ class SaveTransaction:
             self._note_staged(save, snapshot)
         device = -1
         if options.io == "auto":
-            device = os.stat(os.path.dirname(attempt.target)).st_dev
+            device = self._fs.device(os.path.dirname(attempt.target))
             options = replace(options, io=self._fastest_io.get(device, "auto"))
         request = WriteRequest(
             self._fs,

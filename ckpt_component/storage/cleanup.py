@@ -13,7 +13,6 @@ import os
 from collections.abc import Collection, Iterable, Iterator
 
 from ..errors import CheckpointError
-from .fs import FsOps
 from .liveness import LifeSigns
 from .manifest import MAX_BYTES, data_folder, read_manifest
 from .names import (
@@ -31,11 +30,12 @@ from .names import (
     token_of,
     trash_path,
 )
+from .storage import Storage
 
 logger = logging.getLogger(__name__)
 
 
-def discard(fs: FsOps, path: str) -> bool:
+def discard(fs: Storage, path: str) -> bool:
     """Delete a checkpoint or a staging folder, manifest first. Logs a warning and returns False on failure."""
     try:
         if _is_renamed(fs, path):
@@ -49,7 +49,7 @@ def discard(fs: FsOps, path: str) -> bool:
             return True
         manifest, data = read_manifest(fs, path), path
         if manifest is not None:
-            data = data_folder(path, manifest)
+            data = data_folder(fs, path, manifest)
             fs.unlink(os.path.join(path, MANIFEST))
             fs.sync_folder(path)
         fs.remove_tree(data)
@@ -61,7 +61,7 @@ def discard(fs: FsOps, path: str) -> bool:
     return True
 
 
-def quarantine(fs: FsOps, path: str) -> str:
+def quarantine(fs: Storage, path: str) -> str:
     """Durably move a damaged checkpoint out of the way; returns the new path of its data.
 
     From then on this package neither lists, counts, loads nor deletes it. The name of the step becomes free, so the run
@@ -84,13 +84,13 @@ def quarantine(fs: FsOps, path: str) -> str:
     folders = _data_folders(fs, path)
     for folder in folders:
         fs.write_over(os.path.join(folder, QUARANTINED), content)
-    if os.path.lexists(manifest):
+    if fs.exists(manifest):
         fs.unlink(manifest)
         fs.sync_folder(path)
     return folders[0]
 
 
-def sweep(fs: FsOps, root: str, steps: StepNames, fenced: Collection[str] = ()) -> list[str]:
+def sweep(fs: Storage, root: str, steps: StepNames, fenced: Collection[str] = ()) -> list[str]:
     """Delete what dead processes left in `root`: unfinished and half-deleted checkpoints.
 
     Files of a live process are kept (a trainer, or a writer process that is still finishing, see `liveness`), and so
@@ -111,7 +111,7 @@ def sweep(fs: FsOps, root: str, steps: StepNames, fenced: Collection[str] = ()) 
     return deleted
 
 
-def _removed(fs: FsOps, path: str) -> bool:
+def _removed(fs: Storage, path: str) -> bool:
     """Delete an unfinished folder or a small file of dead processes. A failure is a warning."""
     try:
         if not fs.is_real_folder(path):
@@ -130,7 +130,7 @@ def _removed(fs: FsOps, path: str) -> bool:
     return True
 
 
-def sweep_attempts(fs: FsOps, target: str) -> None:
+def sweep_attempts(fs: Storage, target: str) -> None:
     """Delete what dead processes of this host left beside `target` of attempts to make it or to replace it."""
     root, target_name = os.path.split(target)
     signs = LifeSigns(fs, root)
@@ -139,12 +139,12 @@ def sweep_attempts(fs: FsOps, target: str) -> None:
         _removed(fs, os.path.join(root, name))
 
 
-def debris(fs: FsOps, root: str, steps: StepNames, fenced: Collection[str] = ()) -> list[str]:
+def debris(fs: Storage, root: str, steps: StepNames, fenced: Collection[str] = ()) -> list[str]:
     """The names that `sweep` would delete now."""
     return list(_dead(fs, LifeSigns(fs, root), _unfinished(fs, root, steps, fs.names(root)), fenced))
 
 
-def living_attempts(fs: FsOps, root: str, steps: StepNames) -> list[str]:
+def living_attempts(fs: Storage, root: str, steps: StepNames) -> list[str]:
     """Attempts in `root` that a live process of this host is still working on."""
     signs = LifeSigns(fs, root)
     attempts = []
@@ -163,7 +163,7 @@ def living_attempts(fs: FsOps, root: str, steps: StepNames) -> list[str]:
     return attempts
 
 
-def unfinished_in(fs: FsOps, root: str, steps: StepNames) -> dict[str, bool]:
+def unfinished_in(fs: Storage, root: str, steps: StepNames) -> dict[str, bool]:
     """What is unfinished, half deleted or a mark of life in `root` -> whether a process is, or may be, working on it.
 
     What is not in use is debris, which `sweep` deletes once the host that made it, or a new owner, gets to it.
@@ -183,7 +183,7 @@ def unfinished_in(fs: FsOps, root: str, steps: StepNames) -> dict[str, bool]:
     return in_use
 
 
-def leftovers(fs: FsOps, root: str, steps: StepNames) -> set[str]:
+def leftovers(fs: Storage, root: str, steps: StepNames) -> set[str]:
     """Names of what earlier owners of `root` left there, on any host. The next owner deletes them."""
     return {
         name
@@ -192,19 +192,19 @@ def leftovers(fs: FsOps, root: str, steps: StepNames) -> set[str]:
     }
 
 
-def attempts_in(fs: FsOps, folder: str) -> list[str]:
+def attempts_in(fs: Storage, folder: str) -> list[str]:
     """The tokens of the attempts whose files are inside a checkpoint's folder, committed or not."""
     if not fs.is_real_folder(folder):
         return []
     return [name for name in fs.names(folder) if is_token(name) and fs.is_real_folder(os.path.join(folder, name))]
 
 
-def is_quarantined(fs: FsOps, folder: str) -> bool:
+def is_quarantined(fs: Storage, folder: str) -> bool:
     """Whether the data in a folder is quarantined, that is, kept for inspection only."""
     return fs.size(os.path.join(folder, QUARANTINED)) is not None
 
 
-def remove_if_empty(fs: FsOps, folder: str) -> None:
+def remove_if_empty(fs: Storage, folder: str) -> None:
     """Delete a folder if it is empty."""
     try:
         fs.remove_folder(folder)
@@ -213,17 +213,17 @@ def remove_if_empty(fs: FsOps, folder: str) -> None:
             raise
 
 
-def _is_renamed(fs: FsOps, path: str) -> bool:
+def _is_renamed(fs: Storage, path: str) -> bool:
     """Whether an existing folder can be moved as a whole: renames are atomic, and it contains no attempts."""
     return fs.atomic_rename and not attempts_in(fs, path)
 
 
-def _data_folders(fs: FsOps, path: str) -> list[str]:
+def _data_folders(fs: Storage, path: str) -> list[str]:
     """The data folder of a damaged checkpoint; all candidates if the manifest does not name one."""
     with contextlib.suppress(CheckpointError):
         manifest = read_manifest(fs, path)
         if manifest is not None:
-            return [data_folder(path, manifest)]
+            return [data_folder(fs, path, manifest)]
     signs, folders = LifeSigns(fs, os.path.dirname(path)), []
     for token in attempts_in(fs, path):
         folder = os.path.join(path, token)
@@ -232,7 +232,7 @@ def _data_folders(fs: FsOps, path: str) -> list[str]:
     return folders or [path]
 
 
-def _unfinished(fs: FsOps, root: str, steps: StepNames, names: list[str]) -> Iterator[str]:
+def _unfinished(fs: Storage, root: str, steps: StepNames, names: list[str]) -> Iterator[str]:
     """Names below `root` of attempts, half-deleted folders and small files; `_is_kept` says which attempts to keep."""
     for name in names:
         if name.startswith((STAGING_PREFIX, TRASH_PREFIX, TRIAL_PREFIX, ALIVE_PREFIX)):
@@ -248,7 +248,7 @@ def _is_attempt(name: str) -> bool:
     return "/" in name or name.startswith(STAGING_PREFIX)
 
 
-def _is_kept(fs: FsOps, root: str, name: str) -> bool:
+def _is_kept(fs: Storage, root: str, name: str) -> bool:
     """Whether an attempt's folder is, or may be, the data of a checkpoint."""
     step, _, token = name.rpartition("/")
     if not step:
@@ -262,7 +262,7 @@ def _is_kept(fs: FsOps, root: str, name: str) -> bool:
     return manifest is not None and manifest.get("at") == token
 
 
-def _dead(fs: FsOps, signs: LifeSigns, names: Iterable[str], fenced: Collection[str] = ()) -> Iterator[str]:
+def _dead(fs: Storage, signs: LifeSigns, names: Iterable[str], fenced: Collection[str] = ()) -> Iterator[str]:
     """Those of some names that dead processes left; each is examined when it is asked for."""
     for name in names:
         here = is_token_of_this_host(token_of(name))
@@ -277,7 +277,7 @@ def _dead(fs: FsOps, signs: LifeSigns, names: Iterable[str], fenced: Collection[
             logger.warning("cannot tell whether %s is in use (%s)", os.path.join(signs.root, name), error)
 
 
-def _is_dead(fs: FsOps, signs: LifeSigns, name: str, *, here: bool) -> bool:
+def _is_dead(fs: Storage, signs: LifeSigns, name: str, *, here: bool) -> bool:
     """Whether a folder or a small file is no longer in use. `here`: a process of this host made it."""
     path = os.path.join(signs.root, name)
     if fs.is_real_folder(path):
@@ -291,7 +291,7 @@ def _is_dead(fs: FsOps, signs: LifeSigns, name: str, *, here: bool) -> bool:
     return signs.is_quiet(path)
 
 
-def _remove_empty_steps(fs: FsOps, signs: LifeSigns, steps: StepNames, emptied: Collection[str]) -> None:
+def _remove_empty_steps(fs: Storage, signs: LifeSigns, steps: StepNames, emptied: Collection[str]) -> None:
     """Delete empty step folders: without renames, an attempt that starts or fails can leave one behind."""
     for name in signs.names:
         path = os.path.join(signs.root, name)

@@ -33,9 +33,9 @@ from ..errors import (
 )
 from .cleanup import discard, remove_if_empty
 from .fencing import check_owner
-from .fs import FsOps
 from .manifest import MAX_BYTES, VERSION, encode_manifest, read_manifest
 from .names import MANIFEST, QUARANTINED, Attempt, is_token
+from .storage import Storage
 from .visibility import wait_visible
 
 logger = logging.getLogger(__name__)
@@ -65,7 +65,7 @@ def refuse_folder(path: str) -> None:
         raise CheckpointExistsError(f"{path} is a folder, and a file is to be saved there; save to another path.")
 
 
-def begin(fs: FsOps, attempt: Attempt) -> None:
+def begin(fs: Storage, attempt: Attempt) -> None:
     """Durably create the folder of an attempt. Raises CheckpointExistsError when the target path is taken."""
     if attempt.file:
         refuse_folder(attempt.target)
@@ -86,7 +86,7 @@ def begin(fs: FsOps, attempt: Attempt) -> None:
 
 
 def publish(
-    fs: FsOps,
+    fs: Storage,
     attempt: Attempt,
     ranks: Sequence[Mapping[str, Any]],
     sidecars: Mapping[str, bytes],
@@ -161,7 +161,7 @@ def publish(
     return len(files) + 1
 
 
-def is_over(fs: FsOps, attempt: Attempt) -> bool:
+def is_over(fs: Storage, attempt: Attempt) -> bool:
     """Whether an attempt was already committed or abandoned. Raises CheckpointError when that cannot be read.
 
     Called after this rank has written its files.
@@ -173,7 +173,7 @@ def is_over(fs: FsOps, attempt: Attempt) -> bool:
     return not attempt.by_rename and _committed_token(fs, attempt.target) == attempt.token
 
 
-def abandon(fs: FsOps, attempt: Attempt) -> None:
+def abandon(fs: Storage, attempt: Attempt) -> None:
     """Remove the files of a failed attempt. Errors are only logged: the error of the save matters more."""
     if attempt.by_rename:
         if fs.is_folder(attempt.staging):
@@ -190,13 +190,13 @@ def abandon(fs: FsOps, attempt: Attempt) -> None:
         logger.warning("%s could not be removed and stays until the next start: %s", attempt.staging, error)
 
 
-def _wait_for_size(fs: FsOps, path: str, size: int, seconds: float) -> None:
+def _wait_for_size(fs: Storage, path: str, size: int, seconds: float) -> None:
     """Wait for another rank's file to become visible with its full size."""
     with contextlib.suppress(CheckpointTimeoutError):  # the caller reports the size it finds
         wait_visible(lambda: fs.size(path) == size, path, seconds)
 
 
-def _rename(fs: FsOps, attempt: Attempt) -> None:
+def _rename(fs: Storage, attempt: Attempt) -> None:
     """Commit by renaming the staging folder, which has its manifest, to the target."""
     target = attempt.target
     if fs.is_real_folder(target):
@@ -213,7 +213,7 @@ def _rename(fs: FsOps, attempt: Attempt) -> None:
         raise
 
 
-def _replace(fs: FsOps, attempt: Attempt) -> None:
+def _replace(fs: Storage, attempt: Attempt) -> None:
     """Commit a single file by renaming it over the target."""
     fs.replace(os.path.join(attempt.staging, attempt.file), attempt.target)
     fs.sync_folder(os.path.dirname(attempt.target))
@@ -223,7 +223,7 @@ def _replace(fs: FsOps, attempt: Attempt) -> None:
         logger.warning("%s is saved, and %s could not be deleted (%s)", attempt.target, attempt.staging, error)
 
 
-def _put(fs: FsOps, attempt: Attempt, manifest: bytes, draft: str, timeout: float) -> None:
+def _put(fs: Storage, attempt: Attempt, manifest: bytes, draft: str, timeout: float) -> None:
     """Commit by creating the manifest, which names the folder of the attempt, in the target.
 
     Args:
@@ -250,7 +250,7 @@ def _put(fs: FsOps, attempt: Attempt, manifest: bytes, draft: str, timeout: floa
         logger.warning("%s is committed, and %s in it could not be deleted (%s)", target, draft, error)
 
 
-def _confirm(fs: FsOps, attempt: Attempt, manifest: bytes, error: OSError, timeout: float) -> None:
+def _confirm(fs: Storage, attempt: Attempt, manifest: bytes, error: OSError, timeout: float) -> None:
     """After a failed or unanswered put: return if the manifest was created nevertheless, else raise."""
     target = attempt.target
     with contextlib.suppress(CheckpointTimeoutError):  # the read below raises
@@ -273,7 +273,7 @@ def _confirm(fs: FsOps, attempt: Attempt, manifest: bytes, error: OSError, timeo
     logger.warning("%s is committed, although its last step reported an error: %s", target, error)
 
 
-def _is_readable(fs: FsOps, target: str) -> bool:
+def _is_readable(fs: Storage, target: str) -> bool:
     """Whether the manifest can be read, or is known to be missing."""
     try:
         read_manifest(fs, target)
@@ -284,13 +284,13 @@ def _is_readable(fs: FsOps, target: str) -> bool:
     return True
 
 
-def _committed_token(fs: FsOps, target: str) -> str | None:
+def _committed_token(fs: Storage, target: str) -> str | None:
     """The token of the committed attempt, or None. Raises CheckpointError when the manifest cannot be read."""
     manifest = read_manifest(fs, target)
     return None if manifest is None else str(manifest.get("attempt"))
 
 
-def _holds_part(fs: FsOps, target: str, manifest: bytes) -> bool:
+def _holds_part(fs: Storage, target: str, manifest: bytes) -> bool:
     try:
         content = fs.read(os.path.join(target, MANIFEST), MAX_BYTES)
     except OSError:
@@ -298,7 +298,7 @@ def _holds_part(fs: FsOps, target: str, manifest: bytes) -> bool:
     return len(content) < len(manifest) and manifest.startswith(content)
 
 
-def _take_back(fs: FsOps, target: str) -> None:
+def _take_back(fs: Storage, target: str) -> None:
     try:
         fs.unlink(os.path.join(target, MANIFEST))
         fs.sync_folder(target)

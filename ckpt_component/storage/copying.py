@@ -13,7 +13,7 @@ from typing import Any
 
 from ..progress import Progress, no_progress
 from .commit import abandon, begin, publish
-from .fs import FsOps
+from .files import FileStorage
 from .liveness import AttemptLock
 from .manifest import check_files, data_folder
 from .names import Attempt, new_token
@@ -28,7 +28,7 @@ _OF_COMMIT = frozenset({"attempt", "at", "files", "version"})
 
 
 def copy_checkpoint(
-    fs: FsOps,
+    fs: FileStorage,
     source: str,
     manifest: Mapping[str, Any],
     target: str,
@@ -51,7 +51,7 @@ def copy_checkpoint(
         CheckpointStorageFullError: there is not enough space.
         OSError: from the file system.
     """
-    folder, files = data_folder(source, manifest), manifest["files"]
+    folder, files = data_folder(fs, source, manifest), manifest["files"]
     check_files(fs, folder, manifest)
     attempt = Attempt(target, new_token(), by_rename=fs.atomic_rename)
     nbytes = sum(entry["size"] for entry in files)
@@ -78,7 +78,7 @@ def same_content(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
 
 
 def _copy_files(
-    fs: FsOps, source: str, target: str, files: Sequence[Mapping[str, Any]], advance: Callable[[int], None]
+    fs: FileStorage, source: str, target: str, files: Sequence[Mapping[str, Any]], advance: Callable[[int], None]
 ) -> None:
     """Copy files, each durable when the next one starts on its thread."""
     stopped = threading.Event()

@@ -17,8 +17,8 @@ from dataclasses import asdict, dataclass
 
 from ..errors import CheckpointFencedError
 from .cleanup import leftovers, sweep
-from .fs import FsOps
 from .names import MEGATRON, OWNER, StepNames
+from .storage import Storage
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +69,7 @@ class FencingToken:
         steps: how steps are named there.
     """
 
-    def __init__(self, fs: FsOps, root: str, steps: StepNames = MEGATRON) -> None:
+    def __init__(self, fs: Storage, root: str, steps: StepNames = MEGATRON) -> None:
         self._fs = fs
         self._root = root
         self._steps = steps
@@ -134,7 +134,7 @@ class FencingToken:
             logger.warning("could not search %s for what earlier runs left: %s", self._root, error)
 
 
-def check_owner(fs: FsOps, root: str, token: str) -> None:
+def check_owner(fs: Storage, root: str, token: str) -> None:
     """Raise CheckpointFencedError unless the run with this token owns the root."""
     owner = read_owner(fs, root)
     if owner is None:
@@ -144,7 +144,7 @@ def check_owner(fs: FsOps, root: str, token: str) -> None:
     _refuse_other(owner, root, token)
 
 
-def read_owner(fs: FsOps, root: str) -> Owner | None:
+def read_owner(fs: Storage, root: str) -> Owner | None:
     """The owner of a root, or None if there is no owner file or it is damaged."""
     path = os.path.join(root, OWNER)
     try:

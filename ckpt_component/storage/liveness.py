@@ -15,8 +15,8 @@ import time
 from collections.abc import Sequence
 from functools import cached_property
 
-from .fs import FsOps
 from .names import ALIVE_PREFIX, TRIAL_PREFIX, Attempt, new_token
+from .storage import Storage
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ class AttemptLock:
         OSError: the folder could be neither locked nor marked.
     """
 
-    def __init__(self, fs: FsOps, attempt: Attempt) -> None:
+    def __init__(self, fs: Storage, attempt: Attempt) -> None:
         self._fs = fs
         self._attempt = attempt
         self._root, staging = os.path.dirname(attempt.target), attempt.staging
@@ -59,7 +59,7 @@ class AttemptLock:
                 time.sleep(_LOOK_PAUSE)
         finally:
             if not locked:
-                os.close(self._fd)
+                self._fs.close_folder(self._fd)
         if locked is None:
             self._fd = None
             self._mark = os.path.join(self._root, f"{ALIVE_PREFIX}{attempt.token}.{new_token()}")
@@ -86,7 +86,7 @@ class AttemptLock:
         """Release the attempt."""
         self._over.set()
         if self._fd is not None:
-            os.close(self._fd)
+            self._fs.close_folder(self._fd)
         if self._thread is not None:
             self._thread.join(1.0)  # it takes longer only when the storage hangs
         if self._mark is not None:
@@ -118,7 +118,7 @@ class LifeSigns:
         names: the entries of the folder.
     """
 
-    def __init__(self, fs: FsOps, root: str) -> None:
+    def __init__(self, fs: Storage, root: str) -> None:
         self._fs = fs
         self.root = root
         self.names = fs.names(root)
@@ -145,7 +145,7 @@ class LifeSigns:
 
     def is_young(self, path: str) -> bool:
         """Whether a file, or a folder itself (not its entries), was made or changed just now."""
-        return self._now - os.lstat(path).st_mtime < _YOUNG_SECONDS
+        return self._now - self._fs.changed(path) < _YOUNG_SECONDS
 
     @cached_property
     def _now(self) -> float:
@@ -157,7 +157,7 @@ class LifeSigns:
             return time.time()
 
 
-def try_lock(fs: FsOps, fd: int, how: int, path: str) -> bool | None:
+def try_lock(fs: Storage, fd: int, how: int, path: str) -> bool | None:
     """Lock an open folder without waiting. False: another process holds it; None: the file system has no locks."""
     try:
         fs.flock(fd, how | fcntl.LOCK_NB)
@@ -178,13 +178,13 @@ def try_lock(fs: FsOps, fd: int, how: int, path: str) -> bool | None:
     return True
 
 
-def is_locked(fs: FsOps, path: str) -> bool | None:
+def is_locked(fs: Storage, path: str) -> bool | None:
     """Whether a live process holds an `AttemptLock` on a folder; None: the file system has no locks."""
     fd = fs.open_folder(path)
     try:
         locked = try_lock(fs, fd, fcntl.LOCK_EX, path)
     finally:
-        os.close(fd)
+        fs.close_folder(fd)
     return None if locked is None else not locked
 
 
@@ -193,7 +193,7 @@ def _marks(root: str, names: Sequence[str], token: str) -> list[str]:
     return [os.path.join(root, name) for name in names if name.startswith(f"{ALIVE_PREFIX}{token}.")]
 
 
-def _modified(fs: FsOps, path: str) -> float:
+def _modified(fs: Storage, path: str) -> float:
     """When a file or a folder was last modified; 0 if it no longer exists."""
     try:
         return fs.modified(path)

@@ -8,17 +8,17 @@ the manifest, or, where checkpoints are committed without a rename, in the attem
 
 from __future__ import annotations
 
+import errno
 import json
 import os
-import stat
 import zlib
 from collections.abc import Mapping
 from typing import Any
 
 from ..errors import CheckpointCorruptError, CheckpointLoadError
-from .fs import FsOps
 from .names import MANIFEST, is_token
 from .safe_open import is_plain_name, read_failure
+from .storage import Storage
 
 VERSION = 1
 #: Larger than any manifest.
@@ -78,7 +78,7 @@ def decode_manifest(data: bytes, path: str) -> dict[str, Any]:
     return content
 
 
-def read_manifest(fs: FsOps, folder: str) -> dict[str, Any] | None:
+def read_manifest(fs: Storage, folder: str) -> dict[str, Any] | None:
     """Read and verify the manifest of a checkpoint folder; None if there is none (a foreign checkpoint).
 
     Raises:
@@ -96,7 +96,7 @@ def read_manifest(fs: FsOps, folder: str) -> dict[str, Any] | None:
     return decode_manifest(data, path)
 
 
-def data_folder(folder: str, manifest: Mapping[str, Any]) -> str:
+def data_folder(fs: Storage, folder: str, manifest: Mapping[str, Any]) -> str:
     """The folder of a checkpoint's files: its own, or the subfolder that its manifest names, which may not be a link.
 
     Raises:
@@ -107,15 +107,17 @@ def data_folder(folder: str, manifest: Mapping[str, Any]) -> str:
         return folder
     path = os.path.join(folder, manifest["at"])
     try:
-        status = os.lstat(path)
+        is_folder, exists = fs.is_real_folder(path), fs.exists(path)
     except OSError as error:
         raise read_failure(path, error) from error
-    if not stat.S_ISDIR(status.st_mode):
+    if not exists:
+        raise read_failure(path, FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path))
+    if not is_folder:
         raise CheckpointCorruptError(f"{path} is not a folder, but manifest.json says that the files are in it.")
     return path
 
 
-def check_files(fs: FsOps, folder: str, manifest: Mapping[str, Any]) -> None:
+def check_files(fs: Storage, folder: str, manifest: Mapping[str, Any]) -> None:
     """Compare the size of every file in a `data_folder` with the manifest. Cheap: reads no data."""
     for entry in manifest["files"]:
         path = os.path.join(folder, entry["name"])
@@ -123,7 +125,7 @@ def check_files(fs: FsOps, folder: str, manifest: Mapping[str, Any]) -> None:
             size = fs.size(path)
         except OSError as error:
             raise read_failure(path, error) from error
-        if size is None and os.path.lexists(path):
+        if size is None and fs.exists(path):
             raise CheckpointCorruptError(f"{path} is not a regular file (a link, a folder, a FIFO or a device).")
         if size is None:
             raise CheckpointCorruptError(f"{path} is missing; manifest.json lists it with {entry['size']} bytes.")

@@ -15,12 +15,12 @@ from types import NoneType
 from typing import Any
 
 from ..errors import CheckpointCorruptError, CheckpointNotFoundError
-from .file_system import file_system
-from .fs import FsOps
+from .locate import absolute, storage_at
 from .manifest import data_folder, read_manifest
 from .metrics import metrics_of
 from .names import MANIFEST, NAMINGS, RUN_RECORD
 from .safe_open import read_failure
+from .storage import Storage
 
 #: Larger than any record.
 _MAX_BYTES = 64 << 20
@@ -67,7 +67,7 @@ def stored_config(path: str | os.PathLike[str]) -> StoredConfig:
             f"{folder} has no {RUN_RECORD}: build_checkpointer or an older release saved it; only managers store their "
             "config."
         )
-    file = os.path.join(data_folder(folder, manifest), RUN_RECORD)
+    file = os.path.join(data_folder(fs, folder, manifest), RUN_RECORD)
     try:
         data = fs.read(file, _MAX_BYTES)
     except OSError as error:
@@ -99,14 +99,14 @@ def stored_metrics(path: str | os.PathLike[str]) -> dict[str, float]:
     return metrics_of(manifest, folder)
 
 
-def _opened(path: str | os.PathLike[str]) -> tuple[FsOps, str, dict[str, Any]]:
+def _opened(path: str | os.PathLike[str]) -> tuple[Storage, str, dict[str, Any]]:
     """The file system, the absolute path, and the manifest of a checkpoint."""
-    fs, folder = file_system(durable=True), os.path.abspath(os.path.expanduser(os.fspath(path)))
-    if not os.path.lexists(folder):
+    fs, folder = storage_at(path), absolute(path)
+    if not fs.exists(folder):
         raise CheckpointNotFoundError(f"{folder} does not exist; name the folder of a checkpoint.")
-    manifest = read_manifest(fs, folder) if os.path.isdir(folder) else None
+    manifest = read_manifest(fs, folder) if fs.is_folder(folder) else None
     if manifest is None:
-        names = fs.names(folder) if os.path.isdir(folder) else []
+        names = fs.names(folder) if fs.is_folder(folder) else []
         inside = [name for name in names if any(each.step(name) is not None for each in NAMINGS.values())]
         hint = f"; name one of the checkpoints in it, such as {os.path.join(folder, inside[-1])}" if inside else ""
         raise CheckpointNotFoundError(f"{folder} is no checkpoint of this package, because it has no {MANIFEST}{hint}.")

@@ -11,10 +11,10 @@ from typing import Any
 
 from ..errors import CheckpointCorruptError, CheckpointError, CheckpointUnreadableError
 from .cleanup import attempts_in, is_quarantined
-from .fs import FsOps
 from .manifest import check_files, data_folder, read_manifest
 from .metrics import metrics_of
 from .names import MANIFEST, NAMINGS, QUARANTINED, STEP_DIGITS, StepNames
+from .storage import Storage
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ class Scan:
         return {**committed, **self.damaged, **self.torn, **self.unusable}
 
 
-def scan_steps(fs: FsOps, root: str, names: StepNames) -> Scan:
+def scan_steps(fs: Storage, root: str, names: StepNames) -> Scan:
     """Examine every folder under `root` that is named like a step; reads manifests, no data."""
     scan = Scan()
     for name in fs.names(root):
@@ -73,7 +73,7 @@ def scan_steps(fs: FsOps, root: str, names: StepNames) -> Scan:
     return scan
 
 
-def committed_steps(fs: FsOps, root: str, names: StepNames) -> list[int]:
+def committed_steps(fs: Storage, root: str, names: StepNames) -> list[int]:
     """The steps of committed checkpoints, oldest first. Other folders of steps are skipped with a warning."""
     scan = scan_steps(fs, root, names)
     warn_of_skipped(scan, set())
@@ -94,7 +94,7 @@ def warn_of_skipped(scan: Scan, warned: set[str]) -> None:
                 warned.add(why)
 
 
-def _sort_in(fs: FsOps, folder: str, step: int, scan: Scan) -> None:
+def _sort_in(fs: Storage, folder: str, step: int, scan: Scan) -> None:
     if not fs.is_real_folder(folder):
         # We never create links: deleting it later could delete its target.
         scan.foreign[step] = f"{folder} is a link or not a folder"
@@ -105,7 +105,7 @@ def _sort_in(fs: FsOps, folder: str, step: int, scan: Scan) -> None:
             _sort_in_without_manifest(fs, folder, step, scan)
             return
         scan.metrics[step], scan.manifests[step] = metrics_of(manifest, folder), manifest
-        check_files(fs, data_folder(folder, manifest), manifest)
+        check_files(fs, data_folder(fs, folder, manifest), manifest)
         scan.committed.append(step)
     except CheckpointUnreadableError as error:
         scan.unusable[step] = str(error)
@@ -116,7 +116,7 @@ def _sort_in(fs: FsOps, folder: str, step: int, scan: Scan) -> None:
         scan.unusable[step] = f"{folder}: {error}"
 
 
-def _sort_in_without_manifest(fs: FsOps, folder: str, step: int, scan: Scan) -> None:
+def _sort_in_without_manifest(fs: Storage, folder: str, step: int, scan: Scan) -> None:
     names, attempts = fs.names(folder), attempts_in(fs, folder)
     if not fs.is_folder(folder):
         return  # deleted concurrently
@@ -135,7 +135,7 @@ def _is_torn(names: Sequence[str]) -> bool:
     return ".metadata" not in names and any(_DATA.fullmatch(name) for name in names)
 
 
-def committed_under_other_names(fs: FsOps, root: str, names: StepNames) -> tuple[str, list[int]] | None:
+def committed_under_other_names(fs: Storage, root: str, names: StepNames) -> tuple[str, list[int]] | None:
     """Another naming with committed steps under this root: its value for `checkpoint.naming`, and the steps."""
     for word, other in NAMINGS.items():
         steps = [] if other == names else scan_steps(fs, root, other).committed
@@ -144,7 +144,7 @@ def committed_under_other_names(fs: FsOps, root: str, names: StepNames) -> tuple
     return None
 
 
-def foreign_checkpoints(fs: FsOps, root: str, scan: Scan, names: StepNames) -> list[str]:
+def foreign_checkpoints(fs: Storage, root: str, scan: Scan, names: StepNames) -> list[str]:
     """Paths of apparent checkpoints, `root` itself or inside it, that this run did not save under its own naming.
 
     Found are those of stock DCP, Megatron, `torch.save` and safetensors, and ours under other names or behind links.
@@ -156,7 +156,7 @@ def foreign_checkpoints(fs: FsOps, root: str, scan: Scan, names: StepNames) -> l
     return [path for path in (os.path.join(root, name) for name in others) if _is_checkpoint(fs, path)]
 
 
-def _is_checkpoint(fs: FsOps, path: str) -> bool:
+def _is_checkpoint(fs: Storage, path: str) -> bool:
     if not fs.is_folder(path):
         return os.path.isfile(path) and path.endswith(_FILES)
     try:
@@ -166,7 +166,7 @@ def _is_checkpoint(fs: FsOps, path: str) -> bool:
         return False
 
 
-def read_pointer(fs: FsOps, root: str, names: StepNames) -> int | None:
+def read_pointer(fs: Storage, root: str, names: StepNames) -> int | None:
     """The step in the pointer file; None if there is no pointer file or it holds no step."""
     try:
         text = fs.read(os.path.join(root, names.pointer), _POINTER_BYTES)
@@ -175,7 +175,7 @@ def read_pointer(fs: FsOps, root: str, names: StepNames) -> int | None:
     return int(text) if re.fullmatch(rb"\d{1,%d}\s*" % STEP_DIGITS, text) else None
 
 
-def pointed_folder(fs: FsOps, root: str) -> str | None:
+def pointed_folder(fs: Storage, root: str) -> str | None:
     """The folder of the checkpoint that a pointer file under a root names, in any naming; None without one."""
     for names in NAMINGS.values():
         step = read_pointer(fs, root, names)
@@ -184,12 +184,12 @@ def pointed_folder(fs: FsOps, root: str) -> str | None:
     return None
 
 
-def write_pointer(fs: FsOps, root: str, names: StepNames, step: int) -> None:
+def write_pointer(fs: Storage, root: str, names: StepNames, step: int) -> None:
     """Atomically write the newest committed step to the pointer file, for tools that read it."""
     fs.write_over(os.path.join(root, names.pointer), f"{step}".encode())
 
 
-def repair_pointer(fs: FsOps, root: str, names: StepNames, committed: Sequence[int]) -> None:
+def repair_pointer(fs: Storage, root: str, names: StepNames, committed: Sequence[int]) -> None:
     """Update the pointer file to the newest committed step. Failures are logged as a warning."""
     pointed = read_pointer(fs, root, names)
     if not committed or pointed == committed[-1]:

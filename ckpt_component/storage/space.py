@@ -6,13 +6,13 @@ import errno
 import os
 
 from ..errors import CheckpointStorageFullError
-from .fs import FsOps
+from .storage import Storage
 
 #: The disk, a quota, or the maximum size of a file is exceeded.
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
-def refuse_without_room(fs: FsOps, target: str, needed: int, margin: int) -> None:
+def refuse_without_room(fs: Storage, target: str, needed: int, margin: int) -> None:
     """Raise CheckpointStorageFullError when a checkpoint does not fit into the free space.
 
     Args:
@@ -31,7 +31,7 @@ def refuse_without_room(fs: FsOps, target: str, needed: int, margin: int) -> Non
     )
 
 
-def full_text(fs: FsOps, target: str, needed: int, code: int) -> str:
+def full_text(fs: Storage, target: str, needed: int, code: int) -> str:
     """The end of an error message about a full disk: the numbers, and what to do.
 
     Args:

@@ -15,8 +15,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..storage.file_system import LOG, SPEC
-from ..storage.fs import FsOps
+from ..storage.files import FileStorage
+from ..storage.locate import LOG, SPEC
 from .failpoints import EFFECTS, LOOKS, Failpoint, FailpointError, parse_failpoints
 from .operation_log import append, record
 
@@ -26,16 +26,16 @@ _WITH_TARGET = ("link", "rename_new", "exchange", "replace")
 _WITH_RESULT = ("create", "open_direct", "open_over", *LOOKS)
 
 
-class FailpointFs(FsOps):
+class FailpointFs(FileStorage):
     """Counts every operation in a log shared by all processes, and triggers failpoints.
 
     The log is a file outside the checkpoints, for `read_log`. Next to it are `<log>.<n>`, with one byte per match of
     the n-th failpoint, and `<log>.fired`, the log of triggered failpoints.
 
     Args:
-        durable: See `FsOps`.
-        atomic_rename: See `FsOps`.
-        process: See `file_system`.
+        durable: See `FileStorage`.
+        atomic_rename: See `FileStorage`.
+        process: See `storage_at`.
 
     Raises:
         FailpointError: The environment variables are invalid.
@@ -98,8 +98,8 @@ class FailpointFs(FsOps):
 
 
 def _counted(operation: str) -> Callable[..., Any]:
-    """A method of `FsOps`, wrapped to count and to trigger failpoints."""
-    method = getattr(FsOps, operation)
+    """A method of `FileStorage`, wrapped to count and to trigger failpoints."""
+    method = getattr(FileStorage, operation)
     index = 1 if operation in _WITH_TARGET else 0
 
     @functools.wraps(method)

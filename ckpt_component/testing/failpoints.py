@@ -3,7 +3,7 @@
     CKPT_FAILPOINT_LOG=/dev/shm/ops                              the log in which operations are counted
     CKPT_FAILPOINT="rename_new:nth=2:rank=1:action=kill"         separate several with ";"
 
-The first word is the name of an operation of `FsOps`, or `any` for all that change something. `nth=2` selects the
+The first word is the name of an operation of `Storage`, or `any` for all that change something. `nth=2` selects the
 second match, `from=2` the second and all later ones; the default is all. Matches can be restricted by `rank=` (the
 environment variable RANK), `process=trainer` or `writer`, and `path=` (a part of the path). `action=` comes last and
 happens before the operation or instead of it:
@@ -20,9 +20,9 @@ import errno
 from dataclasses import dataclass
 
 from ..errors import CheckpointError
-from ..storage.file_system import SPEC
+from ..storage.locate import SPEC
 
-#: Every operation that changes something, in the order of `FsOps`.
+#: Every operation that changes something, in the order of `Storage`.
 EFFECTS = (
     "make_folder",
     "create",

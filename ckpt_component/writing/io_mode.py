@@ -6,8 +6,8 @@ import contextlib
 import os
 import time
 
-from ..storage.fs import FsOps
 from ..storage.names import new_token
+from ..storage.storage import Storage
 from .request import WriteRequest
 
 #: A smaller image has nothing to gain, and a trial would take longer than the save.
@@ -27,8 +27,7 @@ def choose_io(request: WriteRequest, *, in_memory: bool) -> str:
     """
     if request.options.io != "auto":
         return request.options.io
-    # An object store stores a file when it is closed, so a file cannot be opened a second time for direct I/O.
-    if in_memory or not request.fs.atomic_rename:
+    if in_memory or not request.fs.has_direct_io:
         return "buffered"
     if request.source.nbytes < SMALLEST:
         return "auto"
@@ -36,7 +35,7 @@ def choose_io(request: WriteRequest, *, in_memory: bool) -> str:
     return "direct" if direct_is_faster(request.fs, request.attempt.staging, block) else "buffered"
 
 
-def direct_is_faster(fs: FsOps, folder: str, block: memoryview) -> bool:
+def direct_is_faster(fs: Storage, folder: str, block: memoryview) -> bool:
     """Whether direct I/O makes bytes durable sooner in a folder; the arguments and errors are those of `try_modes`.
 
     Returns:
@@ -46,7 +45,7 @@ def direct_is_faster(fs: FsOps, folder: str, block: memoryview) -> bool:
     return direct is not None and direct < buffered
 
 
-def try_modes(fs: FsOps, folder: str, block: memoryview) -> tuple[float, float | None]:
+def try_modes(fs: Storage, folder: str, block: memoryview) -> tuple[float, float | None]:
     """Write `TRIED_BYTES` a few times into `folder` in both modes, until they are durable.
 
     Args:
@@ -72,7 +71,7 @@ def try_modes(fs: FsOps, folder: str, block: memoryview) -> tuple[float, float |
     return min(buffered), min(direct)
 
 
-def _seconds(fs: FsOps, path: str, block: memoryview, *, direct: bool) -> float:
+def _seconds(fs: Storage, path: str, block: memoryview, *, direct: bool) -> float:
     started = time.perf_counter()
     with contextlib.ExitStack() as cleaning:
         fd = fs.create(path, TRIED_BYTES)

@@ -17,9 +17,9 @@ from typing import Any
 
 from ..errors import CheckpointError
 from ..storage.commit import abandon, is_over, publish
-from ..storage.fs import FsOps
 from ..storage.liveness import AttemptLock
 from ..storage.names import integrity_name
+from ..storage.storage import Storage
 from .request import WriteRequest, WriteResult
 
 _POLL_SECONDS = 0.1
@@ -88,7 +88,7 @@ class UndecidedSave:
             time.sleep(_POLL_SECONDS)
 
 
-def _vote(fs: FsOps, staging: str, rank: int) -> Mapping[str, Any] | None:
+def _vote(fs: Storage, staging: str, rank: int) -> Mapping[str, Any] | None:
     """Read a rank's vote, its integrity file; None while it is missing or incomplete."""
     name = integrity_name(rank)
     try:

@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass
 from typing import Any, TypedDict
 
 from ..options import ResolvedTimeouts
-from ..storage.file_system import file_system
-from ..storage.fs import FsOps
+from ..storage.locate import storage_at
 from ..storage.names import Attempt
+from ..storage.storage import Storage
 from .range_writer import ByteSource, Lane
 
 
@@ -180,7 +180,7 @@ class WriteRequest:
             the trainers die.
     """
 
-    fs: FsOps
+    fs: Storage
     attempt: Attempt
     rank: int
     world_size: int
@@ -203,6 +203,7 @@ class WriteRequest:
             "rank": self.rank,
             "world_size": self.world_size,
             "durable": self.fs.durable,
+            "storage_options": dict(self.fs.options),
             "options": asdict(self.options),
             "manifest_fields": dict(self.manifest_fields),
             "timeouts": asdict(self.timeouts),
@@ -221,7 +222,13 @@ class WriteRequest:
             blob_bytes = blob_bytes[size:]
         attempt = Attempt(**plain["attempt"])
         return cls(
-            fs=file_system(durable=plain["durable"], atomic_rename=attempt.by_rename, process="writer"),
+            fs=storage_at(
+                attempt.target,
+                durable=plain["durable"],
+                atomic_rename=attempt.by_rename,
+                options=plain["storage_options"],
+                process="writer",
+            ),
             attempt=attempt,
             rank=plain["rank"],
             world_size=plain["world_size"],

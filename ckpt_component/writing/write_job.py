@@ -17,8 +17,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from ..storage.checksum import find_checksum
-from ..storage.fs import FsOps
 from ..storage.names import integrity_name
+from ..storage.storage import Storage
 from .io_mode import choose_io
 from .range_writer import LaneWriter
 from .request import WriteRequest, WriteResult
@@ -92,7 +92,7 @@ def run_write_job(request: WriteRequest, checksum_home: str | None = None) -> Wr
     }
 
 
-def _create(fs: FsOps, folder: str, sizes: Mapping[str, int], descriptors: dict[str, int]) -> None:
+def _create(fs: Storage, folder: str, sizes: Mapping[str, int], descriptors: dict[str, int]) -> None:
     """Create the files in parallel: reserving 1.5 GB of memory takes one thread half as long as the copy into it."""
 
     def create(name: str) -> None:
@@ -102,7 +102,7 @@ def _create(fs: FsOps, folder: str, sizes: Mapping[str, int], descriptors: dict[
         list(pool.map(create, sizes))
 
 
-def _open_direct(fs: FsOps, path: str) -> int:
+def _open_direct(fs: Storage, path: str) -> int:
     try:
         return fs.open_direct(path)
     except OSError as error:
@@ -113,7 +113,7 @@ def _open_direct(fs: FsOps, path: str) -> int:
 
 
 @contextlib.contextmanager
-def _closing(fs: FsOps, descriptors: Mapping[str, int]) -> Iterator[None]:
+def _closing(fs: Storage, descriptors: Mapping[str, int]) -> Iterator[None]:
     """On exit, close all descriptors, even if closing one fails; raise the first error."""
     failure: BaseException | None = None
     try:

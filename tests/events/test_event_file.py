@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from ckpt_component.events import EventFile, read_events
-from ckpt_component.storage.fs import FsOps
+from ckpt_component.storage.files import FileStorage
 
 
 def numbers(root: Path) -> list[int]:
@@ -52,7 +52,7 @@ def test_a_folder_without_events_has_none(tmp_path: Path) -> None:
     assert numbers(tmp_path) == numbers(tmp_path / "missing") == []
 
 
-class FullOnce(FsOps):
+class FullOnce(FileStorage):
     """A disk that is full in the middle of the second write, and has room again later."""
 
     writes = 0

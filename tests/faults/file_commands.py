@@ -12,22 +12,22 @@ import ckpt_component.apps.tools.gc_command
 import ckpt_component.apps.tools.mv_command
 import ckpt_component.apps.tools.rm_command  # noqa: F401  # before any fork
 from ckpt_component.apps.tools.app import main
-from ckpt_component.storage.file_system import LOG, SPEC
-from ckpt_component.storage.fs import FsOps
+from ckpt_component.storage.files import FileStorage
+from ckpt_component.storage.locate import LOG, SPEC
 
 
 def ckpt(arguments: Sequence[str], failpoint: str, log: str, across: bool) -> int | None:
     """Run a command; `across`: as if all folders were on other file systems. Returns the exit code."""
     os.environ |= {SPEC: failpoint, LOG: log} if failpoint else {}
     if across:
-        genuine = FsOps.rename_new
+        genuine = FileStorage.rename_new
 
-        def rename_new(self: FsOps, source: str, target: str) -> bool:
+        def rename_new(self: FileStorage, source: str, target: str) -> bool:
             if os.path.dirname(source) != os.path.dirname(target):
                 raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
             return genuine(self, source, target)
 
-        FsOps.rename_new = rename_new  # type: ignore[method-assign]
+        FileStorage.rename_new = rename_new  # type: ignore[method-assign]
     try:
         main(arguments)
     except SystemExit as leaving:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ckpt_component import CheckpointError, CheckpointManager, build_manager
-from ckpt_component.storage.fs import FsOps
+from ckpt_component.storage.files import FileStorage
 from ckpt_component.storage.names import (
     ALIVE_PREFIX,
     MEGATRON,
@@ -103,7 +103,7 @@ def violations_at(
     """
     wrong: list[str] = []
     Path(root).mkdir(parents=True, exist_ok=True)
-    listed = committed_steps(FsOps(), root, MEGATRON)
+    listed = committed_steps(FileStorage(), root, MEGATRON)
     for name in os.listdir(root):
         step = MEGATRON.step(name)
         if step is not None and step not in listed:
@@ -135,7 +135,7 @@ def violations_at(
             manager.wait()
     except CheckpointError as error:
         return [*wrong, f"I2/I5: {type(error).__name__}: {error}"], newest
-    kept = committed_steps(FsOps(), root, MEGATRON)
+    kept = committed_steps(FileStorage(), root, MEGATRON)
     if newest not in kept or len(kept) > keep:
         wrong.append(f"I5: after the save of {newest} there is {kept}")
     expected = {MEGATRON.folder(step) for step in kept} | FIXED

@@ -14,14 +14,14 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ckpt_component.storage.fs import FsOps
+from ckpt_component.storage.files import FileStorage
 from ckpt_component.storage.names import MANIFEST
 
 #: What a put may come to: all is well; it fails; it is done and its answer is lost; half of it is there.
 PUTS = ("done", "refused", "lost", "torn")
 
 
-class ObjectStore(FsOps):
+class ObjectStore(FileStorage):
     """One client of the store.
 
     Args:

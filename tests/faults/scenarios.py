@@ -23,8 +23,8 @@ from faults.mounts import mount_tmpfs
 from faults.workloads import KEEP_ONE, prepare
 
 from ckpt_component import CheckpointError, CheckpointManager, CheckpointSaveError, build_manager
-from ckpt_component.storage.file_system import LOG, SPEC
-from ckpt_component.storage.fs import FsOps
+from ckpt_component.storage.files import FileStorage
+from ckpt_component.storage.locate import LOG, SPEC
 from ckpt_component.storage.names import MEGATRON
 from ckpt_component.storage.scan import committed_steps
 from ckpt_component.testing.operation_log import read_log
@@ -145,7 +145,7 @@ def fail_everywhere(
             error = saved(manager, step + 1)
             fired = read_log(f"{log}.fired")
             at = f"{operation} {number} ({fired[0].operation if fired else 'end'} {fired[0].path if fired else ''})"
-            listed = committed_steps(FsOps(), root, MEGATRON)
+            listed = committed_steps(FileStorage(), root, MEGATRON)
             if error is None:
                 acknowledged = step + 1
                 survived += bool(fired)
@@ -266,7 +266,7 @@ def fail_newest(root: str, preset: str, logs: str) -> dict[str, Any]:
             manager_at(root, preset) as manager,
         ):
             errors += saved(manager, step) is not None
-        if 1 not in committed_steps(FsOps(), root, MEGATRON):
+        if 1 not in committed_steps(FileStorage(), root, MEGATRON):
             wrong.append(f"{operation}: step 1 is gone: {os.listdir(root)}")
     return {"errors": errors, "wrong": wrong + violations_at(root, 1)[0]}
 
@@ -279,7 +279,7 @@ def fail_delete(root: str, operation: str, logs: str) -> dict[str, Any]:
     log = os.path.join(logs, "delete")
     with failpoint(f"{operation}:action=raise:EACCES", log), manager_at(root, "sync") as manager:
         errors = [str(error) for step in (1, 2, 3) if (error := saved(manager, step)) is not None]
-        listed = committed_steps(FsOps(), root, MEGATRON)
+        listed = committed_steps(FileStorage(), root, MEGATRON)
     wrong = [] if 3 in listed else [f"there is {listed}"]
     fired = len(read_log(f"{log}.fired"))
     return {"fired": fired, "errors": errors, "log": told.getvalue(), "wrong": wrong + violations_at(root, 3)[0]}

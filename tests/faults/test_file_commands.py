@@ -16,8 +16,8 @@ from strides import first_of
 
 from ckpt_component import build_manager
 from ckpt_component.catalogue.verification import verify_checkpoint
-from ckpt_component.storage.file_system import LOG
-from ckpt_component.storage.fs import FsOps
+from ckpt_component.storage.files import FileStorage
+from ckpt_component.storage.locate import LOG
 from ckpt_component.storage.names import MEGATRON, OWNER, STAGING_PREFIX, TRASH_PREFIX, Attempt, new_token, trash_path
 from ckpt_component.storage.scan import read_pointer, scan_steps
 from ckpt_component.testing.operation_log import read_log
@@ -60,12 +60,12 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def steps_of(root: Path) -> list[int]:
     """The committed steps; every folder that is named like a step is one, and has its bytes."""
-    scan = scan_steps(FsOps(), str(root), MEGATRON)
+    scan = scan_steps(FileStorage(), str(root), MEGATRON)
     named = [step for name in os.listdir(root) if (step := MEGATRON.step(name)) is not None]
     assert sorted(named) == scan.committed, f"half a checkpoint is visible: {scan}"
     for step in named:
-        verify_checkpoint(FsOps(), str(root / MEGATRON.folder(step)))
-    pointed = read_pointer(FsOps(), str(root), MEGATRON)
+        verify_checkpoint(FileStorage(), str(root / MEGATRON.folder(step)))
+    pointed = read_pointer(FileStorage(), str(root), MEGATRON)
     assert pointed is None or pointed in named, f"the pointer names {pointed}"
     assert pointed is not None or not named, "no pointer"
     return scan.committed

@@ -13,7 +13,7 @@ from faults.workloads import newest_ack
 from forker import Forker
 from strides import first_of
 
-from ckpt_component.storage.file_system import LOG, SPEC
+from ckpt_component.storage.locate import LOG, SPEC
 from ckpt_component.storage.names import ALIVE_PREFIX, MEGATRON
 from ckpt_component.testing.failpoints import EFFECTS
 from ckpt_component.testing.operation_log import read_log

@@ -1,4 +1,4 @@
-"""Every effect on the file system goes through `FsOps`: what does not cannot be made to fail by the tests here."""
+"""Every effect on the file system goes through `FileStorage`: what does not cannot be made to fail by the tests here."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PATH_METHODS = {"write_text", "write_bytes", "touch", "rmdir", "symlink_to", "ha
 
 #: Where such calls are all the same, and why.
 EXCEPTIONS = {
-    "storage/fs.py": "it is FsOps",
+    "storage/files.py": "it is FileStorage",
     "testing/operation_log.py": "the log in which the tests count operations; unset in production",
     "memory/huge_pages.py": "memory (memfd), no file",
     "compat/host_image.py": "memory (memfd), no file",
@@ -41,7 +41,7 @@ ROOMS_BESIDE = {"apps"}
 
 
 def effects_of(path: Path) -> Iterator[str]:
-    """The calls in a module that write, rename or delete; `fs.` and `ops.` are `FsOps`."""
+    """The calls in a module that write, rename or delete; `fs.` and `ops.` are `FileStorage`."""
     for node in ast.walk(ast.parse(path.read_text())):
         if not isinstance(node, ast.Call):
             continue

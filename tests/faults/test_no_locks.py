@@ -16,9 +16,9 @@ from forker import Forker
 from ckpt_component import CheckpointManager, build_manager
 from ckpt_component.storage import commit, liveness
 from ckpt_component.storage.cleanup import living_attempts, sweep
-from ckpt_component.storage.file_system import LOG, SPEC
-from ckpt_component.storage.fs import FsOps
+from ckpt_component.storage.files import FileStorage
 from ckpt_component.storage.liveness import QUIET_SECONDS, AttemptLock
+from ckpt_component.storage.locate import LOG, SPEC
 from ckpt_component.storage.names import ALIVE_PREFIX, MEGATRON, Attempt, new_token
 
 pytestmark = pytest.mark.slow
@@ -27,7 +27,7 @@ NO_LOCKS = "flock:action=raise:ENOLCK"
 COMMITS = pytest.mark.parametrize("mode", [MANIFEST_MODE, "checkpoint.commit=rename"])
 
 
-class NoLocks(FsOps):
+class NoLocks(FileStorage):
     def flock(self, fd: int, how: int) -> None:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
 
@@ -39,7 +39,7 @@ def without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(LOG, str(tmp_path / "ops"))
 
 
-def begun(fs: FsOps, root: Path, step: int, *, by_rename: bool = True) -> Attempt:
+def begun(fs: FileStorage, root: Path, step: int, *, by_rename: bool = True) -> Attempt:
     attempt = Attempt(str(root / MEGATRON.folder(step)), new_token(), by_rename=by_rename)
     commit.begin(fs, attempt)
     fs.write_new(os.path.join(attempt.staging, "data"), b"1234")
@@ -141,10 +141,10 @@ def test_who_has_locks_sees_who_has_none(tmp_path: Path) -> None:
     age(str(tmp_path))
     (mark,) = marks(tmp_path)
     os.utime(mark)
-    assert living_attempts(FsOps(), str(tmp_path), MEGATRON) == [os.path.basename(attempt.staging)]
-    assert sweep(FsOps(), str(tmp_path), MEGATRON) == []
+    assert living_attempts(FileStorage(), str(tmp_path), MEGATRON) == [os.path.basename(attempt.staging)]
+    assert sweep(FileStorage(), str(tmp_path), MEGATRON) == []
     lock.close()
-    assert sweep(FsOps(), str(tmp_path), MEGATRON) == [os.path.basename(attempt.staging)]
+    assert sweep(FileStorage(), str(tmp_path), MEGATRON) == [os.path.basename(attempt.staging)]
 
 
 def test_the_file_is_touched_again_and_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,13 +176,13 @@ def test_the_clock_is_that_of_the_file_system(ahead: float, tmp_path: Path, monk
 
 
 def test_a_folder_that_is_committed_while_it_is_looked_at_is_no_error(tmp_path: Path) -> None:
-    class Committed(FsOps):
+    class Committed(FileStorage):
         def open_folder(self, path: str) -> int:
             os.rename(path, tmp_path / "iter_0000007")
             return super().open_folder(path)
 
     for look in (living_attempts, sweep):
-        attempt = begun(FsOps(), tmp_path, 7)
+        attempt = begun(FileStorage(), tmp_path, 7)
         age(str(tmp_path))
         assert look(Committed(), str(tmp_path), MEGATRON) == []
         os.unlink(tmp_path / "iter_0000007" / "data")

@@ -33,7 +33,7 @@ from ckpt_component import (
 from ckpt_component.storage import commit
 from ckpt_component.storage.cleanup import discard, living_attempts, quarantine, sweep
 from ckpt_component.storage.fencing import FencingToken
-from ckpt_component.storage.fs import FsOps
+from ckpt_component.storage.files import FileStorage
 from ckpt_component.storage.liveness import AttemptLock
 from ckpt_component.storage.manifest import check_files, data_folder, read_manifest
 from ckpt_component.storage.names import MANIFEST, MEGATRON, QUARANTINED, Attempt, new_token
@@ -61,7 +61,7 @@ def root(tmp_path: Path) -> Path:
     return path
 
 
-def written(fs: FsOps, root: Path, step: int, owner: str = "") -> Attempt:
+def written(fs: FileStorage, root: Path, step: int, owner: str = "") -> Attempt:
     """An attempt that lacks nothing but its commit."""
     attempt = Attempt(str(root / MEGATRON.folder(step)), new_token(), owner, by_rename=fs.atomic_rename)
     commit.begin(fs, attempt)
@@ -69,7 +69,7 @@ def written(fs: FsOps, root: Path, step: int, owner: str = "") -> Attempt:
     return attempt
 
 
-def committed(fs: FsOps, root: Path, step: int) -> Attempt:
+def committed(fs: FileStorage, root: Path, step: int) -> Attempt:
     attempt = written(fs, root, step)
     commit.publish(fs, attempt, [RANK], {".metadata": b"m"}, {"format": "x"})
     return attempt
@@ -77,10 +77,10 @@ def committed(fs: FsOps, root: Path, step: int) -> Attempt:
 
 def at_of(folder: Path) -> Path:
     """Where the files of a checkpoint are."""
-    manifest = read_manifest(FsOps(), str(folder))
+    manifest = read_manifest(FileStorage(), str(folder))
     assert manifest is not None
-    check_files(FsOps(), data_folder(str(folder), manifest), manifest)
-    return Path(data_folder(str(folder), manifest))
+    check_files(FileStorage(), data_folder(FileStorage(), str(folder), manifest), manifest)
+    return Path(data_folder(FileStorage(), str(folder), manifest))
 
 
 def age(path: Path) -> None:
@@ -93,7 +93,7 @@ def age(path: Path) -> None:
 def test_the_put_of_the_manifest_is_the_last_thing_and_alone_makes_the_checkpoint(root: Path, uploads: str) -> None:
     seen: list[tuple[str, list[int]]] = []
     store = ObjectStore(
-        uploads, before_put=lambda path: seen.append((path, committed_steps(FsOps(), str(root), MEGATRON)))
+        uploads, before_put=lambda path: seen.append((path, committed_steps(FileStorage(), str(root), MEGATRON)))
     )
     attempt = committed(store, root, 1)
     assert [os.path.relpath(path, attempt.staging) for path, _ in seen][-1] == f"../{MANIFEST}"
@@ -106,7 +106,7 @@ def test_the_put_of_the_manifest_is_the_last_thing_and_alone_makes_the_checkpoin
 def test_with_hard_links_all_is_durable_before_the_put_and_the_put_before_success(root: Path) -> None:
     calls: list[str] = []
 
-    class Recording(FsOps):
+    class Recording(FileStorage):
         def sync(self, fd: int) -> None:
             calls.append("sync " + os.path.basename(os.readlink(f"/proc/self/fd/{fd}")))
             super().sync(fd)
@@ -147,7 +147,7 @@ def test_a_put_that_the_mount_did_twice_finds_itself_and_is_a_commit(root: Path,
             super().put_new(path, data, draft)
 
     committed(Twice(uploads), root, 1)
-    assert committed_steps(FsOps(), str(root), MEGATRON) == [1]
+    assert committed_steps(FileStorage(), str(root), MEGATRON) == [1]
 
 
 @pytest.mark.parametrize("outcome", ["refused", "torn"])
@@ -182,7 +182,7 @@ def test_an_outcome_that_cannot_be_seen_is_said_and_the_disk_decides_later(
 
 
 def test_a_folder_that_cannot_be_synced_after_the_put_is_taken_back(root: Path) -> None:
-    class Failing(FsOps):
+    class Failing(FileStorage):
         def sync_folder(self, path: str) -> None:
             super().sync_folder(path)
             if os.path.exists(os.path.join(path, MANIFEST)):
@@ -203,7 +203,7 @@ def test_racing_attempts_commit_exactly_once(kind: str, root: Path, uploads: str
         start, told = threading.Barrier(6), list[Any]()
 
         def race(step: int = step, start: threading.Barrier = start, told: list[Any] = told) -> None:
-            fs = ObjectStore(uploads) if kind == "store" else FsOps(durable=False, atomic_rename=False)
+            fs = ObjectStore(uploads) if kind == "store" else FileStorage(durable=False, atomic_rename=False)
             attempt = Attempt(str(root / MEGATRON.folder(step)), new_token(), by_rename=False)
             start.wait(30)
             try:
@@ -267,7 +267,7 @@ def test_what_is_in_the_way_of_a_save(root: Path, uploads: str) -> None:
         with pytest.raises(CheckpointExistsError):
             written(store, root, step)
     with pytest.raises(CheckpointExistsError):
-        written(FsOps(), root, 1)  # where folders are renamed, all is in the way
+        written(FileStorage(), root, 1)  # where folders are renamed, all is in the way
 
 
 # --- what is left, and what is damaged ------------------------------------------------------------------------------
@@ -307,7 +307,7 @@ def test_a_sweep_takes_dead_attempts_of_this_host_alone(root: Path, uploads: str
     assert scan.torn == scan.foreign == {}
     # A run that renames folders takes away the same, and leaves empty folders, which are anybody's, alone.
     age(Path(young.staging))
-    assert sweep(FsOps(), str(root), MEGATRON) == [f"iter_0000002/{alive.token}", f"iter_0000003/{young.token}"]
+    assert sweep(FileStorage(), str(root), MEGATRON) == [f"iter_0000002/{alive.token}", f"iter_0000003/{young.token}"]
 
 
 def test_retirement_takes_the_manifest_first_and_leaves_other_attempts(root: Path, uploads: str) -> None:
@@ -322,7 +322,7 @@ def test_retirement_takes_the_manifest_first_and_leaves_other_attempts(root: Pat
     assert os.listdir(root) == ["iter_0000002"] and os.listdir(root / "iter_0000002") == [FOREIGN_TOKEN]
     # So does a run that renames folders: a rename would take the other attempt along.
     again = committed(store, root, 2)
-    assert discard(FsOps(), again.target)
+    assert discard(FileStorage(), again.target)
     assert os.listdir(root / "iter_0000002") == [FOREIGN_TOKEN] and (loser / "data").exists()
 
 
@@ -344,7 +344,7 @@ def test_quarantine_keeps_the_data_and_frees_the_name(damage: str, renames: bool
         shutil.rmtree(attempt.staging)
     assert list(scan_steps(store, str(root), MEGATRON).damaged) == [1]
     content = manifest.read_bytes()
-    where = Path(quarantine(FsOps() if renames else store, attempt.target))
+    where = Path(quarantine(FileStorage() if renames else store, attempt.target))
     lock.close()
     assert (where / QUARANTINED).read_bytes() == content and not manifest.exists()
     assert where == Path(attempt.staging) or damage == "at"
@@ -362,7 +362,7 @@ def test_quarantine_keeps_the_data_and_frees_the_name(damage: str, renames: bool
 def test_a_manifest_that_leads_out_of_its_folder_is_refused(at: Any, root: Path, uploads: str) -> None:
     attempt = committed(ObjectStore(uploads), root, 1)
     edit_manifest(Path(attempt.target), lambda manifest: manifest.__setitem__("at", at))
-    assert list(scan_steps(FsOps(), str(root), MEGATRON).damaged) == [1]
+    assert list(scan_steps(FileStorage(), str(root), MEGATRON).damaged) == [1]
     with build_checkpointer("sync") as ours, pytest.raises(CheckpointCorruptError, match="folder of its files"):
         ours.load(attempt.target)
 
@@ -380,7 +380,7 @@ def test_the_folder_of_the_files_is_a_folder(stands_there: str, root: Path, uplo
         Path(attempt.staging).write_text("x")
     with build_checkpointer("sync") as ours, pytest.raises(CheckpointCorruptError, match=attempt.token):
         ours.load(attempt.target)
-    quarantine(FsOps(atomic_rename=False), attempt.target)
+    quarantine(FileStorage(atomic_rename=False), attempt.target)
     assert sorted(os.listdir(outside)) == [".metadata", "data"]
 
 
@@ -405,7 +405,7 @@ def test_a_run_on_an_object_store(root: Path, uploads: str, monkeypatch: pytest.
     import torch.distributed.checkpoint as dcp
 
     store = ObjectStore(uploads)
-    monkeypatch.setattr(factory, "file_system", lambda **of: store)
+    monkeypatch.setattr(factory, "storage_at", lambda _, **of: store)
     with manager_in(root, MANIFEST_MODE) as manager:
         for step in (1, 2):
             manager.save(step, state_of(step))
@@ -465,7 +465,7 @@ def test_what_one_mode_saved_the_other_loads_and_retires(writer: str, root: Path
 
 
 def test_a_step_whose_attempt_lives_is_waited_for_and_not_quarantined(root: Path) -> None:
-    fs = FsOps(atomic_rename=False)
+    fs = FileStorage(atomic_rename=False)
     with manager_in(root, MANIFEST_MODE) as manager:
         manager.save(1, state_of(1))
     attempt = written(fs, root, 2)
@@ -486,7 +486,7 @@ def test_a_step_whose_attempt_lives_is_waited_for_and_not_quarantined(root: Path
 def test_an_overwritten_pointer_follows_no_link_and_waits_for_no_fifo(root: Path) -> None:
     precious = root / "precious"
     precious.write_text("1")
-    fs = FsOps(atomic_rename=False)
+    fs = FileStorage(atomic_rename=False)
     (root / POINTER).symlink_to(precious)
     fs.write_over(str(root / POINTER), b"2")
     assert precious.read_text() == "1" and (root / POINTER).read_text() == "2"

@@ -16,7 +16,7 @@ from ckpt_component import CheckpointSaveError, build_checkpointer, build_manage
 from ckpt_component.config import Checkpoint, compose_checkpoint
 from ckpt_component.config.parts import part_class
 from ckpt_component.config.resolve import resolve_config
-from ckpt_component.storage.file_system import LOG, SPEC
+from ckpt_component.storage.locate import LOG, SPEC
 from ckpt_component.storage.names import MEGATRON
 
 #: A config takes 0.1 s to compose and to resolve, and every child uses one of a few.

@@ -32,7 +32,7 @@ from ckpt_component import (
 )
 from ckpt_component.saving.pipeline import SavePipeline
 from ckpt_component.saving.retry import ConsecutiveFailures, ErrorPolicy, is_retryable
-from ckpt_component.storage.fs import FsOps
+from ckpt_component.storage.files import FileStorage
 
 QUICK = ("checkpoint.retry.backoff_seconds=0.01", "checkpoint.save.at_end=false")
 OWN_FILES = {".ckpt-owner.json", "events", "latest_checkpointed_iteration.txt"}
@@ -94,14 +94,14 @@ def test_retry_commits_at_the_second_try_all_files_anew(
 ) -> None:
     synced: list[str] = []
     failed: list[str] = []
-    original = getattr(FsOps, step_of_save)
-    sync = FsOps.sync
+    original = getattr(FileStorage, step_of_save)
+    sync = FileStorage.sync
 
-    def note_sync(self: FsOps, fd: int) -> None:
+    def note_sync(self: FileStorage, fd: int) -> None:
         synced.append(os.readlink(f"/proc/self/fd/{fd}"))
         sync(self, fd)
 
-    def fail_once(self: FsOps, *arguments: Any, **more: Any) -> Any:
+    def fail_once(self: FileStorage, *arguments: Any, **more: Any) -> Any:
         if step_of_save == "sync":
             synced.append(os.readlink(f"/proc/self/fd/{arguments[0]}"))
         if not failed:
@@ -110,8 +110,8 @@ def test_retry_commits_at_the_second_try_all_files_anew(
         return original(self, *arguments, **more)
 
     with manager_in(tmp_path, "checkpoint.on_error=retry", preset="sync") as manager:
-        monkeypatch.setattr(FsOps, "sync", note_sync)
-        monkeypatch.setattr(FsOps, step_of_save, fail_once)
+        monkeypatch.setattr(FileStorage, "sync", note_sync)
+        monkeypatch.setattr(FileStorage, step_of_save, fail_once)
         assert manager.save(1, state_of(1))
         monkeypatch.undo()
     assert failed

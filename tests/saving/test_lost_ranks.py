@@ -14,7 +14,7 @@ import pytest
 from ranks import finish_ranks, run_ranks, start_ranks
 
 from ckpt_component import CheckpointLoadError, build_checkpointer, build_manager
-from ckpt_component.storage.file_system import LOG, SPEC
+from ckpt_component.storage.locate import LOG, SPEC
 from ckpt_component.storage.names import ALIVE_PREFIX
 
 pytestmark = pytest.mark.slow

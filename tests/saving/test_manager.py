@@ -129,15 +129,15 @@ def test_a_damaged_newest_checkpoint_is_passed_over_loudly(tmp_path: Path, caplo
 
 def test_what_a_dead_run_left_is_deleted_and_nothing_else(tmp_path: Path) -> None:
     from ckpt_component.storage.commit import begin
-    from ckpt_component.storage.fs import FsOps
+    from ckpt_component.storage.files import FileStorage
     from ckpt_component.storage.liveness import AttemptLock
     from ckpt_component.storage.names import Attempt, new_token
 
     dead, alive = (Attempt(str(tmp_path / name), new_token()) for name in ("iter_0000001", "iter_0000002"))
     for attempt in (dead, alive):
-        begin(FsOps(), attempt)
+        begin(FileStorage(), attempt)
         os.utime(attempt.staging, (1, 1))
-    held = AttemptLock(FsOps(), alive)
+    held = AttemptLock(FileStorage(), alive)
     foreign = tmp_path / ".ckpt-tmp.iter_0000003.otherhost-1234"
     foreign.mkdir()
     try:

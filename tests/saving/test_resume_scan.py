@@ -27,7 +27,7 @@ from ckpt_component import (
 )
 from ckpt_component.storage.cleanup import discard
 from ckpt_component.storage.commit import begin
-from ckpt_component.storage.fs import FsOps
+from ckpt_component.storage.files import FileStorage
 from ckpt_component.storage.liveness import AttemptLock
 from ckpt_component.storage.names import QUARANTINE_PREFIX, Attempt, new_token
 
@@ -163,15 +163,15 @@ def test_a_manifest_that_cannot_be_read_stops_a_run_that_would_begin_from_scratc
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run(tmp_path, 1)
-    read = FsOps.read
+    read = FileStorage.read
 
-    def failing(self: FsOps, path: str, limit: int) -> bytes:
+    def failing(self: FileStorage, path: str, limit: int) -> bytes:
         if path.endswith("manifest.json"):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
         return read(self, path, limit)
 
     with monkeypatch.context() as patch:
-        patch.setattr(FsOps, "read", failing)
+        patch.setattr(FileStorage, "read", failing)
         with pytest.raises(CheckpointUnreadableError, match="Permission denied"):
             restored(tmp_path)
     assert restored(tmp_path) == 1 and quarantined(tmp_path) == []
@@ -214,10 +214,10 @@ def test_a_rename_that_fails_does_not_stop_the_run(
     run(tmp_path, 1, 2)
     flip(tmp_path, 2)
 
-    def fail(self: FsOps, source: str, target: str) -> None:
+    def fail(self: FileStorage, source: str, target: str) -> None:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS), source)
 
-    monkeypatch.setattr(FsOps, "rename_new", fail)
+    monkeypatch.setattr(FileStorage, "rename_new", fail)
     assert restored(tmp_path) == 1
     assert "could not be quarantined" in caplog.text
 
@@ -271,8 +271,8 @@ def test_only_dead_debris_of_this_host_goes(tmp_path: Path, caplog: pytest.LogCa
     (root / "iter_0000009" / "__0_0.distcp").touch()
     dead, alive = (Attempt(str(root / name), new_token()) for name in ("iter_0000003", "iter_0000004"))
     for attempt in (dead, alive):
-        begin(FsOps(), attempt)
-    held = AttemptLock(FsOps(), alive)
+        begin(FileStorage(), attempt)
+    held = AttemptLock(FileStorage(), alive)
     half_deleted = root / os.path.basename(dead.staging).replace(".ckpt-tmp.", ".ckpt-trash.").replace("03.", "05.")
     half_deleted.mkdir()
     (half_deleted / "__0_0.distcp").write_bytes(b"x")
@@ -355,5 +355,5 @@ def test_discard_takes_a_link_away_and_not_what_it_leads_to(tmp_path: Path) -> N
     (tmp_path / "theirs").mkdir()
     (tmp_path / "theirs" / "precious").write_text("x")
     (tmp_path / "iter_0000001").symlink_to(tmp_path / "theirs")
-    discard(FsOps(), str(tmp_path / "iter_0000001"))
+    discard(FileStorage(), str(tmp_path / "iter_0000001"))
     assert (tmp_path / "theirs" / "precious").read_text() == "x"

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ckpt_component import CheckpointManager, build_manager
-from ckpt_component.storage.fs import FsOps
+from ckpt_component.storage.files import FileStorage
 
 POINTER = "latest_checkpointed_iteration.txt"
 
@@ -28,13 +28,13 @@ def state_of(step: int) -> dict[str, Any]:
 @pytest.fixture
 def held(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Checkpoints are deleted once this is set."""
-    go, remove_tree = threading.Event(), FsOps.remove_tree
+    go, remove_tree = threading.Event(), FileStorage.remove_tree
 
-    def remove_later(self: FsOps, path: str) -> None:
+    def remove_later(self: FileStorage, path: str) -> None:
         assert go.wait(60)
         remove_tree(self, path)
 
-    monkeypatch.setattr(FsOps, "remove_tree", remove_later)
+    monkeypatch.setattr(FileStorage, "remove_tree", remove_later)
     return go
 
 
@@ -69,14 +69,14 @@ def test_close_waits_for_deletions_no_longer_than_its_timeout(
 def test_a_deletion_that_raises_is_logged_and_the_save_stays_committed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    rename_new = FsOps.rename_new
+    rename_new = FileStorage.rename_new
 
-    def fail_for_trash(self: FsOps, source: str, target: str) -> None:
+    def fail_for_trash(self: FileStorage, source: str, target: str) -> None:
         if ".ckpt-trash." in target:
             raise ZeroDivisionError
         rename_new(self, source, target)
 
-    monkeypatch.setattr(FsOps, "rename_new", fail_for_trash)
+    monkeypatch.setattr(FileStorage, "rename_new", fail_for_trash)
     with manager_in(tmp_path) as manager:
         for step in (1, 2):
             assert manager.save(step, state_of(step))

@@ -21,7 +21,7 @@ from ckpt_component import (
     build_checkpointer,
     build_manager,
 )
-from ckpt_component.storage.fs import FsOps
+from ckpt_component.storage.files import FileStorage
 
 SCRIPT = Path(__file__).parent / "scripts" / "policies.py"
 
@@ -38,11 +38,11 @@ def test_without_room_nothing_is_written_and_the_numbers_are_told(
     asked: list[str] = []
     free = [300_000]
 
-    def free_bytes(self: FsOps, path: str) -> int:
+    def free_bytes(self: FileStorage, path: str) -> int:
         asked.append(path)
         return free[0]
 
-    monkeypatch.setattr(FsOps, "free_bytes", free_bytes)
+    monkeypatch.setattr(FileStorage, "free_bytes", free_bytes)
     content = {"weight": state()["weight"]} if writer == "safetensors" else state()
     with build_checkpointer(preset, [f"checkpoint/writer={writer}"]) as checkpointer:
         with pytest.raises(
@@ -76,17 +76,17 @@ def test_what_is_said_to_be_needed_is_what_is_written(tmp_path: Path, monkeypatc
 
 
 def test_a_margin_stays_free_and_null_looks_at_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(FsOps, "free_bytes", lambda self, path: 10_000_000)
+    monkeypatch.setattr(FileStorage, "free_bytes", lambda self, path: 10_000_000)
     with (
         build_checkpointer("sync", ["checkpoint.min_free_bytes=9900000"]) as checkpointer,
         pytest.raises(CheckpointStorageFullError, match=r"9\.90 MB are to stay free \(checkpoint\.min_free_bytes\)"),
     ):
         checkpointer.save(state(), tmp_path / "one")
 
-    def never(self: FsOps, path: str) -> int:
+    def never(self: FileStorage, path: str) -> int:
         raise AssertionError("asked")
 
-    monkeypatch.setattr(FsOps, "free_bytes", never)
+    monkeypatch.setattr(FileStorage, "free_bytes", never)
     with build_checkpointer("sync", ["checkpoint.min_free_bytes=null"]) as checkpointer:
         checkpointer.save(state(), tmp_path / "one")
 
@@ -96,12 +96,12 @@ def test_a_margin_stays_free_and_null_looks_at_nothing(tmp_path: Path, monkeypat
 def test_a_disk_that_fills_up_meanwhile_is_the_same_error_with_numbers(
     operation: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(self: FsOps, *arguments: Any, **more: Any) -> Any:
+    def full(self: FileStorage, *arguments: Any, **more: Any) -> Any:
         raise OSError(code, os.strerror(code))
 
     with build_checkpointer("sync") as checkpointer:
         with monkeypatch.context() as patch:
-            patch.setattr(FsOps, operation, full)
+            patch.setattr(FileStorage, operation, full)
             with pytest.raises(CheckpointStorageFullError, match=r"It needs .*, and .* are free there now") as caught:
                 checkpointer.save(state(), tmp_path / "one")
         assert caught.value.errno == code
@@ -142,11 +142,11 @@ def test_who_only_restores_needs_no_right_to_write(tmp_path: Path, monkeypatch: 
         manager.save(1, {"step": 1})
     assert not [name for name in os.listdir(tmp_path / "run") if "trial" in name]
 
-    def read_only(self: FsOps, *arguments: Any, **more: Any) -> Any:
+    def read_only(self: FileStorage, *arguments: Any, **more: Any) -> Any:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
     for name in ("create", "make_folder", "try_folder"):
-        monkeypatch.setattr(FsOps, name, read_only)
+        monkeypatch.setattr(FileStorage, name, read_only)
     with pytest.raises(CheckpointConfigError, match="Read-only file system"):
         build_manager("sync", dir=tmp_path / "run")
     only_restores = ["checkpoint.save.every_steps=null", "checkpoint.save.at_end=false"]
@@ -163,11 +163,11 @@ def test_a_disk_that_is_full_at_the_start_is_a_warning(
     with build_manager("sync", dir=tmp_path) as manager:
         manager.save(1, {"step": 1})
 
-    def full(self: FsOps, *arguments: Any, **more: Any) -> Any:
+    def full(self: FileStorage, *arguments: Any, **more: Any) -> Any:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patch:
-        patch.setattr(FsOps, "create", full)
+        patch.setattr(FileStorage, "create", full)
         manager = build_manager("sync", ["checkpoint.save.at_end=false"], dir=tmp_path)
     # What a dead run left may be what fills it; restoring deletes that, and then saves work.
     with manager:

@@ -28,7 +28,7 @@ from ckpt_component import (
 )
 from ckpt_component.managing import git_commit
 from ckpt_component.managing.git_commit import commit_of
-from ckpt_component.storage.fs import FsOps
+from ckpt_component.storage.files import FileStorage
 from ckpt_component.storage.manifest import read_manifest
 
 COMMIT = "0123456789abcdef" * 2 + "01234567"
@@ -61,7 +61,7 @@ def test_config_versions_and_metrics_are_read_back(writer: str, commit: str, pre
 
 def test_the_record_is_a_file_of_the_checkpoint_like_others(tmp_path: Path) -> None:
     path = saved(tmp_path)
-    manifest = read_manifest(FsOps(), str(path)) or {}
+    manifest = read_manifest(FileStorage(), str(path)) or {}
     (entry,) = [entry for entry in manifest["files"] if entry["name"] == "run.json"]
     assert entry["size"] == (path / "run.json").stat().st_size and "crc32" in entry
     (path / "run.json").unlink()  # a checkpoint that lacks a file is none
@@ -238,7 +238,7 @@ def test_a_checkpoint_that_the_writer_process_commits_alone_has_record_and_metri
     with build_manager("sync", dir=tmp_path) as manager:
         assert manager.restore({"weight": torch.zeros(10)}) == 1  # waits for the writer process
     path = tmp_path / "iter_0000001"
-    assert (read_manifest(FsOps(), str(path)) or {})["committed_by"] == "writer"
+    assert (read_manifest(FileStorage(), str(path)) or {})["committed_by"] == "writer"
     assert stored_metrics(path) == {"loss": 0.25} and stored_config(path).versions["python"]
 
 

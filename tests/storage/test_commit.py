@@ -9,13 +9,13 @@ import pytest
 
 from ckpt_component.errors import CheckpointCorruptError, CheckpointExistsError, CheckpointSaveError
 from ckpt_component.storage import commit
-from ckpt_component.storage.fs import FsOps
+from ckpt_component.storage.files import FileStorage
 from ckpt_component.storage.manifest import check_files, decode_manifest, encode_manifest, read_manifest
 from ckpt_component.storage.names import MEGATRON, STEP, Attempt, new_token
 from ckpt_component.storage.scan import committed_steps
 
 
-class Recording(FsOps):
+class Recording(FileStorage):
     """Notes the order of what matters for durability."""
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class Recording(FsOps):
         super().rename_new(source, target)
 
 
-def begun(fs: FsOps, target: Path) -> Attempt:
+def begun(fs: FileStorage, target: Path) -> Attempt:
     attempt = Attempt(str(target), new_token())
     commit.begin(fs, attempt)
     return attempt
@@ -58,7 +58,7 @@ def test_everything_is_durable_before_the_name_appears_and_the_name_before_succe
 
 
 def test_a_file_of_another_size_than_reported_is_not_committed(tmp_path: Path) -> None:
-    fs = FsOps()
+    fs = FileStorage()
     attempt = begun(fs, tmp_path / "one")
     fs.write_new(os.path.join(attempt.staging, "data"), b"123")
     with pytest.raises(CheckpointSaveError, match="3 bytes on disk and its writer reported 4"):
@@ -68,7 +68,7 @@ def test_a_file_of_another_size_than_reported_is_not_committed(tmp_path: Path) -
 
 
 def test_a_name_that_was_taken_meanwhile_stays_as_it_is(tmp_path: Path) -> None:
-    fs = FsOps()
+    fs = FileStorage()
     attempt = begun(fs, tmp_path / "one")
     (tmp_path / "one").mkdir()
     (tmp_path / "one" / "theirs").write_text("kept")
@@ -81,13 +81,13 @@ def test_rename_new_refuses_even_an_empty_folder(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
     with pytest.raises(FileExistsError):
-        FsOps().rename_new(str(tmp_path / "a"), str(tmp_path / "b"))
+        FileStorage().rename_new(str(tmp_path / "a"), str(tmp_path / "b"))
 
 
 def test_short_writes_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = os.pwritev
     monkeypatch.setattr(os, "pwritev", lambda fd, views, at: real(fd, [views[0][:3]], at))
-    fs = FsOps()
+    fs = FileStorage()
     fd = fs.create(str(tmp_path / "file"))
     fs.write(fd, [memoryview(b"0123456789"), memoryview(b"abc")], 0)
     fs.close(fd)

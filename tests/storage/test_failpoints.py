@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from ckpt_component import build_checkpointer
-from ckpt_component.storage.file_system import LOG, SPEC, file_system
-from ckpt_component.storage.fs import FsOps
+from ckpt_component.storage.files import FileStorage
+from ckpt_component.storage.locate import LOG, SPEC, storage_at
 from ckpt_component.testing.failpoint_fs import FailpointFs
 from ckpt_component.testing.failpoints import FailpointError, parse_failpoints
 from ckpt_component.testing.operation_log import read_log
@@ -29,15 +29,15 @@ def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 def test_unset_it_is_the_plain_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(SPEC, raising=False)
     monkeypatch.delenv(LOG, raising=False)
-    assert type(file_system(durable=True)) is FsOps
-    assert not file_system(durable=False).durable
+    assert type(storage_at(".")) is FileStorage
+    assert not storage_at(".", durable=False).durable
 
 
 def test_a_failpoint_without_a_log_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(SPEC, "any:nth=1:action=kill")
     monkeypatch.delenv(LOG, raising=False)
     with pytest.raises(FailpointError, match=f"{LOG} is not"):
-        file_system(durable=True)
+        storage_at(".")
 
 
 @pytest.mark.parametrize(
@@ -60,12 +60,12 @@ def test_what_cannot_be_understood_is_named(text: str, told: str) -> None:
 
 def test_the_nth_match_fails_and_no_other(tmp_path: Path, log: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(SPEC, "create:path=data:nth=2:action=raise:ENOSPC; unlink:from=2:action=raise:EIO")
-    fs = file_system(durable=True)
+    fs = storage_at(".")
     fs.write_new(str(tmp_path / "other"), b"x")
     fs.write_new(str(tmp_path / "data1"), b"x")
     # Another object, as another part or process has, counts on.
     with pytest.raises(OSError, match="data2") as caught:
-        file_system(durable=True).write_new(str(tmp_path / "data2"), b"x")
+        storage_at(".").write_new(str(tmp_path / "data2"), b"x")
     assert caught.value.errno == errno.ENOSPC
     fs.write_new(str(tmp_path / "data3"), b"x")
     fs.unlink(str(tmp_path / "other"))
@@ -79,14 +79,14 @@ def test_the_nth_match_fails_and_no_other(tmp_path: Path, log: str, monkeypatch:
 def test_a_skipped_operation_is_not_done(tmp_path: Path, log: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(SPEC, "rename_new:action=skip")
     (tmp_path / "a").mkdir()
-    file_system(durable=True).rename_new(str(tmp_path / "a"), str(tmp_path / "b"))
+    storage_at(".").rename_new(str(tmp_path / "a"), str(tmp_path / "b"))
     assert not (tmp_path / "b").exists()
 
 
 def test_a_torn_write_leaves_half(tmp_path: Path, log: str) -> None:
     code = (
-        "from ckpt_component.storage.file_system import file_system; import sys; "
-        "file_system(durable=True).write_new(sys.argv[1], b'0123456789')"
+        "from ckpt_component.storage.locate import storage_at; import sys; "
+        "storage_at('.').write_new(sys.argv[1], b'0123456789')"
     )
     done = subprocess.run(
         [sys.executable, "-c", code, str(tmp_path / "file")],
@@ -102,7 +102,7 @@ def test_the_rank_and_the_process_are_told_apart(tmp_path: Path, log: str, monke
     monkeypatch.setenv(SPEC, "make_folder:rank=1:process=writer:action=raise:EIO")
     for rank, process, fails in (("0", "writer", False), ("1", "trainer", False), ("1", "writer", True)):
         monkeypatch.setenv("RANK", rank)
-        fs = file_system(durable=True, process=process)
+        fs = storage_at(".", process=process)
         assert isinstance(pickle.loads(pickle.dumps(fs)), FailpointFs)  # a user-made request takes it along
         folder = str(tmp_path / f"{rank}{process}")
         if fails:

@@ -17,17 +17,17 @@ import torch
 from ckpt_component import CheckpointFencedError, build_checkpointer, build_manager
 from ckpt_component.storage import commit
 from ckpt_component.storage.fencing import FencingToken, read_owner
-from ckpt_component.storage.fs import FsOps
+from ckpt_component.storage.files import FileStorage
 from ckpt_component.storage.names import Attempt, new_token
 
 
 def test_the_last_run_to_save_owns_the_root(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    first, second = FencingToken(FsOps(), str(tmp_path)), FencingToken(FsOps(), str(tmp_path))
+    first, second = FencingToken(FileStorage(), str(tmp_path)), FencingToken(FileStorage(), str(tmp_path))
     first.acquire()
     first.acquire()
     second.acquire()
-    owner = read_owner(FsOps(), str(tmp_path))
+    owner = read_owner(FileStorage(), str(tmp_path))
     assert owner is not None and (owner.generation, owner.token, owner.pid) == (2, second.token, os.getpid())
     assert f"from process {os.getpid()} on" in caplog.text
     with pytest.raises(CheckpointFencedError, match=f"Another run took over {tmp_path}"):
@@ -35,7 +35,7 @@ def test_the_last_run_to_save_owns_the_root(tmp_path: Path, caplog: pytest.LogCa
 
 
 def test_an_attempt_of_a_run_that_lost_the_root_commits_nothing(tmp_path: Path) -> None:
-    fs, first = FsOps(), FencingToken(FsOps(), str(tmp_path))
+    fs, first = FileStorage(), FencingToken(FileStorage(), str(tmp_path))
     first.acquire()
     attempt = Attempt(str(tmp_path / "one"), new_token(), first.token)
     commit.begin(fs, attempt)
@@ -47,7 +47,7 @@ def test_an_attempt_of_a_run_that_lost_the_root_commits_nothing(tmp_path: Path) 
 
 @pytest.mark.parametrize("content", [None, b"", b"[]", b'{"generation": 1}'])
 def test_a_file_that_is_gone_or_damaged_is_written_again(content: bytes | None, tmp_path: Path) -> None:
-    ownership = FencingToken(FsOps(), str(tmp_path))
+    ownership = FencingToken(FileStorage(), str(tmp_path))
     ownership.acquire()
     path = tmp_path / ".ckpt-owner.json"
     path.unlink() if content is None else path.write_bytes(content)
@@ -82,9 +82,9 @@ STOPPED = """
     import signal, sys, threading, torch
     from ckpt_component import CheckpointFencedError, build_manager
     from ckpt_component.storage import commit
-    from ckpt_component.storage.fs import FsOps
+    from ckpt_component.storage.files import FileStorage
 
-    write_new = FsOps.write_new
+    write_new = FileStorage.write_new
 
     def stop_before_the_commit(self, path, data, **options):
         write_new(self, path, data, **options)
@@ -92,7 +92,7 @@ STOPPED = """
             # To this very thread: a stop sent to the process may reach it after the owner was looked up.
             signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
 
-    FsOps.write_new = stop_before_the_commit
+    FileStorage.write_new = stop_before_the_commit
     manager = build_manager(sys.argv[2], dir=sys.argv[1])
     state = {"weight": torch.ones(1000)}
     manager.save(1, state)

@@ -16,7 +16,7 @@ from ckpt_component import CheckpointFencedError, CheckpointManager, build_manag
 from ckpt_component.storage import commit
 from ckpt_component.storage.cleanup import quarantine
 from ckpt_component.storage.fencing import FencingToken
-from ckpt_component.storage.fs import FsOps
+from ckpt_component.storage.files import FileStorage
 from ckpt_component.storage.liveness import AttemptLock, is_locked
 from ckpt_component.storage.names import ALIVE_PREFIX, MEGATRON, Attempt, new_token, owned_token, trash_path
 
@@ -24,7 +24,7 @@ COMMITS = pytest.mark.parametrize("mode", ["manifest", "rename"])
 STATE = {"weight": torch.ones(3)}
 
 
-class NoLocks(FsOps):
+class NoLocks(FileStorage):
     def flock(self, fd: int, how: int) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
@@ -41,7 +41,7 @@ def manager_in(root: Path, mode: str) -> CheckpointManager:
 
 def left_by(root: Path, step: int, mode: str, *, owned: bool = True) -> Attempt:
     """What a run that was killed in mid-save leaves."""
-    fs = FsOps(atomic_rename=mode == "rename")
+    fs = FileStorage(atomic_rename=mode == "rename")
     token = owned_token(new_token()) if owned else new_token()
     attempt = Attempt(str(root / MEGATRON.folder(step)), token, "", fs.atomic_rename)
     commit.begin(fs, attempt)
@@ -87,7 +87,7 @@ def test_what_may_be_alive_is_left_until_it_is_not(mode: str, tmp_path: Path, on
     on_host("pod-1")
     young, locked = left_by(tmp_path, 11, mode), left_by(tmp_path, 12, mode)
     os.utime(os.path.join(young.staging, "data"))
-    lock = AttemptLock(FsOps(), locked)
+    lock = AttemptLock(FileStorage(), locked)
     unowned = left_by(tmp_path, 13, mode, owned=False)  # of a checkpointer without a manager: it can commit
     on_host("pod-2")
     with manager_in(tmp_path, mode) as manager:
@@ -106,7 +106,7 @@ def test_what_may_be_alive_is_left_until_it_is_not(mode: str, tmp_path: Path, on
 
 def test_what_is_quarantined_stays(tmp_path: Path, on_host: Any) -> None:
     on_host("pod-1")
-    fs = FsOps(atomic_rename=False)
+    fs = FileStorage(atomic_rename=False)
     kept = left_by(tmp_path, 3, "manifest")
     quarantine(fs, kept.target)
     age(Path(kept.staging))
@@ -120,10 +120,10 @@ def test_a_run_whose_files_its_successor_deleted_learns_that_it_was_fenced(
     mode: str, tmp_path: Path, on_host: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It stood still for longer than anybody waits, on a host whose locks cannot be seen."""
-    monkeypatch.setattr(factory, "file_system", lambda **of: Frozen(atomic_rename=of["atomic_rename"]))
+    monkeypatch.setattr(factory, "storage_at", lambda _, **of: Frozen(atomic_rename=of["atomic_rename"]))
 
     class Frozen(NoLocks):
-        def write_new(self, path: str, data: bytes, *, over: bool = False) -> None:
+        def write_new(self, path: str, data: bytes) -> None:
             if path.endswith("integrity-0.json") and "iter_0000002" in path:
                 for each in (*tmp_path.glob(".*"), *tmp_path.glob("iter_0000002/*"), tmp_path / "iter_0000002"):
                     if each.exists():
@@ -132,7 +132,7 @@ def test_a_run_whose_files_its_successor_deleted_learns_that_it_was_fenced(
                 with manager_in(tmp_path, mode) as new:
                     new.save(3, STATE)
                 assert not os.path.exists(os.path.dirname(path))
-            super().write_new(path, data, over=over)
+            super().write_new(path, data)
 
     on_host("pod-1")
     with manager_in(tmp_path, mode) as old:
@@ -150,7 +150,7 @@ def test_a_lock_waits_for_who_looks_at_it(tmp_path: Path) -> None:
     attempt = left_by(tmp_path, 1, "rename")
     looks: list[int] = []
 
-    class Looked(FsOps):
+    class Looked(FileStorage):
         def flock(self, fd: int, how: int) -> None:
             looks.append(1)
             if len(looks) < 3:
@@ -158,6 +158,6 @@ def test_a_lock_waits_for_who_looks_at_it(tmp_path: Path) -> None:
             super().flock(fd, how)
 
     lock = AttemptLock(Looked(), attempt)
-    assert len(looks) == 3 and is_locked(FsOps(), attempt.staging)
+    assert len(looks) == 3 and is_locked(FileStorage(), attempt.staging)
     lock.close()
-    assert not is_locked(FsOps(), attempt.staging)
+    assert not is_locked(FileStorage(), attempt.staging)

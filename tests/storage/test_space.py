@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from ckpt_component.errors import CheckpointStorageFullError
-from ckpt_component.storage.fs import FsOps
+from ckpt_component.storage.files import FileStorage
 from ckpt_component.storage.names import Attempt, is_token_of_this_host, new_token, token_of, token_of_try
 from ckpt_component.storage.space import FULL, amount, full_text, refuse_without_room
 
 
-class Roomy(FsOps):
+class Roomy(FileStorage):
     """A file system with so many bytes free; None where it does not say."""
 
     def __init__(self, free: int | None) -> None:
@@ -29,15 +29,15 @@ class Roomy(FsOps):
 
 def test_what_is_free_is_what_the_system_says(tmp_path: Path) -> None:
     found = os.statvfs(tmp_path)
-    free = FsOps().free_bytes(str(tmp_path))
+    free = FileStorage().free_bytes(str(tmp_path))
     assert free is not None and free > 0
     assert abs(free - found.f_frsize * found.f_bfree) < 0.5 * found.f_frsize * found.f_blocks
 
 
 def test_the_folder_that_is_there_is_asked(tmp_path: Path) -> None:
     path = str(tmp_path / "not" / "yet")
-    free = FsOps().free_bytes(path)
-    assert free is not None and abs(free - (FsOps().free_bytes(str(tmp_path)) or 0)) < 1e8
+    free = FileStorage().free_bytes(path)
+    assert free is not None and abs(free - (FileStorage().free_bytes(str(tmp_path)) or 0)) < 1e8
     fs = Roomy(10)
     with pytest.raises(CheckpointStorageFullError):
         refuse_without_room(fs, os.path.join(path, "there"), 11, 0)

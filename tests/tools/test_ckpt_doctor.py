@@ -13,8 +13,8 @@ from ckpt_component.apps.health import folder as folder_checks
 from ckpt_component.apps.health import machine, packages
 from ckpt_component.apps.tools.app import main
 from ckpt_component.config import rules
-from ckpt_component.storage.file_system import LOG, SPEC
-from ckpt_component.storage.fs import FsOps
+from ckpt_component.storage.files import FileStorage
+from ckpt_component.storage.locate import LOG, SPEC
 
 
 def doctor(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict[str, dict[str, str]]]:
@@ -65,19 +65,19 @@ def test_a_folder_where_saves_fail(
 def test_what_works_in_a_lesser_way_is_a_note(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rename_new = FsOps.rename_new
+    rename_new = FileStorage.rename_new
 
-    def in_two_steps(self: FsOps, source: str, target: str) -> bool:
+    def in_two_steps(self: FileStorage, source: str, target: str) -> bool:
         rename_new(self, source, target)
         return False
 
-    def without_locks(self: FsOps, fd: int, how: int) -> None:
+    def without_locks(self: FileStorage, fd: int, how: int) -> None:
         raise OSError(37, "No locks available")
 
-    monkeypatch.setattr(FsOps, "rename_new", in_two_steps)
-    monkeypatch.setattr(FsOps, "flock", without_locks)
-    monkeypatch.setattr(FsOps, "in_memory", lambda *_: True)
-    monkeypatch.setattr(FsOps, "free_bytes", lambda *_: None)
+    monkeypatch.setattr(FileStorage, "rename_new", in_two_steps)
+    monkeypatch.setattr(FileStorage, "flock", without_locks)
+    monkeypatch.setattr(FileStorage, "in_memory", lambda *_: True)
+    monkeypatch.setattr(FileStorage, "free_bytes", lambda *_: None)
     monkeypatch.setattr(folder_checks, "try_modes", lambda *_: (0.01, None))
     code, found = doctor(capsys, str(tmp_path))
     assert code == 0

@@ -22,7 +22,7 @@ from ckpt_component import build_checkpointer, build_manager
 from ckpt_component.apps.tools.app import main
 from ckpt_component.catalogue.verification import verify_checkpoint
 from ckpt_component.storage.fencing import Owner
-from ckpt_component.storage.fs import FsOps
+from ckpt_component.storage.files import FileStorage
 from ckpt_component.storage.liveness import AttemptLock
 from ckpt_component.storage.manifest import read_manifest
 from ckpt_component.storage.names import MEGATRON, OWNER, STEP, Attempt, new_token
@@ -73,7 +73,7 @@ def owned_by(root: Path, host: str, pid: int) -> None:
 
 
 def steps(root: Path, names: Any = MEGATRON) -> list[int]:
-    return committed_steps(FsOps(), str(root), names)
+    return committed_steps(FileStorage(), str(root), names)
 
 
 def content(folder: Path) -> dict[str, bytes]:
@@ -103,7 +103,7 @@ def test_a_copy_lands_where_it_should_and_can_be_repeated(
     assert code == 0 and f"to {path}: " in out and "verified" in out
     copy, source = tmp_path / path, root / MEGATRON.folder(2)
     assert content(copy) == content(source)
-    old, new = (read_manifest(FsOps(), str(folder)) for folder in (source, copy))
+    old, new = (read_manifest(FileStorage(), str(folder)) for folder in (source, copy))
     assert old is not None and new is not None and old["created"] == new["created"] and old["attempt"] != new["attempt"]
     with build_checkpointer("sync") as checkpointer:
         assert checkpointer.load(str(copy))["step"] == 2
@@ -118,7 +118,7 @@ def test_a_copy_lands_where_it_should_and_can_be_repeated(
 def test_a_copy_into_a_root_has_its_naming_and_moves_the_pointer(root: Path, tmp_path: Path, ckpt: Ckpt) -> None:
     other = save(tmp_path / "other", 1, overrides=("checkpoint.naming=step",))
     assert ckpt("cp", f"{root}@3", other)[0] == 0
-    assert steps(other, STEP) == [1, 3] and read_pointer(FsOps(), str(other), STEP) == 3
+    assert steps(other, STEP) == [1, 3] and read_pointer(FileStorage(), str(other), STEP) == 3
 
 
 def test_no_checkpoint_is_put_inside_of_another(root: Path, tmp_path: Path, ckpt: Ckpt) -> None:
@@ -160,8 +160,8 @@ def test_a_move_is_a_rename_and_the_pointers_follow(root: Path, tmp_path: Path, 
     code, out, _ = ckpt("mv", f"{root}@3", f"{tmp_path}/other@7")
     assert code == 0 and "renamed" in out
     assert (tmp_path / "other" / MEGATRON.folder(7)).stat().st_ino == node
-    assert steps(root) == [1, 2] and read_pointer(FsOps(), str(root), MEGATRON) == 2
-    assert read_pointer(FsOps(), str(tmp_path / "other"), MEGATRON) == 7
+    assert steps(root) == [1, 2] and read_pointer(FileStorage(), str(root), MEGATRON) == 2
+    assert read_pointer(FileStorage(), str(tmp_path / "other"), MEGATRON) == 7
     code, _, err = ckpt("mv", f"{root}@3", f"{tmp_path}/other@7")
     assert code == 2 and "has no checkpoint of step 3" in err
 
@@ -175,7 +175,7 @@ def test_a_move_to_another_file_system_ends_after_it_was_cut_off(root: Path, ckp
         assert code == 0 and "verified; it was there already" in out
         code, out, _ = ckpt("mv", other / source.name, root)
         assert code == 0 and "verified" in out and steps(root) == [1, 2, 3]
-        assert verify_checkpoint(FsOps(), str(source)) and os.listdir(other) == []
+        assert verify_checkpoint(FileStorage(), str(source)) and os.listdir(other) == []
     finally:
         shutil.rmtree(other, ignore_errors=True)
 
@@ -193,10 +193,10 @@ def test_checkpoints_of_other_programs_are_left_to_other_commands(tmp_path: Path
 def test_without_renames_a_copy_is_committed_by_its_manifest(root: Path, tmp_path: Path, ckpt: Ckpt) -> None:
     assert ckpt("cp", f"{root}@2", f"{tmp_path}/bucket@2", "--commit", "manifest")[0] == 0
     target = tmp_path / "bucket" / MEGATRON.folder(2)
-    manifest = read_manifest(FsOps(), str(target))
-    assert manifest is not None and "at" in manifest and verify_checkpoint(FsOps(), str(target))
+    manifest = read_manifest(FileStorage(), str(target))
+    assert manifest is not None and "at" in manifest and verify_checkpoint(FileStorage(), str(target))
     assert ckpt("cp", f"{root}@3", tmp_path / "bucket")[0] == 0  # as the other one there
-    manifest = read_manifest(FsOps(), str(tmp_path / "bucket" / MEGATRON.folder(3)))
+    manifest = read_manifest(FileStorage(), str(tmp_path / "bucket" / MEGATRON.folder(3)))
     assert manifest is not None and "at" in manifest
     assert ckpt("mv", f"{tmp_path}/bucket@3", root / "iter_0000009")[0] == 0
     assert steps(root) == [1, 2, 3, 9] and steps(tmp_path / "bucket") == [2]
@@ -246,7 +246,7 @@ def test_the_last_good_one_stays_and_all_are_checked_first(root: Path, ckpt: Ckp
         MEGATRON.folder(1),
         MEGATRON.folder(3),
     ]
-    assert read_pointer(FsOps(), str(root), MEGATRON) == 2
+    assert read_pointer(FileStorage(), str(root), MEGATRON) == 2
     assert ckpt("rm", f"{root}@2", "--force")[0] == 0
     assert steps(root) == [] and not (root / MEGATRON.pointer).exists()
 
@@ -267,7 +267,7 @@ def test_what_is_no_checkpoint_of_ours_is_not_deleted(root: Path, tmp_path: Path
 
 
 def test_debris_of_the_dead_goes_and_that_of_the_living_stays(root: Path, ckpt: Ckpt) -> None:
-    fs = FsOps()
+    fs = FileStorage()
     dead, alive, young = (Attempt(str(root / MEGATRON.folder(step)), new_token()) for step in (7, 8, 9))
     for attempt in (dead, alive, young):
         fs.make_folder(attempt.staging)

@@ -16,7 +16,7 @@ import torch
 
 from ckpt_component import CheckpointConfigError, CheckpointNotFoundError, build_manager
 from ckpt_component.apps.tools.checkpoints import find_checkpoint, find_root
-from ckpt_component.storage.fs import FsOps
+from ckpt_component.storage.files import FileStorage
 from ckpt_component.storage.liveness import AttemptLock
 from ckpt_component.storage.names import Attempt, new_token
 
@@ -50,7 +50,7 @@ def test_says_what_else_is_there(ckpt: Callable[..., Any], root: Path) -> None:
     torch.save({"a": torch.ones(2)}, root / "pretrained.pt")
     (root / "step-7").mkdir()
     (root / "step-7" / "model.safetensors").write_bytes(b"x")
-    lock = AttemptLock(FsOps(), alive)
+    lock = AttemptLock(FileStorage(), alive)
     try:
         entries = ckpt("ls", root, "--json").json["entries"]
         text = ckpt("ls", root).out

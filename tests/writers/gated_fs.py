@@ -8,10 +8,10 @@ import threading
 import time
 from collections.abc import Sequence
 
-from ckpt_component.storage.fs import FsOps
+from ckpt_component.storage.files import FileStorage
 
 
-class GatedFs(FsOps):
+class GatedFs(FileStorage):
     """Says in `<gate>.pid` who wants to write, and writes when the file `gate` is there."""
 
     def __init__(self, gate: str) -> None:
@@ -31,7 +31,7 @@ class GatedFs(FsOps):
         super().write(fd, buffers, offset)
 
 
-class FullFs(FsOps):
+class FullFs(FileStorage):
     """Has no room for files whose name has `part` in it."""
 
     def __init__(self, part: str) -> None:
@@ -51,7 +51,7 @@ class FullFs(FsOps):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
 
 
-class MeetingFs(FsOps):
+class MeetingFs(FileStorage):
     """Writes when `count` threads want to write at the same time, and fails when they never do."""
 
     def __init__(self, folder: str, count: int) -> None:

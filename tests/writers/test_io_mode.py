@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from ckpt_component import CheckpointConfigError, CheckpointSaveError, build_checkpointer
-from ckpt_component.storage.fs import FsOps
+from ckpt_component.storage.files import FileStorage
 from ckpt_component.writing import io_mode
 from ckpt_component.writing.range_writer import Throttle
 
@@ -67,7 +67,7 @@ def test_direct_files_are_the_buffered_ones(writer: str, preset: str, stager: st
 @pytest.fixture
 def in_memory() -> Iterator[Path]:
     """A folder on a tmpfs."""
-    if not (os.path.isdir("/dev/shm") and FsOps().in_memory("/dev/shm")):
+    if not (os.path.isdir("/dev/shm") and FileStorage().in_memory("/dev/shm")):
         pytest.skip("/dev/shm is no tmpfs here")
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         yield Path(folder)
@@ -103,33 +103,33 @@ def test_files_in_memory_are_those_on_the_disk(
 
 def test_in_memory_nothing_is_tried(in_memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(io_mode, "SMALLEST", 1 << 20)
-    monkeypatch.setattr(FsOps, "open_direct", without_direct_io)
+    monkeypatch.setattr(FileStorage, "open_direct", without_direct_io)
     monkeypatch.setattr(io_mode, "_seconds", lambda *_, **__: pytest.fail("tried"))
     save(in_memory / "one", "sync", "io=auto")
     assert (in_memory / "one" / "manifest.json").exists()
 
 
 def test_what_lies_in_memory_is_known(in_memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert FsOps().in_memory(str(in_memory))
-    assert not FsOps().in_memory("/proc")
+    assert FileStorage().in_memory(str(in_memory))
+    assert not FileStorage().in_memory("/proc")
 
     def without_proc(*_: Any, **__: Any) -> None:
         raise FileNotFoundError("/proc/self/mountinfo")
 
     monkeypatch.setattr("builtins.open", without_proc)
-    assert not FsOps().in_memory(str(in_memory))
+    assert not FileStorage().in_memory(str(in_memory))
 
 
 def test_a_file_that_cannot_be_made_leaves_no_other_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    create, made = FsOps.create, []
+    create, made = FileStorage.create, []
 
-    def second_fails(fs: FsOps, path: str, size: int = 0) -> int:
+    def second_fails(fs: FileStorage, path: str, size: int = 0) -> int:
         if path.endswith("_1.distcp"):
             raise OSError(errno.EIO, "Input/output error", path)
         made.append(path)
         return create(fs, path, size)
 
-    monkeypatch.setattr(FsOps, "create", second_fails)
+    monkeypatch.setattr(FileStorage, "create", second_fails)
     with build_checkpointer("sync") as checkpointer:
         before = len(os.listdir("/proc/self/fd"))
         with pytest.raises(CheckpointSaveError, match="Input/output error"):
@@ -139,12 +139,12 @@ def test_a_file_that_cannot_be_made_leaves_no_other_open(tmp_path: Path, monkeyp
     assert not list(tmp_path.iterdir())
 
 
-def without_direct_io(fs: FsOps, path: str) -> int:
+def without_direct_io(fs: FileStorage, path: str) -> int:
     raise OSError(errno.EINVAL, "Invalid argument", path)
 
 
 def test_direct_where_there_is_none_says_what_to_type(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(FsOps, "open_direct", without_direct_io)
+    monkeypatch.setattr(FileStorage, "open_direct", without_direct_io)
     with pytest.raises(CheckpointSaveError, match=r"no direct I/O; use checkpoint\.writer\.io=auto"):
         save(tmp_path / "one", "sync", "io=direct")
     assert not list(tmp_path.iterdir())
@@ -162,7 +162,7 @@ def test_auto_tries_once(
     seconds = io_mode._seconds
     tried = []
 
-    def made_up(fs: FsOps, path: str, block: memoryview, *, direct: bool) -> float:
+    def made_up(fs: FileStorage, path: str, block: memoryview, *, direct: bool) -> float:
         tried.append(direct)
         seconds(fs, path, block, direct=direct)
         return 1.0 if direct else 2.0  # what this machine would say differs from run to run
@@ -170,15 +170,15 @@ def test_auto_tries_once(
     monkeypatch.setattr(io_mode, "SMALLEST", 1 << 20)
     monkeypatch.setattr(io_mode, "TRIED_BYTES", 1 << 20)
     monkeypatch.setattr(io_mode, "_seconds", made_up)
-    monkeypatch.setattr(FsOps, "in_memory", lambda fs, path: False)  # wherever pytest's folders are
+    monkeypatch.setattr(FileStorage, "in_memory", lambda fs, path: False)  # wherever pytest's folders are
     opened = []
-    open_direct = FsOps.open_direct
+    open_direct = FileStorage.open_direct
 
-    def watched(fs: FsOps, path: str) -> int:
+    def watched(fs: FileStorage, path: str) -> int:
         opened.append(path)
         return open_direct(fs, path)
 
-    monkeypatch.setattr(FsOps, "open_direct", watched if available else without_direct_io)
+    monkeypatch.setattr(FileStorage, "open_direct", watched if available else without_direct_io)
     with build_checkpointer("sync", ["checkpoint/stager=shared_memory"]) as checkpointer:
         for number in range(3):
             checkpointer.save(STATE, tmp_path / str(number))
@@ -190,23 +190,23 @@ def test_auto_tries_once(
 
 def test_ranks_try_at_the_same_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(io_mode, "TRIED_BYTES", 1 << 20)
-    create, both = FsOps.create, threading.Barrier(2)
+    create, both = FileStorage.create, threading.Barrier(2)
 
-    def together(fs: FsOps, path: str, size: int = 0) -> int:
+    def together(fs: FileStorage, path: str, size: int = 0) -> int:
         fd = create(fs, path, size)
         both.wait(30)  # both files are there now
         return fd
 
-    monkeypatch.setattr(FsOps, "create", together)
+    monkeypatch.setattr(FileStorage, "create", together)
     sample = memoryview(mmap.mmap(-1, 1 << 20))
     with ThreadPoolExecutor(2) as pool:
-        found = [pool.submit(io_mode.direct_is_faster, FsOps(), str(tmp_path), sample) for _ in range(2)]
+        found = [pool.submit(io_mode.direct_is_faster, FileStorage(), str(tmp_path), sample) for _ in range(2)]
     assert all(isinstance(each.result(), bool) for each in found)
     assert not list(tmp_path.iterdir())
 
 
 def test_small_images_are_not_worth_a_trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(FsOps, "open_direct", without_direct_io)
+    monkeypatch.setattr(FileStorage, "open_direct", without_direct_io)
     save(tmp_path / "one", "sync", "io=auto")
     assert (tmp_path / "one" / "manifest.json").exists()
 

@@ -8,10 +8,10 @@ import os
 import time
 from collections.abc import Callable, Iterator
 
-from ...storage.file_system import file_system
-from ...storage.fs import FsOps
+from ...storage.files import FileStorage
 from ...storage.fs_type import kind_of
 from ...storage.liveness import try_lock
+from ...storage.locate import file_storage
 from ...storage.names import TRIAL_PREFIX, new_token
 from ...storage.space import FULL, amount
 from ...writing.io_mode import BLOCK_BYTES, TRIED_BYTES, try_modes
@@ -24,7 +24,7 @@ _OTHER = "use another file system; checkpoint.commit=manifest needs no renames"
 
 def check_folder(root: str) -> Iterator[Finding]:
     """Check a folder, given by its absolute path, or the nearest existing one above it, in which it would be made."""
-    fs, existing = file_system(durable=True), root
+    fs, existing = file_storage(), root
     fs.warns = False  # the finding says it
     while not os.path.lexists(existing):
         existing = os.path.dirname(existing)
@@ -45,7 +45,7 @@ def check_folder(root: str) -> Iterator[Finding]:
         fs.remove_tree(trial)
 
 
-def _or_failed(check: Callable[[FsOps, str], Finding], fs: FsOps, trial: str) -> Finding:
+def _or_failed(check: Callable[[FileStorage, str], Finding], fs: FileStorage, trial: str) -> Finding:
     try:
         return check(fs, trial)
     except OSError as error:
@@ -53,7 +53,7 @@ def _or_failed(check: Callable[[FsOps, str], Finding], fs: FsOps, trial: str) ->
         return Finding(check.__name__.strip("_"), FAILS, f"fails: {error.strerror or error}", fix)
 
 
-def _space(fs: FsOps, folder: str) -> Iterator[Finding]:
+def _space(fs: FileStorage, folder: str) -> Iterator[Finding]:
     free = fs.free_bytes(folder)
     if free is None:
         yield Finding("free space", NOTE, "the file system does not tell")
@@ -65,14 +65,14 @@ def _space(fs: FsOps, folder: str) -> Iterator[Finding]:
         yield Finding("durability", NOTE, "in memory: nothing survives a restart of the machine", "use a disk")
 
 
-def _sync(fs: FsOps, trial: str) -> Finding:
+def _sync(fs: FileStorage, trial: str) -> Finding:
     started = time.perf_counter()
     fs.write_new(os.path.join(trial, "synced"), bytes(4096))
     fs.sync_folder(trial)
     return Finding("sync", OK, f"a small file is durable in {1e3 * (time.perf_counter() - started):.1f} ms")
 
 
-def _rename(fs: FsOps, trial: str) -> Finding:
+def _rename(fs: FileStorage, trial: str) -> Finding:
     staging, taken, target = (os.path.join(trial, name) for name in ("staging", "taken", "target"))
     for folder in (staging, taken):
         fs.make_folder(folder)
@@ -87,7 +87,7 @@ def _rename(fs: FsOps, trial: str) -> Finding:
     return Finding("rename", NOTE, "whether a name is taken is checked before, not in one step", "one run per folder")
 
 
-def _lock(fs: FsOps, trial: str) -> Finding:
+def _lock(fs: FileStorage, trial: str) -> Finding:
     fd = fs.open_folder(trial)
     try:
         locked = try_lock(fs, fd, fcntl.LOCK_EX, trial)
@@ -99,7 +99,7 @@ def _lock(fs: FsOps, trial: str) -> Finding:
     return Finding("locks", NOTE, text, "mount it with locks (Lustre: -o flock)")
 
 
-def _modes(fs: FsOps, trial: str) -> Finding:
+def _modes(fs: FileStorage, trial: str) -> Finding:
     with mmap.mmap(-1, BLOCK_BYTES) as block:  # page-aligned
         view = memoryview(block)
         try:

@@ -18,12 +18,12 @@ from ...catalogue.folder import is_readable
 from ...errors import CheckpointConfigError, CheckpointNotFoundError
 from ...managing.best import BestPolicy
 from ...spelling import closest
-from ...storage.file_system import file_system
-from ...storage.fs import FsOps
+from ...storage.locate import storage_at
 from ...storage.names import MANIFEST, MEGATRON, NAMINGS, SINGLE_FILES, StepNames, step_in_name
 from ...storage.run_record import stored_config
 from ...storage.safe_open import read_failure
 from ...storage.scan import Scan, foreign_checkpoints, scan_steps
+from ...storage.storage import Storage
 
 NEWEST, BEST = "newest", "best"
 
@@ -55,7 +55,7 @@ class Root:
         scans: What is there under each naming that has steps there.
     """
 
-    def __init__(self, fs: FsOps, path: str) -> None:
+    def __init__(self, fs: Storage, path: str) -> None:
         self.fs = fs
         self.path = path
         scans = {names: scan_steps(fs, path, names) for names in NAMINGS.values()}
@@ -184,7 +184,7 @@ def find_root(argument: str) -> Root:
     Raises:
         CheckpointNotFoundError: There is no such folder, or it is a checkpoint itself.
     """
-    path, fs = _absolute(argument), file_system(durable=True)
+    path, fs = _absolute(argument), storage_at(argument)
     if not os.path.isdir(path):
         if os.path.lexists(path):
             raise CheckpointNotFoundError(f"{path} is not a folder; name a folder of checkpoints.")
@@ -205,7 +205,7 @@ def find_checkpoint(argument: str) -> Checkpoint:
         CheckpointNotFoundError: There is no such checkpoint; the text says what is there.
         CheckpointConfigError: What follows the `@` is neither a step, nor `newest`, nor `best`.
     """
-    path, fs = _absolute(argument), file_system(durable=True)
+    path, fs = _absolute(argument), storage_at(argument)
     if os.path.lexists(path):
         if os.path.isdir(path):
             root = Root(fs, path)  # beside its checkpoints there may be a file of weights
@@ -259,7 +259,7 @@ def _hint(pattern: str, keys: Sequence[str]) -> str:
     return f"did you mean '{near}{star}{after}'?" if near else "ckpt show lists the keys."
 
 
-def is_checkpoint(fs: FsOps, path: str) -> bool:
+def is_checkpoint(fs: Storage, path: str) -> bool:
     """Whether a path is one checkpoint of a supported format, a folder or a file.
 
     Raises:

@@ -7,7 +7,7 @@ import os
 
 from ...errors import CheckpointConfigError, CheckpointNotFoundError
 from ...progress import progress_bar
-from ...storage.file_system import file_system
+from ...storage.locate import file_storage
 from ...storage.manifest import read_manifest
 from ...storage.names import MANIFEST
 from ...storage.space import amount
@@ -51,7 +51,7 @@ def run(parsed: argparse.Namespace, output: Output) -> None:
 
 def transfer(parsed: argparse.Namespace, output: Output, *, moves: bool) -> None:
     """Run `cp` or `mv`."""
-    fs = file_system(durable=True)
+    fs = file_storage()
     checkpoint = find_checkpoint(parsed.source)
     if moves and is_whole_root(parsed.source, checkpoint):
         raise CheckpointConfigError(
@@ -66,7 +66,7 @@ def transfer(parsed: argparse.Namespace, output: Output, *, moves: bool) -> None
     target = destination(fs, parsed.target, source)
     fs = file_system_of(target.root)
     if parsed.commit is not None:
-        fs = file_system(durable=True, atomic_rename=parsed.commit == "rename")
+        fs = file_storage(atomic_rename=parsed.commit == "rename")
     done = "moved" if moves else "copied"
     renamed = False
     with typed_errors(f"{source.path} was not {done} to {target.path}"):

@@ -10,7 +10,7 @@ from ...errors import CheckpointConfigError
 from ...exporting.export import FORMATS, MAX_SHARD_BYTES, Exported, ExportOptions, export_checkpoint
 from ...exporting.hugging_face import CONFIG
 from ...progress import progress_bar
-from ...storage.file_system import file_system
+from ...storage.locate import file_storage
 from ...storage.space import amount
 from .checkpoints import find_checkpoint
 from .output import Output
@@ -88,7 +88,7 @@ def run(parsed: argparse.Namespace, output: Output) -> None:
         str(parsed.config_from or ""),
         parsed.replace,
     )
-    fs = file_system(durable=True)
+    fs = file_storage()
     done = export_checkpoint(find_checkpoint(parsed.checkpoint).path, str(parsed.out), options, fs, progress_bar)
     output.result(done._asdict(), lambda: _lines(done, options))
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from ...errors import CheckpointConfigError
 from ...events import SaveReport
-from ...storage.file_system import file_system
+from ...storage.locate import storage_at
 from ...storage.names import MAX_STEP, MEGATRON, NAMINGS
 from ...storage.scan import repair_pointer, scan_steps
 from ...storage.space import amount
@@ -40,7 +40,7 @@ def run(parsed: argparse.Namespace, output: Output) -> None:
     """
     if not 0 <= parsed.step <= MAX_STEP:
         raise CheckpointConfigError(f"--step={parsed.step} must be at least 0.")
-    source, root, fs = find_checkpoint(parsed.source).path, os.path.abspath(parsed.root), file_system(durable=True)
+    source, root, fs = find_checkpoint(parsed.source).path, os.path.abspath(parsed.root), storage_at(parsed.root)
     scans = {names: scan_steps(fs, root, names) for names in NAMINGS.values()}
     names = next((names for names, scan in scans.items() if scan.occupied), MEGATRON)
     from ...config.compose import compose_checkpoint

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from ...catalogue.folder import METADATA
 from ...errors import CheckpointConfigError, CheckpointError, CheckpointFencedError, CheckpointSaveError
 from ...storage.fencing import FencingToken
-from ...storage.file_system import file_system
-from ...storage.fs import FsOps
+from ...storage.files import FileStorage
+from ...storage.locate import file_storage
 from ...storage.manifest import read_manifest
 from ...storage.names import MANIFEST, MEGATRON, NAMINGS, StepNames
 from ...storage.scan import read_pointer, scan_steps, write_pointer
@@ -63,7 +63,7 @@ def is_whole_root(argument: str, checkpoint: Checkpoint) -> bool:
     return checkpoint.root is not None and checkpoint.root.path == os.path.abspath(os.path.expanduser(argument))
 
 
-def destination(fs: FsOps, argument: str, source: Place) -> Place:
+def destination(fs: FileStorage, argument: str, source: Place) -> Place:
     """Where `cp SOURCE ARGUMENT` puts the checkpoint.
 
     `ROOT@300`, an existing folder, or one with a slash at the end, which get a checkpoint of the source's step in the
@@ -89,9 +89,9 @@ def destination(fs: FsOps, argument: str, source: Place) -> Place:
     return Place(os.path.join(path, names.folder(step)), names, step)
 
 
-def file_system_of(root: str) -> FsOps:
+def file_system_of(root: str) -> FileStorage:
     """The file system operations for a root: without renames where its checkpoints were committed without them."""
-    fs = file_system(durable=True)
+    fs = file_storage()
     for name in reversed(fs.names(root)):
         place = place_of(os.path.join(root, name))
         if place.names is None:
@@ -99,11 +99,11 @@ def file_system_of(root: str) -> FsOps:
         with suppress(CheckpointError):  # a damaged one; another one says it
             manifest = read_manifest(fs, place.path)
             if manifest is not None:
-                return file_system(durable=True, atomic_rename="at" not in manifest)
+                return file_storage(atomic_rename="at" not in manifest)
     return fs
 
 
-def refuse_running(fs: FsOps, place: Place, what: str, *, ended: bool) -> None:
+def refuse_running(fs: FileStorage, place: Place, what: str, *, ended: bool) -> None:
     """Refuse to change a run's checkpoints while it may be alive.
 
     Args:
@@ -126,7 +126,7 @@ def refuse_running(fs: FsOps, place: Place, what: str, *, ended: bool) -> None:
     )
 
 
-def point_elsewhere(fs: FsOps, root: str, names: StepNames, leaving: Sequence[int]) -> None:
+def point_elsewhere(fs: FileStorage, root: str, names: StepNames, leaving: Sequence[int]) -> None:
     """Before checkpoints leave a root: have the pointer file name the newest of those that stay.
 
     It never names a step that is not there: a program that reads it then fails or starts from scratch.
@@ -141,7 +141,7 @@ def point_elsewhere(fs: FsOps, root: str, names: StepNames, leaving: Sequence[in
         fs.sync_folder(root)
 
 
-def point_to(fs: FsOps, place: Place) -> None:
+def point_to(fs: FileStorage, place: Place) -> None:
     """After a checkpoint came into a root: have the pointer file name it if it is newer than what the file names."""
     if place.names is None:
         return
@@ -157,7 +157,7 @@ def shown(path: str) -> str:
     return path if relative.startswith("..") else relative
 
 
-def tree_bytes(fs: FsOps, path: str) -> int:
+def tree_bytes(fs: FileStorage, path: str) -> int:
     """Bytes of a file, or of the files in a folder."""
     if not fs.is_real_folder(path):
         return fs.size(path) or 0

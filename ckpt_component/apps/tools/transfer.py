@@ -14,7 +14,7 @@ from ...errors import CheckpointConfigError, CheckpointCorruptError, CheckpointE
 from ...progress import Progress
 from ...storage.cleanup import discard, sweep_attempts
 from ...storage.copying import copy_checkpoint, same_content
-from ...storage.fs import FsOps
+from ...storage.files import FileStorage
 from ...storage.manifest import read_manifest
 from .roots import Place, is_one_checkpoint, point_elsewhere, point_to, refuse_running
 
@@ -35,7 +35,7 @@ class Transfer:
         progress: follows the bytes.
     """
 
-    fs: FsOps
+    fs: FileStorage
     source: Place
     manifest: Mapping[str, Any]
     target: Place

@@ -14,7 +14,7 @@ from ...catalogue.inspection import inspect
 from ...catalogue.verification import Damage, Item, verify_items
 from ...errors import CheckpointError, CheckpointUnreadableError, first_keys
 from ...progress import progress_bar
-from ...storage.file_system import file_system
+from ...storage.locate import storage_at
 from ...storage.space import amount
 from .app import FAILED, NO
 from .checkpoints import find_checkpoint, matching_keys
@@ -78,7 +78,7 @@ def _paths(argument: str) -> list[str]:
 
 def _verify(path: str, pattern: str | None, resume: bool) -> dict[str, Any]:
     started = time.perf_counter()
-    inspection = inspect(file_system(durable=True), path)
+    inspection = inspect(storage_at(path), path)
     items, lost, damages = inspection.items, inspection.lost, inspection.damages
     result: dict[str, Any] = {"path": path}
     if pattern is not None:

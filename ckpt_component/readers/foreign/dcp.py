@@ -15,7 +15,7 @@ from ...errors import CheckpointCorruptError
 from ...progress import Progress, no_progress
 from ...state.boxes import overlap
 from ...storage.file_set import FileSet, RangeRead
-from ...storage.fs import FsOps
+from ...storage.storage import Storage
 from ..source import Index, Request, Source, TensorEntry, copy_into
 from ..tensor_items import DTYPES, WIDTHS
 from .archives import load_archive, load_objects
@@ -34,7 +34,7 @@ class StockDcpSource(Source):
         CheckpointUnreadableError: `.metadata` cannot be read.
     """
 
-    def __init__(self, fs: FsOps, folder: str, *, shared: bool = True) -> None:
+    def __init__(self, fs: Storage, folder: str, *, shared: bool = True) -> None:
         self._shared = shared
         self._entries, containers = read_metadata(fs, folder, WIDTHS)
         index = Index(containers=containers)

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 from ...catalogue.folder import INDEX, MEGATRON_MARKER, METADATA, weights_in
 from ...catalogue.safetensors import shards_of
-from ...storage.fs import FsOps
 from ...storage.safe_open import place_of
+from ...storage.storage import Storage
 from ..source import Source
 from .safetensors import SafetensorsSource
 from .torch_file import TorchFileSource
@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 def open_folder(
-    fs: FsOps, folder: str, names: Sequence[str], *, mapped: bool, verify: bool, shared: bool
+    fs: Storage, folder: str, names: Sequence[str], *, mapped: bool, verify: bool, shared: bool
 ) -> Source | None:
     """Open the checkpoint of another program in a folder with these names; None if there is none.
 

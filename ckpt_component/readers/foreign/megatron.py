@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...catalogue.folder import MEGATRON_COMMON_FILE, MEGATRON_COMMON_KEY
-from ...storage.fs import FsOps
+from ...storage.storage import Storage
 from ..joined import JoinedSource
 from ..source import Source
 from .dcp import StockDcpSource
@@ -18,7 +18,7 @@ from .torch_file import StateSource, TorchFileSource
 _SHARD = re.compile(r"/shard_[\d.]+_[\d.]+$")
 
 
-def open_megatron(fs: FsOps, folder: str, names: Sequence[str], *, shared: bool) -> Source:
+def open_megatron(fs: Storage, folder: str, names: Sequence[str], *, shared: bool) -> Source:
     """Open a folder with the sharded values under Megatron's keys, and beside them the common values as a nested dict.
 
     Args:

@@ -17,7 +17,7 @@ import torch
 
 from ckpt_component import Checkpointer, CheckpointExistsError, PerRank, RanksError, build_checkpointer, build_manager
 from ckpt_component.storage import commit
-from ckpt_component.storage.fs import FsOps
+from ckpt_component.storage.files import FileStorage
 
 STATE = {"weight": torch.full((1000,), 3.0), "other": torch.ones(500)}
 
@@ -178,21 +178,21 @@ def late_view(rank: int, world_size: int, folder: Path) -> None:
 
     def late(name: str, ours: Callable[[str], bool], nothing: Any) -> None:
         """Have one method see what others made only when it is asked for the third time."""
-        look = getattr(FsOps, name)
+        look = getattr(FileStorage, name)
 
-        def see(fs: FsOps, path: str) -> Any:
+        def see(fs: FileStorage, path: str) -> Any:
             asked[path] = asked.get(path, 0) + 1
             return look(fs, path) if ours(path) or asked[path] > 2 else nothing
 
-        setattr(FsOps, name, see)
+        setattr(FileStorage, name, see)
 
-    def never(fs: FsOps, *_: Any) -> Any:
+    def never(fs: FileStorage, *_: Any) -> Any:
         raise AssertionError("rank 1 looks by itself")
 
     if rank == 1:
         late("is_folder", lambda path: False, False)
         for name in ("names", "modified", "open_folder", "free_bytes", "rename_new"):
-            setattr(FsOps, name, never)
+            setattr(FileStorage, name, never)
     else:
         late("size", lambda path: ".ckpt-tmp." not in path or not re.search("__1_|integrity-1", path), None)
     state = {"weight": torch.zeros(1000), "mine": PerRank(rank)}

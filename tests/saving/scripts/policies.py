@@ -24,7 +24,7 @@ from ckpt_component import (
     RanksError,
     build_manager,
 )
-from ckpt_component.storage.fs import FsOps
+from ckpt_component.storage.files import FileStorage
 
 #: Far above `max_stall_s` in these tests, far below every other deadline.
 LONG = 25.0
@@ -206,17 +206,17 @@ def late(rank: int, world_size: int, folder: Path) -> None:
 def root_not_writable(rank: int, world_size: int, folder: Path) -> None:
     """One rank cannot write: all ranks refuse to build the manager, and say which rank it is."""
     for bad in (0, 1):
-        try_folder = FsOps.try_folder
+        try_folder = FileStorage.try_folder
 
-        def refuse(self: FsOps, path: str, name: str) -> None:
+        def refuse(self: FileStorage, path: str, name: str) -> None:
             raise OSError(errno.EROFS, os.strerror(errno.EROFS), path)
 
         if rank == bad:
-            FsOps.try_folder = refuse  # type: ignore[method-assign]
+            FileStorage.try_folder = refuse  # type: ignore[method-assign]
         text = "cannot be written to.*Read-only file system"
         with pytest.raises(CheckpointConfigError, match=f"On rank 1: .*{text}" if bad else text):
             manager_in(folder / "run")
-        FsOps.try_folder = try_folder  # type: ignore[method-assign]
+        FileStorage.try_folder = try_folder  # type: ignore[method-assign]
     settle()
     with manager_in(folder / "run") as manager:
         assert manager.save(1, state_of(1, rank))
@@ -225,13 +225,13 @@ def root_not_writable(rank: int, world_size: int, folder: Path) -> None:
 def no_room(rank: int, world_size: int, folder: Path) -> None:
     """Room for what either rank writes but not for both: refused on both, in numbers."""
     state = {"mine": PerRank(torch.full((100_000,), float(rank)))}
-    free = FsOps.free_bytes
+    free = FileStorage.free_bytes
     with manager_in(folder / "run") as manager:
-        FsOps.free_bytes = lambda self, path: 600_000  # type: ignore[method-assign]
+        FileStorage.free_bytes = lambda self, path: 600_000  # type: ignore[method-assign]
         manager.save(1, state)
         with pytest.raises(CheckpointStorageFullError, match=r"needs 0\.8\d MB, and 0\.60 MB are free"):
             manager.wait()
-        FsOps.free_bytes = free  # type: ignore[method-assign]
+        FileStorage.free_bytes = free  # type: ignore[method-assign]
         # A disk that fills up on one rank meanwhile.
         if rank == 1:
             fail(manager, CheckpointSaveError("No space left on device", errno.ENOSPC))

@@ -22,7 +22,7 @@ from ckpt_component.compat.file_system_writer_async import FileSystemWriterAsync
 from ckpt_component.compat.plan_cache import CheckpointMetadataCache
 from ckpt_component.compat.state_dict_saver import SaveRanks, save_state_dict_async_finalize, save_state_dict_async_plan
 from ckpt_component.errors import CheckpointSaveError, RanksError
-from ckpt_component.storage.fs import FsOps
+from ckpt_component.storage.files import FileStorage
 
 warnings.simplefilter("ignore")
 
@@ -42,7 +42,7 @@ def sharded(value: float = 0.0, rows: int = 7) -> dict[str, Any]:
     }
 
 
-class FullAtTheEnd(FsOps):
+class FullAtTheEnd(FileStorage):
     """Has no room for `.metadata`."""
 
     def open_over(self, path: str) -> int:
@@ -51,7 +51,7 @@ class FullAtTheEnd(FsOps):
         return super().open_over(path)
 
 
-class Full(FsOps):
+class Full(FileStorage):
     """Has no room."""
 
     def create(self, path: str, size: int = 0) -> int:

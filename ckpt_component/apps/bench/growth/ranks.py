@@ -28,9 +28,9 @@ from ....saving.in_flight import InFlightSaves, PendingSave
 from ....saving.transaction import SaveTransaction
 from ....stagers.live import LiveStager
 from ....storage.commit import refuse_existing
-from ....storage.file_system import file_system
-from ....storage.fs import FsOps
+from ....storage.locate import file_storage
 from ....storage.names import Attempt, integrity_name
+from ....storage.storage import Storage
 from ....writing.request import WriteRequest
 from ..measure.files import remove
 from .connection import CountedConnection, Counts
@@ -106,7 +106,7 @@ class _Group:
     def __init__(self, store: Any, numbers: Sequence[int], world_size: int) -> None:
         lines = [store, *(store.clone() for _ in range(1, -(-len(numbers) // _SHARING)))]
         self._connections = [CountedConnection(lines[number % len(lines)]) for number in numbers]
-        fs, writer = file_system(durable=False), DcpWriter()
+        fs, writer = file_storage(durable=False), DcpWriter()
         self._ranks = [
             _Rank(connection, number, world_size, fs, writer)
             for connection, number in zip(self._connections, numbers, strict=True)
@@ -193,7 +193,9 @@ def _serve(pipe: Connection, port: int, numbers: range, world_size: int) -> None
 class _Rank:
     """One rank: the coordinating parts of a checkpointer, without an arena and a writer process."""
 
-    def __init__(self, connection: CountedConnection, rank: int, world_size: int, fs: FsOps, writer: DcpWriter) -> None:
+    def __init__(
+        self, connection: CountedConnection, rank: int, world_size: int, fs: Storage, writer: DcpWriter
+    ) -> None:
         self._ranks = StoreCoordinator(RankStore(connection, rank, world_size, f"{world_size}/"))
         self._stager = LiveStager()
         self._stager.connect(writer, ranks=self._ranks, shared=False, timeout=_SECONDS)

@@ -1,4 +1,4 @@
-"""`FsOps`: all file-system operations of a save.
+"""`FileStorage`: the storage of a local or mounted file system.
 
 It is production code and the hook for fault injection (`failpoint_fs` counts calls and fails or stops at the n-th).
 Nothing else in the package writes, renames or deletes a checkpoint's files.
@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 
 from .fs_type import kind_of
 from .safe_open import open_regular
+from .storage import Storage
 
 #: Linux takes at most this many buffers in one vectored write (IOV_MAX).
 _MAX_BUFFERS = 1024
@@ -29,27 +30,18 @@ _AT_FDCWD = -100
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 
-class FsOps:
-    """The file-system operations of a save.
-
-    Args:
-        durable: `True`: `sync` and `sync_folder` reach the disk (survives a power cut). `False`: they do nothing
-            (survives only process crashes, several times faster on small saves).
-        atomic_rename: whether a folder can be renamed in one step. `False`, for mounted object stores: nothing is
-            renamed, checkpoints are committed by `put_new`, and files are overwritten in place.
-        warns: whether to warn, once, if the file system has no locks. A writer process leaves that to its trainer.
-    """
+class FileStorage(Storage):
+    """Folders and files. With `atomic_rename=False`, for mounted object stores, nothing is renamed."""
 
     #: The system call behind `write`; it may write fewer bytes than given.
     _pwritev: Callable[[int, Sequence[memoryview], int], int] = staticmethod(os.pwritev)
 
-    def __init__(self, *, durable: bool = True, atomic_rename: bool = True, warns: bool = True) -> None:
-        self.durable = durable
-        self.atomic_rename = atomic_rename
-        self.warns = warns
+    @property
+    def has_direct_io(self) -> bool:
+        # A mounted object store stores a file when it is closed, so it cannot be opened a second time.
+        return self.atomic_rename
 
     def make_folders(self, path: str) -> None:
-        """Create a folder and its missing parents, and make each new entry durable."""
         missing = []
         while not os.path.isdir(path):
             missing.append(path)
@@ -62,11 +54,9 @@ class FsOps:
             self.sync_folder(os.path.dirname(folder))
 
     def make_folder(self, path: str) -> None:
-        """Create one folder; it is an error if it exists."""
         os.mkdir(path)
 
     def create(self, path: str, size: int = 0) -> int:
-        """Create a file that must not exist yet and reserve `size` bytes of disk; returns its descriptor."""
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
         if size:
             try:
@@ -79,7 +69,6 @@ class FsOps:
         return fd
 
     def write(self, fd: int, buffers: Sequence[memoryview], offset: int) -> None:
-        """Write all `buffers` one after the other from `offset` on, and continue after short writes."""
         pending = list(buffers)
         while pending:
             written = self._pwritev(fd, pending[:_MAX_BUFFERS], offset)
@@ -114,15 +103,11 @@ class FsOps:
             offset += count
 
     def start_writeback(self, fd: int, offset: int, length: int) -> None:
-        """Start writing a range to disk that will be synced later. Does not wait.
-
-        Linux starts the writeback of dirty pages when they are advised as no longer needed.
-        """
+        # Linux starts the writeback of dirty pages when they are advised as no longer needed.
         if self.durable:
             os.posix_fadvise(fd, offset, length, os.POSIX_FADV_DONTNEED)
 
     def open_direct(self, path: str) -> int:
-        """Open a file made by `create` a second time, for direct I/O in whole pages."""
         return os.open(path, os.O_WRONLY | os.O_DIRECT | os.O_NOFOLLOW | os.O_CLOEXEC)
 
     def open_over(self, path: str) -> int:
@@ -138,46 +123,28 @@ class FsOps:
         os.link(source, target, follow_symlinks=False)
 
     def truncate(self, fd: int, size: int) -> None:
-        """Truncate a file to `size` bytes."""
         os.ftruncate(fd, size)
 
     def drop_cached(self, fd: int) -> None:
-        """Drop the pages of a synced file from the page cache, so that they do not evict the training's data."""
         if self.durable:
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def sync(self, fd: int) -> None:
-        """Make a file's bytes durable; must be called by the process that wrote them."""
         if self.durable:
             os.fsync(fd)
 
     def close(self, fd: int) -> None:
-        """Close a descriptor returned by `create`."""
         os.close(fd)
 
-    def write_new(self, path: str, data: bytes, *, over: bool = False) -> None:
-        """Durably write one small file: a new one, or `over` an existing one."""
-        fd = self.open_over(path) if over else self.create(path)
+    def append(self, path: str, data: bytes) -> None:
+        fd = self.open_append(path)
         try:
             self.write(fd, [memoryview(data)], 0)
-            self.sync(fd)
-        except BaseException:
-            with contextlib.suppress(OSError):  # the first error is the one to report
-                self.close(fd)
-            raise
-        self.close(fd)
+        finally:
+            self.close(fd)
 
     def put_new(self, path: str, data: bytes, draft: str) -> None:
-        """Create a small file in one step; raises FileExistsError if the name is taken.
-
-        After any other error the file may exist nevertheless; read it back to find out.
-
-        Args:
-            path: path of the file.
-            data: content of the file.
-            draft: a synced file with the same content, to which `path` is hard-linked where the file system can do
-                that. Elsewhere `path` is created exclusively, which is the conditional put of an object store.
-        """
+        # Without hard links, the exclusive creation is the conditional put of a mounted object store.
         try:
             self.link(draft, path)
         except OSError as error:
@@ -186,15 +153,12 @@ class FsOps:
             self.write_new(path, data)
 
     def write_over(self, path: str, data: bytes) -> None:
-        """Durably replace one small file; readers see either the old bytes or the new ones.
-
-        Without renames the file is overwritten in place, which an object store makes visible at the close.
-        """
+        # Without renames the file is overwritten in place, which an object store makes visible at the close.
         fresh = f"{path}.new" if self.atomic_rename else path
         if self.size(fresh) is None and os.path.lexists(fresh):
             self.unlink(fresh)  # replace a link or a FIFO instead of writing through it
         try:
-            self.write_new(fresh, data, over=True)
+            self._write_whole(self.open_over(fresh), data)
             if self.atomic_rename:
                 self.replace(fresh, path)
         except BaseException:
@@ -205,7 +169,6 @@ class FsOps:
         self.sync_folder(os.path.dirname(path))
 
     def sync_folder(self, path: str) -> None:
-        """Make a folder's entries durable (new, renamed and deleted names)."""
         if not self.durable:
             return
         fd = os.open(path, _FOLDER)
@@ -215,13 +178,7 @@ class FsOps:
             os.close(fd)
 
     def rename_new(self, source: str, target: str) -> bool:
-        """Rename; raises FileExistsError if `target` exists, even as an empty folder.
-
-        A plain rename silently replaces an empty folder, so this uses RENAME_NOREPLACE.
-
-        Returns:
-            False on a file system without it, where the check and the rename are two steps.
-        """
+        # A plain rename silently replaces an empty folder.
         if _renameat2(source, target, _RENAME_NOREPLACE):
             return True
         if os.path.lexists(target):
@@ -238,19 +195,15 @@ class FsOps:
             os.rename(between, one)
 
     def replace(self, source: str, target: str) -> None:
-        """Rename over an existing file, atomically."""
         os.replace(source, target)
 
     def unlink(self, path: str) -> None:
-        """Delete one file."""
         os.unlink(path)
 
     def remove_folder(self, path: str) -> None:
-        """Delete one empty folder."""
         os.rmdir(path)
 
     def remove_tree(self, path: str) -> None:
-        """Delete a folder and everything in it; links are deleted, never followed."""
         if os.path.islink(path):
             self.unlink(path)
             return
@@ -264,22 +217,21 @@ class FsOps:
         self.remove_folder(path)
 
     def names(self, path: str) -> list[str]:
-        """The names in a folder, sorted; empty if the folder does not exist."""
         try:
             return sorted(os.listdir(path))
         except FileNotFoundError:
             return []
 
+    def exists(self, path: str) -> bool:
+        return os.path.lexists(path)
+
     def is_folder(self, path: str) -> bool:
-        """Whether the path is a folder or a link to one."""
         return os.path.isdir(path)
 
     def is_real_folder(self, path: str) -> bool:
-        """Whether the path is a folder and not a link."""
         return os.path.isdir(path) and not os.path.islink(path)
 
     def size(self, path: str) -> int | None:
-        """The size of a regular file in bytes, or None if there is none (links do not count)."""
         try:
             status = os.lstat(path)
         except FileNotFoundError:
@@ -287,10 +239,6 @@ class FsOps:
         return status.st_size if stat.S_ISREG(status.st_mode) else None
 
     def try_folder(self, path: str, name: str) -> float:
-        """Create a small file in a folder and delete it; raises the error that a save would get there.
-
-        Returns the file's creation time by the clock of the file system, seconds since 1970.
-        """
         trial = os.path.join(path, name)
         try:
             fd = self.create(trial)
@@ -302,7 +250,6 @@ class FsOps:
         return made
 
     def free_bytes(self, path: str) -> int | None:
-        """Bytes that this process can still write below a folder, which need not exist yet; None if unknown."""
         while not os.path.isdir(path) and path != os.path.dirname(path):
             path = os.path.dirname(path)
         try:
@@ -315,11 +262,9 @@ class FsOps:
         return status.f_frsize * (status.f_bfree if os.geteuid() == 0 else status.f_bavail)
 
     def in_memory(self, path: str) -> bool:
-        """Whether a folder is on an in-memory file system; False if that is unknown."""
         return kind_of(path) in ("tmpfs", "ramfs")
 
     def read(self, path: str, limit: int) -> bytes:
-        """Read a regular file of at most `limit` bytes; refuses links, FIFOs and the like."""
         fd = open_regular(path)
         with os.fdopen(fd, "rb") as stream:
             data = stream.read(limit + 1)
@@ -328,11 +273,9 @@ class FsOps:
         return data
 
     def touch(self, path: str) -> None:
-        """Set the modification time of a file to now, by the clock of the file system."""
         os.utime(path)
 
     def modified(self, path: str) -> float:
-        """When a file, or a folder or any entry in it, was last modified, seconds since 1970."""
         status = os.lstat(path)
         times = [status.st_mtime]
         if stat.S_ISDIR(status.st_mode):
@@ -342,13 +285,20 @@ class FsOps:
                         times.append(entry.stat(follow_symlinks=False).st_mtime)
         return max(times)
 
+    def changed(self, path: str) -> float:
+        return os.lstat(path).st_mtime
+
+    def device(self, path: str) -> int:
+        return os.stat(path).st_dev
+
     def open_folder(self, path: str) -> int:
-        """Open a folder to lock it; closing the descriptor or the end of the process releases the lock."""
         return os.open(path, _FOLDER)
 
     def flock(self, fd: int, how: int) -> None:
-        """Lock an open folder, which shows other processes that its owner is alive."""
         fcntl.flock(fd, how)
+
+    def close_folder(self, fd: int) -> None:
+        os.close(fd)
 
 
 def _renameat2(source: str, target: str, flags: int) -> bool:

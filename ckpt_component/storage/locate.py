@@ -1,0 +1,71 @@
+"""Which storage a path is in: files, or the objects of a bucket."""
+
+from __future__ import annotations
+
+import os
+import posixpath
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from ..errors import CheckpointConfigError
+from .files import FileStorage
+from .storage import Storage
+
+#: Environment variable: which operations fail, and how; see `failpoints`.
+SPEC = "CKPT_FAILPOINT"
+#: Environment variable: the file in which all processes record their operations.
+LOG = "CKPT_FAILPOINT_LOG"
+
+_SCHEME = re.compile(r"[a-z][a-z0-9+.-]*://", re.I)
+
+
+def is_url(path: str | os.PathLike[str]) -> bool:
+    """Whether a path begins with a scheme, such as `s3://`."""
+    return _SCHEME.match(os.fspath(path)) is not None
+
+
+def absolute(path: str | os.PathLike[str]) -> str:
+    """The absolute path of a file or folder, without `~`; of a URL, the same without needless slashes."""
+    text = os.fspath(path)
+    scheme = _SCHEME.match(text)
+    if scheme is None:
+        return os.path.abspath(os.path.expanduser(text))
+    bucket, slash, prefix = text[scheme.end() :].partition("/")
+    prefix = posixpath.normpath(f"/{prefix}").strip("/") if slash else ""
+    return scheme[0].lower() + "/".join(filter(None, (bucket, prefix)))
+
+
+def storage_at(
+    path: str | os.PathLike[str],
+    *,
+    durable: bool = True,
+    atomic_rename: bool = True,
+    options: Mapping[str, Any] | None = None,
+    process: str = "trainer",
+) -> Storage:
+    """The storage of a path.
+
+    Args:
+        path: a folder or file, or a URL; other paths of the same file system or bucket may be used with the result.
+        durable: see `Storage`.
+        atomic_rename: see `Storage`; buckets never have it.
+        options: `checkpoint.storage.options`, for a URL.
+        process: name of this process, which `process=` of a failpoint matches.
+
+    Raises:
+        CheckpointConfigError: the scheme is not supported, or the package for it is not installed.
+        FailpointError: the environment variables are set but invalid.
+    """
+    if is_url(path):
+        raise CheckpointConfigError(f"{path} is a URL, and checkpoints are in local or mounted folders only.")
+    return file_storage(durable=durable, atomic_rename=atomic_rename, process=process)
+
+
+def file_storage(*, durable: bool = True, atomic_rename: bool = True, process: str = "trainer") -> FileStorage:
+    """The storage of files; arguments and errors as for `storage_at`."""
+    if not (os.environ.get(SPEC) or os.environ.get(LOG)):
+        return FileStorage(durable=durable, atomic_rename=atomic_rename, warns=process == "trainer")
+    from ..testing.failpoint_fs import FailpointFs  # only tests set these variables; production never imports it
+
+    return FailpointFs(durable=durable, atomic_rename=atomic_rename, process=process)

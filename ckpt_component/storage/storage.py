@@ -1,0 +1,233 @@
+"""`Storage`: what checkpoints need from the place they are stored in. The whole contract is on this page.
+
+`FileStorage` (files) and `ObjectStorage` (objects) implement it. Paths are absolute; those of a bucket begin with a
+scheme, such as `s3://bucket/prefix`, and are joined and split like paths of files. A bucket has no folders: one exists
+while it has an entry. Commit, scan, cleanup, fencing and readers are written against this interface.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+
+class Storage(ABC):
+    """The operations of saves and loads on one kind of storage.
+
+    All methods raise OSError: FileNotFoundError and FileExistsError where they say so, others for what the storage
+    reports, with an `errno`.
+
+    Args:
+        durable: `True`: `sync` and `sync_folder` return when the bytes survive a power cut. `False`: they survive only
+            the end of the process.
+        atomic_rename: whether a folder can be renamed in one step; else checkpoints are committed by `put_new`.
+        options: `checkpoint.storage.options`, which a bucket was opened with; may hold secrets, so it is never logged.
+        warns: whether to warn, once, if there are no locks. A writer process leaves that to its trainer.
+    """
+
+    def __init__(
+        self,
+        *,
+        durable: bool = True,
+        atomic_rename: bool = True,
+        options: Mapping[str, Any] | None = None,
+        warns: bool = True,
+    ) -> None:
+        self.durable = durable
+        self.atomic_rename = atomic_rename
+        self.options = options or {}
+        self.warns = warns
+
+    @property
+    def has_direct_io(self) -> bool:
+        """Whether files can be written past the page cache, with `open_direct`."""
+        return False
+
+    # Folders
+
+    @abstractmethod
+    def make_folders(self, path: str) -> None:
+        """Create a folder and its missing parents, and make each new entry durable."""
+
+    @abstractmethod
+    def make_folder(self, path: str) -> None:
+        """Create one folder; raises FileExistsError if it exists, FileNotFoundError if its parent does not."""
+
+    def sync_folder(self, path: str) -> None:
+        """Make a folder's entries durable (new, renamed and deleted names)."""
+
+    @abstractmethod
+    def remove_folder(self, path: str) -> None:
+        """Delete one empty folder."""
+
+    @abstractmethod
+    def remove_tree(self, path: str) -> None:
+        """Delete a folder and everything in it; links are deleted, never followed."""
+
+    @abstractmethod
+    def names(self, path: str) -> list[str]:
+        """The names in a folder, sorted; empty if the folder does not exist."""
+
+    @abstractmethod
+    def exists(self, path: str) -> bool:
+        """Whether there is a file, a folder or anything else, such as a broken link."""
+
+    @abstractmethod
+    def is_folder(self, path: str) -> bool:
+        """Whether the path is a folder or a link to one."""
+
+    @abstractmethod
+    def is_real_folder(self, path: str) -> bool:
+        """Whether the path is a folder and not a link."""
+
+    # Large files, written by range
+
+    @abstractmethod
+    def create(self, path: str, size: int = 0) -> int:
+        """Create a file that must not exist yet, of `size` bytes; returns a descriptor for the methods below."""
+
+    @abstractmethod
+    def write(self, fd: int, buffers: Sequence[memoryview], offset: int) -> None:
+        """Write all `buffers` one after the other from `offset` on.
+
+        Ranges may come in any order and from several threads. The memory may be read until `sync` returns, unless the
+        buffers come from memory that is reused earlier, which the caller copies.
+        """
+
+    def start_writeback(self, fd: int, offset: int, length: int) -> None:
+        """Start making a range durable that will be synced later. Does not wait."""
+
+    @abstractmethod
+    def sync(self, fd: int) -> None:
+        """Make a file's bytes durable; must be called by the process that wrote them."""
+
+    def open_direct(self, path: str) -> int:
+        """Open a file made by `create` a second time, for direct I/O in whole pages; only with `has_direct_io`."""
+        raise _not_here("direct I/O")
+
+    def truncate(self, fd: int, size: int) -> None:
+        """Truncate a file to `size` bytes; only with `has_direct_io`."""
+        raise _not_here("truncation")
+
+    def drop_cached(self, fd: int) -> None:
+        """Drop the pages of a synced file from the page cache, so that they do not evict the training's data."""
+
+    @abstractmethod
+    def close(self, fd: int) -> None:
+        """Close a descriptor. A file that was not synced may be lost."""
+
+    # Small files, read and written as a whole
+
+    @abstractmethod
+    def read(self, path: str, limit: int) -> bytes:
+        """Read a file of at most `limit` bytes; refuses links, FIFOs and the like. Raises FileNotFoundError."""
+
+    def write_new(self, path: str, data: bytes) -> None:
+        """Durably write one small file that must not exist yet."""
+        self._write_whole(self.create(path), data)
+
+    def _write_whole(self, fd: int, data: bytes) -> None:
+        try:
+            self.write(fd, [memoryview(data)], 0)
+            self.sync(fd)
+        except BaseException:
+            with contextlib.suppress(OSError):  # the first error is the one to report
+                self.close(fd)
+            raise
+        self.close(fd)
+
+    @abstractmethod
+    def write_over(self, path: str, data: bytes) -> None:
+        """Durably write or replace one small file; readers see either the old bytes or the new ones."""
+
+    @abstractmethod
+    def put_new(self, path: str, data: bytes, draft: str) -> None:
+        """Create a small file in one step; raises FileExistsError if the name is taken.
+
+        After any other error the file may exist nevertheless; read it back to find out.
+
+        Args:
+            path: path of the file.
+            data: content of the file.
+            draft: a synced file with the same content.
+        """
+
+    @abstractmethod
+    def append(self, path: str, data: bytes) -> None:
+        """Add to the end of a file, which is made if there is none. Not durable."""
+
+    @abstractmethod
+    def unlink(self, path: str) -> None:
+        """Delete one file; raises FileNotFoundError."""
+
+    @abstractmethod
+    def size(self, path: str) -> int | None:
+        """The size of a regular file in bytes, or None if there is none (links do not count)."""
+
+    @abstractmethod
+    def modified(self, path: str) -> float:
+        """When a file, or a folder or any entry in it, was last modified, seconds since 1970."""
+
+    @abstractmethod
+    def changed(self, path: str) -> float:
+        """When a file, or a folder itself (not its entries), was made or changed, seconds since 1970."""
+
+    @abstractmethod
+    def touch(self, path: str) -> None:
+        """Set the modification time of a file to now, by the clock of the storage; raises FileNotFoundError."""
+
+    # Only with `atomic_rename`
+
+    def rename_new(self, source: str, target: str) -> bool:
+        """Rename; raises FileExistsError if `target` exists, even as an empty folder.
+
+        Returns:
+            False where the check and the rename are two steps.
+        """
+        raise _not_here("a rename")
+
+    def replace(self, source: str, target: str) -> None:
+        """Rename over an existing file, atomically."""
+        raise _not_here("a rename")
+
+    # Properties of a folder
+
+    @abstractmethod
+    def try_folder(self, path: str, name: str) -> float:
+        """Create a small file in a folder and delete it; raises the error that a save would get there.
+
+        Returns the file's creation time by the clock of the storage, seconds since 1970.
+        """
+
+    def free_bytes(self, path: str) -> int | None:
+        """Bytes that this process can still write below a folder, which need not exist yet; None if unknown."""
+        return None
+
+    def in_memory(self, path: str) -> bool:
+        """Whether a folder's files are kept only in memory; False if that is unknown."""
+        return False
+
+    def device(self, path: str) -> int:
+        """A number for the device that a folder is on."""
+        return 0
+
+    # Locks
+
+    @abstractmethod
+    def open_folder(self, path: str) -> int:
+        """Open a folder to lock it; closing the descriptor or the end of the process releases the lock."""
+
+    @abstractmethod
+    def flock(self, fd: int, how: int) -> None:
+        """Lock an open folder, which shows other processes that its owner is alive; raises ENOLCK without locks."""
+
+    @abstractmethod
+    def close_folder(self, fd: int) -> None:
+        """Close a folder, and release its lock."""
+
+
+def _not_here(what: str) -> OSError:
+    return OSError(errno.EOPNOTSUPP, f"this storage does not have {what}")
