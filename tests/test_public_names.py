@@ -21,6 +21,7 @@ def test_all_errors_are_public() -> None:
     assert set(ckpt_component.errors.__all__) < set(ckpt_component.__all__)
 
 
+@pytest.mark.slow
 def test_a_star_import_gives_them_all() -> None:
     code = "from ckpt_component import *\nimport ckpt_component as c\nassert set(c.__all__) <= set(globals())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=False)

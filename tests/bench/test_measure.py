@@ -141,6 +141,7 @@ def test_loads_take_turns_with_reads_of_the_same_files(tmp_path: Path) -> None:
     assert found == {"load_cold": None, "load_warm": 4.0}
 
 
+@pytest.mark.slow
 def test_memory_of_the_process_and_its_peak() -> None:
     before = pss_of_tree()
     assert before >= pss(os.getpid()) > 0

@@ -103,6 +103,7 @@ def test_a_row_that_breaks_is_an_error_with_its_last_words(target: Path) -> None
     assert "first words" in (target.parent / "logs" / "tiny-disk-torch_save-0.log").read_text()
 
 
+@pytest.mark.slow
 def test_a_row_that_hangs_is_killed_with_all_that_it_started(target: Path) -> None:
     rows = measured(target, ["sync"], [], repeats=1, timeout=3)
     assert rows["sync"] == [{"error": "killed: not done after 3 s"}]

@@ -253,6 +253,7 @@ def test_a_checkpointer_tells_listeners_and_writes_no_file(tmp_path: Path) -> No
     assert checkpointer.last_load is not None and checkpointer.last_load.verified
 
 
+@pytest.mark.slow
 def test_each_rank_records_its_part_under_one_token(tmp_path: Path) -> None:
     run_ranks(Path(__file__).parent / "scripts" / "two_ranks.py", "saves", 2, tmp_path)
     assert sorted(os.listdir(tmp_path / "run" / "events")) == ["rank-00000.jsonl", "rank-00001.jsonl"]

@@ -218,6 +218,7 @@ def test_the_commit_of_the_current_folder_is_stored(tmp_path: Path, monkeypatch:
 # --- several ranks, and trainers that die ---------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_of_several_ranks_the_first_writes_the_record(tmp_path: Path) -> None:
     run_ranks(Path(__file__).parent / "scripts" / "best.py", "recorded", 2, tmp_path)
 

@@ -13,6 +13,7 @@ from ckpt_component import build_checkpointer
 SCRIPT = Path(__file__).parent / "scripts" / "sharded_tensor.py"
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_shards_come_back_also_by_stock_dcp_and_on_other_ranks(tmp_path: Path) -> None:
     import torch.distributed.checkpoint as dcp

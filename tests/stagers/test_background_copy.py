@@ -177,6 +177,7 @@ KILLED = """
 """
 
 
+@pytest.mark.slow
 def test_a_trainer_killed_in_mid_copy_leaves_nothing_visible_and_no_writer(tmp_path: Path) -> None:
     script = tmp_path / "trainer.py"
     script.write_text(textwrap.dedent(KILLED))
