@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -83,9 +83,8 @@ class Transfer:
             verify_checkpoint(self.fs, self.target.path, self.progress)
         else:
             sweep_attempts(self.fs, self.target.path)  # what a copy left that was cut off
-            copy_checkpoint(
-                self.fs, self.source.path, self.manifest, self.target.path, self._before_commit, self.progress
-            )
+            source, target = self.source.path, self.target.path
+            copy_checkpoint(self.fs, source, self.manifest, self.fs, target, self._before_commit, self.progress)
         point_to(self.fs, self.target)
 
     def move(self) -> bool:
@@ -121,7 +120,7 @@ class Transfer:
             self._refuse_running(self.source)
             point_elsewhere(self.fs, self.source.root, self.source.names, [self.source.step])
 
-    def _before_commit(self, staging: str) -> None:
+    def _before_commit(self, staging: str, kept: Collection[str]) -> None:
         try:
             verify_files(self.fs, staging, self.manifest, self.progress)
         except CheckpointCorruptError as error:
