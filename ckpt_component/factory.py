@@ -36,11 +36,10 @@ from .exporting.casting import check_dtype
 from .exporting.export import ExportOptions
 from .exporting.hugging_face import CONFIG
 from .formats.base import Writer
-from .managing.best import BestPolicy
 from .managing.exports import BackgroundExports, ExportPolicy
 from .managing.git_commit import commit_of
 from .managing.manager import CheckpointManager
-from .managing.policies import ResumePolicy, RetentionPolicy, SavePolicy
+from .managing.policies import ResumePolicy, SavePolicy
 from .managing.recording import record
 from .managing.restore import Restorer
 from .managing.run_context import RunContext, job_ranks
@@ -55,6 +54,7 @@ from .saving.transaction import RunHooks
 from .stagers.base import Stager
 from .storage.locate import storage_at
 from .storage.names import NAMINGS, RUN_RECORD, new_token
+from .storage.retention import BestPolicy, RetentionPolicy
 from .storage.run_record import StoredConfig
 from .storage.storage import Storage
 

@@ -1,10 +1,10 @@
-"""Policies: when to save, what to keep, where to resume; and the check of a step."""
+"""Policies: when to save and where to resume; and the check of a step."""
 
 from __future__ import annotations
 
 import operator
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -57,31 +57,6 @@ class SavePolicy:
         if self.every_steps is not None and step % self.every_steps == 0:
             return True
         return self.every_seconds is not None and seconds_since_last >= self.every_seconds
-
-
-@dataclass(frozen=True)
-class RetentionPolicy:
-    """Keep the newest checkpoints, and some permanently.
-
-    Attributes:
-        last: how many of the newest to keep; None: all.
-        every_steps: checkpoints whose step is a multiple are never deleted; None: not used.
-    """
-
-    last: int | None = 3
-    every_steps: int | None = None
-
-    def to_delete(self, committed: Sequence[int], best: Collection[int] = ()) -> list[int]:
-        """Which of the committed steps to delete; never the newest.
-
-        Args:
-            committed: all of them.
-            best: steps that are kept as well.
-        """
-        if self.last is None:
-            return []
-        old = sorted(committed)[: -max(self.last, 1)]
-        return [step for step in old if step not in best and (self.every_steps is None or step % self.every_steps)]
 
 
 @dataclass(frozen=True)

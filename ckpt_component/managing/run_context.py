@@ -11,9 +11,9 @@ from ..coordination import Coordinator, LocalCoordinator, RankStore, StoreCoordi
 from ..events import EventRecorder
 from ..options import ResolvedTimeouts
 from ..storage.names import StepNames
+from ..storage.retention import BestPolicy
 from ..storage.scan import Scan, scan_steps, warn_of_skipped
 from ..storage.storage import Storage
-from .best import BestPolicy
 
 logger = logging.getLogger(__name__)
 

@@ -19,10 +19,11 @@ from ..storage.cleanup import discard, quarantine
 from ..storage.commit import refuse_existing
 from ..storage.fencing import FencingToken, Owner
 from ..storage.names import TRIAL_PREFIX, new_token
+from ..storage.retention import RetentionPolicy
 from ..storage.scan import Scan, read_pointer, write_pointer
 from ..storage.space import FULL
 from ..storage.visibility import wait_visible
-from .policies import ResumePolicy, RetentionPolicy
+from .policies import ResumePolicy
 from .run_context import RunContext, steps_text
 
 logger = logging.getLogger(__name__)

@@ -23,8 +23,7 @@ from ckpt_component import (
     CheckpointTypeError,
     build_manager,
 )
-from ckpt_component.managing.best import BestPolicy
-from ckpt_component.managing.policies import RetentionPolicy
+from ckpt_component.storage.retention import BestPolicy, RetentionPolicy
 
 NAN = math.nan
 

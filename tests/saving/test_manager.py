@@ -19,7 +19,8 @@ from ckpt_component import (
     build_checkpointer,
     build_manager,
 )
-from ckpt_component.managing.policies import ResumePolicy, RetentionPolicy, SavePolicy, checked_resume
+from ckpt_component.managing.policies import ResumePolicy, SavePolicy, checked_resume
+from ckpt_component.storage.retention import RetentionPolicy
 
 RESTORES_ONLY = ("checkpoint.save.every_steps=null", "checkpoint.save.at_end=false")
 

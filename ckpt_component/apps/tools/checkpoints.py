@@ -16,10 +16,10 @@ from typing import Any
 
 from ...catalogue.folder import is_readable
 from ...errors import CheckpointConfigError, CheckpointNotFoundError
-from ...managing.best import BestPolicy
 from ...spelling import closest
 from ...storage.locate import storage_at
 from ...storage.names import MANIFEST, MEGATRON, NAMINGS, SINGLE_FILES, StepNames, step_in_name
+from ...storage.retention import BestPolicy
 from ...storage.run_record import stored_config
 from ...storage.safe_open import read_failure
 from ...storage.scan import Scan, foreign_checkpoints, scan_steps

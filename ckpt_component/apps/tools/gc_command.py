@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from ...errors import CheckpointConfigError
-from ...managing.policies import RetentionPolicy
 from ...storage.cleanup import debris, discard, leftovers, sweep
 from ...storage.fencing import FencingToken
+from ...storage.retention import RetentionPolicy
 from ...storage.space import amount
 from .checkpoints import Root, find_root
 from .output import Output, table

@@ -1,12 +1,37 @@
-"""Which checkpoints are the best by a metric."""
+"""Which checkpoints to keep: the newest, some permanently, and the best by a metric."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from ..spelling import closest
+
+
+@dataclass(frozen=True)
+class RetentionPolicy:
+    """Keep the newest checkpoints, and some permanently.
+
+    Attributes:
+        last: how many of the newest to keep; None: all.
+        every_steps: checkpoints whose step is a multiple are never deleted; None: not used.
+    """
+
+    last: int | None = 3
+    every_steps: int | None = None
+
+    def to_delete(self, committed: Sequence[int], best: Collection[int] = ()) -> list[int]:
+        """Which of the committed steps to delete; never the newest.
+
+        Args:
+            committed: all of them.
+            best: steps that are kept as well.
+        """
+        if self.last is None:
+            return []
+        old = sorted(committed)[: -max(self.last, 1)]
+        return [step for step in old if step not in best and (self.every_steps is None or step % self.every_steps)]
 
 
 @dataclass(frozen=True)
