@@ -15,9 +15,10 @@ from ..progress import Progress, no_progress
 from ..spelling import invalid_choice
 from ..state.key_map import KeyMap
 from ..storage.cleanup import discard, sweep_attempts
+from ..storage.commit import new_attempt
 from ..storage.files import FileStorage
 from ..storage.liveness import AttemptLock
-from ..storage.names import MANIFEST, SINGLE_FILES, Attempt, new_token
+from ..storage.names import MANIFEST, SINGLE_FILES, new_token
 from ..storage.space import FULL, full_text, refuse_without_room
 from .blocks import TensorBlocks, open_blocks
 from .casting import caster, check_dtype
@@ -190,7 +191,7 @@ def _write(
     fs.make_folders(parent)
     sweep_attempts(fs, target)
     refuse_without_room(fs, target, sum(file.size for file in files) + sum(map(len, small.values())), 0)
-    attempt = Attempt(target, new_token(), file="" if options.format == "hf" else name)
+    attempt = new_attempt(fs, target, new_token(), file="" if options.format == "hf" else name)
     fs.make_folder(attempt.staging)
     lock = AttemptLock(fs, attempt)
     try:

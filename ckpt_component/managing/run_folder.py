@@ -129,7 +129,7 @@ class RunFolder:
             self._settle(self._step_of(path))
             self.settled = True
         try:
-            refuse_existing(path, by_rename=self.run.fs.atomic_rename)
+            refuse_existing(self.run.fs, path)
         except CheckpointExistsError as error:
             raise CheckpointExistsError(self._beside_others(str(error))) from error
 

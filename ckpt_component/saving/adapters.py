@@ -12,6 +12,7 @@ from ..errors import CheckpointBusyError, CheckpointTimeoutError
 from ..events import EventRecorder
 from ..options import ResolvedTimeouts
 from ..storage.commit import refuse_existing
+from ..storage.locate import file_storage
 
 _WHOLE_SAVE = ResolvedTimeouts().whole_save
 
@@ -77,7 +78,7 @@ class ForeignSaver:
         """Stage and write. First waits for the previous save, because a stager has only one buffer."""
         if not may_wait and self.busy:
             raise CheckpointBusyError(f"{path} came while an earlier save was still running")
-        refuse_existing(path)
+        refuse_existing(file_storage(), path)
         self.wait()
         staged = state_dict if self._stager is None else self._stager.stage(state_dict, **kwargs)
         written = self._writer.write(staged, path, **kwargs)

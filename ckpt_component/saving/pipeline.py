@@ -25,8 +25,8 @@ from ..formats.base import Writer
 from ..options import ResolvedTimeouts
 from ..progress import Progress, no_progress
 from ..stagers.base import Stager, StatePlan
-from ..storage.commit import refuse_existing, refuse_folder
-from ..storage.names import Attempt, owned_token
+from ..storage.commit import new_attempt, refuse_existing
+from ..storage.names import owned_token
 from ..storage.storage import Storage
 from .admission import SaveAdmission
 from .in_flight import InFlightSaves, PendingSave
@@ -84,11 +84,9 @@ class SavePipeline:
         self._hooks = hooks
         self._failures = ConsecutiveFailures(policy.give_up_after)
         self._single_file = getattr(writer, "single_file", "")
-        check_path: Callable[[str], None] = partial(refuse_existing, by_rename=fs.atomic_rename)
+        check_path: Callable[[str], None] = partial(refuse_existing, fs, file=self._single_file)
         if hooks is not None:
             check_path = hooks.check_path
-        elif self._single_file:
-            check_path = refuse_folder
         self._admission = SaveAdmission(ranks, stager, self.saves, check_path, timeouts)
         self._transaction = SaveTransaction(
             caller, writer, ranks, fs, timeouts, policy.min_free_bytes, self.events, hooks
@@ -160,7 +158,7 @@ class SavePipeline:
         owner = ""
         if self._hooks is not None:
             owner, save.token = self._hooks.ownership.token, owned_token(save.token)
-        save.attempt = Attempt(save.path, save.token, owner, self._fs.atomic_rename, self._single_file)
+        save.attempt = new_attempt(self._fs, save.path, save.token, owner, self._single_file)
         try:
             save.snapshot = self.stager.take(plan)
             save.snapshot.comparison = self.stager.compare(plan, save.number)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from errno import EACCES, EFBIG, EISDIR, ELOOP, ENAMETOOLONG, ENOTDIR, EPERM, EROFS
 
 from ..coordination import Coordinator
@@ -104,7 +104,7 @@ class RetryLoop:
         logger.warning(text, save.path, number, most, pause, error)
         self._closing.wait(pause)
         save.attempts += 1
-        save.attempt = replace(save.attempt, token=token_of_try(save.token, save.attempts))
+        save.attempt = save.attempt.again(token_of_try(save.token, save.attempts))
         return True
 
     def _agree(self, token: str, error: Exception) -> bool:

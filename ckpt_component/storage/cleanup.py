@@ -1,35 +1,30 @@
 """Delete or quarantine checkpoints, and sweep up the leftovers of dead runs.
 
-The way a folder was committed (see `commit`) is read from the disk. A folder that was not committed by rename may
-hold several attempts, which never touch each other's files.
+How a folder was committed is read from the disk (see `protocols`): the run that left it may have had another way.
 """
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import logging
 import os
 from collections.abc import Collection, Iterable, Iterator
 
 from ..errors import CheckpointError
+from .commit_protocol import remove_if_empty
 from .liveness import LifeSigns
-from .manifest import MAX_BYTES, data_folder, read_manifest
+from .manifest import read_manifest
+from .manifest_commit import attempts_in, is_quarantined
 from .names import (
     ALIVE_PREFIX,
-    MANIFEST,
-    QUARANTINED,
     STAGING_PREFIX,
     TRASH_PREFIX,
     TRIAL_PREFIX,
     StepNames,
     is_owned_token,
-    is_token,
     is_token_of_this_host,
-    quarantine_path,
     token_of,
-    trash_path,
 )
+from .protocols import protocol_of, protocol_on_disk
 from .storage import Storage
 
 logger = logging.getLogger(__name__)
@@ -37,28 +32,7 @@ logger = logging.getLogger(__name__)
 
 def discard(fs: Storage, path: str) -> bool:
     """Delete a checkpoint or a staging folder, manifest first. Logs a warning and returns False on failure."""
-    try:
-        if _is_renamed(fs, path):
-            # Rename it first, so that a reader never sees a partly deleted checkpoint.
-            trash = trash_path(path)
-            fs.rename_new(path, trash)
-            fs.sync_folder(os.path.dirname(path))
-            if fs.size(os.path.join(trash, MANIFEST)) is not None:
-                fs.unlink(os.path.join(trash, MANIFEST))
-            fs.remove_tree(trash)
-            return True
-        manifest, data = read_manifest(fs, path), path
-        if manifest is not None:
-            data = data_folder(fs, path, manifest)
-            fs.unlink(os.path.join(path, MANIFEST))
-            fs.sync_folder(path)
-        fs.remove_tree(data)
-        if data != path:
-            remove_if_empty(fs, path)  # it may also hold quarantined data or a late attempt
-    except (CheckpointError, OSError) as error:
-        logger.warning("%s could not be deleted (%s); it is not a checkpoint and may be deleted by hand", path, error)
-        return False
-    return True
+    return protocol_on_disk(fs, path).discard(path)
 
 
 def quarantine(fs: Storage, path: str) -> str:
@@ -70,24 +44,7 @@ def quarantine(fs: Storage, path: str) -> str:
     Raises:
         OSError: the checkpoint could not be moved and stays where it is.
     """
-    if _is_renamed(fs, path):
-        target = quarantine_path(path)
-        fs.rename_new(path, target)
-        fs.sync_folder(os.path.dirname(path))
-        return target
-    # Without renames the data stays in place: mark it, so that a sweep skips it, then delete the manifest.
-    manifest = os.path.join(path, MANIFEST)
-    try:
-        content = fs.read(manifest, MAX_BYTES)
-    except FileNotFoundError:
-        content = b"{}\n"
-    folders = _data_folders(fs, path)
-    for folder in folders:
-        fs.write_over(os.path.join(folder, QUARANTINED), content)
-    if fs.exists(manifest):
-        fs.unlink(manifest)
-        fs.sync_folder(path)
-    return folders[0]
+    return protocol_on_disk(fs, path).quarantine(path)
 
 
 def sweep(fs: Storage, root: str, steps: StepNames, fenced: Collection[str] = ()) -> list[str]:
@@ -117,11 +74,7 @@ def _removed(fs: Storage, path: str) -> bool:
         if not fs.is_real_folder(path):
             fs.unlink(path)
         else:
-            if fs.atomic_rename and os.path.basename(path).startswith(STAGING_PREFIX):
-                # Rename first, so that a process that wakes up late finds either all of it or nothing.
-                path, staging = trash_path(path), path
-                fs.rename_new(staging, path)
-            fs.remove_tree(path)
+            protocol_of(fs).remove_unfinished(path)
     except FileNotFoundError:
         return False  # committed or deleted concurrently
     except OSError as error:
@@ -192,46 +145,6 @@ def leftovers(fs: Storage, root: str, steps: StepNames) -> set[str]:
     }
 
 
-def attempts_in(fs: Storage, folder: str) -> list[str]:
-    """The tokens of the attempts whose files are inside a checkpoint's folder, committed or not."""
-    if not fs.is_real_folder(folder):
-        return []
-    return [name for name in fs.names(folder) if is_token(name) and fs.is_real_folder(os.path.join(folder, name))]
-
-
-def is_quarantined(fs: Storage, folder: str) -> bool:
-    """Whether the data in a folder is quarantined, that is, kept for inspection only."""
-    return fs.size(os.path.join(folder, QUARANTINED)) is not None
-
-
-def remove_if_empty(fs: Storage, folder: str) -> None:
-    """Delete a folder if it is empty."""
-    try:
-        fs.remove_folder(folder)
-    except OSError as error:
-        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT):
-            raise
-
-
-def _is_renamed(fs: Storage, path: str) -> bool:
-    """Whether an existing folder can be moved as a whole: renames are atomic, and it contains no attempts."""
-    return fs.atomic_rename and not attempts_in(fs, path)
-
-
-def _data_folders(fs: Storage, path: str) -> list[str]:
-    """The data folder of a damaged checkpoint; all candidates if the manifest does not name one."""
-    with contextlib.suppress(CheckpointError):
-        manifest = read_manifest(fs, path)
-        if manifest is not None:
-            return [data_folder(fs, path, manifest)]
-    signs, folders = LifeSigns(fs, os.path.dirname(path)), []
-    for token in attempts_in(fs, path):
-        folder = os.path.join(path, token)
-        if not signs.is_alive(folder, token) and not is_quarantined(fs, folder):
-            folders.append(folder)
-    return folders or [path]
-
-
 def _unfinished(fs: Storage, root: str, steps: StepNames, names: list[str]) -> Iterator[str]:
     """Names below `root` of attempts, half-deleted folders and small files; `_is_kept` says which attempts to keep."""
     for name in names:
@@ -292,10 +205,11 @@ def _is_dead(fs: Storage, signs: LifeSigns, name: str, *, here: bool) -> bool:
 
 
 def _remove_empty_steps(fs: Storage, signs: LifeSigns, steps: StepNames, emptied: Collection[str]) -> None:
-    """Delete empty step folders: without renames, an attempt that starts or fails can leave one behind."""
+    """Delete empty step folders, which attempts that are made inside them can leave behind."""
+    leaves_empty = protocol_of(fs).creates_targets
     for name in signs.names:
         path = os.path.join(signs.root, name)
-        if steps.step(name) is None or (fs.atomic_rename and name not in emptied):
+        if steps.step(name) is None or not (leaves_empty or name in emptied):
             continue
         try:
             if fs.is_real_folder(path) and not fs.names(path) and (name in emptied or not signs.is_young(path)):

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..progress import Progress, no_progress
-from .commit import abandon, begin, publish
+from .commit import abandon, begin, new_attempt, publish
 from .fencing import FencingToken
 from .file_set import FileSet
 from .files import FileStorage
@@ -84,7 +84,7 @@ def copy_checkpoint(
     folder, files = data_folder(source, path, manifest), manifest["files"]
     check_files(source, folder, manifest)
     token, owner = (new_token(), "") if continued is None else (continued.token, continued.ownership.token)
-    attempt = Attempt(target, token, owner, by_rename=storage.atomic_rename)
+    attempt = new_attempt(storage, target, token, owner)
     # Locked before the root is acquired, which deletes what nobody is working on.
     again = continued is not None and storage.is_real_folder(attempt.staging)
     lock = AttemptLock(storage, attempt) if again else None

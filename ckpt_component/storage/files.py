@@ -153,20 +153,23 @@ class FileStorage(Storage):
             self.write_new(path, data)
 
     def write_over(self, path: str, data: bytes) -> None:
-        # Without renames the file is overwritten in place, which an object store makes visible at the close.
-        fresh = f"{path}.new" if self.atomic_rename else path
-        if self.size(fresh) is None and os.path.lexists(fresh):
-            self.unlink(fresh)  # replace a link or a FIFO instead of writing through it
-        try:
-            self._write_whole(self.open_over(fresh), data)
-            if self.atomic_rename:
+        if not self.atomic_rename:
+            self._overwrite(path, data)  # an object store makes it visible at the close
+        else:
+            fresh = f"{path}.new"
+            try:
+                self._overwrite(fresh, data)
                 self.replace(fresh, path)
-        except BaseException:
-            if self.atomic_rename:
+            except BaseException:
                 with contextlib.suppress(OSError):  # the first error is the one to report
                     self.unlink(fresh)
-            raise
+                raise
         self.sync_folder(os.path.dirname(path))
+
+    def _overwrite(self, path: str, data: bytes) -> None:
+        if self.size(path) is None and os.path.lexists(path):
+            self.unlink(path)  # replace a link or a FIFO instead of writing through it
+        self._write_whole(self.open_over(path), data)
 
     def sync_folder(self, path: str) -> None:
         if not self.durable:
@@ -178,6 +181,11 @@ class FileStorage(Storage):
             os.close(fd)
 
     def rename_new(self, source: str, target: str) -> bool:
+        """Rename; raises FileExistsError if `target` exists, even as an empty folder.
+
+        Returns:
+            False where the check and the rename are two steps.
+        """
         # A plain rename silently replaces an empty folder.
         if _renameat2(source, target, _RENAME_NOREPLACE):
             return True
@@ -195,6 +203,7 @@ class FileStorage(Storage):
             os.rename(between, one)
 
     def replace(self, source: str, target: str) -> None:
+        """Rename over an existing file, atomically."""
         os.replace(source, target)
 
     def unlink(self, path: str) -> None:

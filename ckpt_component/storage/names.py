@@ -6,12 +6,11 @@ retired folders have names that start with `.ckpt-`, so that cleanup never delet
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import os
 import re
 import socket
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 MANIFEST = "manifest.json"
 #: What a checkpoint says about the run that saved it; see `run_record`.
@@ -116,32 +115,36 @@ def is_token_of_this_host(token: str) -> bool:
 class Attempt:
     """One attempt to save the checkpoint `target`.
 
+    It is plain data, which the writer process gets too; `CommitProtocol.attempt` makes it.
+
     Attributes:
         target: absolute path of the checkpoint.
         token: identifies this attempt.
+        staging: the folder that collects the files; its path ends with the token.
         owner: token of the run that must own the parent folder at the commit; empty: any run may commit there.
-        by_rename: whether the commit renames the staging folder, or creates the manifest in the target.
         file: name of the file in the staging folder that becomes the target; empty: the whole folder does.
     """
 
     target: str
     token: str
+    staging: str
     owner: str = ""
-    by_rename: bool = True
     file: str = ""
 
-    @functools.cached_property
-    def staging(self) -> str:
-        """The folder that collects the files: next to the target until the commit, or permanently inside it."""
-        if not self.by_rename:
-            return os.path.join(self.target, self.token)
-        folder, name = os.path.split(self.target)
-        return os.path.join(folder, f"{STAGING_PREFIX}{name}.{self.token}")
+    def again(self, token: str) -> Attempt:
+        """The next attempt to save the same checkpoint."""
+        return replace(self, token=token, staging=self.staging.removesuffix(self.token) + token)
 
 
 def token_of(name: str) -> str:
     """The token at the end of a name in this module's format, after a dot or a slash."""
     return re.split("[./]", name)[-1]
+
+
+def staging_path(path: str, token: str) -> str:
+    """The path next to `path` where an attempt collects its files."""
+    folder, name = os.path.split(path)
+    return os.path.join(folder, f"{STAGING_PREFIX}{name}.{token}")
 
 
 def trash_path(path: str) -> str:

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import CheckpointCorruptError, CheckpointError, CheckpointUnreadableError
-from .cleanup import attempts_in, is_quarantined
 from .manifest import check_files, data_folder, read_manifest
+from .manifest_commit import attempts_in, is_quarantined
 from .metrics import metrics_of
 from .names import MANIFEST, NAMINGS, QUARANTINED, STEP_DIGITS, StepNames
 from .storage import Storage

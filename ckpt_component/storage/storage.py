@@ -23,7 +23,7 @@ class Storage(ABC):
     Args:
         durable: `True`: `sync` and `sync_folder` return when the bytes survive a power cut. `False`: they survive only
             the end of the process.
-        atomic_rename: whether a folder can be renamed in one step; else checkpoints are committed by `put_new`.
+        atomic_rename: whether a folder can be renamed in one step; only files have it, see `FileStorage`.
         options: `checkpoint.storage.options`, which a bucket was opened with; may hold secrets, so it is never logged.
         warns: whether to warn, once, if there are no locks. A writer process leaves that to its trainer.
     """
@@ -106,11 +106,11 @@ class Storage(ABC):
 
     def open_direct(self, path: str) -> int:
         """Open a file made by `create` a second time, for direct I/O in whole pages; only with `has_direct_io`."""
-        raise _not_here("direct I/O")
+        raise not_here("direct I/O")
 
     def truncate(self, fd: int, size: int) -> None:
         """Truncate a file to `size` bytes; only with `has_direct_io`."""
-        raise _not_here("truncation")
+        raise not_here("truncation")
 
     def drop_cached(self, fd: int) -> None:
         """Drop the pages of a synced file from the page cache, so that they do not evict the training's data."""
@@ -179,20 +179,6 @@ class Storage(ABC):
     def touch(self, path: str) -> None:
         """Set the modification time of a file to now, by the clock of the storage; raises FileNotFoundError."""
 
-    # Only with `atomic_rename`
-
-    def rename_new(self, source: str, target: str) -> bool:
-        """Rename; raises FileExistsError if `target` exists, even as an empty folder.
-
-        Returns:
-            False where the check and the rename are two steps.
-        """
-        raise _not_here("a rename")
-
-    def replace(self, source: str, target: str) -> None:
-        """Rename over an existing file, atomically."""
-        raise _not_here("a rename")
-
     # Properties of a folder
 
     @abstractmethod
@@ -229,5 +215,6 @@ class Storage(ABC):
         """Close a folder, and release its lock."""
 
 
-def _not_here(what: str) -> OSError:
+def not_here(what: str) -> OSError:
+    """The error of an operation that a storage does not have."""
     return OSError(errno.EOPNOTSUPP, f"this storage does not have {what}")

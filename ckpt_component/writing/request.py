@@ -203,6 +203,7 @@ class WriteRequest:
             "rank": self.rank,
             "world_size": self.world_size,
             "durable": self.fs.durable,
+            "atomic_rename": self.fs.atomic_rename,
             "storage_options": dict(self.fs.options),
             "options": asdict(self.options),
             "manifest_fields": dict(self.manifest_fields),
@@ -225,7 +226,7 @@ class WriteRequest:
             fs=storage_at(
                 attempt.target,
                 durable=plain["durable"],
-                atomic_rename=attempt.by_rename,
+                atomic_rename=plain["atomic_rename"],
                 options=plain["storage_options"],
                 process="writer",
             ),

@@ -18,7 +18,15 @@ from ckpt_component import build_manager
 from ckpt_component.catalogue.verification import verify_checkpoint
 from ckpt_component.storage.files import FileStorage
 from ckpt_component.storage.locate import LOG
-from ckpt_component.storage.names import MEGATRON, OWNER, STAGING_PREFIX, TRASH_PREFIX, Attempt, new_token, trash_path
+from ckpt_component.storage.names import (
+    MEGATRON,
+    OWNER,
+    STAGING_PREFIX,
+    TRASH_PREFIX,
+    new_token,
+    staging_path,
+    trash_path,
+)
 from ckpt_component.storage.scan import read_pointer, scan_steps
 from ckpt_component.testing.operation_log import read_log
 
@@ -53,7 +61,7 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
             for step in steps:
                 run.save(step, {"weight": torch.full((64,), float(step)), "step": step})
         (folder / root / OWNER).unlink()  # this process, which is alive
-    shutil.copytree(folder / "a/iter_0000001", Attempt(str(folder / "a/iter_0000005"), new_token()).staging)
+    shutil.copytree(folder / "a/iter_0000001", staging_path(str(folder / "a/iter_0000005"), new_token()))
     shutil.copytree(folder / "a/iter_0000001", trash_path(str(folder / "a/iter_0000000")))
     return folder
 

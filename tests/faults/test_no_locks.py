@@ -39,8 +39,8 @@ def without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(LOG, str(tmp_path / "ops"))
 
 
-def begun(fs: FileStorage, root: Path, step: int, *, by_rename: bool = True) -> Attempt:
-    attempt = Attempt(str(root / MEGATRON.folder(step)), new_token(), by_rename=by_rename)
+def begun(fs: FileStorage, root: Path, step: int) -> Attempt:
+    attempt = commit.new_attempt(fs, str(root / MEGATRON.folder(step)), new_token())
     commit.begin(fs, attempt)
     fs.write_new(os.path.join(attempt.staging, "data"), b"1234")
     return attempt
@@ -98,7 +98,7 @@ def test_what_a_dead_run_left_goes_and_one_warning_says_why(
     mode: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     root = tmp_path / "root"
-    dead = begun(NoLocks(), root, 7, by_rename=mode != MANIFEST_MODE)
+    dead = begun(NoLocks(atomic_rename=mode != MANIFEST_MODE), root, 7)
     left = AttemptLock(NoLocks(), dead)
     left._over.set()  # as if it were killed: its file stays, and is touched no more
     age(str(root))
@@ -121,7 +121,7 @@ def test_what_a_dead_run_left_goes_and_one_warning_says_why(
 @pytest.mark.usefixtures("without_locks")
 def test_who_lives_is_waited_for_and_not_deleted(mode: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     root = tmp_path / "root"
-    attempt = begun(NoLocks(), root, 7, by_rename=mode != MANIFEST_MODE)
+    attempt = begun(NoLocks(atomic_rename=mode != MANIFEST_MODE), root, 7)
     lock = AttemptLock(NoLocks(), attempt)
     os.utime(attempt.staging, (1, 1))
     os.utime(os.path.join(attempt.staging, "data"), (1, 1))

@@ -63,7 +63,7 @@ def root(tmp_path: Path) -> Path:
 
 def written(fs: FileStorage, root: Path, step: int, owner: str = "") -> Attempt:
     """An attempt that lacks nothing but its commit."""
-    attempt = Attempt(str(root / MEGATRON.folder(step)), new_token(), owner, by_rename=fs.atomic_rename)
+    attempt = commit.new_attempt(fs, str(root / MEGATRON.folder(step)), new_token(), owner)
     commit.begin(fs, attempt)
     fs.write_new(os.path.join(attempt.staging, "data"), b"1234")
     return attempt
@@ -204,7 +204,7 @@ def test_racing_attempts_commit_exactly_once(kind: str, root: Path, uploads: str
 
         def race(step: int = step, start: threading.Barrier = start, told: list[Any] = told) -> None:
             fs = ObjectStore(uploads) if kind == "store" else FileStorage(durable=False, atomic_rename=False)
-            attempt = Attempt(str(root / MEGATRON.folder(step)), new_token(), by_rename=False)
+            attempt = commit.new_attempt(fs, str(root / MEGATRON.folder(step)), new_token())
             start.wait(30)
             try:
                 commit.begin(fs, attempt)

@@ -129,12 +129,14 @@ def test_a_damaged_newest_checkpoint_is_passed_over_loudly(tmp_path: Path, caplo
 
 
 def test_what_a_dead_run_left_is_deleted_and_nothing_else(tmp_path: Path) -> None:
-    from ckpt_component.storage.commit import begin
+    from ckpt_component.storage.commit import begin, new_attempt
     from ckpt_component.storage.files import FileStorage
     from ckpt_component.storage.liveness import AttemptLock
-    from ckpt_component.storage.names import Attempt, new_token
+    from ckpt_component.storage.names import new_token
 
-    dead, alive = (Attempt(str(tmp_path / name), new_token()) for name in ("iter_0000001", "iter_0000002"))
+    dead, alive = (
+        new_attempt(FileStorage(), str(tmp_path / name), new_token()) for name in ("iter_0000001", "iter_0000002")
+    )
     for attempt in (dead, alive):
         begin(FileStorage(), attempt)
         os.utime(attempt.staging, (1, 1))

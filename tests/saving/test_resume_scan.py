@@ -26,10 +26,10 @@ from ckpt_component import (
     build_manager,
 )
 from ckpt_component.storage.cleanup import discard
-from ckpt_component.storage.commit import begin
+from ckpt_component.storage.commit import begin, new_attempt
 from ckpt_component.storage.files import FileStorage
 from ckpt_component.storage.liveness import AttemptLock
-from ckpt_component.storage.names import QUARANTINE_PREFIX, Attempt, new_token
+from ckpt_component.storage.names import QUARANTINE_PREFIX, new_token
 
 POINTER = "latest_checkpointed_iteration.txt"
 SCRIPT = Path(__file__).parent / "scripts" / "damaged_resume.py"
@@ -269,7 +269,9 @@ def test_only_dead_debris_of_this_host_goes(tmp_path: Path, caplog: pytest.LogCa
     run(root, 1, 2)
     shutil.copytree(root / "iter_0000002", root / "iter_0000009")  # a copy is a checkpoint
     (root / "iter_0000009" / "__0_0.distcp").touch()
-    dead, alive = (Attempt(str(root / name), new_token()) for name in ("iter_0000003", "iter_0000004"))
+    dead, alive = (
+        new_attempt(FileStorage(), str(root / name), new_token()) for name in ("iter_0000003", "iter_0000004")
+    )
     for attempt in (dead, alive):
         begin(FileStorage(), attempt)
     held = AttemptLock(FileStorage(), alive)

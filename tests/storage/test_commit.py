@@ -36,7 +36,7 @@ class Recording(FileStorage):
 
 
 def begun(fs: FileStorage, target: Path) -> Attempt:
-    attempt = Attempt(str(target), new_token())
+    attempt = commit.new_attempt(fs, str(target), new_token())
     commit.begin(fs, attempt)
     return attempt
 

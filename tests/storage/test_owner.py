@@ -18,7 +18,7 @@ from ckpt_component import CheckpointFencedError, build_checkpointer, build_mana
 from ckpt_component.storage import commit
 from ckpt_component.storage.fencing import FencingToken, read_owner
 from ckpt_component.storage.files import FileStorage
-from ckpt_component.storage.names import Attempt, new_token
+from ckpt_component.storage.names import new_token
 
 
 def test_the_last_run_to_save_owns_the_root(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -37,7 +37,7 @@ def test_the_last_run_to_save_owns_the_root(tmp_path: Path, caplog: pytest.LogCa
 def test_an_attempt_of_a_run_that_lost_the_root_commits_nothing(tmp_path: Path) -> None:
     fs, first = FileStorage(), FencingToken(FileStorage(), str(tmp_path))
     first.acquire()
-    attempt = Attempt(str(tmp_path / "one"), new_token(), first.token)
+    attempt = commit.new_attempt(fs, str(tmp_path / "one"), new_token(), first.token)
     commit.begin(fs, attempt)
     FencingToken(fs, str(tmp_path)).acquire()
     with pytest.raises(CheckpointFencedError):

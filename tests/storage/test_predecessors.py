@@ -43,7 +43,7 @@ def left_by(root: Path, step: int, mode: str, *, owned: bool = True) -> Attempt:
     """What a run that was killed in mid-save leaves."""
     fs = FileStorage(atomic_rename=mode == "rename")
     token = owned_token(new_token()) if owned else new_token()
-    attempt = Attempt(str(root / MEGATRON.folder(step)), token, "", fs.atomic_rename)
+    attempt = commit.new_attempt(fs, str(root / MEGATRON.folder(step)), token)
     commit.begin(fs, attempt)
     fs.write_new(os.path.join(attempt.staging, "data"), b"1234")
     age(Path(attempt.staging))

@@ -10,7 +10,7 @@ import pytest
 
 from ckpt_component.errors import CheckpointStorageFullError
 from ckpt_component.storage.files import FileStorage
-from ckpt_component.storage.names import Attempt, is_token_of_this_host, new_token, token_of, token_of_try
+from ckpt_component.storage.names import is_token_of_this_host, new_token, staging_path, token_of, token_of_try
 from ckpt_component.storage.space import FULL, amount, full_text, refuse_without_room
 
 
@@ -67,6 +67,6 @@ def test_the_advice_fits_the_limit(tmp_path: Path) -> None:
 
 def test_a_try_has_a_name_of_its_own_that_is_known_as_ours() -> None:
     token = new_token()
-    names = [Attempt("/root/iter_0000001", token_of_try(token, number)).staging for number in (1, 2, 3)]
+    names = [staging_path("/root/iter_0000001", token_of_try(token, number)) for number in (1, 2, 3)]
     assert len(set(names)) == 3 and names[0].endswith(token)
     assert all(is_token_of_this_host(token_of(name)) for name in names)

@@ -21,11 +21,12 @@ from safetensors.torch import save_file
 from ckpt_component import build_checkpointer, build_manager
 from ckpt_component.apps.tools.app import main
 from ckpt_component.catalogue.verification import verify_checkpoint
+from ckpt_component.storage.commit import new_attempt
 from ckpt_component.storage.fencing import Owner
 from ckpt_component.storage.files import FileStorage
 from ckpt_component.storage.liveness import AttemptLock
 from ckpt_component.storage.manifest import read_manifest
-from ckpt_component.storage.names import MEGATRON, OWNER, STEP, Attempt, new_token
+from ckpt_component.storage.names import MEGATRON, OWNER, STEP, new_token
 from ckpt_component.storage.scan import committed_steps, read_pointer
 
 Ckpt = Callable[..., tuple[int, str, str]]
@@ -268,7 +269,7 @@ def test_what_is_no_checkpoint_of_ours_is_not_deleted(root: Path, tmp_path: Path
 
 def test_debris_of_the_dead_goes_and_that_of_the_living_stays(root: Path, ckpt: Ckpt) -> None:
     fs = FileStorage()
-    dead, alive, young = (Attempt(str(root / MEGATRON.folder(step)), new_token()) for step in (7, 8, 9))
+    dead, alive, young = (new_attempt(fs, str(root / MEGATRON.folder(step)), new_token()) for step in (7, 8, 9))
     for attempt in (dead, alive, young):
         fs.make_folder(attempt.staging)
         fs.write_new(os.path.join(attempt.staging, "data"), b"1234")

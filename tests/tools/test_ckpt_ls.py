@@ -16,9 +16,10 @@ import torch
 
 from ckpt_component import CheckpointConfigError, CheckpointNotFoundError, build_manager
 from ckpt_component.apps.tools.checkpoints import find_checkpoint, find_root
+from ckpt_component.storage.commit import new_attempt
 from ckpt_component.storage.files import FileStorage
 from ckpt_component.storage.liveness import AttemptLock
-from ckpt_component.storage.names import Attempt, new_token
+from ckpt_component.storage.names import new_token
 
 
 def test_lists_checkpoints_with_the_newest_and_the_best(ckpt: Callable[..., Any], root: Path) -> None:
@@ -39,7 +40,7 @@ def test_says_what_else_is_there(ckpt: Callable[..., Any], root: Path) -> None:
     old = time.time() - 3600
     (root / "iter_0000100" / "__0_0.distcp").unlink()
     (root / "iter_0000300" / "manifest.json").unlink()  # a torn one of ours
-    dead, alive = (Attempt(str(root / f"iter_000050{number}"), new_token()) for number in range(2))
+    dead, alive = (new_attempt(FileStorage(), str(root / f"iter_000050{number}"), new_token()) for number in range(2))
     for attempt in (dead, alive):
         shutil.copytree(root / "iter_0000400", attempt.staging)
         os.utime(attempt.staging, (old, old))

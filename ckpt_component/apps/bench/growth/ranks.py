@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any, ClassVar
 
@@ -27,9 +28,9 @@ from ....saving.admission import SaveAdmission
 from ....saving.in_flight import InFlightSaves, PendingSave
 from ....saving.transaction import SaveTransaction
 from ....stagers.live import LiveStager
-from ....storage.commit import refuse_existing
+from ....storage.commit import new_attempt, refuse_existing
 from ....storage.locate import file_storage
-from ....storage.names import Attempt, integrity_name
+from ....storage.names import integrity_name
 from ....storage.storage import Storage
 from ....writing.request import WriteRequest
 from ..measure.files import remove
@@ -196,11 +197,13 @@ class _Rank:
     def __init__(
         self, connection: CountedConnection, rank: int, world_size: int, fs: Storage, writer: DcpWriter
     ) -> None:
+        self._fs = fs
         self._ranks = StoreCoordinator(RankStore(connection, rank, world_size, f"{world_size}/"))
         self._stager = LiveStager()
         self._stager.connect(writer, ranks=self._ranks, shared=False, timeout=_SECONDS)
         timeouts = ResolvedTimeouts(stage=_SECONDS, write=_SECONDS)
-        self._admission = SaveAdmission(self._ranks, self._stager, InFlightSaves(), refuse_existing, timeouts)
+        check_path = partial(refuse_existing, fs)
+        self._admission = SaveAdmission(self._ranks, self._stager, InFlightSaves(), check_path, timeouts)
         self._transaction = SaveTransaction(_StandIn(), writer, self._ranks, fs, timeouts, 0, EventRecorder())
         self._state: dict[str, Any] = {
             "own": {f"rank_{rank}_{number}": torch.ones(8) for number in range(_OWN)},
@@ -214,7 +217,7 @@ class _Rank:
         if isinstance(plan, BaseException):
             raise plan
         save.snapshot = self._stager.take(plan)
-        save.attempt = Attempt(path, save.token)
+        save.attempt = new_attempt(self._fs, path, save.token)
         self._transaction.run(save)
 
     def close(self) -> None:

@@ -1,0 +1,19 @@
+"""Which commit protocol a storage has, and which one a folder on disk was committed by."""
+
+from __future__ import annotations
+
+from .commit_protocol import CommitProtocol
+from .files import FileStorage
+from .manifest_commit import ManifestCommit, attempts_in
+from .rename_commit import RenameCommit
+from .storage import Storage
+
+
+def protocol_of(fs: Storage) -> CommitProtocol:
+    """How attempts are committed in a storage."""
+    return RenameCommit(fs) if isinstance(fs, FileStorage) and fs.atomic_rename else ManifestCommit(fs)
+
+
+def protocol_on_disk(fs: Storage, path: str) -> CommitProtocol:
+    """How to change an existing folder: one that holds attempts, whoever made it, is not moved as a whole."""
+    return ManifestCommit(fs) if attempts_in(fs, path) else protocol_of(fs)
