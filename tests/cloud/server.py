@@ -1,0 +1,113 @@
+"""moto's S3 server on a free port of 127.0.0.1; as a script it is the server, which ends when its stdin is closed."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import subprocess
+import sys
+import threading
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+_END_SECONDS = 5.0
+_REPLY_SECONDS = 30.0
+REGION = "us-east-1"
+KEYS = {"access_key_id": "test", "secret_access_key": "not-a-secret"}
+
+
+@dataclass
+class S3Server:
+    """The tests' side of the server: its process, and requests to it that pass no proxy."""
+
+    process: subprocess.Popen[str] = field(repr=False)
+    port: int
+
+    @property
+    def endpoint(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def request(self, method: str, path: str, body: bytes = b"") -> bytes:
+        """Send one request, unsigned; returns the body of the answer, which must be of success."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=_REPLY_SECONDS)
+        with contextlib.closing(connection):
+            connection.request(method, path, body)
+            answer = connection.getresponse()
+            text = answer.read()
+        if answer.status >= 300:
+            raise RuntimeError(f"{method} {path}: {answer.status}: {text.decode(errors='replace')}")
+        return text
+
+    def close(self) -> None:
+        """End the process."""
+        assert self.process.stdin and self.process.stdout
+        self.process.stdin.close()
+        try:
+            self.process.wait(_END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        self.process.stdout.close()
+
+
+def start_server() -> S3Server:
+    """Start a server, empty; it ends with this process at the latest."""
+    process = subprocess.Popen(
+        [sys.executable, str(Path(__file__)), "serve"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout
+    line = process.stdout.readline()
+    if not line:
+        raise RuntimeError(f"the S3 server did not start: exit code {process.wait(_END_SECONDS)}")
+    return S3Server(process, int(line))
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """A bucket that is empty at first.
+
+    Attributes:
+        name: of the bucket; `url` is the root for `checkpoint.dir`.
+        server: which it is on.
+    """
+
+    name: str
+    server: S3Server
+
+    @property
+    def url(self) -> str:
+        return f"s3://{self.name}"
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """`checkpoint.storage.options` of the server itself, where a test wants no environment variables."""
+        return {"endpoint": self.server.endpoint, "region": REGION, "allow_http": True, **KEYS}
+
+    def keys(self, prefix: str = "") -> list[str]:
+        """All keys, sorted; asked of the server, not through the proxy."""
+        return [item["path"] for page in self.store().list(prefix=prefix or None) for item in page]
+
+    def store(self, **options: Any) -> Any:
+        """A store of obstore at the server, not through the proxy."""
+        from obstore.store import S3Store
+
+        given = {**self.options, **options}
+        return S3Store(self.name, client_options={"allow_http": given.pop("allow_http")}, **given)
+
+
+def _serve() -> None:
+    import logging
+
+    from moto.server import create_backend_app  # type: ignore[import-untyped]
+    from werkzeug.serving import make_server
+
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    server = make_server("127.0.0.1", 0, create_backend_app("s3"), threaded=True)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    print(server.server_port, flush=True)
+    sys.stdin.read()
+
+
+if __name__ == "__main__":
+    _serve()
