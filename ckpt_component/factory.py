@@ -129,9 +129,6 @@ def build_manager(
                 claim = partial(job.claim, fs, job_root) if save.enabled else lambda: job_root
                 job_root = ranks.run_on_leader("root/job", claim, time.monotonic() + timeouts.stage)
             root = os.path.abspath(job_root)
-            if export is not None and save.enabled and ranks.is_leader:
-                exports = BackgroundExports(export)
-                listeners.append(exports)
             events = EventRecorder(
                 EventFile(root, ranks.rank) if settings.events else None,
                 listeners,
@@ -141,6 +138,9 @@ def build_manager(
                 about={"preset": preset, **_named_parts(settings), "versions": _versions()},
                 waits=not save.enabled,
             )
+            if export is not None and save.enabled and ranks.is_leader:
+                exports = BackgroundExports(export, events.note_now)
+                events.add_listener(exports)
             run = RunContext(fs, root, names, ranks, timeouts, best, events)
             keep = RetentionPolicy(settings.keep.last, settings.keep.every_steps)
             files = {RUN_RECORD: _run_record(config, overrides)} if ranks.is_leader else {}

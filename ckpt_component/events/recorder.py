@@ -111,6 +111,11 @@ class EventRecorder:
         """Record an event."""
         self._record([event])
 
+    def note_now(self, event: Mapping[str, Any]) -> None:
+        """Record an event of work that goes on after the last save, also when this recorder is closed; after `note`."""
+        if self._file is not None:
+            self._file.append([{**event, **self._names}])
+
     def drain(self, timeout: float) -> None:
         """Wait until the events so far are recorded and the listeners know them, or for `timeout` seconds."""
         self._thread.drain(timeout)

@@ -10,8 +10,10 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ..callers.priority import lower_priority
 from ..errors import CheckpointError, CheckpointSaveError, CheckpointTimeoutError
@@ -19,6 +21,7 @@ from ..events import CheckpointListener, SaveReport
 from ..exporting.export import ExportOptions
 from ..exporting.process import CODE
 from ..options import IoPriority
+from ..storage.names import step_in_name
 from ..storage.space import amount
 from ..writing.exit_text import describe_exit
 
@@ -62,10 +65,12 @@ class BackgroundExports(CheckpointListener):
 
     Args:
         policy: What to export.
+        note: Records an event, from the thread of the exports.
     """
 
-    def __init__(self, policy: ExportPolicy) -> None:
+    def __init__(self, policy: ExportPolicy, note: Callable[[dict[str, Any]], None]) -> None:
         self._policy = policy
+        self._note = note
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         #: What is exported now, and what waits.
@@ -119,18 +124,21 @@ class BackgroundExports(CheckpointListener):
     def _run(self) -> None:
         path: str | None = self._pending[0]
         while path is not None:
+            started, event = time.time(), {"event": "export", "path": path, "target": self._policy.target_of(path)}
             try:
-                self._export(path)
+                done = self._export(path)
+                self._note({**event, "outcome": "exported", "bytes": done["nbytes"]} | _timed(path, started))
             except (CheckpointError, OSError, ValueError) as error:
                 logger.warning("%s was not exported, and the run continues: %s", path, error)
+                self._note({**event, "outcome": "failed", "error": str(error)} | _timed(path, started))
             with self._lock:
                 del self._pending[0]
                 path = next(iter(self._pending), None)
                 if path is None:
                     self._thread = None
 
-    def _export(self, path: str) -> None:
-        """Run the process.
+    def _export(self, path: str) -> dict[str, Any]:
+        """Run the process, and return its answer.
 
         Raises:
             CheckpointError: The export failed.
@@ -161,6 +169,13 @@ class BackgroundExports(CheckpointListener):
             raise CheckpointSaveError(answer.get("error", ended))
         size = amount(answer["nbytes"])
         logger.info("%s exported: %s in %.1f s, %s", os.path.basename(path), size, answer["seconds"], target)
+        return dict(answer)
+
+
+def _timed(path: str, started: float) -> dict[str, Any]:
+    """What the record of an export has besides its outcome."""
+    step = step_in_name(os.path.basename(path))
+    return {"time": round(started, 6), "step": step, "seconds": round(time.time() - started, 6)}
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from ckpt_component import CheckpointConfigError, build_manager
+from ckpt_component.events import read_events
 
 
 def run(folder: Path, *overrides: str, steps: int = 4, fails: bool = False) -> Any:
@@ -38,6 +39,10 @@ def test_exports_of_some_steps_and_the_last(
     exports = tmp_path / "run" / "exports"
     done = {path.name: load_file(path / "model.safetensors") for path in exports.iterdir()}
     skipped = [f"iter_000000{step}" for step in (2, 4) if f"iter_000000{step} is not exported" in caplog.text]
+    events = [event for event in read_events(tmp_path / "run") if event["event"] == "export"]
+    assert [os.path.basename(event["target"]) for event in events] == sorted(done)
+    assert {event["outcome"] for event in events} == {"exported"} and all(event["bytes"] > 0 for event in events)
+    assert [event["step"] for event in events] == [int(name[-1]) for name in sorted(done)]
     assert len(caplog.records) == len(skipped) and not capfd.readouterr().err  # the process ends without a word
     assert sorted([*done, *skipped]) == ["iter_0000002", "iter_0000004", "iter_0000005"]
     assert "iter_0000005" in done
@@ -72,6 +77,8 @@ def test_a_failed_export_is_a_warning_and_leaves_nothing_visible(
     manager = run(tmp_path / "run", "format=hf", *overrides, steps=1)
     (record,) = [record for record in caplog.records if "was not exported" in record.message]
     assert record.levelno == logging.WARNING and text in record.message
+    (event,) = [event for event in read_events(tmp_path / "run") if event["event"] == "export"]
+    assert event["outcome"] == "failed" and text in event["error"]
     assert manager.steps() == [1] and [report.outcome for report in manager.reports] == ["committed"]
     exports = tmp_path / "run" / "exports"
     assert not exports.exists() or not [name for name in os.listdir(exports) if not name.startswith(".ckpt-tmp.")]

@@ -283,6 +283,8 @@ def test_debris_of_the_dead_goes_and_that_of_the_living_stays(root: Path, ckpt: 
     finally:
         lock.close()
     assert code == 0 and os.path.basename(dead.staging) in out and "deleted: 4 bytes" in out
+    for attempt in (alive, young):
+        assert f"kept {os.path.basename(attempt.staging)}: a process works on it" in out
     assert [os.path.exists(attempt.staging) for attempt in (dead, alive, young)] == [False, True, True]
     assert kept.exists() and steps(root) == [1, 2, 3]
     assert ckpt("rm", kept)[0] == 0 and not kept.exists()
@@ -300,7 +302,8 @@ def test_debris_of_another_host_goes_once_its_run_has_ended(root: Path, ckpt: Ck
     dead = root / f".ckpt-tmp.iter_0000009.{'0' * 8}-{'1' * 8}-o"
     dead.mkdir()
     os.utime(dead, (1, 1))
-    assert "nothing to delete" in ckpt("gc", root)[1] and dead.exists()
+    said = ckpt("gc", root)[1]
+    assert "nothing to delete" in said and f"kept {dead.name}: left on another host: --ended" in said and dead.exists()
     assert ckpt("gc", root, "--ended")[0] == 0 and not dead.exists()
 
 

@@ -111,3 +111,14 @@ def test_what_is_mistyped_is_told(
     code, _, error = ckpt(capsys, "import", *(names.get(word, word) for word in arguments))
     assert code == 2 and text in error
     assert not (tmp_path / "root").exists()
+
+
+def test_damage_is_told_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    build_checkpointer("sync").save({"w": torch.ones(1000)}, tmp_path / "ours")
+    (data,) = (tmp_path / "ours").glob("__0_0.distcp")
+    content = bytearray(data.read_bytes())
+    content[content.index(b"\x00\x00\x80\x3f" * 20) + 4] ^= 1
+    data.write_bytes(content)
+    with pytest.raises(SystemExit):
+        main(["import", str(tmp_path / "ours"), str(tmp_path / "imported"), "--step", "1"])
+    assert capfd.readouterr().err.count("is damaged") == 1

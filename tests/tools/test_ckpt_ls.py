@@ -139,3 +139,12 @@ def test_starts_without_torch(command: str, root: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code, command, *arguments], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_file_of_weights_hides_no_checkpoints(ckpt: Callable[..., Any], tmp_path: Path) -> None:
+    torch.save({"a": torch.ones(2)}, tmp_path / "pytorch_model.bin")
+    itself = ckpt("ls", tmp_path)
+    assert itself.code == 2 and "is a checkpoint, not a folder" in itself.err
+    (tmp_path / "last").mkdir()
+    torch.save({"a": torch.ones(2)}, tmp_path / "last" / "pytorch_model.bin")
+    assert "unverified (last)" in ckpt("ls", tmp_path).out

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from run_events import STALL, STEP, write_run
 
+from ckpt_component.apps.runs.records import PHASES
 from ckpt_component.apps.tools.app import main
 from ckpt_component.events import EventFile
 
@@ -125,3 +126,17 @@ def test_it_needs_neither_torch_nor_hydra(tmp_path: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0 and done.stderr.strip() == "set()", done.stderr
+
+
+def test_long_lines_lose_columns_not_their_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    spans = {name: [100 * place, 100 * place + 99.5] for place, name in enumerate(PHASES)}
+    save = {"event": "save", "time": 1e9, "step": 123456, "path": "iter_0123456", "outcome": "committed", "error": None}
+    save |= {"bytes": 123_450_000_000, "attempts": 1, "stall_s": 99.5, "lost_s": 99.5, "spans": spans}
+    tmp_path.joinpath("iter_0123456").mkdir()
+    EventFile(str(tmp_path), 0).append([{**save, "run": "a", "rank": 0}])
+    assert ckpt(str(tmp_path), "--out", str(tmp_path / "out")) == 0
+    lines = capsys.readouterr().out.splitlines()
+    (row,) = [line for line in lines if line.startswith("123456")]
+    header = lines[lines.index(row) - 1].split()
+    assert len(row) <= 100 and len(row.split()) > len(header) and header[-2:] == ["durable", "lost"]
+    assert "queue" not in header and "commit" in header

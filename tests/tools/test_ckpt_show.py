@@ -30,8 +30,8 @@ def test_layers_are_folded_where_they_are_equal(ckpt: Callable[..., Any], root: 
         ["weight", "float32", "8x4", "128", "bytes"],
         ["bias", "float32", "8", "32", "bytes"],
         ["head", "bfloat16", "4", "8", "bytes"],
-        ["epoch", "object", *rows(shown.out)[6][2:]],
-        ["lr", "object", *rows(shown.out)[7][2:]],
+        ["epoch", "object", "4", *rows(shown.out)[6][3:]],
+        ["lr", "object", "0.1", *rows(shown.out)[7][3:]],
     ]
     assert len(rows(ckpt("show", root, "--depth", 1).out)) == 3
 
@@ -85,3 +85,17 @@ def test_a_folder_before_the_at_that_does_not_exist(ckpt: Callable[..., Any], tm
     assert (
         f"{tmp_path}/rnus does not exist; did you mean {tmp_path}/runs?" in ckpt("show", tmp_path / "rnus@newest").err
     )
+
+
+def test_values_of_small_objects(ckpt: Callable[..., Any], tmp_path: Path) -> None:
+    state = {"name": "gpt", "big": "x" * 100_000, "none": None, "nested": {"on": True}, "spoilt": 7}
+    build_checkpointer("sync").save(state, tmp_path / "step_7")
+    data = next((tmp_path / "step_7").glob("*.distcp"))
+    entries = {each["key"]: each for each in ckpt("show", tmp_path / "step_7", "--json").json["entries"]}
+    values = {key: each["value"] for key, each in entries.items()}
+    assert values == {"name": "'gpt'", "big": None, "none": "None", "nested.on": "True", "spoilt": "7"}
+    content = data.read_bytes()
+    at = content.rindex(b"K\x07")
+    data.write_bytes(content[:at] + b"K\x08" + content[at + 2 :])
+    flat = ckpt("show", tmp_path / "step_7", "--flat")
+    assert flat.code == 0 and "damaged" in next(line for line in flat.out.splitlines() if line.endswith("spoilt"))

@@ -107,7 +107,7 @@ def test_the_picture_shows_each_save_with_its_steps(tmp_path: Path) -> None:
         (["above/run/iter_0000001"], "iter_0000001 is not the folder of a run's checkpoints; type above/run"),
         (["bare"], "bare has no events; runs write them with their first save"),
         (["above/run", "--last", "0"], "--last=0 must be at least 1"),
-        (["above/run", "--out", "missing/trace.json"], "missing/trace.json.part cannot be written (No such file"),
+        (["above/run", "--out", "missing/trace.json"], "error: missing/trace.json cannot be written (No such file"),
     ],
 )
 def test_a_mistake_ends_in_words(

@@ -28,6 +28,8 @@ _COLUMNS = {
     "durable": ("durable_s",),
     "lost": ("lost_s",),
 }
+#: Columns that make way in this order where lines would be too long; `--json` has them.
+_SPARED = ("queue", "sync", "commit", "GB/s")
 _MEANING = (
     "stall: training waited; stage: planned and copied to memory; queue: waited for memory and the writer; write, "
     "sync: to the disk; commit: ranks agreed and it became visible; durable: from the call to the end; lost: stall and "
@@ -100,7 +102,13 @@ def _saves_table(saves: Sequence[Mapping[str, Any]]) -> list[str]:
         known = [[save[key] for key in keys if save[key] is not None] for keys in _COLUMNS.values()]
         times = [duration(sum(seconds)) if seconds else "-" for seconds in known]
         lines.append([str(save["step"]), save["outcome"], amount(save["bytes"]), rate, *times])
-    return aligned(lines, left=(1,))
+    text = aligned(lines, left=(1,))
+    for column in _SPARED:
+        if max(map(len, text)) > WIDTH:
+            place = lines[0].index(column)
+            lines = [line[:place] + line[place + 1 :] for line in lines]
+            text = aligned(lines, left=(1,))
+    return text
 
 
 def _runs_table(figures: Sequence[Mapping[str, Any]]) -> list[str]:

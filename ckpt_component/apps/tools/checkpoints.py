@@ -190,7 +190,8 @@ def find_root(argument: str) -> Root:
             raise CheckpointNotFoundError(f"{path} is not a folder; name a folder of checkpoints.")
         raise CheckpointNotFoundError(f"{path} does not exist{_typo(path)}")
     root = Root(fs, path)
-    if not root.scans and is_checkpoint(fs, path):
+    below = [other for other in root.others if other != path and fs.is_folder(other)]
+    if not root.scans and not below and is_checkpoint(fs, path):  # beside a file of weights there may be checkpoints
         raise CheckpointNotFoundError(
             f"{path} is a checkpoint, not a folder of checkpoints; type ckpt show {argument}, or ckpt ls "
             f"{os.path.dirname(path)}."

@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
-import io
-import pickletools
-import reprlib
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ...catalogue import Catalogue, Entry
-from ...catalogue.archive import DATA, load_state, members_of, stored_bytes
-from ...catalogue.safe_unpickle import Record
-from ...errors import CheckpointCorruptError
 from ...exporting.blocks import TensorBlocks, open_blocks
 from ...progress import progress_bar
 from ...state.dtypes import SAFETENSORS, WIDTHS
 from .key_tree import shape_text
+from .object_values import same_object, value_text
 
 #: The item of a tensor in these formats depends on nothing but the tensor, so other checksums mean other values.
 _CANONICAL = ("dcp", "safetensors")
 #: Dtypes with which torch computes.
 _COMPUTED = {*SAFETENSORS, "complex128", "float8_e4m3fnuz", "float8_e5m2fnuz"}
-_TEXT = reprlib.Repr()
-_TEXT.maxstring = _TEXT.maxother = 40
 
 
 class Norm(NamedTuple):
@@ -177,10 +170,10 @@ def _read(
             difference = found[one.key]
             if one.kind == "object":
                 data = [blocks.item(entry) for blocks, entry in ((left, one), (right, other))]
-                if _same_object(data, one.key):
+                if same_object(data[0], data[1], one.key):
                     equal.add(one.key)
                 else:
-                    difference.before, difference.after = (_object_text(each, one.key) for each in data)
+                    difference.before, difference.after = (value_text(each, one.key) for each in data)
             elif norm and {one.dtype, other.dtype} <= _COMPUTED:
                 difference.norm = _norm(left, right, one, other)
                 if difference.norm is None and difference.what == "values":
@@ -228,27 +221,3 @@ def _norm(left: TensorBlocks, right: TensorBlocks, one: Entry, other: Entry) -> 
     if equal:
         return None
     return Norm(squares**0.5, (squares / of_a) ** 0.5 if of_a else None, largest)
-
-
-def _pickle(data: bytes, where: str) -> bytes:
-    """The pickle of an object, without the archive around it."""
-    stream = io.BytesIO(data)
-    members = members_of(stream, len(data), where)
-    name = next((each for each in members if each.rpartition("/")[2] == DATA), None)
-    if name is None:
-        raise CheckpointCorruptError(f"'{where}' has no {DATA}, so it is not an object of a checkpoint.")
-    return stored_bytes(stream, members[name], where)
-
-
-def _same_object(data: Sequence[bytes], where: str) -> bool:
-    """Whether two objects are equal. Archives may differ, unless tensors are in them."""
-    if data[0] == data[1]:
-        return True
-    first, second = (_pickle(each, where) for each in data)
-    return first == second and not any(code.name == "BINPERSID" for code, _, _ in pickletools.genops(first))
-
-
-def _object_text(data: bytes, where: str) -> str:
-    """A plain value in words; of anything else, that it is an object."""
-    value = load_state(_pickle(data, where), lambda reference: None)
-    return "object" if isinstance(value, Record) else _TEXT.repr(value)

@@ -8,8 +8,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from ...errors import CheckpointConfigError
-from ...storage.cleanup import debris, discard, leftovers, sweep
+from ...storage.cleanup import debris, discard, leftovers, sweep, unfinished_in
 from ...storage.fencing import FencingToken
+from ...storage.names import ALIVE_PREFIX
 from ...storage.retention import RetentionPolicy
 from ...storage.space import amount
 from .checkpoints import Root, find_root
@@ -60,12 +61,18 @@ def run(parsed: argparse.Namespace, output: Output) -> int | None:
             for step in old:
                 discard(fs, root.paths[step])
             failed = [path for path in sizes if os.path.lexists(path)]
+        used = {os.path.join(root.path, name): used for name, used in unfinished_in(fs, root.path, names).items()}
     gone = {path: size for path, size in sizes.items() if path not in failed}
     data = {
         "root": root.path,
         "deleted": [{"path": path, "bytes": size} for path, size in gone.items()],
         "bytes": sum(gone.values()),
         "failed": failed,
+        "kept": [
+            {"path": path, "in_use": in_use}
+            for path, in_use in used.items()
+            if path not in sizes and not os.path.basename(path).startswith(ALIVE_PREFIX)
+        ],
         "dry_run": parsed.dry_run,
     }
     output.result(data, lambda: _lines(data))
@@ -89,4 +96,11 @@ def _lines(data: dict[str, Any]) -> Iterator[str]:
         yield f"{word}: {amount(data['bytes'])} in {data['root']}"
     else:
         yield f"nothing to delete in {data['root']}"
+    for each in data["kept"]:
+        why = (
+            "a process works on it, or did within the last minute"
+            if each["in_use"]
+            else "left on another host: --ended"
+        )
+        yield f"kept {os.path.relpath(each['path'], data['root'])}: {why}"
     yield from (f"could not be deleted: {path}" for path in data["failed"])

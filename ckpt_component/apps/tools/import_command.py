@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +58,7 @@ def run(parsed: argparse.Namespace, output: Output) -> None:
         "ignore": parsed.ignore,
     }
     path = os.path.join(root, names.folder(parsed.step))
-    with build_checkpointer(config) as checkpointer:
+    with _unlogged_failure(), build_checkpointer(config) as checkpointer:
         checkpointer.save({}, path)
         report = checkpointer.last_report or SaveReport(path)
     repair_pointer(fs, root, names, scan_steps(fs, root, names).committed)
@@ -70,3 +73,15 @@ def run(parsed: argparse.Namespace, output: Output) -> None:
         data,
         lambda: [f"{path}: {counted(report.items, 'item')}, {amount(report.bytes)} in {report.committed_s:.1f} s"],
     )
+
+
+@contextmanager
+def _unlogged_failure() -> Iterator[None]:
+    """The save raises its error, so it need not be logged too."""
+    saving = logging.getLogger("ckpt_component.saving")
+    level = saving.level
+    saving.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        saving.setLevel(level)

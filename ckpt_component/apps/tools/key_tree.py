@@ -22,21 +22,19 @@ class Line:
         name: Its part of the key; of folded siblings all numbers, such as `0-11`.
         alike: How many siblings it stands for.
         dtype: Dtype of the tensor, or of all tensors below; `mixed`; empty for objects.
-        shape: Shape of a tensor; None: it is an object, or has entries below.
+        entry: The entry, of folded siblings the first; None: it is a prefix with entries below.
         tensors, objects: How many there are, in all siblings.
         nbytes: Bytes of all siblings.
-        leaf: Whether it is an entry, not a prefix.
     """
 
     depth: int
     name: str
     alike: int
     dtype: str
-    shape: tuple[int, ...] | None
+    entry: Entry | None
     tensors: int
     objects: int
     nbytes: int
-    leaf: bool
 
 
 @dataclass
@@ -96,12 +94,10 @@ def _lines(node: _Node, level: int, depth: int | None) -> Iterator[Line]:
             ((part, first),) = first.children.items()
             name += f".{part}"
         dtype = next(iter(first.dtypes), "") if len(first.dtypes) < 2 else "mixed"
-        leaf = not first.children
-        shape = first.entry.shape if leaf and first.entry is not None and first.entry.kind == "tensor" else None
         tensors, objects, nbytes = (
             sum(getattr(each, total) for each in group) for total in ("tensors", "objects", "nbytes")
         )
-        yield Line(level, name, len(group), dtype, shape, tensors, objects, nbytes, leaf)
+        yield Line(level, name, len(group), dtype, None if first.children else first.entry, tensors, objects, nbytes)
         if first.children and (depth is None or level + 1 < depth):
             yield from _lines(first, level + 1, depth)
 

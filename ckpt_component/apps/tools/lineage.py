@@ -145,7 +145,7 @@ def _add_events(root: Root, runs: dict[str, Run]) -> None:
             run.known |= not run.saved  # from scratch, unless a load follows
         elif kind == "load" and event.get("outcome") == "loaded" and not run.saved:
             run.known, run.resumed_from = True, _named(root, path)
-        elif kind in ("save", "load") and event.get("outcome") not in ("committed", "loaded"):
+        elif kind in ("save", "load", "export") and event.get("outcome") not in ("committed", "loaded", "exported"):
             of_step = "" if step is None else f" of step {step}"
             what = f"{kind}{of_step} {event.get('outcome')}"
             run.failures.append(Failure(time, step, what, str(event.get("error") or "")))

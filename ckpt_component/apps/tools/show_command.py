@@ -5,26 +5,31 @@ from __future__ import annotations
 import argparse
 import textwrap
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from ...catalogue import Catalogue, Entry, open_catalogue
-from ...errors import CheckpointConfigError
+from ...errors import CheckpointConfigError, CheckpointError
+from ...exporting.blocks import open_blocks
 from ...memory.gc_control import collector_paused
 from ...storage.metrics import metrics_of
 from ...storage.run_record import StoredConfig, stored_config
 from ...storage.space import amount
 from .checkpoints import find_checkpoint, matching_keys
 from .key_tree import Line, lines_of, shape_text
+from .object_values import value_text
 from .output import WIDTH, Output, age_text, counted, shortened, table
+
+#: Larger objects are not read, and of many only the first ones.
+_READ_BYTES, _READ_OBJECTS = 16 << 10, 1000
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     parser.description = (
         "Show the keys of a checkpoint as a tree, with dtypes, shapes, sizes and totals. Numbered siblings of equal\n"
-        "contents, such as layers, are one line. Reads the indexes only, no data."
+        "contents, such as layers, are one line. Reads the indexes, and of data only the small objects."
     )
     parser.epilog = "example:\n  ckpt show checkpoints@200 'model.*' --depth 3"
     parser.add_argument("checkpoint", metavar="CKPT", help="ROOT/iter_0000200, ROOT@200, ROOT@newest, ROOT@best")
@@ -50,13 +55,15 @@ def run(parsed: argparse.Namespace, output: Output) -> int:
         raise CheckpointConfigError(f"--depth={parsed.depth} shows nothing; type 1 or more.")
     catalogue = open_catalogue(path)
     entries = [catalogue.entries[key] for key in matching_keys([*catalogue.entries], parsed.pattern, path)]
-    data = {**facts(catalogue), "entries": [_as_data(entry) for entry in entries] if output.as_json else []}
+    shown = [] if output.as_json or parsed.flat else [*lines_of(entries, parsed.depth)]
+    values = _values(catalogue, [line.entry for line in shown if line.alike == 1 and line.entry] or entries)
+    data = {**facts(catalogue), "entries": [_as_data(entry, values) for entry in entries] if output.as_json else []}
 
     def lines() -> Iterator[str]:
         yield output.style(path, "bold")
         yield from textwrap.wrap(_facts_line(catalogue), WIDTH, subsequent_indent="  ")
         yield ""
-        yield from _flat_lines(entries) if parsed.flat else _tree_lines(lines_of(entries, parsed.depth), output)
+        yield from _flat_lines(entries, values) if parsed.flat else _tree_lines(shown, values, output)
 
     output.result(data, lines)
     return 0
@@ -95,48 +102,66 @@ def _facts_line(catalogue: Catalogue) -> str:
     return ", ".join(parts)
 
 
-def _as_data(entry: Entry) -> dict[str, Any]:
+def _values(catalogue: Catalogue, entries: Sequence[Entry]) -> dict[str, str]:
+    """Key -> value of the small objects, as text; of formats that only torch can read, none."""
+    small = [entry for entry in entries if entry.kind == "object" and entry.nbytes <= _READ_BYTES][:_READ_OBJECTS]
+    if catalogue.format != "dcp" or not small:
+        return {}
+    values = {}
+    with open_blocks(catalogue, [], small) as blocks:
+        for entry in small:
+            try:
+                values[entry.key] = value_text(blocks.item(entry), entry.key)
+            except CheckpointError:
+                values[entry.key] = "damaged"  # ckpt verify says more
+    return values
+
+
+def _as_data(entry: Entry, values: Mapping[str, str]) -> dict[str, Any]:
     return {
         "key": entry.key,
         "kind": entry.kind,
         "dtype": entry.dtype or None,
         "shape": list(entry.shape) if entry.kind == "tensor" else None,
         "nbytes": entry.nbytes,
+        "value": values.get(entry.key),
         "files": list(dict.fromkeys(piece.file for piece in entry.pieces)),
     }
 
 
-def _flat_lines(entries: Sequence[Entry]) -> Iterator[str]:
-    rows = [
-        (entry.dtype or "object", shape_text(entry.shape) if entry.dtype else "", str(entry.nbytes))
-        for entry in entries
-    ]
+def _flat_lines(entries: Sequence[Entry], values: Mapping[str, str]) -> Iterator[str]:
+    rows = [(entry.dtype or "object", _content(entry, values), str(entry.nbytes)) for entry in entries]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for (dtype, shape, size), entry in zip(rows, entries, strict=True):
         yield f"{dtype:<{widths[0]}}  {shape:<{widths[1]}}  {size:>{widths[2]}}  {entry.key}"
 
 
-def _tree_lines(lines: Iterator[Line], output: Output) -> Iterator[str]:
-    shown = list(lines)
-    cells = [(line.dtype, _content(line), amount(line.nbytes)) for line in shown]
+def _tree_lines(shown: Sequence[Line], values: Mapping[str, str], output: Output) -> Iterator[str]:
+    cells = [
+        (line.dtype or "object" * (line.entry is not None), _below(line, values), amount(line.nbytes)) for line in shown
+    ]
     widths = [max((len(row[number]) for row in cells), default=0) for number in range(3)]
     room = WIDTH - sum(widths) - 2 * len(widths)
     names = [shortened("  " * line.depth + _label(line), room) for line in shown]
     header, *rows = table(
-        ("key", "dtype", "shape", "size"), [(n, *c) for n, c in zip(names, cells, strict=True)], right=(3,)
+        ("key", "dtype", "shape or value", "size"), [(n, *c) for n, c in zip(names, cells, strict=True)], right=(3,)
     )
     yield output.style(header, "bold")
     for line, row in zip(shown, rows, strict=True):
-        yield row if line.leaf else output.style(row, "blue")
+        yield row if line.entry is not None else output.style(row, "blue")
 
 
 def _label(line: Line) -> str:
     return f"{line.name}  ({line.alike} alike)" if line.alike > 1 else line.name
 
 
-def _content(line: Line) -> str:
-    if line.leaf:
-        return "object" if line.shape is None else shape_text(line.shape)
+def _content(entry: Entry, values: Mapping[str, str]) -> str:
+    return shape_text(entry.shape) if entry.kind == "tensor" else values.get(entry.key, "")
+
+
+def _below(line: Line, values: Mapping[str, str]) -> str:
+    if line.entry is not None:
+        return _content(line.entry, values)
     counts = ((line.tensors, "tensor"), (line.objects, "object"))
     return ", ".join(counted(count, what) for count, what in counts if count)
 

@@ -37,7 +37,7 @@ def run(parsed: argparse.Namespace, output: Output) -> None:
     try:
         write_trace(parsed.out, newest, shown[0][0].time if parsed.last and shown else newest.began)
     except OSError as error:
-        raise CheckpointConfigError(f"{error.filename} cannot be written ({error.strerror}); type another.") from error
+        raise CheckpointConfigError(f"{parsed.out} cannot be written ({error.strerror}); type another.") from error
     data = {"file": str(parsed.out), "saves": len(shown), "ranks": len(newest.ranks)}
     output.result(
         data,
