@@ -8,7 +8,6 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from ..errors import CheckpointConfigError
 from .files import FileStorage
 from .storage import Storage
 
@@ -42,6 +41,7 @@ def storage_at(
     durable: bool = True,
     atomic_rename: bool = True,
     options: Mapping[str, Any] | None = None,
+    home: str | None = None,
     process: str = "trainer",
 ) -> Storage:
     """The storage of a path.
@@ -51,14 +51,17 @@ def storage_at(
         durable: see `Storage`.
         atomic_rename: see `Storage`; buckets never have it.
         options: `checkpoint.storage.options`, for a URL.
+        home: the folder that the package for a URL is imported from, in a process without site-packages.
         process: name of this process, which `process=` of a failpoint matches.
 
     Raises:
-        CheckpointConfigError: the scheme is not supported, or the package for it is not installed.
+        CheckpointConfigError: the scheme is not supported, the package for it is not installed, or an option is wrong.
         FailpointError: the environment variables are set but invalid.
     """
     if is_url(path):
-        raise CheckpointConfigError(f"{path} is a URL, and checkpoints are in local or mounted folders only.")
+        from .objects import ObjectStorage  # 5 ms that runs without buckets need not wait
+
+        return ObjectStorage(absolute(path), options=options, home=home)
     return file_storage(durable=durable, atomic_rename=atomic_rename, process=process)
 
 

@@ -46,6 +46,16 @@ class Storage(ABC):
         """Whether files can be written past the page cache, with `open_direct`."""
         return False
 
+    @property
+    def streams(self) -> bool:
+        """Whether `write` takes the bytes of a file in order only, and reads their memory later."""
+        return False
+
+    @property
+    def home(self) -> str | None:
+        """The folder from which a process without site-packages imports what this needs; None: nothing."""
+        return None
+
     # Folders
 
     @abstractmethod
@@ -93,8 +103,8 @@ class Storage(ABC):
     def write(self, fd: int, buffers: Sequence[memoryview], offset: int) -> None:
         """Write all `buffers` one after the other from `offset` on.
 
-        Ranges may come in any order and from several threads. The memory may be read until `sync` returns, unless the
-        buffers come from memory that is reused earlier, which the caller copies.
+        Ranges may come in any order and from several threads. If the storage `streams`, those of a file must come in
+        order, one at a time, and their memory must not change until `sync` or `close` returns.
         """
 
     def start_writeback(self, fd: int, offset: int, length: int) -> None:

@@ -1,0 +1,349 @@
+"""`ObjectStorage`: the storage of a bucket (S3 and what speaks its protocol, GCS, Azure), by the package obstore.
+
+A large file is a multipart upload, straight from the memory that is given; it becomes visible when it is complete. A
+bucket has no renames, folders or locks: checkpoints are committed by a conditional put, an empty folder is an object in
+it that nobody else sees, and who is alive touches a file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import functools
+import itertools
+import logging
+import os
+import re
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+from ..errors import CheckpointConfigError
+from .object_errors import text_of, typed_errors
+from .storage import Storage
+
+logger = logging.getLogger(__name__)
+
+#: Schemes of buckets; `memory://name` is a store of this process, for tests.
+SCHEMES = ("s3", "gs", "az", "memory")
+#: Makes an empty folder exist.
+_FOLDER = ".ckpt-folder"
+#: Least bytes of a part, and how many parts of a file are sent at a time.
+_PART_BYTES, _IN_FLIGHT = 8 << 20, 6
+#: S3 allows 10,000 parts.
+_MOST_PARTS = 9_000
+#: Options of the HTTP client. The time for a request is enough for twelve parts at a time at 1 MB/s.
+_CLIENT_DEFAULTS = {"timeout": "120s"}
+_CLIENT = re.compile(
+    "allow_http|allow_invalid_certificates|(connect_|read_|pool_idle_)?timeout|default_headers|http[12]_.*|proxy_.*|"
+    "pool_max_idle_per_host|randomize_addresses|root_certificate|user_agent"
+)
+#: How long a conditional put is repeated that the store refuses because others are in progress.
+_CONFLICT_SECONDS, _CONFLICT_PAUSE = 30.0, 0.1
+_APPENDED_BYTES = 1 << 30
+
+
+@dataclass
+class _Upload:
+    """A file that is being written.
+
+    Attributes:
+        path: its path.
+        writer: takes its bytes, in order.
+        grows: whether its size was not known when it was created.
+        position: how many bytes it has taken.
+        whole: whether the store has the file.
+    """
+
+    path: str
+    writer: Any
+    grows: bool
+    position: int = 0
+    whole: bool = False
+
+
+class ObjectStorage(Storage):
+    """The objects of one bucket.
+
+    Args:
+        path: a path in the bucket, which begins with the scheme and the bucket.
+        options: obstore's settings of the store (`endpoint`, `region`, `access_key_id`, `allow_http`, `timeout`, ...);
+            those that are missing come from the environment. And `max_retries` of a request.
+        home: the folder that obstore is imported from, for a process without site-packages.
+
+    Attributes:
+        root: scheme and bucket.
+
+    Raises:
+        CheckpointConfigError: the scheme is none of `SCHEMES`, obstore is not installed, or an option is wrong.
+    """
+
+    def __init__(self, path: str, *, options: Mapping[str, Any] | None = None, home: str | None = None) -> None:
+        super().__init__(atomic_rename=False, options=options, warns=False)
+        scheme, _, rest = path.partition("://")
+        bucket = rest.partition("/")[0]
+        if scheme not in SCHEMES or not bucket:
+            schemes = ", ".join(f"{each}://" for each in SCHEMES)
+            raise CheckpointConfigError(f"{path} is not in a bucket; checkpoints are in folders, or below {schemes}.")
+        self.root = f"{scheme}://{bucket}"
+        self._obstore = _package(self.root, home)
+        self._home = home or os.path.dirname(os.path.dirname(self._obstore.__file__))
+        self._store = _memory_store(bucket) if scheme == "memory" else self._open(self.options)
+        self._uploads: dict[int, _Upload] = {}
+        self._numbers = itertools.count(1)
+
+    def _open(self, options: Mapping[str, Any]) -> Any:
+        config = {name: _value(name, value) for name, value in options.items()}
+        client = {name: config.pop(name) for name in list(config) if _CLIENT.fullmatch(name)}
+        try:
+            retries = {"max_retries": int(config.pop("max_retries"))} if "max_retries" in config else None
+            return self._obstore.store.from_url(
+                self.root, config=config, client_options={**_CLIENT_DEFAULTS, **client}, retry_config=retries
+            )
+        except Exception as error:
+            raise CheckpointConfigError(
+                f"{self.root} cannot be opened, by checkpoint.storage.options and the environment: {text_of(error)}"
+            ) from None
+
+    @property
+    def streams(self) -> bool:
+        return True
+
+    @property
+    def home(self) -> str:
+        return self._home
+
+    # Folders
+
+    def make_folders(self, path: str) -> None:
+        if not self.is_folder(path):
+            with contextlib.suppress(FileExistsError):  # another rank or run created it concurrently
+                self.make_folder(path)
+
+    def make_folder(self, path: str) -> None:
+        if self.is_folder(path):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
+        self.write_new(os.path.join(path, _FOLDER), b"")
+
+    def remove_folder(self, path: str) -> None:
+        if self.names(path):
+            raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), path)
+        self.unlink(os.path.join(path, _FOLDER))
+
+    def remove_tree(self, path: str) -> None:
+        keys = [entry["path"] for entry in self._below(path)]
+        if not keys:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+        with typed_errors(path):
+            self._obstore.delete(self._store, keys)
+
+    def names(self, path: str) -> list[str]:
+        with typed_errors(path):
+            listed = self._obstore.list_with_delimiter(self._store, self._key(path) or None)
+        keys = [*listed["common_prefixes"], *(entry["path"] for entry in listed["objects"])]
+        return sorted({os.path.basename(key) for key in keys} - {_FOLDER})
+
+    def exists(self, path: str) -> bool:
+        return self.size(path) is not None or self.is_folder(path)
+
+    def is_folder(self, path: str) -> bool:
+        return path == self.root or next(self._below(path), None) is not None
+
+    def is_real_folder(self, path: str) -> bool:
+        return self.is_folder(path)
+
+    # Large files
+
+    def create(self, path: str, size: int = 0) -> int:
+        if self.size(path) is not None:
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
+        part = max(_PART_BYTES, -(-size // _MOST_PARTS))
+        with typed_errors(path):
+            writer = self._obstore.open_writer(
+                self._store, self._key(path), buffer_size=part, max_concurrency=_IN_FLIGHT
+            )
+        fd = next(self._numbers)
+        self._uploads[fd] = _Upload(path, writer, grows=not size)
+        return fd
+
+    def write(self, fd: int, buffers: Sequence[memoryview], offset: int) -> None:
+        upload = self._uploads[fd]
+        for piece in buffers:
+            if offset != upload.position:
+                text = f"bytes of an object go in order, and those at {upload.position} come before {offset}"
+                raise OSError(errno.ESPIPE, text, upload.path)
+            offset += piece.nbytes
+            with typed_errors(upload.path):
+                upload.writer.write(piece)  # waits while enough parts are on their way
+            upload.position = offset
+
+    def sync(self, fd: int) -> None:
+        upload = self._uploads[fd]
+        if upload.whole:
+            return
+        try:
+            with typed_errors(upload.path):
+                upload.writer.close()
+        except OSError as error:
+            # An answer may have been lost. Nobody else writes to this path.
+            with contextlib.suppress(OSError):
+                upload.whole = self.size(upload.path) == upload.position
+            if not upload.whole:
+                raise
+            logger.info("%s is complete, although its last request reported an error: %s", upload.path, error)
+        upload.whole = True
+
+    def close(self, fd: int) -> None:
+        upload = self._uploads.pop(fd)
+        if upload.whole:
+            return
+        if upload.grows and not upload.position:
+            self._put(upload.path, b"")
+            return
+        try:
+            with typed_errors(upload.path):
+                upload.writer.__exit__(OSError, None, None)  # gives up the upload
+        except OSError as error:
+            logger.info("the parts of %s, which was given up, may stay in the bucket: %s", upload.path, error)
+
+    # Small files
+
+    def read(self, path: str, limit: int) -> bytes:
+        with typed_errors(path):
+            answer = self._obstore.get(self._store, self._key(path))
+            if answer.meta["size"] > limit:
+                raise OSError(errno.EFBIG, f"larger than the {limit} bytes allowed for this file", path)
+            return bytes(answer.bytes())
+
+    def write_new(self, path: str, data: bytes) -> None:
+        try:
+            self.put_new(path, data, "")
+        except FileExistsError:
+            # The request was done and repeated if its answer was lost.
+            if self.size(path) != len(data) or self.read(path, len(data)) != data:
+                raise
+
+    def write_over(self, path: str, data: bytes) -> None:
+        self._put(path, data)
+
+    def put_new(self, path: str, data: bytes, draft: str) -> None:
+        deadline, pause = time.monotonic() + _CONFLICT_SECONDS, _CONFLICT_PAUSE
+        while True:
+            try:
+                self._put(path, data, "create")
+                return
+            except BlockingIOError:  # other puts of this path are in progress
+                if time.monotonic() > deadline:
+                    raise
+            time.sleep(pause)
+            pause = min(2 * pause, 1.0)
+
+    def append(self, path: str, data: bytes) -> None:
+        try:
+            before = self.read(path, _APPENDED_BYTES)
+        except FileNotFoundError:
+            before = b""
+        self._put(path, before + data)
+
+    def unlink(self, path: str) -> None:
+        self._head(path)  # S3 does not say that there is none
+        with typed_errors(path):
+            self._obstore.delete(self._store, self._key(path))
+
+    def size(self, path: str) -> int | None:
+        if path == self.root:
+            return None
+        try:
+            return int(self._head(path)["size"])
+        except FileNotFoundError:
+            return None
+
+    def modified(self, path: str) -> float:
+        with contextlib.suppress(FileNotFoundError):
+            return float(self._head(path)["last_modified"].timestamp())
+        times = [entry["last_modified"].timestamp() for entry in self._below(path)]
+        if not times:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+        return float(max(times))
+
+    def changed(self, path: str) -> float:
+        return self.modified(path)
+
+    def touch(self, path: str) -> None:
+        self._put(path, self.read(path, _APPENDED_BYTES))
+
+    # Properties of a folder
+
+    def try_folder(self, path: str, name: str) -> float:
+        trial = os.path.join(path, name)
+        self.write_new(trial, b"")
+        try:
+            made = self.modified(trial)
+            with contextlib.suppress(FileExistsError):
+                self.put_new(trial, b"", "")
+                text = "the store ignores If-None-Match, so two runs could commit one step; use another store"
+                raise OSError(errno.EOPNOTSUPP, text, path)
+        finally:
+            self.unlink(trial)
+        return made
+
+    # Locks
+
+    def open_folder(self, path: str) -> int:
+        return 0
+
+    def flock(self, fd: int, how: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    def close_folder(self, fd: int) -> None:
+        pass
+
+    def _key(self, path: str) -> str:
+        """The name of the object at a path."""
+        if path != self.root and not path.startswith(f"{self.root}/"):
+            raise OSError(errno.EXDEV, f"not in {self.root}", path)
+        return path[len(self.root) + 1 :]
+
+    def _put(self, path: str, data: bytes, mode: str = "overwrite") -> None:
+        with typed_errors(path):
+            self._obstore.put(self._store, self._key(path), data, mode=mode, use_multipart=False)
+
+    def _head(self, path: str) -> Mapping[str, Any]:
+        with typed_errors(path):
+            return dict(self._obstore.head(self._store, self._key(path)))
+
+    def _below(self, path: str) -> Iterator[Mapping[str, Any]]:
+        """The objects below a folder, listed as they are asked for."""
+        with typed_errors(path):
+            for batch in self._obstore.list(self._store, self._key(path) or None):
+                yield from batch
+
+
+def _package(root: str, home: str | None) -> Any:
+    """Import obstore, from `home` if it is given."""
+    if home is not None:
+        sys.path.append(home)  # last in the search order, and only during the import
+    try:
+        return import_module("obstore")
+    except ImportError as error:
+        if error.name != "obstore":
+            raise
+        raise CheckpointConfigError(f"{root} needs obstore: pip install 'ckpt_component[cloud]'") from None
+    finally:
+        if home is not None:
+            sys.path.remove(home)
+
+
+def _value(name: str, value: Any) -> Any:
+    """An option as obstore takes it: numbers are text, those of a timeout are seconds."""
+    if isinstance(value, (bool, dict)):
+        return value
+    return f"{round(1000 * value)}ms" if name.endswith("timeout") and isinstance(value, (int, float)) else str(value)
+
+
+@functools.cache  # of the process, as its name says
+def _memory_store(name: str) -> Any:
+    return import_module("obstore.store").MemoryStore()
