@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from ..state.paths import Path
+from ..storage.storage import Storage
 
 
 class Piece(NamedTuple):
@@ -61,6 +62,7 @@ class Catalogue:
 
     Attributes:
         path: The checkpoint, a folder or a file.
+        storage: What the files are read with.
         folder: The folder of the files that pieces name.
         format: `dcp`, `safetensors`, `torch_save` or `files` for our own; of other programs `dcp (torch)`, `megatron`,
             `safetensors (file)`, `safetensors (index)` or `torch_save (file)`.
@@ -74,6 +76,7 @@ class Catalogue:
     """
 
     path: str
+    storage: Storage
     folder: str
     format: str
     world_size: int | None

@@ -24,6 +24,7 @@ class Inspection:
     """A checkpoint before its data is read.
 
     Attributes:
+        storage: its storage.
         path: the checkpoint.
         folder: the folder of its files.
         items: items with a checksum that can be read.
@@ -34,6 +35,7 @@ class Inspection:
         indexes: what each rank wrote, if the checkpoint is ours and the index is intact.
     """
 
+    storage: Storage
     path: str
     folder: str
     items: list[Item] = field(default_factory=list)
@@ -55,7 +57,7 @@ class Inspection:
         if keys:
             return keys
         try:
-            entries = open_catalogue(self.path).entries
+            entries = open_catalogue(self.path, self.storage).entries
         except CheckpointError:
             return keys  # it is too damaged
         for key, entry in entries.items():
@@ -77,15 +79,15 @@ def inspect(fs: Storage, path: str) -> Inspection:
         CheckpointUnreadableError: the folder cannot be read.
     """
     try:
-        manifest = read_manifest(fs, path) if os.path.isdir(path) else None
+        manifest = read_manifest(fs, path) if fs.is_folder(path) else None
         folder = path if manifest is None else data_folder(fs, path, manifest)
     except CheckpointCorruptError as error:
-        return Inspection(path, path, damages=[Damage(MANIFEST, None, error)])
-    return _foreign(path) if manifest is None else _own(fs, path, folder, manifest)
+        return Inspection(fs, path, path, damages=[Damage(MANIFEST, None, error)])
+    return _foreign(fs, path) if manifest is None else _own(fs, path, folder, manifest)
 
 
 def _own(fs: Storage, path: str, folder: str, manifest: Mapping[str, Any]) -> Inspection:
-    inspection = Inspection(path, folder, sizes={entry["name"]: entry["size"] for entry in manifest["files"]})
+    inspection = Inspection(fs, path, folder, sizes={entry["name"]: entry["size"] for entry in manifest["files"]})
     whole, there = [], {}
     for entry in manifest["files"]:
         there[entry["name"]] = fs.size(os.path.join(folder, entry["name"])) or 0
@@ -110,15 +112,15 @@ def _own(fs: Storage, path: str, folder: str, manifest: Mapping[str, Any]) -> In
     return inspection
 
 
-def _foreign(path: str) -> Inspection:
+def _foreign(fs: Storage, path: str) -> Inspection:
     """Opening it checks sizes and structure. Of other programs' formats, only `torch.save` may have checksums."""
     try:
-        catalogue = open_catalogue(path)
+        catalogue = open_catalogue(path, fs)
     except CheckpointCorruptError as error:
-        return Inspection(path, path, damages=[Damage(os.path.basename(path), None, error)])
-    inspection = Inspection(path, catalogue.folder, verifiable=catalogue.verified)
+        return Inspection(fs, path, path, damages=[Damage(os.path.basename(path), None, error)])
+    inspection = Inspection(fs, path, catalogue.folder, verifiable=catalogue.verified)
     for piece in {piece for entry in catalogue.entries.values() for piece in entry.pieces}:
-        inspection.sizes[piece.file] = os.path.getsize(os.path.join(catalogue.folder, piece.file))
+        inspection.sizes[piece.file] = fs.size(os.path.join(catalogue.folder, piece.file)) or 0
         if piece.checksum is not None:
             algorithm = find_checksum(str(piece.checksum_kind))
             inspection.items.append(Item(piece.file, piece.offset, piece.length, piece.checksum, algorithm))

@@ -33,7 +33,7 @@ def open_catalogue(path: str | os.PathLike[str], fs: Storage | None = None) -> C
 
     Args:
         path: The checkpoint, a folder or a file; it may be a link.
-        fs: The file system; None: the plain one.
+        fs: The storage; None: that of the path, without options.
 
     Raises:
         CheckpointNotFoundError: There is no checkpoint at this path.
@@ -45,7 +45,7 @@ def open_catalogue(path: str | os.PathLike[str], fs: Storage | None = None) -> C
     if not fs.is_folder(path):
         if not fs.exists(path):
             raise CheckpointNotFoundError(f"There is no checkpoint at {path}.")
-        return _foreign_file(path)
+        return _foreign_file(fs, path)
     manifest = read_manifest(fs, path)
     if manifest is not None:
         return _own(fs, path, manifest)
@@ -62,16 +62,16 @@ def open_catalogue(path: str | os.PathLike[str], fs: Storage | None = None) -> C
             "manifest.json, .metadata or a file of weights, or the file."
         )
     if not name.endswith(INDEX):
-        return _foreign_file(os.path.join(path, name), path)
+        return _foreign_file(fs, os.path.join(path, name), path)
     shards = shards_of(fs, path, name)
-    index = safetensors_index(path, *shards)
-    return _foreign(path, shards.folder, "safetensors (index)", entries_of(path, [index]))
+    index = safetensors_index(fs, path, *shards)
+    return _foreign(fs, path, shards.folder, "safetensors (index)", entries_of(path, [index]))
 
 
 def _own(fs: Storage, path: str, manifest: Mapping[str, Any]) -> Catalogue:
     folder, form, world_size = data_folder(fs, path, manifest), manifest.get("format"), manifest["world_size"]
     check_files(fs, folder, manifest)
-    forms: Mapping[Any, Callable[[str, str, RankIndex, int], dict[str, Entry]]]
+    forms: Mapping[Any, Callable[[Storage, str, str, RankIndex, int], dict[str, Entry]]]
     forms = {"torch_save": _own_torch_file, "safetensors": _own_safetensors, "files": _own_files}
     if form != "dcp" and form not in forms:
         raise CheckpointLoadError(f"{path} has the format {form!r:.200}, which this release cannot read.")
@@ -81,10 +81,11 @@ def _own(fs: Storage, path: str, manifest: Mapping[str, Any]) -> Catalogue:
     else:
         entries = {}
         for number, rank in enumerate(ranks):
-            of_rank = forms[form](path, folder, rank, number)
+            of_rank = forms[form](fs, path, folder, rank, number)
             entries |= of_rank if world_size == 1 or form == "files" else _below(rank_name(number), of_rank)
     return Catalogue(
         path=path,
+        storage=fs,
         folder=folder,
         format=str(form),
         world_size=world_size,
@@ -97,15 +98,15 @@ def _own(fs: Storage, path: str, manifest: Mapping[str, Any]) -> Catalogue:
     )
 
 
-def _own_safetensors(path: str, folder: str, rank: RankIndex, number: int) -> dict[str, Entry]:
+def _own_safetensors(fs: Storage, path: str, folder: str, rank: RankIndex, number: int) -> dict[str, Entry]:
     return entries_of(path, [rank])
 
 
-def _own_torch_file(path: str, folder: str, rank: RankIndex, number: int) -> dict[str, Entry]:
-    return with_checksums(torch_file_entries(folder, f"checkpoint_{number}.pt"), items_of(rank))
+def _own_torch_file(fs: Storage, path: str, folder: str, rank: RankIndex, number: int) -> dict[str, Entry]:
+    return with_checksums(torch_file_entries(fs, folder, f"checkpoint_{number}.pt"), items_of(rank))
 
 
-def _own_files(path: str, folder: str, rank: RankIndex, number: int) -> dict[str, Entry]:
+def _own_files(fs: Storage, path: str, folder: str, rank: RankIndex, number: int) -> dict[str, Entry]:
     """The entries of files of another program, each below the name of its file."""
     entries: dict[str, Entry] = {}
     items = items_of(rank)
@@ -114,10 +115,10 @@ def _own_files(path: str, folder: str, rank: RankIndex, number: int) -> dict[str
         if not name.endswith(SINGLE_FILES):
             entries[name] = Entry(name, (name,), "object", "", (), sum(item.length for item in of_file), tuple(of_file))
         elif name.endswith(".safetensors"):
-            index = safetensors_index(path, folder, [name])
+            index = safetensors_index(fs, path, folder, [name])
             entries |= _below(name, with_checksums(entries_of(path, [index]), of_file))
         else:
-            entries |= _below(name, with_checksums(torch_file_entries(folder, name), of_file))
+            entries |= _below(name, with_checksums(torch_file_entries(fs, folder, name), of_file))
     return entries
 
 
@@ -135,27 +136,28 @@ def _stock_dcp(fs: Storage, path: str, names: list[str]) -> Catalogue:
     entries, containers = read_metadata(fs, path)
     megatron = MEGATRON_MARKER in names
     if megatron and MEGATRON_COMMON_FILE in names:
-        entries |= torch_file_entries(path, MEGATRON_COMMON_FILE)
+        entries |= torch_file_entries(fs, path, MEGATRON_COMMON_FILE)
     ranks = {match[1] for match in map(_DCP_FILE.fullmatch, names) if match is not None}
     form = "megatron" if megatron else "dcp (torch)"
-    return _foreign(path, path, form, entries, containers=containers, world_size=len(ranks) or None)
+    return _foreign(fs, path, path, form, entries, containers=containers, world_size=len(ranks) or None)
 
 
-def _foreign_file(path: str, shown: str | None = None) -> Catalogue:
+def _foreign_file(fs: Storage, path: str, shown: str | None = None) -> Catalogue:
     """A file of safetensors or `torch.save`; `shown`: the path of the checkpoint."""
     folder, name = place_of(*os.path.split(path))
     if path.endswith(".safetensors"):
-        index = safetensors_index(path, folder, [name])
-        return _foreign(shown or path, folder, "safetensors (file)", entries_of(path, [index]))
-    return _foreign(shown or path, folder, "torch_save (file)", torch_file_entries(folder, name))
+        index = safetensors_index(fs, path, folder, [name])
+        return _foreign(fs, shown or path, folder, "safetensors (file)", entries_of(path, [index]))
+    return _foreign(fs, shown or path, folder, "torch_save (file)", torch_file_entries(fs, folder, name))
 
 
-def _foreign(path: str, folder: str, form: str, entries: Mapping[str, Entry], **more: Any) -> Catalogue:
+def _foreign(fs: Storage, path: str, folder: str, form: str, entries: Mapping[str, Entry], **more: Any) -> Catalogue:
     pieces = [piece for entry in entries.values() for piece in entry.pieces]
-    sizes = {name: os.path.getsize(os.path.join(folder, name)) for name in {piece.file for piece in pieces}}
-    names = [os.path.basename(path)] if os.path.isdir(path) else [*reversed(path.split(os.sep)[-2:])]
+    sizes = {name: fs.size(os.path.join(folder, name)) or 0 for name in {piece.file for piece in pieces}}
+    names = [os.path.basename(path)] if fs.is_folder(path) else [*reversed(path.split(os.sep)[-2:])]
     return Catalogue(
         path=path,
+        storage=fs,
         folder=folder,
         format=form,
         world_size=more.pop("world_size", None),

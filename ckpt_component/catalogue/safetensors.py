@@ -25,11 +25,12 @@ _DTYPES = {text: dtype for dtype, text in SAFETENSORS.items()}
 
 
 def safetensors_index(
-    where: str, folder: str, names: Sequence[str], weight_map: Mapping[str, str] | None = None
+    fs: Storage, where: str, folder: str, names: Sequence[str], weight_map: Mapping[str, str] | None = None
 ) -> RankIndex:
     """The index of what safetensors files hold, from their headers, without checksums.
 
     Args:
+        fs: The storage.
         where: The checkpoint's path, for messages.
         folder: The folder of the files.
         names: Their names.
@@ -44,10 +45,10 @@ def safetensors_index(
     rows: list[tuple[Any, ...]] = []
     sizes: list[int] = []
     numbers: dict[str, int] = {}
-    with FileSet(folder) as files:
+    with fs.open_files(folder) as files:
         for file, name in enumerate(names):
             path = os.path.join(folder, name)
-            sizes.append(os.fstat(files.descriptor(name)).st_size)
+            sizes.append(files.size(name))
             header, start = _read_header(path, files, name, sizes[-1])
             metadata = header.pop("__metadata__", {})
             tensors = [_tensor(path, key, entry) for key, entry in header.items()]

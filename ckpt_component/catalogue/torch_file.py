@@ -13,7 +13,8 @@ from ..errors import CheckpointCorruptError, CheckpointLoadError
 from ..state.dtypes import WIDTHS
 from ..state.paths import TAG, Path, key_of
 from ..storage.names import CHECKSUMS
-from ..storage.safe_open import open_regular, read_failure
+from ..storage.safe_open import read_failure
+from ..storage.storage import Storage
 from .archive import DATA, check_storages, foreign_pickle, load_state, members_of, seek_to, storage_of, storage_prefix
 from .entries import Entry, Piece
 from .safe_unpickle import Record
@@ -38,13 +39,14 @@ class _Storage(NamedTuple):
     key: str
 
 
-def torch_file_entries(folder: str, name: str) -> dict[str, Entry]:
+def torch_file_entries(fs: Storage, folder: str, name: str) -> dict[str, Entry]:
     """The entries of one file.
 
     Tensors have the piece of the file that is their storage; its `payload` is None for a tensor that is not contiguous
     there. All objects have the pickle as their piece.
 
     Args:
+        fs: The storage.
         folder: The folder of the file.
         name: The name of the file.
 
@@ -55,19 +57,19 @@ def torch_file_entries(folder: str, name: str) -> dict[str, Entry]:
     """
     path = os.path.join(folder, name)
     try:
-        with os.fdopen(open_regular(path), "rb") as stream:
-            return dict(_entries(stream, path, name))
+        with fs.open_files(folder) as files, files.stream(name) as stream:
+            return dict(_entries(stream, files.size(name), path, name))
     except OSError as error:
         raise read_failure(path, error) from error
 
 
-def _entries(stream: IO[bytes], path: str, name: str) -> Iterator[tuple[str, Entry]]:
+def _entries(stream: IO[bytes], size: int, path: str, name: str) -> Iterator[tuple[str, Entry]]:
     if not zipfile.is_zipfile(stream):
         raise CheckpointLoadError(
             f"{path} is not a zip archive, as torch.save writes since 1.6, and no safetensors file; if torch "
             "before 1.6 saved it, ckpt import reads it."
         )
-    members = members_of(stream, os.fstat(stream.fileno()).st_size, path)
+    members = members_of(stream, size, path)
     pickle_name = next((each for each in members if each.rpartition("/")[2] == DATA), None)
     if pickle_name is None:
         raise CheckpointCorruptError(f"{path} has no {DATA}, so it is not a torch.save archive.")

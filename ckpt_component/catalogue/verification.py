@@ -71,15 +71,16 @@ def verify_files(fs: Storage, folder: str, manifest: Mapping[str, Any], progress
     """Compare the files in a folder with a manifest, which is not in it yet; raises as `verify_checkpoint`."""
     check_files(fs, folder, manifest)
     indexes = read_rank_indexes(fs, folder, manifest)  # verifies the integrity files
-    verify_items(folder, [item for index in indexes for item in items_of(folder, index)], _raise, progress=progress)
+    items = [item for index in indexes for item in items_of(folder, index)]
+    verify_items(fs, folder, items, _raise, progress=progress)
     for damage in small_files(fs, folder, manifest):
         _raise(damage)
 
 
-def verify_file(folder: str, name: str, index: RankIndex, progress: Progress = no_progress) -> None:
+def verify_file(fs: Storage, folder: str, name: str, index: RankIndex, progress: Progress = no_progress) -> None:
     """Compare the checksum of every item of one file; raises as `verify_checkpoint`."""
     items = [item for item in items_of(folder, index) if item.file == name]
-    verify_items(folder, items, _raise, progress=progress)
+    verify_items(fs, folder, items, _raise, progress=progress)
 
 
 def checksum_of(folder: str, name: str) -> Checksum:
@@ -117,6 +118,7 @@ def items_of(folder: str, index: RankIndex) -> Iterator[Item]:
 
 
 def verify_items(
+    fs: Storage,
     folder: str,
     items: Iterable[Item],
     report: Callable[[Damage], None],
@@ -128,17 +130,18 @@ def verify_items(
     """Read items and compare their checksums, in several threads.
 
     Args:
+        fs: The storage.
         folder: Folder of the files, all of which exist.
         items: The items; the same one may occur more than once.
         report: Called with what is damaged, from any thread; what it raises ends the verification.
         done: Called with every intact item, from any thread.
         progress: Follows the bytes.
-        shared: As for `FileSet`.
+        shared: As for `Storage.open_files`.
 
     Raises:
         CheckpointCorruptError, CheckpointUnreadableError: A file cannot be opened.
     """
-    with FileSet(folder, shared=shared) as files:
+    with fs.open_files(folder, shared=shared) as files:
 
         def verify(group: list[Item]) -> None:
             first, end = group[0], max(map(attrgetter("end"), group))

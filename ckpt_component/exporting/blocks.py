@@ -40,11 +40,11 @@ class TensorBlocks:
 
     def __init__(self, catalogue: Catalogue, entries: Sequence[Entry], block_bytes: int = BLOCK_BYTES) -> None:
         self._folder = catalogue.folder
-        self._files = FileSet(catalogue.folder)
+        self._files = catalogue.storage.open_files(catalogue.folder)
         self._block = memoryview(bytearray(block_bytes))
         try:
             for name in dict.fromkeys(piece.file for entry in entries for piece in entry.pieces):
-                self._files.descriptor(name)
+                self._files.size(name)
             kinds = {piece.checksum_kind for entry in entries for piece in entry.pieces}
             self._checksums = {kind: checksum_of(catalogue.path, kind) for kind in kinds if kind is not None}
         except BaseException:

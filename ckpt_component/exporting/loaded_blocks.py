@@ -23,7 +23,7 @@ class LoadedBlocks(TensorBlocks):
 
     def __init__(self, catalogue: Catalogue) -> None:
         super().__init__(catalogue, ())
-        self._source = Reader().open(catalogue.path)
+        self._source = Reader(options=catalogue.storage.options).open(catalogue.path)
 
     def of(self, entry: Entry) -> Iterator[memoryview]:
         """As `TensorBlocks.of`; one whole tensor is in memory."""

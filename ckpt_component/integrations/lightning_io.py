@@ -86,7 +86,7 @@ class BackgroundCheckpointIO(part("plugins.io").TorchCheckpointIO):  # type: ign
         """Load as Lightning does, after all saves have ended and the checksums in the file are verified."""
         self.wait()
         if os.path.isfile(path):
-            verify_torch_file(os.path.realpath(path))
+            verify_torch_file(file_storage(), os.path.realpath(path))
         return super().load_checkpoint(path, *args, **kwargs)
 
     def remove_checkpoint(self, path: Any) -> None:

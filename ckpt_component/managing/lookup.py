@@ -37,7 +37,7 @@ def candidates_of(run: RunContext, policy: ResumePolicy, scan: Scan) -> list[tup
     """
     root, choice = run.root, policy.choice
     if policy.path is not None:
-        return [_step_and_path(run.fs, policy.path)]
+        return [_step_and_path(run.storage_of(policy.path), policy.path)]
     if choice == "never":
         return []
     other = committed_under_other_names(run.fs, root, run.names)
@@ -150,7 +150,7 @@ def _refuse_others(run: RunContext, scan: Scan, other: tuple[str, list[int]] | N
 
 def _is_readable(fs: Storage, path: str) -> bool:
     """Whether a reader supports a checkpoint of another program; Megatron's format before DCP is not supported."""
-    if not os.path.isdir(path):
+    if not fs.is_folder(path):
         return True
     files = fs.names(path)
     return MANIFEST in files or is_readable(files)
@@ -164,11 +164,12 @@ def _step_and_path(fs: Storage, path: str) -> tuple[int, str]:
     Raises:
         CheckpointNotFoundError: the path does not exist, or is a folder of our checkpoints.
     """
-    if not os.path.exists(path):
+    if not fs.exists(path):
         raise CheckpointNotFoundError(
             f"checkpoint.resume={path} does not exist; name the folder of a checkpoint, or its file."
         )
-    for naming in NAMINGS.values() if os.path.isdir(path) else ():
+    is_folder = fs.is_folder(path)
+    for naming in NAMINGS.values() if is_folder else ():
         steps = scan_steps(fs, path, naming).committed
         if steps:
             newest = os.path.join(path, naming.folder(steps[-1]))
@@ -179,7 +180,7 @@ def _step_and_path(fs: Storage, path: str) -> tuple[int, str]:
     if not _is_readable(fs, path):
         path = pointed_folder(fs, path) or path
     names = [os.path.basename(path)]
-    if not os.path.isdir(path):
+    if not is_folder:
         names.insert(0, os.path.basename(os.path.dirname(path)))
     step = next((step for step in map(step_in_name, names) if step is not None), None)
     if step is None:
@@ -194,8 +195,8 @@ def size_of_checkpoint(fs: Storage, path: str) -> tuple[int, bool]:
         CheckpointCorruptError: its manifest is damaged, or cannot be read.
     """
     try:
-        if not os.path.isdir(path):
-            return os.path.getsize(path), False
+        if not fs.is_folder(path):
+            return fs.size(path) or 0, False
         manifest = read_manifest(fs, path)
         if manifest is not None:
             return sum(entry["size"] for entry in manifest["files"]), True

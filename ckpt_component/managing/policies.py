@@ -10,6 +10,7 @@ from typing import Any
 
 from ..errors import CheckpointConfigError, CheckpointStepError
 from ..spelling import invalid_choice
+from ..storage.locate import absolute
 from ..storage.names import MAX_STEP
 
 RESUME_WORDS = ("auto", "must", "never", "best")
@@ -18,17 +19,13 @@ RESUME_WORDS = ("auto", "must", "never", "best")
 def checked_resume(value: int | str) -> int | str:
     """Check a value of `resume`: `auto`, `must`, `never`, `best`, a step of at least 0, or a path.
 
-    A step may be a string. A path contains a slash, begins with `~`, or exists.
+    A step may be a string. A path, or URL, contains a slash, begins with `~`, or exists.
     """
     if isinstance(value, str) and value.isdecimal():
         value = int(value)
     if value in RESUME_WORDS or (type(value) is int and value >= 0):
         return value
     if isinstance(value, str) and (os.sep in value or value.startswith("~") or os.path.exists(value)):
-        if "://" in value:
-            raise CheckpointConfigError(
-                f"checkpoint.resume={value} is a URL, and checkpoints are loaded from local or mounted folders only."
-            )
         return value
     raise CheckpointConfigError(invalid_choice("checkpoint.resume", value, RESUME_WORDS, ["a step", "a path"]))
 
@@ -85,10 +82,10 @@ class ResumePolicy:
 
     @property
     def path(self) -> str | None:
-        """The absolute path of the checkpoint, if the choice is a path, else None."""
+        """The absolute path or URL of the checkpoint, if the choice is a path, else None."""
         if isinstance(self.choice, int) or self.choice in RESUME_WORDS:
             return None
-        return os.path.abspath(os.path.expanduser(self.choice))
+        return absolute(self.choice)
 
 
 def checked_step(step: object) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -237,10 +236,10 @@ class Restorer:
         failure: Exception | None = None
         try:
             if run.ranks.is_leader:
-                size = size_of_checkpoint(run.fs, path)
+                size = size_of_checkpoint(run.storage_of(path), path)
             else:
                 # A path given by the user may be a file.
-                wait_visible(lambda: run.fs.is_folder(path) or os.path.isfile(path), path, run.timeouts.visible)
+                wait_visible(partial(run.storage_of(path).exists, path), path, run.timeouts.visible)
             self._checkpointer.load(path, state, resuming=True, **options)
         except Exception as error:
             failure = error

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from ..coordination import Coordinator, LocalCoordinator, RankStore, StoreCoordinator, distributed
 from ..events import EventRecorder
 from ..options import ResolvedTimeouts
+from ..storage.locate import is_url, storage_at
 from ..storage.names import StepNames
 from ..storage.retention import BestPolicy
 from ..storage.scan import Scan, scan_steps, warn_of_skipped
@@ -48,6 +49,12 @@ class RunContext:
     def path_of(self, step: int) -> str:
         """Where the checkpoint of a step is, or would be."""
         return os.path.join(self.root, self.names.folder(step))
+
+    def storage_of(self, path: str) -> Storage:
+        """The storage of a checkpoint, in this folder or elsewhere; a bucket is opened with the options of this one."""
+        if path.startswith(f"{self.root}/") or not (is_url(path) or is_url(self.root)):
+            return self.fs
+        return storage_at(path, options=self.fs.options)
 
     def scan(self, *, warns: bool = False) -> Scan:
         """What the folder holds. `warns`: warn, once each, of what is not a committed checkpoint."""

@@ -18,6 +18,7 @@ from ..spelling import typed
 from ..storage.cleanup import discard, quarantine
 from ..storage.commit import refuse_existing
 from ..storage.fencing import FencingToken, Owner
+from ..storage.locate import absolute
 from ..storage.names import TRIAL_PREFIX, new_token
 from ..storage.retention import RetentionPolicy
 from ..storage.scan import Scan, read_pointer, write_pointer
@@ -135,7 +136,7 @@ class RunFolder:
 
     def resumed_from(self, path: str) -> None:
         """Record the checkpoint that the run begins with."""
-        folder, name = os.path.split(os.path.abspath(path))
+        folder, name = os.path.split(absolute(path))
         source = name if folder == self._root else os.path.join(folder, name)
         self.manifest_fields = {**self.manifest_fields, "resumed_from": source}
 

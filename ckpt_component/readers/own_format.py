@@ -23,6 +23,7 @@ from ..state.boxes import overlap
 from ..state.paths import Path, keys_of
 from ..storage.checksum import Checksum
 from ..storage.file_set import FileSet, RangeRead
+from ..storage.storage import Storage
 from .coalesced import SMALL_BYTES, CoalescedReads
 from .foreign.archives import load_objects
 from .source import Index, Request, Source, TensorEntry, copy_into
@@ -41,17 +42,21 @@ class OwnSource(Source):
     """A checkpoint whose rank indexes locate every payload.
 
     Args:
+        fs: The storage.
         folder: The folder of the files.
         ranks: The indexes, from `read_rank_indexes`.
         verify: Verify the checksum of everything that is read.
-        shared: As for `FileSet`.
+        shared: As for `Storage.open_files`.
 
     Raises:
         CheckpointCorruptError: The indexes contradict each other, or tensors have holes or overlapping parts.
         CheckpointLoadError: A checksum cannot be computed here.
     """
 
-    def __init__(self, folder: str, ranks: Sequence[RankIndex], *, verify: bool, shared: bool = True) -> None:
+    def __init__(
+        self, fs: Storage, folder: str, ranks: Sequence[RankIndex], *, verify: bool, shared: bool = True
+    ) -> None:
+        self._fs = fs
         self.where = self._folder = folder
         self.index = index = Index()
         self._ranks = ranks
@@ -122,7 +127,7 @@ class OwnSource(Source):
         coalesced: dict[int, list[tuple[int, Request]]] = defaultdict(list)
         entries = map(self.index.tensors.__getitem__, map(attrgetter("key"), requests))
         reads = []
-        with FileSet(self._folder, shared=self._shared) as files:
+        with self._fs.open_files(self._folder, shared=self._shared) as files:
             for request, place in zip(requests, map(attrgetter("same_as"), entries), strict=True):
                 if type(place) is tuple and request.offsets is None and request.address is not None:
                     rank, number = place
@@ -174,7 +179,7 @@ class OwnSource(Source):
     def read_objects(self, keys: Sequence[str]) -> Mapping[str, Any]:
         """Verify and decode the objects."""
         archives: dict[str, memoryview] = {}
-        with FileSet(self._folder) as files:
+        with self._fs.open_files(self._folder) as files:
             for key in keys:
                 _, item, checksum = self._objects[key]
                 data = memoryview(bytearray(item.length))

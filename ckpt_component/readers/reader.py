@@ -29,6 +29,7 @@ from ..storage.manifest import check_files, data_folder, read_manifest
 from ..storage.names import SINGLE_FILES
 from ..storage.safe_open import read_failure
 from ..storage.scan import pointed_folder
+from ..storage.storage import Storage
 from .foreign.archives import RefusedObject
 from .foreign.folder import open_file, open_folder
 from .foreign.torch_file import TorchFileSource
@@ -52,7 +53,8 @@ class Reader:
         rank: This rank, whose `PerRank` values and files are loaded.
         world_size: Number of ranks.
         verify: When to verify checksums. Sizes and structure are always checked.
-        shared: Whether other ranks on this host may read the same bytes; see `FileSet`.
+        shared: Whether other ranks on this host may read the same bytes; see `Storage.open_files`.
+        options: `checkpoint.storage.options`, for checkpoints in buckets.
         progress: Follows what loads read.
 
     Attributes:
@@ -66,13 +68,14 @@ class Reader:
         verify: Verify = Verify.on_read,
         *,
         shared: bool = True,
+        options: Mapping[str, Any] | None = None,
         progress: Progress = no_progress,
     ) -> None:
-        self._fs = storage_at(".")
         self._rank = rank
         self._world_size = world_size
         self._verify = verify
         self._shared = shared
+        self._options = options
         self._progress = progress
         self.last_read: dict[str, Any] = {}
 
@@ -166,7 +169,7 @@ class Reader:
 
     def verify(self, path: str) -> bool:
         """Verify every file of a checkpoint of ours; False: it has no checksums. See `verify_checkpoint`."""
-        return verify_checkpoint(self._fs, path, self._progress)
+        return verify_checkpoint(self._storage_of(path), path, self._progress)
 
     def open(self, path: str, *, mapped: bool = False, verify: bool = True) -> Source:
         """Open `path` by its format. It may itself be a link, because the caller chose it; no file in it may.
@@ -179,26 +182,27 @@ class Reader:
         Raises:
             CheckpointNotFoundError, CheckpointCorruptError, CheckpointLoadError: See `Checkpointer.load`.
         """
-        if not os.path.isdir(path):
-            if not os.path.lexists(path):
+        fs = self._storage_of(path)
+        if not fs.is_folder(path):
+            if not fs.exists(path):
                 raise CheckpointNotFoundError(f"There is no checkpoint at {path}.")
-            self.last_read["bytes"] = self._fs.size(path) or 0
-            return open_file(path, mapped=mapped, verify=verify, shared=self._shared)
-        manifest = read_manifest(self._fs, path)
+            self.last_read["bytes"] = fs.size(path) or 0
+            return open_file(fs, path, mapped=mapped, verify=verify, shared=self._shared)
+        manifest = read_manifest(fs, path)
         if manifest is not None:
             size = sum(entry["size"] for entry in manifest["files"])
             self.last_read = {"bytes": size, "verified": verify}
-            return self._open_own(data_folder(self._fs, path, manifest), manifest, mapped=mapped, verify=verify)
+            return self._open_own(fs, data_folder(fs, path, manifest), manifest, mapped=mapped, verify=verify)
         try:
-            names = self._fs.names(path)
+            names = fs.names(path)
         except OSError as error:
             raise read_failure(path, error) from error
-        source = open_folder(self._fs, path, names, mapped=mapped, verify=verify, shared=self._shared)
+        source = open_folder(fs, path, names, mapped=mapped, verify=verify, shared=self._shared)
         if source is not None:
             logger.warning("%s has no manifest, so what is loaded from it cannot be verified", path)
-            self.last_read["bytes"] = sum(self._fs.size(os.path.join(path, name)) or 0 for name in names)
+            self.last_read["bytes"] = sum(fs.size(os.path.join(path, name)) or 0 for name in names)
             return source
-        pointed = pointed_folder(self._fs, path)
+        pointed = pointed_folder(fs, path)
         if pointed is not None:
             logger.info("%s is a folder of checkpoints; loading the newest, %s", path, pointed)
             return self.open(pointed, mapped=mapped, verify=verify)
@@ -207,8 +211,11 @@ class Reader:
             "manifest.json, .metadata or a file of weights, or the file."
         )
 
-    def _open_own(self, path: str, manifest: Mapping[str, Any], *, mapped: bool, verify: bool) -> Source:
-        check_files(self._fs, path, manifest)
+    def _storage_of(self, path: str) -> Storage:
+        return storage_at(path, options=self._options)
+
+    def _open_own(self, fs: Storage, path: str, manifest: Mapping[str, Any], *, mapped: bool, verify: bool) -> Source:
+        check_files(fs, path, manifest)
         form, world_size, ranks = manifest.get("format"), manifest["world_size"], None
         if form == "files":
             names = [entry["name"] for entry in manifest["files"] if entry["name"].endswith(SINGLE_FILES)]
@@ -227,15 +234,15 @@ class Reader:
                     "on another number of ranks."
                 )
             ranks = [rank]
-        indexes = read_rank_indexes(self._fs, path, manifest, ranks, WIDTHS)
+        indexes = read_rank_indexes(fs, path, manifest, ranks, WIDTHS)
         if form != "torch_save":
-            return OwnSource(path, indexes, verify=verify, shared=self._shared)
+            return OwnSource(fs, path, indexes, verify=verify, shared=self._shared)
         name = f"checkpoint_{rank}.pt"
         if name not in {entry["name"] for entry in manifest["files"]}:
             raise CheckpointCorruptError(f"{path} has no file of rank {rank}, {name}.")
         if verify:
-            verify_file(path, name, indexes[0], self._progress)
-        return TorchFileSource(os.path.join(path, name), mapped=mapped)
+            verify_file(fs, path, name, indexes[0], self._progress)
+        return TorchFileSource(fs, os.path.join(path, name), mapped=mapped)
 
 
 def _load_all(source: Source, to_device: _ToDevice, progress: Progress) -> StateDict:

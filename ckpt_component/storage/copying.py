@@ -16,11 +16,11 @@ from typing import Any
 from ..progress import Progress, no_progress
 from .commit import abandon, begin, new_attempt, publish
 from .fencing import FencingToken
-from .file_set import FileSet
 from .files import FileStorage
 from .liveness import AttemptLock
 from .manifest import check_files, data_folder
 from .names import Attempt, new_token
+from .open_files import OpenFiles
 from .safe_open import read_failure
 from .space import refuse_without_room
 from .storage import Storage
@@ -154,7 +154,7 @@ def _copy_files(
 
     def copy(entry: Mapping[str, Any]) -> None:
         name, size = entry["name"], entry["size"]
-        reading = opened.descriptor(name) if by_kernel else -1
+        reading = opened.descriptor(name) if isinstance(opened, OpenFiles) else -1
         writing = storage.create(os.path.join(target, name))
         try:
             for offset in range(0, size, step):
@@ -178,7 +178,7 @@ def _copy_files(
             storage.close(writing)
 
     with (
-        FileSet(folder) as opened,
+        source.open_files(folder) as opened,
         ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1), thread_name_prefix="ckpt-copy") as pool,
     ):
         try:

@@ -1,38 +1,34 @@
-"""Parallel reads of byte ranges of a checkpoint's files, directly into their destinations."""
+"""`FileSet`: what readers need from the files of one checkpoint folder, on any storage.
+
+`OpenFiles` reads files, `ObjectSet` the objects of a bucket; `Storage.open_files` chooses. Both read byte ranges in
+several threads, directly into their destinations.
+"""
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple, TypeVar
 
 from ..errors import CheckpointCorruptError
-from ..memory import libc
-from ..memory.page_cache import share_in_memory
 from ..memory.scratch import ScratchBlock
 from ..progress import Progress, no_progress
 from .checksum import Checksum
-from .direct_io import MAX_BYTES, PAGE, DirectReader, is_on_disk
-from .safe_open import is_plain_name, open_regular, read_failure
+from .safe_open import is_plain_name
 
-logger = logging.getLogger(__name__)
+Self = TypeVar("Self", bound="FileSet")
 
 #: Bytes to read and checksum at a time: they fit the processor's cache, so memory is accessed once, not twice.
 CHUNK_BYTES = 1 << 20
-#: Not worth starting other threads for.
-_FEW_BYTES = 1 << 20
-_MAX_THREADS = 4
-#: Used with direct I/O, where threads wait for the disk because nothing is read ahead.
-_MAX_DIRECT_THREADS = 8
-#: Most bytes of a batch, the unit that threads take and that is read ahead.
-_BATCH_BYTES = 32 << 20
 #: Gaps up to this size are read rather than skipped.
 GAP_BYTES = 32 << 10
+#: Not worth starting other threads for.
+_FEW_BYTES = 1 << 20
 
 
 class RangeRead(NamedTuple):
@@ -44,69 +40,59 @@ class RangeRead(NamedTuple):
     read: Callable[[], None]
 
 
-class FileSet:
+class FileSet(ABC):
     """The files of one checkpoint folder, opened when first needed. A context manager.
 
     Accepts only plain names of regular files: it never reads outside the folder, follows a link, or waits for a FIFO.
 
     Args:
         folder: Folder of the checkpoint.
-        shared: Whether other processes on this host read the same files at the same time, so that the page cache
-            serves them all. If not, uncached data is read with direct I/O.
     """
 
-    def __init__(self, folder: str, *, shared: bool = True) -> None:
+    #: Most bytes of a batch, the unit that threads take and that is read ahead.
+    _batch_bytes = 32 << 20
+
+    def __init__(self, folder: str) -> None:
         self._folder = folder
-        self._shared = shared
-        self._descriptors: dict[str, int] = {}
-        self._direct: DirectReader | None = None
-        self._reads_ahead = False
         self._of_thread = threading.local()
         self._blocks: list[ScratchBlock] = []
 
-    def descriptor(self, name: str) -> int:
-        """A descriptor for reading, owned by this object.
+    @abstractmethod
+    def size(self, name: str) -> int:
+        """The size of a file in bytes, which is opened.
 
         Raises:
             CheckpointCorruptError: The name points outside the folder, or there is no such regular file.
             CheckpointUnreadableError: The file cannot be opened.
         """
-        if name not in self._descriptors:
-            if not is_plain_name(name):
-                raise CheckpointCorruptError(
-                    f"{self._folder} refers to the file {name!r:.200}, which is not a plain name."
-                )
-            path = os.path.join(self._folder, name)
-            try:
-                self._descriptors[name] = open_regular(path)
-            except OSError as error:
-                raise read_failure(path, error) from error
-        return self._descriptors[name]
+
+    @abstractmethod
+    def stream(self, name: str) -> IO[bytes]:
+        """A stream of a file, at its beginning, for formats that are read in no order. The caller closes it.
+
+        Raises:
+            CheckpointCorruptError, CheckpointUnreadableError: As for `size`. What the stream raises is an OSError.
+        """
 
     @property
     def block(self) -> ScratchBlock:
         """The calling thread's block of memory."""
         block: ScratchBlock | None = getattr(self._of_thread, "block", None)
         if block is None:
-            block = self._of_thread.block = ScratchBlock(huge=self._direct is not None)
+            block = self._of_thread.block = self._new_block()
             self._blocks.append(block)
         return block
 
+    def _new_block(self) -> ScratchBlock:
+        return ScratchBlock(huge=False)
+
+    @abstractmethod
     def fill(self, name: str, buffer: memoryview, offset: int) -> bool:
         """Fill a buffer with a file's bytes from `offset`; False if the file is too short.
 
         Raises:
             CheckpointUnreadableError: the read fails.
         """
-        fd = self.descriptor(name)
-        if self._direct is not None:
-            block = self.block.view
-            while count := self._direct.read(fd, block, offset, min(buffer.nbytes, MAX_BYTES)):
-                # Releases the GIL, unlike a slice assignment.
-                libc.memmove(libc.address_of(buffer), libc.address_of(block) + offset % PAGE, count)
-                offset += count
-                buffer = buffer[count:]
-        return self._fill_through_cache(name, buffer, offset)
 
     def fill_block(self, name: str, offset: int, length: int) -> int | None:
         """Read a range of a file into the thread's block.
@@ -122,24 +108,8 @@ class FileSet:
         Raises:
             CheckpointUnreadableError: the read fails.
         """
-        view = self.block.view
-        if self._direct is not None and self._direct.read(self.descriptor(name), view, offset, length) == length:
-            return offset % PAGE
-        with view[:length] as begin:
-            return 0 if self._fill_through_cache(name, begin, offset) else None
-
-    def _fill_through_cache(self, name: str, buffer: memoryview, offset: int) -> bool:
-        fd = self.descriptor(name)
-        try:
-            while buffer.nbytes:
-                count = os.preadv(fd, [buffer], offset)
-                if count == 0:
-                    return False
-                offset += count
-                buffer = buffer[count:]
-        except OSError as error:
-            raise read_failure(os.path.join(self._folder, name), error) from error
-        return True
+        with self.block.view[:length] as begin:
+            return 0 if self.fill(name, begin, offset) else None
 
     def fill_summed(
         self, name: str, buffers: Iterable[memoryview], offset: int, checksum: Checksum | None
@@ -189,18 +159,19 @@ class FileSet:
             CheckpointCorruptError, CheckpointUnreadableError: A file cannot be opened; nothing is read.
         """
         ordered = sorted(reads, key=attrgetter("file", "offset", "length"))
-        ranges = [(self.descriptor(read.file), read.offset, read.length) for read in ordered]
+        for name in dict.fromkeys(map(attrgetter("file"), ordered)):
+            self.size(name)
         total = sum(map(attrgetter("length"), ordered))
-        threads = self._choose_ways(ranges) if total > _FEW_BYTES else 1
-        batches = _batches(ordered, min(total / (threads * 4) + 1, _BATCH_BYTES))
+        threads = self._choose_ways(ordered) if total > _FEW_BYTES else 1
+        batches = _batches(ordered, min(total / (threads * 4) + 1, self._batch_bytes))
+        self._begin(batches)
 
         def read_batch(number: int) -> None:
-            for upcoming in range(number + threads if number else 0, number + threads + 1):
-                if self._reads_ahead and upcoming < len(batches):
-                    self._read_ahead(batches[upcoming])
+            self._before(batches, number, threads)
             with inside():
                 for read in batches[number]:
                     read.read()
+            self._after(number)
             advance(sum(map(attrgetter("length"), batches[number])))
 
         with progress(f"reading {os.path.basename(self._folder)}", total) as advance:
@@ -212,48 +183,43 @@ class FileSet:
                 for _ in pool.map(read_batch, range(len(batches))):
                     pass
 
-    def _choose_ways(self, ranges: Sequence[tuple[int, int, int]]) -> int:
-        """Choose direct I/O, read-ahead or plain reads by what the page cache holds; returns the number of threads."""
-        share, direct = None, False
-        try:
-            share = share_in_memory(ranges)
-            direct = not self._shared and share is not None and share < 0.5 and is_on_disk(self._folder)
-        except OSError as error:
-            logger.info("cannot query the page cache for %s (%s)", self._folder, error)
-        self._reads_ahead = not direct and share != 1
-        processors = os.cpu_count() or 1
-        if direct:
-            self._direct = DirectReader(self._folder, self._descriptors.values())
-            return min(2 * processors, _MAX_DIRECT_THREADS, len(ranges))  # half of them wait for the disk
-        return min(processors, _MAX_THREADS, len(ranges))
+    @abstractmethod
+    def _choose_ways(self, ordered: Sequence[RangeRead]) -> int:
+        """Choose how to read these ranges; returns the number of threads, at most one for each range."""
 
-    def _read_ahead(self, batch: Sequence[RangeRead]) -> None:
-        """Let the disk read a batch into the page cache while other batches are checksummed and copied."""
-        extents: list[tuple[str, int, int]] = []
-        for name, offset, length, _ in batch:
-            last = extents[-1] if extents else ("", 0, 0)
-            if last[0] == name and offset - last[2] <= GAP_BYTES:
-                extents[-1] = name, last[1], max(last[2], offset + length)
-            else:
-                extents.append((name, offset, offset + length))
-        try:
-            for name, start, end in extents:
-                os.posix_fadvise(self.descriptor(name), start, end - start, os.POSIX_FADV_WILLNEED)
-        except OSError as error:
-            # This is only advice: if the file itself is unreadable, the read fails.
-            self._reads_ahead = False
-            logger.info("read-ahead disabled for %s: posix_fadvise failed (%s)", self._folder, error)
+    def _begin(self, batches: Sequence[Sequence[RangeRead]]) -> None:
+        """Called before the batches are read, in their order as far as threads keep it."""
 
-    def __enter__(self) -> FileSet:
+    def _before(self, batches: Sequence[Sequence[RangeRead]], number: int, threads: int) -> None:
+        """Called before a batch is read, by the thread that reads it."""
+
+    def _after(self, number: int) -> None:
+        """Called when a batch was read."""
+
+    def _path(self, name: str) -> str:
+        """The path of a file. Raises CheckpointCorruptError if its name points outside the folder."""
+        if not is_plain_name(name):
+            raise CheckpointCorruptError(f"{self._folder} refers to the file {name!r:.200}, which is not a plain name.")
+        return os.path.join(self._folder, name)
+
+    def __enter__(self: Self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._direct is not None:
-            self._direct.close()
         while self._blocks:
             self._blocks.pop().close()
-        while self._descriptors:
-            os.close(self._descriptors.popitem()[1])
+
+
+def extents_of(reads: Iterable[RangeRead], gap: int) -> list[tuple[str, int, int]]:
+    """Name, start and end of the ranges that cover sorted reads; those that are at most `gap` apart become one."""
+    extents: list[tuple[str, int, int]] = []
+    for name, offset, length, _ in reads:
+        last = extents[-1] if extents else ("", 0, 0)
+        if last[0] == name and offset - last[2] <= gap:
+            extents[-1] = name, last[1], max(last[2], offset + length)
+        else:
+            extents.append((name, offset, offset + length))
+    return extents
 
 
 def _batches(reads: Sequence[RangeRead], size: float) -> list[list[RangeRead]]:

@@ -12,10 +12,14 @@ import fcntl
 import os
 import stat
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from .fs_type import kind_of
 from .safe_open import open_regular
 from .storage import Storage
+
+if TYPE_CHECKING:
+    from .open_files import OpenFiles
 
 #: Linux takes at most this many buffers in one vectored write (IOV_MAX).
 _MAX_BUFFERS = 1024
@@ -135,6 +139,11 @@ class FileStorage(Storage):
 
     def close(self, fd: int) -> None:
         os.close(fd)
+
+    def open_files(self, folder: str, *, shared: bool = True) -> OpenFiles:
+        from .open_files import OpenFiles  # processes that only write do not load it
+
+        return OpenFiles(folder, shared=shared)
 
     def append(self, path: str, data: bytes) -> None:
         fd = self.open_append(path)

@@ -77,7 +77,7 @@ def place_of(folder: str, name: str) -> tuple[str, str]:
     The cache of the Hugging Face Hub has `snapshots/REVISION/NAME` as links to `../../blobs/HASH`. No other link may be
     followed.
     """
-    if os.path.islink(os.path.join(folder, name)):
+    if "://" not in folder and os.path.islink(os.path.join(folder, name)):
         revisions, revision = os.path.split(os.path.realpath(folder))
         blobs = os.path.join(os.path.dirname(revisions), "blobs")
         *parents, blob = os.readlink(os.path.join(folder, name)).split("/")

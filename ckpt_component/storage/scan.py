@@ -158,7 +158,7 @@ def foreign_checkpoints(fs: Storage, root: str, scan: Scan, names: StepNames) ->
 
 def _is_checkpoint(fs: Storage, path: str) -> bool:
     if not fs.is_folder(path):
-        return os.path.isfile(path) and path.endswith(_FILES)
+        return path.endswith(_FILES)
     try:
         return any(_ANY_CHECKPOINT.fullmatch(name) for name in fs.names(path))
     except OSError as error:

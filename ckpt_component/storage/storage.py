@@ -11,7 +11,10 @@ import contextlib
 import errno
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .file_set import FileSet  # processes that only write do not load it
 
 
 class Storage(ABC):
@@ -128,6 +131,15 @@ class Storage(ABC):
     @abstractmethod
     def close(self, fd: int) -> None:
         """Close a descriptor. A file that was not synced may be lost."""
+
+    def open_files(self, folder: str, *, shared: bool = True) -> FileSet:
+        """Open the files of one checkpoint folder for reads of ranges, in parallel; the caller closes the result.
+
+        Args:
+            folder: folder of the files.
+            shared: whether other processes on this host read the same files at the same time.
+        """
+        raise not_here("reads of ranges")
 
     # Small files, read and written as a whole
 

@@ -21,7 +21,7 @@ from ckpt_component.readers.coalesced import SMALL_BYTES, CoalescedReads
 from ckpt_component.readers.source import Request
 from ckpt_component.readers.tensor_items import TensorItems
 from ckpt_component.storage.checksum import Checksum, find_checksum
-from ckpt_component.storage.file_set import FileSet
+from ckpt_component.storage.open_files import OpenFiles
 
 #: What lies around a payload, as an archive's header and its end do.
 BEFORE, AFTER = 11, 5
@@ -55,7 +55,7 @@ class Stored:
         tensors = [torch.zeros_like(self.payloads[number]) for number in numbers]
         requests = [Request.into(str(place), tensor) for place, tensor in enumerate(tensors)]
         failed = []
-        with FileSet(str(self.folder)) as files:
+        with OpenFiles(str(self.folder)) as files:
             reads = CoalescedReads(items, numbers, requests, checksum, files).ranges
             for each in reads:
                 try:

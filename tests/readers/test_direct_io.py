@@ -21,10 +21,11 @@ from safetensors.torch import save_file
 from ckpt_component import CheckpointCorruptError, build_checkpointer, factory
 from ckpt_component.memory import page_cache
 from ckpt_component.memory.page_cache import share_in_memory
-from ckpt_component.storage import direct_io, file_set
+from ckpt_component.storage import direct_io, open_files
 from ckpt_component.storage.direct_io import DirectReader
-from ckpt_component.storage.file_set import FileSet, RangeRead
+from ckpt_component.storage.file_set import RangeRead
 from ckpt_component.storage.fs_type import kind_of
+from ckpt_component.storage.open_files import OpenFiles
 
 STATE: dict[str, Any] = {
     "large": torch.arange(3_000_000, dtype=torch.int64),
@@ -185,7 +186,7 @@ def test_any_range(disk: Path, offset: int, length: int, monkeypatch: pytest.Mon
     forget(disk)
     opens = direct_opens(monkeypatch)
     buffer = memoryview(bytearray(length + 1))
-    with FileSet(str(disk), shared=False) as files:
+    with OpenFiles(str(disk), shared=False) as files:
         read = RangeRead("file", offset, 2 * MOST, lambda: found.append(files.fill("file", buffer[:length], offset)))
         found: list[bool] = []
         files.read_all([read])
@@ -251,7 +252,7 @@ def test_a_file_that_was_cut_is_told(disk: Path, monkeypatch: pytest.MonkeyPatch
     forget(disk)
     opens = direct_opens(monkeypatch)
     found = []
-    with FileSet(str(disk), shared=False) as files:
+    with OpenFiles(str(disk), shared=False) as files:
         buffer = memoryview(bytearray(1_600_000))
         files.read_all([RangeRead("file", 0, 1_600_000, lambda: found.append(files.fill("file", buffer, 0)))])
     assert found == [False] and opens
@@ -320,7 +321,7 @@ def test_a_folder_of_which_nothing_is_known(
     def failing(folder: str) -> bool:
         raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
 
-    monkeypatch.setattr(file_set, "is_on_disk", failing)
+    monkeypatch.setattr(open_files, "is_on_disk", failing)
     with build_checkpointer("sync") as checkpointer, caplog.at_level(logging.INFO):
         check_loaded(checkpointer.load(path))
     assert sum("cannot query the page cache" in record.message for record in caplog.records) == 1
@@ -393,7 +394,7 @@ def test_half_of_it_in_memory(disk: Path, monkeypatch: pytest.MonkeyPatch) -> No
     forget(path)
     opens = direct_opens(monkeypatch)
     for share, past in ((0.51, False), (0.49, True)):
-        monkeypatch.setattr(file_set, "share_in_memory", lambda _, share=share: share)
+        monkeypatch.setattr(open_files, "share_in_memory", lambda _, share=share: share)
         with build_checkpointer("sync") as checkpointer:
             check_loaded(checkpointer.load(path))
         assert bool(opens) is past
@@ -404,7 +405,7 @@ def test_nothing_of_it_on_a_tmpfs(monkeypatch: pytest.MonkeyPatch) -> None:
     if kind_of("/dev/shm") != "tmpfs":
         pytest.skip("/dev/shm is no tmpfs here")
     opens = direct_opens(monkeypatch)
-    monkeypatch.setattr(file_set, "share_in_memory", lambda _: 0.0)
+    monkeypatch.setattr(open_files, "share_in_memory", lambda _: 0.0)
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder, build_checkpointer("sync") as checkpointer:
         check_loaded(checkpointer.load(saved(Path(folder))))
     assert not opens

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from ckpt_component import build_checkpointer
-from ckpt_component.storage import file_set
-from ckpt_component.storage.file_set import FileSet, RangeRead
+from ckpt_component.storage import open_files
+from ckpt_component.storage.file_set import RangeRead
+from ckpt_component.storage.open_files import OpenFiles
 
 BATCH = 1 << 20
 
@@ -21,8 +22,8 @@ BATCH = 1 << 20
 def announced(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """Begin and end of what is announced, of a file of which half is in memory."""
     extents: list[tuple[int, int]] = []
-    monkeypatch.setattr(file_set, "_BATCH_BYTES", BATCH)
-    monkeypatch.setattr(file_set, "share_in_memory", lambda ranges: 0.5)
+    monkeypatch.setattr(OpenFiles, "_batch_bytes", BATCH)
+    monkeypatch.setattr(open_files, "share_in_memory", lambda ranges: 0.5)
     monkeypatch.setattr(os, "posix_fadvise", lambda fd, start, length, advice: extents.append((start, start + length)))
     return extents
 
@@ -41,7 +42,7 @@ def test_all_is_announced_before_it_is_read_and_only_a_bounded_way_ahead(
         assert end >= min(offset + step, size)
         leads.append(end - offset)
 
-    with FileSet(str(tmp_path)) as files:
+    with OpenFiles(str(tmp_path)) as files:
         files.read_all(
             [RangeRead("file", start, step, lambda start=start: read(start)) for start in range(0, size, step)]
         )
@@ -51,8 +52,8 @@ def test_all_is_announced_before_it_is_read_and_only_a_bounded_way_ahead(
 
 def test_neighbours_are_announced_as_one(tmp_path: Path, announced: list[tuple[int, int]]) -> None:
     (tmp_path / "file").write_bytes(bytes(BATCH))
-    far = 100 + file_set.GAP_BYTES + 1
-    with FileSet(str(tmp_path)) as files:
+    far = 100 + open_files.GAP_BYTES + 1
+    with OpenFiles(str(tmp_path)) as files:
         ranges = [(0, 50), (20, 10), (60, 40), (far, 5)]
         files._read_ahead([RangeRead("file", start, length, lambda: None) for start, length in ranges])
     assert announced == [(0, 100), (far, far + 5)]
@@ -82,7 +83,7 @@ def test_a_disk_that_takes_no_advice(
     with build_checkpointer("sync") as checkpointer:
         checkpointer.save(state, tmp_path / "one")
         monkeypatch.setattr(os, "cpu_count", lambda: 1)
-        monkeypatch.setattr(file_set, "share_in_memory", lambda ranges: 0.5)
+        monkeypatch.setattr(open_files, "share_in_memory", lambda ranges: 0.5)
         monkeypatch.setattr(os, "posix_fadvise", refused)
         loaded = checkpointer.load(tmp_path / "one")
     assert caplog.text.count("posix_fadvise failed ([Errno 22]") == 1

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ckpt_component import build_checkpointer, build_manager
-from ckpt_component.storage.file_set import FileSet
+from ckpt_component.storage.open_files import OpenFiles
 
 GOLDEN = Path(__file__).parents[1] / "readers" / "golden"
 
@@ -31,7 +31,7 @@ def test_values_differ_by_checksum_and_nothing_is_read(
     def refuse(*_: Any) -> None:
         raise AssertionError("a tensor was read")
 
-    monkeypatch.setattr(FileSet, "fill", refuse)
+    monkeypatch.setattr(OpenFiles, "fill", refuse)
     assert ckpt("diff", f"{root}@100", f"{root}@200", "model").code == 1
 
 

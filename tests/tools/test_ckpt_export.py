@@ -22,6 +22,7 @@ from ckpt_component.apps.tools.app import main
 from ckpt_component.catalogue import Catalogue, Entry, Piece
 from ckpt_component.exporting import casting
 from ckpt_component.exporting.blocks import TensorBlocks
+from ckpt_component.storage.locate import storage_at
 
 
 def ckpt(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
@@ -236,7 +237,9 @@ def test_parts_of_ranks_are_put_together_in_small_blocks(block: int, tmp_path: P
             data += item
         (tmp_path / "f").write_bytes(data)
         entry = Entry("w", ("w",), "tensor", "int16", shape, 2 * whole.numel(), tuple(pieces))
-        catalogue = Catalogue(str(tmp_path), str(tmp_path), "dcp", 1, None, len(data), False, {"w": entry})
+        catalogue = Catalogue(
+            str(tmp_path), storage_at(tmp_path), str(tmp_path), "dcp", 1, None, len(data), False, {"w": entry}
+        )
         with TensorBlocks(catalogue, [entry], block) as blocks:
             parts = [bytes(each) for each in blocks.of(entry)]
         assert max(map(len, parts)) <= block

@@ -156,9 +156,9 @@ class CutOff(BaseException):
 
 
 def test_it_continues_after_it_was_cut_off(one: Path, ckpt: Ckpt, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def cut_off(folder: str, items: Any, report: Any, *, done: Any, **more: Any) -> None:
+    def cut_off(fs: Any, folder: str, items: Any, report: Any, *, done: Any, **more: Any) -> None:
         first = [item for item in items if item.length > 1_000_000]
-        genuine(folder, first, report, done=done, **more)
+        genuine(fs, folder, first, report, done=done, **more)
         raise CutOff
 
     genuine = verify_command.verify_items

@@ -93,7 +93,15 @@ def _verify(path: str, pattern: str | None, resume: bool) -> dict[str, Any]:
     verified = VerifiedItems(inspection, resume=resume)
     left = [item for item in items if item not in verified]
     try:
-        verify_items(inspection.folder, left, damages.append, done=verified.add, progress=progress_bar, shared=False)
+        verify_items(
+            inspection.storage,
+            inspection.folder,
+            left,
+            damages.append,
+            done=verified.add,
+            progress=progress_bar,
+            shared=False,
+        )
     except BaseException:
         verified.save()
         logger.warning("cut off; to continue, add --resume to the command")

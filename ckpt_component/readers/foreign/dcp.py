@@ -25,9 +25,9 @@ class StockDcpSource(Source):
     """A checkpoint of `torch.distributed.checkpoint`, saved by any number of ranks.
 
     Args:
-        fs: File system to read `.metadata` with.
+        fs: The storage.
         folder: Folder of the checkpoint.
-        shared: As for `FileSet`.
+        shared: As for `Storage.open_files`.
 
     Raises:
         CheckpointCorruptError: `.metadata` is damaged or contradicts the files.
@@ -35,7 +35,7 @@ class StockDcpSource(Source):
     """
 
     def __init__(self, fs: Storage, folder: str, *, shared: bool = True) -> None:
-        self._shared = shared
+        self._fs, self._shared = fs, shared
         self._entries, containers = read_metadata(fs, folder, WIDTHS)
         index = Index(containers=containers)
         for key, entry in self._entries.items():
@@ -47,7 +47,7 @@ class StockDcpSource(Source):
 
     def read_tensors(self, requests: Sequence[Request], progress: Progress = no_progress) -> None:
         """Load the chunks of every tensor, and copy their overlap with the requested parts."""
-        with FileSet(self.where, shared=self._shared) as files:
+        with self._fs.open_files(self.where, shared=self._shared) as files:
 
             def read(request: Request, place: Piece, common: Any) -> None:
                 source, target, _ = common
@@ -72,7 +72,7 @@ class StockDcpSource(Source):
     def read_objects(self, keys: Sequence[str]) -> Mapping[str, Any]:
         """Load the objects, each with `weights_only`."""
         archives = {}
-        with FileSet(self.where) as files:
+        with self._fs.open_files(self.where) as files:
             for key in keys:
                 (place,) = self._entries[key].pieces
                 archives[self._name(key, place)] = self._bytes(files, place, key)
@@ -81,7 +81,7 @@ class StockDcpSource(Source):
     def load(self, key: str) -> Any:
         """Load one object, with inert `Record`s in it for what safe loading refuses."""
         (place,) = self._entries[key].pieces
-        with FileSet(self.where) as files:
+        with self._fs.open_files(self.where) as files:
             return load_archive(self._bytes(files, place, key), self._name(key, place))
 
     def _chunks(self, request: Request) -> list[tuple[Piece, Any]]:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from ...catalogue.folder import INDEX, MEGATRON_MARKER, METADATA, weights_in
 from ...catalogue.safetensors import shards_of
+from ...storage.locate import absolute
 from ...storage.safe_open import place_of
 from ...storage.storage import Storage
 from ..source import Source
@@ -23,12 +24,12 @@ def open_folder(
     """Open the checkpoint of another program in a folder with these names; None if there is none.
 
     Args:
-        fs: File system to read small files with.
+        fs: The storage.
         folder: The folder.
         names: The names in it.
         mapped: As for `TorchFileSource`.
         verify: As for `TorchFileSource`.
-        shared: As for `FileSet`.
+        shared: As for `Storage.open_files`.
     """
     if METADATA in names:
         from .dcp import StockDcpSource  # few loads need DCP, which takes a second to import
@@ -44,14 +45,14 @@ def open_folder(
     if len(names) > 1:
         logger.info("loading %s", path)
     if not name.endswith(INDEX):
-        return open_file(path, mapped=mapped, verify=verify, shared=shared)
+        return open_file(fs, path, mapped=mapped, verify=verify, shared=shared)
     base, shards, weight_map = shards_of(fs, folder, name)
-    return SafetensorsSource(folder, base, shards, shared=shared, weight_map=weight_map)
+    return SafetensorsSource(fs, folder, base, shards, shared=shared, weight_map=weight_map)
 
 
-def open_file(path: str, *, mapped: bool, verify: bool, shared: bool) -> Source:
+def open_file(fs: Storage, path: str, *, mapped: bool, verify: bool, shared: bool) -> Source:
     """Open a file of safetensors or `torch.save`."""
-    folder, name = place_of(*os.path.split(os.path.abspath(path)))
+    folder, name = place_of(*os.path.split(absolute(path)))
     if path.endswith(".safetensors"):
-        return SafetensorsSource(path, folder, [name], shared=shared)
-    return TorchFileSource(os.path.join(folder, name), mapped=mapped, verify=verify)
+        return SafetensorsSource(fs, path, folder, [name], shared=shared)
+    return TorchFileSource(fs, os.path.join(folder, name), mapped=mapped, verify=verify)

@@ -22,10 +22,10 @@ def open_megatron(fs: Storage, folder: str, names: Sequence[str], *, shared: boo
     """Open a folder with the sharded values under Megatron's keys, and beside them the common values as a nested dict.
 
     Args:
-        fs: File system to read small files with.
+        fs: The storage.
         folder: The folder.
         names: The names in it.
-        shared: As for `FileSet`.
+        shared: As for `Storage.open_files`.
 
     Raises:
         CheckpointCorruptError: A file is damaged, or the two parts have a key in common.
@@ -38,7 +38,7 @@ def open_megatron(fs: Storage, folder: str, names: Sequence[str], *, shared: boo
         common: Source = StateSource(_data(MEGATRON_COMMON_KEY, sharded.load(MEGATRON_COMMON_KEY)), where)
         del sharded.index.objects[MEGATRON_COMMON_KEY]
     elif MEGATRON_COMMON_FILE in names:
-        common = TorchFileSource(os.path.join(folder, MEGATRON_COMMON_FILE), mapped=False)
+        common = TorchFileSource(fs, os.path.join(folder, MEGATRON_COMMON_FILE), mapped=False)
     else:
         return sharded
     return JoinedSource(folder, [sharded, common])

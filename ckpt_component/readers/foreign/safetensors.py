@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from ...catalogue.safetensors import safetensors_index
+from ...storage.storage import Storage
 from ..own_format import OwnSource
 
 
@@ -12,10 +13,11 @@ class SafetensorsSource(OwnSource):
     """Safetensors files: read as our own, through an index built from their headers, without checksums.
 
     Args:
+        fs: The storage.
         where: The checkpoint's path, for messages.
         folder: The folder of the files.
         names: Their names.
-        shared: As for `FileSet`.
+        shared: As for `Storage.open_files`.
         weight_map: As for `safetensors_index`.
 
     Raises:
@@ -24,6 +26,7 @@ class SafetensorsSource(OwnSource):
 
     def __init__(
         self,
+        fs: Storage,
         where: str,
         folder: str,
         names: Sequence[str],
@@ -31,5 +34,6 @@ class SafetensorsSource(OwnSource):
         shared: bool = True,
         weight_map: Mapping[str, str] | None = None,
     ) -> None:
-        super().__init__(folder, [safetensors_index(where, folder, names, weight_map)], verify=False, shared=shared)
+        index = safetensors_index(fs, where, folder, names, weight_map)
+        super().__init__(fs, folder, [index], verify=False, shared=shared)
         self.where = where

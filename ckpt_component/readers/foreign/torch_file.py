@@ -19,7 +19,9 @@ from ...errors import CheckpointCorruptError, CheckpointLoadError, CheckpointSta
 from ...progress import Progress, no_progress
 from ...state.flatten import flatten
 from ...state.paths import key_of
-from ...storage.safe_open import open_regular, read_failure
+from ...storage.locate import is_url
+from ...storage.safe_open import read_failure
+from ...storage.storage import Storage
 from ..source import Index, Request, Source, TensorEntry, copy_into
 from .archives import decode_all, load_safely, refused_kind
 
@@ -89,8 +91,10 @@ class TorchFileSource(StateSource):
     """A file of `torch.save`, loaded with `weights_only`.
 
     Args:
+        fs: The storage.
         path: The file.
-        mapped: Map the file into memory instead of reading it, to copy from it into a target.
+        mapped: Map the file into memory instead of reading it, to copy from it into a target. Objects of a bucket are
+            always read.
         verify: Compare the checksums in the file, if it has them.
 
     Raises:
@@ -99,8 +103,9 @@ class TorchFileSource(StateSource):
         CheckpointLoadError: It does not contain a state dict of plain data.
     """
 
-    def __init__(self, path: str, *, mapped: bool, verify: bool = False) -> None:
-        state, size = _torch_load(path, mapped, verify)
+    def __init__(self, fs: Storage, path: str, *, mapped: bool, verify: bool = False) -> None:
+        mapped = mapped and not is_url(path)
+        state, size = _torch_load(fs, path, mapped, verify)
         super().__init__(state, path, mapped=mapped)
         for key, tensor in self._tensors.items():
             nbytes = tensor.numel() * tensor.element_size()
@@ -111,31 +116,29 @@ class TorchFileSource(StateSource):
                 )
 
 
-def verify_torch_file(path: str) -> bool:
+def verify_torch_file(fs: Storage, path: str) -> bool:
     """Compare the checksums in a file of `torch.save`. Returns False if it has none.
 
     Raises:
         CheckpointCorruptError: It is not a regular file, or is damaged.
         CheckpointUnreadableError: It cannot be read.
     """
+    folder, name = os.path.split(path)
     try:
-        with os.fdopen(open_regular(path), "rb") as stream:
+        with fs.open_files(folder) as files, files.stream(name) as stream:
             if not zipfile.is_zipfile(stream):
                 return False
-            check_archive(stream, os.fstat(stream.fileno()).st_size, path)
+            check_archive(stream, files.size(name), path)
             return verify_records(stream, path)
     except OSError as error:
         raise read_failure(path, error) from error
 
 
-def _torch_load(path: str, mapped: bool, verify: bool) -> tuple[Any, int]:
+def _torch_load(fs: Storage, path: str, mapped: bool, verify: bool) -> tuple[Any, int]:
     """Load a file; returns its contents and its size."""
-    try:
-        stream = os.fdopen(open_regular(path), "rb")
-    except OSError as error:
-        raise read_failure(path, error) from error
-    with stream:
-        size = os.fstat(stream.fileno()).st_size
+    folder, name = os.path.split(path)
+    with fs.open_files(folder) as files, files.stream(name) as stream:
+        size = files.size(name)
         try:
             # Files of torch before 1.6 are not zip archives and cannot be mapped.
             zipped = zipfile.is_zipfile(stream)
