@@ -35,6 +35,8 @@ _FOLDER = ".ckpt-folder"
 _PART_BYTES, _IN_FLIGHT = 8 << 20, 6
 #: S3 allows 10,000 parts.
 _MOST_PARTS = 9_000
+#: How the environment variables of a scheme begin.
+_VARIABLES = {"s3": "AWS_", "gs": "GOOGLE_", "az": "AZURE_"}
 #: Options of the HTTP client. The time for a request is enough for twelve parts at a time at 1 MB/s.
 _CLIENT_DEFAULTS = {"timeout": "120s"}
 _CLIENT = re.compile(
@@ -98,11 +100,10 @@ class ObjectStorage(Storage):
     def _open(self, options: Mapping[str, Any]) -> Any:
         config = {name: _value(name, value) for name, value in options.items()}
         client = {name: config.pop(name) for name in list(config) if _CLIENT.fullmatch(name)}
+        client = {**_CLIENT_DEFAULTS, **_client_variables(self.root), **client}
         try:
             retries = {"max_retries": int(config.pop("max_retries"))} if "max_retries" in config else None
-            return self._obstore.store.from_url(
-                self.root, config=config, client_options={**_CLIENT_DEFAULTS, **client}, retry_config=retries
-            )
+            return self._obstore.store.from_url(self.root, config=config, client_options=client, retry_config=retries)
         except Exception as error:
             raise CheckpointConfigError(
                 f"{self.root} cannot be opened, by checkpoint.storage.options and the environment: {text_of(error)}"
@@ -342,6 +343,13 @@ def _value(name: str, value: Any) -> Any:
     if isinstance(value, (bool, dict)):
         return value
     return f"{round(1000 * value)}ms" if name.endswith("timeout") and isinstance(value, (int, float)) else str(value)
+
+
+def _client_variables(root: str) -> dict[str, Any]:
+    """The options of the HTTP client in the environment, which obstore ignores if any such option is given."""
+    prefix = _VARIABLES[root.partition("://")[0]]
+    values = {name[len(prefix) :].lower(): value for name, value in os.environ.items() if name.startswith(prefix)}
+    return {name: value for name, value in values.items() if _CLIENT.fullmatch(name)}
 
 
 @functools.cache  # of the process, as its name says

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import http.client
 import subprocess
 import sys
@@ -13,6 +14,9 @@ from typing import Any
 
 _END_SECONDS = 5.0
 _REPLY_SECONDS = 30.0
+_HOURS = datetime.timedelta(hours=2)
+#: Path of a request that is none of S3: `Bucket.age`.
+AGE = "test-age"
 REGION = "us-east-1"
 KEYS = {"access_key_id": "test", "secret_access_key": "not-a-secret"}
 
@@ -88,6 +92,10 @@ class Bucket:
         """All keys, sorted; asked of the server, not through the proxy."""
         return [item["path"] for page in self.store().list(prefix=prefix or None) for item in page]
 
+    def age(self) -> None:
+        """Make all that is in the bucket look some hours old, as it is when a job comes back."""
+        self.server.request("POST", f"/{AGE}/{self.name}")
+
     def store(self, **options: Any) -> Any:
         """A store of obstore at the server, not through the proxy."""
         from obstore.store import S3Store
@@ -99,11 +107,26 @@ class Bucket:
 def _serve() -> None:
     import logging
 
+    from flask import request
+    from moto.s3.models import s3_backends  # type: ignore[import-untyped]
     from moto.server import create_backend_app  # type: ignore[import-untyped]
     from werkzeug.serving import make_server
 
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
-    server = make_server("127.0.0.1", 0, create_backend_app("s3"), threaded=True)
+    app = create_backend_app("s3")
+
+    @app.before_request
+    def age() -> Any:
+        what, _, bucket = request.path.strip("/").partition("/")
+        if what != AGE:
+            return None
+        for accounts in s3_backends.values():
+            for backend in accounts.values():
+                for key in backend.buckets[bucket].keys.values() if bucket in backend.buckets else ():
+                    key.last_modified -= _HOURS
+        return "aged"
+
+    server = make_server("127.0.0.1", 0, app, threaded=True)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     print(server.server_port, flush=True)
     sys.stdin.read()

@@ -138,3 +138,12 @@ def test_s3fs_finds_the_proxy_too(bucket: Bucket, proxy: FaultProxy) -> None:
     assert fs.cat_file(f"{bucket.name}/one", start=1, end=3) == b"23"
     assert bucket.keys() == ["one"]
     assert "get" in kinds(proxy.log)
+
+
+def test_what_is_in_a_bucket_can_be_made_older(bucket: Bucket) -> None:
+    store = bucket.store()
+    obstore.put(store, "one", b"1")
+    before = obstore.head(store, "one")["last_modified"]
+    bucket.age()
+    assert (before - obstore.head(store, "one")["last_modified"]).total_seconds() > 3600
+    assert [item["path"] for page in obstore.list(store) for item in page] == ["one"]
