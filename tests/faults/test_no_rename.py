@@ -6,7 +6,6 @@ import os
 import shutil
 import threading
 import warnings
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -334,7 +333,7 @@ def test_quarantine_keeps_the_data_and_frees_the_name(damage: str, renames: bool
     living = written(store, root, 9)
     os.rename(living.staging, root / "iter_0000001" / living.token)
     os.rmdir(living.target)
-    lock = AttemptLock(store, replace(living, target=attempt.target))
+    lock = AttemptLock(store, commit.new_attempt(store, attempt.target, living.token))
     manifest = Path(attempt.target, MANIFEST)
     if damage == "data":
         Path(attempt.staging, "data").write_bytes(b"123")
