@@ -15,12 +15,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ..storage.files import FileStorage
-from ..storage.safe_open import open_regular
+from ..storage.locate import absolute, storage_at
+from ..storage.storage import Storage
 
 logger = logging.getLogger(__name__)
 
 #: The folder of the event files, in the folder of the checkpoints.
 FOLDER = "events"
+#: Larger than any file of events: a million steps have 120 MB.
+_MAX_BYTES = 1 << 30
 _NAME = re.compile(r"rank-\d{5,}\.jsonl")
 
 
@@ -64,33 +67,33 @@ class EventFile:
         self._torn = False
 
 
-def read_events(root: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
+def read_events(root: str | os.PathLike[str], fs: Storage | None = None) -> Iterator[dict[str, Any]]:
     """The events of all runs that saved in a folder, rank by rank, each rank's in the order of writing.
 
     Lines that are no events, such as one that a killed process left half written, are skipped.
 
     Args:
         root: the folder of the checkpoints; one without events yields nothing.
+        fs: its storage; None: that of the path, without options.
 
     Raises:
         OSError: an event file cannot be read.
     """
-    folder = os.path.join(os.fspath(root), FOLDER)
-    for name in FileStorage().names(folder):
+    fs, folder = fs or storage_at(root), os.path.join(absolute(root), FOLDER)
+    for name in fs.names(folder):
         if _NAME.fullmatch(name):
-            yield from _read_file(os.path.join(folder, name))
+            yield from _read_file(fs, os.path.join(folder, name))
 
 
-def _read_file(path: str) -> Iterator[dict[str, Any]]:
-    with os.fdopen(open_regular(path), "rb") as lines:
-        for number, line in enumerate(lines, 1):
-            if line.isspace():
-                continue
-            try:
-                event = json.loads(line)
-            except (ValueError, RecursionError):
-                event = None
-            if isinstance(event, dict) and isinstance(event.get("event"), str):
-                yield event
-            else:
-                logger.info("%s: line %d is no event; a process may have been killed while it wrote it", path, number)
+def _read_file(fs: Storage, path: str) -> Iterator[dict[str, Any]]:
+    for number, line in enumerate(fs.read(path, _MAX_BYTES).split(b"\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            event = json.loads(line)
+        except (ValueError, RecursionError):
+            event = None
+        if isinstance(event, dict) and isinstance(event.get("event"), str):
+            yield event
+        else:
+            logger.info("%s: line %d is no event; a process may have been killed while it wrote it", path, number)

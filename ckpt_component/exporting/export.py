@@ -20,6 +20,7 @@ from ..storage.files import FileStorage
 from ..storage.liveness import AttemptLock
 from ..storage.names import MANIFEST, SINGLE_FILES, new_token
 from ..storage.space import FULL, full_text, refuse_without_room
+from ..storage.storage import Storage
 from .blocks import TensorBlocks, open_blocks
 from .casting import caster, check_dtype
 from .files import INDEX, WEIGHTS, File, hugging_face_files, safetensors_file
@@ -92,7 +93,12 @@ class Exported(NamedTuple):
 
 
 def export_checkpoint(
-    source: str, target: str, options: ExportOptions, fs: FileStorage, progress: Progress = no_progress
+    source: str,
+    target: str,
+    options: ExportOptions,
+    fs: FileStorage,
+    progress: Progress = no_progress,
+    storage: Storage | None = None,
 ) -> Exported:
     """Export a checkpoint. The target appears whole or not at all; checksums are verified on the way.
 
@@ -100,8 +106,9 @@ def export_checkpoint(
         source: Path of the checkpoint.
         target: Path of the export.
         options: How.
-        fs: The file system.
+        fs: The file system of the export.
         progress: Follows the bytes of the tensors.
+        storage: The storage of the checkpoint; None: that of its path, without options.
 
     Raises:
         CheckpointNotFoundError: There is no checkpoint.
@@ -114,7 +121,7 @@ def export_checkpoint(
     started = time.perf_counter()
     target = os.path.abspath(target)
     _refuse_target(fs, target, options)
-    catalogue = open_catalogue(source)
+    catalogue = open_catalogue(source, storage)
     prefix = options.prefix
     if prefix is None:
         prefix = model_prefix(catalogue) if options.format == "hf" else ""

@@ -50,17 +50,18 @@ class StoredConfig:
         return f"{text}\n".encode("utf-8", "backslashreplace")
 
 
-def stored_config(path: str | os.PathLike[str]) -> StoredConfig:
+def stored_config(path: str | os.PathLike[str], fs: Storage | None = None) -> StoredConfig:
     """Read which config, versions and git commit a checkpoint was saved with.
 
     Args:
         path: the folder of a checkpoint that a manager saved.
+        fs: its storage; None: that of the path, without options.
 
     Raises:
         CheckpointNotFoundError: there is no such checkpoint, or it has no record of its run.
         CheckpointCorruptError: the record or the manifest is damaged.
     """
-    fs, folder, manifest = _opened(path)
+    fs, folder, manifest = _opened(path, fs)
     entry = next((entry for entry in manifest["files"] if entry["name"] == RUN_RECORD), None)
     if entry is None:
         raise CheckpointNotFoundError(
@@ -95,13 +96,13 @@ def stored_metrics(path: str | os.PathLike[str]) -> dict[str, float]:
         CheckpointNotFoundError: there is no such checkpoint.
         CheckpointCorruptError: the manifest is damaged.
     """
-    _, folder, manifest = _opened(path)
+    _, folder, manifest = _opened(path, None)
     return metrics_of(manifest, folder)
 
 
-def _opened(path: str | os.PathLike[str]) -> tuple[Storage, str, dict[str, Any]]:
+def _opened(path: str | os.PathLike[str], fs: Storage | None) -> tuple[Storage, str, dict[str, Any]]:
     """The file system, the absolute path, and the manifest of a checkpoint."""
-    fs, folder = storage_at(path), absolute(path)
+    fs, folder = fs or storage_at(path), absolute(path)
     if not fs.exists(folder):
         raise CheckpointNotFoundError(f"{folder} does not exist; name the folder of a checkpoint.")
     manifest = read_manifest(fs, folder) if fs.is_folder(folder) else None

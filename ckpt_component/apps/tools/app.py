@@ -71,11 +71,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except CheckpointError as error:
         print(output.error(f"error: {error}"), file=sys.stderr)
         sys.exit(FAILED)
+    except OSError as error:
+        if isinstance(error, BrokenPipeError):  # `ckpt show ... | head`
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            sys.exit(128 + signal.SIGPIPE)
+        where = f"{error.filename}: " if error.filename else ""
+        print(output.error(f"error: {where}{error.strerror or error}"), file=sys.stderr)
+        sys.exit(FAILED)
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
-    except BrokenPipeError:  # `ckpt show ... | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(128 + signal.SIGPIPE)
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -92,10 +96,20 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         hint = f"ckpt {parsed.command} --help lists what it takes."
         print(f"error: ckpt {parsed.command} does not take '{unknown[0]}'; {hint}", file=sys.stderr)
         sys.exit(FAILED)
+    parsed.options = dict(map(_option, parsed.options))
     for name, value in vars(parsed).items():
         if isinstance(value, Path):
             setattr(parsed, name, value.expanduser())
     return parsed
+
+
+def _option(text: str) -> tuple[str, str]:
+    """The key and the value of a storage option, which is not printed: it may be a secret."""
+    key, separator, value = text.partition("=")
+    if not separator or not key:
+        print("error: -o takes KEY=VALUE, such as -o endpoint=http://127.0.0.1:9000", file=sys.stderr)
+        sys.exit(FAILED)
+    return key, value
 
 
 def parser_of(complete: Sequence[str]) -> argparse.ArgumentParser:
@@ -116,6 +130,14 @@ def parser_of(complete: Sequence[str]) -> argparse.ArgumentParser:
             continue
         _module(name).add_arguments(command)
         command.description = textwrap.fill(str(command.description), WIDTH)  # the formatter keeps lines as they are
+        command.add_argument(
+            "-o",
+            dest="options",
+            metavar="KEY=VALUE",
+            action="append",
+            default=[],
+            help="for URLs, an option of the bucket (endpoint, region, allow_http ...); else the environment's count",
+        )
         command.add_argument("--json", action="store_true", help="print the result as JSON")
         command.add_argument("-v", "--verbose", action="count", default=0, help="log more; -vv logs all")
         command.add_argument("-q", "--quiet", action="store_true", help="log errors only, and show no progress")

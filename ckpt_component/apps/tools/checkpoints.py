@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
 from itertools import accumulate
@@ -17,7 +17,7 @@ from typing import Any
 from ...catalogue.folder import is_readable
 from ...errors import CheckpointConfigError, CheckpointNotFoundError
 from ...spelling import closest
-from ...storage.locate import storage_at
+from ...storage.locate import absolute, storage_at
 from ...storage.names import MANIFEST, MEGATRON, NAMINGS, SINGLE_FILES, StepNames, step_in_name
 from ...storage.retention import BestPolicy
 from ...storage.run_record import stored_config
@@ -33,25 +33,28 @@ class Checkpoint:
     """A checkpoint that an argument names.
 
     Attributes:
-        path: Absolute path of the folder or file.
+        fs: Its storage.
+        path: Absolute path of the folder or file, or its URL.
         step: Its step; None: its name has none.
         root: The folder that it was picked from; None: the argument is its path.
+        whole_root: Whether the argument is that folder, and picks nothing there.
     """
 
+    fs: Storage
     path: str
     step: int | None
     root: Root | None = None
+    whole_root: bool = False
 
 
 class Root:
     """A folder of checkpoints.
 
     Args:
-        fs: File system.
-        path: Absolute path.
+        fs: Its storage.
+        path: Absolute path, or URL.
 
     Attributes:
-        path: Absolute path.
         scans: What is there under each naming that has steps there.
     """
 
@@ -109,7 +112,7 @@ class Root:
     def keep(self) -> Mapping[str, Any]:
         """`checkpoint.keep` of the newest checkpoint's config; empty: a checkpointer without a manager saved it."""
         try:
-            resolved = stored_config(self.paths[self.committed[-1]]).resolved if self.committed else {}
+            resolved = stored_config(self.paths[self.committed[-1]], self.fs).resolved if self.committed else {}
         except CheckpointNotFoundError:
             return {}
         return dict(resolved.get("checkpoint", {}).get("keep", {}))
@@ -160,7 +163,7 @@ class Root:
             near = closest(word, [NEWEST, BEST])
             types = f"{self.path}@{near}" if near else "a step, newest or best"
             raise CheckpointConfigError(f"'{word}' after the @ picks no checkpoint; type {types}.")
-        return Checkpoint(self.paths[step], step, self)
+        return Checkpoint(self.fs, self.paths[step], step, self)
 
     def _near(self, step: int) -> str:
         if not self.paths:
@@ -178,17 +181,22 @@ class Root:
         return listed and is_checkpoint(self.fs, path)
 
 
-def find_root(argument: str) -> Root:
+def find_root(argument: str, options: Mapping[str, str] | None = None) -> Root:
     """The folder of checkpoints that an argument names.
+
+    Args:
+        argument: Its path, or its URL.
+        options: `-o` of the command line, for a URL.
 
     Raises:
         CheckpointNotFoundError: There is no such folder, or it is a checkpoint itself.
+        OSError: The storage cannot be read.
     """
-    path, fs = _absolute(argument), storage_at(argument)
-    if not os.path.isdir(path):
-        if os.path.lexists(path):
+    path, fs = absolute(argument), storage_at(argument, options=options)
+    if not fs.is_folder(path):
+        if fs.exists(path):
             raise CheckpointNotFoundError(f"{path} is not a folder; name a folder of checkpoints.")
-        raise CheckpointNotFoundError(f"{path} does not exist{_typo(path)}")
+        raise CheckpointNotFoundError(f"{path} does not exist{_typo(fs, path)}")
     root = Root(fs, path)
     below = [other for other in root.others if other != path and fs.is_folder(other)]
     if not root.scans and not below and is_checkpoint(fs, path):  # beside a file of weights there may be checkpoints
@@ -199,35 +207,36 @@ def find_root(argument: str) -> Root:
     return root
 
 
-def find_checkpoint(argument: str) -> Checkpoint:
+def find_checkpoint(argument: str, options: Mapping[str, str] | None = None) -> Checkpoint:
     """The checkpoint that an argument names.
+
+    Args:
+        argument: As on the command line.
+        options: `-o` of the command line, for a URL.
 
     Raises:
         CheckpointNotFoundError: There is no such checkpoint; the text says what is there.
         CheckpointConfigError: What follows the `@` is neither a step, nor `newest`, nor `best`.
+        OSError: The storage cannot be read.
     """
-    path, fs = _absolute(argument), storage_at(argument)
-    if os.path.lexists(path):
-        if os.path.isdir(path):
-            root = Root(fs, path)  # beside its checkpoints there may be a file of weights
-            if root.scans or (root.paths and not is_checkpoint(fs, path)):
-                return root.pick(NEWEST)
-        return Checkpoint(path, step_in_name(os.path.basename(path)))
-    root_path, at, word = argument.rpartition("@")
-    if at and os.path.isdir(_absolute(root_path)):
-        return find_root(root_path).pick(word)
-    if at and (word in (NEWEST, BEST) or word.isdecimal()):
-        path = _absolute(root_path)
-        raise CheckpointNotFoundError(f"{path} does not exist{_typo(path)}")
-    parent = os.path.dirname(path)
+    path, fs = absolute(argument), storage_at(argument, options=options)
     step = step_in_name(os.path.basename(path))
-    if step is not None and os.path.isdir(parent) and Root(fs, parent).paths:
+    if fs.is_folder(path):
+        root = Root(fs, path)  # beside its checkpoints there may be a file of weights
+        if root.scans or (root.paths and not is_checkpoint(fs, path)):
+            return replace(root.pick(NEWEST), whole_root=True)
+    if fs.exists(path):
+        return Checkpoint(fs, path, step)
+    root_argument, at, word = argument.rpartition("@")
+    root_path = absolute(root_argument)
+    if at and fs.is_folder(root_path):
+        return find_root(root_argument, options).pick(word)
+    if at and (word in (NEWEST, BEST) or word.isdecimal()):
+        raise CheckpointNotFoundError(f"{root_path} does not exist{_typo(fs, root_path)}")
+    parent = os.path.dirname(path)
+    if step is not None and fs.is_folder(parent) and Root(fs, parent).paths:
         raise CheckpointNotFoundError(f"{path} does not exist{Root(fs, parent)._near(step)}.")
-    raise CheckpointNotFoundError(f"{path} does not exist{_typo(path)}")
-
-
-def _absolute(argument: str) -> str:
-    return os.path.abspath(os.path.expanduser(argument))
+    raise CheckpointNotFoundError(f"{path} does not exist{_typo(fs, path)}")
 
 
 def matching_keys(keys: Sequence[str], pattern: str | None, where: str) -> list[str]:
@@ -266,7 +275,7 @@ def is_checkpoint(fs: Storage, path: str) -> bool:
     Raises:
         CheckpointUnreadableError: The folder cannot be listed.
     """
-    if not os.path.isdir(path):
+    if not fs.is_folder(path):
         return path.endswith(SINGLE_FILES)
     try:
         names = fs.names(path)
@@ -275,10 +284,10 @@ def is_checkpoint(fs: Storage, path: str) -> bool:
     return MANIFEST in names or is_readable(names)
 
 
-def _typo(path: str) -> str:
+def _typo(fs: Storage, path: str) -> str:
     """The end of a text about a path that does not exist: the name beside it that is probably meant."""
     folder, name = os.path.split(path)
-    near = closest(name, os.listdir(folder)) if os.path.isdir(folder) else None
+    near = closest(name, fs.names(folder)) if fs.is_folder(folder) else None
     return "." if near is None else f"; did you mean {os.path.join(folder, near)}?"
 
 

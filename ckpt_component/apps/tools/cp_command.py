@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import os
 
 from ...errors import CheckpointConfigError, CheckpointNotFoundError
 from ...progress import progress_bar
-from ...storage.locate import file_storage
 from ...storage.manifest import read_manifest
 from ...storage.names import MANIFEST
 from ...storage.space import amount
 from .checkpoints import find_checkpoint
 from .output import Output
-from .roots import destination, file_system_of, is_whole_root, place_of, shown, tree_bytes, typed_errors
+from .roots import destination, place_of, shown, tree_bytes, typed_errors
 from .transfer import Transfer
 
 
@@ -51,28 +49,24 @@ def run(parsed: argparse.Namespace, output: Output) -> None:
 
 def transfer(parsed: argparse.Namespace, output: Output, *, moves: bool) -> None:
     """Run `cp` or `mv`."""
-    fs = file_storage()
-    checkpoint = find_checkpoint(parsed.source)
-    if moves and is_whole_root(parsed.source, checkpoint):
+    checkpoint = find_checkpoint(parsed.source, parsed.options)
+    if moves and checkpoint.whole_root:
         raise CheckpointConfigError(
             f"{parsed.source} is a folder of checkpoints; name the one to move: {parsed.source}@{checkpoint.step}."
         )
-    manifest = read_manifest(fs, checkpoint.path) if os.path.isdir(checkpoint.path) else None
+    manifest = read_manifest(checkpoint.fs, checkpoint.path) if checkpoint.fs.is_folder(checkpoint.path) else None
     if manifest is None:
         raise CheckpointNotFoundError(
             f"{checkpoint.path} has no {MANIFEST}; for another program's files use cp or mv, or ckpt import."
         )
-    source = place_of(checkpoint.path)
-    target = destination(fs, parsed.target, source)
-    fs = file_system_of(target.root)
-    if parsed.commit is not None:
-        fs = file_storage(atomic_rename=parsed.commit == "rename")
+    source = place_of(checkpoint.path, parsed.options)
+    target = destination(parsed.target, source, parsed.options, parsed.commit)
     done = "moved" if moves else "copied"
     renamed = False
     with typed_errors(f"{source.path} was not {done} to {target.path}"):
-        work = Transfer(fs, source, manifest, target, parsed.ended, progress_bar)
+        work = Transfer(source, manifest, target, parsed.ended, progress_bar)
         work.refuse(moves=moves)
-        nbytes, there = tree_bytes(fs, source.path), work.is_there
+        nbytes, there = tree_bytes(source.fs, source.path), work.is_there
         if not parsed.dry_run and moves:
             renamed = work.move()
         elif not parsed.dry_run:

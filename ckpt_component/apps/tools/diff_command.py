@@ -47,13 +47,13 @@ def run(parsed: argparse.Namespace, output: Output) -> int:
     Raises:
         CheckpointError: One of them is missing or damaged, or no key matches.
     """
-    a, b = (find_checkpoint(each).path for each in (parsed.a, parsed.b))
+    a, b = (find_checkpoint(each, parsed.options) for each in (parsed.a, parsed.b))
     if parsed.config:
-        changes = config_changes(stored_config(a), stored_config(b))
-        data = {"a": a, "b": b, "changes": [asdict(change) for change in changes]}
+        changes = config_changes(*(stored_config(each.path, each.fs) for each in (a, b)))
+        data = {"a": a.path, "b": b.path, "changes": [asdict(change) for change in changes]}
         output.result(data, lambda: map(str, changes) if changes else ["the configs are equal"])
         return int(bool(changes))
-    return _compare(open_catalogue(a), open_catalogue(b), parsed, output)
+    return _compare(open_catalogue(a.path, a.fs), open_catalogue(b.path, b.fs), parsed, output)
 
 
 @collector_paused()  # there may be a hundred thousand entries

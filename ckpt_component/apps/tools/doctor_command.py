@@ -9,6 +9,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 
 from ...saving.folders import expanded
+from ...storage.locate import absolute, is_url
+from ..health.bucket import check_bucket
 from ..health.finding import FAILS, NOTE, OK, Finding
 from ..health.folder import check_folder
 from ..health.machine import check_machine
@@ -22,25 +24,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     parser.description = (
         "Check this machine and what is installed, and with ROOT the folder: sync, rename, locks, free space, direct "
-        "I/O. Leaves nothing behind. Exit code 1: saves would fail."
+        "I/O; of a URL: access, conditional puts, rates. Leaves nothing behind. Exit code 1: saves would fail."
     )
     parser.epilog = "example:\n  ckpt doctor checkpoints"
-    parser.add_argument("root", nargs="?", metavar="ROOT", help="folder of checkpoints; it need not exist")
+    parser.add_argument("root", nargs="?", metavar="ROOT", help="folder of checkpoints, or its URL; it need not exist")
 
 
 def run(parsed: argparse.Namespace, output: Output) -> int:
     """Print what was found.
 
     Raises:
-        CheckpointConfigError: ROOT is a URL or empty.
+        CheckpointConfigError: ROOT is empty, or a URL whose scheme has no package here.
     """
     findings = [*check_machine(), *check_packages()]
     if parsed.root is not None:
-        if "://" in parsed.root or not parsed.root:
-            from ...config.checks import refuse_bad_dir  # imports Hydra
-
-            refuse_bad_dir(parsed.root)
-        findings += check_folder(os.path.abspath(expanded(parsed.root, "ROOT")))
+        if is_url(parsed.root):
+            findings += check_bucket(absolute(parsed.root), parsed.options)
+        else:
+            findings += check_folder(os.path.abspath(expanded(parsed.root, "ROOT")))
     output.result([asdict(finding) for finding in findings], lambda: _lines(findings, output))
     return int(any(finding.status == FAILS for finding in findings))
 

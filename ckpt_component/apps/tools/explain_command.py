@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import re
 import textwrap
 from collections.abc import Iterator, Mapping
@@ -17,6 +16,7 @@ from ...config.resolve import resolve_config
 from ...config.rules import PartFacts, refuse_unfit
 from ...config.schema import PARTS, Checkpoint
 from ...errors import CheckpointConfigError
+from ...storage.locate import absolute
 from .explain_graph import facts_of, processes, waits
 from .output import WIDTH, Output, table
 
@@ -56,7 +56,7 @@ def run(parsed: argparse.Namespace, output: Output) -> None:
         "preset": origins.preset,
         "origin": picked,
         "enabled": settings.enabled,
-        "dir": os.path.abspath(settings.dir),
+        "dir": absolute(settings.dir),
         "parts": {kind: _part(kind, settings, facts, origins) for kind in PARTS},
         "set": _set(settings, origins),
         "processes": list(processes(settings, facts)),

@@ -88,8 +88,8 @@ def run(parsed: argparse.Namespace, output: Output) -> None:
         str(parsed.config_from or ""),
         parsed.replace,
     )
-    fs = file_storage()
-    done = export_checkpoint(find_checkpoint(parsed.checkpoint).path, str(parsed.out), options, fs, progress_bar)
+    source = find_checkpoint(parsed.checkpoint, parsed.options)
+    done = export_checkpoint(source.path, str(parsed.out), options, file_storage(), progress_bar, source.fs)
     output.result(done._asdict(), lambda: _lines(done, options))
 
 

@@ -15,7 +15,7 @@ from ...storage.retention import RetentionPolicy
 from ...storage.space import amount
 from .checkpoints import Root, find_root
 from .output import Output, table
-from .roots import Place, file_system_of, point_elsewhere, refuse_running, tree_bytes, typed_errors
+from .roots import place_of, point_elsewhere, tree_bytes, typed_errors
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,13 +40,13 @@ def run(parsed: argparse.Namespace, output: Output) -> int | None:
     """
     if parsed.keep_last is not None and parsed.keep_last < 1:
         raise CheckpointConfigError(f"--keep-last={parsed.keep_last} would keep none; type 1 or more.")
-    root = find_root(parsed.root)
-    fs, names = file_system_of(root.path), root.names
+    root = find_root(parsed.root, parsed.options)
+    place = place_of(os.path.join(root.path, root.names.folder(0)), parsed.options)
+    fs, names = place.fs, root.names
     old = [] if parsed.keep_last is None else _old(root, parsed.keep_last)
     fenced: set[str] = set()
     if old or parsed.ended:
-        place = Place(os.path.join(root.path, names.folder(0)), names, 0)
-        refuse_running(fs, place, "nothing is deleted", ended=parsed.ended)
+        place.refuse_running("nothing is deleted", ended=parsed.ended)
     failed: list[str] = []
     with typed_errors(f"{root.path} could not be cleaned"):
         if parsed.ended:
@@ -60,7 +60,7 @@ def run(parsed: argparse.Namespace, output: Output) -> int | None:
             point_elsewhere(fs, root.path, names, old)
             for step in old:
                 discard(fs, root.paths[step])
-            failed = [path for path in sizes if os.path.lexists(path)]
+            failed = [path for path in sizes if fs.exists(path)]
         used = {os.path.join(root.path, name): used for name, used in unfinished_in(fs, root.path, names).items()}
     gone = {path: size for path, size in sizes.items() if path not in failed}
     data = {

@@ -7,12 +7,11 @@ import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from ...errors import CheckpointConfigError
 from ...events import SaveReport
-from ...storage.locate import storage_at
+from ...storage.locate import absolute, storage_at
 from ...storage.names import MAX_STEP, MEGATRON, NAMINGS
 from ...storage.scan import repair_pointer, scan_steps
 from ...storage.space import amount
@@ -29,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.epilog = "example:\n  ckpt import base_model checkpoints --step 0 --prefix model"
     parser.add_argument("source", metavar="SRC", help="the checkpoint, a folder or a file")
-    parser.add_argument("root", type=Path, metavar="ROOT", help="the folder of checkpoints; it may be new")
+    parser.add_argument("root", metavar="ROOT", help="the folder of checkpoints; it may be new")
     parser.add_argument("--step", type=int, required=True, metavar="N", help="the step that a run continues after")
     add_key_map(parser)
     parser.add_argument("--prefix", default="", metavar="NAME", help="put NAME before all keys: model")
@@ -43,7 +42,8 @@ def run(parsed: argparse.Namespace, output: Output) -> None:
     """
     if not 0 <= parsed.step <= MAX_STEP:
         raise CheckpointConfigError(f"--step={parsed.step} must be at least 0.")
-    source, root, fs = find_checkpoint(parsed.source).path, os.path.abspath(parsed.root), storage_at(parsed.root)
+    source, root = find_checkpoint(parsed.source, parsed.options).path, absolute(parsed.root)
+    fs = storage_at(root, options=parsed.options)
     scans = {names: scan_steps(fs, root, names) for names in NAMINGS.values()}
     names = next((names for names, scan in scans.items() if scan.occupied), MEGATRON)
     from ...config.compose import compose_checkpoint

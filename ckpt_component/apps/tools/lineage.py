@@ -16,6 +16,7 @@ from ...events import read_events
 from ...storage.manifest import read_manifest
 from ...storage.names import QUARANTINE_PREFIX, RUN_RECORD, step_in_name
 from ...storage.run_record import StoredConfig, stored_config
+from ...storage.storage import Storage
 from .checkpoints import Root
 from .config_changes import Change, config_changes
 
@@ -133,7 +134,7 @@ def _add_events(root: Root, runs: dict[str, Run]) -> None:
     """Add what the events of rank 0 say about runs, failures and deleted checkpoints."""
     present = {(token, saved.step) for token, run in runs.items() for saved in run.saved}
     there = {path for step, path in root.paths.items() if step not in {number for _, number in present}}
-    for event in read_events(root.path):
+    for event in read_events(root.path, root.fs):
         token, time, kind = event.get("run"), event.get("time"), event["event"]
         if event.get("rank") != 0 or not isinstance(token, str) or not isinstance(time, (int, float)):
             continue
@@ -170,21 +171,21 @@ def _find_parent(root: Root, runs: list[Run], number: int, run: Run) -> None:
             steps = {saved.step for saved in runs[earlier].saved if saved.step is not None}
             run.later = sorted(step for step in steps if step > (run.resumed_step or 0))
             break
-    new, since = _config(run), run.parent
-    old = _stored(os.path.join(root.path, run.resumed_from)) if since is None else None
+    new, since = _config(root.fs, run), run.parent
+    old = _stored(root.fs, os.path.join(root.path, run.resumed_from)) if since is None else None
     while since is not None and old is None:
-        old, run.changed_since, since = _config(runs[since]), since, runs[since].parent
+        old, run.changed_since, since = _config(root.fs, runs[since]), since, runs[since].parent
     if old is not None and new is not None:
         run.changes = config_changes(old, new)
 
 
-def _config(run: Run) -> StoredConfig | None:
+def _config(fs: Storage, run: Run) -> StoredConfig | None:
     """The config of a run, which all its checkpoints have; None: none is left that can be read."""
-    return next(filter(None, (_stored(saved.path) for saved in run.saved if saved.path is not None)), None)
+    return next(filter(None, (_stored(fs, saved.path) for saved in run.saved if saved.path is not None)), None)
 
 
-def _stored(path: str) -> StoredConfig | None:
+def _stored(fs: Storage, path: str) -> StoredConfig | None:
     try:
-        return stored_config(path)
+        return stored_config(path, fs)
     except CheckpointError:
         return None

@@ -28,7 +28,7 @@ def run(parsed: argparse.Namespace, output: Output) -> int:
     Raises:
         CheckpointNotFoundError: There is no such folder.
     """
-    root = find_root(parsed.root)
+    root = find_root(parsed.root, parsed.options)
     runs = runs_of(root)
     data = {"root": root.path, "runs": [asdict(each) for each in runs]}
     output.result(data, lambda: _lines(root.path, root.newest, runs, output))

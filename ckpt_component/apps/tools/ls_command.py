@@ -14,6 +14,7 @@ from ...storage.scan import Scan
 from ...storage.space import amount
 from .checkpoints import Root, find_root, is_checkpoint
 from .output import Output, age_text, counted, table
+from .roots import tree_bytes
 
 COMMITTED, UNVERIFIED, DAMAGED, IN_PROGRESS, DEBRIS = "committed", "unverified", "damaged", "in progress", "debris"
 _STYLES = {DAMAGED: "red", IN_PROGRESS: "blue", DEBRIS: "dim", UNVERIFIED: "yellow"}
@@ -60,7 +61,7 @@ def run(parsed: argparse.Namespace, output: Output) -> int:
     Raises:
         CheckpointNotFoundError: There is no such folder, or it is a checkpoint itself.
     """
-    root = find_root(parsed.root)
+    root = find_root(parsed.root, parsed.options)
     entries = sorted(_entries(root), key=lambda entry: (entry.step is None, entry.step or 0, entry.time))
     newest, best = root.newest, root.best
     data = {
@@ -123,7 +124,7 @@ def _steps(root: Root, folder: Callable[[int], str], scan: Scan) -> Iterator[Lis
 def _foreign(root: Root, name: str) -> Listed:
     """A checkpoint of another program, or something that only has the name of one."""
     path = os.path.join(root.path, name)
-    why = f"a link to {os.readlink(path)}" if os.path.islink(path) else ""
+    why = "a link" if root.fs.is_folder(path) and not root.fs.is_real_folder(path) else ""
     state = UNVERIFIED if is_checkpoint(root.fs, path) else "unknown"
     return Listed(name, state, step_in_name(name), _modified(root, name), _size(root, name), None, why)
 
@@ -140,18 +141,13 @@ def _unfinished(root: Root, name: str, used: bool) -> Listed:
 
 def _modified(root: Root, name: str) -> float:
     try:
-        return os.lstat(os.path.join(root.path, name)).st_mtime
+        return root.fs.changed(os.path.join(root.path, name))
     except FileNotFoundError:
         return time.time()  # committed or deleted since
 
 
 def _size(root: Root, name: str) -> int:
-    """Bytes of a file, or of the files below a folder; no link is followed."""
-    path = os.path.join(root.path, name)
-    if os.path.islink(path) or not os.path.isdir(path):
-        return root.fs.size(path) or 0
-    files = (os.path.join(folder, name) for folder, _, names in os.walk(path) for name in names)
-    return sum(root.fs.size(file) or 0 for file in files)
+    return tree_bytes(root.fs, os.path.join(root.path, name))
 
 
 def _lines(root: Root, entries: list[Listed], output: Output) -> Iterator[str]:

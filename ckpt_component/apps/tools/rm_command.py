@@ -4,26 +4,17 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from ...errors import CheckpointConfigError, CheckpointNotFoundError, CheckpointSaveError
 from ...storage.cleanup import discard
+from ...storage.locate import absolute
 from ...storage.names import MANIFEST, QUARANTINE_PREFIX, StepNames
 from ...storage.scan import scan_steps
 from ...storage.space import amount
 from .checkpoints import find_checkpoint
 from .output import Output
-from .roots import (
-    Place,
-    file_system_of,
-    is_whole_root,
-    place_of,
-    point_elsewhere,
-    refuse_running,
-    shown,
-    tree_bytes,
-    typed_errors,
-)
+from .roots import Place, place_of, point_elsewhere, shown, tree_bytes, typed_errors
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,10 +36,10 @@ def run(parsed: argparse.Namespace, output: Output) -> None:
     Raises:
         CheckpointError: a checkpoint is not there, must not be deleted, or could not be.
     """
-    places = {place.path: place for place in map(_place, parsed.checkpoints)}
-    fs = {place.root: file_system_of(place.root) for place in places.values()}
+    places = {place.path: place for place in (_place(each, parsed.options) for each in parsed.checkpoints)}
+    fs = {place.root: place.fs for place in places.values()}
     for place in places.values():
-        refuse_running(fs[place.root], place, f"{place.path} is not deleted", ended=parsed.ended)
+        place.refuse_running(f"{place.path} is not deleted", ended=parsed.ended)
     roots = _by_root(places.values())
     for (root, names), steps in roots.items():
         good = scan_steps(fs[root], root, names).committed
@@ -57,13 +48,13 @@ def run(parsed: argparse.Namespace, output: Output) -> None:
                 f"{os.path.join(root, names.folder(good[-1]))} is not deleted, because {root} would have no good "
                 "checkpoint left. To delete it all the same, type --force."
             )
-    sizes = {path: tree_bytes(fs[place.root], path) for path, place in places.items()}
+    sizes = {path: tree_bytes(place.fs, path) for path, place in places.items()}
     if not parsed.dry_run:
         for (root, names), steps in roots.items():
             with typed_errors(f"the pointer file of {root} could not be changed, and nothing was deleted there"):
                 point_elsewhere(fs[root], root, names, steps)
         for path, place in places.items():
-            if not discard(fs[place.root], path):
+            if not discard(place.fs, path):
                 raise CheckpointSaveError(f"{path} could not be deleted; ckpt -v rm says why.")
     word = "would delete" if parsed.dry_run else "deleted"
     output.result(
@@ -72,22 +63,23 @@ def run(parsed: argparse.Namespace, output: Output) -> None:
     )
 
 
-def _place(argument: str) -> Place:
+def _place(argument: str, options: Mapping[str, str]) -> Place:
     """The place of a checkpoint of ours, good or damaged, or of a quarantined one."""
-    path = os.path.abspath(os.path.expanduser(argument))
-    if os.path.isdir(path) and os.path.basename(path).startswith(QUARANTINE_PREFIX):
-        return Place(path)
-    checkpoint = find_checkpoint(argument)
-    if is_whole_root(argument, checkpoint):
+    path = absolute(argument)
+    if os.path.basename(path).startswith(QUARANTINE_PREFIX):
+        place = place_of(path, options)
+        if place.fs.is_folder(path):
+            return place
+    checkpoint = find_checkpoint(argument, options)
+    if checkpoint.whole_root:
         raise CheckpointConfigError(
             f"{path} is a folder of checkpoints; name those to delete: {argument}@{checkpoint.step}."
         )
-    place = place_of(checkpoint.path)
-    fs = file_system_of(place.root)
-    ours = os.path.lexists(os.path.join(place.path, MANIFEST)) or (
-        place.names is not None and place.step in scan_steps(fs, place.root, place.names).torn
+    place = place_of(checkpoint.path, options)
+    ours = place.fs.exists(os.path.join(place.path, MANIFEST)) or (
+        place.names is not None and place.step in scan_steps(place.fs, place.root, place.names).torn
     )
-    if not fs.is_real_folder(place.path) or not ours:
+    if not place.fs.is_real_folder(place.path) or not ours:
         raise CheckpointNotFoundError(
             f"{place.path} has no {MANIFEST}, so it is not deleted here; delete another program's files with rm -r."
         )

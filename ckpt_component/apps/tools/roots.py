@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from ...catalogue.folder import METADATA
 from ...errors import CheckpointConfigError, CheckpointError, CheckpointFencedError, CheckpointSaveError
 from ...storage.fencing import FencingToken
-from ...storage.files import FileStorage
-from ...storage.locate import file_storage
+from ...storage.locate import absolute, is_url, storage_at
 from ...storage.manifest import read_manifest
 from ...storage.names import MANIFEST, MEGATRON, NAMINGS, StepNames
 from ...storage.scan import read_pointer, scan_steps, write_pointer
-from .checkpoints import Checkpoint, Root
+from ...storage.storage import Storage
+from .checkpoints import Root
 
 #: `ROOT@300`: the step of a new checkpoint.
 _NEW_STEP = re.compile(r"(.+)@(\d+)")
@@ -27,11 +27,13 @@ class Place:
     """Where a checkpoint is, or will be.
 
     Attributes:
-        path: absolute path.
+        fs: the storage; without renames where the checkpoints of its root were committed without them.
+        path: absolute path, or URL.
         names: the naming of its folder; None: it has another name, which no run uses.
         step: the step in such a name.
     """
 
+    fs: Storage
     path: str
     names: StepNames | None = None
     step: int = -1
@@ -41,92 +43,109 @@ class Place:
         """The folder that it is in."""
         return os.path.dirname(self.path)
 
+    def refuse_running(self, what: str, *, ended: bool) -> None:
+        """Refuse to change a run's checkpoints while it may be alive.
 
-def place_of(path: str) -> Place:
-    """The place of a path."""
-    path = os.path.abspath(path)
-    name = os.path.basename(path)
+        Args:
+            what: what is refused, for the text: `... is not moved`.
+            ended: the user says that a run on another host has ended.
+
+        Raises:
+            CheckpointFencedError: the run that owns the root is alive, or may be.
+        """
+        owner = None if self.names is None else FencingToken(self.fs, self.root, self.names).neighbor()
+        if owner is None or (owner.alive is None and ended):
+            return
+        advice = "end it first" if owner.alive else "if it has ended, type --ended"
+        raise CheckpointFencedError(
+            f"{what}: {self.root} belongs to a run that {'is' if owner.alive else 'may be'} alive, {owner}; {advice}."
+        )
+
+    def point_to(self) -> None:
+        """After a checkpoint came here: have the pointer file name it if it is newer than what the file names."""
+        if self.names is None:
+            return
+        pointed = read_pointer(self.fs, self.root, self.names)
+        if pointed is None or pointed < self.step:
+            committed = scan_steps(self.fs, self.root, self.names).committed
+            write_pointer(self.fs, self.root, self.names, max([self.step, *committed]))
+
+
+def place_of(path: str, options: Mapping[str, str] | None = None, *, by_rename: bool | None = None) -> Place:
+    """The place of a path.
+
+    Args:
+        path: absolute path, or URL.
+        options: `-o` of the command line, for a URL.
+        by_rename: whether checkpoints there are committed by a rename; None: as those that are there.
+    """
+    root, name = os.path.split(path)
+    fs = storage_at(path, options=options)
+    if not is_url(path) and not (_is_by_rename(fs, root) if by_rename is None else by_rename):
+        fs = storage_at(path, atomic_rename=False)
+    return _named(fs, path, name)
+
+
+def _named(fs: Storage, path: str, name: str) -> Place:
     for names in NAMINGS.values():
         step = names.step(name)
         if step is not None and names.folder(step) == name:
-            return Place(path, names, step)
-    return Place(path)
+            return Place(fs, path, names, step)
+    return Place(fs, path)
 
 
-def is_one_checkpoint(folder: str) -> bool:
-    """Whether a folder is a checkpoint, in which there is no place for others; one with a file of weights is none."""
-    return any(os.path.lexists(os.path.join(folder, name)) for name in (MANIFEST, METADATA))
-
-
-def is_whole_root(argument: str, checkpoint: Checkpoint) -> bool:
-    """Whether an argument is a folder of checkpoints, and names none of them."""
-    return checkpoint.root is not None and checkpoint.root.path == os.path.abspath(os.path.expanduser(argument))
-
-
-def destination(fs: FileStorage, argument: str, source: Place) -> Place:
-    """Where `cp SOURCE ARGUMENT` puts the checkpoint.
-
-    `ROOT@300`, an existing folder, or one with a slash at the end, which get a checkpoint of the source's step in the
-    naming that is used there; else the path itself.
-
-    Raises:
-        CheckpointConfigError: `ROOT@WORD` with a word that is no step.
-    """
-    path, step = os.path.abspath(os.path.expanduser(argument)), source.step
-    if "@" in os.path.basename(path) and not os.path.lexists(path):
-        match = _NEW_STEP.fullmatch(argument)
-        if match is None:
-            raise CheckpointConfigError(f"{argument} is no destination; name a new step by its number: ROOT@300.")
-        path, step = os.path.abspath(os.path.expanduser(match[1])), int(match[2])
-    elif not argument.endswith(os.sep):
-        place = place_of(path)
-        if place.names is not None or not fs.is_folder(path) or is_one_checkpoint(path):
-            return place
-    if step < 0:
-        return Place(os.path.join(path, os.path.basename(source.path)))
-    root = Root(fs, path)
-    names = root.names if root.scans else source.names or MEGATRON
-    return Place(os.path.join(path, names.folder(step)), names, step)
-
-
-def file_system_of(root: str) -> FileStorage:
-    """The file system operations for a root: without renames where its checkpoints were committed without them."""
-    fs = file_storage()
+def _is_by_rename(fs: Storage, root: str) -> bool:
+    """Whether the newest checkpoint of a folder, if any can be read, was committed by a rename."""
     for name in reversed(fs.names(root)):
-        place = place_of(os.path.join(root, name))
+        place = _named(fs, os.path.join(root, name), name)
         if place.names is None:
             continue
         with suppress(CheckpointError):  # a damaged one; another one says it
             manifest = read_manifest(fs, place.path)
             if manifest is not None:
-                return file_storage(atomic_rename="at" not in manifest)
-    return fs
+                return "at" not in manifest
+    return True
 
 
-def refuse_running(fs: FileStorage, place: Place, what: str, *, ended: bool) -> None:
-    """Refuse to change a run's checkpoints while it may be alive.
+def is_one_checkpoint(fs: Storage, folder: str) -> bool:
+    """Whether a folder is a checkpoint, in which there is no place for others; one with a file of weights is none."""
+    return any(fs.exists(os.path.join(folder, name)) for name in (MANIFEST, METADATA))
+
+
+def destination(argument: str, source: Place, options: Mapping[str, str], commit: str | None) -> Place:
+    """Where `cp SOURCE ARGUMENT` puts the checkpoint.
+
+    `ROOT@300`, an existing folder, or one with a slash at the end, which get a checkpoint of the source's step in the
+    naming that is used there; else the path itself.
 
     Args:
-        fs: the file system.
-        place: the checkpoint; with a name that no run uses, nothing is refused.
-        what: what is refused, for the text: `... is not moved`.
-        ended: the user says that a run on another host has ended.
+        argument: as on the command line.
+        source: the checkpoint.
+        options: `-o` of the command line, for a URL.
+        commit: `--commit` of the command line.
 
     Raises:
-        CheckpointFencedError: the run that owns the root is alive, or may be.
+        CheckpointConfigError: `ROOT@WORD` with a word that is no step.
     """
-    if place.names is None:
-        return
-    owner = FencingToken(fs, place.root, place.names).neighbor()
-    if owner is None or (owner.alive is None and ended):
-        return
-    advice = "end it first" if owner.alive else "if it has ended, type --ended"
-    raise CheckpointFencedError(
-        f"{what}: {place.root} belongs to a run that {'is' if owner.alive else 'may be'} alive, {owner}; {advice}."
-    )
+    path, step, fs = absolute(argument), source.step, storage_at(argument, options=options)
+    by_rename = None if commit is None else commit == "rename"
+    if "@" in os.path.basename(path) and not fs.exists(path):
+        match = _NEW_STEP.fullmatch(argument)
+        if match is None:
+            raise CheckpointConfigError(f"{argument} is no destination; name a new step by its number: ROOT@300.")
+        path, step = absolute(match[1]), int(match[2])
+    elif not argument.endswith(os.sep):
+        names = _named(fs, path, os.path.basename(path)).names
+        if names is not None or not fs.is_folder(path) or is_one_checkpoint(fs, path):
+            return place_of(path, options, by_rename=by_rename)
+    name = os.path.basename(source.path)
+    if step >= 0:
+        root = Root(fs, path)
+        name = (root.names if root.scans else source.names or MEGATRON).folder(step)
+    return place_of(os.path.join(path, name), options, by_rename=by_rename)
 
 
-def point_elsewhere(fs: FileStorage, root: str, names: StepNames, leaving: Sequence[int]) -> None:
+def point_elsewhere(fs: Storage, root: str, names: StepNames, leaving: Sequence[int]) -> None:
     """Before checkpoints leave a root: have the pointer file name the newest of those that stay.
 
     It never names a step that is not there: a program that reads it then fails or starts from scratch.
@@ -141,24 +160,14 @@ def point_elsewhere(fs: FileStorage, root: str, names: StepNames, leaving: Seque
         fs.sync_folder(root)
 
 
-def point_to(fs: FileStorage, place: Place) -> None:
-    """After a checkpoint came into a root: have the pointer file name it if it is newer than what the file names."""
-    if place.names is None:
-        return
-    pointed = read_pointer(fs, place.root, place.names)
-    if pointed is None or pointed < place.step:
-        committed = scan_steps(fs, place.root, place.names).committed
-        write_pointer(fs, place.root, place.names, max([place.step, *committed]))
-
-
 def shown(path: str) -> str:
     """A path for a line of text, relative to the working folder if it is inside."""
-    relative = os.path.relpath(path)
+    relative = path if is_url(path) else os.path.relpath(path)
     return path if relative.startswith("..") else relative
 
 
-def tree_bytes(fs: FileStorage, path: str) -> int:
-    """Bytes of a file, or of the files in a folder."""
+def tree_bytes(fs: Storage, path: str) -> int:
+    """Bytes of a file, or of the files in a folder; no link is followed."""
     if not fs.is_real_folder(path):
         return fs.size(path) or 0
     return sum(tree_bytes(fs, os.path.join(path, name)) for name in fs.names(path))

@@ -46,14 +46,15 @@ def run(parsed: argparse.Namespace, output: Output) -> int:
     Raises:
         CheckpointError: There is no such checkpoint, it is damaged, or no key matches.
     """
-    path = find_checkpoint(parsed.checkpoint).path
+    checkpoint = find_checkpoint(parsed.checkpoint, parsed.options)
+    path = checkpoint.path
     if parsed.config:
-        stored = stored_config(path)
+        stored = stored_config(path, checkpoint.fs)
         output.result(asdict(stored), lambda: _config_lines(stored))
         return 0
     if parsed.depth is not None and parsed.depth < 1:
         raise CheckpointConfigError(f"--depth={parsed.depth} shows nothing; type 1 or more.")
-    catalogue = open_catalogue(path)
+    catalogue = open_catalogue(path, checkpoint.fs)
     entries = [catalogue.entries[key] for key in matching_keys([*catalogue.entries], parsed.pattern, path)]
     shown = [] if output.as_json or parsed.flat else [*lines_of(entries, parsed.depth)]
     values = _values(catalogue, [line.entry for line in shown if line.alike == 1 and line.entry] or entries)

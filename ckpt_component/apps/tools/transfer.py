@@ -16,7 +16,7 @@ from ...storage.cleanup import discard, sweep_attempts
 from ...storage.copying import copy_checkpoint, same_content
 from ...storage.files import FileStorage
 from ...storage.manifest import read_manifest
-from .roots import Place, is_one_checkpoint, point_elsewhere, point_to, refuse_running
+from .roots import Place, is_one_checkpoint, point_elsewhere
 
 #: Formats whose files do not say which step they are of.
 _RENUMBERED = ("dcp", "torch_save", "safetensors")
@@ -27,7 +27,6 @@ class Transfer:
     """One copy or move.
 
     Attributes:
-        fs: the file system of both places.
         source: the checkpoint.
         manifest: its manifest.
         target: where it goes.
@@ -35,7 +34,6 @@ class Transfer:
         progress: follows the bytes.
     """
 
-    fs: FileStorage
     source: Place
     manifest: Mapping[str, Any]
     target: Place
@@ -53,7 +51,7 @@ class Transfer:
         source, target = self.source.path, self.target.path
         if source == target or target.startswith(source + os.sep):
             raise CheckpointConfigError(f"{target} is the checkpoint itself, or inside of it; name another place.")
-        if is_one_checkpoint(self.target.root):
+        if is_one_checkpoint(self.target.fs, self.target.root):
             raise CheckpointConfigError(
                 f"{self.target.root} is a checkpoint itself, and none is put inside of another; name another place."
             )
@@ -66,7 +64,7 @@ class Transfer:
         if moves:
             self._refuse_running(self.source)
         self._refuse_running(self.target)
-        if os.path.lexists(target) and not self.is_there:
+        if self.target.fs.exists(target) and not self.is_there:
             raise CheckpointExistsError(
                 f"{target} exists and is no copy of {source}; remove it first, or name another."
             )
@@ -74,55 +72,60 @@ class Transfer:
     @cached_property
     def is_there(self) -> bool:
         """Whether the target is a copy of the source, left by a command that was cut off."""
-        manifest = read_manifest(self.fs, self.target.path) if self.fs.is_real_folder(self.target.path) else None
+        fs, path = self.target.fs, self.target.path
+        manifest = read_manifest(fs, path) if fs.is_real_folder(path) else None
         return manifest is not None and same_content(self.manifest, manifest)
 
     def copy(self) -> None:
         """Copy, or verify a copy that is there; then set the pointer."""
+        source, target = self.source, self.target
         if self.is_there:
-            verify_checkpoint(self.fs, self.target.path, self.progress)
+            verify_checkpoint(target.fs, target.path, self.progress)
         else:
-            sweep_attempts(self.fs, self.target.path)  # what a copy left that was cut off
-            source, target = self.source.path, self.target.path
-            copy_checkpoint(self.fs, source, self.manifest, self.fs, target, self._before_commit, self.progress)
-        point_to(self.fs, self.target)
+            sweep_attempts(target.fs, target.path)  # what a copy left that was cut off
+            copy_checkpoint(
+                source.fs, source.path, self.manifest, target.fs, target.path, self._before_commit, self.progress
+            )
+        target.point_to()
 
     def move(self) -> bool:
         """Rename, or copy to another file system and delete; returns whether it was renamed."""
-        if not self.is_there and self.fs.atomic_rename and self._rename():
+        if not self.is_there and self._rename():
             return True
         self.copy()
         self._leave()
-        if not discard(self.fs, self.source.path):
+        if not discard(self.source.fs, self.source.path):
             raise CheckpointSaveError(f"{self.target.path} is complete, and {self.source.path} could not be deleted.")
         return False
 
     def _rename(self) -> bool:
-        """Rename; False if the target is on another file system."""
-        fs, source, target = self.fs, self.source, self.target
+        """Rename; False where that is not possible: to another file system, or without renames."""
+        source, target, fs = self.source, self.target, self.target.fs
+        if not (isinstance(fs, FileStorage) and fs.atomic_rename and source.fs.atomic_rename):
+            return False
         fs.make_folders(target.root)
         self._leave()
         try:
             fs.rename_new(source.path, target.path)
         except OSError as error:
-            point_to(fs, source)
+            source.point_to()
             if error.errno == errno.EXDEV:
                 return False
             raise
         fs.sync_folder(target.root)
         fs.sync_folder(source.root)
-        point_to(fs, target)
+        target.point_to()
         return True
 
     def _leave(self) -> None:
         """Have the source's pointer name another one."""
         if self.source.names is not None:
             self._refuse_running(self.source)
-            point_elsewhere(self.fs, self.source.root, self.source.names, [self.source.step])
+            point_elsewhere(self.source.fs, self.source.root, self.source.names, [self.source.step])
 
     def _before_commit(self, staging: str, kept: Collection[str]) -> None:
         try:
-            verify_files(self.fs, staging, self.manifest, self.progress)
+            verify_files(self.target.fs, staging, self.manifest, self.progress)
         except CheckpointCorruptError as error:
             raise CheckpointCorruptError(
                 f"{self.source.path}, or its copy, is damaged, so {self.target.path} was not made: {error}"
@@ -131,4 +134,4 @@ class Transfer:
 
     def _refuse_running(self, place: Place) -> None:
         what = f"{place.path} is not {'moved' if place is self.source else 'made'}"
-        refuse_running(self.fs, place, what, ended=self.ended)
+        place.refuse_running(what, ended=self.ended)

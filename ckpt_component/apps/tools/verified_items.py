@@ -14,6 +14,7 @@ from pathlib import Path
 from ...catalogue.inspection import Inspection
 from ...catalogue.verification import Item
 from ...storage.names import MANIFEST
+from ...storage.storage import Storage
 
 logger = logging.getLogger(__name__)
 
@@ -26,16 +27,17 @@ class VerifiedItems:
     They count only as long as no file of the checkpoint has changed.
 
     Args:
+        fs: the storage of the checkpoint.
         inspection: the checkpoint, whose items have not been read yet.
         resume: start with what the file says; else with nothing.
     """
 
-    def __init__(self, inspection: Inspection, *, resume: bool) -> None:
+    def __init__(self, fs: Storage, inspection: Inspection, *, resume: bool) -> None:
         cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
         name = hashlib.sha256(os.fsencode(inspection.path)).hexdigest()[:16]
         self._path = cache / "ckpt_component" / f"verify-{name}.jsonl"
         #: The file's first line.
-        self._signature = f"{_signature(inspection)}\n"
+        self._signature = f"{_signature(fs, inspection)}\n"
         self._known = self._read() if resume else set()
         self._fresh: list[Item] = []
         self._lock = threading.Lock()
@@ -86,9 +88,9 @@ class VerifiedItems:
         return set()
 
 
-def _signature(inspection: Inspection) -> str:
+def _signature(fs: Storage, inspection: Inspection) -> str:
     """What changes when a file of a checkpoint does."""
     files = [os.path.join(inspection.path, MANIFEST)]
     files += [os.path.join(inspection.folder, name) for name in sorted(inspection.sizes)]
-    status = [(each.st_size, each.st_mtime_ns) for each in map(os.stat, filter(os.path.exists, files))]
+    status = [(fs.size(file), fs.changed(file)) for file in files if fs.exists(file)]
     return hashlib.sha256(repr((files, status)).encode()).hexdigest()

@@ -14,12 +14,12 @@ from ...catalogue.inspection import inspect
 from ...catalogue.verification import Damage, Item, verify_items
 from ...errors import CheckpointError, CheckpointUnreadableError, first_keys
 from ...progress import progress_bar
-from ...storage.locate import storage_at
 from ...storage.space import amount
+from ...storage.storage import Storage
 from .app import FAILED, NO
 from .checkpoints import find_checkpoint, matching_keys
 from .output import Output, counted
-from .roots import is_whole_root, shown
+from .roots import shown
 from .verified_items import VerifiedItems
 
 logger = logging.getLogger(__name__)
@@ -48,12 +48,15 @@ def run(parsed: argparse.Namespace, output: Output) -> int | None:
         CheckpointNotFoundError: there is no checkpoint, or no key matches.
         CheckpointError: it cannot be verified here.
     """
-    paths, results = _paths(parsed.checkpoint), list[dict[str, Any]]()
+    checkpoint, results = find_checkpoint(parsed.checkpoint, parsed.options), list[dict[str, Any]]()
+    paths = [checkpoint.path]
+    if checkpoint.root is not None and checkpoint.whole_root:  # all that are or should be checkpoints
+        paths = [path for _, path in sorted(checkpoint.root.paths.items())]
 
     def verified() -> Iterator[dict[str, Any]]:
         for path in paths:
             try:
-                results.append(_verify(path, parsed.key, parsed.resume))
+                results.append(_verify(checkpoint.fs, path, parsed.key, parsed.resume))
             except CheckpointError as error:
                 if len(paths) == 1:
                     raise
@@ -68,17 +71,9 @@ def run(parsed: argparse.Namespace, output: Output) -> int | None:
     return FAILED if any(result["state"] == "unknown" for result in results) else None
 
 
-def _paths(argument: str) -> list[str]:
-    """The checkpoint, or all that are or should be checkpoints in a folder."""
-    checkpoint = find_checkpoint(argument)
-    if checkpoint.root is None or not is_whole_root(argument, checkpoint):
-        return [checkpoint.path]
-    return [path for _, path in sorted(checkpoint.root.paths.items())]
-
-
-def _verify(path: str, pattern: str | None, resume: bool) -> dict[str, Any]:
+def _verify(fs: Storage, path: str, pattern: str | None, resume: bool) -> dict[str, Any]:
     started = time.perf_counter()
-    inspection = inspect(storage_at(path), path)
+    inspection = inspect(fs, path)
     items, lost, damages = inspection.items, inspection.lost, inspection.damages
     result: dict[str, Any] = {"path": path}
     if pattern is not None:
@@ -90,7 +85,7 @@ def _verify(path: str, pattern: str | None, resume: bool) -> dict[str, Any]:
         others -= {item.file for item in lost}
         damages = [damage for damage in damages if damage.file not in others]
         result["keys"] = len(keys)
-    verified = VerifiedItems(inspection, resume=resume)
+    verified = VerifiedItems(fs, inspection, resume=resume)
     left = [item for item in items if item not in verified]
     try:
         verify_items(
