@@ -240,7 +240,9 @@ def _build_graph(
     progress = progress_bar if ranks.is_leader and os.environ.get("RANK", "0") == "0" else no_progress
     pipeline = SavePipeline(stager, caller, writer, ranks, fs, timeouts, policy, events, hooks, progress)
     together = _shares_computer(ranks.world_size)
-    reader = Reader(ranks.rank, ranks.world_size, settings.verify, shared=together, progress=progress)
+    reader = Reader(
+        ranks.rank, ranks.world_size, settings.verify, shared=together, options=fs.options, progress=progress
+    )
     if caller.in_other_process:
         return AsyncCheckpointer(stager, pipeline, reader)
     return SyncCheckpointer(pipeline, reader)

@@ -51,6 +51,8 @@ class FileSet(ABC):
 
     #: Most bytes of a batch, the unit that threads take and that is read ahead.
     _batch_bytes = 32 << 20
+    #: Least bytes of a batch.
+    _least_batch_bytes = 0
 
     def __init__(self, folder: str) -> None:
         self._folder = folder
@@ -163,7 +165,8 @@ class FileSet(ABC):
             self.size(name)
         total = sum(map(attrgetter("length"), ordered))
         threads = self._choose_ways(ordered) if total > _FEW_BYTES else 1
-        batches = _batches(ordered, min(total / (threads * 4) + 1, self._batch_bytes))
+        even = max(total / (threads * 4) + 1, self._least_batch_bytes)
+        batches = _batches(ordered, min(even, self._batch_bytes))
         self._begin(batches)
 
         def read_batch(number: int) -> None:

@@ -19,11 +19,14 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..errors import CheckpointConfigError
 from .object_errors import text_of, typed_errors
 from .storage import Storage
+
+if TYPE_CHECKING:
+    from .object_set import ObjectSet
 
 logger = logging.getLogger(__name__)
 
@@ -209,6 +212,16 @@ class ObjectStorage(Storage):
                 upload.writer.__exit__(OSError, None, None)  # gives up the upload
         except OSError as error:
             logger.info("the parts of %s, which was given up, may stay in the bucket: %s", upload.path, error)
+
+    def open_files(self, folder: str, *, shared: bool = True) -> ObjectSet:
+        from .object_set import ObjectSet  # processes that only write do not load it
+
+        return ObjectSet(self, folder)
+
+    def read_range(self, path: str, offset: int, length: int) -> memoryview:
+        """Read a range of a file."""
+        with typed_errors(path):
+            return memoryview(self._obstore.get_range(self._store, self._key(path), start=offset, length=length))
 
     # Small files
 
