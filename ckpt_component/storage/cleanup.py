@@ -32,7 +32,12 @@ logger = logging.getLogger(__name__)
 
 def discard(fs: Storage, path: str) -> bool:
     """Delete a checkpoint or a staging folder, manifest first. Logs a warning and returns False on failure."""
-    return protocol_on_disk(fs, path).discard(path)
+    try:
+        protocol = protocol_on_disk(fs, path)
+    except OSError as error:
+        logger.warning("%s could not be deleted: %s", path, error)
+        return False
+    return protocol.discard(path)
 
 
 def quarantine(fs: Storage, path: str) -> str:

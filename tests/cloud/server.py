@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import datetime
 import http.client
+import io
+import os
 import subprocess
 import sys
 import threading
@@ -58,7 +60,11 @@ class S3Server:
 def start_server() -> S3Server:
     """Start a server, empty; it ends with this process at the latest."""
     process = subprocess.Popen(
-        [sys.executable, str(Path(__file__)), "serve"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, str(Path(__file__)), "serve"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "S3_UPLOAD_PART_MIN_SIZE": "256"},  # S3 itself: 5 MiB
     )
     assert process.stdout
     line = process.stdout.readline()
@@ -126,7 +132,17 @@ def _serve() -> None:
                     key.last_modified -= _HOURS
         return "aged"
 
-    server = make_server("127.0.0.1", 0, app, threaded=True)
+    # moto looks whether there is an object and then puts it, so that of two puts at a time both may be the first one.
+    one_at_a_time = threading.Lock()
+
+    def atomic(environ: dict[str, Any], start_response: Any) -> Any:
+        in_chunks = environ.get("wsgi.input_terminated")
+        body = environ["wsgi.input"].read(*() if in_chunks else (int(environ.get("CONTENT_LENGTH") or 0),))
+        environ["CONTENT_LENGTH"] = str(len(body))
+        with one_at_a_time:
+            return app({**environ, "wsgi.input": io.BytesIO(body)}, start_response)
+
+    server = make_server("127.0.0.1", 0, atomic, threaded=True)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     print(server.server_port, flush=True)
     sys.stdin.read()
