@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from importlib import metadata
 from pathlib import Path
 
@@ -105,7 +106,9 @@ def test_the_system_is_refused_in_the_words_of_the_factory(
     assert code == 1 and found["system"]["fix"].startswith("ckpt_component runs on Linux only, and this is darwin")
 
 
-def test_a_url_is_refused_as_by_the_config(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_url_needs_the_package(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "obstore", None)
+    monkeypatch.setitem(sys.modules, "obstore.store", None)
     with pytest.raises(SystemExit) as left:
         main(["doctor", "s3://bucket/checkpoints"])
-    assert left.value.code == 2 and "s3://bucket/checkpoints is a URL" in capsys.readouterr().err
+    assert left.value.code == 2 and "s3://bucket needs obstore: pip install" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Checks of a bucket: each does there what a save does, below a name that is removed."""
+"""Checks of a bucket: each does there what a save does, under a name that is removed; its errors in words."""
 
 from __future__ import annotations
 
@@ -14,11 +14,18 @@ from .finding import FAILS, OK, Finding
 
 #: Size of the object that is written and read back.
 _TRIED_BYTES = 32 << 20
+#: What to do about errors of a bucket.
 _FIXES = {
     errno.EACCES: "give credentials that may write there, in the environment (AWS_*, GOOGLE_*, AZURE_*) or by -o",
     errno.ENOENT: "create the bucket, or correct its name",
 }
 _UNREACHABLE = "correct the endpoint (-o endpoint=URL, and -o allow_http=true without TLS), or the network"
+
+
+def in_words(error: OSError) -> tuple[str, str]:
+    """What a bucket said, without the request, and what to do about it."""
+    text = str(error.strerror or error).rpartition(" - ")[2]
+    return text.removeprefix("Server returned non-2xx status code: "), _FIXES.get(error.errno or 0, _UNREACHABLE)
 
 
 def check_bucket(root: str, options: Mapping[str, str]) -> Iterator[Finding]:
@@ -58,5 +65,5 @@ def check_bucket(root: str, options: Mapping[str, str]) -> Iterator[Finding]:
         text = f"{amount(_TRIED_BYTES)} at {rates[0]:.0f} MB/s to the bucket and {rates[1]:.0f} back, one request each"
         yield Finding(what, OK, text)
     except OSError as error:
-        fix = _FIXES.get(error.errno or 0, _UNREACHABLE if what == "access" else "use another store")
-        yield Finding(what, FAILS, f"{error.strerror or error}", fix)
+        text, fix = in_words(error)
+        yield Finding(what, FAILS, text, "use another store" if error.errno == errno.EOPNOTSUPP else fix)

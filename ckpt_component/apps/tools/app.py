@@ -19,6 +19,7 @@ from typing import Any
 from ... import __version__
 from ...errors import CheckpointError
 from ...spelling import closest
+from ...storage.locate import is_url
 from .output import WIDTH, Output
 
 #: Exit codes: the answer is no (damaged, different, a check failed); the command could not do its work.
@@ -75,8 +76,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if isinstance(error, BrokenPipeError):  # `ckpt show ... | head`
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             sys.exit(128 + signal.SIGPIPE)
+        text, fix = error.strerror or str(error), ""
+        if is_url(str(error.filename or "")):
+            from ..health.bucket import in_words
+
+            text, fix = in_words(error)
         where = f"{error.filename}: " if error.filename else ""
-        print(output.error(f"error: {where}{error.strerror or error}"), file=sys.stderr)
+        print(output.error(f"error: {where}{text}"), *filter(None, [fix]), sep="\n  ", file=sys.stderr)
         sys.exit(FAILED)
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
