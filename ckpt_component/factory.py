@@ -11,6 +11,7 @@ import os
 import platform
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -23,7 +24,7 @@ from .config.checks import refuse_bad_dir
 from .config.compose import checked_overrides, compose_checkpoint
 from .config.errors import HydraConfigError, for_hydra
 from .config.following import deadlines, longest_pause
-from .config.hydra_job import chosen_preset, launch_folder, multirun_job
+from .config.hydra_job import MultirunJob, chosen_preset, launch_folder, multirun_job
 from .config.listeners import build_listeners
 from .config.parts import build_part, part_class
 from .config.recorded import recorded_config
@@ -44,7 +45,8 @@ from .managing.recording import record
 from .managing.restore import Restorer
 from .managing.run_context import RunContext, job_ranks
 from .managing.run_folder import RunFolder
-from .options import Commit, Durability, ExportFormat, MetricMode, ResolvedTimeouts
+from .managing.tiers import BackgroundUploads, LagPolicy
+from .options import Commit, Durability, ExportFormat, MetricMode, OnLag, ResolvedTimeouts
 from .progress import no_progress, progress_bar
 from .readers import Reader
 from .saving.folders import expanded
@@ -57,6 +59,7 @@ from .storage.names import NAMINGS, RUN_RECORD, new_token
 from .storage.retention import BestPolicy, RetentionPolicy
 from .storage.run_record import StoredConfig
 from .storage.storage import Storage
+from .uploading.policy import UploadPolicy
 
 logger = logging.getLogger(__name__)
 
@@ -109,28 +112,30 @@ def build_manager(
     if isinstance(config, str):
         config, overrides = compose_checkpoint(config, checked_overrides(overrides)), ()
     settings = resolve_config(config, overrides)
-    root = settings.dir if dir is None else _folder(dir)
+    # The nearest first.
+    roots = [*filter(None, [settings.local.dir]), settings.dir if dir is None else _folder(dir)]
     resume = ResumePolicy(settings.resume, settings.rewind, _load_options(settings))
     save = SavePolicy(settings.save.every_steps, settings.save.every_seconds, settings.save.at_end)
     export = _export_policy(settings)
     job = multirun_job()
-    job_root = root if job is None else job.root(root)
-    fs, policy, timeouts = _file_system(settings), _policy(settings), _timeouts(settings)
+    roots = roots if job is None else [job.root(root) for root in roots]
+    policy, timeouts = _policy(settings), _timeouts(settings)
+    storages = [*([] if settings.local.dir is None else [_local(settings)]), _file_system(settings)]
     names, best = NAMINGS[settings.naming.value], _best(settings)
-    checkpointer, restorer, exports = None, None, None
+    checkpointer, restorer, exports, uploads = None, None, None, None
     ranks: Coordinator = LocalCoordinator()
-    run = RunContext(fs, os.path.abspath(job_root), names, ranks, timeouts, best)
+    run = RunContext(storages[0], os.path.abspath(roots[0]), names, ranks, timeouts, best)
     if settings.enabled:
         parts, listeners = _build_parts(settings), build_listeners(settings.listeners)
         ranks = job_ranks("checkpointer", timeouts)
         try:
             if job is not None:
                 # Hydra names the output folder by each rank's clock, so rank 0's name is used.
-                claim = partial(job.claim, fs, job_root) if save.enabled else lambda: job_root
-                job_root = ranks.run_on_leader("root/job", claim, time.monotonic() + timeouts.stage)
-            root = os.path.abspath(job_root)
+                claims = partial(_claims, job, storages[0], roots) if save.enabled else lambda: roots
+                roots = ranks.run_on_leader("root/job", claims, time.monotonic() + timeouts.stage)
+            roots = [os.path.abspath(root) for root in roots]
             events = EventRecorder(
-                EventFile(root, ranks.rank) if settings.events else None,
+                EventFile(roots[0], ranks.rank) if settings.events else None,
                 listeners,
                 rank=ranks.rank,
                 world_size=ranks.world_size,
@@ -141,18 +146,26 @@ def build_manager(
             if export is not None and save.enabled and ranks.is_leader:
                 exports = BackgroundExports(export, events.note_now)
                 events.add_listener(exports)
-            run = RunContext(fs, root, names, ranks, timeouts, best, events)
+            run = RunContext(storages[-1], roots[-1], names, ranks, timeouts, best, events)
             keep = RetentionPolicy(settings.keep.last, settings.keep.every_steps)
+            if settings.local.dir is not None:
+                run = replace(run, fs=storages[0], root=roots[0], remote=run)
+                if save.enabled and ranks.is_leader:
+                    uploads = _uploads(settings, run, keep)
+                    events.add_listener(uploads)
+                keep = RetentionPolicy(settings.local.keep_last)
             files = {RUN_RECORD: _run_record(config, overrides)} if ranks.is_leader else {}
-            folder = RunFolder(run, resume, keep, files, tuple if exports is None else exports.in_use)
+            in_use = [each.in_use for each in (exports, uploads) if each is not None]
+            checks = () if uploads is None else (uploads.check,)
+            folder = RunFolder(run, resume, keep, files, in_use, checks)
             if save.enabled:
                 folder.check_writable()
-            checkpointer = _build_graph(settings, parts, ranks, fs, timeouts, policy, events, folder)
+            checkpointer = _build_graph(settings, parts, ranks, run.fs, timeouts, policy, events, folder)
             restorer = Restorer(checkpointer, folder, save.enabled)
         except BaseException:
             ranks.close()
             raise
-    manager = CheckpointManager(checkpointer, run, save, restorer, settings.overlap.value, exports)
+    manager = CheckpointManager(checkpointer, run, save, restorer, settings.overlap.value, exports, uploads)
     record(manager)
     return manager
 
@@ -259,6 +272,36 @@ def _file_system(settings: Checkpoint) -> Storage:
         durable=settings.durability is Durability.power_cut,
         atomic_rename=settings.commit is Commit.rename,
     )
+
+
+def _local(settings: Checkpoint) -> Storage:
+    return storage_at(settings.local.dir or ".", durable=settings.durability is Durability.power_cut)
+
+
+def _claims(job: MultirunJob, fs: Storage, roots: Sequence[str]) -> list[str]:
+    """Record that a job of a multirun saves in these folders."""
+    return [job.claim(fs, root) for root in roots]
+
+
+def _uploads(settings: Checkpoint, run: RunContext, keep: RetentionPolicy) -> BackgroundUploads:
+    """Return what uploads the checkpoints of a run from its local folder to the permanent one."""
+    upload, remote = settings.upload, run.remote or run
+    policy = UploadPolicy(
+        run.root,
+        remote.root,
+        run.names,
+        keep,
+        run.best,
+        options=dict(remote.fs.options),
+        durable=remote.fs.durable,
+        atomic_rename=remote.fs.atomic_rename,
+        run=run.events.run,
+        events=settings.events,
+        every_steps=upload.every_steps,
+        max_bytes_per_second=upload.max_bytes_per_second,
+        finish_seconds=upload.finish_seconds,
+    )
+    return BackgroundUploads(policy, LagPolicy(upload.max_lag_steps, upload.on_lag is OnLag.error), run.fs)
 
 
 def _load_options(settings: Checkpoint) -> dict[str, Any]:

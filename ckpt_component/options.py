@@ -70,6 +70,13 @@ class Verify(Word):
     off = "off"
 
 
+class OnLag(Word):
+    """What happens when uploads fall too far behind."""
+
+    warn = "warn"
+    error = "error"
+
+
 class MetricMode(Word):
     """Which value of a metric is the best."""
 

@@ -12,7 +12,7 @@ from ..spelling import closest
 from .errors import HydraConfigError, built_text
 from .explain import keys_text, unknown_key_of
 from .read import missing_text
-from .schema import PARTS, Checkpoint, part_schema
+from .schema import PARTS, Checkpoint, Upload, part_schema
 
 #: Hydra's own keys, which a part may have. Values reach the constructor as plain data in any case.
 HYDRA_KEYS = ("_target_", "_convert_", "_recursive_")
@@ -105,6 +105,26 @@ def refuse_bad_dir(value: str) -> None:
     if "://" in value:
         raise HydraConfigError(
             f"checkpoint.dir={value} is a URL, and checkpoints are saved to local or mounted folders only."
+        )
+
+
+def refuse_bad_tiers(config: Checkpoint) -> None:
+    """Refuse a local folder that is a URL or the permanent folder, and uploads without one."""
+    local = config.local.dir
+    if local is None:
+        usual = vars(Upload())
+        changed = [name for name, value in vars(config.upload).items() if value != usual[name]]
+        if changed:
+            raise HydraConfigError(
+                f"checkpoint.upload.{changed[0]} has no effect without a local folder to upload from; name a fast one "
+                "that all ranks see: checkpoint.local.dir=/scratch/checkpoints"
+            )
+        return
+    if not local or "://" in local:
+        raise HydraConfigError(f"checkpoint.local.dir={local} is not a local folder; a URL goes to checkpoint.dir.")
+    if local == config.dir:
+        raise HydraConfigError(
+            f"checkpoint.local.dir and checkpoint.dir are both {local}; name a fast local folder and a permanent one."
         )
 
 

@@ -17,6 +17,7 @@ from .checks import (
     HYDRA_KEYS,
     refuse_bad_dir,
     refuse_bad_rename,
+    refuse_bad_tiers,
     refuse_built,
     refuse_contradictions,
     refuse_missing,
@@ -70,7 +71,10 @@ def resolve_config(
     refuse_bad_rename(checkpoint.export.rename, "checkpoint.export.rename")
     with for_hydra():
         checkpoint.dir = expanded(checkpoint.dir, "checkpoint.dir")
+        if checkpoint.local.dir is not None:
+            checkpoint.local.dir = expanded(checkpoint.local.dir, "checkpoint.local.dir")
         checkpoint.resume = checked_resume(checkpoint.resume)
+    refuse_bad_tiers(checkpoint)
     refuse_contradictions(checkpoint)
     for kind, part in parts.items():
         setattr(checkpoint, kind, _complete(kind, part))

@@ -26,6 +26,7 @@ from ..options import (
     MetricMode,
     Naming,
     OnError,
+    OnLag,
     Overlap,
     Range,
     Verify,
@@ -98,6 +99,32 @@ class Keep:
     """Also keep the checkpoint of every n-th step permanently; null: none."""
     best: Best = field(default_factory=Best)
     """Also keep the best ones by a metric."""
+
+
+@dataclass
+class Local:
+    """A fast folder that checkpoints are saved to first. They are uploaded to `checkpoint.dir` in the background."""
+
+    dir: str | None = field(default=None, metadata={"path": True})
+    """The folder, which all ranks must see; null: checkpoints are saved to `checkpoint.dir` at once."""
+    keep_last: int = at_least(1, 2)
+    """Keep this many of the newest there, and the best by `keep.best`; `keep` is for `checkpoint.dir`."""
+
+
+@dataclass
+class Upload:
+    """How checkpoints get from `checkpoint.local.dir` to `checkpoint.dir`: by a process of low priority on rank 0."""
+
+    every_steps: int | None = at_least(1, None)
+    """Upload those of every n-th step, and the last one of the run; null: all, or the newest if saves are faster."""
+    max_bytes_per_second: float | None = within(BYTES_PER_SECOND, None, BYTES)
+    """The most that is uploaded per second; null: no limit."""
+    finish_seconds: float = above(0, 300.0, SECONDS)
+    """How long uploads go on after the run has ended, in whatever way; the next run does the rest."""
+    max_lag_steps: int | None = at_least(1, None)
+    """How many steps `checkpoint.dir` may be behind before `on_lag` applies; null: any number."""
+    on_lag: OnLag = OnLag.warn
+    """When uploads are too far behind: `warn`, or fail the next save with an `error`."""
 
 
 @dataclass
@@ -187,6 +214,10 @@ class Checkpoint:
     """When to save."""
     keep: Keep = field(default_factory=Keep)
     """Which checkpoints to keep."""
+    local: Local = field(default_factory=Local)
+    """A fast folder that checkpoints are saved to first."""
+    upload: Upload = field(default_factory=Upload)
+    """How checkpoints get from `checkpoint.local.dir` to `checkpoint.dir`."""
     export: Export = field(default_factory=Export)
     """Write committed checkpoints also as files for other programs."""
     resume: int | str = "auto"

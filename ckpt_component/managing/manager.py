@@ -22,6 +22,7 @@ from .run_context import RunContext, job_ranks
 from .run_progress import LastStep, RunProgress
 from .save_clock import SaveClock
 from .stop_signals import LAST_SAVE, REQUEUE_EXIT_CODE, StopSignals, checked_signals
+from .tiers import BackgroundUploads
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +39,7 @@ class CheckpointManager:
         overlap: what to do with a save while earlier ones use all memory: `wait`, `skip` or `error`.
         exports: exports committed checkpoints, as one of the run's listeners; the manager ends it. None: nothing is
             exported by this rank.
+        uploads: uploads committed checkpoints, in the same way; started when the run has begun.
 
     Attributes:
         reports: one `SaveReport` per ended or skipped save, in order.
@@ -53,6 +55,7 @@ class CheckpointManager:
         restorer: Restorer | None,
         overlap: str,
         exports: BackgroundExports | None = None,
+        uploads: BackgroundUploads | None = None,
     ) -> None:
         self._checkpointer = checkpointer
         self._run = run
@@ -67,6 +70,7 @@ class CheckpointManager:
         self._closed = False
         self._failed = False
         self._exports = exports
+        self._uploads = uploads
         self.reports: list[SaveReport] = []
         self.idle: int | None = None
         self._saves = InFlightSaves()
@@ -89,16 +93,20 @@ class CheckpointManager:
         return self._restorer.path if self.enabled else None
 
     def path_of(self, step: int) -> str:
-        """Where the checkpoint of a step is, or would be."""
-        return self._run.path_of(checked_step(step))
+        """Where the checkpoint of a step is, or would be; of two places that have it, the nearest."""
+        path, remote = self._run.path_of(checked_step(step)), self._run.remote
+        if remote is None or self._run.fs.is_folder(path):
+            return path
+        farther = remote.path_of(step)
+        return farther if remote.fs.is_folder(farther) else path
 
     def steps(self) -> list[int]:
         """The steps of committed checkpoints, oldest first."""
-        return self._run.scan(warns=True).committed
+        return self._run.scan_all(warns=True).committed
 
     def best_steps(self) -> list[int]:
         """The steps of committed checkpoints with the metric of `keep.best`, the best first; none without one."""
-        return self._run.best_of(self._run.scan(warns=True))
+        return self._run.best_of(self._run.scan_all(warns=True))
 
     def guard(self, optimizer: Any) -> None:
         """Make `optimizer.step()` wait for a snapshot that is still being copied. Only `zero_overhead` needs it.
@@ -163,11 +171,17 @@ class CheckpointManager:
             self._ranks.resumed(step)
             self._clock.restart()
             self._progress.restored = step
-            here = os.path.realpath(self._restorer.path or "") == os.path.realpath(self.path_of(step))
+            places = [each.path_of(step) for each in (self._run, self._run.remote) if each is not None]
+            here = os.path.realpath(self._restorer.path or "") in map(os.path.realpath, places)
             self._saved_step, self._newest = step if here else None, None
             if self._save_policy.enabled and self._progress.last is None:
                 self._prewarm_loaded(state)
+        self._begin_uploads(step)
         return step
+
+    def _begin_uploads(self, step: int | None) -> None:
+        if self._uploads is not None:
+            self._uploads.start(step or 0)
 
     def begin_at(self, step: int) -> None:
         """Instead of `restore`, for a program that has loaded a checkpoint of `dir` by itself, or started from scratch.
@@ -188,6 +202,7 @@ class CheckpointManager:
         if self._restorer.begin(step):
             self._saved_step, self._newest = step, None
         self._ranks.resumed(step)
+        self._begin_uploads(step)
 
     def add_listener(self, listener: CheckpointListener) -> None:
         """Call a listener for the saves and restores from now on; see `CheckpointListener`.
@@ -254,7 +269,7 @@ class CheckpointManager:
             raise CheckpointError("This manager is closed; build a new one to save again.")
         before, self._clock.last_save = self._clock.last_save, time.monotonic()
         try:
-            path, may_wait = self.path_of(step), self._overlap == "wait"
+            path, may_wait = self._run.path_of(step), self._overlap == "wait"
             _, save = self._pipeline.save(state, path, step=step, metrics=metrics, may_wait=may_wait)
         except CheckpointBusyError as error:
             self._clock.last_save = before
@@ -287,7 +302,7 @@ class CheckpointManager:
 
     def _skip(self, step: int, text: str) -> bool:
         logger.warning("step %d is skipped: %s", step, text)
-        report = SaveReport(path=self.path_of(step), outcome="skipped", step=step, error=text, time=time.time())
+        report = SaveReport(path=self._run.path_of(step), outcome="skipped", step=step, error=text, time=time.time())
         self._pipeline.add_report(report)
         return False
 
@@ -371,8 +386,10 @@ class CheckpointManager:
             raise
         finally:
             try:
-                if self._exports is not None:
-                    self._exports.end(finish=not self._failed and self.stopped_by is None)
+                finish = not self._failed and self.stopped_by is None
+                for background in (self._exports, self._uploads):
+                    if background is not None:
+                        background.end(finish=finish)
             finally:
                 if self._signals is not None:
                     self._signals.close()
@@ -408,7 +425,7 @@ class CheckpointManager:
     def _save_last(self, step: int, state: Mapping[Any, Any], metrics: Mapping[str, Any] | None) -> None:
         """Save the last step, even if `overlap` is `skip` or an earlier save has failed."""
         if self.stopped_by is not None and self.enabled and self._ranks.is_leader:
-            logger.info(LAST_SAVE, self.stopped_by.name, step, max(self.steps(), default=0))
+            logger.info(LAST_SAVE, self.stopped_by.name, step, max(self._run.scan(warns=True).committed, default=0))
         self._saves.wait(self._timeouts.whole_save)
         failed = [save for save in self._saves if save.undelivered is not None]
         for save in failed:

@@ -18,7 +18,7 @@ from ..errors import (
 )
 from ..storage.cleanup import living_attempts, quarantine, sweep
 from ..storage.names import StepNames
-from ..storage.scan import repair_pointer
+from ..storage.scan import Scan, both, repair_pointer
 from ..storage.space import amount
 from ..storage.storage import Storage
 from ..storage.visibility import wait_visible
@@ -86,7 +86,7 @@ class Restorer:
             later = [other for other in later if other not in moved]
         if ranks.is_leader and step is None:
             never = self._policy.choice == "never"
-            why = "checkpoint.resume=never" if never else f"no checkpoint in {self._run.root}"
+            why = "checkpoint.resume=never" if never else f"no checkpoint in {self._run.roots}"
             logger.info("%s: starting from scratch", why)
         elif ranks.is_leader and later:
             logger.warning(
@@ -122,12 +122,14 @@ class Restorer:
     def _check_start(self, step: int) -> bool:
         """On the leading rank: clean up, verify the checkpoint of a step, and refuse or retire those that follow."""
         self._clean_up()
-        scan = self._run.scan()
+        local, scan = self._run.scan(), self._run.scan_all()
+        place = self._run if step in local.occupied else self._run.remote or self._run
+        path = place.path_of(step)
         bad = {**scan.damaged, **scan.torn}
         if step in scan.committed and self._checkpointer.verifies:
             started = time.perf_counter()
             try:
-                self._checkpointer.verify(self._run.path_of(step))
+                self._checkpointer.verify(path)
             except CheckpointUnreadableError:
                 raise
             except CheckpointCorruptError as error:
@@ -138,7 +140,7 @@ class Restorer:
             older = [other for other in scan.committed if other < step]
             advice = "resume from another checkpoint"
             if older:
-                path = quarantine(self._run.fs, self._run.path_of(step))
+                path = quarantine(self._run.storage_of(path), path)
                 self._run.note("quarantine", step, path)
                 advice = f"it is now kept as {path}, and the next start resumes from step {older[-1]}"
             raise CheckpointCorruptError(f"The checkpoint of step {step} is damaged; {advice}. {bad[step]}")
@@ -152,7 +154,7 @@ class Restorer:
     def _load_first(
         self,
         candidates: list[tuple[int, str]],
-        suspects: list[int],
+        suspects: list[tuple[int, str]],
         tag: str,
         load: Callable[[str, str], tuple[int, bool]],
     ) -> int | None:
@@ -168,7 +170,7 @@ class Restorer:
                 logger.error("step %d cannot be used, trying step %d: %s", step, candidates[number + 1][0], error)
                 # An unreadable checkpoint may be intact: the disk or the mount may be at fault.
                 if not isinstance(error, CheckpointUnreadableError):
-                    suspects.append(step)
+                    suspects.append((step, path))
                 continue
             if self._run.ranks.is_leader:
                 verified = "not verified: it has no checksums"
@@ -186,11 +188,20 @@ class Restorer:
         """On the leading rank: clean up and scan the folder.
 
         Returns:
-            The steps to try with their paths, best first; the committed steps; the steps to quarantine; and all steps
-            that a save would collide with.
+            The steps to try with their paths, best first; the committed steps of each folder; the steps to quarantine
+            with their paths; and all steps that a save would collide with.
+
+        Raises:
+            CheckpointUnreadableError: only the permanent folder can have what `resume` asks for, and cannot be listed.
         """
         self._clean_up()
-        scan = self._run.scan()
+        run = self._run
+        local, remote = run.scan(), run.scan_remote()
+        if remote is None:
+            remote = Scan()
+            self._refuse_unknown(local)
+        places = [(run, local), *([] if run.remote is None else [(run.remote, remote)])]
+        scan = both(local, remote)
         bad = {**scan.damaged, **scan.torn, **scan.unusable}
         for step, why in sorted(bad.items()):
             logger.error("step %d is not a usable checkpoint: %s", step, why)
@@ -199,31 +210,52 @@ class Restorer:
         for why in scan.foreign.values():
             logger.warning("%s, so it is not considered a checkpoint of this run and is left alone", why)
         self._run.warned.update(bad.values(), scan.foreign.values())
-        candidates = candidates_of(self._run, self._policy, scan)
+        # An empty local folder is not what errors are about.
+        candidates = candidates_of(run if local.occupied else run.remote or run, self._policy, scan)
+        if self._policy.path is None:  # from the nearest place first
+            steps = [step for step, _ in candidates]
+            candidates = [(step, at.path_of(step)) for step in steps for at, has in places if step in has.committed]
         if self._saves and not self._policy.searches and not self._policy.rewind:
             chosen = candidates[0][0] if candidates else None
             self._folder.refuse([step for step in scan.occupied if chosen is None or step > chosen], chosen)
-        suspects = sorted({**scan.damaged, **scan.torn}) if self._policy.searches else []
-        return [candidates, scan.committed, suspects, sorted(scan.occupied)]
+        suspects = [(step, at.path_of(step)) for at, has in places for step in {**has.damaged, **has.torn}]
+        committed = [has.committed for _, has in places]
+        return [candidates, committed, suspects if self._policy.searches else [], sorted(scan.occupied)]
 
-    def _tidy(self, suspects: list[int], committed: list[int], retired: list[int]) -> list[int]:
+    def _refuse_unknown(self, local: Scan) -> None:
+        """Refuse to begin if the permanent folder cannot be listed and the local one has nothing to begin with.
+
+        Raises:
+            CheckpointUnreadableError: it is so.
+        """
+        choice, remote = self._policy.choice, self._run.remote
+        here = choice in local.committed if isinstance(choice, int) else bool(local.committed)
+        if remote is not None and choice != "never" and self._policy.path is None and not here:
+            raise CheckpointUnreadableError(
+                f"checkpoint.resume={choice}, and {self._run.root} has no such checkpoint; {remote.root} may have one, "
+                "but cannot be listed now. To start from scratch nevertheless, type checkpoint.resume=never."
+            )
+
+    def _tidy(self, suspects: list[tuple[int, str]], committed: list[list[int]], retired: list[int]) -> list[int]:
         """On the leading rank: quarantine damaged steps, retire others, and repair the pointer.
 
         Returns:
             The steps that it moved.
         """
         moved = self._folder.retire(retired)
-        for step in sorted(set(suspects) - set(moved)):
-            path = self._run.path_of(step)
+        for step, path in suspects:
+            if step in moved:
+                continue
             try:
-                target = quarantine(self._run.fs, path)
+                target = quarantine(self._run.storage_of(path), path)
             except OSError as error:
                 logger.error("%s is damaged and could not be quarantined: %s", path, error)
                 continue
             logger.error("%s is damaged; it is kept as %s, which nothing uses or deletes", path, target)
             self._run.note("quarantine", step, target)
             moved.append(step)
-        repair_pointer(self._run.fs, self._run.root, self._run.names, [step for step in committed if step not in moved])
+        for at, steps in zip(filter(None, (self._run, self._run.remote)), committed, strict=True):
+            repair_pointer(at.fs, at.root, at.names, [step for step in steps if step not in moved])
         return moved
 
     def _load_together(self, state: dict[str, Any], path: str, tag: str, **options: Any) -> tuple[int, bool]:

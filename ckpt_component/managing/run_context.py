@@ -8,12 +8,13 @@ import time
 from dataclasses import dataclass, field
 
 from ..coordination import Coordinator, LocalCoordinator, RankStore, StoreCoordinator, distributed
+from ..errors import CheckpointError
 from ..events import EventRecorder
 from ..options import ResolvedTimeouts
 from ..storage.locate import is_url, storage_at
 from ..storage.names import StepNames
 from ..storage.retention import BestPolicy
-from ..storage.scan import Scan, scan_steps, warn_of_skipped
+from ..storage.scan import Scan, both, scan_steps, warn_of_skipped
 from ..storage.storage import Storage
 
 logger = logging.getLogger(__name__)
@@ -35,6 +36,7 @@ class RunContext:
         best: how checkpoints are compared; None: they are not (`keep.best.metric` is null).
         events: records what happens in the folder.
         warned: warnings that were logged already, and are not repeated.
+        remote: the same run with the permanent folder, if `root` is the local folder in front of it; else None.
     """
 
     fs: Storage
@@ -45,16 +47,24 @@ class RunContext:
     best: BestPolicy | None = None
     events: EventRecorder = field(default_factory=EventRecorder)
     warned: set[str] = field(default_factory=set)
+    remote: RunContext | None = None
 
     def path_of(self, step: int) -> str:
-        """Where the checkpoint of a step is, or would be."""
+        """Where the checkpoint of a step is, or would be, in `root`."""
         return os.path.join(self.root, self.names.folder(step))
 
+    @property
+    def roots(self) -> str:
+        """The folders of the run, for a text."""
+        return self.root if self.remote is None else f"{self.root} or {self.remote.root}"
+
     def storage_of(self, path: str) -> Storage:
-        """The storage of a checkpoint, in this folder or elsewhere; a bucket is opened with the options of this one."""
-        if path.startswith(f"{self.root}/") or not (is_url(path) or is_url(self.root)):
+        """The storage of a checkpoint, in this folder or elsewhere; a bucket is opened with the options of this run."""
+        if path.startswith(f"{self.root}/"):
             return self.fs
-        return storage_at(path, options=self.fs.options)
+        if self.remote is not None:
+            return self.remote.storage_of(path)
+        return storage_at(path, options=self.fs.options) if is_url(path) or is_url(self.root) else self.fs
 
     def scan(self, *, warns: bool = False) -> Scan:
         """What the folder holds. `warns`: warn, once each, of what is not a committed checkpoint."""
@@ -62,6 +72,24 @@ class RunContext:
         if warns:
             warn_of_skipped(scan, self.warned)
         return scan
+
+    def scan_remote(self) -> Scan | None:
+        """What the permanent folder holds; empty if there is none; None, with a warning, if it cannot be listed."""
+        if self.remote is None:
+            return Scan()
+        try:
+            return self.remote.scan()
+        except (CheckpointError, OSError) as error:
+            why = f"{self.remote.root} cannot be listed; only {self.root} is considered: {error}"
+            if why not in self.warned:
+                self.warned.add(why)
+                logger.warning(why)
+            return None
+
+    def scan_all(self, *, warns: bool = False) -> Scan:
+        """What both folders hold together."""
+        scan, remote = self.scan(warns=warns), self.scan_remote()
+        return scan if remote is None else both(scan, remote)
 
     def note(self, event: str, step: int, path: str) -> None:
         """Record what became of a checkpoint beside its save: `delete`, `quarantine` or `retire`, and where it is."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from ..errors import CheckpointConfigError, CheckpointError, CheckpointExistsError, CheckpointSaveError
@@ -42,7 +42,8 @@ class RunFolder:
         resume: where the run begins, and whether it may retire the steps that follow.
         keep: which checkpoints to keep.
         files: small files that rank 0 adds to every checkpoint, by name.
-        in_use: returns the paths of checkpoints that must not be deleted now.
+        in_use: each returns the paths of checkpoints that must not be deleted now.
+        before_save: called before each save; an exception stops the save.
 
     Attributes:
         ownership: fencing token of the folder; the first save acquires it.
@@ -57,17 +58,21 @@ class RunFolder:
         resume: ResumePolicy,
         keep: RetentionPolicy,
         files: Mapping[str, bytes] | None = None,
-        in_use: Callable[[], Collection[str]] = tuple,
+        in_use: Sequence[Callable[[], Collection[str]]] = (),
+        before_save: Sequence[Callable[[], None]] = (),
     ) -> None:
         self.run = run
         self.files = files or {}
         self.resume = resume
-        self.ownership = FencingToken(run.fs, run.root, run.names)
+        self.ownership = FencingToken(run.fs, run.root, run.names, run.events.run)
         self.settled = False
         self.manifest_fields: Mapping[str, Any] = {"run": run.events.run, "resumed_from": None}
         self._keep = keep
         self._in_use = in_use
+        self._before_save = before_save
         self._root = run.root
+        #: Of the permanent folder behind a local one.
+        self.remote = None if run.remote is None else RunFolder(run.remote, resume, keep)
 
     def check_writable(self) -> None:
         """Make the folder if necessary, and write and delete a small file in it on every rank.
@@ -89,6 +94,8 @@ class RunFolder:
             except CheckpointError as error:
                 failure = str(error)
         run.ranks.decide("root/tried", failure, _refuse_failed, deadline)
+        if run.remote is not None and run.ranks.world_size > 1:
+            self._check_shared(deadline)
         if not run.ranks.is_leader:
             return
         try:
@@ -103,6 +110,29 @@ class RunFolder:
                 run.root,
                 other,
             )
+
+    def _check_shared(self, deadline: float) -> None:
+        """Check that the local folder is the same on all ranks, whose files a checkpoint collects."""
+        run, failure = self.run, None
+        trial = run.ranks.run_on_leader("root/trial", self._leave_trial, deadline)
+        if not run.ranks.is_leader:
+            try:
+                wait_visible(lambda: run.fs.exists(trial), trial, run.timeouts.visible)
+            except CheckpointError:
+                failure = (
+                    f"checkpoint.local.dir={run.root} is another folder than that of rank 0. All ranks must share it: "
+                    "the disk of a host is for the ranks of one host, a parallel file system for those of several."
+                )
+        try:
+            run.ranks.decide("root/shared", failure, _refuse_failed, deadline)
+        finally:
+            if run.ranks.is_leader:
+                run.fs.unlink(trial)
+
+    def _leave_trial(self) -> str:
+        path = os.path.join(self._root, f"{TRIAL_PREFIX}{new_token()}")
+        self.run.fs.write_new(path, b"")
+        return path
 
     def _try_to_write(self) -> None:
         fs, root = self.run.fs, self.run.root
@@ -124,8 +154,10 @@ class RunFolder:
 
         Raises:
             CheckpointExistsError: a checkpoint is in the way; the text names the run that saved it, if it may be alive.
-            CheckpointSaveError: the folder cannot be listed, or a step could not be retired.
+            CheckpointSaveError: the folder cannot be listed, a step could not be retired, or `before_save` raised it.
         """
+        for check in self._before_save:
+            check()
         if not self.settled:
             self._settle(self._step_of(path))
             self.settled = True
@@ -155,7 +187,8 @@ class RunFolder:
             scan = run.scan(warns=True)
             best = [] if run.best is None else run.best_of(scan)[: run.best.last]
             self._warn_if_never_best(step, scan)
-            in_use = {self._step_of(path) for path in self._in_use()}  # after a later save, they are deleted too
+            # After a later save, what is in use now is deleted too.
+            in_use = {self._step_of(path) for paths in self._in_use for path in paths()}
             for old in self._keep.to_delete(scan.committed, [*best, *in_use]):
                 logger.info("deleting the checkpoint of step %d (checkpoint.keep)", old)
                 discard(run.fs, run.path_of(old))
@@ -187,13 +220,13 @@ class RunFolder:
         retire = "to retire them (they are renamed, not deleted), checkpoint.rewind=true"
         if step is None:
             text = (
-                f"checkpoint.resume=never, and {self._root} holds checkpoints of {steps}. To continue from the newest, "
-                f"type checkpoint.resume=auto; to keep them, a new checkpoint.dir; {retire}."
+                f"checkpoint.resume=never, and {self.run.roots} holds checkpoints of {steps}. To continue from the "
+                f"newest, type checkpoint.resume=auto; to keep them, a new checkpoint.dir; {retire}."
             )
         else:
             path = self.resume.path or self.run.path_of(step)
             text = (
-                f"checkpoint.resume={self.resume.choice}, and in {self._root} {steps} would follow step {step}. To "
+                f"checkpoint.resume={self.resume.choice}, and in {self.run.roots} {steps} would follow step {step}. To "
                 f"keep them, type {typed('checkpoint.resume', path)} checkpoint.dir=<new folder>; {retire}; to "
                 f"continue from the newest, checkpoint.resume=auto. {_RESTORE_ONLY}"
             )
@@ -214,9 +247,9 @@ class RunFolder:
             begins = f"continues after step {step}" if step else "starts from scratch"
             raise CheckpointExistsError(
                 self._beside_others(
-                    f"This run {begins}, and {self._root} holds checkpoints of steps {steps_text(later)}. Resume from "
-                    "the newest, or save to another folder; checkpoint.rewind=true retires them (they are renamed, not "
-                    "deleted)."
+                    f"This run {begins}, and {self.run.roots} holds checkpoints of steps {steps_text(later)}. Resume "
+                    "from the newest, or save to another folder; checkpoint.rewind=true retires them (they are "
+                    "renamed, not deleted)."
                 )
             )
 
@@ -230,7 +263,12 @@ class RunFolder:
             CheckpointExistsError: the job was restarted, so it may have saved them itself.
             CheckpointSaveError: the run that saved there is still running, or a checkpoint could not be renamed.
         """
-        steps = sorted(steps)
+        folders = (self,) if self.remote is None else (self.remote, self)
+        return sorted({step for folder in folders for step in folder._retire(sorted(steps))})
+
+    def _retire(self, steps: list[int]) -> list[int]:
+        """Retire those of the steps that this folder has."""
+        steps = [step for step in steps if self.run.fs.exists(self.run.path_of(step))]
         if not steps:
             return []
         restart = next((f"{name}={os.environ[name]}" for name in _RESTARTS if os.environ.get(name, "0") != "0"), None)
@@ -265,7 +303,7 @@ class RunFolder:
     def _settle(self, step: int) -> None:
         """Handle the steps that follow the first saved step, without a restore, as `rewind` says."""
         try:
-            occupied = self.run.scan().occupied
+            occupied = self.run.scan_all().occupied
         except OSError as error:
             raise CheckpointSaveError(f"{self._root} cannot be listed: {error}.", error.errno) from error
         never = self.resume.choice == "never"
@@ -277,7 +315,7 @@ class RunFolder:
         elif any(other > step for other in later):
             raise CheckpointExistsError(
                 self._beside_others(
-                    f"Step {step} is the first that this run saves, and {self._root} holds checkpoints of steps "
+                    f"Step {step} is the first that this run saves, and {self.run.roots} holds checkpoints of steps "
                     f"{steps_text(sorted(later))}. To continue from the newest, call restore() before training, with "
                     "checkpoint.resume=auto; to keep them, type a new checkpoint.dir; to retire them (they are "
                     "renamed, not deleted), checkpoint.rewind=true."

@@ -67,16 +67,17 @@ class FencingToken:
         fs: the file system.
         root: folder of the run's checkpoints.
         steps: how steps are named there.
+        token: that of the run, which another process of it has; empty: a new one.
     """
 
-    def __init__(self, fs: Storage, root: str, steps: StepNames = MEGATRON) -> None:
+    def __init__(self, fs: Storage, root: str, steps: StepNames = MEGATRON, token: str = "") -> None:
         self._fs = fs
         self._root = root
         self._steps = steps
         self._taken = False
         #: Leftovers of earlier owners, which can no longer be committed; to be deleted.
         self._fenced: set[str] = set()
-        self.token = os.urandom(8).hex()
+        self.token = token or os.urandom(8).hex()
 
     def acquire(self) -> None:
         """Take over the root at the first call; later calls check that this run still owns it. Called on rank 0 only.

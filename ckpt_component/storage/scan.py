@@ -73,6 +73,26 @@ def scan_steps(fs: Storage, root: str, names: StepNames) -> Scan:
     return scan
 
 
+def both(one: Scan, other: Scan) -> Scan:
+    """What two folders of one run hold together; what is committed in one of them is no damage in the other."""
+    committed = {*one.committed, *other.committed}
+
+    def unless_committed(name: str) -> dict[int, str]:
+        steps = {**getattr(other, name), **getattr(one, name)}
+        return {step: why for step, why in steps.items() if step not in committed}
+
+    return Scan(
+        sorted(committed),
+        unless_committed("damaged"),
+        unless_committed("torn"),
+        unless_committed("unfinished"),
+        unless_committed("unusable"),
+        unless_committed("foreign"),
+        {**other.metrics, **one.metrics},
+        {**other.manifests, **one.manifests},
+    )
+
+
 def committed_steps(fs: Storage, root: str, names: StepNames) -> list[int]:
     """The steps of committed checkpoints, oldest first. Other folders of steps are skipped with a warning."""
     scan = scan_steps(fs, root, names)

@@ -1,0 +1,238 @@
+"""The process that uploads the checkpoints of a run. It outlives the run, for a bounded time.
+
+It is told nothing but when to look again (a line on stdin) and that the run has ended (the end of stdin): what to
+upload follows from what is in the two folders. So it may be killed at any time, and a later one goes on where it
+stopped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import select
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Collection
+from fcntl import LOCK_EX
+from typing import Any
+
+from ..catalogue.verification import verify_files
+from ..errors import CheckpointError, CheckpointFencedError
+from ..events import EventFile
+from ..storage.cleanup import discard
+from ..storage.commit import abandon, new_attempt
+from ..storage.copying import Continued, copy_checkpoint
+from ..storage.fencing import FencingToken, read_owner
+from ..storage.files import FileStorage
+from ..storage.liveness import try_lock
+from ..storage.locate import file_storage, storage_at
+from ..storage.names import OWNER, Attempt
+from ..storage.scan import Scan, repair_pointer, scan_steps
+from ..writing.range_writer import Throttle
+from .policy import UploadPolicy
+
+#: Start this with `-c` and the folder of the package; the first line of stdin is an `UploadPolicy` as JSON.
+CODE = "import sys; sys.path[0] = sys.argv[1]; from ckpt_component.uploading.process import main; main()"
+_FIRST_PAUSE_SECONDS = 1.0
+_LONGEST_PAUSE_SECONDS = 30.0
+_LOOK_SECONDS = 0.5
+
+
+def main() -> None:
+    """Upload until the run has ended and all is there, or `finish_seconds` later.
+
+    Each line on stdout is a JSON object: `remote`, the newest step that is in the target; `began`, a step whose upload
+    begins; `uploaded`, with `bytes` and `seconds`; `failed`, with the `error`; `fenced`: another run has taken over.
+    """
+    # Signals to a whole group or job are meant for the trainer.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
+    logging.disable(logging.WARNING)  # the run logs what matters
+    policy = UploadPolicy.of(json.loads(_first_line()))
+    run = RunWatch(policy)
+    threading.Thread(target=run.watch, args=(os.getppid(),), name="ckpt-run-watch", daemon=True).start()
+    try:
+        Uploader(policy, run, _say).run()
+    except CheckpointFencedError as error:
+        _say({"fenced": str(error)})
+    except (CheckpointError, OSError) as error:
+        _say({"failed": None, "error": str(error)})
+
+
+class RunWatch:
+    """Watches the run that this process belongs to.
+
+    Args:
+        policy: what is uploaded.
+
+    Attributes:
+        changed: set when there may be more to upload.
+        ended: set when the run has ended.
+    """
+
+    def __init__(self, policy: UploadPolicy) -> None:
+        self._policy = policy
+        self.changed, self.ended = threading.Event(), threading.Event()
+
+    def watch(self, parent: int) -> None:
+        """Follow stdin; end this process when its time is over, or when another run has taken over the local folder."""
+        files, deadline = FileStorage(), float("inf")
+        owner = read_owner(files, self._policy.source)
+        known = {self._policy.run, "" if owner is None else owner.token}
+        while time.monotonic() < deadline:
+            if self.ended.is_set():
+                time.sleep(_LOOK_SECONDS)
+            else:
+                has_input = bool(select.select([0], [], [], _LOOK_SECONDS)[0])
+                if (has_input and not os.read(0, 4096)) or os.getppid() != parent:
+                    deadline = time.monotonic() + self._policy.finish_seconds
+                    self.ended.set()
+                if has_input or self.ended.is_set():
+                    self.changed.set()
+            owner = read_owner(files, self._policy.source)
+            if owner is not None and owner.token not in known:
+                _say({"fenced": f"Another run took over {self._policy.source} ({owner})."})
+                break
+        os._exit(0)  # as if it was killed, whatever the storage is doing
+
+
+class Uploader:
+    """Uploads checkpoints, one after the other.
+
+    Args:
+        policy: what to upload, and where to.
+        run: the run that makes them.
+        say: tells the run what became of them.
+    """
+
+    def __init__(self, policy: UploadPolicy, run: RunWatch, say: Callable[[dict[str, Any]], None]) -> None:
+        self._policy = policy
+        self._run = run
+        self._say = say
+        self._local = file_storage(process="upload")
+        self._storage = storage_at(
+            policy.target,
+            durable=policy.durable,
+            atomic_rename=policy.atomic_rename,
+            options=policy.options,
+            process="upload",
+        )
+        self._ownership = FencingToken(self._storage, policy.target, policy.names, policy.run)
+        self._throttle = Throttle(policy.max_bytes_per_second)
+        #: What the target holds, read once and kept up to date, because nobody else may write there.
+        self._remote: Scan | None = None
+        #: The upload that was cut off last.
+        self._unfinished: Attempt | None = None
+
+    def run(self) -> None:
+        """Upload until the run has ended and nothing is left to do.
+
+        Raises:
+            CheckpointFencedError: another run has taken over the target.
+        """
+        locked, pause = self._lock_source(), _FIRST_PAUSE_SECONDS
+        try:
+            while True:
+                ended = self._run.ended.is_set()
+                self._run.changed.clear()
+                step: int | None = None
+                try:
+                    local = scan_steps(self._local, self._policy.source, self._policy.names)
+                    step = self._next(local, ended)
+                    if step is not None:
+                        self._upload(step, local)
+                        pause = _FIRST_PAUSE_SECONDS
+                    elif ended:
+                        return
+                    else:
+                        self._run.changed.wait()
+                except CheckpointFencedError:
+                    raise
+                except (CheckpointError, OSError, ValueError) as error:
+                    self._remote = None
+                    if step is not None and not self._local.is_folder(self._path(self._policy.source, step)):
+                        continue  # the run has deleted it, because it keeps newer ones
+                    self._say({"failed": step, "error": str(error)})
+                    self._run.ended.wait(pause) if not ended else time.sleep(pause)
+                    pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+        finally:
+            if locked is not None:
+                self._local.close_folder(locked)
+
+    def _lock_source(self) -> int | None:
+        """Wait until the process of an earlier run, which goes on uploading, has ended; it does when this run saves."""
+        fd = self._local.open_folder(self._policy.source)
+        while (locked := try_lock(self._local, fd, LOCK_EX, os.path.join(self._policy.source, OWNER))) is False:
+            time.sleep(_LOOK_SECONDS)
+        if locked is None:
+            self._local.close_folder(fd)
+        return fd if locked else None
+
+    def _next(self, local: Scan, ended: bool) -> int | None:
+        if self._remote is None:
+            self._remote = scan_steps(self._storage, self._policy.target, self._policy.names)
+            self._say({"remote": max(self._remote.committed, default=None)})
+        return self._policy.next_step(local, self._remote, ended=ended)
+
+    def _upload(self, step: int, local: Scan) -> None:
+        policy, storage, manifest = self._policy, self._storage, local.manifests[step]
+        source, target = self._path(policy.source, step), self._path(policy.target, step)
+        attempt = new_attempt(storage, target, manifest["attempt"])
+        if self._unfinished is not None and self._unfinished != attempt:
+            abandon(storage, self._unfinished)
+        self._unfinished = attempt
+        self._say({"began": step})
+        began, started = time.time(), time.monotonic()
+
+        def before_commit(staging: str, kept: Collection[str]) -> None:
+            # After a power cut a file may have its size and not its bytes; an object is whole.
+            if kept and isinstance(storage, FileStorage):
+                verify_files(storage, staging, manifest)
+
+        continued = Continued(manifest["attempt"], self._ownership, self._throttle.wait)
+        copy_checkpoint(self._local, source, manifest, storage, target, before_commit, continued=continued)
+        self._unfinished = None
+        report = {
+            "step": step,
+            "bytes": sum(entry["size"] for entry in manifest["files"]),
+            "seconds": round(time.monotonic() - started, 6),
+        }
+        self._tidy(step, local)
+        self._say({"uploaded": step, **report})
+        if policy.events:
+            newest = scan_steps(self._local, policy.source, policy.names).committed[-1:] or [step]
+            lag = {"path": target, "lag_steps": max(newest[0] - step, 0), "run": policy.run, "rank": 0}
+            EventFile(policy.source, 0).append([{"event": "upload", "time": round(began, 6), **report, **lag}])
+
+    def _tidy(self, step: int, local: Scan) -> None:
+        """Set the pointer of the target to its newest checkpoint, and delete what it no longer keeps."""
+        policy, remote = self._policy, self._remote
+        assert remote is not None  # `_next` has read it
+        remote.committed = sorted({*remote.committed, step})
+        remote.manifests[step], remote.metrics[step] = local.manifests[step], local.metrics[step]
+        repair_pointer(self._storage, policy.target, policy.names, remote.committed)
+        for old in policy.to_delete(remote):
+            if discard(self._storage, self._path(policy.target, old)):
+                remote.committed.remove(old)
+
+    def _path(self, root: str, step: int) -> str:
+        return os.path.join(root, self._policy.names.folder(step))
+
+
+def _first_line() -> bytes:
+    line = b""
+    while not line.endswith(b"\n"):  # not sys.stdin, which would read more than the line
+        byte = os.read(0, 1)
+        if not byte:
+            sys.exit(1)  # the run ended at once
+        line += byte
+    return line
+
+
+def _say(message: dict[str, Any]) -> None:
+    with contextlib.suppress(BrokenPipeError):  # the run has ended
+        os.write(1, json.dumps(message).encode() + b"\n")

@@ -1,0 +1,181 @@
+"""Two tiers: saves go to `checkpoint.local.dir`, and a process uploads them to `checkpoint.dir`."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ckpt_component import (
+    CheckpointConfigError,
+    CheckpointExistsError,
+    CheckpointSaveError,
+    CheckpointUnreadableError,
+    build_manager,
+)
+from ckpt_component.managing.manager import CheckpointManager
+from ckpt_component.storage.names import MEGATRON
+from ckpt_component.storage.retention import BestPolicy, RetentionPolicy
+from ckpt_component.storage.scan import Scan
+from ckpt_component.uploading.policy import UploadPolicy
+
+
+def manager_of(folder: Path, *overrides: str) -> CheckpointManager:
+    """A manager with two tiers, `fast` and `slow`."""
+    usual = ["checkpoint.save.every_steps=1", "checkpoint.durability=process_crash", "checkpoint.local.keep_last=1"]
+    local = f"checkpoint.local.dir={folder / 'fast'}"
+    return build_manager("sync", [*usual, local, *(f"checkpoint.{each}" for each in overrides)], dir=folder / "slow")
+
+
+def steps_in(folder: Path) -> list[int]:
+    return sorted(int(path.name.removeprefix("iter_")) for path in folder.glob("iter_*"))
+
+
+def restored(folder: Path, *overrides: str) -> tuple[int | None, Any, str | None]:
+    """The step, the value and the path that a run begins with; it saves nothing."""
+    state = {"value": torch.zeros(1)}
+    with manager_of(folder, "save.every_steps=null", "save.at_end=false", *overrides) as manager:
+        step = manager.restore(state)
+    path = manager.restored_from
+    return step, state["value"].item(), None if path is None else Path(path).parent.name
+
+
+def test_saves_are_uploaded_and_restored_from_the_nearest_place(tmp_path: Path) -> None:
+    fast, slow = tmp_path / "fast", tmp_path / "slow"
+    losses = {1: 3.0, 2: 1.0, 3: 2.0, 4: 4.0}
+    with manager_of(tmp_path, "keep.last=2", "keep.best.metric=loss") as manager:
+        assert manager.restore({"value": torch.zeros(1)}) is None
+        for step, loss in losses.items():
+            manager.save(step, {"value": torch.full((1,), float(step))}, metrics={"loss": loss})
+    assert steps_in(fast) == [2, 4]  # the newest and the best
+    assert 4 in steps_in(slow) and 2 in steps_in(slow) and len(steps_in(slow)) <= 3
+    assert (slow / MEGATRON.pointer).read_text() == "4"
+    uploads = [json.loads(line) for line in (fast / "events" / "rank-00000.jsonl").read_text().split("\n") if line]
+    assert {each["step"] for each in uploads if each["event"] == "upload" and each["bytes"] and each["seconds"]} >= {
+        2,
+        4,
+    }
+    assert restored(tmp_path) == (4, 4.0, "fast")
+    newest = next((fast / "iter_0000004").glob("*.distcp"))
+    newest.write_bytes(newest.read_bytes()[:-100] + bytes(100))
+    assert restored(tmp_path) == (4, 4.0, "slow")
+    assert steps_in(fast) == [2]  # the damaged one is quarantined
+    shutil.rmtree(fast)
+    state = {"value": torch.zeros(1)}
+    with manager_of(tmp_path, "keep.last=2", "keep.best.metric=loss") as manager:
+        assert manager.restore(state) == 4 and state["value"].item() == 4
+        assert not manager.save(4, state)  # it is saved already, though not here
+        assert manager.best_steps() == [2, 3, 4][:: 2 if 3 not in steps_in(slow) else 1]
+        manager.save(5, state)
+        assert manager.steps()[-2:] == [4, 5]
+        assert [Path(manager.path_of(step)).parent.name for step in (4, 5, 6)] == ["slow", "fast", "fast"]
+    assert steps_in(fast) == [5] and steps_in(slow) == [2, 4, 5]
+
+
+def test_going_back_retires_in_both_places(tmp_path: Path) -> None:
+    state = {"value": torch.zeros(1)}
+    with manager_of(tmp_path, "local.keep_last=2", "keep.last=null") as manager:
+        for step in (1, 2):
+            manager.save(step, state)
+            _until_uploaded(manager, tmp_path / "slow", step)
+    with pytest.raises(CheckpointExistsError, match="step 2 would follow step 1"):
+        restored(tmp_path, "resume=1", "save.at_end=true")
+    with manager_of(tmp_path, "local.keep_last=2", "resume=1", "rewind=true") as manager:
+        assert manager.restore(state) == 1
+        manager.save(2, {"value": torch.full((1,), 7.0)})
+    assert restored(tmp_path) == (2, 7.0, "fast")
+    shutil.rmtree(tmp_path / "fast")
+    assert restored(tmp_path) == (2, 7.0, "slow")
+    assert len([*(tmp_path / "slow").glob(".ckpt-quarantine.*")]) == 1
+
+
+def test_a_dead_target_is_a_warning_with_the_lag_and_an_error_by_policy(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    slow, state = tmp_path / "slow", {"value": torch.ones(1)}
+    slow.touch()  # a file cannot be listed as a folder
+    with pytest.raises(CheckpointUnreadableError, match="may have one, but cannot be listed"):
+        restored(tmp_path)  # a checkpoint may be there, from which to continue
+    with manager_of(tmp_path, "resume=never", "upload.finish_seconds=0.5") as manager:
+        manager.restore(state)
+        for step in range(1, 6):
+            manager.save(step, state)
+        manager.wait()
+        assert manager.steps()[-1] == 5
+    behind = [record.message for record in caplog.records if "5 steps behind step 5" in record.message]
+    assert behind and "bytes to upload" in behind[-1] and "Not a directory" in behind[-1]
+    with (
+        pytest.raises(CheckpointSaveError, match="1[0-9] steps behind .*max_lag_steps=4"),
+        manager_of(tmp_path, "upload.max_lag_steps=4", "upload.on_lag=error", "upload.finish_seconds=0.1") as manager,
+    ):
+        assert manager.restore(state) == 5
+        manager.save(15, state)
+        manager.wait()
+        manager.save(16, state)
+    slow.unlink()
+    assert restored(tmp_path)[0] == 15
+    with manager_of(tmp_path, "upload.every_steps=10") as manager:
+        assert manager.restore(state) == 15
+        manager.save(16, state)
+        manager.save(17, state)
+    # The last one of a run, even if it is not due; 15 only if the process of the run before was still there to upload it.
+    assert {*steps_in(slow)} - {15} == {17}
+
+
+def _until_uploaded(manager: CheckpointManager, slow: Path, step: int) -> None:
+    deadline = time.monotonic() + 20
+    while not (slow / f"iter_000000{step}").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "text"),
+    [
+        (["checkpoint.upload.every_steps=5"], "checkpoint.upload.every_steps has no effect"),
+        (["checkpoint.local.dir=s3://bucket/run"], "not a local folder"),
+        (["checkpoint.local.dir=checkpoints"], "both checkpoints"),
+    ],
+)
+def test_configs_that_contradict_themselves_are_refused(overrides: list[str], text: str) -> None:
+    with pytest.raises(CheckpointConfigError, match=text):
+        build_manager("sync", overrides)
+
+
+def scan_of(committed: list[int], run: str = "me", metrics: Mapping[int, float] | None = None) -> Scan:
+    named = {step: {"loss": value} for step, value in (metrics or {}).items()}
+    return Scan(
+        committed,
+        metrics={step: named.get(step, {}) for step in committed},
+        manifests={step: {"run": run} for step in committed},
+    )
+
+
+def test_which_checkpoint_is_uploaded_next() -> None:
+    def policy(**values: Any) -> UploadPolicy:
+        return UploadPolicy("fast", "slow", MEGATRON, **{"keep": RetentionPolicy(last=2), "run": "me", **values})
+
+    usual, tenth = policy(), policy(every_steps=10)
+    assert usual.next_step(scan_of([1, 2, 3]), scan_of([]), ended=False) == 3
+    assert usual.next_step(scan_of([1, 2, 3]), scan_of([3]), ended=False) is None  # 1 and 2 were skipped
+    assert usual.next_step(scan_of([]), scan_of([3]), ended=True) is None
+    assert tenth.next_step(scan_of([10, 19]), scan_of([]), ended=False) == 10
+    assert tenth.next_step(scan_of([10, 19]), scan_of([10]), ended=False) is None
+    assert tenth.next_step(scan_of([10, 19]), scan_of([]), ended=True) == 19
+    forever = policy(keep=RetentionPolicy(last=2, every_steps=2))
+    assert forever.next_step(scan_of([1, 2, 3]), scan_of([3]), ended=False) == 2
+    best = policy(best=BestPolicy("loss"))
+    local, remote = scan_of([1, 2, 3], metrics={1: 0.5, 2: 0.9, 3: 0.7}), scan_of([3], metrics={3: 0.7})
+    assert best.next_step(local, remote, ended=False) == 1
+    # Another run's later checkpoints: those of an earlier run are left alone, and those of this one would be lost.
+    assert usual.next_step(scan_of([5], "older"), scan_of([9], "other"), ended=False) is None
+    with pytest.raises(CheckpointExistsError, match="up to step 9 of another run"):
+        usual.next_step(scan_of([5]), scan_of([9], "other"), ended=False)
+    assert UploadPolicy.of(json.loads(json.dumps(asdict(best)))) == best
