@@ -11,6 +11,7 @@ import errno
 import fcntl
 import os
 import stat
+import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -31,6 +32,9 @@ _NO_COPY = frozenset({errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP}
 _COPY_BYTES = 1 << 20
 _RENAME_NOREPLACE, _RENAME_EXCHANGE = 1, 2
 _AT_FDCWD = -100
+#: An NFS client renames a file that is deleted while it is open, and closes files in the background.
+_OPEN = ".nfs"
+_CLOSE_SECONDS, _CLOSE_PAUSE = 1.0, 0.01
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 
@@ -198,10 +202,14 @@ class FileStorage(Storage):
         # A plain rename silently replaces an empty folder.
         if _renameat2(source, target, _RENAME_NOREPLACE):
             return True
-        if os.path.lexists(target):
-            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), target)
-        os.rename(source, target)
-        return False
+        try:
+            if not os.path.lexists(target):
+                os.rename(source, target)
+                return False
+        except OSError as error:
+            if error.errno != errno.ENOTEMPTY:  # of a folder that a cache of NFS did not know
+                raise
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), target)
 
     def exchange(self, one: str, other: str) -> None:
         """Exchange the names of two files or folders in one step; on file systems without that, in three."""
@@ -225,14 +233,31 @@ class FileStorage(Storage):
         if os.path.islink(path):
             self.unlink(path)
             return
-        with os.scandir(path) as entries:
-            children = [(entry.path, entry.is_dir(follow_symlinks=False)) for entry in entries]
-        for child, is_folder in children:
-            if is_folder:
-                self.remove_tree(child)
-            else:
-                self.unlink(child)
-        self.remove_folder(path)
+        deadline = time.monotonic() + _CLOSE_SECONDS
+        while True:
+            with os.scandir(path) as entries:
+                children = [(entry.path, entry.is_dir(follow_symlinks=False)) for entry in entries]
+            for child, is_folder in children:
+                if is_folder:
+                    self.remove_tree(child)
+                else:
+                    self._unlink_open(child)
+            try:
+                self.remove_folder(path)
+                return
+            except OSError:
+                is_open = [name.startswith(_OPEN) for name in os.listdir(path)]
+                if not is_open or not all(is_open) or time.monotonic() > deadline:
+                    raise
+            time.sleep(_CLOSE_PAUSE)
+
+    def _unlink_open(self, path: str) -> None:
+        """Delete a file that may be a deleted one, which NFS keeps until it is closed."""
+        try:
+            self.unlink(path)
+        except OSError as error:
+            if error.errno != errno.EBUSY or not os.path.basename(path).startswith(_OPEN):
+                raise
 
     def names(self, path: str) -> list[str]:
         try:
