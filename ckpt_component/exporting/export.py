@@ -135,7 +135,7 @@ def export_checkpoint(
         if options.format == "torch":
             from .torch_file import torch_file  # needs torch
 
-            file, left_out = torch_file(name, source, selected)
+            file, left_out = torch_file(name, catalogue, selected)
             files = [file]
         elif options.format == "safetensors":
             files = [safetensors_file(name, tensors)]

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ..catalogue import Catalogue
 from ..image.arena import tensor_bytes
 from ..readers import Reader
 from ..readers.foreign.archives import RefusedObject
@@ -17,19 +18,19 @@ from .files import File
 from .selection import Selected
 
 
-def torch_file(name: str, where: str, selected: Selected) -> tuple[File, list[str]]:
+def torch_file(name: str, catalogue: Catalogue, selected: Selected) -> tuple[File, list[str]]:
     """Lay out one file. Tied tensors share a storage, also after loading.
 
     Args:
         name: Its name.
-        where: Path of the checkpoint, whose objects are loaded.
+        catalogue: The checkpoint, whose objects are loaded.
         selected: What the file has.
 
     Returns:
         The file, and the keys of the objects that safe loading does not create, which are left out.
     """
     keys = [entry.key for _, entry in selected.objects]
-    objects = Reader().open(where).read_objects(keys) if keys else {}
+    objects = Reader(options=catalogue.storage.options).open(catalogue.path).read_objects(keys) if keys else {}
     refused = [key for key in keys if isinstance(objects[key], RefusedObject)]
     values: dict[Any, Any] = {path: objects[entry.key] for path, entry in selected.objects if entry.key not in refused}
     streamed = {}

@@ -28,6 +28,7 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 _PIECE = 64 << 10
 _REPLY_SECONDS = 60.0
 _CODES = {
+    403: "AccessDenied",
     409: "ConditionalRequestConflict",
     412: "PreconditionFailed",
     500: "InternalError",

@@ -56,6 +56,7 @@ def run(parsed: argparse.Namespace, output: Output) -> None:
         "rename": renames(parsed.rename),
         "prefix": parsed.prefix,
         "ignore": parsed.ignore,
+        "options": parsed.options,
     }
     path = os.path.join(root, names.folder(parsed.step))
     with _unlogged_failure(), build_checkpointer(config) as checkpointer:

@@ -33,12 +33,19 @@ class ImportStager(LiveStager):
         rename: As for `KeyMap`.
         prefix: As for `KeyMap`.
         ignore: As for `KeyMap`.
+        options: `checkpoint.storage.options`, for a URL.
     """
 
     def __init__(
-        self, path: str, rename: Mapping[str, str] | None = None, prefix: str = "", ignore: Sequence[str] = ()
+        self,
+        path: str,
+        rename: Mapping[str, str] | None = None,
+        prefix: str = "",
+        ignore: Sequence[str] = (),
+        options: Mapping[str, str] | None = None,
     ) -> None:
         self._path = path
+        self._reader = Reader(options=options)
         self._key_map = KeyMap(rename, prefix, ignore)
 
     def inspect(self, state_dict: Mapping[Any, Any]) -> StatePlan:
@@ -47,7 +54,7 @@ class ImportStager(LiveStager):
         Raises:
             CheckpointError: As `Checkpointer.load`.
         """
-        self._source = source = MappedSource(Reader().open(self._path, mapped=True), self._key_map)
+        self._source = source = MappedSource(self._reader.open(self._path, mapped=True), self._key_map)
         source.check_ignored([])
         index = source.index
         objects = source.read_objects([*index.objects])
