@@ -17,12 +17,13 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from .coordination import Coordinator
-from .errors import CheckpointConfigError, CheckpointError, MissingKeysError, first_keys
+from .errors import CheckpointError, MissingKeysError, first_keys
 from .events import CheckpointListener, LoadReport, SaveReport
 from .readers import Reader
 from .saving.adapters import CheckpointReader, CheckpointWriter, ForeignSaver
 from .saving.folders import expanded
 from .saving.pipeline import SavePipeline
+from .storage.locate import absolute
 from .storage.names import step_in_name
 
 logger = logging.getLogger(__name__)
@@ -281,10 +282,8 @@ class AsyncCheckpointer(Checkpointer):
 
 
 def _absolute(path: PathLike) -> str:
-    """Make a local path absolute. Raises CheckpointConfigError for a URL, and for a variable that is not set."""
+    """Make a path absolute. Raises CheckpointConfigError for a variable that is not set."""
     text = os.fspath(path)
     if text.startswith("~") or "$" in text:
         text = expanded(text, "path")
-    if "://" in text:
-        raise CheckpointConfigError(f"{text} is a URL, and checkpoints are saved to local or mounted folders only.")
-    return os.path.abspath(text)
+    return absolute(text)

@@ -10,7 +10,7 @@ import logging
 import os
 import platform
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -54,7 +54,7 @@ from .saving.pipeline import SavePipeline
 from .saving.retry import ErrorPolicy
 from .saving.transaction import RunHooks
 from .stagers.base import Stager
-from .storage.locate import storage_at
+from .storage.locate import Storages, absolute, is_url, storage_at
 from .storage.names import NAMINGS, RUN_RECORD, new_token
 from .storage.retention import BestPolicy, RetentionPolicy
 from .storage.run_record import StoredConfig
@@ -89,7 +89,7 @@ def build_checkpointer(config: Any, overrides: Sequence[str] = (), *, alone: boo
     ranks = LocalCoordinator() if alone else job_ranks("checkpointer", timeouts)
     # Saved path by path, there is no folder for an event file.
     events = EventRecorder(None, build_listeners(settings.listeners), rank=ranks.rank)
-    return _build_graph(settings, parts, ranks, _file_system(settings), timeouts, _policy(settings), events)
+    return _build_graph(settings, parts, ranks, _storages(settings).of, timeouts, _policy(settings), events)
 
 
 @for_hydra()
@@ -112,19 +112,23 @@ def build_manager(
     if isinstance(config, str):
         config, overrides = compose_checkpoint(config, checked_overrides(overrides)), ()
     settings = resolve_config(config, overrides)
+    settings.dir = settings.dir if dir is None else _folder(dir)
     # The nearest first.
-    roots = [*filter(None, [settings.local.dir]), settings.dir if dir is None else _folder(dir)]
+    roots = [*filter(None, [settings.local.dir]), settings.dir]
     resume = ResumePolicy(settings.resume, settings.rewind, _load_options(settings))
     save = SavePolicy(settings.save.every_steps, settings.save.every_seconds, settings.save.at_end)
     export = _export_policy(settings)
     job = multirun_job()
     roots = roots if job is None else [job.root(root) for root in roots]
     policy, timeouts = _policy(settings), _timeouts(settings)
-    storages = [*([] if settings.local.dir is None else [_local(settings)]), _file_system(settings)]
+    storages = [
+        *([] if settings.local.dir is None else [_local(settings)]),
+        _storages(settings).of(absolute(roots[-1])),
+    ]
     names, best = NAMINGS[settings.naming.value], _best(settings)
     checkpointer, restorer, exports, uploads = None, None, None, None
     ranks: Coordinator = LocalCoordinator()
-    run = RunContext(storages[0], os.path.abspath(roots[0]), names, ranks, timeouts, best)
+    run = RunContext(storages[0], absolute(roots[0]), names, ranks, timeouts, best)
     if settings.enabled:
         parts, listeners = _build_parts(settings), build_listeners(settings.listeners)
         ranks = job_ranks("checkpointer", timeouts)
@@ -133,9 +137,9 @@ def build_manager(
                 # Hydra names the output folder by each rank's clock, so rank 0's name is used.
                 claims = partial(_claims, job, storages[0], roots) if save.enabled else lambda: roots
                 roots = ranks.run_on_leader("root/job", claims, time.monotonic() + timeouts.stage)
-            roots = [os.path.abspath(root) for root in roots]
+            roots = [absolute(root) for root in roots]
             events = EventRecorder(
-                EventFile(roots[0], ranks.rank) if settings.events else None,
+                EventFile(roots[0], ranks.rank, storages[0] if is_url(roots[0]) else None) if settings.events else None,
                 listeners,
                 rank=ranks.rank,
                 world_size=ranks.world_size,
@@ -160,7 +164,8 @@ def build_manager(
             folder = RunFolder(run, resume, keep, files, in_use, checks)
             if save.enabled:
                 folder.check_writable()
-            checkpointer = _build_graph(settings, parts, ranks, run.fs, timeouts, policy, events, folder)
+            saves_to = run.fs
+            checkpointer = _build_graph(settings, parts, ranks, lambda _: saves_to, timeouts, policy, events, folder)
             restorer = Restorer(checkpointer, folder, save.enabled)
         except BaseException:
             ranks.close()
@@ -234,7 +239,7 @@ def _build_graph(
     settings: Checkpoint,
     parts: tuple[Stager, WriteCaller, Writer],
     ranks: Coordinator,
-    fs: Storage,
+    storage_of: Callable[[str], Storage],
     timeouts: ResolvedTimeouts,
     policy: ErrorPolicy,
     events: EventRecorder,
@@ -251,11 +256,10 @@ def _build_graph(
     stager.connect(writer, ranks=ranks, shared=shared, timeout=timeouts.stage, max_stall=timeouts.max_stall)
     # Ranks that save alone lead themselves; the terminal is that of all.
     progress = progress_bar if ranks.is_leader and os.environ.get("RANK", "0") == "0" else no_progress
-    pipeline = SavePipeline(stager, caller, writer, ranks, fs, timeouts, policy, events, hooks, progress)
+    pipeline = SavePipeline(stager, caller, writer, ranks, storage_of, timeouts, policy, events, hooks, progress)
     together = _shares_computer(ranks.world_size)
-    reader = Reader(
-        ranks.rank, ranks.world_size, settings.verify, shared=together, options=fs.options, progress=progress
-    )
+    options = settings.storage.options
+    reader = Reader(ranks.rank, ranks.world_size, settings.verify, shared=together, options=options, progress=progress)
     if caller.in_other_process:
         return AsyncCheckpointer(stager, pipeline, reader)
     return SyncCheckpointer(pipeline, reader)
@@ -266,11 +270,13 @@ def _shares_computer(world_size: int) -> bool:
     return world_size > 1 and os.environ.get("LOCAL_WORLD_SIZE") != "1"
 
 
-def _file_system(settings: Checkpoint) -> Storage:
-    return storage_at(
-        settings.dir or ".",
+def _storages(settings: Checkpoint) -> Storages:
+    if is_url(settings.dir) and settings.local.dir is None:
+        settings.commit = Commit.manifest  # for what depends on it: a bucket has no other
+    return Storages(
         durable=settings.durability is Durability.power_cut,
         atomic_rename=settings.commit is Commit.rename,
+        options=settings.storage.options,
     )
 
 

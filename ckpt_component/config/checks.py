@@ -9,6 +9,7 @@ from typing import Any, cast, get_type_hints
 from omegaconf import DictConfig, OmegaConf
 
 from ..spelling import closest
+from ..storage.object_stores import SCHEMES
 from .errors import HydraConfigError, built_text
 from .explain import keys_text, unknown_key_of
 from .read import missing_text
@@ -99,12 +100,24 @@ def refuse_unknown_part_keys(kind: str, part: Mapping[str, Any]) -> None:
 
 
 def refuse_bad_dir(value: str) -> None:
-    """Refuse an empty folder and a URL."""
+    """Refuse an empty folder, and a URL that is not of a bucket."""
     if not value:
         raise HydraConfigError("checkpoint.dir is empty; name a folder: checkpoint.dir=checkpoints")
-    if "://" in value:
+    scheme, url, rest = value.partition("://")
+    if url and (scheme not in SCHEMES or not rest.strip("/")):
         raise HydraConfigError(
-            f"checkpoint.dir={value} is a URL, and checkpoints are saved to local or mounted folders only."
+            f"checkpoint.dir={value} is no folder and no bucket; buckets begin with "
+            f"{', '.join(f'{each}://' for each in SCHEMES)} and their name."
+        )
+
+
+def refuse_bad_options(value: Any) -> None:
+    """Refuse anything but a dict of plain values. Does not show them: they may be secrets."""
+    plain = isinstance(value, Mapping) and all(isinstance(each, (str, int, float)) for each in value.values())
+    if value is not None and not plain:
+        raise HydraConfigError(
+            "checkpoint.storage.options is not a dict of plain values; set one by one, such as "
+            "+checkpoint.storage.options.endpoint=https://storage.example"
         )
 
 

@@ -17,6 +17,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
+from ..storage.locate import absolute, file_storage, is_url
 from ..storage.names import new_token
 from ..storage.storage import Storage
 from .compose import plain_dict
@@ -50,7 +51,7 @@ class MultirunJob:
 
     def root(self, configured: str) -> str:
         """The checkpoint folder; a relative one starts from the job's output folder."""
-        if os.path.isabs(configured):
+        if os.path.isabs(configured) or is_url(configured):
             return configured
         folder = os.path.join(self.output_dir, configured)
         logger.info(
@@ -66,7 +67,8 @@ class MultirunJob:
         Raises:
             CheckpointConfigError: Another job of the multirun saves there.
         """
-        real = os.path.realpath(root)
+        real = absolute(root) if is_url(root) else os.path.realpath(root)
+        fs = file_storage() if is_url(root) else fs
         path = os.path.join(self.sweep_dir, _CLAIMS, f"{hashlib.sha256(real.encode()).hexdigest()[:16]}.json")
         mine: dict[str, Any] = {"dir": real, "job": self.output_dir, "overrides": list(self.overrides)}
         try:

@@ -16,6 +16,7 @@ from ..saving.folders import expanded
 from .checks import (
     HYDRA_KEYS,
     refuse_bad_dir,
+    refuse_bad_options,
     refuse_bad_rename,
     refuse_bad_tiers,
     refuse_built,
@@ -67,6 +68,7 @@ def resolve_config(
 
     checkpoint = read(Checkpoint, {**tree, **{kind: {} for kind in PARTS}}, "checkpoint")
     refuse_bad_dir(checkpoint.dir)
+    refuse_bad_options(checkpoint.storage.options)
     refuse_bad_rename(checkpoint.load.rename)
     refuse_bad_rename(checkpoint.export.rename, "checkpoint.export.rename")
     with for_hydra():

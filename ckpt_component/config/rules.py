@@ -62,6 +62,11 @@ RULES = (
         "checkpoint.max_stall_s=null.",
     ),
     Rule(
+        lambda settings, parts: parts.in_other_process and settings.dir.startswith("memory://"),
+        "checkpoint.dir={dir} is in the memory of this process, and checkpoint/caller={caller} writes in another one. "
+        "Use checkpoint/caller=inline, or another folder.",
+    ),
+    Rule(
         lambda settings, parts: parts.single_file and settings.commit is Commit.manifest,
         "{writer} commits its file by a rename, and checkpoint.commit=manifest is for storage "
         "without renames. Use checkpoint.commit=rename, on another disk.",
@@ -87,7 +92,7 @@ def refuse_unfit(settings: Checkpoint, parts: PartFacts) -> None:
         raise HydraConfigError(text)
     for rule in RULES:
         if rule.refuses(settings, parts):
-            raise HydraConfigError(rule.text.format(**vars(parts), max_stall_s=settings.max_stall_s))
+            raise HydraConfigError(rule.text.format(**vars(parts), max_stall_s=settings.max_stall_s, dir=settings.dir))
 
 
 def other_platform() -> str:

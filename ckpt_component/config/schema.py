@@ -197,6 +197,15 @@ class Export:
 
 
 @dataclass
+class BucketStorage:
+    """How a bucket is reached."""
+
+    # A dict in the type would keep Hydra's command line from adding keys.
+    options: Any = None
+    """Options of obstore, such as {endpoint: ..., region: ...}; what is not set comes from the environment."""
+
+
+@dataclass
 class Checkpoint:
     """The config below `checkpoint`."""
 
@@ -205,7 +214,9 @@ class Checkpoint:
     _recursive_: bool = field(default=False, init=False)
     """False: the manager builds its parts itself."""
     dir: str = field(default="checkpoints", metadata={"path": True})
-    """Folder of the checkpoints, local or mounted."""
+    """Folder of the checkpoints; or a bucket and a prefix: `s3://`, `gs://`, `az://`; see [storage](storage.md)."""
+    storage: BucketStorage = field(default_factory=BucketStorage)
+    """How a bucket is reached."""
     enabled: bool = True
     """False: save and restore nothing."""
     naming: Naming = Naming.megatron
@@ -241,7 +252,7 @@ class Checkpoint:
     durability: Durability = Durability.power_cut
     """What a committed checkpoint survives: `power_cut`, or only `process_crash`, which is faster."""
     commit: Commit = Commit.rename
-    """How a checkpoint is committed: by `rename` of its folder, or by a `manifest` written last (object stores)."""
+    """How a checkpoint is committed: by `rename` of its folder, or by a `manifest` written last (mounted buckets)."""
     verify: Verify = Verify.on_read
     """When to verify checksums: `on_read`, at every load; `on_resume`, when the manager resumes; or `off`."""
     events: bool = True

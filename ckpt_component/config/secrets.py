@@ -2,6 +2,7 @@
 
 - The value of a key that looks like a credential (a password, a token, a secret, an access key, a key id) is
   `<hidden>`. So is the password in a URL, and the value of an environment variable with such a name wherever it is.
+- So is every option of a bucket, below `storage.options`.
 - An interpolation stays as it is written if it asks the environment (`${oc.env:HOME}`), a resolver named like a secret
   store, or any resolver for something named like a credential.
 """
@@ -48,7 +49,7 @@ def shown(key: str, value: Any) -> Any:
     text = isinstance(value, str)
     if value in (None, "", "???", HIDDEN) or isinstance(value, bool) or (text and _INTERPOLATION.fullmatch(value)):
         return value
-    if _is_credential(key, text=text):
+    if _is_credential(key, text=text) or ".storage.options." in f".{key}":
         return HIDDEN
     return _URL_PASSWORD.sub(rf"\1{HIDDEN}", value) if text else value
 

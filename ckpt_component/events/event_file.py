@@ -1,4 +1,4 @@
-"""The files of a run's events: one per rank, appended and never rewritten, one JSON object per line.
+"""The files of a run's events: one per rank, appended (in a bucket: replaced by a longer one), a JSON object per line.
 
 They describe saves and are no part of any, so they are not synced: a power cut may lose the last lines. A process that
 is killed while it writes leaves a torn line, which readers skip.
@@ -36,10 +36,10 @@ class EventFile:
         fs: file system operations; the default is not the one of saves, whose operations the fault tests count.
     """
 
-    def __init__(self, root: str, rank: int, fs: FileStorage | None = None) -> None:
+    def __init__(self, root: str, rank: int, fs: Storage | None = None) -> None:
         self._root = root
         self.path = os.path.join(root, FOLDER, f"rank-{rank:05d}.jsonl")
-        self._fs = FileStorage(durable=False) if fs is None else fs
+        self._fs: Storage = FileStorage(durable=False) if fs is None else fs
         self._failed = False
         #: Whether the file may end with a torn line, of an earlier run or a failed write.
         self._torn = True

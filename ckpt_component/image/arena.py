@@ -89,6 +89,8 @@ class Arena:
         CheckpointError: there is not enough memory.
     """
 
+    lasting = True
+
     def __init__(self, nbytes: int, *, shared: bool) -> None:
         self.number = next(_numbers)
         self.nbytes = align(max(nbytes, 1))

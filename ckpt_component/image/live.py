@@ -31,6 +31,8 @@ class LiveSource:
         nbytes: size of the image.
     """
 
+    lasting = False
+
     def __init__(self, layout: Layout, flat: FlatState) -> None:
         self.nbytes = layout.arena_bytes
         self._layout = layout

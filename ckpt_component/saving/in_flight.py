@@ -15,6 +15,7 @@ from ..events.records import SaveReport, Span
 from ..progress import Progress, no_progress
 from ..stagers.base import Snapshot
 from ..storage.names import Attempt
+from ..storage.storage import Storage
 
 #: How often progress is shown.
 _POLL_SECONDS = 0.2
@@ -25,6 +26,7 @@ class PendingSave(Future[SaveReport]):
 
     Args:
         path: absolute path of the checkpoint.
+        fs: its storage.
         step: the training step, if a manager saves.
         metrics: numbers by name, such as a validation loss, as the caller passed them.
 
@@ -53,10 +55,13 @@ class PendingSave(Future[SaveReport]):
     attempt: Attempt
     report: SaveReport
 
-    def __init__(self, path: str, step: int | None = None, metrics: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self, path: str, fs: Storage, step: int | None = None, metrics: Mapping[str, Any] | None = None
+    ) -> None:
         super().__init__()
         self.set_running_or_notify_cancel()
         self.path = path
+        self.fs = fs
         self.step = step
         self.metrics = metrics
         self.manifest_fields: Mapping[str, Any] = {}

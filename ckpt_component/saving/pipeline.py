@@ -14,7 +14,6 @@ import weakref
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_futures
-from functools import partial
 from typing import Any
 
 from ..callers.write_callers import WriteCaller
@@ -44,7 +43,7 @@ class SavePipeline:
         caller: who runs the write requests; owned too.
         writer: the format.
         ranks: coordinator of the ranks; owned too.
-        fs: file system operations.
+        storage_of: returns the storage of a path.
         timeouts: deadlines.
         policy: what to do about saves that fail.
         events: records saves, and calls listeners; owned too. None: one that does nothing.
@@ -63,7 +62,7 @@ class SavePipeline:
         caller: WriteCaller,
         writer: Writer,
         ranks: Coordinator,
-        fs: Storage,
+        storage_of: Callable[[str], Storage],
         timeouts: ResolvedTimeouts,
         policy: ErrorPolicy,
         events: EventRecorder | None = None,
@@ -79,18 +78,14 @@ class SavePipeline:
         self.reports: list[SaveReport] = []
         self.last_report: SaveReport | None = None
         self.events = events or EventRecorder()
-        self._fs = fs
+        self._storage_of = storage_of
         self._timeouts = timeouts
         self._hooks = hooks
         self._failures = ConsecutiveFailures(policy.give_up_after)
         self._single_file = getattr(writer, "single_file", "")
-        check_path: Callable[[str], None] = partial(refuse_existing, fs, file=self._single_file)
-        if hooks is not None:
-            check_path = hooks.check_path
+        check_path = self._refuse_existing if hooks is None else hooks.check_path
         self._admission = SaveAdmission(ranks, stager, self.saves, check_path, timeouts)
-        self._transaction = SaveTransaction(
-            caller, writer, ranks, fs, timeouts, policy.min_free_bytes, self.events, hooks
-        )
+        self._transaction = SaveTransaction(caller, writer, ranks, timeouts, policy.min_free_bytes, self.events, hooks)
         self._retries = RetryLoop(ranks, policy, timeouts.stage)
         self._last_task: Future[None] | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="ckpt-save")
@@ -134,7 +129,7 @@ class SavePipeline:
         if self._closed:
             raise CheckpointError("This checkpointer is closed; build a new one to save again.")
         self.ranks.check_world()
-        save = PendingSave(path, step, metrics)
+        save = PendingSave(path, self._storage_of(path), step, metrics)
         try:
             plan = self._admission.admit(save, state_dict, may_wait)
             if isinstance(plan, StatePlan):
@@ -153,12 +148,15 @@ class SavePipeline:
                 save.result()
         return staged, save
 
+    def _refuse_existing(self, path: str) -> None:
+        refuse_existing(self._storage_of(path), path, file=self._single_file)
+
     def _stage(self, save: PendingSave, plan: StatePlan) -> None:
         """Take the snapshot. A failure is raised with one rank; with several it fails the attempt on all."""
         owner = ""
         if self._hooks is not None:
             owner, save.token = self._hooks.ownership.token, owned_token(save.token)
-        save.attempt = new_attempt(self._fs, save.path, save.token, owner, self._single_file)
+        save.attempt = new_attempt(save.fs, save.path, save.token, owner, self._single_file)
         try:
             save.snapshot = self.stager.take(plan)
             save.snapshot.comparison = self.stager.compare(plan, save.number)

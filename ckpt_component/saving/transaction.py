@@ -34,9 +34,7 @@ from ..state.replicas import differing
 from ..storage import commit
 from ..storage.fencing import FencingToken
 from ..storage.liveness import AttemptLock
-from ..storage.names import Attempt
 from ..storage.space import FULL, amount, full_text, refuse_without_room
-from ..storage.storage import Storage
 from ..storage.visibility import wait_visible
 from ..writing.request import WriteRequest
 from .in_flight import PendingSave
@@ -77,7 +75,6 @@ class SaveTransaction:
         caller: who runs the write request.
         writer: the format.
         ranks: coordinator of the ranks.
-        fs: file system operations.
         timeouts: deadlines.
         min_free_bytes: free space that a save must leave; None: free space is not checked beforehand.
         events: records how far a save is.
@@ -89,7 +86,6 @@ class SaveTransaction:
         caller: WriteCaller,
         writer: Writer,
         ranks: Coordinator,
-        fs: Storage,
         timeouts: ResolvedTimeouts,
         min_free_bytes: int | None,
         events: EventRecorder,
@@ -99,7 +95,6 @@ class SaveTransaction:
         self._writer = writer
         self._ranks = ranks
         self._leads = ranks.is_leader
-        self._fs = fs
         self._timeouts = timeouts
         self._min_free_bytes = min_free_bytes
         self._events = events
@@ -136,7 +131,7 @@ class SaveTransaction:
                 self._caller.settle()
                 self._index_sent = None
                 if self._leads:
-                    commit.abandon(self._fs, attempt)
+                    commit.abandon(save.fs, attempt)
                 raise
             self._caller.settle()
         save.mark("commit", voted, time.perf_counter())
@@ -158,7 +153,7 @@ class SaveTransaction:
                 message["digests"] = snapshot.comparison.message
             if snapshot.encoded.table.number != self._index_sent:
                 message["rank_index"] = snapshot.encoded.rank_index()
-        make_folder = partial(self._make_folder, save.attempt, locks)
+        make_folder = partial(self._make_folder, save, locks)
         different = self._ranks.decide(f"{save.attempt.token}/begin", message, make_folder, deadline)
         if snapshot is None:
             raise CheckpointSaveError(f"{save.path} was begun without a snapshot of this rank.")
@@ -169,7 +164,7 @@ class SaveTransaction:
         return snapshot
 
     def _make_folder(
-        self, attempt: Attempt, locks: contextlib.ExitStack, messages: Sequence[Mapping[str, Any]]
+        self, save: PendingSave, locks: contextlib.ExitStack, messages: Sequence[Mapping[str, Any]]
     ) -> list[list[int]]:
         """On the leading rank: make the staging folder. Returns which shared values differ by rank."""
         failures: dict[int, str] = {}
@@ -189,13 +184,13 @@ class SaveTransaction:
             self._sidecars = index if self._hooks is None else {**index, **self._hooks.files}
             self._indexed = tables
             give_back_freed()
-        with self._typed_errors(attempt.target, needed):
+        with self._typed_errors(save, needed):
             if self._hooks is not None:
                 self._hooks.ownership.acquire()  # also deletes what an earlier run left
             if self._min_free_bytes is not None:
-                refuse_without_room(self._fs, attempt.target, needed, self._min_free_bytes)
-            commit.begin(self._fs, attempt)
-            locks.callback(AttemptLock(self._fs, attempt).close)
+                refuse_without_room(save.fs, save.path, needed, self._min_free_bytes)
+            commit.begin(save.fs, save.attempt)
+            locks.callback(AttemptLock(save.fs, save.attempt).close)
         return differing(digests) if len(messages) > 1 else []
 
     def _warn_of_lost(self, snapshot: Snapshot, different: Sequence[Sequence[int]]) -> None:
@@ -220,7 +215,7 @@ class SaveTransaction:
         """Write this rank's files once its snapshot is complete; returns its vote, which is what it wrote."""
         attempt, encoded, options = save.attempt, snapshot.encoded, self._writer.options
         if not self._leads:
-            wait_visible(lambda: self._fs.is_folder(attempt.staging), attempt.staging, self._timeouts.visible)
+            wait_visible(lambda: save.fs.is_folder(attempt.staging), attempt.staging, self._timeouts.visible)
         if wait_futures([snapshot.staged], self._timeouts.stage).not_done:
             raise CheckpointTimeoutError(
                 f"The snapshot for {save.path} was not complete after {self._timeouts.stage:g} s (timeouts.stage)."
@@ -230,10 +225,10 @@ class SaveTransaction:
             self._note_staged(save, snapshot)
         device = -1
         if options.io == "auto":
-            device = self._fs.device(os.path.dirname(attempt.target))
+            device = save.fs.device(os.path.dirname(attempt.target))
             options = replace(options, io=self._fastest_io.get(device, "auto"))
         request = WriteRequest(
-            self._fs,
+            save.fs,
             attempt,
             self._ranks.rank,
             self._ranks.world_size,
@@ -247,7 +242,7 @@ class SaveTransaction:
         )
         before = self._caller.progress()
         save.written_now = lambda: max(self._caller.progress() - before, 0)
-        with self._typed_errors(attempt.target, encoded.file_bytes):
+        with self._typed_errors(save, encoded.file_bytes):
             save.written = written = self._caller.run(request, time.monotonic() + self._timeouts.write)
         began, synced_from = written["began"], written["synced_from"]
         save.mark("queue", snapshot.staged_at, began)
@@ -283,12 +278,12 @@ class SaveTransaction:
     def _publish(self, save: PendingSave, votes: Sequence[Mapping[str, Any]]) -> int:
         """On the leading rank: commit what all ranks have written. Returns the checkpoint's number of files."""
         fields = self._fields(save)
-        with self._typed_errors(save.path, sum(map(len, self._sidecars.values()))):
+        with self._typed_errors(save, sum(map(len, self._sidecars.values()))):
             visible = self._timeouts.visible
-            return commit.publish(self._fs, save.attempt, votes, self._sidecars, fields, visible)
+            return commit.publish(save.fs, save.attempt, votes, self._sidecars, fields, visible)
 
     @contextlib.contextmanager
-    def _typed_errors(self, path: str, needed: int) -> Iterator[None]:
+    def _typed_errors(self, save: PendingSave, needed: int) -> Iterator[None]:
         """Turn file system errors into typed ones; for a full disk the text has the numbers.
 
         Raises CheckpointFencedError if another run has taken over the root, and may have deleted this run's files.
@@ -300,13 +295,13 @@ class SaveTransaction:
                 self._hooks.ownership.check_after(error)
             typed = isinstance(error, CheckpointSaveError)
             if error.errno in FULL and not isinstance(error, CheckpointStorageFullError):
-                text = str(error) if typed else f"{path} could not be saved: {error}."
-                numbers = full_text(self._fs, path, needed, error.errno)
+                text = str(error) if typed else f"{save.path} could not be saved: {error}."
+                numbers = full_text(save.fs, save.path, needed, error.errno)
                 full = CheckpointStorageFullError(f"{text} {numbers}", error.errno)
                 raise full from (error.__cause__ if typed else error)
             if isinstance(error, CheckpointError):
                 raise
-            raise CheckpointSaveError(f"{path} could not be saved: {error}.", error.errno) from error
+            raise CheckpointSaveError(f"{save.path} could not be saved: {error}.", error.errno) from error
 
 
 def notify(hook: Callable[[str], None], path: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import posixpath
 import re
+import threading
 from collections.abc import Mapping
 from typing import Any
 
@@ -72,3 +73,22 @@ def file_storage(*, durable: bool = True, atomic_rename: bool = True, process: s
     from ..testing.failpoint_fs import FailpointFs  # only tests set these variables; production never imports it
 
     return FailpointFs(durable=durable, atomic_rename=atomic_rename, process=process)
+
+
+class Storages:
+    """The storages of paths, each made once; thread-safe. Arguments as for `storage_at`."""
+
+    def __init__(
+        self, *, durable: bool = True, atomic_rename: bool = True, options: Mapping[str, Any] | None = None
+    ) -> None:
+        self._settings: dict[str, Any] = {"durable": durable, "atomic_rename": atomic_rename, "options": options}
+        self._made: dict[str, Storage] = {}
+        self._lock = threading.Lock()
+
+    def of(self, path: str) -> Storage:
+        """The storage of an absolute path. Raises the errors of `storage_at`."""
+        root = "/".join(path.split("/", 3)[:3]) if is_url(path) else ""
+        with self._lock:
+            if root not in self._made:
+                self._made[root] = storage_at(path, **self._settings)
+            return self._made[root]

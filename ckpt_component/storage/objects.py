@@ -9,20 +9,16 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import functools
 import itertools
 import logging
 import os
-import re
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from ..errors import CheckpointConfigError
-from .object_errors import text_of, typed_errors
+from .object_errors import typed_errors
+from .object_stores import bucket_of, open_store, package
 from .storage import Storage
 
 if TYPE_CHECKING:
@@ -30,22 +26,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: Schemes of buckets; `memory://name` is a store of this process, for tests.
-SCHEMES = ("s3", "gs", "az", "memory")
 #: Makes an empty folder exist.
 _FOLDER = ".ckpt-folder"
 #: Least bytes of a part, and how many parts of a file are sent at a time.
 _PART_BYTES, _IN_FLIGHT = 8 << 20, 6
 #: S3 allows 10,000 parts.
 _MOST_PARTS = 9_000
-#: How the environment variables of a scheme begin.
-_VARIABLES = {"s3": "AWS_", "gs": "GOOGLE_", "az": "AZURE_"}
-#: Options of the HTTP client. The time for a request is enough for twelve parts at a time at 1 MB/s.
-_CLIENT_DEFAULTS = {"timeout": "120s"}
-_CLIENT = re.compile(
-    "allow_http|allow_invalid_certificates|(connect_|read_|pool_idle_)?timeout|default_headers|http[12]_.*|proxy_.*|"
-    "pool_max_idle_per_host|randomize_addresses|root_certificate|user_agent"
-)
 #: How long a conditional put is repeated that the store refuses because others are in progress.
 _CONFLICT_SECONDS, _CONFLICT_PAUSE = 30.0, 0.1
 _APPENDED_BYTES = 1 << 30
@@ -88,29 +74,12 @@ class ObjectStorage(Storage):
 
     def __init__(self, path: str, *, options: Mapping[str, Any] | None = None, home: str | None = None) -> None:
         super().__init__(atomic_rename=False, options=options, warns=False)
-        scheme, _, rest = path.partition("://")
-        bucket = rest.partition("/")[0]
-        if scheme not in SCHEMES or not bucket:
-            schemes = ", ".join(f"{each}://" for each in SCHEMES)
-            raise CheckpointConfigError(f"{path} is not in a bucket; checkpoints are in folders, or below {schemes}.")
-        self.root = f"{scheme}://{bucket}"
-        self._obstore = _package(self.root, home)
+        self.root = bucket_of(path)
+        self._obstore = package(self.root, home)
         self._home = home or os.path.dirname(os.path.dirname(self._obstore.__file__))
-        self._store = _memory_store(bucket) if scheme == "memory" else self._open(self.options)
+        self._store = open_store(self._obstore, self.root, self.options)
         self._uploads: dict[int, _Upload] = {}
         self._numbers = itertools.count(1)
-
-    def _open(self, options: Mapping[str, Any]) -> Any:
-        config = {name: _value(name, value) for name, value in options.items()}
-        client = {name: config.pop(name) for name in list(config) if _CLIENT.fullmatch(name)}
-        client = {**_CLIENT_DEFAULTS, **_client_variables(self.root), **client}
-        try:
-            retries = {"max_retries": int(config.pop("max_retries"))} if "max_retries" in config else None
-            return self._obstore.store.from_url(self.root, config=config, client_options=client, retry_config=retries)
-        except Exception as error:
-            raise CheckpointConfigError(
-                f"{self.root} cannot be opened, by checkpoint.storage.options and the environment: {text_of(error)}"
-            ) from None
 
     @property
     def streams(self) -> bool:
@@ -119,6 +88,9 @@ class ObjectStorage(Storage):
     @property
     def home(self) -> str:
         return self._home
+
+    def holds(self, path: str) -> bool:
+        return f"{path}/".startswith(f"{self.root}/")
 
     # Folders
 
@@ -317,7 +289,7 @@ class ObjectStorage(Storage):
 
     def _key(self, path: str) -> str:
         """The name of the object at a path."""
-        if path != self.root and not path.startswith(f"{self.root}/"):
+        if not self.holds(path):
             raise OSError(errno.EXDEV, f"not in {self.root}", path)
         return path[len(self.root) + 1 :]
 
@@ -334,37 +306,3 @@ class ObjectStorage(Storage):
         with typed_errors(path):
             for batch in self._obstore.list(self._store, self._key(path) or None):
                 yield from batch
-
-
-def _package(root: str, home: str | None) -> Any:
-    """Import obstore, from `home` if it is given."""
-    if home is not None:
-        sys.path.append(home)  # last in the search order, and only during the import
-    try:
-        return import_module("obstore")
-    except ImportError as error:
-        if error.name != "obstore":
-            raise
-        raise CheckpointConfigError(f"{root} needs obstore: pip install 'ckpt_component[cloud]'") from None
-    finally:
-        if home is not None:
-            sys.path.remove(home)
-
-
-def _value(name: str, value: Any) -> Any:
-    """An option as obstore takes it: numbers are text, those of a timeout are seconds."""
-    if isinstance(value, (bool, dict)):
-        return value
-    return f"{round(1000 * value)}ms" if name.endswith("timeout") and isinstance(value, (int, float)) else str(value)
-
-
-def _client_variables(root: str) -> dict[str, Any]:
-    """The options of the HTTP client in the environment, which obstore ignores if any such option is given."""
-    prefix = _VARIABLES[root.partition("://")[0]]
-    values = {name[len(prefix) :].lower(): value for name, value in os.environ.items() if name.startswith(prefix)}
-    return {name: value for name, value in values.items() if _CLIENT.fullmatch(name)}
-
-
-@functools.cache  # of the process, as its name says
-def _memory_store(name: str) -> Any:
-    return import_module("obstore.store").MemoryStore()

@@ -59,6 +59,10 @@ class Storage(ABC):
         """The folder from which a process without site-packages imports what this needs; None: nothing."""
         return None
 
+    def holds(self, path: str) -> bool:
+        """Whether an absolute path is in this storage."""
+        return "://" not in path
+
     # Folders
 
     @abstractmethod

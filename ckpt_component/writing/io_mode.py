@@ -19,7 +19,7 @@ _TRIALS = 2
 
 
 def choose_io(request: WriteRequest, *, in_memory: bool) -> str:
-    """Return `direct` or `buffered`; or `auto`, which writes buffered, if the image is too small for a trial.
+    """Return `direct` or `buffered`; or `auto`, which writes buffered, if there is no trial to make.
 
     Args:
         request: the request to choose for.
@@ -27,9 +27,9 @@ def choose_io(request: WriteRequest, *, in_memory: bool) -> str:
     """
     if request.options.io != "auto":
         return request.options.io
-    if in_memory or not request.fs.has_direct_io:
+    if in_memory:
         return "buffered"
-    if request.source.nbytes < SMALLEST:
+    if request.source.nbytes < SMALLEST or not request.fs.has_direct_io:
         return "auto"
     (block,) = request.source.buffers(0, BLOCK_BYTES, whole=True)
     return "direct" if direct_is_faster(request.fs, request.attempt.staging, block) else "buffered"

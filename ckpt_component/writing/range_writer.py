@@ -28,7 +28,13 @@ _CACHED_BYTES = 512 << 10
 
 
 class ByteSource(Protocol):
-    """Where the bytes of an image come from: an arena, or the live tensors."""
+    """Where the bytes of an image come from: an arena, or the live tensors.
+
+    Attributes:
+        lasting: whether the pieces are in memory that does not change until the save has ended.
+    """
+
+    lasting: bool
 
     @property
     def nbytes(self) -> int:
@@ -38,7 +44,7 @@ class ByteSource(Protocol):
     def buffers(self, start: int, end: int, *, whole: bool = False) -> list[memoryview]:
         """Return bytes [start, end) of the image as one or more pieces, in order.
 
-        The pieces stay valid during the next call by the same thread, and no longer.
+        The pieces stay valid during the next call by the same thread, and no longer, unless they are `lasting`.
 
         Args:
             start: a page boundary, if `whole`.
@@ -141,7 +147,9 @@ class LaneWriter:
         Raises:
             OSError: the first failure; the other writers stop at their next block.
         """
-        groups = [lanes for lanes in self._table.lanes if lanes]
+        groups: Sequence[Sequence[Lane]] = [lanes for lanes in self._table.lanes if lanes]
+        if self._fs.streams:
+            groups = _by_file(groups)
         # Without a device to wait for, checksum threads would compete with the copying threads for too few cores.
         alone = self._in_memory and len(os.sched_getaffinity(0)) < 2 * len(groups)
         with ThreadPoolExecutor(max(len(groups), 1), thread_name_prefix="ckpt-write") as pool:
@@ -173,7 +181,10 @@ class LaneWriter:
     def _pieces(self, lane: Lane, start: int, end: int) -> list[memoryview]:
         """Return the bytes of a range of a lane's file."""
         base = self._table.files[lane.file].base
-        return self._source.buffers(base + start, base + end, whole=self._direct)
+        pieces = self._source.buffers(base + start, base + end, whole=self._direct)
+        if self._fs.streams and not self._source.lasting:
+            pieces = [memoryview(b"".join(pieces))]
+        return pieces
 
     def _write_alone(self, lane: Lane) -> None:
         """Write and checksum a lane in one thread, while data is in cache: on two cores 1.2 times as fast as in two."""
@@ -249,6 +260,14 @@ class SumCursor:
                 self._partial = None
             number += 1
         self._number = number
+
+
+def _by_file(groups: Sequence[Sequence[Lane]]) -> list[list[Lane]]:
+    """The lanes of each file, in the order of its bytes."""
+    files: dict[int, list[Lane]] = {}
+    for lane in sorted(itertools.chain.from_iterable(groups), key=lambda lane: lane.start):
+        files.setdefault(lane.file, []).append(lane)
+    return list(files.values())
 
 
 def _within(pieces: Sequence[memoryview], position: int, start: int, end: int) -> list[memoryview]:

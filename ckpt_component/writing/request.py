@@ -205,6 +205,7 @@ class WriteRequest:
             "durable": self.fs.durable,
             "atomic_rename": self.fs.atomic_rename,
             "storage_options": dict(self.fs.options),
+            "storage_home": self.fs.home,
             "options": asdict(self.options),
             "manifest_fields": dict(self.manifest_fields),
             "timeouts": asdict(self.timeouts),
@@ -214,23 +215,16 @@ class WriteRequest:
 
     @classmethod
     def from_parts(
-        cls, plain: Mapping[str, Any], table: WriteTable, blob_bytes: memoryview, source: ByteSource
+        cls, plain: Mapping[str, Any], fs: Storage, table: WriteTable, blob_bytes: memoryview, source: ByteSource
     ) -> WriteRequest:
-        """The inverse of `to_parts`, in the writer process, given the parts that were sent separately."""
+        """The inverse of `to_parts`, in the writer process, given `storage_in` and what was sent separately."""
         blobs = []
         for file, offset, size, items, sums_at in plain["blobs"]:
             blobs.append(ObjectBlob(file, offset, blob_bytes[:size], items, sums_at))
             blob_bytes = blob_bytes[size:]
-        attempt = Attempt(**plain["attempt"])
         return cls(
-            fs=storage_at(
-                attempt.target,
-                durable=plain["durable"],
-                atomic_rename=plain["atomic_rename"],
-                options=plain["storage_options"],
-                process="writer",
-            ),
-            attempt=attempt,
+            fs=fs,
+            attempt=Attempt(**plain["attempt"]),
             rank=plain["rank"],
             world_size=plain["world_size"],
             table=table,
@@ -240,3 +234,15 @@ class WriteRequest:
             manifest_fields=plain["manifest_fields"],
             timeouts=ResolvedTimeouts(**plain["timeouts"]),
         )
+
+
+def storage_in(plain: Mapping[str, Any]) -> Storage:
+    """The storage of a request from `to_parts`, made in the writer process."""
+    return storage_at(
+        plain["attempt"]["target"],
+        durable=plain["durable"],
+        atomic_rename=plain["atomic_rename"],
+        options=plain["storage_options"],
+        home=plain["storage_home"],
+        process="writer",
+    )

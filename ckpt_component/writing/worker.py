@@ -20,10 +20,11 @@ from typing import Any
 
 from ..memory.huge_pages import map_shared
 from ..storage.liveness import AttemptLock
+from ..storage.storage import Storage
 from .framing import Frame, receive_frame, send_frame
 from .orphan_commit import UndecidedSave
 from .remote_error import describe_failure
-from .request import WriteRequest, WriteTable
+from .request import WriteRequest, WriteTable, storage_in
 from .write_job import run_write_job
 
 #: How often an idle process checks that its trainer is alive.
@@ -32,6 +33,8 @@ _POLL_SECONDS = 1.0
 
 class _Memory:
     """A mapped arena of the trainer: the image as one block that begins and ends at page boundaries."""
+
+    lasting = True
 
     def __init__(self, memory: memoryview) -> None:
         self._memory = memory
@@ -54,6 +57,8 @@ class ByteWorker:
         #: By number: a table, the compressed sidecars of a commit from here, and where the checksum's package is.
         self._tables: dict[int, tuple[WriteTable, dict[str, bytes], str | None]] = {}
         self._undecided: UndecidedSave | None = None
+        #: The last storage that needed a package, and what it was made from.
+        self._storage: tuple[list[Any], Storage] | None = None
 
     def serve(self) -> None:
         """Handle frames until the trainer closes the connection or dies."""
@@ -129,7 +134,8 @@ class ByteWorker:
         until = time.monotonic() + job["seconds"]
         try:
             table, sidecars, checksum_home = self._tables[job["table"]]
-            request = WriteRequest.from_parts(job["request"], table, blob, self._arenas[job["arena"]])
+            fs = self._storage_in(job["request"])
+            request = WriteRequest.from_parts(job["request"], fs, table, blob, self._arenas[job["arena"]])
             lock = AttemptLock(request.fs, request.attempt)
             result = run_write_job(request, checksum_home)
         except Exception as error:
@@ -145,6 +151,15 @@ class ByteWorker:
             # The trainer has died; the next read finds the end of file and handles it.
             if answer["kind"] == "failed":
                 print(f"ckpt writer: the trainer has died and the save failed: {answer['error']}", file=sys.stderr)
+
+    def _storage_in(self, plain: Mapping[str, Any]) -> Storage:
+        """The storage of a request; that of a bucket is kept, with its connections and credentials."""
+        kind = [plain[name] for name in ("storage_options", "storage_home")]
+        kept = self._storage
+        if kept is None or kept[0] != kind or not kept[1].holds(plain["attempt"]["target"]):
+            kept = (kind, storage_in(plain))
+            self._storage = kept if plain["storage_home"] else None
+        return kept[1]
 
     def _forget(self) -> None:
         if self._undecided is not None:

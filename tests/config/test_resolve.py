@@ -155,8 +155,8 @@ def test_resume_is_a_word_or_a_step(value: Any, expected: Any) -> None:
         # ranges
         ({"dir": ""}, "checkpoint.dir is empty; name a folder: checkpoint.dir=checkpoints"),
         (
-            {"dir": "s3://b/c"},
-            "checkpoint.dir=s3://b/c is a URL, and checkpoints are saved to local or mounted folders only.",
+            {"dir": "ftp://b/c"},
+            "checkpoint.dir=ftp://b/c is no folder and no bucket; buckets begin with s3://, gs://, az://, memory:// and their name.",
         ),
         (
             {"resume": "nevr"},

@@ -27,9 +27,8 @@ from ckpt_component import (
     CheckpointSaveError,
     build_checkpointer,
     build_manager,
-    factory,
 )
-from ckpt_component.storage import commit
+from ckpt_component.storage import commit, locate
 from ckpt_component.storage.cleanup import discard, living_attempts, quarantine, sweep
 from ckpt_component.storage.fencing import FencingToken
 from ckpt_component.storage.files import FileStorage
@@ -404,7 +403,7 @@ def test_a_run_on_an_object_store(root: Path, uploads: str, monkeypatch: pytest.
     import torch.distributed.checkpoint as dcp
 
     store = ObjectStore(uploads)
-    monkeypatch.setattr(factory, "storage_at", lambda _, **of: store)
+    monkeypatch.setattr(locate, "storage_at", lambda _, **of: store)
     with manager_in(root, MANIFEST_MODE) as manager:
         for step in (1, 2):
             manager.save(step, state_of(step))

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from ckpt_component import build_checkpointer, build_manager, factory
+from ckpt_component import build_checkpointer, build_manager
 from ckpt_component.errors import CheckpointExistsError
-from ckpt_component.storage import commit, files
+from ckpt_component.storage import commit, files, locate
 from ckpt_component.storage.cleanup import discard
 from ckpt_component.storage.files import FileStorage
 from ckpt_component.storage.names import new_token
@@ -38,7 +38,7 @@ class NfsClient(FileStorage):
 
 
 def test_a_file_that_is_closed_late_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(factory, "storage_at", lambda *_, **__: NfsClient())
+    monkeypatch.setattr(locate, "storage_at", lambda *_, **__: NfsClient())
     keeps = ["checkpoint.keep.last=1", "checkpoint.save.at_end=false"]
     with build_manager("sync", keeps, dir=tmp_path) as manager:
         for step in (1, 2):

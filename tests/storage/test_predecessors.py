@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from ckpt_component import CheckpointFencedError, CheckpointManager, build_manager, factory
-from ckpt_component.storage import commit
+from ckpt_component import CheckpointFencedError, CheckpointManager, build_manager
+from ckpt_component.storage import commit, locate
 from ckpt_component.storage.cleanup import quarantine
 from ckpt_component.storage.fencing import FencingToken
 from ckpt_component.storage.files import FileStorage
@@ -120,7 +120,7 @@ def test_a_run_whose_files_its_successor_deleted_learns_that_it_was_fenced(
     mode: str, tmp_path: Path, on_host: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It stood still for longer than anybody waits, on a host whose locks cannot be seen."""
-    monkeypatch.setattr(factory, "storage_at", lambda _, **of: Frozen(atomic_rename=of["atomic_rename"]))
+    monkeypatch.setattr(locate, "storage_at", lambda _, **of: Frozen(atomic_rename=of["atomic_rename"]))
 
     class Frozen(NoLocks):
         def write_new(self, path: str, data: bytes) -> None:

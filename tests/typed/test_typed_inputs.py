@@ -230,7 +230,7 @@ ANY_APP: list[tuple[str, str | None]] = [
     ("'checkpoint.dir=${oc.env:NOPE}/ck'", "Environment variable 'NOPE' not found"),
     ("'checkpoint.dir=${HOME}/ck'", "An environment variable is ${oc.env:HOME}."),
     ("checkpoint.dir=", "checkpoint.dir=checkpoints"),
-    ("checkpoint.dir=s3://bucket/ck", "is a URL"),
+    ("checkpoint.dir=ftp://host/ck", "no folder and no bucket"),
     ("checkpoint.dir=/a=b", "'checkpoint.dir=\"/a=b\"'"),
     ("checkpoint.dir=???", "checkpoint.dir is missing"),
 ]
@@ -383,7 +383,8 @@ def test_to_build_manager(config: Any, overrides: Any, words: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dir", "words"), [("", "checkpoint.dir is empty"), ("s3://b/c", "is a URL"), ("$NOPE", "NOPE is not set")]
+    ("dir", "words"),
+    [("", "checkpoint.dir is empty"), ("ftp://b/c", "no folder and no bucket"), ("$NOPE", "NOPE is not set")],
 )
 def test_as_the_folder(dir: str, words: str) -> None:
     with pytest.raises(CheckpointConfigError, match=re.escape(words)):

@@ -204,7 +204,7 @@ class _Rank:
         timeouts = ResolvedTimeouts(stage=_SECONDS, write=_SECONDS)
         check_path = partial(refuse_existing, fs)
         self._admission = SaveAdmission(self._ranks, self._stager, InFlightSaves(), check_path, timeouts)
-        self._transaction = SaveTransaction(_StandIn(), writer, self._ranks, fs, timeouts, 0, EventRecorder())
+        self._transaction = SaveTransaction(_StandIn(), writer, self._ranks, timeouts, 0, EventRecorder())
         self._state: dict[str, Any] = {
             "own": {f"rank_{rank}_{number}": torch.ones(8) for number in range(_OWN)},
             "alike": {f"weight_{number}": torch.ones(8) for number in range(_ALIKE)},
@@ -212,7 +212,7 @@ class _Rank:
 
     def save(self, path: str) -> None:
         """Save from the admission to the commit, on one thread."""
-        save = PendingSave(path)
+        save = PendingSave(path, self._fs)
         plan = self._admission.admit(save, self._state)
         if isinstance(plan, BaseException):
             raise plan
