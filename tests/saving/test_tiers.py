@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -179,3 +181,17 @@ def test_which_checkpoint_is_uploaded_next() -> None:
     with pytest.raises(CheckpointExistsError, match="up to step 9 of another run"):
         usual.next_step(scan_of([5]), scan_of([9], "other"), ended=False)
     assert UploadPolicy.of(json.loads(json.dumps(asdict(best)))) == best
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("by_rename", [True, False])
+def test_an_upload_that_is_killed_at_any_operation_is_completed_by_the_next(tmp_path: Path, by_rename: bool) -> None:
+    with build_manager("sync", ["checkpoint.durability=process_crash"], dir=tmp_path / "fast") as manager:
+        for step in (1, 2):
+            manager.save(step, {"value": torch.rand(1000), "step": step})
+    script = Path(__file__).parent / "scripts" / "killed_uploads.py"
+    command = [sys.executable, str(script), str(tmp_path / "fast"), str(tmp_path / "slow"), str(int(by_rename))]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    operations, continued = map(int, done.stdout.split())
+    assert operations > 30 and continued > 10
