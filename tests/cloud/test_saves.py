@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from cloud.server import Bucket
+from ranks import run_ranks
 
 from ckpt_component import build_checkpointer, build_manager
 from ckpt_component.errors import CheckpointConfigError
@@ -81,3 +83,9 @@ def test_events_are_in_the_bucket(bucket: Bucket) -> None:
 def test_a_missing_bucket_is_an_error_at_once(bucket: Bucket) -> None:
     with pytest.raises(CheckpointConfigError, match="NoSuchBucket"):
         build_manager("sync", ["checkpoint.dir=s3://no-such-bucket-here/x"])
+
+
+def test_two_ranks(bucket: Bucket, tmp_path: Path) -> None:
+    done = run_ranks(Path(__file__).with_name("two_ranks.py"), "save_and_restore", 2, tmp_path, BUCKET=bucket.url)
+    assert [text.split()[-3:] for text in done] == [["2", "2.0", "2"], ["2", "2.0", "3"]]
+    assert {key.split("/")[1] for key in bucket.keys("run") if "/iter" in key} == {"iter_0000002"}

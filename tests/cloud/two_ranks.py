@@ -1,0 +1,24 @@
+"""Two ranks save to the bucket `BUCKET` and find what they saved."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+
+from ckpt_component import build_manager
+
+
+def save_and_restore(rank: int, world_size: int, folder: Path) -> None:
+    """Save two steps, keep the last, and restore it in a second run."""
+    url = [f"checkpoint.dir={os.environ['BUCKET']}/run", "checkpoint.save.every_steps=1", "checkpoint.keep.last=1"]
+    with build_manager("async_persistent", url) as manager:
+        for step in (1, 2):
+            manager.maybe_save(
+                step, {"all": torch.full((9,), float(step)), f"of_{rank}": torch.full((9,), rank + step)}
+            )
+    state = {"all": torch.zeros(9), f"of_{rank}": torch.zeros(9, dtype=torch.int64)}
+    with build_manager("async_persistent", url) as manager:
+        step = manager.restore(state)
+    print(step, state["all"][0].item(), state[f"of_{rank}"][0].item())
