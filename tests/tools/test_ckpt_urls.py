@@ -74,6 +74,8 @@ def test_exports_and_imports(ckpt: Ckpt, root: Path, tmp_path: Path, url: str) -
     assert ckpt("export", "safetensors", url, tmp_path / "w.safetensors", "--prefix", "model").code == 0
     assert ckpt("import", url, tmp_path / "imported", "--step", 3).code == 0
     assert ckpt("diff", tmp_path / "imported", f"{root}@100").code == 0
+    assert ckpt("import", tmp_path / "w.safetensors", f"{url}-imported", "--step", 4).code == 0
+    assert "newest" in ckpt("ls", f"{url}-imported").out
 
 
 def test_what_a_bucket_can_be_asked(ckpt: Ckpt, url: str) -> None:

@@ -50,6 +50,7 @@ def run(parsed: argparse.Namespace, output: Output) -> None:
     from ...factory import build_checkpointer
 
     config: Any = compose_checkpoint("sync")
+    config.storage.options = parsed.options
     config.stager = {
         "_target_": "ckpt_component.apps.tools.import_stager.ImportStager",
         "path": source,
