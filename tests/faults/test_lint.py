@@ -34,6 +34,7 @@ EXCEPTIONS = {
     "storage/safe_open.py": "opens for reading",
     "managing/stop_signals.py": "a line on stderr from a signal handler",
     "integrations/file_capture.py": "small files of a framework in a private temporary folder, read back at once",
+    "uploading/process.py": "lines on stdout, to the process of the run",
     "compat/spawn.py": "tracebacks of a user's processes in a private temporary folder, as torch's spawn has it",
 }
 #: Rooms that no checkpoint of a user's passes through: the benchmark measures the bare file system and other
