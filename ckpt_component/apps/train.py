@@ -20,6 +20,7 @@ from ..config import resolve_config
 from ..config.errors import CheckpointConfigError, HydraConfigError, for_hydra
 from ..config.read import omegaconf_text
 from ..errors import CheckpointError
+from ..storage.locate import is_url
 from .hydra_app import run_app
 from .sweeps.result import write_job_result
 from .training.objectives import objective_names, objectives_of, refuse_typos
@@ -54,7 +55,8 @@ def run_job(config: DictConfig, ranks: Ranks = ALONE) -> float | list[float] | N
     launch_dir = str(HydraConfig.get().runtime.cwd)  # os.getcwd() may be the output folder: hydra.job.chdir=true
     try:
         # The same command in the same folder resumes its run; `build_manager` keeps the jobs of a sweep apart.
-        folder = os.path.join(launch_dir, resolve_config(config.checkpoint).dir)
+        folder = resolve_config(config.checkpoint).dir
+        folder = folder if is_url(folder) else os.path.join(launch_dir, folder)
     except CheckpointConfigError as refusal:
         _skip(refusal, swept, ranks)
         return None

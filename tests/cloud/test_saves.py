@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -89,3 +91,21 @@ def test_two_ranks(bucket: Bucket, tmp_path: Path) -> None:
     done = run_ranks(Path(__file__).with_name("two_ranks.py"), "save_and_restore", 2, tmp_path, BUCKET=bucket.url)
     assert [text.split()[-3:] for text in done] == [["2", "2.0", "2"], ["2", "2.0", "3"]]
     assert {key.split("/")[1] for key in bucket.keys("run") if "/iter" in key} == {"iter_0000002"}
+
+
+def test_the_example_job_saves_to_a_bucket_and_resumes(bucket: Bucket, tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "ckpt_component.train",
+        "+recipe=cpu_quick",
+        "model=gpt_nano",
+        f"checkpoint.dir={bucket.url}/gpt",
+    ]
+    for steps, line in ((4, "starting from scratch"), (6, "restored step 4")):
+        done = subprocess.run(
+            [*command, f"train.steps={steps}"], cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        assert line in done.stdout + done.stderr
+    assert any(key.startswith("gpt/iter_0000006/") for key in bucket.keys("gpt"))
