@@ -87,6 +87,7 @@ class Reply:
     status: int
     headers: list[tuple[str, str]]
     body: bytes
+    cut: int | None = None  # the connection is cut after so many bytes of the body
 
 
 class Fault:
@@ -110,6 +111,15 @@ class CutAfter(Fault):
     def handle(self, request: Request, send: Callable[[], Reply]) -> Reply | None:
         send()
         return None
+
+
+@dataclass(frozen=True)
+class CutBody(Fault):
+    """The connection is cut in the middle of the answer."""
+
+    def handle(self, request: Request, send: Callable[[], Reply]) -> Reply | None:
+        reply = send()
+        return Reply(reply.status, reply.headers, reply.body, cut=len(reply.body) // 2)
 
 
 @dataclass
@@ -395,10 +405,14 @@ class _Connection(BaseHTTPRequestHandler):
         self.send_header("Content-Length", length)
         self.end_headers()
         if self.command != "HEAD":
-            for begin in range(0, len(reply.body), _PIECE):
-                piece = reply.body[begin : begin + _PIECE]
+            body = reply.body[: reply.cut]
+            for begin in range(0, len(body), _PIECE):
+                piece = body[begin : begin + _PIECE]
                 self.server.proxy.pace(len(piece), self.server.ended)
                 self.wfile.write(piece)
+        if reply.cut is not None:
+            self.close_connection = True
+            _reset(self.connection)
 
     def log_message(self, format: str, *args: Any) -> None:
         """The log is `FaultProxy.log`."""
