@@ -183,8 +183,13 @@ class Reader:
             CheckpointNotFoundError, CheckpointCorruptError, CheckpointLoadError: See `Checkpointer.load`.
         """
         fs = self._storage_of(path)
-        if not fs.is_folder(path):
-            if not fs.exists(path):
+        try:
+            is_folder = fs.is_folder(path)
+            exists = is_folder or fs.exists(path)
+        except OSError as error:
+            raise read_failure(path, error) from error
+        if not is_folder:
+            if not exists:
                 raise CheckpointNotFoundError(f"There is no checkpoint at {path}.")
             self.last_read["bytes"] = fs.size(path) or 0
             return open_file(fs, path, mapped=mapped, verify=verify, shared=self._shared)

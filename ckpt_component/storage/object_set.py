@@ -9,25 +9,22 @@ from __future__ import annotations
 
 import errno
 import io
-import logging
 import os
 import threading
-import time
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import accumulate, chain
 from threading import get_ident
-from typing import IO, TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 from .file_set import FileSet, RangeRead, extents_of
+from .object_retry import patiently
 from .safe_open import read_failure
 
 if TYPE_CHECKING:
     from .objects import ObjectStorage
 
-logger = logging.getLogger(__name__)
-_Result = TypeVar("_Result")
 
 #: Most bytes of a request.
 _PIECE_BYTES = 4 << 20
@@ -41,10 +38,6 @@ _GAP_BYTES = 256 << 10
 #: Least bytes to fetch where reads come one by one, such as those of small objects one after the other.
 _NEAR_BYTES = 256 << 10
 _STREAM_BYTES = 256 << 10
-#: How long a request that fails is repeated, after a first pause that doubles; obstore repeats some by itself.
-_PATIENCE, _PAUSE, _LONGEST_PAUSE = 60.0, 0.1, 5.0
-#: What no repetition changes.
-_FINAL = frozenset({errno.ENOENT, errno.EACCES, errno.EINVAL, errno.EXDEV, errno.EOPNOTSUPP})
 
 
 class ObjectSet(FileSet):
@@ -253,21 +246,3 @@ class _ObjectStream(io.RawIOBase):
         self._files.fill(self._name, memoryview(buffer)[:count], self._position)
         self._position += count
         return count
-
-
-def patiently(call: Callable[[], _Result], path: str) -> _Result:
-    """Call a function that makes a request, and again after a pause if it fails as requests may.
-
-    Raises:
-        OSError: it failed for too long, or in a way that no repetition changes.
-    """
-    deadline, pause = time.monotonic() + _PATIENCE, _PAUSE
-    while True:
-        try:
-            return call()
-        except OSError as error:
-            if error.errno in _FINAL or time.monotonic() + pause > deadline:
-                raise
-            logger.info("reading %s again in %.1f s: %s", path, pause, error)
-        time.sleep(pause)
-        pause = min(2 * pause, _LONGEST_PAUSE)

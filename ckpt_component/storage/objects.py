@@ -15,9 +15,11 @@ import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from .object_errors import typed_errors
+from .object_retry import patiently
 from .object_stores import bucket_of, open_store, package
 from .storage import Storage
 
@@ -35,6 +37,8 @@ _MOST_PARTS = 9_000
 #: How long a conditional put is repeated that the store refuses because others are in progress.
 _CONFLICT_SECONDS, _CONFLICT_PAUSE = 30.0, 0.1
 _APPENDED_BYTES = 1 << 30
+#: How long a listing that fails is repeated, after obstore's own repetitions.
+_LIST_SECONDS = 2.0
 
 
 @dataclass
@@ -117,8 +121,7 @@ class ObjectStorage(Storage):
             self._obstore.delete(self._store, keys)
 
     def names(self, path: str) -> list[str]:
-        with typed_errors(path):
-            listed = self._obstore.list_with_delimiter(self._store, self._key(path) or None)
+        listed = patiently(partial(self._listed, path), path, _LIST_SECONDS)
         keys = [*listed["common_prefixes"], *(entry["path"] for entry in listed["objects"])]
         return sorted({os.path.basename(key) for key in keys} - {_FOLDER})
 
@@ -126,7 +129,7 @@ class ObjectStorage(Storage):
         return self.size(path) is not None or self.is_folder(path)
 
     def is_folder(self, path: str) -> bool:
-        return path == self.root or next(self._below(path), None) is not None
+        return path == self.root or self._first_below(path) is not None
 
     def is_real_folder(self, path: str) -> bool:
         return self.is_folder(path)
@@ -300,6 +303,14 @@ class ObjectStorage(Storage):
     def _head(self, path: str) -> Mapping[str, Any]:
         with typed_errors(path):
             return dict(self._obstore.head(self._store, self._key(path)))
+
+    def _listed(self, path: str) -> Mapping[str, Any]:
+        with typed_errors(path):
+            return dict(self._obstore.list_with_delimiter(self._store, self._key(path) or None))
+
+    def _first_below(self, path: str) -> Mapping[str, Any] | None:
+        # obstore repeats a listing that is refused, but not one whose answer is cut.
+        return patiently(lambda: next(self._below(path), None), path, _LIST_SECONDS)
 
     def _below(self, path: str) -> Iterator[Mapping[str, Any]]:
         """The objects below a folder, listed as they are asked for."""

@@ -16,7 +16,7 @@ from ckpt_component import build_checkpointer
 from ckpt_component.catalogue import open_catalogue
 from ckpt_component.errors import CheckpointCorruptError, CheckpointNotFoundError, CheckpointUnreadableError
 from ckpt_component.readers import Reader
-from ckpt_component.storage import object_set
+from ckpt_component.storage import object_retry, object_set
 from ckpt_component.storage.file_set import RangeRead
 from ckpt_component.storage.locate import storage_at
 from ckpt_component.storage.object_set import ObjectSet
@@ -222,7 +222,7 @@ def test_one_small_read_after_the_other_is_few_requests(fs: ObjectStorage, monke
 def test_a_failing_request_is_repeated_for_a_while(fs: ObjectStorage, monkeypatch: pytest.MonkeyPatch) -> None:
     stored = Bytes(fs, 5000, monkeypatch)
     genuine, failures = fs.read_range, [OSError(5, "reset by the test")] * 3
-    monkeypatch.setattr(object_set, "_PAUSE", 0.001)
+    monkeypatch.setattr(object_retry, "_PAUSE", 0.001)
 
     def read_range(path: str, offset: int, length: int) -> memoryview:
         if failures:
@@ -235,7 +235,7 @@ def test_a_failing_request_is_repeated_for_a_while(fs: ObjectStorage, monkeypatc
         stored.read(files, [(0, 5000)])
         assert not stored.wrong and not failures
     short = 1
-    monkeypatch.setattr(object_set, "_PATIENCE", 0.01)
+    monkeypatch.setattr(object_retry, "_PATIENCE", 0.01)
     with (
         fs.open_files(f"{fs.root}/x") as files,
         pytest.raises(CheckpointUnreadableError, match="4999 bytes came of 5000"),
