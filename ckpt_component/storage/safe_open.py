@@ -33,9 +33,12 @@ def open_regular(path: str) -> int:
         if error.errno in _NOT_A_FILE:
             raise NotRegularError(path) from error
         raise
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise NotRegularError(path)
+    except OSError:
         os.close(fd)
-        raise NotRegularError(path)
+        raise
     return fd
 
 
