@@ -47,7 +47,7 @@ def typed_errors(path: str) -> Iterator[None]:
 
 def text_of(error: Exception) -> str:
     """What the store said, without its request and without a query, which may have a signature."""
-    text = str(error).partition("\n\nDebug source")[0]
+    text = str(error).partition("\n\nDebug source")[0].rpartition("Server returned non-2xx status code: ")[2]
     answer = _CODE_AND_MESSAGE.search(text)
     text = _BODY.sub("" if answer is None else f": {answer[1]}: {answer[2]}", text)
     return re.sub(r"(https?://[^\s?]*)\?\S*", r"\1", text)[:500]

@@ -152,7 +152,7 @@ def test_an_error_says_what_the_store_said_and_nothing_secret() -> None:
         )
     said = str(caught.value)
     assert "403 Forbidden: SignatureDoesNotMatch: It differs" in said and "s3://b/x" in said
-    assert "AKIA" not in said and "X-Amz" not in said and caught.value.__cause__ is None
+    assert "AKIA" not in said and "performing" not in said and caught.value.__cause__ is None
     assert text_of(ValueError("plain")) == "plain"
 
 

@@ -24,8 +24,7 @@ _UNREACHABLE = "correct the endpoint (-o endpoint=URL, and -o allow_http=true wi
 
 def in_words(error: OSError) -> tuple[str, str]:
     """What a bucket said, without the request, and what to do about it."""
-    text = str(error.strerror or error).rpartition(" - ")[2]
-    return text.removeprefix("Server returned non-2xx status code: "), _FIXES.get(error.errno or 0, _UNREACHABLE)
+    return str(error.strerror or error).rpartition(" - ")[2], _FIXES.get(error.errno or 0, _UNREACHABLE)
 
 
 def check_bucket(root: str, options: Mapping[str, str]) -> Iterator[Finding]:
