@@ -18,6 +18,7 @@ from typing import Any, TypedDict
 from ..coordination import Coordinator
 from ..errors import (
     CheckpointBusyError,
+    CheckpointError,
     CheckpointSaveError,
     CheckpointStallError,
     CheckpointTimeoutError,
@@ -188,10 +189,16 @@ class SaveAdmission:
             rank, text = next(iter(stalled.items()))
             on = "" if len(proposals) == 1 else f"on rank {rank} "
             raise CheckpointStallError(f"{path} was not saved: {on}{text}")
-        if self._max_stall is None:
-            self._check_path(path)
-        else:
-            self._check_path_until(path, deadline)
+        try:
+            if self._max_stall is None:
+                self._check_path(path)
+            else:
+                self._check_path_until(path, deadline)
+        except CheckpointError:
+            raise
+        except OSError as error:  # `on_error` applies to it: a bucket that is away must not end the training
+            text = f"{path} was not saved: could not find out whether the path is free: {error}"
+            raise CheckpointSaveError(text, error.errno) from error
         return {"token": new_token(), "replan": replan}
 
     def _check_path_until(self, path: str, deadline: float) -> None:

@@ -237,3 +237,24 @@ def test_a_store_that_ignores_conditions_is_refused_when_the_run_is_built(bucket
     with pytest.raises((CheckpointConfigError, CheckpointError), match="If-None-Match"):
         manager_at(f"{bucket.url}/run", bucket, proxy.port, "checkpoint.save.every_steps=1").close()
     assert not [key for key in bucket.keys("") if "manifest" in key]
+
+
+@pytest.mark.parametrize("policy", ["raise", "warn"])
+def test_a_bucket_that_is_away_when_a_save_begins(policy: str, bucket: Bucket, proxy: FaultProxy) -> None:
+    """It is an error of the save, which `on_error` applies to."""
+    overrides = [f"checkpoint.on_error={policy}", retries(0)]
+    with manager_at(f"{bucket.url}/run", bucket, proxy.port, *overrides, preset="async_persistent") as manager:
+        manager.save(1, state_of(1))
+        manager.wait()
+        proxy.stop()
+        if policy == "raise":
+            with pytest.raises(CheckpointSaveError, match="whether the path is free"):
+                manager.save(2, state_of(2))
+        else:
+            manager.save(2, state_of(2))
+            manager.wait()
+        proxy.start()
+        manager.save(3, state_of(3))
+        manager.wait()
+        tidied(manager)
+        assert manager.steps() == [3]
