@@ -114,7 +114,7 @@ class BackgroundUploads(CheckpointListener):
             return
         why = f"that is more than checkpoint.upload.max_lag_steps={most}"
         if self._limits.raises:
-            raise CheckpointSaveError(f"{self._behind()}; {why}, and checkpoint.upload.on_lag=error.{self._because()}")
+            raise CheckpointSaveError(f"{self._behind()}; {why} (checkpoint.upload.on_lag=error).{self._because()}")
         self._warn(why)
 
     @property

@@ -47,8 +47,11 @@ def test_one_tensor_of_many_is_one_ranged_read(bucket: Bucket, proxy: FaultProxy
 
 @pytest.mark.parametrize(
     "fault",
-    [CutBefore(), CutAfter(), CutBody(), Answer(503), Answer(500)],
-    ids=["before", "after", "body", "503", "500"],
+    [
+        CutBody(),
+        *(pytest.param(each, marks=pytest.mark.soak) for each in (CutBefore(), CutAfter(), Answer(500), Answer(503))),
+    ],
+    ids=["body", "before", "after", "500", "503"],
 )
 def test_every_request_of_a_load_may_fail(fault: Any, bucket: Bucket, proxy: FaultProxy) -> None:
     url = saved(f"{bucket.url}/one")

@@ -103,7 +103,7 @@ def keeps_trying(retries: int, root: str) -> Storage:
     return storage_at(root, options={"max_retries": retries})
 
 
-@pytest.mark.parametrize("stride", [6, pytest.param(1, marks=ALL)])
+@pytest.mark.parametrize("stride", [18, pytest.param(1, marks=ALL)])
 @pytest.mark.parametrize("fault", FAULTS)
 def test_every_request_of_a_commit_and_of_a_retirement(
     fault: str, stride: int, bucket: Bucket, proxy: FaultProxy, small_parts: None

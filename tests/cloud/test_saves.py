@@ -43,8 +43,15 @@ def no_environment(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> Iterator[
     yield
 
 
-@pytest.mark.parametrize("preset", ["sync", "async_persistent", "async_temporal", "async_zero_overhead"])
-@pytest.mark.parametrize("writer", ["dcp", "torch_save"])
+@pytest.mark.parametrize(
+    ("preset", "writer"),
+    [
+        ("sync", "dcp"),
+        ("async_persistent", "dcp"),
+        ("async_temporal", "torch_save"),
+        ("async_zero_overhead", "torch_save"),
+    ],
+)
 @pytest.mark.usefixtures("no_environment")
 def test_a_run_in_a_bucket(bucket: Bucket, preset: str, writer: str, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)

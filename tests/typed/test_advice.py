@@ -16,7 +16,7 @@ from ckpt_component.config import compose_checkpoint, resolve_config
 from ckpt_component.config.explain import dotted_keys
 
 PACKAGE = Path(ckpt_component.__file__).parent
-OVERRIDE = re.compile(r"checkpoint(?:/\w+|(?:\.[a-z_]+)+)=[^\s,;)?'`|]*")
+OVERRIDE = re.compile(r"\+?checkpoint(?:/\w+|(?:\.[a-z_]+)+)=[^\s,;)?'`|]*")
 KEY = re.compile(r"(?<![\w.])(?:checkpoint|timeouts)(?:\.[a-z_]+)+(?![\w/=(*])")
 #: What a text leaves open: `{}` of an f-string or of `format`, `%s` of a log line, and `<new folder>`.
 OPEN = re.compile(r"\{\w*\}|%[a-z]|<new\b.*|\$\{[^}]*\}")
@@ -64,7 +64,9 @@ def test_an_override_that_a_text_names_works(advice: str) -> None:
     key, _, value = advice.partition("=")
     if OPEN.search(value):
         value = OPTIONS.get(key) or OPEN.sub("0" if "/" in value else str(default_of(key)), value)
-    resolve_config("async_zero_overhead", [f"{key}={value}"])
+    # Uploads are from a local folder.
+    others = ["checkpoint.local.dir=/scratch/run"] if key.startswith("checkpoint.upload.") else []
+    resolve_config("async_zero_overhead", [f"{key}={value}", *others])
 
 
 def test_keys_that_a_text_names_are_keys() -> None:
