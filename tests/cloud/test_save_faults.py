@@ -90,7 +90,7 @@ def violations_in(bucket: Bucket, root: str, acknowledged: Sequence[int]) -> tup
     ("preset", "stride"),
     [
         ("sync", 40),
-        ("async_persistent", 90),
+        pytest.param("async_persistent", 90, marks=pytest.mark.soak),
         pytest.param("sync", 1, marks=ALL),
         pytest.param("async_persistent", 3, marks=ALL),
     ],
@@ -155,7 +155,9 @@ def test_two_jobs_race_for_a_step_and_one_wins(bucket: Bucket, proxy: FaultProxy
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize("policy", ["raise", "warn", "retry"])
+@pytest.mark.parametrize(
+    "policy", ["warn", *(pytest.param(each, marks=pytest.mark.soak) for each in ("raise", "retry"))]
+)
 def test_the_server_is_killed_in_the_middle_of_a_save_and_comes_back(
     policy: str, bucket: Bucket, proxy: FaultProxy, tmp_path: Path
 ) -> None:
@@ -199,7 +201,7 @@ def test_the_server_is_killed_in_the_middle_of_a_save_and_comes_back(
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize("status", [409, 500, 503])
+@pytest.mark.parametrize("status", [409, 503])
 def test_errors_that_pass_cost_no_save(status: int, bucket: Bucket, proxy: FaultProxy) -> None:
     root = f"{bucket.url}/run"
     with manager_at(root, bucket, proxy.port) as manager:
@@ -210,7 +212,7 @@ def test_errors_that_pass_cost_no_save(status: int, bucket: Bucket, proxy: Fault
 
 
 @pytest.mark.parametrize("fault", [CutAfter(), Duplicate(second=True)], ids=["lost", "done_twice"])
-@pytest.mark.parametrize("preset", ["sync", "async_persistent"])
+@pytest.mark.parametrize("preset", ["async_persistent"])
 def test_a_lost_reply_of_the_manifest_is_a_commit(
     fault: CutAfter, preset: str, bucket: Bucket, proxy: FaultProxy
 ) -> None:
