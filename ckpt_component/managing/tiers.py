@@ -17,14 +17,12 @@ from pathlib import Path
 from typing import IO, Any
 
 from ..callers.priority import lower_priority
-from ..errors import CheckpointError, CheckpointFencedError, CheckpointSaveError
+from ..errors import CheckpointFencedError, CheckpointSaveError
 from ..events import CheckpointListener, SaveReport
 from ..options import IoPriority
 from ..storage.space import amount
-from ..storage.storage import Storage
 from ..uploading.policy import UploadPolicy
 from ..uploading.process import CODE
-from .lookup import size_of_checkpoint
 
 logger = logging.getLogger(__name__)
 
@@ -53,11 +51,10 @@ class BackgroundUploads(CheckpointListener):
     Args:
         policy: what to upload.
         lag: how far the target may fall behind.
-        fs: the storage of the local folder.
     """
 
-    def __init__(self, policy: UploadPolicy, lag: LagPolicy, fs: Storage) -> None:
-        self._policy, self._limits, self._fs = policy, lag, fs
+    def __init__(self, policy: UploadPolicy, lag: LagPolicy) -> None:
+        self._policy, self._limits = policy, lag
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._thread: threading.Thread | None = None
@@ -83,8 +80,7 @@ class BackgroundUploads(CheckpointListener):
     def on_committed(self, report: SaveReport) -> None:
         """Upload a checkpoint, unless another comes before its turn."""
         if report.step is not None and self._policy.is_due(report.step):
-            with contextlib.suppress(CheckpointError):  # deleted already
-                self._newest = report.step, size_of_checkpoint(self._fs, report.path)[0]
+            self._newest = report.step, report.bytes
             skipped, self._waiting = self._waiting, report.step
             if skipped is not None and self._current is not None:
                 self._warn(f"and step {skipped} is skipped, because step {self._current} is still being uploaded")
@@ -167,13 +163,17 @@ class BackgroundUploads(CheckpointListener):
             self._thread.start()
 
     def _follow(self, process: subprocess.Popen[bytes]) -> None:
-        """Take notice of what the process says, until it ends."""
+        """Read the messages of the process until it ends."""
         stdout: IO[bytes] | None = process.stdout
         if stdout is not None:
             with stdout:
                 for line in stdout:
                     self._take(json.loads(line))
-        code = process.wait()
+        try:
+            code = process.wait(_LEAVE_SECONDS)
+        except subprocess.TimeoutExpired:  # it closed stdout, so it can no longer be followed
+            process.kill()
+            code = process.wait(_LEAVE_SECONDS)
         self._current = None
         if code:
             logger.warning("the process of the uploads ended with code %d; the next save starts it again", code)

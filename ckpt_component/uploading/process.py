@@ -1,8 +1,7 @@
 """The process that uploads the checkpoints of a run. It outlives the run, for a bounded time.
 
-It is told nothing but when to look again (a line on stdin) and that the run has ended (the end of stdin): what to
-upload follows from what is in the two folders. So it may be killed at any time, and a later one goes on where it
-stopped.
+The run sends a line on stdin when there is a new checkpoint, and closes stdin when it ends. What to upload follows
+from the contents of the two folders, so the process may be killed at any time, and a later one continues the upload.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from ..events import EventFile
 from ..storage.cleanup import discard
 from ..storage.commit import abandon, new_attempt
 from ..storage.copying import Continued, copy_checkpoint
-from ..storage.fencing import FencingToken, read_owner
+from ..storage.fencing import FencingToken, Owner, read_owner
 from ..storage.files import FileStorage
 from ..storage.liveness import try_lock
 from ..storage.locate import file_storage, storage_at
@@ -56,11 +55,11 @@ def main() -> None:
     run = RunWatch(policy)
     threading.Thread(target=run.watch, args=(os.getppid(),), name="ckpt-run-watch", daemon=True).start()
     try:
-        Uploader(policy, run, _say).run()
+        Uploader(policy, run, _send).run()
     except CheckpointFencedError as error:
-        _say({"fenced": str(error)})
+        _send({"fenced": str(error)})
     except (CheckpointError, OSError) as error:
-        _say({"failed": None, "error": str(error)})
+        _send({"failed": None, "error": str(error)})
 
 
 class RunWatch:
@@ -76,13 +75,19 @@ class RunWatch:
 
     def __init__(self, policy: UploadPolicy) -> None:
         self._policy = policy
+        self._files = FileStorage()
         self.changed, self.ended = threading.Event(), threading.Event()
 
     def watch(self, parent: int) -> None:
         """Follow stdin; end this process when its time is over, or when another run has taken over the local folder."""
-        files, deadline = FileStorage(), float("inf")
-        owner = read_owner(files, self._policy.source)
-        known = {self._policy.run, "" if owner is None else owner.token}
+        try:
+            self._watch(parent)
+        finally:
+            os._exit(0)  # as if it was killed, whatever the storage is doing
+
+    def _watch(self, parent: int) -> None:
+        deadline = float("inf")
+        known = {self._policy.run, self._owner()[0]}
         while time.monotonic() < deadline:
             if self.ended.is_set():
                 time.sleep(_LOOK_SECONDS)
@@ -93,11 +98,18 @@ class RunWatch:
                     self.ended.set()
                 if has_input or self.ended.is_set():
                     self.changed.set()
-            owner = read_owner(files, self._policy.source)
-            if owner is not None and owner.token not in known:
-                _say({"fenced": f"Another run took over {self._policy.source} ({owner})."})
-                break
-        os._exit(0)  # as if it was killed, whatever the storage is doing
+            token, owner = self._owner()
+            if token and token not in known:
+                _send({"fenced": f"Another run took over {self._policy.source} ({owner})."})
+                return
+
+    def _owner(self) -> tuple[str, Owner | None]:
+        """The token of the owner of the local folder, and the owner; none while it cannot be read."""
+        try:
+            owner = read_owner(self._files, self._policy.source)
+        except OSError:  # the uploads report what is wrong with the folder
+            owner = None
+        return ("", None) if owner is None else (owner.token, owner)
 
 
 class Uploader:
@@ -106,13 +118,13 @@ class Uploader:
     Args:
         policy: what to upload, and where to.
         run: the run that makes them.
-        say: tells the run what became of them.
+        report: sends a message to the run.
     """
 
-    def __init__(self, policy: UploadPolicy, run: RunWatch, say: Callable[[dict[str, Any]], None]) -> None:
+    def __init__(self, policy: UploadPolicy, run: RunWatch, report: Callable[[dict[str, Any]], None]) -> None:
         self._policy = policy
         self._run = run
-        self._say = say
+        self._report = report
         self._local = file_storage(process="upload")
         self._storage = storage_at(
             policy.target,
@@ -123,7 +135,7 @@ class Uploader:
         )
         self._ownership = FencingToken(self._storage, policy.target, policy.names, policy.run)
         self._throttle = Throttle(policy.max_bytes_per_second)
-        #: What the target holds, read once and kept up to date, because nobody else may write there.
+        #: The contents of the target, scanned once and updated here, because no other process may write there.
         self._remote: Scan | None = None
         #: The upload that was cut off last.
         self._unfinished: Attempt | None = None
@@ -156,7 +168,7 @@ class Uploader:
                     self._remote = None
                     if step is not None and not self._local.is_folder(self._path(self._policy.source, step)):
                         continue  # the run has deleted it, because it keeps newer ones
-                    self._say({"failed": step, "error": str(error)})
+                    self._report({"failed": step, "error": str(error)})
                     self._run.ended.wait(pause) if not ended else time.sleep(pause)
                     pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
         finally:
@@ -173,10 +185,13 @@ class Uploader:
         return fd if locked else None
 
     def _next(self, local: Scan, ended: bool) -> int | None:
+        return self._policy.next_step(local, self._scan_target(), ended=ended)
+
+    def _scan_target(self) -> Scan:
         if self._remote is None:
             self._remote = scan_steps(self._storage, self._policy.target, self._policy.names)
-            self._say({"remote": max(self._remote.committed, default=None)})
-        return self._policy.next_step(local, self._remote, ended=ended)
+            self._report({"remote": max(self._remote.committed, default=None)})
+        return self._remote
 
     def _upload(self, step: int, local: Scan) -> None:
         policy, storage, manifest = self._policy, self._storage, local.manifests[step]
@@ -185,7 +200,7 @@ class Uploader:
         if self._unfinished is not None and self._unfinished != attempt:
             abandon(storage, self._unfinished)
         self._unfinished = attempt
-        self._say({"began": step})
+        self._report({"began": step})
         began, started = time.time(), time.monotonic()
 
         def before_commit(staging: str, kept: Collection[str]) -> None:
@@ -196,22 +211,21 @@ class Uploader:
         continued = Continued(manifest["attempt"], self._ownership, self._throttle.wait)
         copy_checkpoint(self._local, source, manifest, storage, target, before_commit, continued=continued)
         self._unfinished = None
-        report = {
+        figures = {
             "step": step,
             "bytes": sum(entry["size"] for entry in manifest["files"]),
             "seconds": round(time.monotonic() - started, 6),
         }
         self._tidy(step, local)
-        self._say({"uploaded": step, **report})
+        self._report({"uploaded": step, **figures})
         if policy.events:
             newest = scan_steps(self._local, policy.source, policy.names).committed[-1:] or [step]
             lag = {"path": target, "lag_steps": max(newest[0] - step, 0), "run": policy.run, "rank": 0}
-            EventFile(policy.source, 0).append([{"event": "upload", "time": round(began, 6), **report, **lag}])
+            EventFile(policy.source, 0).append([{"event": "upload", "time": round(began, 6), **figures, **lag}])
 
     def _tidy(self, step: int, local: Scan) -> None:
         """Set the pointer of the target to its newest checkpoint, and delete what it no longer keeps."""
-        policy, remote = self._policy, self._remote
-        assert remote is not None  # `_next` has read it
+        policy, remote = self._policy, self._scan_target()
         remote.committed = sorted({*remote.committed, step})
         remote.manifests[step], remote.metrics[step] = local.manifests[step], local.metrics[step]
         repair_pointer(self._storage, policy.target, policy.names, remote.committed)
@@ -233,6 +247,6 @@ def _first_line() -> bytes:
     return line
 
 
-def _say(message: dict[str, Any]) -> None:
+def _send(message: dict[str, Any]) -> None:
     with contextlib.suppress(BrokenPipeError):  # the run has ended
         os.write(1, json.dumps(message).encode() + b"\n")

@@ -1,13 +1,17 @@
-"""Uploads from a local folder to a bucket: cut off at every request, throttled, and continued by the next process."""
+"""Uploads from a local folder to a bucket, also when requests are cut."""
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from cloud.proxy import CutAfter, CutBefore, FaultProxy
 from cloud.server import Bucket
+from cloud.test_object_requests import ALL, is_manifest
+from strides import first_of
 
 from ckpt_component import build_manager
 from ckpt_component.catalogue.verification import verify_checkpoint
@@ -47,3 +51,24 @@ def test_a_bucket_gets_the_newest(saved: str, bucket: Bucket) -> None:
     assert scan_steps(storage, target, MEGATRON).committed == [2]
     assert verify_checkpoint(storage, f"{target}/iter_0000002")
     assert upload(saved, target) == [{"remote": 2}]
+
+
+@pytest.mark.parametrize("stride", [15, pytest.param(1, marks=ALL)])
+@pytest.mark.parametrize("fault", [CutBefore, CutAfter])
+def test_an_upload_goes_on_after_any_request_that_is_cut(
+    fault: Any, stride: int, saved: str, bucket: Bucket, proxy: FaultProxy
+) -> None:
+    options = {**bucket.options, "endpoint": f"http://127.0.0.1:{proxy.port}", "max_retries": 0}
+    failed = 0
+    for nth in itertools.count(first_of(stride), stride):
+        proxy.clear()
+        rule, target = proxy.add(fault(), nth=nth), f"s3://{bucket.name}/run{nth}"
+        messages = upload(saved, target, options=options)
+        failed += any("failed" in message for message in messages)
+        assert sum("uploaded" in message for message in messages) <= 1
+        assert scan_steps(storage_at(target), target, MEGATRON).committed == [2]
+        assert verify_checkpoint(storage_at(target), f"{target}/iter_0000002")
+        assert sum(is_manifest(request) and request.status == 200 for request in proxy.log) == 1
+        if not rule.hits:
+            break
+    assert failed

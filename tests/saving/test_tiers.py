@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+import ckpt_component
 from ckpt_component import (
     CheckpointConfigError,
     CheckpointExistsError,
@@ -23,10 +24,11 @@ from ckpt_component import (
     build_manager,
 )
 from ckpt_component.managing.manager import CheckpointManager
-from ckpt_component.storage.names import MEGATRON
+from ckpt_component.storage.names import MEGATRON, OWNER
 from ckpt_component.storage.retention import BestPolicy, RetentionPolicy
 from ckpt_component.storage.scan import Scan
 from ckpt_component.uploading.policy import UploadPolicy
+from ckpt_component.uploading.process import CODE
 
 
 def manager_of(folder: Path, *overrides: str) -> CheckpointManager:
@@ -195,3 +197,23 @@ def test_an_upload_that_is_killed_at_any_operation_is_completed_by_the_next(tmp_
     assert done.returncode == 0, done.stderr[-3000:]
     operations, continued = map(int, done.stdout.split())
     assert operations > 30 and continued > 10
+
+
+def test_the_process_ends_in_time_although_the_owner_cannot_be_read(tmp_path: Path) -> None:
+    with build_manager("sync", dir=tmp_path / "fast") as manager:
+        manager.save(1, {"value": 1})
+    (tmp_path / "slow").touch()  # every upload fails
+    (tmp_path / "fast" / OWNER).unlink()
+    (tmp_path / "fast" / OWNER).mkdir()
+    policy = UploadPolicy(
+        str(tmp_path / "fast"), str(tmp_path / "slow"), MEGATRON, RetentionPolicy(last=1), finish_seconds=0.5
+    )
+    package = str(Path(ckpt_component.__file__).parents[1])
+    done = subprocess.run(
+        [sys.executable, "-c", CODE, package],
+        input=json.dumps(asdict(policy)).encode() + b"\n",
+        capture_output=True,
+        timeout=60,
+        check=False,
+    )
+    assert b'"failed"' in done.stdout and done.returncode == 0
