@@ -23,21 +23,18 @@ from .checkpointer import AsyncCheckpointer, Checkpointer, SyncCheckpointer
 from .config.checks import refuse_bad_dir
 from .config.compose import checked_overrides, compose_checkpoint
 from .config.errors import HydraConfigError, for_hydra
-from .config.following import deadlines, longest_pause
 from .config.hydra_job import MultirunJob, chosen_preset, launch_folder, multirun_job
 from .config.listeners import build_listeners
 from .config.parts import build_part, part_class
 from .config.recorded import recorded_config
 from .config.resolve import resolve_config
 from .config.rules import PartFacts, refuse_unfit
+from .config.run_policies import best_policy, error_policy, export_policy, load_options, resolved_timeouts
 from .config.schema import PARTS, Checkpoint, part_option
 from .coordination import Coordinator, LocalCoordinator
 from .events import EventFile, EventRecorder
-from .exporting.casting import check_dtype
-from .exporting.export import ExportOptions
-from .exporting.hugging_face import CONFIG
 from .formats.base import Writer
-from .managing.exports import BackgroundExports, ExportPolicy
+from .managing.exports import BackgroundExports
 from .managing.git_commit import commit_of
 from .managing.manager import CheckpointManager
 from .managing.policies import ResumePolicy, SavePolicy
@@ -46,7 +43,7 @@ from .managing.restore import Restorer
 from .managing.run_context import RunContext, job_ranks
 from .managing.run_folder import RunFolder
 from .managing.tiers import BackgroundUploads, LagPolicy
-from .options import Commit, Durability, ExportFormat, MetricMode, OnLag, ResolvedTimeouts
+from .options import Commit, Durability, OnLag, ResolvedTimeouts
 from .progress import no_progress, progress_bar
 from .readers import Reader
 from .saving.folders import expanded
@@ -56,7 +53,7 @@ from .saving.transaction import RunHooks
 from .stagers.base import Stager
 from .storage.locate import Storages, absolute, is_url, storage_at
 from .storage.names import NAMINGS, RUN_RECORD, new_token
-from .storage.retention import BestPolicy, RetentionPolicy
+from .storage.retention import RetentionPolicy
 from .storage.run_record import StoredConfig
 from .storage.storage import Storage
 from .uploading.policy import UploadPolicy
@@ -85,11 +82,11 @@ def build_checkpointer(config: Any, overrides: Sequence[str] = (), *, alone: boo
         raise HydraConfigError(
             "checkpoint.enabled=false builds no checkpointer; use build_manager(), whose manager then does nothing."
         )
-    timeouts, parts = _timeouts(settings), _build_parts(settings)
+    timeouts, parts = resolved_timeouts(settings), _build_parts(settings)
     ranks = LocalCoordinator() if alone else job_ranks("checkpointer", timeouts)
     # Saved path by path, there is no folder for an event file.
     events = EventRecorder(None, build_listeners(settings.listeners), rank=ranks.rank)
-    return _build_graph(settings, parts, ranks, _storages(settings).of, timeouts, _policy(settings), events)
+    return _build_graph(settings, parts, ranks, _storages(settings).of, timeouts, error_policy(settings), events)
 
 
 @for_hydra()
@@ -115,17 +112,17 @@ def build_manager(
     settings.dir = settings.dir if dir is None else _folder(dir)
     # The nearest first.
     roots = [*filter(None, [settings.local.dir]), settings.dir]
-    resume = ResumePolicy(settings.resume, settings.rewind, _load_options(settings))
+    resume = ResumePolicy(settings.resume, settings.rewind, load_options(settings))
     save = SavePolicy(settings.save.every_steps, settings.save.every_seconds, settings.save.at_end)
-    export = _export_policy(settings)
+    export = export_policy(settings)
     job = multirun_job()
     roots = roots if job is None else [job.root(root) for root in roots]
-    policy, timeouts = _policy(settings), _timeouts(settings)
+    policy, timeouts = error_policy(settings), resolved_timeouts(settings)
     storages = [
         *([] if settings.local.dir is None else [_local(settings)]),
         _storages(settings).of(absolute(roots[-1])),
     ]
-    names, best = NAMINGS[settings.naming.value], _best(settings)
+    names, best = NAMINGS[settings.naming.value], best_policy(settings)
     checkpointer, restorer, exports, uploads = None, None, None, None
     ranks: Coordinator = LocalCoordinator()
     run = RunContext(storages[0], absolute(roots[0]), names, ranks, timeouts, best)
@@ -307,75 +304,9 @@ def _uploads(settings: Checkpoint, run: RunContext, keep: RetentionPolicy) -> Ba
         max_bytes_per_second=upload.max_bytes_per_second,
         finish_seconds=upload.finish_seconds,
     )
-    return BackgroundUploads(policy, LagPolicy(upload.max_lag_steps, upload.on_lag is OnLag.error), run.fs)
-
-
-def _load_options(settings: Checkpoint) -> dict[str, Any]:
-    """Return the arguments of `Checkpointer.load` that are set."""
-    return {name: value for name, value in vars(settings.load).items() if value}
-
-
-def _export_policy(settings: Checkpoint) -> ExportPolicy | None:
-    """Return what to export, checked, or None.
-
-    Raises:
-        CheckpointConfigError: A value of `checkpoint.export` is wrong.
-    """
-    export = settings.export
-    if export.format is ExportFormat.none or not settings.enabled:
-        return None
-    check_dtype("checkpoint.export.dtype", export.dtype)
-    if settings.commit is Commit.manifest and export.dir is None:
-        raise HydraConfigError(
-            f"checkpoint.export.format={export.format.value} with checkpoint.commit=manifest: an export appears by a "
-            "rename, which the file system of the checkpoints lacks; name a local folder, checkpoint.export.dir."
-        )
-    config_from = "" if export.config_from is None else expanded(export.config_from, "checkpoint.export.config_from")
-    if config_from and not os.path.isfile(os.path.join(config_from, CONFIG)):
-        raise HydraConfigError(f"checkpoint.export.config_from={config_from} has no {CONFIG}; name a model's folder.")
-    options = ExportOptions(
-        export.format.value,
-        export.prefix,
-        dict(export.rename or {}),
-        list(export.ignore),
-        export.dtype,
-        config_from=config_from,
-        replace=True,
-    )
-    folder = "" if export.dir is None else os.path.abspath(expanded(export.dir, "checkpoint.export.dir"))
-    return ExportPolicy(options, folder, export.every_steps, export.timeout)
+    return BackgroundUploads(policy, LagPolicy(upload.max_lag_steps, upload.on_lag is OnLag.error))
 
 
 def _option(part: type[Any]) -> str:
     """Return the name by which a config chooses a class: its option in conf/, or the name of a custom class."""
     return getattr(part, "option", part.__name__)
-
-
-def _timeouts(settings: Checkpoint) -> ResolvedTimeouts:
-    times, policy = deadlines(settings), _policy(settings)
-    again = (policy.attempts - 1) * (times["stage"] + times["write"]) + policy.pauses
-    return ResolvedTimeouts(**times, max_stall=settings.max_stall_s, again=again)
-
-
-def _best(settings: Checkpoint) -> BestPolicy | None:
-    keep = settings.keep.best
-    if keep.metric is None:
-        if settings.resume == "best":
-            raise HydraConfigError(
-                "checkpoint.resume=best needs a metric to compare, and checkpoint.keep.best.metric is null; name one "
-                "that the checkpoints were saved with, such as checkpoint.keep.best.metric=val_loss."
-            )
-        return None
-    return BestPolicy(keep.metric, keep.mode is MetricMode.max, keep.last)
-
-
-def _policy(settings: Checkpoint) -> ErrorPolicy:
-    on_error, retry = settings.on_error.value, settings.retry
-    return ErrorPolicy(
-        warn=on_error == "warn",
-        attempts=retry.attempts if on_error == "retry" else 1,
-        backoff_seconds=retry.backoff_seconds,
-        max_backoff_seconds=longest_pause(retry),
-        give_up_after=None if on_error == "raise" else settings.give_up_after,
-        min_free_bytes=settings.min_free_bytes,
-    )

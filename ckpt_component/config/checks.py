@@ -103,6 +103,9 @@ def refuse_bad_dir(value: str) -> None:
     """Refuse an empty folder, and a URL that is not of a bucket."""
     if not value:
         raise HydraConfigError("checkpoint.dir is empty; name a folder: checkpoint.dir=checkpoints")
+    scheme, single, rest = value.partition(":/")
+    if single and scheme in SCHEMES and not rest.startswith("/"):
+        raise HydraConfigError(f"checkpoint.dir={value} has one slash; for a bucket type {scheme}://{rest}")
     scheme, url, rest = value.partition("://")
     if url and (scheme not in SCHEMES or not rest.strip("/")):
         raise HydraConfigError(

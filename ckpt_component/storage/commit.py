@@ -79,12 +79,14 @@ def publish(
             logged as a warning.
     """
     protocol, staging, files = protocol_of(fs), attempt.staging, list[dict[str, Any]]()
+    sizes = fs.sizes(staging, [entry["name"] for rank in ranks for entry in rank["files"]])
     for rank in ranks:
         for entry in rank["files"]:
-            path = os.path.join(staging, entry["name"])
-            if rank["rank"]:
+            size = sizes[entry["name"]]
+            if rank["rank"] and size != entry["size"]:
+                path = os.path.join(staging, entry["name"])
                 _wait_for_size(fs, path, entry["size"], visibility_timeout)
-            size = fs.size(path)
+                size = fs.size(path)
             if size != entry["size"]:
                 raise CheckpointSaveError(
                     f"{entry['name']} has {size} bytes on disk and its writer reported {entry['size']}; not committed."

@@ -85,7 +85,7 @@ def copy_checkpoint(
     check_files(source, folder, manifest)
     token, owner = (new_token(), "") if continued is None else (continued.token, continued.ownership.token)
     attempt = new_attempt(storage, target, token, owner)
-    # Locked before the root is acquired, which deletes what nobody is working on.
+    # Locked before the root is acquired, which deletes the files of dead attempts.
     again = continued is not None and storage.is_real_folder(attempt.staging)
     lock = AttemptLock(storage, attempt) if again else None
     try:
@@ -155,7 +155,8 @@ def _copy_files(
     def copy(entry: Mapping[str, Any]) -> None:
         name, size = entry["name"], entry["size"]
         reading = opened.descriptor(name) if isinstance(opened, OpenFiles) else -1
-        writing = storage.create(os.path.join(target, name))
+        # A bucket chooses the size of its parts by it; a file takes its space as it is copied.
+        writing = storage.create(os.path.join(target, name), 0 if isinstance(storage, FileStorage) else size)
         try:
             for offset in range(0, size, step):
                 if stopped.is_set():

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from .fs_type import kind_of
+from .renameat2 import EXCHANGE, NOREPLACE, rename_by
 from .safe_open import open_regular
 from .storage import Storage
 
@@ -30,8 +31,6 @@ _NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS})
 #: Errors of `copy_file_range` between two file systems, or on one without it.
 _NO_COPY = frozenset({errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP})
 _COPY_BYTES = 1 << 20
-_RENAME_NOREPLACE, _RENAME_EXCHANGE = 1, 2
-_AT_FDCWD = -100
 #: An NFS client renames a file that is deleted while it is open, and closes files in the background.
 _OPEN = ".nfs"
 _CLOSE_SECONDS, _CLOSE_PAUSE = 1.0, 0.01
@@ -200,7 +199,7 @@ class FileStorage(Storage):
             False where the check and the rename are two steps.
         """
         # A plain rename silently replaces an empty folder.
-        if _renameat2(source, target, _RENAME_NOREPLACE):
+        if rename_by(NOREPLACE, source, target):
             return True
         try:
             if not os.path.lexists(target):
@@ -213,7 +212,7 @@ class FileStorage(Storage):
 
     def exchange(self, one: str, other: str) -> None:
         """Exchange the names of two files or folders in one step; on file systems without that, in three."""
-        if not _renameat2(one, other, _RENAME_EXCHANGE):
+        if not rename_by(EXCHANGE, one, other):
             between = f"{one}.between"
             os.rename(other, between)
             os.rename(one, other)
@@ -342,18 +341,3 @@ class FileStorage(Storage):
 
     def close_folder(self, fd: int) -> None:
         os.close(fd)
-
-
-def _renameat2(source: str, target: str, flags: int) -> bool:
-    """Call renameat2; returns False where the file system or the system does not have it."""
-    import ctypes  # 5 ms, and only a commit needs it
-
-    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    if rename is None:
-        return False
-    if rename(_AT_FDCWD, os.fsencode(source), _AT_FDCWD, os.fsencode(target), flags) == 0:
-        return True
-    code = ctypes.get_errno()
-    if code in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
-        return False
-    raise OSError(code, os.strerror(code), source, None, target)

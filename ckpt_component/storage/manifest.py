@@ -119,12 +119,12 @@ def data_folder(fs: Storage, folder: str, manifest: Mapping[str, Any]) -> str:
 
 def check_files(fs: Storage, folder: str, manifest: Mapping[str, Any]) -> None:
     """Compare the size of every file in a `data_folder` with the manifest. Cheap: reads no data."""
+    try:
+        sizes = fs.sizes(folder, [entry["name"] for entry in manifest["files"]])
+    except OSError as error:
+        raise read_failure(str(error.filename or folder), error) from error
     for entry in manifest["files"]:
-        path = os.path.join(folder, entry["name"])
-        try:
-            size = fs.size(path)
-        except OSError as error:
-            raise read_failure(path, error) from error
+        path, size = os.path.join(folder, entry["name"]), sizes[entry["name"]]
         if size is None and fs.exists(path):
             raise CheckpointCorruptError(f"{path} is not a regular file (a link, a folder, a FIFO or a device).")
         if size is None:

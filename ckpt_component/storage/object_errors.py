@@ -46,7 +46,7 @@ def typed_errors(path: str) -> Iterator[None]:
 
 
 def text_of(error: Exception) -> str:
-    """What the store said, without its request and without a query, which may have a signature."""
+    """The answer of the store, without its request and without a query, which may have a signature."""
     text = str(error).partition("\n\nDebug source")[0].rpartition("Server returned non-2xx status code: ")[2]
     answer = _CODE_AND_MESSAGE.search(text)
     text = _BODY.sub("" if answer is None else f": {answer[1]}: {answer[2]}", text)

@@ -2,7 +2,7 @@
 
 A large file is a multipart upload, straight from the memory that is given; it becomes visible when it is complete. A
 bucket has no renames, folders or locks: checkpoints are committed by a conditional put, an empty folder is an object in
-it that nobody else sees, and who is alive touches a file.
+it that `names` leaves out, and a live process touches a file.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ class ObjectStorage(Storage):
             with typed_errors(upload.path):
                 upload.writer.close()
         except OSError as error:
-            # An answer may have been lost. Nobody else writes to this path.
+            # The answer may have been lost. Only this attempt writes to this path.
             with contextlib.suppress(OSError):
                 upload.whole = self.size(upload.path) == upload.position
             if not upload.whole:
@@ -249,6 +249,11 @@ class ObjectStorage(Storage):
             return int(self._head(path)["size"])
         except FileNotFoundError:
             return None
+
+    def sizes(self, folder: str, names: Sequence[str]) -> dict[str, int | None]:
+        listed = patiently(partial(self._listed, folder), folder, _LIST_SECONDS)
+        found = {os.path.basename(entry["path"]): int(entry["size"]) for entry in listed["objects"]}
+        return {name: found.get(name) for name in names}
 
     def modified(self, path: str) -> float:
         with contextlib.suppress(FileNotFoundError):

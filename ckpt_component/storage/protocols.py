@@ -15,5 +15,5 @@ def protocol_of(fs: Storage) -> CommitProtocol:
 
 
 def protocol_on_disk(fs: Storage, path: str) -> CommitProtocol:
-    """How to change an existing folder: one that holds attempts, whoever made it, is not moved as a whole."""
+    """How to change an existing folder: one that holds attempts is not moved as a whole."""
     return ManifestCommit(fs) if attempts_in(fs, path) else protocol_of(fs)

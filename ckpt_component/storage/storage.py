@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -192,6 +193,10 @@ class Storage(ABC):
     @abstractmethod
     def size(self, path: str) -> int | None:
         """The size of a regular file in bytes, or None if there is none (links do not count)."""
+
+    def sizes(self, folder: str, names: Sequence[str]) -> dict[str, int | None]:
+        """The `size` of several files in a folder, by name."""
+        return {name: self.size(os.path.join(folder, name)) for name in names}
 
     @abstractmethod
     def modified(self, path: str) -> float:

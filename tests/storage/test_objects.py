@@ -59,7 +59,9 @@ def test_a_large_file_is_there_once_it_is_synced(fs: Storage, root: str) -> None
         fs.write(fd, [view[:5]], PART + 2)
     fs.write(fd, [view[PART + 1 :]], PART + 1)
     assert fs.size(f"{root}/big") is None
+    assert fs.sizes(root, ["big"]) == {"big": None}
     fs.sync(fd)
+    assert fs.sizes(root, ["big", "none"]) == {"big": len(image), "none": None}
     fs.sync(fd)
     fs.close(fd)
     assert fs.read(f"{root}/big", len(image)) == image

@@ -231,6 +231,7 @@ ANY_APP: list[tuple[str, str | None]] = [
     ("'checkpoint.dir=${HOME}/ck'", "An environment variable is ${oc.env:HOME}."),
     ("checkpoint.dir=", "checkpoint.dir=checkpoints"),
     ("checkpoint.dir=ftp://host/ck", "no folder and no bucket"),
+    ("checkpoint.dir=s3:/bucket/ck", "type s3://bucket/ck"),
     ("checkpoint.dir=/a=b", "'checkpoint.dir=\"/a=b\"'"),
     ("checkpoint.dir=???", "checkpoint.dir is missing"),
 ]

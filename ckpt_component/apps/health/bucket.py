@@ -23,7 +23,7 @@ _UNREACHABLE = "correct the endpoint (-o endpoint=URL, and -o allow_http=true wi
 
 
 def in_words(error: OSError) -> tuple[str, str]:
-    """What a bucket said, without the request, and what to do about it."""
+    """The answer of a bucket, without the request, and how to fix the cause."""
     return str(error.strerror or error).rpartition(" - ")[2], _FIXES.get(error.errno or 0, _UNREACHABLE)
 
 
