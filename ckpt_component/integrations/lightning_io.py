@@ -68,7 +68,7 @@ class BackgroundCheckpointIO(part("plugins.io").TorchCheckpointIO):  # type: ign
 
         Raises:
             CheckpointStageError: the checkpoint cannot be pickled.
-            CheckpointConfigError: the path is a URL.
+            CheckpointConfigError: the path is in a bucket.
             CheckpointError: the save could not begin, or an earlier one failed and its error was not raised yet.
         """
         if storage_options is not None:

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..errors import (
+    CheckpointConfigError,
     CheckpointCorruptError,
     CheckpointError,
     CheckpointSaveError,
@@ -42,6 +43,14 @@ class ManifestCommit(CommitProtocol):
 
     def staging(self, target: str, token: str) -> str:
         return os.path.join(target, token)
+
+    def refuse_taken(self, target: str, file: str = "") -> None:
+        if file:
+            raise CheckpointConfigError(
+                f"{target} is to be a single file, which needs a rename, and its storage has none; save to a local "
+                "folder, or with a writer of folders."
+            )
+        super().refuse_taken(target)
 
     def _leaves_room(self, names: Sequence[str]) -> bool:
         # Other attempts and quarantined data do not conflict.
