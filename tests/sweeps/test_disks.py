@@ -42,6 +42,7 @@ def test_of_many_jobs_the_text_names_some() -> None:
 
 
 def test_a_disk_is_known_by_its_device_and_host(tmp_path: Path) -> None:
+    assert disk_of("s3://bucket/runs/one") == disk_of("s3://bucket/two") == "s3://bucket"
     disk = disk_of(str(tmp_path))
     assert disk == disk_of(str(tmp_path / "not" / "there" / "yet")) and disk.endswith(f" of {socket.gethostname()}")
     other = next((path for path in ("/proc", "/dev/shm") if os.stat(path).st_dev != os.stat(tmp_path).st_dev), None)

@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ...storage.locate import absolute, is_url
+
 #: How many jobs a message names one by one.
 _NAMED = 8
 
@@ -38,7 +40,12 @@ class Span:
 
 
 def disk_of(folder: str) -> str:
-    """The disk of a folder: the same text in all processes that write to it, and for a network disk on all hosts."""
+    """The disk of a folder: the same text in all processes that write to it, and for a network disk on all hosts.
+
+    That of a URL is its bucket.
+    """
+    if is_url(folder):
+        return "/".join(absolute(folder).split("/")[:3])
     while not os.path.exists(folder):
         folder = os.path.dirname(folder)
     device = os.stat(folder).st_dev
