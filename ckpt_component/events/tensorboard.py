@@ -17,8 +17,7 @@ class TensorBoardListener(Tracker):
     """Logs `checkpoint/stall_s` and others, by step, on rank 0.
 
     Args:
-        log_dir: folder of the log; None: `events` in the folder of the checkpoints, or in the working folder if they are in
-            a bucket.
+        log_dir: folder of the log; None: `events` in the checkpoints' folder; for a bucket, in the working folder.
         writer: a `SummaryWriter` to use, which stays the caller's, instead of one for `log_dir`.
 
     Raises:
