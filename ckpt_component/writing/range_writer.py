@@ -98,13 +98,12 @@ class Throttle:
         self._free_at = time.monotonic()
 
     def wait(self, nbytes: int) -> None:
-        """Block until `nbytes` more bytes may be written."""
+        """Block for as long as `nbytes` more bytes take at the rate, after those of the calls before."""
         if self._rate is None:
             return
         with self._lock:
-            start = max(self._free_at, time.monotonic())
-            self._free_at = start + nbytes / self._rate
-        time.sleep(max(start - time.monotonic(), 0))
+            self._free_at = until = max(self._free_at, time.monotonic()) + nbytes / self._rate
+        time.sleep(max(until - time.monotonic(), 0))
 
 
 class LaneWriter:
