@@ -26,7 +26,8 @@ from .output import WIDTH, Output
 NO, FAILED = 1, 2
 
 #: Command -> its module here and a line of help, in the order of the help. A module has `add_arguments(parser)`, and
-#: `run(parsed, output)`, which returns an exit code; None is 0.
+#: `run(parsed, output)`, which returns an exit code; None is 0. Its docstring is a line for readers of the code, and,
+#: for `--help`, what the command does and examples.
 COMMANDS = {
     "ls": ("ls_command", "list a folder of checkpoints: step, age, size, state; and what dead runs left"),
     "show": ("show_command", "show what a checkpoint holds, as a tree of keys; or its config"),
@@ -126,16 +127,13 @@ def parser_of(complete: Sequence[str]) -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     subparsers = parser.add_subparsers(metavar="COMMAND", dest="command", required=True)
     for name, (_, line) in COMMANDS.items():
-        command = subparsers.add_parser(
-            name,
-            help=line,
-            description=line[0].upper() + line[1:] + ".",
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
+        command = subparsers.add_parser(name, help=line, formatter_class=argparse.RawDescriptionHelpFormatter)
         if name not in complete:
             continue
-        _module(name).add_arguments(command)
-        command.description = textwrap.fill(str(command.description), WIDTH)  # the formatter keeps lines as they are
+        module = _module(name)
+        module.add_arguments(command)
+        _, description, command.epilog = (module.__doc__ or "\n\n\n\n").split("\n\n", 2)  # none with python -OO
+        command.description = textwrap.fill(description, WIDTH)
         command.add_argument(
             "-o",
             dest="options",

@@ -1,4 +1,12 @@
-"""`ckpt completion SHELL`: a script that completes `ckpt` in a shell, made by shtab from the parser."""
+"""`ckpt completion SHELL`: a script that completes `ckpt` in a shell, made by shtab from the parser.
+
+Print a completion script. It needs shtab: pip install shtab.
+
+examples:
+  ckpt completion bash > ~/.local/share/bash-completion/completions/ckpt
+  ckpt completion zsh > FOLDER/_ckpt      # a folder of $fpath
+  ckpt completion fish > ~/.config/fish/completions/ckpt.fish
+"""
 
 from __future__ import annotations
 
@@ -12,12 +20,6 @@ from .output import Output
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
-    parser.description = "Print a completion script. It needs shtab: pip install shtab."
-    parser.epilog = (
-        "examples:\n  ckpt completion bash > ~/.local/share/bash-completion/completions/ckpt\n"
-        "  ckpt completion zsh > FOLDER/_ckpt      # a folder of $fpath\n"
-        "  ckpt completion fish > ~/.config/fish/completions/ckpt.fish"
-    )
     parser.add_argument("shell", choices=("bash", "zsh", "fish"))
 
 

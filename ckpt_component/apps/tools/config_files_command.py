@@ -1,4 +1,11 @@
-"""`ckpt presets [NAME]` and `ckpt recipes [NAME]`: configs for common purposes."""
+"""`ckpt presets [NAME]` and `ckpt recipes [NAME]`: configs for common purposes.
+
+List them, each with what it is for, or print one.
+
+examples:
+  ckpt presets
+  ckpt recipes safest        # what it sets
+"""
 
 from __future__ import annotations
 
@@ -19,7 +26,6 @@ _USES = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
-    parser.epilog = "examples:\n  ckpt presets\n  ckpt recipes safest        # what it sets"
     parser.add_argument("name", nargs="?", help="print this one")
 
 

@@ -1,4 +1,12 @@
-"""`ckpt cp SRC DST`: copy a checkpoint, verified, so that the copy is whole or not there."""
+"""`ckpt cp SRC DST`: copy a checkpoint, verified, so that the copy is whole or not there.
+
+Copy a checkpoint. The copy is verified, durable, and appears whole or not at all. Repeated after it was cut off, the
+command finishes.
+
+example:
+  ckpt cp checkpoints@200 backup/
+  ckpt cp checkpoints@best other@300
+"""
 
 from __future__ import annotations
 
@@ -18,11 +26,6 @@ from .transfer import Transfer
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     add_places(parser, "copy")
-    parser.description = (
-        "Copy a checkpoint. The copy is verified, durable, and appears whole or not at all. Repeated after it was cut "
-        "off, the command finishes."
-    )
-    parser.epilog = "example:\n  ckpt cp checkpoints@200 backup/\n  ckpt cp checkpoints@best other@300"
 
 
 def add_places(parser: argparse.ArgumentParser, verb: str) -> None:

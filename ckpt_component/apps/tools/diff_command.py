@@ -1,4 +1,11 @@
-"""`ckpt diff A B [PATTERN]`: what two checkpoints do not have in common."""
+"""`ckpt diff A B [PATTERN]`: what two checkpoints do not have in common.
+
+Compare keys, dtypes, shapes and values. Where both checkpoints have the same kind of checksum and the same parts,
+values are compared by checksum, and nothing is read. Exit code 1 if they differ.
+
+example:
+  ckpt diff checkpoints@100 checkpoints@200 'model.*' --norm
+"""
 
 from __future__ import annotations
 
@@ -28,11 +35,6 @@ _SUMMARY = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
-    parser.description = (
-        "Compare keys, dtypes, shapes and values. Where both checkpoints have the same kind of checksum and the same\n"
-        "parts, values are compared by checksum, and nothing is read. Exit code 1 if they differ."
-    )
-    parser.epilog = "example:\n  ckpt diff checkpoints@100 checkpoints@200 'model.*' --norm"
     parser.add_argument("a", metavar="A", help="a checkpoint: ROOT/iter_0000200, ROOT@200, ROOT@newest, ROOT@best")
     parser.add_argument("b", metavar="B", help="another one, of any format")
     parser.add_argument("pattern", metavar="PATTERN", nargs="?", help="keys: a prefix, or with * ? [] as in a shell")

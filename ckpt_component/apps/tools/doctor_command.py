@@ -1,4 +1,11 @@
-"""`ckpt doctor [ROOT]`: check this machine, and a folder for checkpoints, with the operations that a save uses."""
+"""`ckpt doctor [ROOT]`: check this machine, and a folder for checkpoints, with the operations that a save uses.
+
+Check this machine and what is installed, and with ROOT the folder: sync, rename, locks, free space, direct I/O; of a
+URL: access, conditional puts, rates. Leaves nothing behind. Exit code 1: saves would fail.
+
+example:
+  ckpt doctor checkpoints
+"""
 
 from __future__ import annotations
 
@@ -22,11 +29,6 @@ _COLORS = {OK: "green", NOTE: "yellow", FAILS: "red"}
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
-    parser.description = (
-        "Check this machine and what is installed, and with ROOT the folder: sync, rename, locks, free space, direct "
-        "I/O; of a URL: access, conditional puts, rates. Leaves nothing behind. Exit code 1: saves would fail."
-    )
-    parser.epilog = "example:\n  ckpt doctor checkpoints"
     parser.add_argument("root", nargs="?", metavar="ROOT", help="folder of checkpoints, or its URL; it need not exist")
 
 

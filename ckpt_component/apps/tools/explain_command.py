@@ -1,4 +1,13 @@
-"""`ckpt explain [PRESET] [OVERRIDES...]`: what the factory would build, and where each choice comes from."""
+"""`ckpt explain [PRESET] [OVERRIDES...]`: what the factory would build, and where each choice comes from.
+
+Show what a config builds, without building it: parts and where each choice comes from, processes and threads, and what
+training waits for. Takes a second: Hydra composes.
+
+examples:
+  ckpt explain async_zero_overhead checkpoint.writer.workers=4
+  ckpt explain +recipe=safest checkpoint/stager=pinned
+  ckpt explain mine 'hydra.searchpath=[file://conf]'     # your own conf/checkpoint/mine.yaml
+"""
 
 from __future__ import annotations
 
@@ -26,15 +35,6 @@ USUAL = "async_persistent"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
-    parser.description = (
-        "Show what a config builds, without building it: parts and where each choice comes from, processes and "
-        "threads, and what training waits for. Takes a second: Hydra composes."
-    )
-    parser.epilog = (
-        "examples:\n  ckpt explain async_zero_overhead checkpoint.writer.workers=4\n"
-        "  ckpt explain +recipe=safest checkpoint/stager=pinned\n"
-        "  ckpt explain mine 'hydra.searchpath=[file://conf]'     # your own conf/checkpoint/mine.yaml"
-    )
     parser.add_argument(
         "words", nargs="*", metavar="PRESET | OVERRIDE", help=f"a preset ({USUAL}), and overrides as for Hydra"
     )

@@ -1,4 +1,14 @@
-"""`ckpt export hf|safetensors|torch CKPT OUT`: files that other programs read."""
+"""`ckpt export hf|safetensors|torch CKPT OUT`: files that other programs read.
+
+Write tensors of a checkpoint to files that other programs read: hf, a folder that from_pretrained and safetensors
+read; safetensors or torch, one file. Streams, so that it needs little memory, and torch only for the format torch and
+for checkpoints of other programs. OUT appears whole or not at all, and checksums are verified.
+
+example:
+  ckpt export hf checkpoints/iter_0000200 exported --dtype bfloat16 --config-from base_model
+
+hf without --prefix exports the model, if the state has one and something else; --prefix '' everything.
+"""
 
 from __future__ import annotations
 
@@ -18,16 +28,6 @@ from .output import Output
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
-    parser.description = (
-        "Write tensors of a checkpoint to files that other programs read: hf, a folder that from_pretrained and "
-        "safetensors read; safetensors or torch, one file. Streams, so that it needs little memory, and torch only for "
-        "the format torch and for checkpoints of other programs. OUT appears whole or not at all, and checksums are "
-        "verified."
-    )
-    parser.epilog = (
-        "example:\n  ckpt export hf checkpoints/iter_0000200 exported --dtype bfloat16 --config-from base_model\n\n"
-        "hf without --prefix exports the model, if the state has one and something else; --prefix '' everything."
-    )
     parser.add_argument("format", metavar="FORMAT", help=f"{', '.join(FORMATS)}")
     parser.add_argument("checkpoint", metavar="CKPT", help="the checkpoint, of any format that loads; or ROOT@newest")
     parser.add_argument("out", type=Path, metavar="OUT", help="folder to create for hf, else a file")

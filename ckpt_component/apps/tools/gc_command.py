@@ -1,4 +1,12 @@
-"""`ckpt gc ROOT`: delete what dead runs left, and checkpoints that need not be kept."""
+"""`ckpt gc ROOT`: delete what dead runs left, and checkpoints that need not be kept.
+
+Delete what dead runs left in a folder of checkpoints: unfinished and half-deleted ones. What a live process works on
+stays, and so does the debris of other hosts, unless --ended. With --keep-last, also delete older checkpoints, but
+those that the run keeps for good (checkpoint.keep.every_steps and keep.best).
+
+example:
+  ckpt gc checkpoints --keep-last 3 --dry-run
+"""
 
 from __future__ import annotations
 
@@ -20,12 +28,6 @@ from .roots import place_of, point_elsewhere, tree_bytes, typed_errors
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
-    parser.description = (
-        "Delete what dead runs left in a folder of checkpoints: unfinished and half-deleted ones. What a live process "
-        "works on stays, and so does the debris of other hosts, unless --ended. With --keep-last, also delete older "
-        "checkpoints, but those that the run keeps for good (checkpoint.keep.every_steps and keep.best)."
-    )
-    parser.epilog = "example:\n  ckpt gc checkpoints --keep-last 3 --dry-run"
     parser.add_argument("root", metavar="ROOT", help="the folder of checkpoints")
     parser.add_argument("--keep-last", type=int, metavar="N", help="keep the N newest good checkpoints, at least 1")
     parser.add_argument("--ended", action="store_true", help="the run that owns the root, on another host, has ended")

@@ -1,4 +1,11 @@
-"""`ckpt import SRC ROOT --step N`: a checkpoint of another program becomes one of ours."""
+"""`ckpt import SRC ROOT --step N`: a checkpoint of another program becomes one of ours.
+
+Write a checkpoint of torch.save, safetensors, Hugging Face, Lightning, stock DCP or Megatron (torch_dist) as a
+committed checkpoint of the format dcp, with checksums. Tensors are read one at a time.
+
+example:
+  ckpt import base_model checkpoints --step 0 --prefix model
+"""
 
 from __future__ import annotations
 
@@ -22,11 +29,6 @@ from .output import Output, counted
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
-    parser.description = (
-        "Write a checkpoint of torch.save, safetensors, Hugging Face, Lightning, stock DCP or Megatron (torch_dist)\n"
-        "as a committed checkpoint of the format dcp, with checksums. Tensors are read one at a time."
-    )
-    parser.epilog = "example:\n  ckpt import base_model checkpoints --step 0 --prefix model"
     parser.add_argument("source", metavar="SRC", help="the checkpoint, a folder or a file")
     parser.add_argument("root", metavar="ROOT", help="the folder of checkpoints; it may be new")
     parser.add_argument("--step", type=int, required=True, metavar="N", help="the step that a run continues after")

@@ -1,4 +1,11 @@
-"""`ckpt keys [PATTERN]`: every config key, from the schema."""
+"""`ckpt keys [PATTERN]`: every config key, from the schema.
+
+List every key below `checkpoint`: type, default, range, and what it is for.
+
+examples:
+  ckpt keys timeout
+  ckpt keys 'writer.*'
+"""
 
 from __future__ import annotations
 
@@ -17,8 +24,6 @@ from .output import Output, entry
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
-    parser.description = "List every key below `checkpoint`: type, default, range, and what it is for."
-    parser.epilog = "examples:\n  ckpt keys timeout\n  ckpt keys 'writer.*'"
     parser.add_argument(
         "pattern", metavar="PATTERN", nargs="?", help="only keys with this in their name or text; * is any text"
     )

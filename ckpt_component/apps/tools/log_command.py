@@ -1,4 +1,11 @@
-"""`ckpt log ROOT`: which runs saved in a folder, what each resumed from, what changed, and what failed."""
+"""`ckpt log ROOT`: which runs saved in a folder, what each resumed from, what changed, and what failed.
+
+Show the runs that saved in a folder, the newest first: the checkpoint that each resumed from, the changes of the
+config since, its checkpoints, and the saves and loads that failed.
+
+example:
+  ckpt log checkpoints
+"""
 
 from __future__ import annotations
 
@@ -14,11 +21,6 @@ from .output import Output, age_text, counted, fitted
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
-    parser.description = (
-        "Show the runs that saved in a folder, the newest first: the checkpoint that each resumed from, the changes\n"
-        "of the config since, its checkpoints, and the saves and loads that failed."
-    )
-    parser.epilog = "example:\n  ckpt log checkpoints"
     parser.add_argument("root", metavar="ROOT", help="folder of checkpoints")
 
 

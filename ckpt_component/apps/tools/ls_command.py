@@ -1,4 +1,11 @@
-"""`ckpt ls ROOT`: list a folder of checkpoints, and what else is there."""
+"""`ckpt ls ROOT`: list a folder of checkpoints, and what else is there.
+
+List the checkpoints of a folder, oldest first: committed; unverified (of another program, without checksums); damaged;
+in progress; and debris that killed runs left, which ckpt gc deletes.
+
+example:
+  ckpt ls checkpoints
+"""
 
 from __future__ import annotations
 
@@ -47,11 +54,6 @@ class Listed:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
-    parser.description = (
-        "List the checkpoints of a folder, oldest first: committed; unverified (of another program, without\n"
-        "checksums); damaged; in progress; and debris that killed runs left, which ckpt gc deletes."
-    )
-    parser.epilog = "example:\n  ckpt ls checkpoints"
     parser.add_argument("root", metavar="ROOT", help="folder of checkpoints")
 
 

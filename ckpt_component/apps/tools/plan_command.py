@@ -1,4 +1,12 @@
-"""`ckpt plan`: what saving will cost a run, from formulas or from what an earlier run measured."""
+"""`ckpt plan`: what saving will cost a run, from formulas or from what an earlier run measured.
+
+Predict what saving costs a run: host memory, stall, time until durable, storage rate, the best interval, and the
+fraction of time that is training. Every figure names its formula or source.
+
+examples:
+  ckpt plan --state 1.2TB --ranks 1024 --ranks-per-host 8 --storage-gbps 200
+  ckpt plan --state 40GB --ranks 8 --measured checkpoints
+"""
 
 from __future__ import annotations
 
@@ -22,14 +30,6 @@ from .output import WIDTH, Output, counted, table
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
-    parser.description = (
-        "Predict what saving costs a run: host memory, stall, time until durable, storage rate, the best interval, and "
-        "the fraction of time that is training. Every figure names its formula or source."
-    )
-    parser.epilog = (
-        "examples:\n  ckpt plan --state 1.2TB --ranks 1024 --ranks-per-host 8 --storage-gbps 200\n"
-        "  ckpt plan --state 40GB --ranks 8 --measured checkpoints"
-    )
     parser.add_argument(
         "--state", required=True, metavar="BYTES", help="the state of all ranks together, such as 1.2TB"
     )

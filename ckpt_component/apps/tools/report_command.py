@@ -1,4 +1,13 @@
-"""`ckpt report FOLDER`: report a run or a sweep, finished or not."""
+"""`ckpt report FOLDER`: report a run or a sweep, finished or not.
+
+For the folder of a run's checkpoints: its saves phase by phase, loads, failures, and the share of time that training
+kept, as text, run.png and run.html. For a sweep: its jobs sorted by stall, as text, sweep.csv, sweep.png and
+sweep.html.
+
+examples:
+  ckpt report checkpoints
+  ckpt report multirun/2026-11-21/10-30-00
+"""
 
 from __future__ import annotations
 
@@ -18,12 +27,6 @@ _RESULT = "result.json"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
-    parser.description = (
-        "For the folder of a run's checkpoints: its saves phase by phase, loads, failures, and the share of time that "
-        "training kept, as text, run.png and run.html. For a sweep: its jobs sorted by stall, as text, sweep.csv, "
-        "sweep.png and sweep.html."
-    )
-    parser.epilog = "examples:\n  ckpt report checkpoints\n  ckpt report multirun/2026-11-21/10-30-00"
     parser.add_argument(
         "folder", metavar="FOLDER", type=Path, help="folder of checkpoints, of a sweep (multirun/...) or of a job"
     )

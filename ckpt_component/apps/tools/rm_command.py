@@ -1,4 +1,11 @@
-"""`ckpt rm CKPT...`: delete checkpoints, each at once, and never the last good one by accident."""
+"""`ckpt rm CKPT...`: delete checkpoints, each at once, and never the last good one by accident.
+
+Delete checkpoints, or quarantined ones by their path. All are checked before the first is deleted, and nothing is
+asked. Refused are the last good checkpoint of a root, and those of a run that is alive.
+
+example:
+  ckpt rm checkpoints@200 checkpoints@300
+"""
 
 from __future__ import annotations
 
@@ -19,11 +26,6 @@ from .roots import Place, place_of, point_elsewhere, shown, tree_bytes, typed_er
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
-    parser.description = (
-        "Delete checkpoints, or quarantined ones by their path. All are checked before the first is deleted, and "
-        "nothing is asked. Refused are the last good checkpoint of a root, and those of a run that is alive."
-    )
-    parser.epilog = "example:\n  ckpt rm checkpoints@200 checkpoints@300"
     parser.add_argument("checkpoints", nargs="+", metavar="CKPT", help="ROOT/iter_0000200 or ROOT@200")
     parser.add_argument("--force", action="store_true", help="delete the last good checkpoint of a root too")
     parser.add_argument("--ended", action="store_true", help="the run that owns the root, on another host, has ended")

@@ -1,4 +1,11 @@
-"""`ckpt show CKPT [PATTERN]`: what a checkpoint holds, and the config that it was saved with."""
+"""`ckpt show CKPT [PATTERN]`: what a checkpoint holds, and the config that it was saved with.
+
+Show the keys of a checkpoint as a tree, with dtypes, shapes, sizes and totals. Numbered siblings of equal contents,
+such as layers, are one line. Reads the indexes, and of data only the small objects.
+
+example:
+  ckpt show checkpoints@200 'model.*' --depth 3
+"""
 
 from __future__ import annotations
 
@@ -27,11 +34,6 @@ _READ_BYTES, _READ_OBJECTS = 16 << 10, 1000
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
-    parser.description = (
-        "Show the keys of a checkpoint as a tree, with dtypes, shapes, sizes and totals. Numbered siblings of equal\n"
-        "contents, such as layers, are one line. Reads the indexes, and of data only the small objects."
-    )
-    parser.epilog = "example:\n  ckpt show checkpoints@200 'model.*' --depth 3"
     parser.add_argument("checkpoint", metavar="CKPT", help="ROOT/iter_0000200, ROOT@200, ROOT@newest, ROOT@best")
     parser.add_argument("pattern", metavar="PATTERN", nargs="?", help="keys: a prefix, or with * ? [] as in a shell")
     parser.add_argument("--depth", type=int, metavar="N", help="show N levels of the tree")

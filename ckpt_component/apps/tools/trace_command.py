@@ -1,4 +1,11 @@
-"""`ckpt trace RUN`: what a run did and when, as a Chrome trace."""
+"""`ckpt trace RUN`: what a run did and when, as a Chrome trace.
+
+Write a Chrome trace of the newest run of a folder: steps, stager, writer, commit and loads of every rank. Open the
+file in https://ui.perfetto.dev or chrome://tracing.
+
+example:
+  ckpt trace checkpoints --last 3
+"""
 
 from __future__ import annotations
 
@@ -13,11 +20,6 @@ from .output import Output, counted
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
-    parser.description = (
-        "Write a Chrome trace of the newest run of a folder: steps, stager, writer, commit and loads of every rank. "
-        "Open the file in https://ui.perfetto.dev or chrome://tracing."
-    )
-    parser.epilog = "example:\n  ckpt trace checkpoints --last 3"
     parser.add_argument("run", type=Path, metavar="RUN", help="the folder of its checkpoints")
     parser.add_argument("--out", type=Path, metavar="FILE", default=Path("trace.json"), help="(trace.json)")
     parser.add_argument("--last", type=int, metavar="N", help="only from the N-th last save on")

@@ -1,4 +1,11 @@
-"""`ckpt tune FOLDER`: measure the best settings for a machine, folder and state size, and write them as a recipe."""
+"""`ckpt tune FOLDER`: measure the best settings for a machine, folder and state size, and write them as a recipe.
+
+Measure parallel writers, block sizes, direct I/O, stagers, and with --writers formats in FOLDER, in turn and
+repeatedly, explain each choice, and write a recipe. Checkpoints written into FOLDER are removed.
+
+example:
+  ckpt tune checkpoints --size 4GB --seconds 300
+"""
 
 from __future__ import annotations
 
@@ -36,11 +43,6 @@ _LEAST_BYTES = 1_000_000
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
-    parser.description = (
-        "Measure parallel writers, block sizes, direct I/O, stagers, and with --writers formats in FOLDER, in turn and "
-        "repeatedly, explain each choice, and write a recipe. Checkpoints written into FOLDER are removed."
-    )
-    parser.epilog = "example:\n  ckpt tune checkpoints --size 4GB --seconds 300"
     parser.add_argument("folder", metavar="FOLDER", type=Path, help="where checkpoints will be")
     parser.add_argument("--state", default="large", help=f"kind of state: {', '.join(STATES)} (large)")
     parser.add_argument("--size", metavar="BYTES", help="its size, such as 4GB (that of the kind)")

@@ -1,4 +1,12 @@
-"""`ckpt verify CKPT|ROOT`: compare all bytes with their checksums."""
+"""`ckpt verify CKPT|ROOT`: compare all bytes with their checksums.
+
+Read a checkpoint, or all of a folder, and compare every byte with the checksums taken at the save. Needs no torch. Of
+other programs' checkpoints it checks sizes and structure, and the CRCs in files of torch.save. Exit code 1: something
+is damaged.
+
+example:
+  ckpt verify checkpoints@200 --key 'model.*'
+"""
 
 from __future__ import annotations
 
@@ -30,12 +38,6 @@ _NAMED = 20
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
-    parser.description = (
-        "Read a checkpoint, or all of a folder, and compare every byte with the checksums taken at the save. Needs no "
-        "torch. Of other programs' checkpoints it checks sizes and structure, and the CRCs in files of torch.save. "
-        "Exit code 1: something is damaged."
-    )
-    parser.epilog = "example:\n  ckpt verify checkpoints@200 --key 'model.*'"
     parser.add_argument("checkpoint", metavar="CKPT|ROOT", help="ROOT/iter_0000200, ROOT@newest, or all below ROOT")
     parser.add_argument("--key", metavar="PATTERN", help="only keys that match, such as 'model.*', or are below it")
     parser.add_argument("--resume", action="store_true", help="continue a verification that was cut off")
