@@ -7,28 +7,23 @@ import json
 import logging
 import os
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from ..callers.priority import lower_priority
+from ..callers.background import start_in_background
 from ..errors import CheckpointError, CheckpointSaveError, CheckpointTimeoutError
 from ..events import CheckpointListener, SaveReport
 from ..exporting.export import ExportOptions
 from ..exporting.process import CODE
-from ..options import IoPriority
 from ..storage.names import step_in_name
 from ..storage.space import amount
 from ..writing.exit_text import describe_exit
 
 logger = logging.getLogger(__name__)
 
-_PACKAGE_ROOT = str(Path(__file__).resolve().parents[2])
-_NICE = 15
 #: For an export that is given up to delete its files.
 _LEAVE_SECONDS = 5.0
 _POLL_SECONDS = 0.1
@@ -145,14 +140,8 @@ class BackgroundExports(CheckpointListener):
         """
         policy, target = self._policy, self._policy.target_of(path)
         job = json.dumps([path, target, vars(policy.options)])
-        process = subprocess.Popen(
-            [sys.executable, "-c", CODE, _PACKAGE_ROOT, job],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
+        process = start_in_background(CODE, job)
         try:
-            lower_priority(process.pid, _NICE, IoPriority.low)
             deadline = time.monotonic() + policy.timeout
             while process.poll() is None:
                 if self._given_up.wait(_POLL_SECONDS):

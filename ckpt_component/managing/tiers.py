@@ -10,24 +10,19 @@ import json
 import logging
 import os
 import subprocess
-import sys
 import threading
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import IO, Any
 
-from ..callers.priority import lower_priority
+from ..callers.background import start_in_background
 from ..errors import CheckpointFencedError, CheckpointSaveError
 from ..events import CheckpointListener, SaveReport
-from ..options import IoPriority
 from ..storage.space import amount
 from ..uploading.policy import UploadPolicy
 from ..uploading.process import CODE
 
 logger = logging.getLogger(__name__)
 
-_PACKAGE_ROOT = str(Path(__file__).resolve().parents[2])
-_NICE = 15
 #: For the process to notice that its time is over.
 _LEAVE_SECONDS = 5.0
 
@@ -146,15 +141,7 @@ class BackgroundUploads(CheckpointListener):
         with self._lock:
             if self._ended or self._fenced is not None or (self._thread is not None and self._thread.is_alive()):
                 return
-            process = subprocess.Popen(
-                [sys.executable, "-c", CODE, _PACKAGE_ROOT],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
-                start_new_session=True,  # signals to the trainer's group are not meant for it
-            )
-            lower_priority(process.pid, _NICE, IoPriority.low)
-            self._process = process
+            self._process = process = start_in_background(CODE)
             self._thread = threading.Thread(target=self._follow, args=(process,), name="ckpt-upload", daemon=True)
             if process.stdin is not None:
                 with contextlib.suppress(BrokenPipeError):

@@ -158,5 +158,12 @@ def quarantine_path(path: str) -> str:
     return os.path.join(os.path.dirname(path), f"{QUARANTINE_PREFIX}{os.path.basename(path)}.{new_token()}")
 
 
+def saved_as(name: str) -> str:
+    """The name under which a checkpoint was saved, or was to be, that has a hidden name now."""
+    for prefix in (STAGING_PREFIX, TRASH_PREFIX, QUARANTINE_PREFIX):
+        name = name.removeprefix(prefix)
+    return name.partition("/")[0].partition(".")[0]
+
+
 def _host_token() -> str:
     return hashlib.sha256(socket.gethostname().encode()).hexdigest()[:8]

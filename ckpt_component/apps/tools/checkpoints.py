@@ -18,7 +18,7 @@ from ...catalogue.folder import is_readable
 from ...errors import CheckpointConfigError, CheckpointNotFoundError
 from ...spelling import closest
 from ...storage.locate import absolute, storage_at
-from ...storage.names import MANIFEST, MEGATRON, NAMINGS, SINGLE_FILES, StepNames, step_in_name
+from ...storage.names import MANIFEST, MEGATRON, NAMINGS, QUARANTINE_PREFIX, SINGLE_FILES, StepNames, step_in_name
 from ...storage.retention import BestPolicy
 from ...storage.run_record import stored_config
 from ...storage.safe_open import read_failure
@@ -84,6 +84,11 @@ class Root:
         }
         return [path for path in foreign_checkpoints(self.fs, self.path, self.scan, self.names) if path not in listed]
 
+    @property
+    def quarantined(self) -> list[str]:
+        """Names of checkpoints that were set aside."""
+        return [name for name in self.fs.names(self.path) if name.startswith(QUARANTINE_PREFIX)]
+
     @cached_property
     def paths(self) -> dict[int, str]:
         """Step -> path of every folder or file that is, was, or may be a checkpoint; committed ones first."""
@@ -141,40 +146,30 @@ class Root:
             CheckpointNotFoundError: There is none.
             CheckpointConfigError: The word is something else.
         """
+        step: int | None
         if word.isdecimal() and word.isascii():
             step = int(word)
-            if step not in self.paths:
-                raise CheckpointNotFoundError(f"{self.path} has no checkpoint of step {step}{self._near(step)}.")
+            missing = f"has no checkpoint of step {step}{self._near(step)}."
         elif word == NEWEST:
-            newest = self.newest
-            if newest is None:
-                raise CheckpointNotFoundError(
-                    f"{self.path} has no checkpoint; ckpt ls {self.path} shows what is there."
-                )
-            step = newest
+            step, missing = self.newest, f"has no checkpoint; ckpt ls {self.path} shows what is there."
         elif word == BEST:
-            best = self.best
-            if best is None:
-                raise CheckpointNotFoundError(
-                    f"{self.path} has no best checkpoint: {self._why_no_best()}. Name a step, such as {self.path}@200."
-                )
-            step = best
+            why = "its config has no checkpoint.keep.best.metric"
+            if self.best_policy is not None:
+                why = f"no checkpoint has the metric '{self.best_policy.metric}'"
+            step, missing = self.best, f"has no best checkpoint: {why}. Name a step, such as {self.path}@200."
         else:
             near = closest(word, [NEWEST, BEST])
             types = f"{self.path}@{near}" if near else "a step, newest or best"
             raise CheckpointConfigError(f"'{word}' after the @ picks no checkpoint; type {types}.")
+        if step is None or step not in self.paths:
+            raise CheckpointNotFoundError(f"{self.path} {missing}")
         return Checkpoint(self.fs, self.paths[step], step, self)
 
     def _near(self, step: int) -> str:
         if not self.paths:
             return ", and none of another step"
-        near = sorted(self.paths, key=lambda other: (abs(other - step), other))
-        return f"; the nearest is {self.path}@{near[0]}"
-
-    def _why_no_best(self) -> str:
-        if self.best_policy is None:
-            return "its config has no checkpoint.keep.best.metric"
-        return f"no checkpoint has the metric '{self.best_policy.metric}'"
+        near = min(self.paths, key=lambda other: (abs(other - step), other))
+        return f"; the nearest is {self.path}@{near}"
 
     def _is_foreign(self, step: int, path: str) -> bool:
         listed = path in self.others or any(step in scan.foreign for scan in self.scans.values())

@@ -19,17 +19,12 @@ from ...storage.names import MANIFEST
 from ...storage.space import amount
 from .checkpoints import find_checkpoint
 from .output import Output
-from .roots import destination, place_of, shown, tree_bytes, typed_errors
+from .roots import add_safeguards, destination, place_of, shown, tree_bytes, typed_errors
 from .transfer import Transfer
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the command."""
-    add_places(parser, "copy")
-
-
-def add_places(parser: argparse.ArgumentParser, verb: str) -> None:
-    """Add the arguments of `cp` and `mv`."""
+def add_arguments(parser: argparse.ArgumentParser, verb: str = "copy") -> None:
+    """Add the arguments of the command; `mv` has the same."""
     parser.add_argument("source", metavar="SRC", help="the checkpoint: ROOT/iter_0000200, ROOT@200, ROOT@newest")
     parser.add_argument(
         "target",
@@ -37,21 +32,15 @@ def add_places(parser: argparse.ArgumentParser, verb: str) -> None:
         help="a new path, an existing folder or FOLDER/ to put it into, or ROOT@300: as step 300",
     )
     parser.add_argument("--commit", choices=["rename", "manifest"], help="how the copy appears (as others in its root)")
-    parser.add_argument("--ended", action="store_true", help="the run that owns the root, on another host, has ended")
-    parser.add_argument("--dry-run", action="store_true", help=f"print what would happen and {verb} nothing")
+    add_safeguards(parser, verb)
 
 
-def run(parsed: argparse.Namespace, output: Output) -> None:
-    """Copy.
+def run(parsed: argparse.Namespace, output: Output, *, moves: bool = False) -> None:
+    """Copy, or move.
 
     Raises:
         CheckpointError: see `Transfer`.
     """
-    transfer(parsed, output, moves=False)
-
-
-def transfer(parsed: argparse.Namespace, output: Output, *, moves: bool) -> None:
-    """Run `cp` or `mv`."""
     checkpoint = find_checkpoint(parsed.source, parsed.options)
     if moves and checkpoint.whole_root:
         raise CheckpointConfigError(
@@ -74,14 +63,8 @@ def transfer(parsed: argparse.Namespace, output: Output, *, moves: bool) -> None
             renamed = work.move()
         elif not parsed.dry_run:
             work.copy()
-    result = {
-        "from": source.path,
-        "to": target.path,
-        "bytes": nbytes,
-        "was_there": there,
-        "renamed": renamed,
-        "dry_run": parsed.dry_run,
-    }
+    result = {"from": source.path, "to": target.path, "bytes": nbytes}
+    result |= {"was_there": there, "renamed": renamed, "dry_run": parsed.dry_run}
     places = f"{shown(source.path)} to {shown(target.path)}: {amount(nbytes)}"
     text = f"{done} {places}, {'renamed' if renamed else 'verified'}"
     if parsed.dry_run:

@@ -23,15 +23,14 @@ from ...storage.retention import RetentionPolicy
 from ...storage.space import amount
 from .checkpoints import Root, find_root
 from .output import Output, table
-from .roots import place_of, point_elsewhere, tree_bytes, typed_errors
+from .roots import add_safeguards, place_of, point_elsewhere, tree_bytes, typed_errors
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     parser.add_argument("root", metavar="ROOT", help="the folder of checkpoints")
     parser.add_argument("--keep-last", type=int, metavar="N", help="keep the N newest good checkpoints, at least 1")
-    parser.add_argument("--ended", action="store_true", help="the run that owns the root, on another host, has ended")
-    parser.add_argument("--dry-run", action="store_true", help="print what would happen and delete nothing")
+    add_safeguards(parser, "delete")
 
 
 def run(parsed: argparse.Namespace, output: Output) -> int | None:

@@ -14,7 +14,7 @@ from typing import Any
 from ...errors import CheckpointError
 from ...events import read_events
 from ...storage.manifest import read_manifest
-from ...storage.names import QUARANTINE_PREFIX, RUN_RECORD, step_in_name
+from ...storage.names import RUN_RECORD, saved_as, step_in_name
 from ...storage.run_record import StoredConfig, stored_config
 from ...storage.storage import Storage
 from .checkpoints import Root
@@ -112,16 +112,14 @@ def _manifests(root: Root) -> Iterator[tuple[str, str, int | None, str, Mapping[
         for step, manifest in scan.manifests.items():
             name, state = naming.folder(step), COMMITTED if step in scan.committed else DAMAGED
             yield name, os.path.join(root.path, name), step, state, manifest
-    for name in root.fs.names(root.path):
-        if name.startswith(QUARANTINE_PREFIX):
-            path = os.path.join(root.path, name)
-            try:
-                content = read_manifest(root.fs, path)
-            except CheckpointError:
-                continue  # it was set aside because it is damaged
-            if content is not None:
-                original = name.removeprefix(QUARANTINE_PREFIX).partition(".")[0]
-                yield original, path, step_in_name(original), SET_ASIDE, content
+    for name in root.quarantined:
+        path, original = os.path.join(root.path, name), saved_as(name)
+        try:
+            content = read_manifest(root.fs, path)
+        except CheckpointError:
+            continue  # it was set aside because it is damaged
+        if content is not None:
+            yield original, path, step_in_name(original), SET_ASIDE, content
 
 
 def _token(manifest: Mapping[str, Any]) -> str:

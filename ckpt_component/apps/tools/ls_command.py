@@ -12,12 +12,11 @@ from __future__ import annotations
 import argparse
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
 from ...storage.cleanup import unfinished_in
-from ...storage.names import ALIVE_PREFIX, QUARANTINE_PREFIX, STAGING_PREFIX, TRASH_PREFIX, step_in_name
-from ...storage.scan import Scan
+from ...storage.names import ALIVE_PREFIX, STAGING_PREFIX, saved_as, step_in_name
 from ...storage.space import amount
 from .checkpoints import Root, find_root, is_checkpoint
 from .output import Output, age_text, counted, table
@@ -65,11 +64,10 @@ def run(parsed: argparse.Namespace, output: Output) -> int:
     """
     root = find_root(parsed.root, parsed.options)
     entries = sorted(_entries(root), key=lambda entry: (entry.step is None, entry.step or 0, entry.time))
-    newest, best = root.newest, root.best
     data = {
         "root": root.path,
-        "newest": newest,
-        "best": best,
+        "newest": root.newest,
+        "best": root.best,
         "metric": None if root.best_policy is None else root.best_policy.metric,
         "entries": [{**asdict(entry), "path": os.path.join(root.path, entry.name)} for entry in entries],
     }
@@ -78,67 +76,44 @@ def run(parsed: argparse.Namespace, output: Output) -> int:
 
 
 def _entries(root: Root) -> Iterator[Listed]:
-    names = set()
     for naming, scan in root.scans.items():
-        for entry in _steps(root, naming.folder, scan):
-            names.add(entry.name)
-            yield entry
-    for path in root.others:
-        yield _foreign(root, os.path.basename(path))
+        for step in scan.committed:
+            name, manifest = naming.folder(step), scan.manifests[step]
+            nbytes = sum(entry["size"] for entry in manifest["files"])
+            created = manifest.get("created")
+            when = float(created) if isinstance(created, (int, float)) else _modified(root, name)
+            metrics = dict(scan.metrics[step])
+            yield Listed(name, COMMITTED, step, when, nbytes, manifest["world_size"], metrics=metrics)
+        for step, why in {**scan.damaged, **scan.torn, **scan.unusable}.items():
+            name, ranks = naming.folder(step), scan.manifests.get(step, {}).get("world_size")
+            yield _examined(root, name, DAMAGED, step, why.replace(f"{os.path.join(root.path, name)}/", ""), ranks)
+        yield from (_foreign(root, naming.folder(step)) for step in scan.foreign)
+    yield from (_foreign(root, os.path.basename(path)) for path in root.others)
     in_use: dict[str, bool] = {}
     for naming in [*root.scans] or [root.names]:
         in_use |= unfinished_in(root.fs, root.path, naming)
     for name, used in in_use.items():
         if not name.startswith(ALIVE_PREFIX):  # the mark of an attempt that is listed itself
-            yield _unfinished(root, name, used)
-    for name in root.fs.names(root.path):
-        if name.startswith(QUARANTINE_PREFIX):
-            inner = name.removeprefix(QUARANTINE_PREFIX).partition(".")[0]
-            why = "quarantined"
-            yield Listed(name, DEBRIS, step_in_name(inner), _modified(root, name), _size(root, name), None, why)
-
-
-def _steps(root: Root, folder: Callable[[int], str], scan: Scan) -> Iterator[Listed]:
-    for step in scan.committed:
-        manifest = scan.manifests[step]
-        nbytes = sum(entry["size"] for entry in manifest["files"])
-        created = manifest.get("created")
-        when = float(created) if isinstance(created, (int, float)) else _modified(root, folder(step))
-        metrics = dict(scan.metrics[step])
-        yield Listed(folder(step), COMMITTED, step, when, nbytes, manifest["world_size"], metrics=metrics)
-    for group in (scan.damaged, scan.torn, scan.unusable):
-        for step, why in group.items():
-            ranks = scan.manifests[step]["world_size"] if step in scan.manifests else None
-            name = folder(step)
-            yield Listed(
-                name,
-                DAMAGED,
-                step,
-                _modified(root, name),
-                _size(root, name),
-                ranks,
-                why.replace(f"{os.path.join(root.path, name)}/", ""),
-            )
-    for step in scan.foreign:
-        yield _foreign(root, folder(step))
+            is_save = "/" in name or name.startswith(STAGING_PREFIX)
+            why = "a save that was cut off" if is_save else "a deletion that was cut off"
+            if used:
+                why = "being saved" if is_save else "being deleted"
+            yield _examined(root, name, IN_PROGRESS if used else DEBRIS, step_in_name(saved_as(name)), why)
+    for name in root.quarantined:
+        yield _examined(root, name, DEBRIS, step_in_name(saved_as(name)), "quarantined")
 
 
 def _foreign(root: Root, name: str) -> Listed:
     """A checkpoint of another program, or something that only has the name of one."""
     path = os.path.join(root.path, name)
     why = "a link" if root.fs.is_folder(path) and not root.fs.is_real_folder(path) else ""
-    state = UNVERIFIED if is_checkpoint(root.fs, path) else "unknown"
-    return Listed(name, state, step_in_name(name), _modified(root, name), _size(root, name), None, why)
+    return _examined(root, name, UNVERIFIED if is_checkpoint(root.fs, path) else "unknown", step_in_name(name), why)
 
 
-def _unfinished(root: Root, name: str, used: bool) -> Listed:
-    attempt = "/" in name or name.startswith(STAGING_PREFIX)
-    inner = name.partition("/")[0].removeprefix(STAGING_PREFIX).removeprefix(TRASH_PREFIX).partition(".")[0]
-    why = "a save that was cut off" if attempt else "a deletion that was cut off"
-    if used:
-        why = "being saved" if attempt else "being deleted"
-    state = IN_PROGRESS if used else DEBRIS
-    return Listed(name, state, step_in_name(inner), _modified(root, name), _size(root, name), None, why)
+def _examined(root: Root, name: str, state: str, step: int | None, why: str, ranks: int | None = None) -> Listed:
+    """An entry whose time and size no manifest tells."""
+    nbytes = tree_bytes(root.fs, os.path.join(root.path, name))
+    return Listed(name, state, step, _modified(root, name), nbytes, ranks, why)
 
 
 def _modified(root: Root, name: str) -> float:
@@ -146,10 +121,6 @@ def _modified(root: Root, name: str) -> float:
         return root.fs.changed(os.path.join(root.path, name))
     except FileNotFoundError:
         return time.time()  # committed or deleted since
-
-
-def _size(root: Root, name: str) -> int:
-    return tree_bytes(root.fs, os.path.join(root.path, name))
 
 
 def _lines(root: Root, entries: list[Listed], output: Output) -> Iterator[str]:

@@ -9,21 +9,9 @@ example:
 
 from __future__ import annotations
 
-import argparse
+from functools import partial
 
-from .cp_command import add_places, transfer
-from .output import Output
+from . import cp_command
 
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the command."""
-    add_places(parser, "move")
-
-
-def run(parsed: argparse.Namespace, output: Output) -> None:
-    """Move.
-
-    Raises:
-        CheckpointError: see `Transfer`.
-    """
-    transfer(parsed, output, moves=True)
+add_arguments = partial(cp_command.add_arguments, verb="move")
+run = partial(cp_command.run, moves=True)

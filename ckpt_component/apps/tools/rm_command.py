@@ -21,15 +21,14 @@ from ...storage.scan import scan_steps
 from ...storage.space import amount
 from .checkpoints import find_checkpoint
 from .output import Output
-from .roots import Place, place_of, point_elsewhere, shown, tree_bytes, typed_errors
+from .roots import Place, add_safeguards, place_of, point_elsewhere, shown, tree_bytes, typed_errors
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     parser.add_argument("checkpoints", nargs="+", metavar="CKPT", help="ROOT/iter_0000200 or ROOT@200")
     parser.add_argument("--force", action="store_true", help="delete the last good checkpoint of a root too")
-    parser.add_argument("--ended", action="store_true", help="the run that owns the root, on another host, has ended")
-    parser.add_argument("--dry-run", action="store_true", help="print what would happen and delete nothing")
+    add_safeguards(parser, "delete")
 
 
 def run(parsed: argparse.Namespace, output: Output) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,6 +21,12 @@ from .checkpoints import Root
 
 #: `ROOT@300`: the step of a new checkpoint.
 _NEW_STEP = re.compile(r"(.+)@(\d+)")
+
+
+def add_safeguards(parser: argparse.ArgumentParser, verb: str) -> None:
+    """Add `--ended` and `--dry-run`."""
+    parser.add_argument("--ended", action="store_true", help="the run that owns the root, on another host, has ended")
+    parser.add_argument("--dry-run", action="store_true", help=f"print what would happen and {verb} nothing")
 
 
 @dataclass(frozen=True)
