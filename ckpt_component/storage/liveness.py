@@ -1,13 +1,15 @@
 """Liveness of save attempts: a process that works on one holds a lock on its folder, or keeps touching a mark file.
 
-The mark file is for file systems without locks. It is touched every few seconds; an attempt without a touch for a
-minute, by the clock of the file system, is considered dead.
+The mark file is for buckets and file systems without locks. It is touched every few seconds; an attempt without a touch
+for a minute, by the clock of the file system, is considered dead. Its name has the process, so that where that process
+would be seen, no minute passes after its end.
 """
 
 from __future__ import annotations
 
 import errno
 import fcntl
+import hashlib
 import logging
 import os
 import threading
@@ -62,7 +64,8 @@ class AttemptLock:
                 self._fs.close_folder(self._fd)
         if locked is None:
             self._fd = None
-            self._mark = os.path.join(self._root, f"{ALIVE_PREFIX}{attempt.token}.{new_token()}")
+            process = f"{_process_space()}-{os.getpid()}"
+            self._mark = os.path.join(self._root, f"{ALIVE_PREFIX}{attempt.token}.{process}.{new_token()}")
             fs.close(fs.create(self._mark))
             self._thread = threading.Thread(target=self._touch, args=(self._mark,), name="ckpt-alive", daemon=True)
             self._thread.start()
@@ -135,13 +138,14 @@ class LifeSigns:
         if locked:
             return True
         marks = _marks(self.root, self.names, token)
-        if locked is None or not here:
+        # A process that was about to mark itself has the time of `is_young` for it, as it has to lock the folder.
+        if not here or (locked is None and not (marks and all(map(_has_ended, marks)))):
             marks.append(path)
         return any(not self.is_quiet(mark) for mark in marks)
 
     def is_quiet(self, path: str) -> bool:
-        """Whether a file, or a folder with its entries, was last changed so long ago that its owner must be dead."""
-        return self._now - _modified(self._fs, path) >= QUIET_SECONDS
+        """Whether the owner of a file, or a folder with its entries, must be dead: it ended, or was silent for long."""
+        return _has_ended(path) or self._now - _modified(self._fs, path) >= QUIET_SECONDS
 
     def is_young(self, path: str) -> bool:
         """Whether a file, or a folder itself (not its entries), was made or changed just now."""
@@ -191,6 +195,29 @@ def is_locked(fs: Storage, path: str) -> bool | None:
 def _marks(root: str, names: Sequence[str], token: str) -> list[str]:
     """Paths of the mark files of processes that work on an attempt without a lock."""
     return [os.path.join(root, name) for name in names if name.startswith(f"{ALIVE_PREFIX}{token}.")]
+
+
+def _has_ended(mark: str) -> bool:
+    """Whether a path is a mark file of a process that would be seen here and does not exist; False if unknown."""
+    space, _, pid = mark.rpartition(".")[0].rpartition(".")[2].partition("-")
+    if not space or space != _process_space() or not pid.isdigit():
+        return False
+    try:
+        os.kill(int(pid), 0)
+    except ProcessLookupError:
+        return True
+    except (OSError, OverflowError):
+        pass  # it is another user's, or no process ID
+    return False
+
+
+def _process_space() -> str:
+    """Identifies the processes that are seen here: of this boot of this host, in this container; empty: unknown."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as stream:
+            return hashlib.sha256(f"{stream.read()}{os.stat('/proc/self/ns/pid').st_ino}".encode()).hexdigest()[:8]
+    except OSError:
+        return ""
 
 
 def _modified(fs: Storage, path: str) -> float:

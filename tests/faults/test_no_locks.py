@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import subprocess
 import time
 from pathlib import Path
 
@@ -145,6 +146,28 @@ def test_who_has_locks_sees_who_has_none(tmp_path: Path) -> None:
     assert sweep(FileStorage(), str(tmp_path), MEGATRON) == []
     lock.close()
     assert sweep(FileStorage(), str(tmp_path), MEGATRON) == [os.path.basename(attempt.staging)]
+
+
+def test_a_process_that_was_killed_here_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    attempt = begun(NoLocks(), tmp_path, 7)
+    own = AttemptLock(NoLocks(), attempt)
+    process = subprocess.Popen(["true"])
+    process.wait()
+    (mark,) = marks(tmp_path)
+    ended = mark.with_name(mark.name.replace(f"-{os.getpid()}.", f"-{process.pid}."))
+    ended.touch()
+    assert living_attempts(NoLocks(), str(tmp_path), MEGATRON)  # another process works on it
+    own.close()
+    name = os.path.basename(attempt.staging)
+    with monkeypatch.context() as elsewhere:  # in another container, or after a boot, it would not be seen
+        elsewhere.setattr(liveness, "_process_space", lambda: "0a1b2c3d")
+        assert living_attempts(NoLocks(), str(tmp_path), MEGATRON) == [name]
+    assert living_attempts(NoLocks(), str(tmp_path), MEGATRON) == []
+    assert sweep(NoLocks(), str(tmp_path), MEGATRON) == [ended.name]  # the folder is young
+    os.utime(attempt.staging, (1, 1))
+    ended.touch()
+    monkeypatch.setattr(liveness, "_YOUNG_SECONDS", 0.0)
+    assert sweep(NoLocks(), str(tmp_path), MEGATRON) == [ended.name, name]
 
 
 def test_the_file_is_touched_again_and_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
