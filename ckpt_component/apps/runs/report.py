@@ -11,7 +11,7 @@ from typing import Any
 from ...storage.space import amount
 from ..sweeps.page import can_plot, new_figure, write_page
 from ..sweeps.text import aligned, duration
-from ..tools.output import WIDTH
+from ..tools.output import WIDTH, counted
 from .records import Run
 from .timeline import draw_saves, height
 
@@ -71,7 +71,7 @@ def _wrapped(line: str) -> list[str]:
 def _about(folder: Path, run: Mapping[str, Any]) -> Iterator[str]:
     hosts = f" on {', '.join(run['hosts'][:3])}{' ...' if len(run['hosts']) > 3 else ''}" if run["hosts"] else ""
     preset = f", {run['preset']}" if run["preset"] else ""
-    ranks = f"{run['world_size']} rank{'' if run['world_size'] == 1 else 's'}"
+    ranks = counted(run["world_size"], "rank")
     age = duration(max(time.time() - run["ended"], 0))
     yield f"{folder}: {ranks}{hosts}{preset}, from {_clock(run['began'])}; last event {age} ago"
     if run["first_step"] is not None:

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from ... import __version__
-from ...errors import CheckpointError
+from ...errors import CheckpointConfigError, CheckpointError
 from ...spelling import closest
 from ...storage.locate import is_url
-from .output import WIDTH, Output
+from .output import WIDTH, Output, styled
 
 #: Exit codes: the answer is no (damaged, different, a check failed); the command could not do its work.
 NO, FAILED = 1, 2
@@ -64,45 +64,45 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """
     # Exit normally on SIGTERM, so that commands remove their temporary files.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    parsed = parse(arguments)
-    output = Output(as_json=parsed.json)
-    level = logging.ERROR if parsed.quiet else max(logging.WARNING - 10 * parsed.verbose, logging.DEBUG)
-    logging.basicConfig(level=level, format="%(message)s", stream=sys.stderr)
     try:
-        sys.exit(_module(parsed.command).run(parsed, output) or 0)
+        parsed = parse(arguments)
+        level = logging.ERROR if parsed.quiet else max(logging.WARNING - 10 * parsed.verbose, logging.DEBUG)
+        logging.basicConfig(level=level, format="%(message)s", stream=sys.stderr)
+        sys.exit(_module(parsed.command).run(parsed, Output(as_json=parsed.json)) or 0)
     except CheckpointError as error:
-        print(output.error(f"error: {error}"), file=sys.stderr)
-        sys.exit(FAILED)
+        text, fix = str(error), ""
+    except BrokenPipeError:  # `ckpt show ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(128 + signal.SIGPIPE)
     except OSError as error:
-        if isinstance(error, BrokenPipeError):  # `ckpt show ... | head`
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            sys.exit(128 + signal.SIGPIPE)
         text, fix = error.strerror or str(error), ""
         if is_url(str(error.filename or "")):
             from ..health.bucket import in_words
 
             text, fix = in_words(error)
-        where = f"{error.filename}: " if error.filename else ""
-        print(output.error(f"error: {where}{text}"), *filter(None, [fix]), sep="\n  ", file=sys.stderr)
-        sys.exit(FAILED)
+        text = f"{error.filename}: {text}" if error.filename else text
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
+    print(styled(f"error: {text}", "red", sys.stderr), *filter(None, [fix]), sep="\n  ", file=sys.stderr)
+    sys.exit(FAILED)
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse the command line and expand `~` in paths."""
+    """Parse the command line and expand `~` in paths.
+
+    Raises:
+        CheckpointConfigError: There is no such command, or option of it.
+    """
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     chosen = next((word for word in arguments if not word.startswith("-")), None)
     if chosen is not None and chosen not in COMMANDS:
         near = closest(chosen, COMMANDS)
         hint = f"did you mean ckpt {near}?" if near else "ckpt --help lists them."
-        print(f"error: ckpt has no command '{chosen}'; {hint}", file=sys.stderr)
-        sys.exit(FAILED)
+        raise CheckpointConfigError(f"ckpt has no command '{chosen}'; {hint}")
     parsed, unknown = parser_of([] if chosen is None else [chosen]).parse_known_args(arguments)
     if unknown:
         hint = f"ckpt {parsed.command} --help lists what it takes."
-        print(f"error: ckpt {parsed.command} does not take '{unknown[0]}'; {hint}", file=sys.stderr)
-        sys.exit(FAILED)
+        raise CheckpointConfigError(f"ckpt {parsed.command} does not take '{unknown[0]}'; {hint}")
     parsed.options = dict(map(_option, parsed.options))
     for name, value in vars(parsed).items():
         if isinstance(value, Path):
@@ -114,8 +114,7 @@ def _option(text: str) -> tuple[str, str]:
     """The key and the value of a storage option, which is not printed: it may be a secret."""
     key, separator, value = text.partition("=")
     if not separator or not key:
-        print("error: -o takes KEY=VALUE, such as -o endpoint=http://127.0.0.1:9000", file=sys.stderr)
-        sys.exit(FAILED)
+        raise CheckpointConfigError("-o takes KEY=VALUE, such as -o endpoint=http://127.0.0.1:9000")
     return key, value
 
 

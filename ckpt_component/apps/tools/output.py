@@ -7,7 +7,7 @@ import os
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, TextIO
 
 from ..sweeps.text import aligned
 
@@ -23,12 +23,12 @@ class Output:
         as_json: Print JSON instead of text.
 
     Attributes:
-        color: Whether text may be coloured: on a terminal, unless NO_COLOR is set.
+        color: Whether stdout has colour.
     """
 
     def __init__(self, *, as_json: bool = False) -> None:
         self.as_json = as_json
-        self.color = not as_json and sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+        self.color = has_color(sys.stdout)
 
     def result(self, data: Any, lines: Callable[[], Iterable[str]]) -> None:
         """Print the result.
@@ -44,14 +44,18 @@ class Output:
             print(line)
 
     def style(self, text: str, name: str) -> str:
-        """The text in a style (bold, dim, red, green, yellow, blue) where colour is on."""
-        return f"\x1b[{_STYLES[name]}m{text}\x1b[0m" if self.color else text
+        """The text as `styled` makes it for stdout."""
+        return styled(text, name, sys.stdout)
 
-    def error(self, text: str) -> str:
-        """The text of an error, for stderr."""
-        return (
-            f"\x1b[{_STYLES['red']}m{text}\x1b[0m" if sys.stderr.isatty() and not os.environ.get("NO_COLOR") else text
-        )
+
+def has_color(stream: TextIO) -> bool:
+    """Whether text may be coloured: on a terminal, unless NO_COLOR is set."""
+    return stream.isatty() and not os.environ.get("NO_COLOR")
+
+
+def styled(text: str, name: str, stream: TextIO) -> str:
+    """A text for a stream in a style (bold, dim, red, green, yellow, blue), if it has colour."""
+    return f"\x1b[{_STYLES[name]}m{text}\x1b[0m" if has_color(stream) else text
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[int] = ()) -> Iterator[str]:

@@ -30,26 +30,16 @@ from .output import WIDTH, Output, counted, table
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
-    parser.add_argument(
-        "--state", required=True, metavar="BYTES", help="the state of all ranks together, such as 1.2TB"
-    )
-    parser.add_argument("--ranks", type=int, default=1, help="number of ranks (1)")
-    parser.add_argument("--ranks-per-host", type=int, default=8, metavar="N", help="ranks on each host (8)")
-    parser.add_argument("--preset", default="async_persistent", help="see ckpt presets (async_persistent)")
-    parser.add_argument(
-        "--storage-gbps", type=float, metavar="GB/S", help="what the storage takes from all ranks, in GB/s"
-    )
-    parser.add_argument("--mtbf", metavar="TIME", help="mean time between failures of the run, such as 8h")
-    parser.add_argument(
-        "--restart-s", type=float, default=RESTART_S, metavar="S", help="from failure to training (300)"
-    )
-    parser.add_argument(
-        "--measured",
-        type=Path,
-        action="append",
-        metavar="FOLDER",
-        help="rates of a run, from its checkpoint.dir; twice, with another size, is better",
-    )
+    add = parser.add_argument
+    add("--state", required=True, metavar="BYTES", help="the state of all ranks together, such as 1.2TB")
+    add("--ranks", type=int, default=1, help="number of ranks (1)")
+    add("--ranks-per-host", type=int, default=8, metavar="N", help="ranks on each host (8)")
+    add("--preset", default="async_persistent", help="see ckpt presets (async_persistent)")
+    add("--storage-gbps", type=float, metavar="GB/S", help="what the storage takes from all ranks, in GB/s")
+    add("--mtbf", metavar="TIME", help="mean time between failures of the run, such as 8h")
+    add("--restart-s", type=float, default=RESTART_S, metavar="S", help="from failure to training (300)")
+    more = "rates of a run, from its checkpoint.dir; twice, with another size, is better"
+    add("--measured", type=Path, action="append", metavar="FOLDER", help=more)
 
 
 def run(parsed: argparse.Namespace, output: Output) -> None:

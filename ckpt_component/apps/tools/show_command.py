@@ -23,6 +23,7 @@ from ...memory.gc_control import collector_paused
 from ...storage.metrics import metrics_of
 from ...storage.run_record import StoredConfig, stored_config
 from ...storage.space import amount
+from ..sweeps.text import aligned
 from .checkpoints import find_checkpoint, matching_keys
 from .key_tree import Line, lines_of, shape_text
 from .object_values import value_text
@@ -60,11 +61,12 @@ def run(parsed: argparse.Namespace, output: Output) -> int:
     entries = [catalogue.entries[key] for key in matching_keys([*catalogue.entries], parsed.pattern, path)]
     shown = [] if output.as_json or parsed.flat else [*lines_of(entries, parsed.depth)]
     values = _values(catalogue, [line.entry for line in shown if line.alike == 1 and line.entry] or entries)
-    data = {**facts(catalogue), "entries": [_as_data(entry, values) for entry in entries] if output.as_json else []}
+    known = _facts(catalogue)
+    data = {**known, "entries": [_as_data(entry, values) for entry in entries] if output.as_json else []}
 
     def lines() -> Iterator[str]:
         yield output.style(path, "bold")
-        yield from textwrap.wrap(_facts_line(catalogue), WIDTH, subsequent_indent="  ")
+        yield from textwrap.wrap(_facts_line(known), WIDTH, subsequent_indent="  ")
         yield ""
         yield from _flat_lines(entries, values) if parsed.flat else _tree_lines(shown, values, output)
 
@@ -72,7 +74,7 @@ def run(parsed: argparse.Namespace, output: Output) -> int:
     return 0
 
 
-def facts(catalogue: Catalogue) -> dict[str, Any]:
+def _facts(catalogue: Catalogue) -> dict[str, Any]:
     """What is known of a checkpoint besides its entries, as values of JSON."""
     manifest = catalogue.manifest or {}
     kinds = {piece.checksum_kind for entry in catalogue.entries.values() for piece in entry.pieces} - {None}
@@ -92,12 +94,11 @@ def facts(catalogue: Catalogue) -> dict[str, Any]:
     }
 
 
-def _facts_line(catalogue: Catalogue) -> str:
-    known = facts(catalogue)
-    parts = [catalogue.format]
+def _facts_line(known: Mapping[str, Any]) -> str:
+    parts = [known["format"]]
     if known["ranks"] is not None:
         parts.append(counted(known["ranks"], "rank"))
-    parts += [amount(catalogue.nbytes), counted(known["tensors"], "tensor"), counted(known["objects"], "object")]
+    parts += [amount(known["nbytes"]), counted(known["tensors"], "tensor"), counted(known["objects"], "object")]
     parts.append(f"checksums {known['checksum']}" if known["checksum"] else "no checksums")
     if isinstance(known["created"], (int, float)):
         parts.append(f"committed {age_text(time.time() - known['created'])} ago")
@@ -132,11 +133,9 @@ def _as_data(entry: Entry, values: Mapping[str, str]) -> dict[str, Any]:
     }
 
 
-def _flat_lines(entries: Sequence[Entry], values: Mapping[str, str]) -> Iterator[str]:
-    rows = [(entry.dtype or "object", _content(entry, values), str(entry.nbytes)) for entry in entries]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for (dtype, shape, size), entry in zip(rows, entries, strict=True):
-        yield f"{dtype:<{widths[0]}}  {shape:<{widths[1]}}  {size:>{widths[2]}}  {entry.key}"
+def _flat_lines(entries: Sequence[Entry], values: Mapping[str, str]) -> list[str]:
+    rows = [(entry.dtype or "object", _content(entry, values), str(entry.nbytes), entry.key) for entry in entries]
+    return aligned(rows, left=(0, 1, 3))
 
 
 def _tree_lines(shown: Sequence[Line], values: Mapping[str, str], output: Output) -> Iterator[str]:
@@ -145,17 +144,14 @@ def _tree_lines(shown: Sequence[Line], values: Mapping[str, str], output: Output
     ]
     widths = [max((len(row[number]) for row in cells), default=0) for number in range(3)]
     room = WIDTH - sum(widths) - 2 * len(widths)
-    names = [shortened("  " * line.depth + _label(line), room) for line in shown]
+    alike = [f"  ({line.alike} alike)" if line.alike > 1 else "" for line in shown]
+    names = [shortened("  " * line.depth + line.name + more, room) for line, more in zip(shown, alike, strict=True)]
     header, *rows = table(
         ("key", "dtype", "shape or value", "size"), [(n, *c) for n, c in zip(names, cells, strict=True)], right=(3,)
     )
     yield output.style(header, "bold")
     for line, row in zip(shown, rows, strict=True):
         yield row if line.entry is not None else output.style(row, "blue")
-
-
-def _label(line: Line) -> str:
-    return f"{line.name}  ({line.alike} alike)" if line.alike > 1 else line.name
 
 
 def _content(entry: Entry, values: Mapping[str, str]) -> str:
