@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from .listener import CheckpointListener
-from .records import LoadReport, SaveReport, Span
+from .records import LoadReport, SaveReport
 from .tracker import imported
 
 
@@ -42,7 +42,6 @@ class OpenTelemetryListener(CheckpointListener):
 
     def _make(self, name: str, report: SaveReport | LoadReport, attributes: Mapping[str, Any]) -> None:
         tracer = self._trace.get_tracer("ckpt_component", tracer_provider=self._provider)
-        ended = max([report.stall_s if isinstance(report, SaveReport) else report.seconds, *_ends(report.spans)])
         step = {} if report.step is None else {"step": report.step}
         known = {"path": report.path, "outcome": report.outcome, **step, **attributes}
         named = {f"checkpoint.{key}": value for key, value in known.items()}
@@ -53,11 +52,7 @@ class OpenTelemetryListener(CheckpointListener):
             child.end(_nanoseconds(report.time + end))
         if report.error is not None:
             span.set_status(self._trace.StatusCode.ERROR, report.error)
-        span.end(_nanoseconds(report.time + ended))
-
-
-def _ends(spans: Mapping[str, Span]) -> list[float]:
-    return [end for _, end in spans.values()]
+        span.end(_nanoseconds(report.time + report.seconds))
 
 
 def _nanoseconds(seconds: float) -> int:

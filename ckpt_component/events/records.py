@@ -55,6 +55,11 @@ class SaveReport:
     host_memory_bytes: int = 0
 
     @property
+    def seconds(self) -> float:
+        """How long it took until it was committed, or had failed."""
+        return max([self.stall_s, *(end for _, end in self.spans.values())])
+
+    @property
     def write_gbps(self) -> float:
         """Write throughput in gigabytes (1e9 bytes) per second."""
         return self.bytes / 1e9 / self.write_s if self.write_s > 0 else 0.0

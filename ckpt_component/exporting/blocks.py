@@ -95,11 +95,12 @@ class TensorBlocks:
         self._files.__exit__()
 
 
-def open_blocks(catalogue: Catalogue, tensors: Sequence[Entry], objects: Sequence[Entry] = ()) -> TensorBlocks:
+def open_blocks(catalogue: Catalogue, entries: Sequence[Entry]) -> TensorBlocks:
     """What reads these tensors and objects; what only torch can read is read with torch."""
-    direct = all(piece.payload is not None for entry in tensors for piece in entry.pieces)
-    if direct and (not objects or catalogue.format == "dcp"):
-        return TensorBlocks(catalogue, [*tensors, *objects])
+    if all(catalogue.format == "dcp" or entry.kind == "tensor" for entry in entries) and all(
+        piece.payload is not None for entry in entries if entry.kind == "tensor" for piece in entry.pieces
+    ):
+        return TensorBlocks(catalogue, entries)
     from .loaded_blocks import LoadedBlocks  # needs torch
 
     return LoadedBlocks(catalogue)

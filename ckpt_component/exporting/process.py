@@ -33,7 +33,8 @@ def main(job: str) -> None:
     answer: dict[str, Any]
     try:
         fs = file_storage(process="export")
-        answer = export_checkpoint(source, target, ExportOptions(**options), fs)._asdict()
+        done = export_checkpoint(source, target, ExportOptions(**options), fs)
+        answer = {"nbytes": done.nbytes, "seconds": done.seconds}
     except CheckpointError as error:
         answer = {"error": str(error)}
     print(json.dumps(answer), flush=True)

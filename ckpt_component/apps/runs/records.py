@@ -27,11 +27,6 @@ class Save(SaveReport):
     rank: int = 0
 
     @property
-    def seconds(self) -> float:
-        """How long it took until it was committed, or had failed."""
-        return max([self.stall_s, *(end for _, end in self.spans.values())])
-
-    @property
     def end(self) -> float:
         """When it was committed, or had failed, in seconds since 1970."""
         return self.time + self.seconds

@@ -126,18 +126,17 @@ class Root:
     def best_policy(self) -> BestPolicy | None:
         """How `keep.best` compares; None: it compares nothing."""
         best = self.keep.get("best", {})
-        return BestPolicy(best["metric"], best.get("mode") == "max") if best.get("metric") else None
+        if not best.get("metric"):
+            return None
+        return BestPolicy(best["metric"], best.get("mode") == "max", best.get("last", 1))
 
     @property
     def best(self) -> int | None:
         """The best committed step by `best_policy`; None: no checkpoint has the metric, or there is none."""
-        ranked = self.best_policy.ranked(self.metrics) if self.best_policy is not None else []
-        return ranked[0] if ranked else None
-
-    @property
-    def metrics(self) -> dict[int, dict[str, float]]:
-        """Metrics of the committed checkpoints."""
-        return {step: dict(scan.metrics[step]) for scan in self.scans.values() for step in scan.committed}
+        if self.best_policy is None:
+            return None
+        metrics = {step: scan.metrics[step] for scan in self.scans.values() for step in scan.committed}
+        return next(iter(self.best_policy.ranked(metrics)), None)
 
     def pick(self, word: str) -> Checkpoint:
         """The checkpoint of a step, the newest, or the best.

@@ -155,16 +155,7 @@ def _read(
     sides = [[pair[side] for pair in pairs] for side in (0, 1)]
     total = sum(entry.nbytes for side in sides for entry in side)
     with ExitStack() as stack:
-        left, right = (
-            stack.enter_context(
-                open_blocks(
-                    catalogue,
-                    [entry for entry in side if entry.kind == "tensor"],
-                    [entry for entry in side if entry.kind == "object"],
-                )
-            )
-            for catalogue, side in zip((a, b), sides, strict=True)
-        )
+        left, right = (stack.enter_context(open_blocks(*side)) for side in zip((a, b), sides, strict=True))
         done = stack.enter_context(progress_bar("comparing", total))
         for one, other in pairs:
             difference = found[one.key]

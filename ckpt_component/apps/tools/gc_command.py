@@ -84,9 +84,9 @@ def _old(root: Root, last: int) -> list[int]:
     """The committed steps that need not be kept; those stay that the newest one's config keeps for good."""
     committed, best = root.scan.committed, list[int]()
     if root.best_policy is not None:
-        best = root.best_policy.ranked({step: root.scan.metrics[step] for step in committed})
-    policy = RetentionPolicy(last, root.keep.get("every_steps"))
-    return policy.to_delete(committed, best[: root.keep.get("best", {}).get("last")])
+        ranked = root.best_policy.ranked({step: root.scan.metrics[step] for step in committed})
+        best = ranked[: root.best_policy.last]
+    return RetentionPolicy(last, root.keep.get("every_steps")).to_delete(committed, best)
 
 
 def _lines(data: dict[str, Any]) -> Iterator[str]:

@@ -86,14 +86,14 @@ def place_of(path: str, options: Mapping[str, str] | None = None, *, by_rename: 
         options: `-o` of the command line, for a URL.
         by_rename: whether checkpoints there are committed by a rename; None: as those that are there.
     """
-    root, name = os.path.split(path)
     fs = storage_at(path, options=options)
-    if not is_url(path) and not (_is_by_rename(fs, root) if by_rename is None else by_rename):
+    if not is_url(path) and not (_is_by_rename(fs, os.path.dirname(path)) if by_rename is None else by_rename):
         fs = storage_at(path, atomic_rename=False)
-    return _named(fs, path, name)
+    return _named(fs, path)
 
 
-def _named(fs: Storage, path: str, name: str) -> Place:
+def _named(fs: Storage, path: str) -> Place:
+    name = os.path.basename(path)
     for names in NAMINGS.values():
         step = names.step(name)
         if step is not None and names.folder(step) == name:
@@ -104,7 +104,7 @@ def _named(fs: Storage, path: str, name: str) -> Place:
 def _is_by_rename(fs: Storage, root: str) -> bool:
     """Whether the newest checkpoint of a folder, if any can be read, was committed by a rename."""
     for name in reversed(fs.names(root)):
-        place = _named(fs, os.path.join(root, name), name)
+        place = _named(fs, os.path.join(root, name))
         if place.names is None:
             continue
         with suppress(CheckpointError):  # a damaged one; another one says it
@@ -142,7 +142,7 @@ def destination(argument: str, source: Place, options: Mapping[str, str], commit
             raise CheckpointConfigError(f"{argument} is no destination; name a new step by its number: ROOT@300.")
         path, step = absolute(match[1]), int(match[2])
     elif not argument.endswith(os.sep):
-        names = _named(fs, path, os.path.basename(path)).names
+        names = _named(fs, path).names
         if names is not None or not fs.is_folder(path) or is_one_checkpoint(fs, path):
             return place_of(path, options, by_rename=by_rename)
     name = os.path.basename(source.path)

@@ -112,7 +112,7 @@ def _values(catalogue: Catalogue, entries: Sequence[Entry]) -> dict[str, str]:
     if catalogue.format != "dcp" or not small:
         return {}
     values = {}
-    with open_blocks(catalogue, [], small) as blocks:
+    with open_blocks(catalogue, small) as blocks:
         for entry in small:
             try:
                 values[entry.key] = value_text(blocks.item(entry), entry.key)
