@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from ...catalogue import Catalogue, Entry
 from ...exporting.blocks import TensorBlocks, open_blocks
@@ -20,7 +20,8 @@ _CANONICAL = ("dcp", "safetensors")
 _COMPUTED = {*SAFETENSORS, "complex128", "float8_e4m3fnuz", "float8_e5m2fnuz"}
 
 
-class Norm(NamedTuple):
+@dataclass
+class Norm:
     """The difference of two tensors A and B, in float64.
 
     Attributes:

@@ -43,10 +43,10 @@ def run(parsed: argparse.Namespace, output: Output) -> None:
             | ({"parts": parts_of(file.name)} if command == "presets" else {})
             for file in files.values()
         ]
-        output.result(data, lambda: _lines(command, data, output))
+        output.result(data, _lines(command, data, output))
     elif name in files:
         text = files[name].path.read_text(encoding="utf-8")
-        output.result({"name": name, "path": str(files[name].path), "content": text}, text.splitlines)
+        output.result({"name": name, "path": str(files[name].path), "content": text}, text.splitlines())
     else:
         near = closest(name, files)
         hint = f"did you mean ckpt {command} {near}?" if near else f"ckpt {command} lists them."

@@ -69,4 +69,4 @@ def run(parsed: argparse.Namespace, output: Output, *, moves: bool = False) -> N
     text = f"{done} {places}, {'renamed' if renamed else 'verified'}"
     if parsed.dry_run:
         text = f"would {'move' if moves else 'copy'} {places}"
-    output.result(result, lambda: [f"{text}{'; it was there already' if there else ''}"])
+    output.result(result, [f"{text}{'; it was there already' if there else ''}"])

@@ -53,7 +53,7 @@ def run(parsed: argparse.Namespace, output: Output) -> int:
     if parsed.config:
         changes = config_changes(*(stored_config(each.path, each.fs) for each in (a, b)))
         data = {"a": a.path, "b": b.path, "changes": [asdict(change) for change in changes]}
-        output.result(data, lambda: map(str, changes) if changes else ["the configs are equal"])
+        output.result(data, map(str, changes) if changes else ["the configs are equal"])
         return int(bool(changes))
     return _compare(open_catalogue(a.path, a.fs), open_catalogue(b.path, b.fs), parsed, output)
 
@@ -67,17 +67,13 @@ def _compare(a: Catalogue, b: Catalogue, parsed: argparse.Namespace, output: Out
     data = {
         "a": a.path,
         "b": b.path,
-        "differences": [_as_data(difference) for difference in result.differences],
+        "differences": [asdict(difference) for difference in result.differences],
         "equal": result.equal,
         "by_checksum": result.by_checksum,
     }
     shown = result.differences if parsed.all else result.differences[:_SHOWN]
-    output.result(data, lambda: _lines(a, b, result, shown, parsed.norm))
+    output.result(data, _lines(a, b, result, shown, parsed.norm))
     return int(bool(result.differences))
-
-
-def _as_data(difference: Difference) -> dict[str, object]:
-    return {**asdict(difference), "norm": None if difference.norm is None else difference.norm._asdict()}
 
 
 def _lines(a: Catalogue, b: Catalogue, result: Comparison, shown: Sequence[Difference], norm: bool) -> Iterator[str]:
@@ -103,15 +99,13 @@ def _lines(a: Catalogue, b: Catalogue, result: Comparison, shown: Sequence[Diffe
 
 
 def _norm_cells(difference: Difference) -> tuple[str, str, str]:
-    if difference.norm is None:
+    norm = difference.norm
+    if norm is None:
         return "", "", ""
-    absolute, relative, largest = difference.norm
-    return f"{absolute:.4g}", "" if relative is None else f"{relative:.3g}", f"{largest:.4g}"
+    return f"{norm.absolute:.4g}", "" if norm.relative is None else f"{norm.relative:.3g}", f"{norm.largest:.4g}"
 
 
 def _change(difference: Difference) -> str:
-    if difference.before is None and difference.after is None:
-        return ""
     return " -> ".join(text for text in (difference.before, difference.after) if text is not None)
 
 

@@ -44,7 +44,7 @@ def run(parsed: argparse.Namespace, output: Output) -> int:
             findings += check_bucket(absolute(parsed.root), parsed.options)
         else:
             findings += check_folder(os.path.abspath(expanded(parsed.root, "ROOT")))
-    output.result([asdict(finding) for finding in findings], lambda: _lines(findings, output))
+    output.result([asdict(finding) for finding in findings], _lines(findings, output))
     return int(any(finding.status == FAILS for finding in findings))
 
 

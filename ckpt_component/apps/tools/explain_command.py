@@ -62,7 +62,7 @@ def run(parsed: argparse.Namespace, output: Output) -> None:
         "processes": list(processes(settings, facts)),
         "waits": list(waits(settings, facts)),
     }
-    output.result(data, lambda: _lines(data, output))
+    output.result(data, _lines(data, output))
 
 
 def _split(words: list[str]) -> tuple[str, list[str]]:

@@ -90,7 +90,7 @@ def run(parsed: argparse.Namespace, output: Output) -> None:
     )
     source = find_checkpoint(parsed.checkpoint, parsed.options)
     done = export_checkpoint(source.path, str(parsed.out), options, file_storage(), progress_bar, source.fs)
-    output.result(done._asdict(), lambda: _lines(done, options))
+    output.result(done._asdict(), _lines(done, options))
 
 
 def _lines(done: Exported, options: ExportOptions) -> Iterator[str]:

@@ -76,7 +76,7 @@ def run(parsed: argparse.Namespace, output: Output) -> int | None:
         ],
         "dry_run": parsed.dry_run,
     }
-    output.result(data, lambda: _lines(data))
+    output.result(data, _lines(data))
     return 1 if failed else None
 
 

@@ -66,17 +66,9 @@ def run(parsed: argparse.Namespace, output: Output) -> None:
         checkpointer.save({}, path)
         report = checkpointer.last_report or SaveReport(path)
     repair_pointer(fs, root, names, scan_steps(fs, root, names).committed)
-    data = {
-        "path": path,
-        "step": parsed.step,
-        "items": report.items,
-        "bytes": report.bytes,
-        "seconds": report.committed_s,
-    }
-    output.result(
-        data,
-        lambda: [f"{path}: {counted(report.items, 'item')}, {amount(report.bytes)} in {report.committed_s:.1f} s"],
-    )
+    data = {"path": path, "step": parsed.step, "items": report.items, "bytes": report.bytes}
+    text = f"{path}: {counted(report.items, 'item')}, {amount(report.bytes)} in {report.committed_s:.1f} s"
+    output.result({**data, "seconds": report.committed_s}, [text])
 
 
 @contextmanager

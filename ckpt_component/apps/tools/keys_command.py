@@ -42,7 +42,7 @@ def run(parsed: argparse.Namespace, output: Output) -> None:
         hint = f"try ckpt keys {near}" if near else "ckpt keys lists all"
         raise CheckpointConfigError(f"No key has {parsed.pattern!r} in its name or text; {hint}.")
     data = [{**asdict(key), "name": f"checkpoint.{key.name}"} for key in matching]
-    output.result(data, lambda: _lines(matching, output))
+    output.result(data, _lines(matching, output))
 
 
 def _matches(key: Key, pattern: str) -> bool:

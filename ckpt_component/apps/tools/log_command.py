@@ -33,7 +33,7 @@ def run(parsed: argparse.Namespace, output: Output) -> int:
     root = find_root(parsed.root, parsed.options)
     runs = runs_of(root)
     data = {"root": root.path, "runs": [asdict(each) for each in runs]}
-    output.result(data, lambda: _lines(root.path, root.newest, runs, output))
+    output.result(data, _lines(root.path, root.newest, runs, output))
     return 0
 
 

@@ -71,7 +71,7 @@ def run(parsed: argparse.Namespace, output: Output) -> int:
         "metric": None if root.best_policy is None else root.best_policy.metric,
         "entries": [{**asdict(entry), "path": os.path.join(root.path, entry.name)} for entry in entries],
     }
-    output.result(data, lambda: _lines(root, entries, output))
+    output.result(data, _lines(root, entries, output))
     return 0
 
 

@@ -6,7 +6,7 @@ import json
 import os
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TextIO
 
 from ..sweeps.text import aligned
@@ -30,18 +30,22 @@ class Output:
         self.as_json = as_json
         self.color = has_color(sys.stdout)
 
-    def result(self, data: Any, lines: Callable[[], Iterable[str]]) -> None:
+    def result(self, data: Any, lines: Iterable[str] = ()) -> None:
         """Print the result.
 
         Args:
             data: Values of JSON's types, for `--json`.
-            lines: Returns the text for people; not called with `--json`.
+            lines: The text for people; not taken with `--json`.
         """
         if self.as_json:
             print(json.dumps(data, indent=1, allow_nan=False))
-            return
-        for line in lines():
-            print(line)
+        self.show(lines)
+
+    def show(self, lines: Iterable[str]) -> None:
+        """Print text for people, line by line, unless the result is JSON."""
+        if not self.as_json:
+            for line in lines:
+                print(line)
 
     def style(self, text: str, name: str) -> str:
         """The text as `styled` makes it for stdout."""

@@ -56,7 +56,7 @@ def run(parsed: argparse.Namespace, output: Output) -> None:
         "figures": [asdict(figure) for figure in figures],
         "notes": notes,
     }
-    output.result(data, lambda: _lines(question, figures, notes))
+    output.result(data, _lines(question, figures, notes))
 
 
 def _question(parsed: argparse.Namespace) -> Question:

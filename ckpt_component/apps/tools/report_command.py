@@ -50,17 +50,17 @@ def run(parsed: argparse.Namespace, output: Output) -> None:
 
         runs = read_runs(folder)
         figures = [figures_of(run) for run in runs]
-        output.result({"kind": "run", "runs": figures}, lambda: text(folder, figures))
+        output.result({"kind": "run", "runs": figures}, text(folder, figures))
         write, place = partial(write_files, runs, folder, figures), folder / FOLDER
     else:
         _refuse_without_jobs(folder)
         from ..sweeps import report as sweep
 
         rows = sweep.read_rows(folder)
-        output.result({"kind": "sweep", "rows": sweep.records(rows)}, lambda: [sweep.table(rows)])
+        output.result({"kind": "sweep", "rows": sweep.records(rows)}, [sweep.table(rows)])
         write, place = partial(sweep.write_files, rows, folder), folder
     if parsed.out is not None or not output.as_json:
-        write_report(write, parsed.out or place, (lambda line: None) if output.as_json else print)
+        write_report(write, parsed.out or place, lambda line: output.show([line]))
 
 
 def _refuse_without_jobs(folder: Path) -> None:

@@ -58,10 +58,9 @@ def run(parsed: argparse.Namespace, output: Output) -> None:
             if not discard(place.fs, path):
                 raise CheckpointSaveError(f"{path} could not be deleted; ckpt -v rm says why.")
     word = "would delete" if parsed.dry_run else "deleted"
-    output.result(
-        {"deleted": [{"path": path, "bytes": size} for path, size in sizes.items()], "dry_run": parsed.dry_run},
-        lambda: [f"{word} {shown(path)}: {amount(size)}" for path, size in sizes.items()],
-    )
+    deleted = [{"path": path, "bytes": size} for path, size in sizes.items()]
+    lines = [f"{word} {shown(path)}: {amount(size)}" for path, size in sizes.items()]
+    output.result({"deleted": deleted, "dry_run": parsed.dry_run}, lines)
 
 
 def _place(argument: str, options: Mapping[str, str]) -> Place:

@@ -53,7 +53,7 @@ def run(parsed: argparse.Namespace, output: Output) -> int:
     path = checkpoint.path
     if parsed.config:
         stored = stored_config(path, checkpoint.fs)
-        output.result(asdict(stored), lambda: _config_lines(stored))
+        output.result(asdict(stored), _config_lines(stored))
         return 0
     if parsed.depth is not None and parsed.depth < 1:
         raise CheckpointConfigError(f"--depth={parsed.depth} shows nothing; type 1 or more.")
@@ -64,13 +64,9 @@ def run(parsed: argparse.Namespace, output: Output) -> int:
     known = _facts(catalogue)
     data = {**known, "entries": [_as_data(entry, values) for entry in entries] if output.as_json else []}
 
-    def lines() -> Iterator[str]:
-        yield output.style(path, "bold")
-        yield from textwrap.wrap(_facts_line(known), WIDTH, subsequent_indent="  ")
-        yield ""
-        yield from _flat_lines(entries, values) if parsed.flat else _tree_lines(shown, values, output)
-
-    output.result(data, lines)
+    about = textwrap.wrap(_facts_line(known), WIDTH, subsequent_indent="  ")
+    output.show([output.style(path, "bold"), *about, ""])
+    output.result(data, _flat_lines(entries, values) if parsed.flat else _tree_lines(shown, values, output))
     return 0
 
 
@@ -133,9 +129,9 @@ def _as_data(entry: Entry, values: Mapping[str, str]) -> dict[str, Any]:
     }
 
 
-def _flat_lines(entries: Sequence[Entry], values: Mapping[str, str]) -> list[str]:
+def _flat_lines(entries: Sequence[Entry], values: Mapping[str, str]) -> Iterator[str]:
     rows = [(entry.dtype or "object", _content(entry, values), str(entry.nbytes), entry.key) for entry in entries]
-    return aligned(rows, left=(0, 1, 3))
+    yield from aligned(rows, left=(0, 1, 3)) if rows else ()
 
 
 def _tree_lines(shown: Sequence[Line], values: Mapping[str, str], output: Output) -> Iterator[str]:

@@ -41,10 +41,5 @@ def run(parsed: argparse.Namespace, output: Output) -> None:
     except OSError as error:
         raise CheckpointConfigError(f"{parsed.out} cannot be written ({error.strerror}); type another.") from error
     data = {"file": str(parsed.out), "saves": len(shown), "ranks": len(newest.ranks)}
-    output.result(
-        data,
-        lambda: [
-            f"{parsed.out}: {counted(len(shown), 'save')} of {counted(len(newest.ranks), 'rank')}",
-            "open it in https://ui.perfetto.dev (Open trace file) or chrome://tracing",
-        ],
-    )
+    what = f"{parsed.out}: {counted(len(shown), 'save')} of {counted(len(newest.ranks), 'rank')}"
+    output.result(data, [what, "open it in https://ui.perfetto.dev (Open trace file) or chrome://tracing"])

@@ -72,7 +72,7 @@ def run(parsed: argparse.Namespace, output: Output) -> None:
     """
     with redirect_stdout(sys.stderr) if output.as_json else nullcontext():
         data = _measured(parsed)
-    output.result(data, lambda: _lines(parsed, data))
+    output.result(data, _lines(parsed, data))
 
 
 def _measured(parsed: argparse.Namespace) -> dict[str, Any]:

@@ -40,7 +40,7 @@ class VerifiedItems:
         self._signature = f"{_signature(fs, inspection)}\n"
         self._known = self._read() if resume else set()
         self._fresh: list[Item] = []
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._saved_at = time.monotonic()
 
     def __contains__(self, item: Item) -> bool:
@@ -50,9 +50,8 @@ class VerifiedItems:
         """An item is intact; the file is written every few seconds."""
         with self._lock:
             self._fresh.append(item)
-            due = time.monotonic() - self._saved_at > _SAVE_SECONDS
-        if due:
-            self.save()
+            if time.monotonic() - self._saved_at > _SAVE_SECONDS:
+                self.save()
 
     def save(self) -> None:
         """Write what is new."""

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import logging
 import time
-from collections import deque
 from collections.abc import Iterator
 from itertools import chain
 from typing import Any
@@ -55,19 +54,15 @@ def run(parsed: argparse.Namespace, output: Output) -> int | None:
     if checkpoint.root is not None and checkpoint.whole_root:  # all that are or should be checkpoints
         paths = [path for _, path in sorted(checkpoint.root.paths.items())]
 
-    def verified() -> Iterator[dict[str, Any]]:
-        for path in paths:
-            try:
-                results.append(_verify(checkpoint.fs, path, parsed.key, parsed.resume))
-            except CheckpointError as error:
-                if len(paths) == 1:
-                    raise
-                results.append({"path": path, "state": "unknown", "error": str(error), "damaged": []})
-            yield results[-1]
-
-    if output.as_json:
-        deque(verified(), 0)
-    output.result({"checkpoints": results}, lambda: (line for each in verified() for line in _lines(each, output)))
+    for path in paths:
+        try:
+            results.append(_verify(checkpoint.fs, path, parsed.key, parsed.resume))
+        except CheckpointError as error:
+            if len(paths) == 1:
+                raise
+            results.append({"path": path, "state": "unknown", "error": str(error), "damaged": []})
+        output.show(_lines(results[-1], output))
+    output.result({"checkpoints": results})
     if any(result["damaged"] for result in results):
         return NO
     return FAILED if any(result["state"] == "unknown" for result in results) else None
