@@ -169,6 +169,8 @@ class Uploader:
                     if step is not None and not self._local.is_folder(self._path(self._policy.source, step)):
                         continue  # the run has deleted it, because it keeps newer ones
                     self._report({"failed": step, "error": str(error)})
+                    if pause == _FIRST_PAUSE_SECONDS:
+                        self._record({"time": time.time(), "step": step, "outcome": "failed", "error": str(error)})
                     self._run.ended.wait(pause) if not ended else time.sleep(pause)
                     pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
         finally:
@@ -218,10 +220,15 @@ class Uploader:
         }
         self._tidy(step, local)
         self._report({"uploaded": step, **figures})
-        if policy.events:
-            newest = scan_steps(self._local, policy.source, policy.names).committed[-1:] or [step]
-            lag = {"path": target, "lag_steps": max(newest[0] - step, 0), "run": policy.run, "rank": 0}
-            EventFile(policy.source, 0).append([{"event": "upload", "time": round(began, 6), **figures, **lag}])
+        newest = scan_steps(self._local, policy.source, policy.names).committed[-1:] or [step]
+        lag = max(newest[0] - step, 0)
+        self._record({"time": round(began, 6), "outcome": "uploaded", "path": target, **figures, "lag_steps": lag})
+
+    def _record(self, event: dict[str, Any]) -> None:
+        """Record an upload, or the first of several failures, beside the other events of the run."""
+        if self._policy.events:
+            about = {"event": "upload", "run": self._policy.run, "rank": 0}
+            EventFile(self._policy.source, 0).append([{**about, **event}])
 
     def _tidy(self, step: int, local: Scan) -> None:
         """Set the pointer of the target to its newest checkpoint, and delete what it no longer keeps."""

@@ -23,6 +23,7 @@ from ckpt_component import (
     CheckpointUnreadableError,
     build_manager,
 )
+from ckpt_component.apps.tools.app import main
 from ckpt_component.managing.manager import CheckpointManager
 from ckpt_component.storage.names import MEGATRON, OWNER
 from ckpt_component.storage.retention import BestPolicy, RetentionPolicy
@@ -51,7 +52,18 @@ def restored(folder: Path, *overrides: str) -> tuple[int | None, Any, str | None
     return step, state["value"].item(), None if path is None else Path(path).parent.name
 
 
-def test_saves_are_uploaded_and_restored_from_the_nearest_place(tmp_path: Path) -> None:
+def ckpt(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """What a command prints."""
+    with pytest.raises(SystemExit) as left:
+        main([*arguments])
+    assert not left.value.code
+    return capsys.readouterr().out
+
+
+def test_saves_are_uploaded_and_restored_from_the_nearest_place(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ckpt_component.apps.runs.report.can_plot", lambda: False)
     fast, slow = tmp_path / "fast", tmp_path / "slow"
     losses = {1: 3.0, 2: 1.0, 3: 2.0, 4: 4.0}
     with manager_of(tmp_path, "keep.last=2", "keep.best.metric=loss") as manager:
@@ -61,11 +73,11 @@ def test_saves_are_uploaded_and_restored_from_the_nearest_place(tmp_path: Path) 
     assert steps_in(fast) == [2, 4]  # the newest and the best
     assert 4 in steps_in(slow) and 2 in steps_in(slow) and len(steps_in(slow)) <= 3
     assert (slow / MEGATRON.pointer).read_text() == "4"
-    uploads = [json.loads(line) for line in (fast / "events" / "rank-00000.jsonl").read_text().split("\n") if line]
-    assert {each["step"] for each in uploads if each["event"] == "upload" and each["bytes"] and each["seconds"]} >= {
-        2,
-        4,
-    }
+    uploads = json.loads(ckpt(capsys, "report", str(fast), "--json"))["runs"][0]["uploads"]
+    assert {each["step"] for each in uploads if each["bytes"] and each["seconds"]} >= {2, 4}
+    assert f"uploads: {len(uploads)}, " in ckpt(capsys, "report", str(fast), "--out", str(tmp_path))
+    steps = ", ".join(str(each["step"]) for each in reversed(uploads))
+    assert f"uploaded: {steps}\n" in ckpt(capsys, "log", str(fast))
     assert restored(tmp_path) == (4, 4.0, "fast")
     newest = next((fast / "iter_0000004").glob("*.distcp"))
     newest.write_bytes(newest.read_bytes()[:-100] + bytes(100))
@@ -101,7 +113,7 @@ def test_going_back_retires_in_both_places(tmp_path: Path) -> None:
 
 
 def test_a_dead_target_is_a_warning_with_the_lag_and_an_error_by_policy(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
     slow, state = tmp_path / "slow", {"value": torch.ones(1)}
     slow.touch()  # a file cannot be listed as a folder
@@ -113,6 +125,8 @@ def test_a_dead_target_is_a_warning_with_the_lag_and_an_error_by_policy(
             manager.save(step, state)
         manager.wait()
         assert manager.steps()[-1] == 5
+    fast = str(tmp_path / "fast")
+    assert ckpt(capsys, "log", fast).count("upload failed: [Errno 20] Not a directory") == 1
     behind = [record.message for record in caplog.records if "5 steps behind step 5" in record.message]
     assert behind and "bytes to upload" in behind[-1] and "Not a directory" in behind[-1]
     with (

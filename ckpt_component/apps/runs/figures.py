@@ -48,6 +48,7 @@ def figures_of(run: Run) -> dict[str, Any]:
         "gbps": nbytes / 1e9 / write_s if write_s else None,
         "saves": saves,
         "loads": [load.event() for load in run.leader.loads],
+        "uploads": run.leader.uploads,
     }
 
 

@@ -16,6 +16,8 @@ logger = logging.getLogger(__name__)
 
 #: The phases of a save, in order.
 PHASES = ("plan", "memory", "stage", "queue", "write", "sync", "vote", "commit")
+#: What is known of an upload; of one that failed its time, maybe its step, and the error.
+UPLOAD = ("time", "step", "outcome", "error", "bytes", "seconds", "lag_steps")
 
 T = TypeVar("T", bound=SaveReport | LoadReport)
 
@@ -56,6 +58,7 @@ class RankLog:
     ends: list[tuple[int, float]] = field(default_factory=list)
     saves: list[Save] = field(default_factory=list)
     loads: list[LoadReport] = field(default_factory=list)
+    uploads: list[Mapping[str, Any]] = field(default_factory=list)
 
     def steps(self) -> Iterator[Step]:
         """The steps whose beginning is known: the end of the step before, or of what its save made training wait."""
@@ -119,6 +122,9 @@ class Run:
         elif kind == "load":
             log.loads.append(_report(LoadReport, event, when))
             ended = when + log.loads[-1].seconds
+        elif kind == "upload":
+            log.uploads.append({name: event.get(name) for name in UPLOAD})
+            ended = when + (event.get("seconds") or 0.0)
         self.began, self.ended = min(self.began, when), max(self.ended, ended)
 
 

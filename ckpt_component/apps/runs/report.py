@@ -87,12 +87,25 @@ def _about(folder: Path, run: Mapping[str, Any]) -> Iterator[str]:
     counts += [f"{run[name]} {name}" for name in ("failed", "skipped", "retried") if run[name]]
     rate = f", {amount(run['bytes'])} at {run['gbps']:.2f} GB/s" if run["gbps"] else ""
     yield f"saves: {', '.join(counts)}{rate}"
+    yield from _uploads(run["uploads"])
     for load in run["loads"]:
         if load["error"] is not None:
             yield from _wrapped(f"load of {load['path']} failed: {load['error']}")
         else:
             verified = "verified" if load["verified"] else "not verified"
             yield f"loaded step {load['step']}: {amount(load['bytes'])} in {duration(load['seconds'])}, {verified}"
+
+
+def _uploads(uploads: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    done = [each for each in uploads if each["error"] is None]
+    failed = [each for each in uploads if each["error"] is not None]
+    if done:
+        last, lag = done[-1], f"{done[-1]['lag_steps']} steps behind"
+        size, seconds = amount(sum(each["bytes"] for each in done)), duration(sum(each["seconds"] for each in done))
+        yield f"uploads: {len(done)}, {size} in {seconds}; the last: step {last['step']}, then {lag}"
+    for each in failed[-_SHOWN:]:
+        of_step = "" if each["step"] is None else f" of step {each['step']}"
+        yield from _wrapped(f"upload{of_step} failed: {each['error']}")
 
 
 def _saves_table(saves: Sequence[Mapping[str, Any]]) -> list[str]:

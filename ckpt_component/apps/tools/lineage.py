@@ -21,6 +21,8 @@ from .checkpoints import Root
 from .config_changes import Change, config_changes
 
 COMMITTED, DAMAGED, SET_ASIDE, DELETED = "committed", "damaged", "set aside", "deleted"
+#: Events that may have failed -> their outcome if they did not.
+_ENDED = {"save": "committed", "load": "loaded", "export": "exported", "upload": "uploaded"}
 
 
 @dataclass
@@ -46,7 +48,7 @@ class Saved:
 
 @dataclass
 class Failure:
-    """A save or load that failed."""
+    """A save, load, export or upload that failed."""
 
     time: float
     step: int | None
@@ -71,6 +73,7 @@ class Run:
         changed_since: Number of the run that has the config before them; the parent, unless it left no checkpoint.
         saved: Its checkpoints, oldest first.
         failures: What failed, oldest first.
+        uploaded: Steps that it uploaded from here to its permanent folder, in order.
     """
 
     token: str
@@ -85,6 +88,7 @@ class Run:
     changed_since: int | None = None
     saved: list[Saved] = field(default_factory=list)
     failures: list[Failure] = field(default_factory=list)
+    uploaded: list[int | None] = field(default_factory=list)
 
 
 def runs_of(root: Root) -> list[Run]:
@@ -144,10 +148,12 @@ def _add_events(root: Root, runs: dict[str, Run]) -> None:
             run.known |= not run.saved  # from scratch, unless a load follows
         elif kind == "load" and event.get("outcome") == "loaded" and not run.saved:
             run.known, run.resumed_from = True, _named(root, path)
-        elif kind in ("save", "load", "export") and event.get("outcome") not in ("committed", "loaded", "exported"):
+        elif kind in _ENDED and event.get("outcome") not in _ENDED.values():
             of_step = "" if step is None else f" of step {step}"
             what = f"{kind}{of_step} {event.get('outcome')}"
             run.failures.append(Failure(time, step, what, str(event.get("error") or "")))
+        elif kind == "upload":
+            run.uploaded.append(step)
         elif kind == "save" and (token, step) not in present:
             name = os.path.basename(path)
             damaged = os.path.join(root.path, name) in there  # its manifest cannot be read

@@ -1,7 +1,7 @@
 """`ckpt log ROOT`: which runs saved in a folder, what each resumed from, what changed, and what failed.
 
 Show the runs that saved in a folder, the newest first: the checkpoint that each resumed from, the changes of the
-config since, its checkpoints, and the saves and loads that failed.
+config since, its checkpoints, its uploads, and what failed.
 
 example:
   ckpt log checkpoints
@@ -53,6 +53,8 @@ def _lines(path: str, newest: int | None, runs: list[Run], output: Output) -> It
             yield output.style(text, style) if style else text
         if gone:
             yield fitted(f"  deleted since: {', '.join(str(saved.step) for saved in reversed(gone))}")
+        if each.uploaded:
+            yield fitted(f"  uploaded: {', '.join(map(str, reversed(each.uploaded)))}")
         yield ""
 
 
