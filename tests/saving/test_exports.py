@@ -51,6 +51,14 @@ def test_exports_of_some_steps_and_the_last(
         assert tensors["w"].equal(torch.full((2, 2), int(name[-1]), dtype=torch.bfloat16))
 
 
+def test_an_export_may_leave_out_more_keys_than_a_pipe_holds(tmp_path: Path) -> None:
+    state = {"w": torch.zeros(2)} | {f"{'a_long_name' * 100}{number}": number for number in range(70)}
+    overrides = [f"checkpoint.{each}" for each in ("export.format=hf", "export.timeout=20", "durability=process_crash")]
+    with build_manager("sync", overrides, dir=tmp_path) as manager:
+        manager.save(1, state)
+    assert [event["outcome"] for event in read_events(tmp_path) if event["event"] == "export"] == ["exported"]
+
+
 @pytest.mark.parametrize(
     ("overrides", "failpoint", "text"),
     [

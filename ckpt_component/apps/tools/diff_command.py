@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
 
 from ...catalogue import Catalogue, open_catalogue
 from ...memory.gc_control import collector_paused
@@ -52,7 +51,7 @@ def run(parsed: argparse.Namespace, output: Output) -> int:
     a, b = (find_checkpoint(each, parsed.options) for each in (parsed.a, parsed.b))
     if parsed.config:
         changes = config_changes(*(stored_config(each.path, each.fs) for each in (a, b)))
-        data = {"a": a.path, "b": b.path, "changes": [asdict(change) for change in changes]}
+        data = {"a": a.path, "b": b.path, "changes": changes}
         output.result(data, map(str, changes) if changes else ["the configs are equal"])
         return int(bool(changes))
     return _compare(open_catalogue(a.path, a.fs), open_catalogue(b.path, b.fs), parsed, output)
@@ -64,13 +63,7 @@ def _compare(a: Catalogue, b: Catalogue, parsed: argparse.Namespace, output: Out
     chosen = set(matching_keys(keys, parsed.pattern, f"{a.path} or {b.path}"))
     entries = [[entry for key, entry in each.entries.items() if key in chosen] for each in (a, b)]
     result = compare(a, b, *entries, norm=parsed.norm)
-    data = {
-        "a": a.path,
-        "b": b.path,
-        "differences": [asdict(difference) for difference in result.differences],
-        "equal": result.equal,
-        "by_checksum": result.by_checksum,
-    }
+    data = {"a": a.path, "b": b.path, **vars(result)}
     shown = result.differences if parsed.all else result.differences[:_SHOWN]
     output.result(data, _lines(a, b, result, shown, parsed.norm))
     return int(bool(result.differences))

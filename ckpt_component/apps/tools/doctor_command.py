@@ -13,7 +13,6 @@ import argparse
 import os
 import textwrap
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
 
 from ...saving.folders import expanded
 from ...storage.locate import absolute, is_url
@@ -44,7 +43,7 @@ def run(parsed: argparse.Namespace, output: Output) -> int:
             findings += check_bucket(absolute(parsed.root), parsed.options)
         else:
             findings += check_folder(os.path.abspath(expanded(parsed.root, "ROOT")))
-    output.result([asdict(finding) for finding in findings], _lines(findings, output))
+    output.result(findings, _lines(findings, output))
     return int(any(finding.status == FAILS for finding in findings))
 
 

@@ -25,6 +25,9 @@ from .checkpoints import Root, find_root
 from .output import Output, table
 from .roots import add_safeguards, place_of, point_elsewhere, tree_bytes, typed_errors
 
+#: Whether debris is in use -> why it is not deleted.
+_WHY_KEPT = {True: "a process works on it, or did within the last minute", False: "left on another host: --ended"}
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
@@ -98,10 +101,5 @@ def _lines(data: dict[str, Any]) -> Iterator[str]:
     else:
         yield f"nothing to delete in {data['root']}"
     for each in data["kept"]:
-        why = (
-            "a process works on it, or did within the last minute"
-            if each["in_use"]
-            else "left on another host: --ended"
-        )
-        yield f"kept {os.path.relpath(each['path'], data['root'])}: {why}"
+        yield f"kept {os.path.relpath(each['path'], data['root'])}: {_WHY_KEPT[each['in_use']]}"
     yield from (f"could not be deleted: {path}" for path in data["failed"])

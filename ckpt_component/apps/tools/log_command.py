@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Iterator
-from dataclasses import asdict
 
 from .checkpoints import find_root
 from .lineage import COMMITTED, DELETED, Run, Saved, runs_of
@@ -24,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("root", metavar="ROOT", help="folder of checkpoints")
 
 
-def run(parsed: argparse.Namespace, output: Output) -> int:
+def run(parsed: argparse.Namespace, output: Output) -> None:
     """Show the lineage.
 
     Raises:
@@ -32,9 +31,7 @@ def run(parsed: argparse.Namespace, output: Output) -> int:
     """
     root = find_root(parsed.root, parsed.options)
     runs = runs_of(root)
-    data = {"root": root.path, "runs": [asdict(each) for each in runs]}
-    output.result(data, _lines(root.path, root.newest, runs, output))
-    return 0
+    output.result({"root": root.path, "runs": runs}, _lines(root.path, root.newest, runs, output))
 
 
 def _lines(path: str, newest: int | None, runs: list[Run], output: Output) -> Iterator[str]:

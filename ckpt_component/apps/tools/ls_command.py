@@ -56,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("root", metavar="ROOT", help="folder of checkpoints")
 
 
-def run(parsed: argparse.Namespace, output: Output) -> int:
+def run(parsed: argparse.Namespace, output: Output) -> None:
     """List a folder.
 
     Raises:
@@ -72,7 +72,6 @@ def run(parsed: argparse.Namespace, output: Output) -> int:
         "entries": [{**asdict(entry), "path": os.path.join(root.path, entry.name)} for entry in entries],
     }
     output.result(data, _lines(root, entries, output))
-    return 0
 
 
 def _entries(root: Root) -> Iterator[Listed]:

@@ -7,6 +7,7 @@ import os
 import sys
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict
 from typing import Any, TextIO
 
 from ..sweeps.text import aligned
@@ -34,11 +35,11 @@ class Output:
         """Print the result.
 
         Args:
-            data: Values of JSON's types, for `--json`.
+            data: For `--json`: values of JSON's types, and instances of dataclasses.
             lines: The text for people; not taken with `--json`.
         """
         if self.as_json:
-            print(json.dumps(data, indent=1, allow_nan=False))
+            print(json.dumps(data, indent=1, allow_nan=False, default=asdict))
         self.show(lines)
 
     def show(self, lines: Iterable[str]) -> None:

@@ -53,7 +53,7 @@ def run(parsed: argparse.Namespace, output: Output) -> None:
     notes = list(_notes(question, {figure.name: figure.value for figure in figures}))
     data = {
         "question": {**asdict(question), "hosts": question.hosts},
-        "figures": [asdict(figure) for figure in figures],
+        "figures": figures,
         "notes": notes,
     }
     output.result(data, _lines(question, figures, notes))

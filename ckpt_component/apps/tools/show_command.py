@@ -13,7 +13,6 @@ import argparse
 import textwrap
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
 from typing import Any
 
 from ...catalogue import Catalogue, Entry, open_catalogue
@@ -43,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 @collector_paused()  # there may be a hundred thousand entries
-def run(parsed: argparse.Namespace, output: Output) -> int:
+def run(parsed: argparse.Namespace, output: Output) -> None:
     """Show a checkpoint.
 
     Raises:
@@ -53,8 +52,8 @@ def run(parsed: argparse.Namespace, output: Output) -> int:
     path = checkpoint.path
     if parsed.config:
         stored = stored_config(path, checkpoint.fs)
-        output.result(asdict(stored), _config_lines(stored))
-        return 0
+        output.result(stored, _config_lines(stored))
+        return
     if parsed.depth is not None and parsed.depth < 1:
         raise CheckpointConfigError(f"--depth={parsed.depth} shows nothing; type 1 or more.")
     catalogue = open_catalogue(path, checkpoint.fs)
@@ -67,7 +66,6 @@ def run(parsed: argparse.Namespace, output: Output) -> int:
     about = textwrap.wrap(_facts_line(known), WIDTH, subsequent_indent="  ")
     output.show([output.style(path, "bold"), *about, ""])
     output.result(data, _flat_lines(entries, values) if parsed.flat else _tree_lines(shown, values, output))
-    return 0
 
 
 def _facts(catalogue: Catalogue) -> dict[str, Any]:

@@ -15,7 +15,6 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import nullcontext, redirect_stdout
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -118,7 +117,7 @@ def _measured(parsed: argparse.Namespace) -> dict[str, Any]:
         "state_bytes": int(size),
         "preset": parsed.preset,
         "settings": settings,
-        "answers": [asdict(answer) for answer in answers],
+        "answers": answers,
     }
 
 
