@@ -128,6 +128,8 @@ def unknown_key(key: str, keys: Sequence[str], value: str | None = None, groups:
         return f"There is no key {key}. Did you mean {guess}{'' if value is None else f'={value}'}?"
     if not parent:
         return f"There is no key {key}. {keys_text('the config', [name for name in keys if '.' not in name])}"
+    if parent in keys and not siblings:  # a mapping, whose keys are the user's; of others at least _target_ is known
+        return f"There is no key {key} yet; to add it, type +{key}{'' if value is None else f'={value}'}."
     if parent in keys:
         names = [name.rpartition(".")[2] for name in siblings if not name.rpartition(".")[2].startswith("_")]
         return f"There is no key {key}. {keys_text(parent, names)}"

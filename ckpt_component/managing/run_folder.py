@@ -71,6 +71,8 @@ class RunFolder:
         self._in_use = in_use
         self._before_save = before_save
         self._root = run.root
+        #: The folder with its key, for a text.
+        self._named = f"checkpoint.{'dir' if run.remote is None else 'local.dir'}={run.root}"
         #: Of the permanent folder behind a local one.
         self.remote = None if run.remote is None else RunFolder(run.remote, resume, keep)
 
@@ -87,15 +89,15 @@ class RunFolder:
         deadline = time.monotonic() + run.timeouts.stage + run.timeouts.visible
         # Rank 0 makes the folder, and the others wait for it.
         run.ranks.run_on_leader("root/made", self._try_to_write, deadline)
+        if run.remote is not None and run.ranks.world_size > 1:
+            self._check_shared(deadline)
         if not run.ranks.is_leader:
             try:
-                wait_visible(lambda: run.fs.is_folder(run.root), f"checkpoint.dir={run.root}", run.timeouts.visible)
+                wait_visible(lambda: run.fs.is_folder(run.root), self._named, run.timeouts.visible)
                 self._try_to_write()
             except CheckpointError as error:
                 failure = str(error)
         run.ranks.decide("root/tried", failure, _refuse_failed, deadline)
-        if run.remote is not None and run.ranks.world_size > 1:
-            self._check_shared(deadline)
         if not run.ranks.is_leader:
             return
         try:
@@ -114,14 +116,15 @@ class RunFolder:
     def _check_shared(self, deadline: float) -> None:
         """Check that the local folder is the same on all ranks, whose files a checkpoint collects."""
         run, failure = self.run, None
-        trial = run.ranks.run_on_leader("root/trial", self._leave_trial, deadline)
+        # Each rank looks in its own folder, which may have another name.
+        trial = os.path.join(run.root, run.ranks.run_on_leader("root/trial", self._leave_trial, deadline))
         if not run.ranks.is_leader:
             try:
                 wait_visible(lambda: run.fs.exists(trial), trial, run.timeouts.visible)
             except CheckpointError:
                 failure = (
-                    f"checkpoint.local.dir={run.root} is another folder than that of rank 0. All ranks must share it: "
-                    "the disk of a host is for the ranks of one host, a parallel file system for those of several."
+                    f"{self._named} is another folder than that of rank 0. All ranks must share it: the disk of a host "
+                    "is for the ranks of one host, a parallel file system for those of several."
                 )
         try:
             run.ranks.decide("root/shared", failure, _refuse_failed, deadline)
@@ -130,9 +133,9 @@ class RunFolder:
                 run.fs.unlink(trial)
 
     def _leave_trial(self) -> str:
-        path = os.path.join(self._root, f"{TRIAL_PREFIX}{new_token()}")
-        self.run.fs.write_new(path, b"")
-        return path
+        name = f"{TRIAL_PREFIX}{new_token()}"
+        self.run.fs.write_new(os.path.join(self._root, name), b"")
+        return name
 
     def _try_to_write(self) -> None:
         fs, root = self.run.fs, self.run.root
@@ -145,7 +148,7 @@ class RunFolder:
                 logger.warning("%s is full (%s); saves fail until there is free space", root, error)
                 return
             raise CheckpointConfigError(
-                f"checkpoint.dir={root} cannot be written to: {error}. Name another folder; a script that only "
+                f"{self._named} cannot be written to: {error}. Name another folder; a script that only "
                 "restores sets checkpoint.save.every_steps=null checkpoint.save.at_end=false."
             ) from error
 

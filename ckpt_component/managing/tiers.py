@@ -123,9 +123,7 @@ class BackgroundUploads(CheckpointListener):
         process, thread = self._process, self._thread
         if process is None or thread is None:
             return
-        if process.stdin is not None:
-            with contextlib.suppress(BrokenPipeError):
-                process.stdin.close()
+        self._close_stdin(process)
         if not finish:
             return  # the thread goes on reading; if the program ends, the process does not
         thread.join(0.2)
@@ -161,9 +159,16 @@ class BackgroundUploads(CheckpointListener):
         except subprocess.TimeoutExpired:  # it closed stdout, so it can no longer be followed
             process.kill()
             code = process.wait(_LEAVE_SECONDS)
+        self._close_stdin(process)
         self._current = None
         if code:
             logger.warning("the process of the uploads ended with code %d; the next save starts it again", code)
+
+    @staticmethod
+    def _close_stdin(process: subprocess.Popen[bytes]) -> None:
+        if process.stdin is not None:
+            with contextlib.suppress(BrokenPipeError):
+                process.stdin.close()
 
     def _take(self, message: dict[str, Any]) -> None:
         if message.get("remote") is not None:

@@ -180,5 +180,9 @@ def test_a_folder_that_one_rank_cannot_write_to_is_refused_on_all(tmp_path: Path
     run_ranks(SCRIPT, "root_not_writable", 2, tmp_path)
 
 
+def test_a_local_folder_that_ranks_do_not_share_is_refused_on_all(tmp_path: Path) -> None:
+    run_ranks(SCRIPT, "local_not_shared", 2, tmp_path)
+
+
 def test_two_ranks_need_what_they_write_together(tmp_path: Path) -> None:
     run_ranks(SCRIPT, "no_room", 2, tmp_path)

@@ -1,0 +1,108 @@
+"""The process of the uploads: what ends it, and how what it has begun goes on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from ckpt_component import CheckpointFencedError, build_manager
+from ckpt_component.managing.manager import CheckpointManager
+from ckpt_component.storage.names import STAGING_PREFIX
+
+STATE = {"value": torch.arange(1000.0)}
+#: Of a checkpoint, which has some kB: less than a second, and longer than any test.
+SLOW, ENDLESS = "upload.max_bytes_per_second=20000", "upload.max_bytes_per_second=1"
+
+
+def manager_of(folder: Path, *overrides: str, local: str = "fast") -> CheckpointManager:
+    """A manager with two tiers: a folder of this name, and `slow`."""
+    usual = ["durability=process_crash", f"local.dir={folder / local}", *overrides]
+    return build_manager("sync", [f"checkpoint.{each}" for each in usual], dir=folder / "slow")
+
+
+def until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def uploaders() -> list[psutil.Process]:
+    return [child for child in psutil.Process().children() if "uploading.process" in " ".join(child.cmdline())]
+
+
+def begun(folder: Path) -> list[Path]:
+    """Uploads that are on their way."""
+    return list((folder / "slow").glob(f"{STAGING_PREFIX}*/*"))
+
+
+def restored(folder: Path) -> int | None:
+    with manager_of(folder, "save.every_steps=null", "save.at_end=false") as manager:
+        return manager.restore({"value": torch.zeros(1000)})
+
+
+def test_when_its_time_is_over_it_ends_and_the_next_run_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with manager_of(tmp_path, ENDLESS, "upload.finish_seconds=0.1") as manager:
+        manager.save(7, STATE)
+        until(lambda: begun(tmp_path))
+        (process,) = uploaders()
+    assert not process.is_running()
+    assert "slow is 7 steps behind step 7" in caplog.text and "the next run goes on with it" in caplog.text
+    (staging,) = {path.parent for path in begun(tmp_path)}
+    with manager_of(tmp_path) as manager:
+        assert manager.restore({"value": torch.zeros(1000)}) == 7
+    assert not staging.exists() and (tmp_path / "slow" / "iter_0000007").exists()
+
+
+def test_after_it_is_killed_the_next_save_starts_it_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with manager_of(tmp_path, SLOW, "local.keep_last=2") as manager:
+        manager.save(1, STATE)
+        until(lambda: begun(tmp_path))
+        (process,) = uploaders()
+        process.kill()
+        until(lambda: "ended with code -9; the next save starts it again" in caplog.text)
+        assert not (tmp_path / "slow" / "iter_0000001").exists()
+        manager.save(2, STATE)
+    assert (tmp_path / "slow" / "iter_0000002").exists()
+
+
+def test_a_run_that_has_ended_leaves_the_folder_to_the_next(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(KeyboardInterrupt), manager_of(tmp_path, ENDLESS) as manager:
+        manager.save(1, STATE)
+        until(lambda: begun(tmp_path))
+        (process,) = uploaders()
+        raise KeyboardInterrupt
+    assert process.is_running()  # it goes on by itself
+    with manager_of(tmp_path) as manager:
+        assert manager.restore({"value": torch.zeros(1000)}) == 1
+        assert process.is_running()
+        manager.save(2, STATE)
+    until(lambda: "uploads have stopped: Another run took over" in caplog.text)
+    until(lambda: not process.is_running())
+    assert (tmp_path / "slow" / "iter_0000002").exists()
+
+
+def test_a_run_that_takes_the_target_stops_the_uploads_of_another(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    slow = tmp_path / "slow"
+    with pytest.raises(CheckpointFencedError, match="Another run took over .*slow"), manager_of(tmp_path) as manager:
+        manager.save(1, STATE)
+        until((slow / "iter_0000001").exists)
+        (process,) = uploaders()
+        with manager_of(tmp_path, local="other") as another:
+            another.restore({"value": torch.zeros(1000)})
+            another.save(5, STATE)
+        assert (slow / "iter_0000005").exists()
+        manager.save(6, STATE)
+        until(lambda: "uploads have stopped" in caplog.text)
+        until(lambda: not process.is_running())
+        manager.save(7, STATE)
+    assert not (slow / "iter_0000006").exists() and (tmp_path / "fast" / "iter_0000006").exists()
