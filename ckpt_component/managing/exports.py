@@ -119,13 +119,16 @@ class BackgroundExports(CheckpointListener):
     def _run(self) -> None:
         path: str | None = self._pending[0]
         while path is not None:
-            started, event = time.time(), {"event": "export", "path": path, "target": self._policy.target_of(path)}
+            started, step = time.time(), step_in_name(os.path.basename(path))
+            event = {"event": "export", "time": round(started, 6), "step": step, "path": path}
+            outcome: dict[str, Any]
             try:
-                done = self._export(path)
-                self._note({**event, "outcome": "exported", "bytes": done["nbytes"]} | _timed(path, started))
+                outcome = {"outcome": "exported", "bytes": self._export(path)["nbytes"]}
             except (CheckpointError, OSError, ValueError) as error:
                 logger.warning("%s was not exported, and the run continues: %s", path, error)
-                self._note({**event, "outcome": "failed", "error": str(error)} | _timed(path, started))
+                outcome = {"outcome": "failed", "error": str(error)}
+            seconds = round(time.time() - started, 6)
+            self._note({**event, "target": self._policy.target_of(path), **outcome, "seconds": seconds})
             with self._lock:
                 del self._pending[0]
                 path = next(iter(self._pending), None)
@@ -159,12 +162,6 @@ class BackgroundExports(CheckpointListener):
         size = amount(answer["nbytes"])
         logger.info("%s exported: %s in %.1f s, %s", os.path.basename(path), size, answer["seconds"], target)
         return dict(answer)
-
-
-def _timed(path: str, started: float) -> dict[str, Any]:
-    """What the record of an export has besides its outcome."""
-    step = step_in_name(os.path.basename(path))
-    return {"time": round(started, 6), "step": step, "seconds": round(time.time() - started, 6)}
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 from ...errors import CheckpointConfigError, CheckpointNotFoundError, CheckpointSaveError
 from ...storage.cleanup import discard
@@ -39,9 +39,11 @@ def run(parsed: argparse.Namespace, output: Output) -> None:
     """
     places = {place.path: place for place in (_place(each, parsed.options) for each in parsed.checkpoints)}
     fs = {place.root: place.fs for place in places.values()}
+    roots: dict[tuple[str, StepNames], list[int]] = {}
     for place in places.values():
         place.refuse_running(f"{place.path} is not deleted", ended=parsed.ended)
-    roots = _by_root(places.values())
+        if place.names is not None:
+            roots.setdefault((place.root, place.names), []).append(place.step)
     for (root, names), steps in roots.items():
         good = scan_steps(fs[root], root, names).committed
         if not parsed.force and set(good) & set(steps) and not set(good) - set(steps):
@@ -84,12 +86,3 @@ def _place(argument: str, options: Mapping[str, str]) -> Place:
             f"{place.path} has no {MANIFEST}, so it is not deleted here; delete another program's files with rm -r."
         )
     return place
-
-
-def _by_root(places: Iterable[Place]) -> dict[tuple[str, StepNames], list[int]]:
-    """The steps among these places, by root and naming."""
-    roots: dict[tuple[str, StepNames], list[int]] = {}
-    for place in places:
-        if place.names is not None:
-            roots.setdefault((place.root, place.names), []).append(place.step)
-    return roots
