@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -153,29 +152,27 @@ def _read(
 ) -> set[str]:
     """Read values, and describe them in the differences. Returns the keys whose values are equal."""
     equal = set()
-    sides = [[pair[side] for pair in pairs] for side in (0, 1)]
-    total = sum(entry.nbytes for side in sides for entry in side)
-    with ExitStack() as stack:
-        left, right = (stack.enter_context(open_blocks(*side)) for side in zip((a, b), sides, strict=True))
-        done = stack.enter_context(progress_bar("comparing", total))
+    with (
+        open_blocks(a, [one for one, _ in pairs]) as left,
+        open_blocks(b, [other for _, other in pairs]) as right,
+        progress_bar("comparing", sum(one.nbytes + other.nbytes for one, other in pairs)) as done,
+    ):
         for one, other in pairs:
             difference = found[one.key]
+            same = difference.what == "values"
             if one.kind == "object":
-                data = [blocks.item(entry) for blocks, entry in ((left, one), (right, other))]
-                if same_object(data[0], data[1], one.key):
-                    equal.add(one.key)
-                else:
+                data = left.item(one), right.item(other)
+                same = same_object(*data, one.key)
+                if not same:
                     difference.before, difference.after = (value_text(each, one.key) for each in data)
             elif norm and {one.dtype, other.dtype} <= _COMPUTED:
                 difference.norm = _norm(left, right, one, other)
-                if difference.norm is None and difference.what == "values":
-                    equal.add(one.key)
-            elif difference.what == "values":
-                same = True
+                same = same and difference.norm is None
+            elif same:
                 for x, y in _aligned(left.of(one), right.of(other), 1, 1):  # to the end: the checksum follows there
                     same = same and bytes(x) == bytes(y)
-                if same:
-                    equal.add(one.key)
+            if same:
+                equal.add(one.key)
             done(one.nbytes + other.nbytes)
     return equal
 
