@@ -268,8 +268,6 @@ def _shares_computer(world_size: int) -> bool:
 
 
 def _storages(settings: Checkpoint) -> Storages:
-    if is_url(settings.dir) and settings.local.dir is None:
-        settings.commit = Commit.manifest  # for what depends on it: a bucket has no other
     return Storages(
         durable=settings.durability is Durability.power_cut,
         atomic_rename=settings.commit is Commit.rename,

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..options import Commit, IoMode
+from ..storage.locate import is_url
 from .schema import Checkpoint
 
 
@@ -67,16 +68,23 @@ RULES = (
         "Use checkpoint/caller=inline, or another folder.",
     ),
     Rule(
-        lambda settings, parts: parts.single_file and settings.commit is Commit.manifest,
+        lambda settings, parts: parts.single_file and resolved_commit(settings) is Commit.manifest,
         "{writer} commits its file by a rename, and checkpoint.commit=manifest is for storage "
         "without renames. Use checkpoint.commit=rename, on another disk.",
     ),
     Rule(
-        lambda settings, parts: settings.writer.get("io") == IoMode.direct.value and settings.commit is Commit.manifest,
+        lambda settings, parts: (
+            settings.writer.get("io") == IoMode.direct.value and resolved_commit(settings) is Commit.manifest
+        ),
         "checkpoint.writer.io=direct opens every file twice, and checkpoint.commit=manifest is for object stores, "
         "where a file exists only once it is closed. Use checkpoint.writer.io=auto, or checkpoint.commit=rename.",
     ),
 )
+
+
+def resolved_commit(settings: Checkpoint) -> Commit:
+    """How saves are committed: `commit`, but in a bucket, which has no renames, by their manifest."""
+    return Commit.manifest if is_url(settings.dir) and settings.local.dir is None else settings.commit
 
 
 def refuse_unfit(settings: Checkpoint, parts: PartFacts) -> None:

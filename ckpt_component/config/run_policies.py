@@ -15,6 +15,7 @@ from ..saving.retry import ErrorPolicy
 from ..storage.retention import BestPolicy
 from .errors import HydraConfigError
 from .following import deadlines, longest_pause
+from .rules import resolved_commit
 from .schema import Checkpoint
 
 
@@ -70,7 +71,7 @@ def export_policy(settings: Checkpoint) -> ExportPolicy | None:
     if export.format is ExportFormat.none or not settings.enabled:
         return None
     check_dtype("checkpoint.export.dtype", export.dtype)
-    if settings.commit is Commit.manifest and export.dir is None:
+    if resolved_commit(settings) is Commit.manifest and export.dir is None:
         raise HydraConfigError(
             f"checkpoint.export.format={export.format.value} with checkpoint.commit=manifest: an export appears by a "
             "rename, which the file system of the checkpoints lacks; name a local folder, checkpoint.export.dir."

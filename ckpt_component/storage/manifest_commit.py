@@ -57,6 +57,7 @@ class ManifestCommit(CommitProtocol):
         return MANIFEST not in names and (QUARANTINED in names or all(map(is_token, names)))
 
     def begin(self, attempt: Attempt) -> None:
+        self.fs.check_puts(os.path.dirname(attempt.target))
         super().begin(attempt)
         # Another attempt may have created the target and not synced it yet.
         self.fs.sync_folder(os.path.dirname(attempt.target))

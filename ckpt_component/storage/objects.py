@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from .names import TRIAL_PREFIX, new_token
 from .object_errors import typed_errors
 from .object_retry import patiently
 from .object_stores import bucket_of, open_store, package
@@ -84,6 +85,7 @@ class ObjectStorage(Storage):
         self._store = open_store(self._obstore, self.root, self.options)
         self._uploads: dict[int, _Upload] = {}
         self._numbers = itertools.count(1)
+        self._checked = False
 
     @property
     def streams(self) -> bool:
@@ -282,7 +284,12 @@ class ObjectStorage(Storage):
                 raise OSError(errno.EOPNOTSUPP, text, path)
         finally:
             self.unlink(trial)
+        self._checked = True
         return made
+
+    def check_puts(self, path: str) -> None:
+        if not self._checked:
+            self.try_folder(path, f"{TRIAL_PREFIX}{new_token()}")
 
     # Locks
 

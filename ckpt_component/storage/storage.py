@@ -219,6 +219,9 @@ class Storage(ABC):
         Returns the file's creation time by the clock of the storage, seconds since 1970.
         """
 
+    def check_puts(self, path: str) -> None:
+        """Before the first attempt below a folder: raise if `put_new` would replace a file there."""
+
     def free_bytes(self, path: str) -> int | None:
         """Bytes that this process can still write below a folder, which need not exist yet; None if unknown."""
         return None

@@ -160,6 +160,10 @@ def _until_uploaded(manager: CheckpointManager, slow: Path, step: int) -> None:
         (["checkpoint.upload.every_steps=5"], "checkpoint.upload.every_steps has no effect"),
         (["checkpoint.local.dir=s3://bucket/run"], "not a local folder"),
         (["checkpoint.local.dir=checkpoints"], "both checkpoints"),
+        (
+            ["checkpoint.dir=s3://bucket/run", "checkpoint.export.format=hf"],
+            "name a local folder, checkpoint.export.dir",
+        ),
     ],
 )
 def test_configs_that_contradict_themselves_are_refused(overrides: list[str], text: str) -> None:

@@ -11,9 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_component.errors import CheckpointConfigError
+from ckpt_component import build_checkpointer, build_manager
+from ckpt_component.errors import CheckpointConfigError, CheckpointSaveError
 from ckpt_component.storage.locate import storage_at
 from ckpt_component.storage.object_errors import text_of, typed_errors
+from ckpt_component.storage.objects import ObjectStorage
 from ckpt_component.storage.storage import Storage
 
 obstore = pytest.importorskip("obstore", reason="pip install 'ckpt_component[cloud]'")
@@ -119,6 +121,25 @@ def test_a_store_that_ignores_conditions_is_refused(fs: Storage, root: str, monk
     with pytest.raises(OSError, match="ignores If-None-Match"):
         fs.try_folder(root, "trial")
     assert fs.names(root) == []
+
+
+def test_a_checkpointer_tries_the_store_once(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    tries = list[str]()
+    trial = ObjectStorage.try_folder
+    with monkeypatch.context() as ignoring, build_checkpointer("sync") as checkpointer:
+        put = ObjectStorage._put
+        ignoring.setattr(ObjectStorage, "_put", lambda self, path, data, mode="": put(self, path, data))
+        with pytest.raises(CheckpointSaveError, match="ignores If-None-Match"):
+            checkpointer.save({"value": 1}, f"{root}/one")
+    monkeypatch.setattr(ObjectStorage, "try_folder", lambda *of: tries.append(of[1]) or trial(*of))
+    with build_checkpointer("sync") as checkpointer:
+        for name in ("two", "three"):
+            checkpointer.save({"value": 1}, f"{root}/{name}")
+        assert checkpointer.load(f"{root}/three")
+    assert tries == [root]
+    with build_manager("sync", dir=f"{root}/run") as manager:
+        manager.save(1, {"value": 1})
+    assert tries == [root, f"{root}/run"]
 
 
 def test_a_put_that_conflicts_with_others_is_repeated(fs: Storage, root: str, monkeypatch: pytest.MonkeyPatch) -> None:
