@@ -139,7 +139,7 @@ class BackgroundUploads(CheckpointListener):
         with self._lock:
             if self._ended or self._fenced is not None or (self._thread is not None and self._thread.is_alive()):
                 return
-            self._process = process = start_in_background(CODE)
+            self._process = process = start_in_background(CODE, outlives_run=True)
             self._thread = threading.Thread(target=self._follow, args=(process,), name="ckpt-upload", daemon=True)
             if process.stdin is not None:
                 with contextlib.suppress(BrokenPipeError):
@@ -153,7 +153,10 @@ class BackgroundUploads(CheckpointListener):
         if stdout is not None:
             with stdout:
                 for line in stdout:
-                    self._take(json.loads(line))
+                    if line.startswith(b"{"):
+                        self._take(json.loads(line))
+                    else:
+                        logger.warning("the process of the uploads: %s", line.decode(errors="replace").rstrip())
         try:
             code = process.wait(_LEAVE_SECONDS)
         except subprocess.TimeoutExpired:  # it closed stdout, so it can no longer be followed

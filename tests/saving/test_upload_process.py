@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -73,13 +74,24 @@ def test_after_it_is_killed_the_next_save_starts_it_again(tmp_path: Path, caplog
     assert (tmp_path / "slow" / "iter_0000002").exists()
 
 
+def test_an_error_of_the_process_itself_is_logged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("ckpt_component.managing.tiers.CODE", "raise RuntimeError('broken')")
+    with manager_of(tmp_path) as manager:
+        manager.save(1, STATE)
+    assert "the process of the uploads: RuntimeError: broken" in caplog.text and "ended with code 1" in caplog.text
+
+
 def test_a_run_that_has_ended_leaves_the_folder_to_the_next(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(KeyboardInterrupt), manager_of(tmp_path, ENDLESS) as manager:
         manager.save(1, STATE)
         until(lambda: begun(tmp_path))
         (process,) = uploaders()
         raise KeyboardInterrupt
-    assert process.is_running()  # it goes on by itself
+    assert process.is_running()  # it goes on by itself, and keeps no pipe of this process open
+    outputs = {os.readlink(f"/proc/{process.pid}/fd/{fd}") for fd in (1, 2)}
+    assert len(outputs) == 1 and outputs.isdisjoint(os.readlink(f"/proc/self/fd/{fd}") for fd in (1, 2))
     with manager_of(tmp_path) as manager:
         assert manager.restore({"value": torch.zeros(1000)}) == 1
         assert process.is_running()
