@@ -20,7 +20,13 @@ _ERRNO_OF_TYPE = {
     "ValueError": errno.EINVAL,
 }
 #: In the text of an error that has no other type: what it means.
-_ERRNO_OF_TEXT = {"kind: Timeout": errno.ETIMEDOUT, "timed out": errno.ETIMEDOUT, "kind: Connect": errno.ECONNREFUSED}
+_ERRNO_OF_TEXT = {
+    "<Code>InvalidBucketName": errno.EINVAL,
+    "<Code>InvalidResourceName": errno.EINVAL,
+    "kind: Timeout": errno.ETIMEDOUT,
+    "timed out": errno.ETIMEDOUT,
+    "kind: Connect": errno.ECONNREFUSED,
+}
 _STATUS = re.compile(r"status code: (\d{3})")
 _BODY = re.compile(r": <\?xml.*", re.S)
 _CODE_AND_MESSAGE = re.compile(r"<Code>(.*?)</Code>\s*<Message>(.*?)</Message>", re.S)
@@ -49,5 +55,6 @@ def text_of(error: Exception) -> str:
     """The answer of the store, without its request and without a query, which may have a signature."""
     text = str(error).partition("\n\nDebug source")[0].rpartition("Server returned non-2xx status code: ")[2]
     answer = _CODE_AND_MESSAGE.search(text)
-    text = _BODY.sub("" if answer is None else f": {answer[1]}: {answer[2]}", text)
+    # Azure's message has the request's number and time on lines of their own.
+    text = _BODY.sub("" if answer is None else f": {answer[1]}: {answer[2].partition(chr(10))[0].strip()}", text)
     return re.sub(r"(https?://[^\s?]*)\?\S*", r"\1", text)[:500]

@@ -119,8 +119,13 @@ class ObjectStorage(Storage):
         keys = [entry["path"] for entry in self._below(path)]
         if not keys:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
-        with typed_errors(path):
-            self._obstore.delete(self._store, keys)
+        while keys:
+            try:
+                with typed_errors(path):
+                    self._obstore.delete(self._store, keys)
+                return
+            except FileNotFoundError:  # Azure and Google, of an object that another request has removed
+                keys = [entry["path"] for entry in self._below(path)]
 
     def names(self, path: str) -> list[str]:
         listed = patiently(partial(self._listed, path), path, _LIST_SECONDS)
@@ -241,7 +246,7 @@ class ObjectStorage(Storage):
 
     def unlink(self, path: str) -> None:
         self._head(path)  # S3 does not say that there is none
-        with typed_errors(path):
+        with contextlib.suppress(FileNotFoundError), typed_errors(path):  # the others say it of a repeated request too
             self._obstore.delete(self._store, self._key(path))
 
     def size(self, path: str) -> int | None:

@@ -19,6 +19,9 @@ _REPLY_SECONDS = 30.0
 _HOURS = datetime.timedelta(hours=2)
 #: Path of a request that is none of S3: `Bucket.age`.
 AGE = "test-age"
+#: GCS's XML API is that of S3 but for the header of a conditional put, so moto answers the requests of `gs://` too.
+#: What GCS itself would answer, this does not show.
+_GCS_CONDITION = "HTTP_X_GOOG_IF_GENERATION_MATCH"
 REGION = "us-east-1"
 KEYS = {"access_key_id": "test", "secret_access_key": "not-a-secret"}
 
@@ -139,6 +142,9 @@ def _serve() -> None:
         in_chunks = environ.get("wsgi.input_terminated")
         body = environ["wsgi.input"].read(*() if in_chunks else (int(environ.get("CONTENT_LENGTH") or 0),))
         environ["CONTENT_LENGTH"] = str(len(body))
+        if environ.get(_GCS_CONDITION) == "0":
+            environ["HTTP_IF_NONE_MATCH"] = "*"
+        environ.setdefault("HTTP_AUTHORIZATION", "none")  # those of `gs://` are not signed
         with one_at_a_time:
             return app({**environ, "wsgi.input": io.BytesIO(body)}, start_response)
 

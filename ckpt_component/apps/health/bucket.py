@@ -18,13 +18,17 @@ _TRIED_BYTES = 32 << 20
 _FIXES = {
     errno.EACCES: "give credentials that may write there, in the environment (AWS_*, GOOGLE_*, AZURE_*) or by -o",
     errno.ENOENT: "create the bucket, or correct its name",
+    errno.EINVAL: "correct the name",
 }
 _UNREACHABLE = "correct the endpoint (-o endpoint=URL, and -o allow_http=true without TLS), or the network"
 
 
 def in_words(error: OSError) -> tuple[str, str]:
     """The answer of a bucket, without the request, and how to fix the cause."""
-    return str(error.strerror or error).rpartition(" - ")[2], _FIXES.get(error.errno or 0, _UNREACHABLE)
+    text, code = str(error.strerror or error), error.errno or 0
+    if "token request" in text:  # Azure and Google look for credentials elsewhere before they are asked
+        code = errno.EACCES
+    return text.rpartition(" - ")[2], _FIXES.get(code, _UNREACHABLE)
 
 
 def check_bucket(root: str, options: Mapping[str, str]) -> Iterator[Finding]:
