@@ -1,9 +1,8 @@
 """Azure's and Google's storage: whole runs, requests whose answers are lost, and what a user mistypes.
 
-Azure is Azurite. No emulator of Google's speaks the part of its XML API that obstore uses: fake-gcs-server 1.54 refuses
-its puts, storage-testbench 0.45 has neither its listings nor its multipart uploads, and gcp-storage-emulator has the
-JSON API only. So `gs://` is moto's S3 server, which has the same requests (`server.py`): that shows what this package
-and obstore do, and not what Google's servers answer.
+Azure is Azurite. No emulator of Google's speaks the part of its XML API that obstore uses (docs/storage.md says which
+were tried), so `gs://` is moto's S3 server, which has the same requests (`server.py`): that shows what this package and
+obstore do, and not what Google's servers answer.
 """
 
 from __future__ import annotations
