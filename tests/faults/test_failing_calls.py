@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import errno
+from itertools import product
 from pathlib import Path
 
 import pytest
 from faults.lives import KEEP
 from faults.workloads import newest_ack
 from forker import Forker
-from strides import first_of
+from strides import first_of, in_turn
 
 from ckpt_component.testing.operation_log import read_log
 
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize("stride", [5, pytest.param(1, marks=[pytest.mark.soak, pytest.mark.timeout(400)])])
+@pytest.mark.parametrize("stride", [7, pytest.param(1, marks=[pytest.mark.soak, pytest.mark.timeout(400)])])
 @pytest.mark.parametrize("sticky", [False, True], ids=["once", "from_then_on"])
 @pytest.mark.parametrize("preset", ["sync", "async_persistent"])
 def test_every_operation_fails(preset: str, sticky: bool, stride: int, forker: Forker, tmp_path: Path) -> None:
@@ -74,8 +75,9 @@ def test_operations_of_one_of_two_ranks_fail(
     assert failures > 1 and not fired
 
 
-@pytest.mark.parametrize("operation", ["names", "size", "read", "flock"])
-@pytest.mark.parametrize("preset", ["sync", "async_persistent"])
+@pytest.mark.parametrize(
+    ("preset", "operation"), in_turn(product(["sync", "async_persistent"], ["names", "size", "read", "flock"]), 2)
+)
 def test_looking_fails(preset: str, operation: str, forker: Forker, tmp_path: Path) -> None:
     found = forker.run(
         "faults.scenarios:fail_everywhere",

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 
 import pytest
 from faults.lives import KEEP
 from faults.workloads import newest_ack
 from forker import Forker
+from strides import in_turn
 
 pytestmark = pytest.mark.slow
 
@@ -27,8 +29,7 @@ def small_disk(forker: Forker, tmp_path: Path) -> Iterator[str]:
     forker.here("faults.mounts:unmount", folder=str(folder))
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-@pytest.mark.parametrize("preset", ["sync", "async_persistent"])
+@pytest.mark.parametrize(("preset", "workers"), in_turn(product(["sync", "async_persistent"], [1, 2]), 2))
 def test_a_disk_that_is_full_at_any_page(preset: str, workers: int, forker: Forker, small_disk: str) -> None:
     overrides = [f"checkpoint.writer.workers={workers}"]
     found = forker.run("faults.scenarios:fill_disk", root=small_disk, preset=preset, overrides=overrides)

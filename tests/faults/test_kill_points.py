@@ -107,10 +107,10 @@ def kill_at(stopped: int, trainer: int, victim: str) -> None:
 @pytest.mark.parametrize(
     ("preset", "victim", "stride"),
     [
-        ("sync", "self", 6),
-        ("async_persistent", "self", 9),
-        ("async_persistent", "other", 8),
-        ("async_persistent", "all", 9),
+        ("sync", "self", 9),
+        ("async_persistent", "self", 13),
+        ("async_persistent", "other", 12),
+        ("async_persistent", "all", 13),
         *(pytest.param(*case, 1, marks=pytest.mark.soak) for case in [("sync", "self"), *ASYNC_VICTIMS]),
     ],
 )
@@ -124,10 +124,10 @@ def test_kill_at_every_operation(preset: str, victim: str, stride: int, forker: 
 @pytest.mark.parametrize(
     ("preset", "rank", "process", "stride"),
     [
-        ("sync", 0, "trainer", 30),
-        ("async_persistent", 0, "trainer", 26),
-        ("async_persistent", 0, "writer", 17),
-        ("async_persistent", 1, "writer", 12),
+        ("sync", 0, "trainer", 45),
+        ("async_persistent", 0, "trainer", 39),
+        ("async_persistent", 0, "writer", 26),
+        ("async_persistent", 1, "writer", 18),
         *(pytest.param(*case, 1, marks=[pytest.mark.soak, pytest.mark.timeout(900)]) for case in RANKS),
     ],
 )

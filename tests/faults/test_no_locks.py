@@ -7,12 +7,14 @@ import logging
 import os
 import subprocess
 import time
+from itertools import product
 from pathlib import Path
 
 import pytest
 from faults.invariants import MANIFEST_MODE, age, blank_state, differences, state_of
 from faults.test_kill_points import enumerate_kills
 from forker import Forker
+from strides import in_turn
 
 from ckpt_component import CheckpointManager, build_manager
 from ckpt_component.storage import commit, liveness
@@ -56,9 +58,8 @@ def manager_in(root: Path, *overrides: str, preset: str = "sync") -> CheckpointM
     return build_manager(preset, [*usual, *overrides], dir=root)
 
 
-@pytest.mark.parametrize("code", ["ENOLCK", "ENOSYS", "EOPNOTSUPP"])
+@pytest.mark.parametrize(("code", "sticky"), in_turn(product(["ENOLCK", "ENOSYS", "EOPNOTSUPP"], [False, True]), 2))
 @pytest.mark.parametrize(("preset", "overrides"), [("sync", [MANIFEST_MODE]), ("async_persistent", [])])
-@pytest.mark.parametrize("sticky", [False, True], ids=["once", "from_then_on"])
 def test_no_lock_operation_of_a_save_needs_locks(
     preset: str, overrides: list[str], code: str, sticky: bool, forker: Forker, tmp_path: Path
 ) -> None:
@@ -78,10 +79,10 @@ def test_no_lock_operation_of_a_save_needs_locks(
 @pytest.mark.parametrize(
     ("preset", "victim", "overrides", "stride"),
     [
-        ("sync", "self", [], 6),
-        ("sync", "self", [MANIFEST_MODE], 7),
-        ("async_persistent", "other", [], 11),
-        ("async_persistent", "all", [MANIFEST_MODE], 13),
+        ("sync", "self", [], 10),
+        ("sync", "self", [MANIFEST_MODE], 11),
+        ("async_persistent", "other", [], 17),
+        ("async_persistent", "all", [MANIFEST_MODE], 20),
     ],
 )
 def test_kills_without_locks(

@@ -134,7 +134,7 @@ def children_of(pid: int) -> list[int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "kills"), [(1, 24), (2, 10)])
+@pytest.mark.parametrize(("ranks", "kills"), [(1, 14), (2, 6)])
 def test_random_kills(ranks: int, kills: int, forker: Forker, tmp_path: Path) -> None:
     soak = Soak(forker, tmp_path, ranks, SEED)
     print(soak.run(kills))

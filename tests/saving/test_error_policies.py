@@ -7,11 +7,13 @@ import logging
 import os
 import signal
 import threading
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from strides import in_turn
 
 from ckpt_component import (
     AsyncCheckpointer,
@@ -378,9 +380,10 @@ def test_raise_is_what_happens_without_a_word(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("count", [2, 5])
-@pytest.mark.parametrize("overlap", ["wait", "skip", "error"])
-@pytest.mark.parametrize("on_error", ["raise", "warn", "retry"])
+@pytest.mark.parametrize(
+    ("count", "overlap", "on_error"),
+    in_turn(product([2, 5], ["wait", "skip", "error"], ["raise", "warn", "retry"]), 2),
+)
 def test_overlapping_saves_keep_their_order_and_their_bytes(
     count: int, overlap: str, on_error: str, tmp_path: Path
 ) -> None:

@@ -8,6 +8,7 @@ import platform
 import subprocess
 import sys
 import threading
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 import torch
 from forging import edit_manifest, note_file
 from ranks import run_ranks
+from strides import in_turn
 
 import ckpt_component
 from ckpt_component import (
@@ -40,9 +42,10 @@ def saved(root: Path, *overrides: str, preset: str = "sync", step: int = 1, **op
         return Path(manager.path_of(step))
 
 
-@pytest.mark.parametrize("writer", ["dcp", "torch_save", "safetensors"])
-@pytest.mark.parametrize("commit", ["rename", "manifest"])
-@pytest.mark.parametrize("preset", ["sync", "async_persistent"])
+@pytest.mark.parametrize(
+    ("preset", "commit", "writer"),
+    in_turn(product(["sync", "async_persistent"], ["rename", "manifest"], ["dcp", "torch_save", "safetensors"]), 2),
+)
 def test_config_versions_and_metrics_are_read_back(writer: str, commit: str, preset: str, tmp_path: Path) -> None:
     overrides = [f"checkpoint/writer={writer}", f"checkpoint.commit={commit}"]
     path = saved(tmp_path, *overrides, preset=preset, metrics={"loss": 0.5, "diverged": float("-inf")})

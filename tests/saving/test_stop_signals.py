@@ -246,6 +246,7 @@ with build_manager("off") as manager:
     assert done.returncode == -signal.SIGINT
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("function", ["one_gets_a_signal", "without_checkpoints", "one_does_not_ask"])
 def test_on_two_ranks(function: str, tmp_path: Path) -> None:
     run_ranks(SCRIPT, function, 2, tmp_path)

@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from strides import in_turn
 
 from ckpt_component import (
     AsyncCheckpointer,
@@ -76,8 +77,9 @@ def contents(path: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in path.glob("*.distcp")}
 
 
-@pytest.mark.parametrize("io", ["buffered", "direct"])
-@pytest.mark.parametrize("caller", ["persistent", "temporal"])
+@pytest.mark.parametrize(
+    ("caller", "io"), in_turn([("persistent", "buffered"), ("temporal", "direct"), ("persistent", "direct")], 3)
+)
 def test_the_files_are_those_of_an_awaited_copy(caller: str, io: str, tmp_path: Path) -> None:
     with build(f"checkpoint/caller={caller}", f"checkpoint.writer.io={io}") as ours:
         for name in ("one", "two"):

@@ -8,12 +8,14 @@ import logging
 import random
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from forging import edit_table
+from strides import in_turn
 
 from ckpt_component import CheckpointConfigError, CheckpointCorruptError, CheckpointLoadError, build_checkpointer
 from ckpt_component.storage.checksum import (
@@ -112,9 +114,10 @@ def state() -> dict[str, torch.Tensor]:
     return {"large": large, "small": torch.arange(7), "none": torch.empty(0), "last": torch.empty(0, dtype=torch.uint8)}
 
 
-@pytest.mark.parametrize("preset", ["sync", "async_persistent"])
-@pytest.mark.parametrize("writer", ["dcp", "torch_save", "safetensors"])
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize(
+    ("name", "writer", "preset"),
+    in_turn(product(ALGORITHMS, ["dcp", "torch_save", "safetensors"], ["sync", "async_persistent"]), 3),
+)
 def test_every_writer_stores_and_checks_it(name: str, writer: str, preset: str, tmp_path: Path) -> None:
     """Also in the writer process, which finds the package although it runs without site-packages."""
     installed(name)

@@ -181,7 +181,10 @@ def test_a_killed_run_resumes_from_its_last_commit(start: Started, train: Traine
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGUSR1, 85)])
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=pytest.mark.soak), (signal.SIGUSR1, 85)],
+)
 def test_a_signal_saves_the_step_and_ends(
     start: Started, train: Trained, run_dir: Path, number: signal.Signals, code: int
 ) -> None:

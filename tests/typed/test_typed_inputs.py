@@ -11,6 +11,7 @@ import shlex
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
-from strides import STRIDE_OFFSET
+from strides import in_turn
 
 from ckpt_component import CheckpointConfigError, build_checkpointer, build_manager
 from ckpt_component.apps.bench import app as bench_app
@@ -294,10 +295,7 @@ CKPT = [
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("line", "words"),
-    [
-        pytest.param(*row, marks=[] if number % 3 == STRIDE_OFFSET % 3 else [pytest.mark.soak])
-        for number, row in enumerate(ANY_APP)
-    ],
+    in_turn(ANY_APP, 4),
 )
 def test_in_every_app(ask: Ask, line: str, words: str | None) -> None:
     """The answer has the words that help, and what it suggests works when it is typed."""
@@ -314,9 +312,15 @@ def test_in_every_app(ask: Ask, line: str, words: str | None) -> None:
 
 
 @pytest.mark.parametrize(
-    "line", ["checkpoint=null", "+checkpoint=sync", "stager=pinned", "checkpoint = sync", "checkpoint=synk"]
+    ("in_own_app", "line"),
+    in_turn(
+        product(
+            [True, False],
+            ["checkpoint=null", "+checkpoint=sync", "stager=pinned", "checkpoint = sync", "checkpoint=synk"],
+        ),
+        2,
+    ),
 )
-@pytest.mark.parametrize("in_own_app", [True, False])
 def test_the_answer_comes_first_and_alone(
     conf: Path, in_own_app: bool, line: str, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
@@ -334,7 +338,7 @@ def test_of_what_is_not_ours_hydra_speaks_in_other_apps(ask: Ask) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("entry", "line", "words"),
-    [(ckpt_train, *row) for row in TRAIN] + [(bench_app.main, *row) for row in BENCH],
+    in_turn([(ckpt_train, *row) for row in TRAIN] + [(bench_app.main, *row) for row in BENCH], 2),
     ids=lambda value: getattr(value, "__module__", None),
 )
 def test_to_our_commands(

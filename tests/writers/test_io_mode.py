@@ -11,11 +11,13 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from strides import in_turn
 
 from ckpt_component import CheckpointConfigError, CheckpointSaveError, build_checkpointer
 from ckpt_component.storage.files import FileStorage
@@ -38,6 +40,14 @@ def save(path: Path, preset: str, *overrides: str) -> None:
             futures[1].result(60)
 
 
+#: Every writer with each way in which bytes reach it.
+WRITTEN = [
+    (writer, *parts)
+    for writer in ("dcp", "torch_save", "safetensors")
+    for parts in (("sync", "none"), ("sync", "pinned"), ("async_persistent", "pinned"))
+]
+
+
 def data_files(path: Path) -> dict[str, bytes]:
     return {
         each.name: each.read_bytes()
@@ -46,8 +56,7 @@ def data_files(path: Path) -> dict[str, bytes]:
     }
 
 
-@pytest.mark.parametrize(("preset", "stager"), [("sync", "none"), ("sync", "pinned"), ("async_persistent", "pinned")])
-@pytest.mark.parametrize("writer", ["dcp", "torch_save", "safetensors"])
+@pytest.mark.parametrize(("writer", "preset", "stager"), in_turn(WRITTEN, 2))
 def test_direct_files_are_the_buffered_ones(writer: str, preset: str, stager: str, tmp_path: Path) -> None:
     for mode in ("direct", "buffered"):
         settings = [f"checkpoint/writer={writer}", f"checkpoint/stager={stager}", f"checkpoint.writer.io={mode}"]
@@ -73,9 +82,10 @@ def in_memory() -> Iterator[Path]:
         yield Path(folder)
 
 
-@pytest.mark.parametrize(("preset", "stager"), [("sync", "none"), ("sync", "pinned"), ("async_persistent", "pinned")])
-@pytest.mark.parametrize("writer", ["dcp", "torch_save", "safetensors"])
-@pytest.mark.parametrize("processors", [1, 64])
+@pytest.mark.parametrize(
+    ("processors", "writer", "preset", "stager"),
+    in_turn(((processors, *each) for processors, each in product([1, 64], WRITTEN)), 2),
+)
 def test_files_in_memory_are_those_on_the_disk(
     processors: int,
     writer: str,

@@ -62,6 +62,7 @@ class Job:
 
     def __init__(self, config: DictConfig, base_dir: str, ranks: Ranks = ALONE) -> None:
         self.config = loaded = read(config)
+        self._ranks = ranks
         self.leads = ranks.rank == 0
         self.settings, data, size, kind = loaded.train, loaded.data, loaded.model, loaded.parallel
         settings = self.settings
@@ -117,7 +118,8 @@ class Job:
             loss.backward()
             total += loss.detach()
         # With an infinite limit this only measures.
-        norm = clip(self.model.parameters(), float("inf") if settings.clip_norm is None else settings.clip_norm)
+        limit = float("inf") if settings.clip_norm is None else settings.clip_norm
+        norm = clip(self.model.parameters(), limit, self._ranks)
         progress["step"] += 1
         progress["tokens"] += settings.accumulate * settings.batch_size * self._context
         lr = use_settings(self.optimizer, progress["step"], settings)

@@ -2,6 +2,8 @@
 
 All three keep the names, order and global shapes of the parameters of a single process, so a checkpoint of
 `checkpoint/writer=dcp` resumes under any of them and on any number of ranks.
+
+FSDP and DTensor are imported where several ranks need them, because that takes most of a second.
 """
 
 from __future__ import annotations
@@ -11,10 +13,6 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.experimental import implicit_replication
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from ...config.errors import HydraConfigError
 from .model import Gpt
@@ -37,6 +35,8 @@ def parallelize(model: Gpt, kind: Parallel, ranks: Ranks, device: torch.device) 
         return nn.parallel.DistributedDataParallel(model, [device.index] if device.type == "cuda" else None)
     mesh = init_device_mesh(device.type, (ranks.world_size,))
     if kind is Parallel.fsdp:
+        from torch.distributed.fsdp import fully_shard
+
         for block in model.blocks:
             fully_shard(block, mesh=mesh)
         fully_shard(model, mesh=mesh)  # embedding and head share a tensor, so they must be in one group
@@ -46,6 +46,8 @@ def parallelize(model: Gpt, kind: Parallel, ranks: Ranks, device: torch.device) 
             f"parallel=tp shares out model.heads={model.heads}, which {ranks.world_size} ranks do not divide; "
             "use a number of ranks that does, or parallel=fsdp."
         )
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
     for block in model.blocks:  # embedding, head and norms are small and stay whole on every rank
         plan = {
             "attention.qkv": ColwiseParallel(),
@@ -75,8 +77,13 @@ def mean(value: torch.Tensor, ranks: Ranks) -> torch.Tensor:
     return total / ranks.world_size
 
 
-def clip(parameters: Iterable[nn.Parameter], limit: float) -> torch.Tensor:
+def clip(parameters: Iterable[nn.Parameter], limit: float, ranks: Ranks) -> torch.Tensor:
     """Clip the gradients to a norm; returns their norm before clipping."""
+    if ranks.world_size == 1:
+        return nn.utils.clip_grad_norm_(parameters, limit)
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.experimental import implicit_replication
+
     with implicit_replication():  # `tp` mixes DTensors and plain tensors
         norm = nn.utils.clip_grad_norm_(parameters, limit)
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
