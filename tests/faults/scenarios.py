@@ -33,7 +33,7 @@ __all__ = ["prepare"]  # of the fork server, before the fork
 
 PAGE = 4096
 #: A writer that hangs is given up after a second; the deadlines below it are in order.
-HANGS = ("checkpoint.timeouts.write=1", "checkpoint.timeouts.stall=0.9", "checkpoint.timeouts.heartbeat=0.8")
+HANGS = ("checkpoint.timeouts.write=4", "checkpoint.timeouts.stall=3.9", "checkpoint.timeouts.heartbeat=0.8")
 
 
 def manager_at(root: str, preset: str, *overrides: str) -> CheckpointManager:

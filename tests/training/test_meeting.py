@@ -6,7 +6,7 @@ import pytest
 from torch.distributed import TCPStore
 
 from ckpt_component.apps.training import ranks
-from ckpt_component.apps.training.ranks import ALONE, CONSOLE_LEVEL, RUN_NAME, join, meet, part
+from ckpt_component.apps.training.ranks import ALONE, CONSOLE_LEVEL, CONSOLE_PREFIX, RUN_NAME, join, meet, part
 
 
 @pytest.fixture
@@ -19,12 +19,14 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
         "MASTER_ADDR",
         "MASTER_PORT",
         "SLURM_JOB_ID",
+        "TORCHELASTIC_RESTART_COUNT",
+        "TORCHELASTIC_USE_AGENT_STORE",
         RUN_NAME,
         CONSOLE_LEVEL,
+        CONSOLE_PREFIX,
     ):
-        monkeypatch.delenv(name, raising=False)
-    for name in ("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_USE_AGENT_STORE"):
-        monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv(name, "")  # so that what `meet` sets goes too, also where there was none
+        monkeypatch.delenv(name)
     return monkeypatch
 
 
