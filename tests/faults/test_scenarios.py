@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from forker import Forker
+from strides import in_turn
 
 PRESETS = ["sync", "async_temporal", "async_persistent", "async_zero_overhead"]
 
@@ -65,7 +66,7 @@ def test_a_small_dev_shm(preset: str, forker: Forker, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("preset", in_turn(PRESETS, 2))
 def test_thirty_saves_leak_nothing(preset: str, forker: Forker, tmp_path: Path) -> None:
     check_leaks(forker.run("faults.scenarios:count_leaks", root=str(tmp_path / "root"), preset=preset, saves=20))
 

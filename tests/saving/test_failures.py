@@ -13,6 +13,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from strides import in_turn
 
 from ckpt_component import (
     AsyncCheckpointer,
@@ -221,7 +222,7 @@ def run_script(tmp_path: Path, caller: str, how: str) -> subprocess.CompletedPro
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("caller", ["temporal", "persistent"])
+@pytest.mark.parametrize("caller", in_turn(["temporal", "persistent"], 2))
 def test_a_script_that_forgets_close_still_ends_with_its_last_save(caller: str, tmp_path: Path) -> None:
     done = run_script(tmp_path, caller, "forget")
     assert done.returncode == 0, done.stderr

@@ -6,13 +6,14 @@ from pathlib import Path
 
 import pytest
 from ranks import run_ranks
+from strides import in_turn
 
 pytestmark = pytest.mark.slow
 
 SCRIPT = Path(__file__).parent / "scripts" / "policies.py"
 
 
-@pytest.mark.parametrize("function", ["retried", "warned", "stalled", "late"])
+@pytest.mark.parametrize("function", in_turn(["retried", "warned", "stalled", "late"], 2))
 def test_on_two_ranks(function: str, tmp_path: Path) -> None:
     run_ranks(SCRIPT, function, 2, tmp_path)
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from strides import in_turn
 
 from ckpt_component import build_manager
 
@@ -86,7 +87,9 @@ def test_a_warning_to_one_rank_stops_both_with_the_exit_code(jobs: list[Job], tm
 
 @pytest.mark.parametrize(
     ("number", "options"),
-    [(signal.SIGTERM, ()), (signal.SIGUSR1, ("--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",))],
+    in_turn(
+        [(signal.SIGTERM, ()), (signal.SIGUSR1, ("--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",))], 2
+    ),
 )
 def test_a_signal_that_torchrun_forwards_is_followed_by_a_save(
     jobs: list[Job], tmp_path: Path, number: signal.Signals, options: tuple[str, ...]

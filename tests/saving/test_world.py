@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from ranks import run_ranks
+from strides import in_turn
 
 from ckpt_component import build_checkpointer, build_manager
 
@@ -18,14 +19,17 @@ SCRIPT = Path(__file__).parent / "scripts" / "world.py"
 
 @pytest.mark.parametrize(
     "function",
-    [
-        "manager_before_the_group",
-        "one_rank_before_the_group",
-        "group_made_again",
-        "group_gone_before_close",
-        "alone_with_parts",
-        "other_shapes",
-    ],
+    in_turn(
+        [
+            "manager_before_the_group",
+            "one_rank_before_the_group",
+            "group_made_again",
+            "group_gone_before_close",
+            "alone_with_parts",
+            "other_shapes",
+        ],
+        2,
+    ),
 )
 def test_ranks_that_are_not_those_of_the_manager(function: str, tmp_path: Path) -> None:
     run_ranks(SCRIPT, function, 3, tmp_path)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
+from strides import in_turn
 
 import ckpt_component
 from ckpt_component.config import compose_checkpoint, resolve_config
@@ -59,7 +60,7 @@ def test_there_is_advice_to_look_at() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("advice", OVERRIDES)
+@pytest.mark.parametrize("advice", in_turn(OVERRIDES, 2))
 def test_an_override_that_a_text_names_works(advice: str) -> None:
     key, _, value = advice.partition("=")
     if OPEN.search(value):
