@@ -31,6 +31,8 @@ _NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS})
 #: Errors of `copy_file_range` between two file systems, or on one without it.
 _NO_COPY = frozenset({errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP})
 _COPY_BYTES = 1 << 20
+#: How often a file is opened that another host has just replaced: an NFS client may open the old one, which is stale.
+_READS = 4
 #: An NFS client renames a file that is deleted while it is open, and closes files in the background.
 _OPEN = ".nfs"
 _CLOSE_SECONDS, _CLOSE_PAUSE = 1.0, 0.01
@@ -307,9 +309,15 @@ class FileStorage(Storage):
         return kind_of(path) in ("tmpfs", "ramfs")
 
     def read(self, path: str, limit: int) -> bytes:
-        fd = open_regular(path)
-        with os.fdopen(fd, "rb") as stream:
-            data = stream.read(limit + 1)
+        for trial in range(_READS):
+            try:
+                with os.fdopen(open_regular(path), "rb") as stream:
+                    data = stream.read(limit + 1)
+                break
+            except OSError as error:
+                if error.errno != errno.ESTALE or trial == _READS - 1:
+                    raise
+                os.close(os.open(os.path.dirname(path) or ".", _FOLDER))  # a client looks at names anew for this
         if len(data) > limit:
             raise OSError(errno.EFBIG, f"larger than the {limit} bytes allowed for this file", path)
         return data

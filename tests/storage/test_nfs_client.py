@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ckpt_component import build_checkpointer, build_manager
-from ckpt_component.errors import CheckpointExistsError
+from ckpt_component.errors import CheckpointExistsError, CheckpointFencedError
 from ckpt_component.storage import commit, files, locate
 from ckpt_component.storage.cleanup import discard
 from ckpt_component.storage.files import FileStorage
@@ -75,3 +75,27 @@ def test_a_name_that_the_cache_does_not_know_is_taken_all_the_same(
     with pytest.raises(CheckpointExistsError, match="taken by another save"):
         commit.publish(fs, attempt, [], {}, {})
     assert os.listdir(target) == ["theirs"]
+
+
+@pytest.mark.parametrize("times", [1, 3])
+def test_a_run_that_another_host_replaced_is_told_although_its_client_has_the_old_file(
+    times: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NFS 4.2 opens the replaced owner file by its cached handle, and says ESTALE when it is used."""
+    options = ["checkpoint.save.at_end=false"]
+    with build_manager("sync", options, dir=tmp_path) as ours, build_manager("sync", options, dir=tmp_path) as theirs:
+        ours.save(1, {"weight": torch.ones(3)})
+        theirs.save(2, {"weight": torch.ones(3)})
+        opened: Callable[[str], int] = files.open_regular
+        stale = dict.fromkeys([".ckpt-owner.json"], times)
+
+        def open_stale(path: str) -> int:
+            if stale.get(os.path.basename(path), 0):
+                stale[os.path.basename(path)] -= 1
+                raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), path)
+            return opened(path)
+
+        monkeypatch.setattr(files, "open_regular", open_stale)
+        with pytest.raises(CheckpointFencedError, match="took over"):
+            ours.save(3, {"weight": torch.ones(3)})
+        assert not any(stale.values()) and theirs.steps() == [1, 2]
