@@ -163,7 +163,7 @@ def test_all_is_durable_before_it_is_visible(kind: str, commands: Forker, templa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stride", [12, pytest.param(1, marks=[pytest.mark.soak, pytest.mark.timeout(400)])])
+@pytest.mark.parametrize("stride", [8, pytest.param(1, marks=[pytest.mark.soak, pytest.mark.timeout(400)])])
 @pytest.mark.parametrize("action", ["kill", "raise:EIO", "raise:ENOSPC"])
 @pytest.mark.parametrize("kind", [*COMMANDS])
 def test_a_fault_at_an_operation(
