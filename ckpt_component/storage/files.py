@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from .fs_type import kind_of
 from .renameat2 import EXCHANGE, NOREPLACE, rename_by
-from .safe_open import open_regular
+from .safe_open import read_regular
 from .storage import Storage
 
 if TYPE_CHECKING:
@@ -31,8 +31,6 @@ _NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS})
 #: Errors of `copy_file_range` between two file systems, or on one without it.
 _NO_COPY = frozenset({errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP})
 _COPY_BYTES = 1 << 20
-#: How often a file is opened that another host has just replaced: an NFS client may open the old one, which is stale.
-_READS = 4
 #: An NFS client renames a file that is deleted while it is open, and closes files in the background.
 _OPEN = ".nfs"
 _CLOSE_SECONDS, _CLOSE_PAUSE = 1.0, 0.01
@@ -309,18 +307,7 @@ class FileStorage(Storage):
         return kind_of(path) in ("tmpfs", "ramfs")
 
     def read(self, path: str, limit: int) -> bytes:
-        for trial in range(_READS):
-            try:
-                with os.fdopen(open_regular(path), "rb") as stream:
-                    data = stream.read(limit + 1)
-                break
-            except OSError as error:
-                if error.errno != errno.ESTALE or trial == _READS - 1:
-                    raise
-                os.close(os.open(os.path.dirname(path) or ".", _FOLDER))  # a client looks at names anew for this
-        if len(data) > limit:
-            raise OSError(errno.EFBIG, f"larger than the {limit} bytes allowed for this file", path)
-        return data
+        return read_regular(path, limit)
 
     def touch(self, path: str) -> None:
         os.utime(path)

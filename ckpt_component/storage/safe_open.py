@@ -6,6 +6,7 @@ A link could lead out of the folder, a FIFO would block, a device may do anythin
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import stat
@@ -14,6 +15,8 @@ from ..errors import CheckpointCorruptError, CheckpointUnreadableError
 
 #: Errors of `open` for something other than a regular file: a link (O_NOFOLLOW), a socket.
 _NOT_A_FILE = (errno.ELOOP, errno.ENXIO)
+#: How often to read a small file that another client of NFS keeps replacing: what is open becomes stale.
+_READS = 10
 
 
 def open_regular(path: str) -> int:
@@ -40,6 +43,34 @@ def open_regular(path: str) -> int:
         os.close(fd)
         raise
     return fd
+
+
+def read_regular(path: str, limit: int) -> bytes:
+    """Read a small file, as it is on the server although another client of NFS replaced it.
+
+    Args:
+        path: the file.
+        limit: most bytes that it may have.
+
+    Raises:
+        NotRegularError: as `open_regular`.
+        OSError: the file cannot be read, or is larger.
+    """
+    for reads_left in reversed(range(_READS)):
+        # A client opens the file that it knows by this name until it asks the server whether the folder changed, for
+        # which the folder is opened. If it may not be listed, the cache has to do.
+        with contextlib.suppress(OSError):
+            os.close(os.open(os.path.dirname(path), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+        try:
+            with os.fdopen(open_regular(path), "rb") as stream:
+                data = stream.read(limit + 1)
+            break
+        except OSError as error:
+            if error.errno != errno.ESTALE or not reads_left:
+                raise
+    if len(data) > limit:
+        raise OSError(errno.EFBIG, f"larger than the {limit} bytes allowed for this file", path)
+    return data
 
 
 def open_past_cache(fd: int) -> int:

@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from ckpt_component import build_checkpointer, build_manager
-from ckpt_component.errors import CheckpointExistsError, CheckpointFencedError
+from ckpt_component import CheckpointFencedError, build_checkpointer, build_manager
+from ckpt_component.errors import CheckpointExistsError, CheckpointSaveError
 from ckpt_component.storage import commit, files, locate
 from ckpt_component.storage.cleanup import discard
+from ckpt_component.storage.fencing import FencingToken
 from ckpt_component.storage.files import FileStorage
 from ckpt_component.storage.names import new_token
 
@@ -77,25 +78,55 @@ def test_a_name_that_the_cache_does_not_know_is_taken_all_the_same(
     assert os.listdir(target) == ["theirs"]
 
 
-@pytest.mark.parametrize("times", [1, 3])
-def test_a_run_that_another_host_replaced_is_told_although_its_client_has_the_old_file(
-    times: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+class Cache:
+    """Names as a client knows them: opened are the files of before, until their folder is opened."""
+
+    def __init__(self) -> None:
+        self.before: dict[str, str] = {}
+        #: How many openings of the folder it takes; until then opening one of them fails.
+        self.stale = 0
+        self._open: Callable[..., int] = os.open
+
+    def open(self, path: str, flags: int, *rest: int) -> int:
+        if flags & os.O_DIRECTORY and self.before and os.path.dirname(next(iter(self.before))) == path:
+            self.stale = max(self.stale - 1, 0)
+            if not self.stale:
+                self.before.clear()
+        elif path in self.before and self.stale:
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), path)
+        return self._open(self.before.get(path, path), flags, *rest)
+
+
+def save_while_replaced(root: Path, monkeypatch: pytest.MonkeyPatch, stale: int) -> None:
+    """Save as a run that another client replaces after it began, so that this one knows the owner file of before."""
+    cache, state, usual = Cache(), {"weight": torch.ones(3)}, ["checkpoint.save.at_end=false"]
+    owner, backup = str(root / ".ckpt-owner.json"), str(root / "backup")
+
+    class Replaced(FileStorage):
+        def write_new(self, path: str, data: bytes) -> None:
+            if path.endswith("integrity-0.json") and "iter_0000002" in path:
+                os.link(owner, backup)  # as `cp -al` does: the server keeps the file that is replaced
+                FencingToken(FileStorage(), str(root)).acquire()
+                cache.before[owner], cache.stale = backup, stale
+                monkeypatch.setattr(os, "open", cache.open)
+            super().write_new(path, data)
+
+    monkeypatch.setattr(locate, "storage_at", lambda *_, **__: Replaced())
+    with build_manager("sync", usual, dir=root) as manager:
+        manager.save(1, state)
+        manager.save(2, state)
+
+
+@pytest.mark.parametrize("stale", [0, 3])
+def test_a_run_is_fenced_although_its_client_knows_the_owner_of_before(
+    stale: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """NFS 4.2 opens the replaced owner file by its cached handle, and says ESTALE when it is used."""
-    options = ["checkpoint.save.at_end=false"]
-    with build_manager("sync", options, dir=tmp_path) as ours, build_manager("sync", options, dir=tmp_path) as theirs:
-        ours.save(1, {"weight": torch.ones(3)})
-        theirs.save(2, {"weight": torch.ones(3)})
-        opened: Callable[[str], int] = files.open_regular
-        stale = dict.fromkeys([".ckpt-owner.json"], times)
+    with pytest.raises(CheckpointFencedError, match="Another run took over"):
+        save_while_replaced(tmp_path, monkeypatch, stale)
+    assert not (tmp_path / "iter_0000002").exists()
 
-        def open_stale(path: str) -> int:
-            if stale.get(os.path.basename(path), 0):
-                stale[os.path.basename(path)] -= 1
-                raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), path)
-            return opened(path)
 
-        monkeypatch.setattr(files, "open_regular", open_stale)
-        with pytest.raises(CheckpointFencedError, match="took over"):
-            ours.save(3, {"weight": torch.ones(3)})
-        assert not any(stale.values()) and theirs.steps() == [1, 2]
+def test_an_owner_file_that_stays_stale_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(CheckpointSaveError, match=os.strerror(errno.ESTALE)):
+        save_while_replaced(tmp_path, monkeypatch, stale=10**9)
+    assert not (tmp_path / "iter_0000002").exists()
