@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Iterator
 
 from ..errors import CheckpointError
 from .commit_protocol import remove_if_empty
-from .liveness import LifeSigns
+from .liveness import LifeSigns, marked_attempt
 from .manifest import read_manifest
 from .manifest_commit import attempts_in, is_quarantined
 from .names import (
@@ -182,13 +182,19 @@ def _is_kept(fs: Storage, root: str, name: str) -> bool:
 
 def _dead(fs: Storage, signs: LifeSigns, names: Iterable[str], fenced: Collection[str] = ()) -> Iterator[str]:
     """Those of some names that dead processes left; each is examined when it is asked for."""
-    for name in names:
+    staying = set[str]()
+    # A mark goes after its attempt: without it, the next start could not tell that the attempt is dead.
+    for name in sorted(names, key=lambda name: name.startswith(ALIVE_PREFIX)):
         here = is_token_of_this_host(token_of(name))
         if not here and name not in fenced:
             continue
         try:
+            if marked_attempt(name) in staying and not signs.is_silent(os.path.join(signs.root, name)):
+                continue
             if _is_dead(fs, signs, name, here=here):
                 yield name
+            elif _is_attempt(name):
+                staying.add(token_of(name))
         except FileNotFoundError:
             continue  # committed or deleted concurrently
         except OSError as error:

@@ -145,7 +145,11 @@ class LifeSigns:
 
     def is_quiet(self, path: str) -> bool:
         """Whether the owner of a file, or a folder with its entries, must be dead: it ended, or was silent for long."""
-        return _has_ended(path) or self._now - _modified(self._fs, path) >= QUIET_SECONDS
+        return _has_ended(path) or self.is_silent(path)
+
+    def is_silent(self, path: str) -> bool:
+        """Whether a file, or a folder with its entries, was last changed long ago."""
+        return self._now - _modified(self._fs, path) >= QUIET_SECONDS
 
     def is_young(self, path: str) -> bool:
         """Whether a file, or a folder itself (not its entries), was made or changed just now."""
@@ -192,9 +196,14 @@ def is_locked(fs: Storage, path: str) -> bool | None:
     return None if locked is None else not locked
 
 
+def marked_attempt(name: str) -> str | None:
+    """The token of the attempt that a mark file belongs to; None: the name is of no mark file."""
+    return name.removeprefix(ALIVE_PREFIX).partition(".")[0] if name.startswith(ALIVE_PREFIX) else None
+
+
 def _marks(root: str, names: Sequence[str], token: str) -> list[str]:
     """Paths of the mark files of processes that work on an attempt without a lock."""
-    return [os.path.join(root, name) for name in names if name.startswith(f"{ALIVE_PREFIX}{token}.")]
+    return [os.path.join(root, name) for name in names if marked_attempt(name) == token]
 
 
 def _has_ended(mark: str) -> bool:

@@ -164,11 +164,12 @@ def test_a_process_that_was_killed_here_is_not_waited_for(tmp_path: Path, monkey
         elsewhere.setattr(liveness, "_process_space", lambda: "0a1b2c3d")
         assert living_attempts(NoLocks(), str(tmp_path), MEGATRON) == [name]
     assert living_attempts(NoLocks(), str(tmp_path), MEGATRON) == []
-    assert sweep(NoLocks(), str(tmp_path), MEGATRON) == [ended.name]  # the folder is young
+    assert sweep(NoLocks(), str(tmp_path), MEGATRON) == []  # the folder is young, and its mark stays with it
+    assert living_attempts(NoLocks(), str(tmp_path), MEGATRON) == []
     os.utime(attempt.staging, (1, 1))
-    ended.touch()
     monkeypatch.setattr(liveness, "_YOUNG_SECONDS", 0.0)
-    assert sweep(NoLocks(), str(tmp_path), MEGATRON) == [ended.name, name]
+    assert sweep(NoLocks(), str(tmp_path), MEGATRON) == [name, ended.name]
+    assert not marks(tmp_path)
 
 
 def test_the_file_is_touched_again_and_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
