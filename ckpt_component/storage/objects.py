@@ -40,6 +40,8 @@ _CONFLICT_SECONDS, _CONFLICT_PAUSE = 30.0, 0.1
 _APPENDED_BYTES = 1 << 30
 #: How long a listing that fails is repeated, after obstore's own repetitions.
 _LIST_SECONDS = 2.0
+#: How often to remove a folder from which another process removes objects, too.
+_REMOVALS = 10
 
 
 @dataclass
@@ -119,13 +121,17 @@ class ObjectStorage(Storage):
         keys = [entry["path"] for entry in self._below(path)]
         if not keys:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
-        while keys:
+        for trials_left in reversed(range(_REMOVALS)):
             try:
                 with typed_errors(path):
                     self._obstore.delete(self._store, keys)
                 return
             except FileNotFoundError:  # Azure and Google, of an object that another request has removed
                 keys = [entry["path"] for entry in self._below(path)]
+                if not keys:
+                    return
+                if not trials_left:
+                    raise
 
     def names(self, path: str) -> list[str]:
         listed = patiently(partial(self._listed, path), path, _LIST_SECONDS)
