@@ -56,12 +56,13 @@ def read_regular(path: str, limit: int) -> bytes:
         NotRegularError: as `open_regular`.
         OSError: the file cannot be read, or is larger.
     """
+    folder = os.path.dirname(path) or "."
     for reads_left in reversed(range(_READS)):
-        # A client opens the file that it knows by this name until it asks the server whether the folder changed, for
-        # which the folder is opened. If it may not be listed, the cache has to do.
-        with contextlib.suppress(OSError):
-            os.close(os.open(os.path.dirname(path), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
         try:
+            # A client opens the file that it knows by this name until it asks the server whether the folder changed,
+            # for which the folder is opened. If it may not be listed, the cache has to do.
+            with contextlib.suppress(PermissionError):
+                os.close(os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
             with os.fdopen(open_regular(path), "rb") as stream:
                 data = stream.read(limit + 1)
             break
