@@ -18,12 +18,13 @@ import shutil
 import subprocess
 from dataclasses import dataclass, field
 
+from cloud.server import END_SECONDS, end_server
+
 #: The account of every Azurite, and its published key.
 ACCOUNT = "devstoreaccount1"
 KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
 _VERSION = "2021-08-06"
 _SECONDS = 60.0
-_END_SECONDS = 5.0
 #: It ends with this process at the latest.
 _CODE = """
 process.stdin.on("end", () => process.exit()).resume();
@@ -59,14 +60,7 @@ class Azurite:
 
     def close(self) -> None:
         """End the process."""
-        assert self.process.stdin and self.process.stdout
-        self.process.stdin.close()
-        try:
-            self.process.wait(_END_SECONDS)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
-        self.process.stdout.close()
+        end_server(self.process)
 
 
 def start_azurite() -> Azurite | None:
@@ -86,4 +80,4 @@ def start_azurite() -> Azurite | None:
         port = re.search(r"successfully listens on http://127\.0\.0\.1:(\d+)", line)
         if port is not None:
             return Azurite(process, int(port[1]))
-    raise RuntimeError(f"Azurite did not start: exit code {process.wait(_END_SECONDS)}")
+    raise RuntimeError(f"Azurite did not start: exit code {process.wait(END_SECONDS)}")

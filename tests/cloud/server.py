@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-_END_SECONDS = 5.0
+END_SECONDS = 5.0
 _REPLY_SECONDS = 30.0
 _HOURS = datetime.timedelta(hours=2)
 #: Path of a request that is none of S3: `Bucket.age`.
@@ -50,14 +50,19 @@ class S3Server:
 
     def close(self) -> None:
         """End the process."""
-        assert self.process.stdin and self.process.stdout
-        self.process.stdin.close()
-        try:
-            self.process.wait(_END_SECONDS)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
-        self.process.stdout.close()
+        end_server(self.process)
+
+
+def end_server(process: subprocess.Popen[str]) -> None:
+    """End a server that ends when its stdin is closed."""
+    assert process.stdin and process.stdout
+    process.stdin.close()
+    try:
+        process.wait(END_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+    process.stdout.close()
 
 
 def start_server() -> S3Server:
@@ -72,7 +77,7 @@ def start_server() -> S3Server:
     assert process.stdout
     line = process.stdout.readline()
     if not line:
-        raise RuntimeError(f"the S3 server did not start: exit code {process.wait(_END_SECONDS)}")
+        raise RuntimeError(f"the S3 server did not start: exit code {process.wait(END_SECONDS)}")
     return S3Server(process, int(line))
 
 

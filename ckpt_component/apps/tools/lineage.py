@@ -148,7 +148,7 @@ def _add_events(root: Root, runs: dict[str, Run]) -> None:
             run.known |= not run.saved  # from scratch, unless a load follows
         elif kind == "load" and event.get("outcome") == "loaded" and not run.saved:
             run.known, run.resumed_from = True, _named(root, path)
-        elif kind in _ENDED and event.get("outcome") not in _ENDED.values():
+        elif kind in _ENDED and event.get("outcome") != _ENDED[kind]:
             of_step = "" if step is None else f" of step {step}"
             what = f"{kind}{of_step} {event.get('outcome')}"
             run.failures.append(Failure(time, step, what, str(event.get("error") or "")))

@@ -110,7 +110,7 @@ def _foreign(root: Root, name: str) -> Listed:
 
 
 def _examined(root: Root, name: str, state: str, step: int | None, why: str, ranks: int | None = None) -> Listed:
-    """An entry whose time and size no manifest tells."""
+    """An entry without a readable manifest: time and size are those of its files."""
     nbytes = tree_bytes(root.fs, os.path.join(root.path, name))
     return Listed(name, state, step, _modified(root, name), nbytes, ranks, why)
 
