@@ -11,7 +11,7 @@ import pytest
 import ckpt_component
 
 #: A state of 20 tensors, one repeat, and a loop of milliseconds.
-TINY = ("state=tiny", "repeats=1", "saves=1", "step_seconds=0.001", "tail_seconds=0")
+TINY = ("state=tiny", "repeats=1", "saves=1", "pairs=1", "step_seconds=0.001", "tail_seconds=0")
 
 
 @pytest.fixture

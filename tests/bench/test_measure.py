@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -11,14 +12,15 @@ import torch
 from ckpt_component.apps.bench.measure.beside import RawSaves, measure_loads
 from ckpt_component.apps.bench.measure.files import drop_cache, files_of, fill_cache, sync_tree
 from ckpt_component.apps.bench.measure.limits import checksums, measure_limits
-from ckpt_component.apps.bench.measure.loop import Loop
+from ckpt_component.apps.bench.measure.loop import Cycle, Loop, compared, in_turn
+from ckpt_component.apps.bench.measure.loop_clock import LoopClock, LoopTime
 from ckpt_component.apps.bench.measure.memory import pss, pss_of_tree, sampled_peak
 from ckpt_component.apps.bench.measure.row import Settings, make_saver, measure_row
 from ckpt_component.apps.bench.measure.saver import Saver
 from ckpt_component.apps.bench.measure.states import STATES, State, make_state, nbytes_of
 from ckpt_component.apps.bench.schema import STATES as STATES_OF_THE_CONFIG
 
-QUICK = Settings(saves=1, enough_seconds=1, loop_threads=1, step_seconds=0.001, tail_seconds=0, cold=True)
+QUICK = Settings(saves=1, enough_seconds=1, loop_threads=1, step_seconds=0.001, tail_seconds=0, pairs=2, cold=True)
 
 
 def shapes(name: str) -> list[tuple[int, int]]:
@@ -89,19 +91,46 @@ def test_a_row_tells_whether_its_snapshot_is_whole(tmp_path: Path, monkeypatch: 
 
 def test_the_loop_counts_the_time_that_a_save_takes_from_it(tmp_path: Path) -> None:
     state = make_state("tiny")
+    loop = Loop(state, threads=1, step_s=0.001)
 
     class Spins(_Remembers):
-        spent = 0.0
+        def __init__(self) -> None:
+            super().__init__(state, torn=False)
+            self.spent: list[float] = []
 
         def save(self, path: str) -> None:
-            loop = Loop(state, 1, 0.001)
-            self.spent = sum(loop.update() + loop._step() for _ in range(50))
+            self.spent.append(loop.cycle(50).time.cpu_s)
             super().save(path)
 
-    saver = Spins(state, torn=False)
-    lost = Loop(state, threads=1, step_s=0.001).disturbed_by(saver, str(tmp_path / "one"), tail_s=0).lost_s
-    # The work that the save did is lost; the steps beside it are not. Half, because other processes are at work too.
-    assert lost > saver.spent / 2
+    saver = Spins()
+    path, found = in_turn(loop, saver, str(tmp_path), iter(range(3)), 0, lambda path: Path(path).unlink())
+    assert path.endswith("beside-2") and [each.name for each in tmp_path.iterdir()] == ["beside-2"]
+    # What the save did on the loop's thread is lost, on the wall and of its CPU time; the steps beside it are not. Half,
+    # because other processes are at work too.
+    lost = sorted(each.lost_cpu_s for each in found)[1]
+    assert min(saver.spent) / 2 < lost < 2 * max(saver.spent)
+    assert max(each.lost_s for each in found) > min(saver.spent) / 2
+
+
+def test_a_save_is_compared_with_the_cycles_next_to_it() -> None:
+    quiet = Cycle(LoopTime(1.0, 0.9, 0.05), [0.1] * 10), Cycle(LoopTime(1.4, 1.1, 0.15), [0.1] * 10)
+    # Two steps more than the others, because the save took longer than a cycle.
+    busy = Cycle(LoopTime(2.0, 1.5, 0.3), [0.3, *[0.2] * 8, *[0.1] * 3], during=9)
+    found = compared(busy, quiet)
+    assert found.lost_s == pytest.approx(2.0 - 1.2 - 2 * 0.1)
+    assert found.lost_cpu_s == pytest.approx(1.5 - 1.0 - 2 * 0.1)
+    assert found.lost_queue_s == pytest.approx(0.2)
+    assert found.step_ratio == pytest.approx(2.0) and found.next_steps == pytest.approx(2.0)
+
+
+def test_the_clock_tells_work_from_sleep() -> None:
+    clock = LoopClock()
+    time.sleep(0.3)
+    asleep = clock.spent()
+    assert asleep.wall_s > 0.1 and asleep.cpu_s < 0.1
+    while clock.spent().cpu_s < 0.2:
+        pass
+    assert clock.spent().queue_s >= 0
 
 
 def test_the_hardware_takes_turns_with_a_row_of_ours(tmp_path: Path) -> None:

@@ -147,6 +147,7 @@ def _measure(
             "loop_threads": bench.loop_threads,
             "step_seconds": bench.step_seconds,
             "tail_seconds": bench.tail_seconds,
+            "pairs": bench.pairs,
             "device": bench.device.value,
         },
         repeats=bench.repeats,
@@ -233,7 +234,7 @@ def _about(request: Request, peers: PeerEnvironment) -> dict[str, Any]:
         torch = version("torch")
     except PackageNotFoundError:
         torch = "unknown"
-    keys = ("repeats", "saves", "loop_threads", "step_seconds", "tail_seconds")
+    keys = ("repeats", "saves", "loop_threads", "step_seconds", "tail_seconds", "pairs")
     return {
         "cores": len(os.sched_getaffinity(0)),
         "memory_gb": round(psutil.virtual_memory().total / 1e9, 1),

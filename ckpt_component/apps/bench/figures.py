@@ -21,6 +21,8 @@ FIGURES = (
     "durable",
     "background",
     "lost",
+    "lost_cpu",
+    "lost_queue",
     "step_ratio",
     "next_steps",
     "memory",

@@ -70,8 +70,10 @@ class Bench:
     """Threads of the simulated training loop."""
     step_seconds: float = above(0, 0.02, SECONDS)
     """Approximate duration of a step of that loop."""
-    tail_seconds: float = at_least(0, 1.0, SECONDS)
-    """How long the loop continues after a save is complete, to include late page faults and write-back."""
+    pairs: int = at_least(1, 7)
+    """Saves beside that loop: cycles of equal length, without and with a save in turn; up to `enough_seconds`."""
+    tail_seconds: float = at_least(0, 0.3, SECONDS)
+    """How long a cycle continues after its save is complete, to include late page faults and write-back."""
     row_timeout: float = above(0, 900.0, SECONDS)
     """Time limit of a row's process in seconds; then it is killed and reported as an error."""
     dir: str = "."

@@ -16,7 +16,9 @@ _COLUMNS: Sequence[tuple[str, str, float, int]] = (
     ("staged", "staged", 1, 3),
     ("complete", "complete", 1, 2),
     ("durable", "durable", 1, 2),
-    ("lost", "lost", 1, 2),
+    ("lost", "lost", 1, 3),
+    ("its CPU", "lost_cpu", 1, 3),
+    ("queued", "lost_queue", 1, 3),
     ("step x", "step_ratio", 1, 2),
     ("next 10 x", "next_steps", 1, 2),
     ("memory GB", "memory", 1e-9, 2),
@@ -29,8 +31,9 @@ _COLUMNS: Sequence[tuple[str, str, float, int]] = (
 
 LEGEND = """seconds unless noted, the median of the repeats (lowest .. highest)
 stall: the call of save; staged: until the tensors may be changed; complete: until the row says so; durable: synced
-lost: training time lost to one save; step x: step time while it is written, over the undisturbed; next 10 x: of the ten
-steps that follow the call
+lost: training time lost to one save, by cycles with a save and without one in turn; its CPU, queued: of the loop's
+thread, the CPU time and the wait for a core in it; step x: step time while it is written, over that without a save;
+next 10 x: of the ten steps that follow the call
 memory: peak above the process before its first save, with all processes that it started; whole: does the file hold the
 values from before the update that follows the save"""
 

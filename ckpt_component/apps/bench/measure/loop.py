@@ -1,38 +1,74 @@
-"""A loop that simulates training, and the time that a save costs it."""
+"""A loop that simulates training, and the time that a save costs it.
+
+One undisturbed stretch before a save and one after it do not tell: on a shared machine two equal stretches differ by
+more than a save costs. So equal cycles run in turn, with a save and without one, and each save is compared with the
+cycles next to it.
+"""
 
 from __future__ import annotations
 
+import math
+import os
+import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
+from .loop_clock import LoopClock, LoopTime
 from .saver import Saver
 from .states import State, settle
 
 _WIDTH = 512
-#: Steps averaged for the undisturbed loop.
-_QUIET_STEPS = 50
 #: Steps averaged after the call of save.
 _NEXT_STEPS = 10
+#: The length of a cycle, as a multiple of the time until the first save is complete, so that slower ones fit too.
+_MARGIN = 1.25
+
+
+@dataclass(frozen=True)
+class Cycle:
+    """One run of the loop.
+
+    Attributes:
+        time: what it took, of the wall and of the loop's thread.
+        steps: seconds of each step.
+        during: number of steps until the save was complete; 0 without a save.
+    """
+
+    time: LoopTime
+    steps: Sequence[float]
+    during: int = 0
 
 
 @dataclass(frozen=True)
 class Disturbance:
-    """How one save affected the loop.
+    """How one save affected the loop: a cycle with a save, less the mean of the cycles without one next to it.
 
     Attributes:
-        lost_s: wall time of the loop with the save, minus that of the same steps and update without one.
-        step_ratio: mean step time from the update until the save was complete, divided by the undisturbed one; None
+        lost_s: wall time, without what the host stole.
+        lost_cpu_s: CPU time of the loop's thread: its part of the save, and what made its steps slower.
+        lost_queue_s: time that the loop's thread was ready to run and had no core.
+        step_ratio: mean step time from the update until the save was complete, divided by that without a save; None
             with fewer than three steps in that time.
-        next_steps: mean time of the ten steps after the call of save, divided by the undisturbed one.
+        next_steps: the same of the ten steps after the call of save.
     """
 
     lost_s: float
+    lost_cpu_s: float
+    lost_queue_s: float
     step_ratio: float | None
     next_steps: float
+
+
+class Saves(NamedTuple):
+    """What a cycle saves with, and where to."""
+
+    saver: Saver
+    path: str
 
 
 class Loop:
@@ -63,43 +99,39 @@ class Loop:
         settle(self._state)
         return time.perf_counter() - started
 
-    def disturbed_by(self, saver: Saver, path: str, tail_s: float) -> Disturbance:
-        """Save once, and run steps until the save is complete and for `tail_s` seconds after it.
+    def cycle(self, steps: int, saves: Saves | None = None) -> Cycle:
+        """Run at least `steps` steps, with one update after the first, and until the save is complete.
 
-        The update follows the first step, as an optimizer's would, once the saver says that the tensors may change.
+        The save comes first, and the update waits until the saver says that the tensors may change, as an optimizer's
+        step would.
+
+        Args:
+            steps: number of steps.
+            saves: what to save with; None: the same without a save.
         """
-        before = self._undisturbed()
-        with self._loop_threads():  # like the update below
-            update_s = sorted(self.update() for _ in range(3))[1]
-        started = time.perf_counter()
-        saver.save(path)
-        done, done_at, steps, during = False, started, 0, list[float]()
-        first: list[float] = []
+        took: list[float] = []
+        during = 0
+        clock = LoopClock()
+        if saves is not None:
+            saves.saver.save(saves.path)
         with self._loop_threads():
-            while True:
-                took = self._step()
-                steps += 1
-                if steps <= _NEXT_STEPS:
-                    first.append(took)
-                if steps == 1:
-                    saver.wait_staged()
+            while len(took) < steps or (saves is not None and not during):
+                took.append(self._step())
+                if len(took) == 1:
+                    if saves is not None:
+                        saves.saver.wait_staged()
                     self.update()
-                elif not done:
-                    during.append(took)
-                now = time.perf_counter()
-                if not done and saver.poll():
-                    done, done_at = True, time.perf_counter()
-                if done and now - done_at >= tail_s:
-                    break
-        wall = time.perf_counter() - started
-        saver.finish()
-        quiet = (before + self._undisturbed()) / 2
-        ratio = sum(during) / len(during) / quiet if len(during) >= 3 else None
-        return Disturbance(wall - steps * quiet - update_s, ratio, sum(first) / len(first) / quiet)
+                if saves is not None and not during and saves.saver.poll():
+                    during = len(took)
+        spent = clock.spent()
+        if saves is not None:
+            saves.saver.finish()
+        return Cycle(spent, took, during)
 
-    def _undisturbed(self) -> float:
-        with self._loop_threads():
-            return sum(self._step() for _ in range(_QUIET_STEPS)) / _QUIET_STEPS
+    def cycle_steps(self, first: Cycle, tail_s: float) -> int:
+        """The number of steps of a cycle that contains a save like that of `first`, and `tail_s` seconds after it."""
+        step = statistics.median(first.steps)
+        return max(_NEXT_STEPS, math.ceil(first.during * _MARGIN + tail_s / step))
 
     def _step(self) -> float:
         started = time.perf_counter()
@@ -116,3 +148,54 @@ class Loop:
             yield
         finally:
             torch.set_num_threads(usual)
+
+
+def in_turn(
+    loop: Loop, saver: Saver, folder: str, numbers: Iterator[int], tail_s: float, remove: Callable[[str], None]
+) -> tuple[str, list[Disturbance]]:
+    """Run cycles without and with a save in turn, and compare each save with the cycles next to it.
+
+    Args:
+        loop: the loop.
+        saver: makes the saves.
+        folder: where to save.
+        numbers: one for each save that is compared; a first save is not, it tells how long a cycle must be.
+        tail_s: how long a cycle continues after its save, in seconds.
+        remove: removes a checkpoint; called between cycles.
+
+    Returns:
+        The path of the last save, which is left, and the disturbances.
+    """
+    path = os.path.join(folder, "beside-first")
+    steps = loop.cycle_steps(loop.cycle(1, Saves(saver, path)), tail_s)
+    quiet: list[Cycle] = []
+    busy: list[Cycle] = []
+    for number in numbers:
+        # What removing costs, and what the last save left to be written back, belongs to no cycle.
+        remove(path)
+        os.sync()
+        quiet.append(loop.cycle(steps))
+        path = os.path.join(folder, f"beside-{number}")
+        busy.append(loop.cycle(steps, Saves(saver, path)))
+    return path, [compared(each, quiet[at : at + 2]) for at, each in enumerate(busy)]
+
+
+def compared(busy: Cycle, quiet: Sequence[Cycle]) -> Disturbance:
+    """The disturbance of a cycle with a save, by the cycles without one next to it."""
+    usual = statistics.fmean(step for cycle in quiet for step in cycle.steps[1:])
+    # A save that takes longer than a cycle gets further steps, whose usual time is not lost.
+    extra = len(busy.steps) - len(quiet[0].steps)
+    time_of_quiet = LoopTime(*(statistics.fmean(values) for values in zip(*(each.time for each in quiet), strict=True)))
+    cpu_of_step = time_of_quiet.cpu_s / len(quiet[0].steps)
+    during = slice(1, busy.during)
+    return Disturbance(
+        lost_s=busy.time.wall_s - time_of_quiet.wall_s - extra * usual,
+        lost_cpu_s=busy.time.cpu_s - time_of_quiet.cpu_s - extra * cpu_of_step,
+        lost_queue_s=busy.time.queue_s - time_of_quiet.queue_s,
+        step_ratio=statistics.fmean(busy.steps[during]) / usual if busy.during > 3 else None,
+        next_steps=_mean_of_first(busy) / statistics.fmean(map(_mean_of_first, quiet)),
+    )
+
+
+def _mean_of_first(cycle: Cycle) -> float:
+    return statistics.fmean(cycle.steps[:_NEXT_STEPS])

@@ -15,7 +15,7 @@ import torch
 
 from .beside import RawSaves, measure_loads
 from .files import files_of, remove, sync_tree
-from .loop import Disturbance, Loop
+from .loop import Loop, in_turn
 from .memory import device_peak, pss, sampled_peak
 from .names import ROWS, Row
 from .raw import median
@@ -32,6 +32,7 @@ class Settings:
     loop_threads: int
     step_seconds: float
     tail_seconds: float
+    pairs: int
     cold: bool
     device: str = "cpu"
 
@@ -48,10 +49,11 @@ def measure_row(name: str, state: State, folder: str, settings: Settings) -> dic
     Returns:
         Times in seconds, medians of repeated ones: `first_stall`, `stall` (duration of the call), `staged` (until the
         tensors may be changed), `complete` (until the row reports completion), `durable` (also synced), `background`
-        (from the return of the call to `durable`), `lost`, `load_warm`, `load_cold` (None without a cache to drop). For
-        our rows also the hardware's figures of `beside`, from `raw_copy` to `raw_read_cold`. In addition `step_ratio`,
-        `next_steps`, `memory` (host bytes), `device_memory` (None without CUDA), `bytes`, `files`, `torn` (tensors
-        that differ from their values at the save), and facts of the row.
+        (from the return of the call to `durable`), `lost`, `lost_cpu`, `lost_queue` (see `Disturbance`), `load_warm`,
+        `load_cold` (None without a cache to drop). For our rows also the hardware's figures of `beside`, from
+        `raw_copy` to `raw_read_cold`. In addition `step_ratio`, `next_steps`, `memory` (host bytes), `device_memory`
+        (None without CUDA), `bytes`, `files`, `torn` (tensors that differ from their values at the save), and facts of
+        the row.
     """
     row = ROWS[name]
     loop = Loop(state, settings.loop_threads, settings.step_seconds)
@@ -122,16 +124,13 @@ def _steady_save(saver: Saver, loop: Loop, path: str, fsyncs: bool) -> tuple[flo
 
 def _beside_the_loop(saver: Saver, loop: Loop, folder: str, settings: Settings) -> tuple[str, dict[str, float | None]]:
     """Save while the loop runs. Keep the last save and return its path."""
-    path, disturbances = "", list[Disturbance]()
-    for number in _turns(settings):
-        if path:
-            remove(path)
-        path = os.path.join(folder, f"beside-{number}")
-        disturbances.append(loop.disturbed_by(saver, path, settings.tail_seconds))
+    path, found = in_turn(loop, saver, folder, _turns(settings, settings.pairs), settings.tail_seconds, remove)
     return path, {
-        "lost": median([each.lost_s for each in disturbances]),
-        "step_ratio": median([each.step_ratio for each in disturbances]),
-        "next_steps": median([each.next_steps for each in disturbances]),
+        "lost": median([each.lost_s for each in found]),
+        "lost_cpu": median([each.lost_cpu_s for each in found]),
+        "lost_queue": median([each.lost_queue_s for each in found]),
+        "step_ratio": median([each.step_ratio for each in found]),
+        "next_steps": median([each.next_steps for each in found]),
     }
 
 
@@ -189,10 +188,10 @@ def timed_save(saver: Saver, path: str, fsyncs: bool, *, awaited: bool = True) -
     return stall, staged, complete, complete
 
 
-def _turns(settings: Settings) -> Iterator[int]:
-    """Numbers of up to `saves` saves; after `enough_seconds`, no further one."""
+def _turns(settings: Settings, count: int | None = None) -> Iterator[int]:
+    """Numbers of up to `count` saves, by default `saves`; after `enough_seconds`, no further one."""
     began = time.perf_counter()
-    for number in range(settings.saves):
+    for number in range(settings.saves if count is None else count):
         if number and time.perf_counter() - began >= settings.enough_seconds:
             return
         yield number
