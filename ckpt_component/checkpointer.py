@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from .coordination import Coordinator
-from .errors import CheckpointError, MissingKeysError, first_keys
+from .errors import CheckpointError, MissingKeysError, missing_keys
 from .events import CheckpointListener, LoadReport, SaveReport
 from .readers import Reader
 from .saving.adapters import CheckpointReader, CheckpointWriter, ForeignSaver
@@ -131,7 +131,7 @@ class Checkpointer(ABC):
         if self.last_load is not None and not kwargs.get("resuming"):
             self.saver.events.restored(self.last_load)
         if missing:
-            text = f"Checkpoint at {path} is missing {len(missing)} key(s) of the target: {first_keys(missing)}"
+            text = f"Checkpoint at {path} {missing_keys(missing)}"
             if strict:
                 raise MissingKeysError(f"{text}; strict=False leaves these values as they are.", missing)
             logger.warning("%s; these values are left as they are", text)

@@ -133,6 +133,11 @@ def first_keys(keys: list[str], most: int = 20) -> str:
     return ", ".join(keys[:most]) + (f" and {len(keys) - most} more" if len(keys) > most else "")
 
 
+def missing_keys(keys: list[str], most: int = 20) -> str:
+    """The clause that a checkpoint is missing keys of the target, in the words of torch's checkpointer."""
+    return f"is missing keys: {keys[:most]}" + (f" and {len(keys) - most} more" if len(keys) > most else "")
+
+
 class MissingKeysError(CheckpointLoadError):
     """`strict=True` and the checkpoint lacks keys that the target has; `keys` lists all of them."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from ..errors import CheckpointLoadError, MissingKeysError, UnexpectedKeysError, first_keys
+from ..errors import CheckpointLoadError, MissingKeysError, UnexpectedKeysError, first_keys, missing_keys
 
 #: How many of the values that do not fit an error names.
 _MOST = 20
@@ -69,7 +69,7 @@ class Mismatches:
             more = f" and {len(misfits) - _MOST} more" if len(misfits) > _MOST else ""
             facts.append(", ".join(misfit.fact for misfit in misfits[:_MOST]) + more)
         if lacking:
-            facts.append(f"is missing {len(lacking)} key(s) of the target: {first_keys(lacking)}")
+            facts.append(missing_keys(lacking))
             advice["strict=False leaves these values as they are"] = None
         if extra:
             facts.append(f"has keys that the target does not have: {first_keys(extra)}")
