@@ -95,6 +95,10 @@ class AsyncCaller(ABC):
             abort: kill them now and discard their calls. Otherwise they finish first, each within its deadline.
         """
 
+    @abstractmethod
+    def __del__(self) -> None:
+        """Let go of the processes, which then finish their calls and exit. Waits for nothing; `close` does."""
+
 
 class ProcessCaller(AsyncCaller):
     """An `AsyncCaller` whose calls run in supervised processes.
@@ -189,6 +193,13 @@ class ProcessCaller(AsyncCaller):
         if self.peers.current is not None:
             self.peers.current.rest()
 
+    def __del__(self) -> None:
+        """Let go of the processes; see `AsyncCaller`.
+
+        Here there is nothing to do: each process exits when its `WorkerClient` is collected, and that client only lives
+        until its requests are done. So it has no effect in a forked child or at interpreter exit either.
+        """
+
     @abstractmethod
     def _begin(self, what: str, call: Call) -> tuple[Future[Any], WorkerClient]:
         """Give a call to a process.
@@ -280,6 +291,10 @@ class PersistentAsyncCaller(ProcessCaller):
         """The process ID, or None if no process runs."""
         process = self._worker.process if self._worker is not None else None
         return process.pid if process is not None else None
+
+    def __del__(self) -> None:
+        """Let go of the process; see `AsyncCaller`. A later request starts another one."""
+        self._worker = None
 
     def warm_up(self) -> None:
         """Start the process now, so that the first request does not wait for it. Returns immediately.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import os
 import signal
@@ -361,3 +362,52 @@ if __name__ == "__main__":
     assert done.returncode == 0 and time.monotonic() - begin < 50
     assert out.read_text() == "aa"
     assert "Request 0 failed" in done.stderr and "broken on purpose" in done.stderr
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_caller_that_is_deleted_waits_for_nothing_and_loses_nothing(kind: Any, tmp_path: Path, out: Path) -> None:
+    gate, caller = tmp_path / "gate", kind("fork")
+    caller.schedule_async_call(AsyncRequest(calls.start_and_append, (str(tmp_path / "at"), str(gate), str(out), "a")))
+    pid = pid_in(tmp_path / "at")
+    caller.__del__()  # the request can only end after it
+    gate.touch()
+    assert caller.is_current_async_call_done(blocking=True) and out.read_text() == "a"
+    del caller
+    gc.collect()
+    eventually(lambda: is_gone(pid))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_caller_that_is_collected_waits_for_nothing_and_loses_nothing(kind: Any, tmp_path: Path, out: Path) -> None:
+    gate, caller = tmp_path / "gate", kind("fork")
+    caller.schedule_async_call(AsyncRequest(calls.start_and_append, (str(tmp_path / "at"), str(gate), str(out), "a")))
+    pid = pid_in(tmp_path / "at")
+    del caller
+    gc.collect()
+    assert not is_gone(pid)
+    gate.touch()
+    eventually(lambda: is_gone(pid))
+    assert out.read_text() == "a"
+
+
+def test_a_caller_that_was_never_used_or_could_not_be_made_is_deleted(make: Make) -> None:
+    for kind in KINDS:
+        kind().__del__()
+        kind.__del__(kind.__new__(kind))
+    caller = make(PersistentAsyncCaller)
+    caller.__del__()
+    caller.schedule_async_call(AsyncRequest(calls.facts))
+    assert caller.is_current_async_call_done(blocking=True)
+
+
+def test_a_forked_child_that_deletes_the_caller_leaves_the_process_alone(make: Make, out: Path) -> None:
+    caller = make(PersistentAsyncCaller)
+    caller.warm_up()
+    pid, child = caller.pid, os.fork()
+    if child == 0:
+        caller.__del__()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    caller.schedule_async_call(AsyncRequest(calls.append, (str(out), "a")))
+    assert caller.is_current_async_call_done(blocking=True)
+    assert caller.pid == pid and out.read_text() == "a"
