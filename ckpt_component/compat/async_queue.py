@@ -166,14 +166,13 @@ class AsyncCallsQueue:
             RanksError: the store of the ranks cannot be reached.
         """
         idx = self.call_idx + 1
-        if isinstance(self._caller, PersistentAsyncCaller) and (warm := _warm_caller()) is not None:
-            self._caller.take_over(warm)
+        caller = self._get_async_caller()
         request = AsyncRequest.of(async_request).freeze()._replace(call_idx=idx)
-        self._caller.schedule_async_call(request._replace(finalize_fns=[]))
+        caller.schedule_async_call(request._replace(finalize_fns=[]))
         self.call_idx = idx
         # The arguments are no longer needed here, and may be as large as the model.
         remainder = request._replace(async_fn=None, async_fn_args=(), async_fn_kwargs={}, preload_fn=None)
-        self.async_calls.append(_ActiveAsyncRequest(idx, self._caller, remainder))
+        self.async_calls.append(_ActiveAsyncRequest(idx, caller, remainder))
         return idx
 
     @as_checkpoint_exception()
@@ -243,6 +242,15 @@ class AsyncCallsQueue:
                 warm.close(abort=abort)
         if first is not None:
             raise first
+
+    def _get_async_caller(self) -> AsyncCaller:
+        """The caller that runs the requests, with the process of `warmup_persistent_caller` if it has none yet.
+
+        The reference has it under this name, and scripts call it to look at the caller.
+        """
+        if isinstance(self._caller, PersistentAsyncCaller) and (warm := _warm_caller()) is not None:
+            self._caller.take_over(warm)
+        return self._caller
 
     def _finalize(self, active: _ActiveAsyncRequest, session: PeerSession | None) -> None:
         what = f"Finalizing request {active.idx}"

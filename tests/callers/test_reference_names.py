@@ -12,7 +12,13 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader
 
-from ckpt_component import AsyncCallsQueue, AsyncRequest, CheckpointConfigError
+from ckpt_component import (
+    AsyncCallsQueue,
+    AsyncRequest,
+    CheckpointConfigError,
+    PersistentAsyncCaller,
+    TemporalAsyncCaller,
+)
 from ckpt_component.compat import CachedMetadataFileSystemReader, get_write_results_queue
 from ckpt_component.compat.write_results import _results_queue
 
@@ -97,3 +103,15 @@ def test_requests_of_a_queue_keep_their_order_after_a_warm_start() -> None:
     assert [calls.schedule_async_request(AsyncRequest(os.getpid)) for _ in range(2)] == [0, 1]
     assert calls.maybe_finalize_async_calls(blocking=True) == [0, 1]
     calls.close()
+
+
+def test_a_queue_shows_its_caller() -> None:
+    assert isinstance(AsyncCallsQueue()._get_async_caller(), TemporalAsyncCaller)
+    AsyncCallsQueue.warmup_persistent_caller(0)
+    calls = AsyncCallsQueue(persistent=True)
+    caller = calls._get_async_caller()
+    assert isinstance(caller, PersistentAsyncCaller) and caller.pid is not None
+    calls.schedule_async_request(AsyncRequest(os.getpid))
+    assert calls._get_async_caller() is caller is calls.async_calls[0].async_caller
+    calls.close(abort=True)
+    assert calls._get_async_caller() is caller and caller.pid is None
