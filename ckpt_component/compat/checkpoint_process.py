@@ -86,7 +86,8 @@ class CheckpointProcess:
 
     Args:
         rank_info: passed to the writer as argument `rank_info`, unless `checkpoint_writer_init_args` has one.
-        config: deadlines.
+        config: deadlines: a `CheckpointProcessConfig`, or torch's, which has no `subprocess_write_timeout_secs`; its
+            default then holds.
         subprocess_init_fn: called first in the process.
         subprocess_init_args: its arguments.
         checkpoint_writer_init_fn: called next in the process; returns the writer.
@@ -107,6 +108,9 @@ class CheckpointProcess:
         checkpoint_writer_init_args: Mapping[str, Any],
     ) -> None:
         self._config = config
+        self._write_timeout = getattr(
+            config, "subprocess_write_timeout_secs", CheckpointProcessConfig.subprocess_write_timeout_secs
+        )
         writer_init_args = {"rank_info": rank_info, **checkpoint_writer_init_args}
         make_session = partial(
             _make_session, subprocess_init_fn, subprocess_init_args, checkpoint_writer_init_fn, writer_init_args
@@ -157,7 +161,7 @@ class CheckpointProcess:
 
         result = self._worker.submit(
             _when_there(state_dict, message) if isinstance(state_dict, Future) else message(state_dict),
-            timeout=self._config.subprocess_write_timeout_secs,
+            timeout=self._write_timeout,
             what=f"writing {path}",
             result_of=lambda response: response.payload,
         )

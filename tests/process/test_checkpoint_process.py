@@ -10,6 +10,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -384,3 +385,15 @@ def test_names_of_the_reference() -> None:
     assert [kind.value for kind in RequestType] == ["ping", "write_checkpoint", "exit"]
     assert RankInfo(global_rank=1, global_world_size=2) == RankInfo(1, 2)
     assert WorkerResponse(RequestType.PING, True).error_msg is None
+
+
+def test_deadlines_of_torch_have_no_time_for_a_write(out: Path) -> None:
+    @dataclass
+    class Deadlines:
+        subprocess_init_timeout_secs: int = 30
+        subprocess_shutdown_timeout_secs: int = 30
+
+    process = CheckpointProcess(RankInfo(3, 8), Deadlines(), calls.no_init, (), calls.Writer, {})  # type: ignore[arg-type]
+    with process:
+        process.write({"a": 1}, str(out)).result(30)
+    assert out.read_text().startswith("{'a': 1}")
