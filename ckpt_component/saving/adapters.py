@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_futures
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from ..coordination import LocalCoordinator
 from ..errors import CheckpointBusyError, CheckpointTimeoutError
@@ -13,6 +13,7 @@ from ..events import EventRecorder
 from ..options import ResolvedTimeouts
 from ..storage.commit import refuse_existing
 from ..storage.locate import file_storage
+from .in_flight import SaveFuture
 
 _WHOLE_SAVE = ResolvedTimeouts().whole_save
 
@@ -65,7 +66,7 @@ class ForeignSaver:
         self._limit = limit
         self._stager = stager
         self._writer = writer
-        self._last: Future[Any] | None = None
+        self._last: SaveFuture[Any] | None = None
 
     @property
     def busy(self) -> bool:
@@ -83,11 +84,11 @@ class ForeignSaver:
         staged = state_dict if self._stager is None else self._stager.stage(state_dict, **kwargs)
         written = self._writer.write(staged, path, **kwargs)
         if isinstance(written, Future):
-            self._last = written
+            self._last = written = _settled_like(written, SaveFuture(), lambda result: result)
         return _staged_future(staged), written
 
     def wait(self) -> None:
-        """Wait for the last save, and raise its error."""
+        """Wait for the last save, and raise its error if it was not raised yet."""
         last = self._last
         if last is None:
             return
@@ -97,10 +98,10 @@ class ForeignSaver:
                 "what it waits for, and save again."
             )
         self._last = None
-        last.result(0)
+        _raise_once(last)
 
     def close(self) -> None:
-        """Close stager and writer, and raise the error of the last save if it has ended."""
+        """Close stager and writer, and raise the error of the last save if it has ended and was not raised yet."""
         try:
             if self._stager is not None:
                 self._stager.close()
@@ -111,7 +112,13 @@ class ForeignSaver:
                 self.events.close(self._limit)
         last, self._last = self._last, None
         if last is not None and last.done():
-            last.result(0)
+            _raise_once(last)
+
+
+def _raise_once(save: SaveFuture[Any]) -> None:
+    """Raise the error of a save that has ended, unless its future has already given it."""
+    if save.undelivered is not None:
+        save.result(0)
 
 
 def _staged_future(staged: Any) -> Future[None]:
@@ -120,13 +127,20 @@ def _staged_future(staged: Any) -> Future[None]:
     if not isinstance(staged, Future):
         future.set_result(None)
         return future
+    return _settled_like(staged, future, lambda _: None)
+
+
+_AnyFuture = TypeVar("_AnyFuture", bound="Future[Any]")
+
+
+def _settled_like(source: Future[Any], future: _AnyFuture, value_of: Callable[[Any], Any]) -> _AnyFuture:
+    """Return `future`, which ends when `source` does: with a value of its result, or with its error."""
 
     def settle(done: Future[Any]) -> None:
-        error = done.exception()
-        if error is None:
-            future.set_result(None)
-        else:
+        try:
+            future.set_result(value_of(done.result(0)))
+        except BaseException as error:
             future.set_exception(error)
 
-    staged.add_done_callback(settle)
+    source.add_done_callback(settle)
     return future

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_futures
-from typing import Any
+from typing import Any, TypeVar
 
 from ..errors import CheckpointTimeoutError, RanksError
 from ..events.records import SaveReport, Span
@@ -20,8 +20,42 @@ from ..storage.storage import Storage
 #: How often progress is shown.
 _POLL_SECONDS = 0.2
 
+_Result = TypeVar("_Result")
 
-class PendingSave(Future[SaveReport]):
+
+class SaveFuture(Future[_Result]):
+    """A future that knows whether its error was delivered, so that no error is lost and none is raised twice.
+
+    Attributes:
+        delivered: the error was raised or retrieved, or was logged and need not be raised.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.set_running_or_notify_cancel()
+        self.delivered = False
+
+    @property
+    def undelivered(self) -> BaseException | None:
+        """The error of a failed save until it is delivered, else None."""
+        return None if self.delivered or not self.done() else super().exception(0)
+
+    def result(self, timeout: float | None = None) -> _Result:
+        """Return the result, or raise the save's error."""
+        try:
+            return super().result(timeout)
+        except BaseException:
+            self.delivered = self.done()
+            raise
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Return the save's error, or None."""
+        error = super().exception(timeout)
+        self.delivered = True
+        return error
+
+
+class PendingSave(SaveFuture[SaveReport]):
     """One save: the future that the caller of `save` holds, and what the save thread needs.
 
     Args:
@@ -48,7 +82,6 @@ class PendingSave(Future[SaveReport]):
         host_bytes: host memory that this rank held for snapshots when the attempt began.
         spans: when the phases so far began and ended, in seconds since `started`.
         begun: False if nothing was copied, because the save could not begin.
-        delivered: the error was raised or retrieved, or was logged and need not be raised.
         report: set when the save ends.
     """
 
@@ -59,7 +92,6 @@ class PendingSave(Future[SaveReport]):
         self, path: str, fs: Storage, step: int | None = None, metrics: Mapping[str, Any] | None = None
     ) -> None:
         super().__init__()
-        self.set_running_or_notify_cancel()
         self.path = path
         self.fs = fs
         self.step = step
@@ -77,12 +109,6 @@ class PendingSave(Future[SaveReport]):
         self.files = self.items = self.host_bytes = 0
         self.spans: dict[str, Span] = {}
         self.begun = True
-        self.delivered = False
-
-    @property
-    def undelivered(self) -> BaseException | None:
-        """The error of a failed save until it is delivered, else None."""
-        return None if self.delivered or not self.done() else super().exception(0)
 
     def mark(self, phase: str, began: float, ended: float) -> None:
         """Note when a phase began and ended (`time.perf_counter`)."""
@@ -116,20 +142,6 @@ class PendingSave(Future[SaveReport]):
         snapshot, self.snapshot = self.snapshot, None
         if snapshot is not None:
             snapshot.release()
-
-    def result(self, timeout: float | None = None) -> SaveReport:
-        """Return the report, or raise the save's error."""
-        try:
-            return super().result(timeout)
-        except BaseException:
-            self.delivered = self.done()
-            raise
-
-    def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Return the save's error, or None."""
-        error = super().exception(timeout)
-        self.delivered = True
-        return error
 
 
 class InFlightSaves(list[PendingSave]):

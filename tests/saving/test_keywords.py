@@ -75,3 +75,39 @@ def test_a_writer_of_somebody_elses_that_hangs_fails_the_next_save_and_not_the_o
     hung.futures[0].set_result(None)
     saver.save(STATE, str(tmp_path / "two"))
     assert len(hung.futures) == 2
+
+
+@pytest.mark.parametrize("taken", ["result", "exception", "not at all"])
+def test_the_error_of_a_writer_of_somebody_elses_is_raised_once(taken: str, tmp_path: Path) -> None:
+    class Failing:
+        """A stager and a writer in one."""
+
+        def stage(self, state_dict: Any) -> Any:
+            return state_dict
+
+        def write(self, state_dict: Any, path: str) -> Any:
+            failed: Future[None] = Future()
+            failed.set_exception(OSError("the write failed"))
+            return failed
+
+        def close(self) -> None:
+            pass
+
+    def failed_save(checkpointer: AsyncCheckpointer, name: str) -> None:
+        _, written = checkpointer.save(STATE, tmp_path / name)
+        if taken == "exception":
+            assert "the write failed" in str(written.exception(0))
+        elif taken == "result":
+            with pytest.raises(OSError, match="the write failed"):
+                written.result(0)
+
+    checkpointer = AsyncCheckpointer(Failing(), Failing(), Reader())
+    failed_save(checkpointer, "one")
+    if taken == "not at all":
+        with pytest.raises(OSError, match="the write failed"):
+            checkpointer.save(STATE, tmp_path / "two")
+    failed_save(checkpointer, "two")
+    if taken == "not at all":
+        with pytest.raises(OSError, match="the write failed"):
+            checkpointer.close()
+    checkpointer.close()
