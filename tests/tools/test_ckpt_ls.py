@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from ckpt_component import CheckpointConfigError, CheckpointNotFoundError, build_manager
-from ckpt_component.apps.tools.checkpoints import find_checkpoint, find_root
+from ckpt_component.catalogue.checkpoints import find_checkpoint, find_root
 from ckpt_component.storage.commit import new_attempt
 from ckpt_component.storage.files import FileStorage
 from ckpt_component.storage.liveness import AttemptLock

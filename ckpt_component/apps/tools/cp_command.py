@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import argparse
 
+from ...catalogue.checkpoints import find_checkpoint
 from ...errors import CheckpointConfigError, CheckpointNotFoundError
 from ...progress import progress_bar
 from ...storage.manifest import read_manifest
 from ...storage.names import MANIFEST
 from ...storage.space import amount
-from .checkpoints import find_checkpoint
 from .output import Output
 from .roots import add_safeguards, destination, place_of, shown, tree_bytes, typed_errors
 from .transfer import Transfer

@@ -14,9 +14,9 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from ...catalogue import Catalogue, open_catalogue
+from ...catalogue.checkpoints import find_checkpoint, matching_keys
 from ...memory.gc_control import collector_paused
 from ...storage.run_record import stored_config
-from .checkpoints import find_checkpoint, matching_keys
 from .comparison import Comparison, Difference, compare
 from .config_changes import config_changes
 from .output import Output, counted, fitted, shortened, table

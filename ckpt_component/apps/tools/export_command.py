@@ -16,13 +16,13 @@ import argparse
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from ...catalogue.checkpoints import find_checkpoint
 from ...errors import CheckpointConfigError
 from ...exporting.export import FORMATS, MAX_SHARD_BYTES, Exported, ExportOptions, export_checkpoint
 from ...exporting.hugging_face import CONFIG
 from ...progress import progress_bar
 from ...storage.locate import file_storage
 from ...storage.space import amount
-from .checkpoints import find_checkpoint
 from .output import Output
 
 

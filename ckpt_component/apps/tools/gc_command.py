@@ -15,13 +15,13 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
+from ...catalogue.checkpoints import Root, find_root
 from ...errors import CheckpointConfigError
 from ...storage.cleanup import debris, discard, leftovers, sweep, unfinished_in
 from ...storage.fencing import FencingToken
 from ...storage.names import ALIVE_PREFIX
 from ...storage.retention import RetentionPolicy
 from ...storage.space import amount
-from .checkpoints import Root, find_root
 from .output import Output, table
 from .roots import add_safeguards, place_of, point_elsewhere, tree_bytes, typed_errors
 

@@ -16,13 +16,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from ...catalogue.checkpoints import find_checkpoint
 from ...errors import CheckpointConfigError
 from ...events import SaveReport
 from ...storage.locate import absolute, storage_at
 from ...storage.names import MAX_STEP, MEGATRON, NAMINGS
 from ...storage.scan import repair_pointer, scan_steps
 from ...storage.space import amount
-from .checkpoints import find_checkpoint
 from .export_command import add_key_map, renames
 from .output import Output, counted
 

@@ -11,13 +11,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from ...catalogue.checkpoints import Root
 from ...errors import CheckpointError
 from ...events import read_events
 from ...storage.manifest import read_manifest
 from ...storage.names import RUN_RECORD, saved_as, step_in_name
 from ...storage.run_record import StoredConfig, stored_config
 from ...storage.storage import Storage
-from .checkpoints import Root
 from .config_changes import Change, config_changes
 
 COMMITTED, DAMAGED, SET_ASIDE, DELETED = "committed", "damaged", "set aside", "deleted"

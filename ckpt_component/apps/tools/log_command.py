@@ -13,7 +13,7 @@ import argparse
 import time
 from collections.abc import Iterator
 
-from .checkpoints import find_root
+from ...catalogue.checkpoints import find_root
 from .lineage import COMMITTED, DELETED, Run, Saved, runs_of
 from .output import Output, age_text, counted, fitted
 

@@ -15,10 +15,10 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
+from ...catalogue.checkpoints import Root, find_root, is_checkpoint
 from ...storage.cleanup import unfinished_in
 from ...storage.names import ALIVE_PREFIX, STAGING_PREFIX, saved_as, step_in_name
 from ...storage.space import amount
-from .checkpoints import Root, find_root, is_checkpoint
 from .output import Output, age_text, counted, table
 from .roots import tree_bytes
 

@@ -13,13 +13,13 @@ import argparse
 import os
 from collections.abc import Mapping
 
+from ...catalogue.checkpoints import find_checkpoint
 from ...errors import CheckpointConfigError, CheckpointNotFoundError, CheckpointSaveError
 from ...storage.cleanup import discard
 from ...storage.locate import absolute
 from ...storage.names import MANIFEST, QUARANTINE_PREFIX, StepNames
 from ...storage.scan import scan_steps
 from ...storage.space import amount
-from .checkpoints import find_checkpoint
 from .output import Output
 from .roots import Place, add_safeguards, place_of, point_elsewhere, shown, tree_bytes, typed_errors
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
+from ...catalogue.checkpoints import Root
 from ...catalogue.folder import METADATA
 from ...errors import CheckpointConfigError, CheckpointError, CheckpointFencedError, CheckpointSaveError
 from ...storage.fencing import FencingToken
@@ -17,7 +18,6 @@ from ...storage.manifest import read_manifest
 from ...storage.names import MANIFEST, MEGATRON, NAMINGS, StepNames
 from ...storage.scan import read_pointer, scan_steps, write_pointer
 from ...storage.storage import Storage
-from .checkpoints import Root
 
 #: `ROOT@300`: the step of a new checkpoint.
 _NEW_STEP = re.compile(r"(.+)@(\d+)")

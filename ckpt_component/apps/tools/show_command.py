@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ...catalogue import Catalogue, Entry, open_catalogue
+from ...catalogue.checkpoints import find_checkpoint, matching_keys
 from ...errors import CheckpointConfigError, CheckpointError
 from ...exporting.blocks import open_blocks
 from ...memory.gc_control import collector_paused
@@ -23,7 +24,6 @@ from ...storage.metrics import metrics_of
 from ...storage.run_record import StoredConfig, stored_config
 from ...storage.space import amount
 from ..sweeps.text import aligned
-from .checkpoints import find_checkpoint, matching_keys
 from .key_tree import Line, lines_of, shape_text
 from .object_values import value_text
 from .output import WIDTH, Output, age_text, counted, shortened, table

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from itertools import chain
 from typing import Any
 
+from ...catalogue.checkpoints import find_checkpoint, matching_keys
 from ...catalogue.inspection import inspect
 from ...catalogue.verification import Damage, Item, verify_items
 from ...errors import CheckpointError, CheckpointUnreadableError, first_keys
@@ -24,7 +25,6 @@ from ...progress import progress_bar
 from ...storage.space import amount
 from ...storage.storage import Storage
 from .app import FAILED, NO
-from .checkpoints import find_checkpoint, matching_keys
 from .output import Output, counted
 from .roots import shown
 from .verified_items import VerifiedItems

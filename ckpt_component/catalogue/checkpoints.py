@@ -1,4 +1,4 @@
-"""From an argument of a command to a folder of checkpoints, or to one checkpoint.
+"""From the text that names it to a folder of checkpoints, or to one checkpoint.
 
 A checkpoint is given by its path, or by its folder and what to pick there: `ROOT@200`, `ROOT@newest`, `ROOT@best`.
 `ROOT` alone is its newest checkpoint.
@@ -14,16 +14,16 @@ from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
-from ...catalogue.folder import is_readable
-from ...errors import CheckpointConfigError, CheckpointNotFoundError
-from ...spelling import closest
-from ...storage.locate import absolute, storage_at
-from ...storage.names import MANIFEST, MEGATRON, NAMINGS, QUARANTINE_PREFIX, SINGLE_FILES, StepNames, step_in_name
-from ...storage.retention import BestPolicy
-from ...storage.run_record import stored_config
-from ...storage.safe_open import read_failure
-from ...storage.scan import Scan, foreign_checkpoints, scan_steps
-from ...storage.storage import Storage
+from ..errors import CheckpointConfigError, CheckpointNotFoundError
+from ..spelling import closest
+from ..storage.locate import absolute, storage_at
+from ..storage.names import MANIFEST, MEGATRON, NAMINGS, QUARANTINE_PREFIX, SINGLE_FILES, StepNames, step_in_name
+from ..storage.retention import BestPolicy
+from ..storage.run_record import stored_config
+from ..storage.safe_open import read_failure
+from ..storage.scan import Scan, foreign_checkpoints, scan_steps
+from ..storage.storage import Storage
+from .folder import is_readable
 
 NEWEST, BEST = "newest", "best"
 
