@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from .events import CheckpointListener, LoadReport, SaveReport
     from .factory import build_checkpointer, build_manager, instantiate_manager
     from .managing.manager import CheckpointManager
+    from .readers.weights import load_weights
     from .state.per_rank import PerRank
     from .storage.run_record import StoredConfig, stored_config, stored_metrics
 
@@ -49,6 +50,7 @@ __all__, __getattr__, __dir__ = lazy(
         ".factory": "build_checkpointer build_manager instantiate_manager",
         ".state.per_rank": "PerRank",
         ".managing.manager": "CheckpointManager",
+        ".readers.weights": "load_weights",
         ".compat": (
             "CheckpointProcess CheckpointProcessConfig CheckpointMetadataCache FileSystemWriterAsync "
             "save_state_dict_async_finalize save_state_dict_async_plan"

@@ -45,7 +45,7 @@ from .managing.run_folder import RunFolder
 from .managing.tiers import BackgroundUploads, LagPolicy
 from .options import Commit, Durability, OnLag, ResolvedTimeouts
 from .progress import no_progress, progress_bar
-from .readers import Reader
+from .readers.reader import Reader, shares_host
 from .saving.folders import expanded
 from .saving.pipeline import SavePipeline
 from .saving.retry import ErrorPolicy
@@ -254,17 +254,12 @@ def _build_graph(
     # Ranks that save alone lead themselves; the terminal is that of all.
     progress = progress_bar if ranks.is_leader and os.environ.get("RANK", "0") == "0" else no_progress
     pipeline = SavePipeline(stager, caller, writer, ranks, storage_of, timeouts, policy, events, hooks, progress)
-    together = _shares_computer(ranks.world_size)
+    together = shares_host(ranks.world_size)
     options = settings.storage.options
     reader = Reader(ranks.rank, ranks.world_size, settings.verify, shared=together, options=options, progress=progress)
     if caller.in_other_process:
         return AsyncCheckpointer(stager, pipeline, reader)
     return SyncCheckpointer(pipeline, reader)
-
-
-def _shares_computer(world_size: int) -> bool:
-    """Whether other ranks may be on this host: torchrun sets how many there are, other launchers may not."""
-    return world_size > 1 and os.environ.get("LOCAL_WORLD_SIZE") != "1"
 
 
 def _storages(settings: Checkpoint) -> Storages:

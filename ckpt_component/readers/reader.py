@@ -99,6 +99,7 @@ class Reader:
         rename: Mapping[str, str] | None = None,
         prefix: str = "",
         ignore: Sequence[str] = (),
+        narrow: Callable[[Source], Source] | None = None,
     ) -> tuple[Any, list[str]]:
         """Read the checkpoint at `path`.
 
@@ -114,6 +115,7 @@ class Reader:
             rename: As for `KeyMap`.
             prefix: As for `KeyMap`.
             ignore: As for `KeyMap`.
+            narrow: Returns the part of the checkpoint that the target is compared with, under its new keys; None: all.
 
         Returns:
             The target or the new dict, and the keys of the target that the checkpoint lacks.
@@ -130,6 +132,8 @@ class Reader:
         mapped = None
         if key_map is not None:
             source = mapped = MappedSource(source, key_map)
+        if narrow is not None:
+            source = narrow(source)
         if state_dict is None:
             if mapped is not None:
                 mapped.check_ignored([])
@@ -248,6 +252,11 @@ class Reader:
         if verify:
             verify_file(fs, path, name, indexes[0], self._progress)
         return TorchFileSource(fs, os.path.join(path, name), mapped=mapped)
+
+
+def shares_host(world_size: int) -> bool:
+    """Whether other ranks may be on this host: torchrun sets how many there are, other launchers may not."""
+    return world_size > 1 and os.environ.get("LOCAL_WORLD_SIZE") != "1"
 
 
 def _load_all(source: Source, to_device: _ToDevice, progress: Progress) -> StateDict:

@@ -18,9 +18,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from ckpt_component import CheckpointCorruptError, build_checkpointer, factory
+from ckpt_component import CheckpointCorruptError, build_checkpointer
 from ckpt_component.memory import page_cache
 from ckpt_component.memory.page_cache import share_in_memory
+from ckpt_component.readers.reader import shares_host
 from ckpt_component.storage import direct_io, open_files
 from ckpt_component.storage.direct_io import DirectReader
 from ckpt_component.storage.file_set import RangeRead
@@ -126,7 +127,7 @@ def test_who_shares_a_computer(
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     if on_computer is not None:
         monkeypatch.setenv("LOCAL_WORLD_SIZE", on_computer)
-    assert factory._shares_computer(world_size) is shares
+    assert shares_host(world_size) is shares
 
 
 def test_what_is_in_memory_is_read_there(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
