@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from ..errors import CheckpointConfigError, CheckpointError, CheckpointExistsError, CheckpointSaveError
+from ..events import SaveReport
 from ..spelling import typed
 from ..storage.cleanup import discard, quarantine
 from ..storage.commit import refuse_existing
@@ -175,17 +176,17 @@ class RunFolder:
         source = name if folder == self._root else os.path.join(folder, name)
         self.manifest_fields = {**self.manifest_fields, "resumed_from": source}
 
-    def after_commit(self, path: str) -> None:
+    def after_commit(self, report: SaveReport) -> None:
         """Set the pointer to a new checkpoint. A failure is a warning: the checkpoint itself is committed."""
-        step = self._step_of(path)
+        step = self._step_of(report.path)
         try:
             write_pointer(self.run.fs, self._root, self.run.names, step)
         except OSError as error:
             logger.warning("step %d is committed, but its pointer file could not be written: %s", step, error)
 
-    def after_save(self, path: str) -> None:
+    def after_save(self, report: SaveReport) -> None:
         """Delete the checkpoints that `keep` no longer keeps after a new one. A failure is a warning."""
-        run, step = self.run, self._step_of(path)
+        run, step = self.run, self._step_of(report.path)
         try:
             scan = run.scan(warns=True)
             best = [] if run.best is None else run.best_of(scan)[: run.best.last]

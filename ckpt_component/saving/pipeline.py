@@ -196,7 +196,7 @@ class SavePipeline:
         self.last_report = report = self._report(save, self.events.with_loss(save.describe("committed")))
         save.set_result(report)
         if self._hooks is not None and self.ranks.is_leader:
-            notify(self._hooks.after_save, save.path)
+            notify(self._hooks.after_save, report)
 
     def _fail(self, save: PendingSave, error: BaseException, given_up: BaseException | None) -> None:
         """End a failed save with its error, or with `given_up` after too many failures."""

@@ -25,7 +25,7 @@ from ..errors import (
     describe_error,
     ranks_failed,
 )
-from ..events import EventRecorder
+from ..events import EventRecorder, SaveReport
 from ..formats.base import Writer
 from ..memory.gc_control import give_back_freed
 from ..options import ResolvedTimeouts
@@ -46,7 +46,7 @@ _NAMED_KEYS = 10
 
 
 class RunHooks(Protocol):
-    """Hooks of a run for each of its saves. They are called with a checkpoint's path, on rank 0 only.
+    """Hooks of a run for each of its saves, called on rank 0 only.
 
     Attributes:
         ownership: fencing token of the checkpoint folder; the first save acquires it.
@@ -61,10 +61,10 @@ class RunHooks(Protocol):
     def check_path(self, path: str) -> None:
         """Called before a save begins; an exception stops the save."""
 
-    def after_commit(self, path: str) -> None:
+    def after_commit(self, report: SaveReport) -> None:
         """Called on the save thread before the save's future is done."""
 
-    def after_save(self, path: str) -> None:
+    def after_save(self, report: SaveReport) -> None:
         """Called on the save thread after the save's future is done; the next save and `close` wait for it."""
 
 
@@ -137,7 +137,7 @@ class SaveTransaction:
         save.mark("commit", voted, time.perf_counter())
         logger.info("%s committed after %.2f s", os.path.basename(attempt.target), save.spans["commit"][1])
         if self._hooks is not None and self._leads:
-            notify(self._hooks.after_commit, attempt.target)
+            notify(self._hooks.after_commit, save.describe("committed"))
         if not self._caller.in_other_process:
             save.stall_s = time.perf_counter() - save.started
 
@@ -304,9 +304,9 @@ class SaveTransaction:
             raise CheckpointSaveError(f"{save.path} could not be saved: {error}.", error.errno) from error
 
 
-def notify(hook: Callable[[str], None], path: str) -> None:
+def notify(hook: Callable[[SaveReport], None], report: SaveReport) -> None:
     """Call a hook for a committed checkpoint; an exception is only logged."""
     try:
-        hook(path)
+        hook(report)
     except Exception:
-        logger.exception("%s is committed, but a hook after the commit failed", path)
+        logger.exception("%s is committed, but a hook after the commit failed", report.path)
