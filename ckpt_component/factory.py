@@ -146,19 +146,18 @@ def build_manager(
             )
             if export is not None and save.enabled and ranks.is_leader:
                 exports = BackgroundExports(export, events.note_now)
-                events.add_listener(exports)
             run = RunContext(storages[-1], roots[-1], names, ranks, timeouts, best, events)
             keep = RetentionPolicy(settings.keep.last, settings.keep.every_steps)
             if settings.local.dir is not None:
                 run = replace(run, fs=storages[0], root=roots[0], remote=run)
                 if save.enabled and ranks.is_leader:
                     uploads = _uploads(settings, run, keep)
-                    events.add_listener(uploads)
                 keep = RetentionPolicy(settings.local.keep_last)
             files = {RUN_RECORD: _run_record(config, overrides)} if ranks.is_leader else {}
-            in_use = [each.in_use for each in (exports, uploads) if each is not None]
+            background = [each for each in (exports, uploads) if each is not None]
+            in_use, on_commit = [each.in_use for each in background], [each.on_commit for each in background]
             checks = () if uploads is None else (uploads.check,)
-            folder = RunFolder(run, resume, keep, files, in_use, checks)
+            folder = RunFolder(run, resume, keep, files, in_use, checks, on_commit)
             if save.enabled:
                 folder.check_writable()
             saves_to = run.fs

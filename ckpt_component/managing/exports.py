@@ -15,7 +15,7 @@ from typing import Any
 
 from ..callers.background import start_in_background
 from ..errors import CheckpointError, CheckpointSaveError, CheckpointTimeoutError
-from ..events import CheckpointListener, SaveReport
+from ..events import SaveReport
 from ..exporting.export import ExportOptions
 from ..exporting.process import CODE
 from ..storage.names import step_in_name
@@ -53,7 +53,7 @@ class ExportPolicy:
         return os.path.join(self.folder or os.path.join(root, "exports"), name + _SUFFIXES[self.options.format])
 
 
-class BackgroundExports(CheckpointListener):
+class BackgroundExports:
     """Exports checkpoints that were committed. A failure is a warning, and never stops the run.
 
     While an export runs, only the newest request waits.
@@ -74,8 +74,8 @@ class BackgroundExports(CheckpointListener):
         self._requested: str | None = None
         self._given_up = threading.Event()
 
-    def on_committed(self, report: SaveReport) -> None:
-        """Take notice of a committed checkpoint."""
+    def on_commit(self, report: SaveReport) -> None:
+        """Export a checkpoint, if it is due. Does not wait."""
         self._newest = report.path
         every = self._policy.every_steps
         if every is not None and report.step is not None and report.step % every == 0:
@@ -124,8 +124,10 @@ class BackgroundExports(CheckpointListener):
             outcome: dict[str, Any]
             try:
                 outcome = {"outcome": "exported", "bytes": self._export(path)["nbytes"]}
-            except (CheckpointError, OSError, ValueError) as error:
-                logger.warning("%s was not exported, and the run continues: %s", path, error)
+            except Exception as error:  # whatever it is, later checkpoints are exported
+                expected = isinstance(error, (CheckpointError, OSError, ValueError))
+                text = "%s was not exported, and the run continues: %s"
+                logger.warning(text, path, error, exc_info=not expected)
                 outcome = {"outcome": "failed", "error": str(error)}
             seconds = round(time.time() - started, 6)
             self._note({**event, "target": self._policy.target_of(path), **outcome, "seconds": seconds})

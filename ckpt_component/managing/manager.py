@@ -37,8 +37,8 @@ class CheckpointManager:
         save: when to save.
         restorer: loads the checkpoint that the run begins with; None without a checkpointer.
         overlap: what to do with a save while earlier ones use all memory: `wait`, `skip` or `error`.
-        exports: exports committed checkpoints, as one of the run's listeners; the manager ends it. None: nothing is
-            exported by this rank.
+        exports: exports committed checkpoints; called by the hooks of the run, and ended by the manager. None: nothing
+            is exported by this rank.
         uploads: uploads committed checkpoints, in the same way; started when the run has begun.
 
     Attributes:

@@ -15,6 +15,7 @@ from typing import Any
 
 from ..errors import CheckpointConfigError, CheckpointError, CheckpointExistsError, CheckpointSaveError
 from ..events import SaveReport
+from ..saving.transaction import notify
 from ..spelling import typed
 from ..storage.cleanup import discard, quarantine
 from ..storage.commit import refuse_existing
@@ -45,6 +46,7 @@ class RunFolder:
         files: small files that rank 0 adds to every checkpoint, by name.
         in_use: each returns the paths of checkpoints that must not be deleted now.
         before_save: called before each save; an exception stops the save.
+        on_commit: called for each new checkpoint, on the save thread; must not wait.
 
     Attributes:
         ownership: fencing token of the folder; the first save acquires it.
@@ -61,6 +63,7 @@ class RunFolder:
         files: Mapping[str, bytes] | None = None,
         in_use: Sequence[Callable[[], Collection[str]]] = (),
         before_save: Sequence[Callable[[], None]] = (),
+        on_commit: Sequence[Callable[[SaveReport], None]] = (),
     ) -> None:
         self.run = run
         self.files = files or {}
@@ -71,6 +74,7 @@ class RunFolder:
         self._keep = keep
         self._in_use = in_use
         self._before_save = before_save
+        self._on_commit = on_commit
         self._root = run.root
         #: The folder with its key, for a text.
         self._named = f"checkpoint.{'dir' if run.remote is None else 'local.dir'}={run.root}"
@@ -177,7 +181,9 @@ class RunFolder:
         self.manifest_fields = {**self.manifest_fields, "resumed_from": source}
 
     def after_commit(self, report: SaveReport) -> None:
-        """Set the pointer to a new checkpoint. A failure is a warning: the checkpoint itself is committed."""
+        """Call `on_commit`, and set the pointer to a new checkpoint. A failure is only logged."""
+        for called in self._on_commit:
+            notify(called, report)
         step = self._step_of(report.path)
         try:
             write_pointer(self.run.fs, self._root, self.run.names, step)

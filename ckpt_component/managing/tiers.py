@@ -16,7 +16,7 @@ from typing import IO, Any
 
 from ..callers.background import start_in_background
 from ..errors import CheckpointFencedError, CheckpointSaveError
-from ..events import CheckpointListener, SaveReport
+from ..events import SaveReport
 from ..storage.space import amount
 from ..uploading.policy import UploadPolicy
 from ..uploading.process import CODE
@@ -40,7 +40,7 @@ class LagPolicy:
     raises: bool = False
 
 
-class BackgroundUploads(CheckpointListener):
+class BackgroundUploads:
     """Owns the process of the uploads, on rank 0.
 
     Args:
@@ -72,19 +72,20 @@ class BackgroundUploads(CheckpointListener):
             self._uploaded = max(self._uploaded, step)
         self._start()
 
-    def on_committed(self, report: SaveReport) -> None:
-        """Upload a checkpoint, unless another comes before its turn."""
+    def on_commit(self, report: SaveReport) -> None:
+        """Upload a checkpoint, unless another comes before its turn. Does not wait."""
         if report.step is not None and self._policy.is_due(report.step):
             self._newest = report.step, report.bytes
             skipped, self._waiting = self._waiting, report.step
             if skipped is not None and self._current is not None:
                 self._warn(f"and step {skipped} is skipped, because step {self._current} is still being uploaded")
         self._start()
-        process = self._process
-        if process is not None and process.stdin is not None:
-            with contextlib.suppress(BrokenPipeError, ValueError):  # it has died, or the run ends
-                process.stdin.write(b"\n")
-                process.stdin.flush()
+        with self._lock:
+            stdin = None if self._process is None else self._process.stdin
+            if stdin is not None and not stdin.closed:
+                # It has died, or it is stopped and has thousands of lines to read.
+                with contextlib.suppress(BrokenPipeError, BlockingIOError):
+                    os.write(stdin.fileno(), b"\n")
 
     def in_use(self) -> set[str]:
         """The local checkpoint that is being uploaded, which must not be deleted."""
@@ -145,6 +146,7 @@ class BackgroundUploads(CheckpointListener):
                 with contextlib.suppress(BrokenPipeError):
                     process.stdin.write(json.dumps(asdict(self._policy)).encode() + b"\n")
                     process.stdin.flush()
+                os.set_blocking(process.stdin.fileno(), False)
             self._thread.start()
 
     def _follow(self, process: subprocess.Popen[bytes]) -> None:
@@ -153,8 +155,12 @@ class BackgroundUploads(CheckpointListener):
         if stdout is not None:
             with stdout:
                 for line in stdout:
-                    if line.startswith(b"{"):
-                        self._take(json.loads(line))
+                    try:
+                        message = json.loads(line)
+                    except ValueError:
+                        message = None
+                    if isinstance(message, dict):
+                        self._take(message)
                     else:
                         logger.warning("the process of the uploads: %s", line.decode(errors="replace").rstrip())
         try:
@@ -167,10 +173,9 @@ class BackgroundUploads(CheckpointListener):
         if code:
             logger.warning("the process of the uploads ended with code %d; the next save starts it again", code)
 
-    @staticmethod
-    def _close_stdin(process: subprocess.Popen[bytes]) -> None:
+    def _close_stdin(self, process: subprocess.Popen[bytes]) -> None:
         if process.stdin is not None:
-            with contextlib.suppress(BrokenPipeError):
+            with self._lock, contextlib.suppress(BrokenPipeError):
                 process.stdin.close()
 
     def _take(self, message: dict[str, Any]) -> None:
