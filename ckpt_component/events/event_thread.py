@@ -1,12 +1,11 @@
-"""A thread for what must neither delay training nor a save: event files and listeners."""
+"""A thread for what must neither delay training nor a save: the event file, or a listener."""
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 
 logger = logging.getLogger(__name__)
@@ -16,56 +15,78 @@ _WAITING = 1000
 
 
 class EventThread:
-    """Runs tasks one after the other, on a daemon thread that starts with the first. Safe to use from any thread."""
+    """Runs tasks one after the other, on a daemon thread that starts with the first. Safe to use from any thread.
 
-    def __init__(self) -> None:
-        self._tasks: queue.Queue[Callable[[], None] | None] = queue.Queue(_WAITING)
+    Args:
+        name: of the thread.
+        what: whose tasks these are, for a warning.
+    """
+
+    def __init__(self, name: str, what: str) -> None:
+        self._name, self._what = name, what
+        self._tasks: deque[Callable[[], None]] = deque()
+        #: How many tasks were accepted, and how many have run.
+        self._accepted = self._ran = 0
+        self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
-        self._starting = threading.Lock()
         self._closed = False
         self._full = False
-        self._hung = False
+        #: Until so many have run, `drain` does not wait again.
+        self._late = 0
 
     def submit(self, task: Callable[[], None]) -> None:
         """Run a task after the earlier ones. Never waits: if too many are waiting, it is dropped with a warning."""
-        if self._closed:
-            return
-        with self._starting:
+        with self._changed:
+            if self._closed:
+                return
+            if len(self._tasks) >= _WAITING:
+                if not self._full:
+                    logger.warning("%d events are waiting for %s; newer ones are dropped", _WAITING, self._what)
+                self._full = True
+                return
+            self._tasks.append(task)
+            self._accepted += 1
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="ckpt-events", daemon=True)
+                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
                 self._thread.start()
-        try:
-            self._tasks.put_nowait(task)
-        except queue.Full:
-            if not self._full:
-                logger.warning("%d events are waiting for a slow listener or disk; newer ones are dropped", _WAITING)
-            self._full = True
+            self._changed.notify_all()
 
-    def drain(self, timeout: float) -> None:
-        """Wait until the tasks so far have run, or for `timeout` seconds; then later calls do not wait again."""
-        if self._thread is None or self._closed or self._hung or threading.current_thread() is self._thread:
-            return
-        done, deadline = threading.Event(), time.monotonic() + timeout
-        with contextlib.suppress(queue.Full):
-            self._tasks.put(done.set, timeout=timeout)
-        self._hung = not done.wait(max(deadline - time.monotonic(), 0.0))
-        if self._hung:
-            logger.warning("a listener or the disk of the events did not answer for %g s; not waiting for it", timeout)
+    def drain(self, deadline: float) -> None:
+        """Wait until the tasks so far have run, or until a deadline; after that, not again for the same tasks.
 
-    def close(self, timeout: float) -> None:
+        Args:
+            deadline: when to stop waiting (`time.monotonic`).
+        """
+        with self._changed:
+            last = self._accepted
+            if self._ran < self._late or threading.current_thread() is self._thread:
+                return
+            if not self._changed.wait_for(lambda: self._ran >= last, max(deadline - time.monotonic(), 0.0)):
+                self._late = last
+                logger.warning("not waiting any longer for %s (checkpoint.timeouts.close)", self._what)
+
+    def close(self, deadline: float) -> None:
         """Run the tasks so far, then end the thread; bounded as `drain`. Safe to call twice."""
-        self.drain(timeout)
-        thread, already, self._closed = self._thread, self._closed, True
-        if thread is None or already or self._hung or thread is threading.current_thread():
-            return
-        with contextlib.suppress(queue.Full):  # the thread is a daemon
-            self._tasks.put_nowait(None)
-            thread.join(timeout)
+        self.drain(deadline)
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+            thread, hangs = self._thread, self._ran < self._late
+        if thread is not None and not hangs and thread is not threading.current_thread():
+            thread.join(max(deadline - time.monotonic(), 0.0))
 
     def _run(self) -> None:
-        while (task := self._tasks.get()) is not None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._tasks or self._closed)
+                if not self._tasks:
+                    return
+                task = self._tasks.popleft()
             try:
                 task()
-            except Exception:
+            except BaseException:  # not even SystemExit ends the thread
                 logger.exception("an event could not be recorded")
             del task  # it may hold much of a report while the thread waits
+            with self._changed:
+                self._ran += 1
+                self._changed.notify_all()

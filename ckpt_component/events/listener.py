@@ -10,10 +10,11 @@ from .records import LoadReport, SaveReport
 class CheckpointListener:
     """Called for the saves and loads of a run. Derive from it, define what you need, and pass it to `add_listener`.
 
-    All methods are called on one thread of the run, `ckpt-events`, one after the other, in the order of the events. A
-    slow method delays later events, but neither training nor a save; if more than 1,000 events wait, the newest are
-    dropped with a warning. An exception is logged, once per listener, and fails nothing. `CheckpointManager.wait` and
-    `close` return when the listeners have been called, or after `timeouts.close`.
+    The methods of a listener are called one after the other, in the order of the events, on a thread of its own. A slow
+    method delays the later events of this listener, but neither training, nor a save, nor other listeners; a warning
+    names one that takes longer than 10 s, and if more than 1,000 events wait, the newest are dropped with a warning. An
+    exception, even `SystemExit`, is logged, once per listener, and ends nothing. `CheckpointManager.wait` and `close`
+    return when the listeners have been called, or after `timeouts.close`; then they do not wait again.
 
     Attributes:
         every_rank: False: only the listener of rank 0 is called.

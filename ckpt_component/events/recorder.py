@@ -1,8 +1,7 @@
-"""Collects the events of a run, and gives them to the event file and to listeners on a thread of its own."""
+"""Collects the events of a run, and gives them to the event file and to listeners, each on a thread of its own."""
 
 from __future__ import annotations
 
-import logging
 import os
 import socket
 import time
@@ -11,15 +10,17 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from ..errors import CheckpointError, CheckpointTypeError
+from ..errors import CheckpointTypeError
 from ..storage.names import new_token
 from .event_file import EventFile
 from .event_thread import EventThread
 from .listener import CheckpointListener
+from .listener_thread import ListenerThread
 from .records import LoadReport, SaveReport
 from .step_times import StepTimes
 
-logger = logging.getLogger(__name__)
+#: So long a listener may take for one event before a warning says that it hangs.
+_SLOW_SECONDS = 10.0
 
 
 class EventRecorder:
@@ -34,6 +35,7 @@ class EventRecorder:
         about: what else the record of the run says, such as versions.
         waits: whether nothing is recorded before the first save, because the run may only restore, from a folder that
             is not its own. Then that save records what came before it.
+        slow_seconds: how long a listener may take for one event before a warning names it.
     """
 
     def __init__(
@@ -46,11 +48,12 @@ class EventRecorder:
         run: str | None = None,
         about: Mapping[str, Any] | None = None,
         waits: bool = False,
+        slow_seconds: float = _SLOW_SECONDS,
     ) -> None:
         self._file = file
         self._rank = rank
-        self._listeners: list[CheckpointListener] = []
-        self._failed: list[CheckpointListener] = []
+        self._listeners: list[ListenerThread] = []
+        self._slow_seconds = slow_seconds
         #: Token of the run.
         self.run = run or new_token()
         self._names = {"run": self.run, "rank": rank}
@@ -69,7 +72,7 @@ class EventRecorder:
         self._steps = StepTimes()
         #: Called after each step by the training thread.
         self.step_ended = self._steps.ended
-        self._thread = EventThread()
+        self._thread = EventThread("ckpt-events", "the disk of the event file")
         for listener in listeners:
             self.add_listener(listener)
 
@@ -82,7 +85,7 @@ class EventRecorder:
         if not isinstance(listener, CheckpointListener):
             raise CheckpointTypeError(f"{listener!r} is no listener; its class must derive from CheckpointListener.")
         if self._rank == 0 or listener.every_rank:
-            self._listeners.append(listener)
+            self._listeners.append(ListenerThread(listener, self._slow_seconds))
 
     def progressed(self, report: SaveReport) -> None:
         """A save was `staged` or `written`; only listeners are called."""
@@ -118,13 +121,17 @@ class EventRecorder:
 
     def drain(self, timeout: float) -> None:
         """Wait until the events so far are recorded and the listeners know them, or for `timeout` seconds."""
-        self._thread.drain(timeout)
+        deadline = time.monotonic() + timeout
+        for thread in (self._thread, *self._listeners):
+            thread.drain(deadline)
 
     def close(self, timeout: float) -> None:
         """Record the last steps, and close the listeners; bounded as `drain`. Safe to call twice."""
         self._record(self._steps.take())
         self._tell("close")
-        self._thread.close(timeout)
+        deadline = time.monotonic() + timeout
+        for thread in (self._thread, *self._listeners):
+            thread.close(deadline)
 
     def _record(self, events: Sequence[Mapping[str, Any]]) -> None:
         if self._file is not None and events:
@@ -138,17 +145,5 @@ class EventRecorder:
             file.append([{**event, **self._names} for event in events])
 
     def _tell(self, method: str, *reports: SaveReport | LoadReport) -> None:
-        if self._listeners:
-            self._thread.submit(partial(self._call, tuple(self._listeners), method, *reports))
-
-    def _call(self, listeners: Iterable[CheckpointListener], method: str, *reports: SaveReport | LoadReport) -> None:
-        for listener in listeners:
-            try:
-                getattr(listener, method)(*reports)
-            except Exception as error:
-                if listener not in self._failed:
-                    self._failed.append(listener)
-                    text = (
-                        "%s failed in %s (%s); it is still called for later events, and its further errors not logged"
-                    )
-                    logger.error(text, listener, method, error, exc_info=not isinstance(error, CheckpointError))
+        for listener in tuple(self._listeners):
+            listener.tell(method, *reports)

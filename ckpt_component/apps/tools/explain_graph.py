@@ -43,7 +43,9 @@ def processes(settings: Checkpoint, parts: PartFacts) -> Iterator[str]:
     if parts.stager == "zero_overhead":
         yield "thread ckpt-stage: copies beside forward and backward"
     if settings.events:
-        yield "thread ckpt-events: records saves and loads, and calls listeners"
+        yield "thread ckpt-events: records saves and loads"
+    if settings.listeners:
+        yield "a thread ckpt-listener for each of checkpoint.listeners"
     if settings.export.format.value != "none":
         when = f"every {settings.export.every_steps} steps and " if settings.export.every_steps else ""
         yield f"on rank 0, {when}at the end: a process that exports to {settings.export.format.value}, at low priority"
