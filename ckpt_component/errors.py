@@ -17,6 +17,7 @@ __all__ = [
     "CheckpointExistsError",
     "CheckpointFencedError",
     "CheckpointGivenUpError",
+    "CheckpointInUseError",
     "CheckpointLoadError",
     "CheckpointNotFoundError",
     "CheckpointSaveError",
@@ -118,6 +119,10 @@ class CheckpointTypeError(CheckpointError, TypeError):
 
 class CheckpointExistsError(CheckpointError, FileExistsError):
     """The path already exists, and existing checkpoints are never overwritten."""
+
+
+class CheckpointInUseError(CheckpointError, RuntimeError):
+    """Another run that is still running saves in the checkpoint folder, and `takeover` is false; names that run."""
 
 
 class CheckpointLoadError(CheckpointError, RuntimeError):

@@ -104,6 +104,7 @@ def build_manager(
     Raises:
         CheckpointConfigError: the config is wrong, or its parts do not fit together, or another job of the multirun
             saves in the folder; nothing was built. Or a rank cannot write to the folder; raised on all ranks.
+        CheckpointInUseError: another run on this host still saves in the folder, and `takeover` is false; on all ranks.
     """
     preset = config if isinstance(config, str) else chosen_preset()
     if isinstance(config, str):
@@ -157,7 +158,7 @@ def build_manager(
             background = [each for each in (exports, uploads) if each is not None]
             in_use, on_commit = [each.in_use for each in background], [each.on_commit for each in background]
             checks = () if uploads is None else (uploads.check,)
-            folder = RunFolder(run, resume, keep, files, in_use, checks, on_commit)
+            folder = RunFolder(run, resume, keep, files, in_use, checks, on_commit, takeover=settings.takeover)
             if save.enabled:
                 folder.check_writable()
             saves_to = run.fs

@@ -237,6 +237,8 @@ class Checkpoint:
     """How to load a checkpoint that `resume` names by step or path; the run's own newest one loads as it is."""
     rewind: bool = False
     """With `resume` a step, a path, `best` or `never`: allow resuming before the newest one, and retire later ones."""
+    takeover: bool = False
+    """Save also in a folder in which another run of this host still saves; that run's next save then fails."""
     overlap: Overlap = Overlap.wait
     """When a save is due while the previous one still runs: `wait` for it, `skip` the new one, or `error`."""
     on_error: OnError = OnError["raise"]

@@ -13,7 +13,13 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from ..errors import CheckpointConfigError, CheckpointError, CheckpointExistsError, CheckpointSaveError
+from ..errors import (
+    CheckpointConfigError,
+    CheckpointError,
+    CheckpointExistsError,
+    CheckpointInUseError,
+    CheckpointSaveError,
+)
 from ..events import SaveReport
 from ..saving.transaction import notify
 from ..spelling import typed
@@ -47,6 +53,7 @@ class RunFolder:
         in_use: each returns the paths of checkpoints that must not be deleted now.
         before_save: called before each save; an exception stops the save.
         on_commit: called for each new checkpoint, on the save thread; must not wait.
+        takeover: whether a run that is still running may lose the folder to this one.
 
     Attributes:
         ownership: fencing token of the folder; the first save acquires it.
@@ -64,6 +71,8 @@ class RunFolder:
         in_use: Sequence[Callable[[], Collection[str]]] = (),
         before_save: Sequence[Callable[[], None]] = (),
         on_commit: Sequence[Callable[[SaveReport], None]] = (),
+        *,
+        takeover: bool = False,
     ) -> None:
         self.run = run
         self.files = files or {}
@@ -75,6 +84,7 @@ class RunFolder:
         self._in_use = in_use
         self._before_save = before_save
         self._on_commit = on_commit
+        self._takeover = takeover
         self._root = run.root
         #: The folder with its key, for a text.
         self._named = f"checkpoint.{'dir' if run.remote is None else 'local.dir'}={run.root}"
@@ -84,10 +94,11 @@ class RunFolder:
     def check_writable(self) -> None:
         """Make the folder if necessary, and write and delete a small file in it on every rank.
 
-        All ranks call this, before the first step. Warns if another run that saves there is alive on this host.
+        All ranks call this, before the first step.
 
         Raises:
             CheckpointConfigError: a rank cannot write there; the same on all ranks.
+            CheckpointInUseError: another run that saves there is running on this host; on all ranks.
             CheckpointTimeoutError: a rank did not take part.
         """
         run, failure = self.run, None
@@ -103,19 +114,35 @@ class RunFolder:
             except CheckpointError as error:
                 failure = str(error)
         run.ranks.decide("root/tried", failure, _refuse_failed, deadline)
-        if not run.ranks.is_leader:
-            return
+        run.ranks.run_on_leader("root/owner", self._refuse_running, deadline)
+
+    def _refuse_running(self) -> None:
+        """Refuse a folder in which another run of this host saves; not if that is unknown, or wanted."""
         try:
-            other = self.ownership.neighbor()
+            other = self.ownership.other()
         except OSError as error:
-            logger.warning("the owner of %s could not be read: %s", run.root, error)
+            logger.warning("the owner of %s could not be read: %s", self._root, error)
             return
-        if other is not None and other.alive:
+        if other is None or not other.alive:
+            return
+        if other.is_of_this_process:
             logger.warning(
-                "another run saves in %s: %s, which is still running. The run whose first save came last owns the "
-                "folder; end one of the two, or give each a checkpoint.dir of its own",
-                run.root,
+                "%s: another manager of this process saves there; close() the one you no longer need, because the one "
+                "whose first save comes last owns the folder",
+                self._named,
+            )
+        elif self._takeover:
+            logger.warning(
+                "%s: another run saves there, %s, which is still running; it can no longer commit there once this run "
+                "has saved (checkpoint.takeover=true)",
+                self._named,
                 other,
+            )
+        else:
+            raise CheckpointInUseError(
+                f"{self._named}: another run saves there, {other}, which is still running. End it, or use another "
+                "checkpoint.dir; with checkpoint.takeover=true this run takes the folder, and the next save of the "
+                f"other fails. {_RESTORE_ONLY}"
             )
 
     def _check_shared(self, deadline: float) -> None:
@@ -173,6 +200,10 @@ class RunFolder:
             refuse_existing(self.run.fs, path)
         except CheckpointExistsError as error:
             raise CheckpointExistsError(self._beside_others(str(error))) from error
+
+    def close(self) -> None:
+        """The run has ended, so that another one may save in the folder at once."""
+        self.ownership.release()
 
     def resumed_from(self, path: str) -> None:
         """Record the checkpoint that the run begins with."""
@@ -289,11 +320,13 @@ class RunFolder:
                 "checkpoint.resume=auto checkpoint.rewind=false; to go back once more, start a new job."
             )
         other = self.ownership.neighbor()
-        if other is not None and other.alive:
+        if other is not None and other.alive and not self._takeover:
             raise CheckpointSaveError(
                 f"checkpoint.rewind=true would retire {steps_text(steps)} in {self._root}, and {self._runs(other)}. "
                 "End it first, or use another checkpoint.dir."
             )
+        if other is not None:
+            logger.warning("%s: %s, and can no longer commit there", self._root, self._runs(other))
         pointer = os.path.join(self._root, self.run.names.pointer)
         try:
             self.ownership.acquire()

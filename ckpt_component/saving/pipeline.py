@@ -7,6 +7,7 @@ agree and takes the snapshot; `_finish` writes and commits it (`SaveTransaction`
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import threading
 import time
@@ -259,6 +260,9 @@ class SavePipeline:
     def _drain(self) -> None:
         limit = self._timeouts.close
         self.saves.wait(self._timeouts.whole_save + limit)
+        if self._hooks is not None and self.ranks.is_leader:
+            with contextlib.suppress(RuntimeError):  # the interpreter exits: the thread takes no more, nor is it needed
+                self._last_task = self._thread.submit(self._hooks.close)
         if self._last_task is not None and wait_futures([self._last_task], limit).not_done:
             text = "deleting old checkpoints took longer than %g s (timeouts.close); it ends with this process"
             logger.warning(text, limit)

@@ -67,6 +67,9 @@ class RunHooks(Protocol):
     def after_save(self, report: SaveReport) -> None:
         """Called on the save thread after the save's future is done; the next save and `close` wait for it."""
 
+    def close(self) -> None:
+        """Called on the save thread when all saves have ended and no other begins; raises nothing."""
+
 
 class SaveTransaction:
     """Runs save attempts, one after the other.

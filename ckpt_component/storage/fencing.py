@@ -3,6 +3,7 @@
 A suspended run (a frozen node, SIGSTOP, a network outage) may wake up long after another one replaced it. The owner
 file is read again before every commit, and a run that no longer owns the root commits nothing.
 A run takes the root at its first save, not when it restores: an evaluation script must not fence off the training.
+It releases the root when its manager is closed, and owns it still: whoever owned it before commits nothing either.
 """
 
 from __future__ import annotations
@@ -11,20 +12,18 @@ import contextlib
 import json
 import logging
 import os
-import socket
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields, replace
 
 from ..errors import CheckpointFencedError
 from .cleanup import leftovers, sweep
 from .names import MEGATRON, OWNER, StepNames
+from .processes import ProcessName
 from .storage import Storage
 
 logger = logging.getLogger(__name__)
 
 _MAX_BYTES = 64 << 10
-#: How far the clock may have been adjusted between the start of a process and its claim.
-_CLOCK_SLACK_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
@@ -37,6 +36,9 @@ class Owner:
         host: host of the run's leading rank.
         pid: process ID of the leading rank.
         since: when the run took the root, seconds since 1970.
+        space: as in `ProcessName`.
+        started: as in `ProcessName`.
+        released: whether the run has ended, though its process may be alive.
     """
 
     generation: int
@@ -44,16 +46,24 @@ class Owner:
     host: str
     pid: int
     since: float
+    space: str = ""
+    started: int = 0
+    released: bool = False
+
+    @property
+    def process(self) -> ProcessName:
+        """The process of its leading rank."""
+        return ProcessName(self.host, self.pid, self.space, self.started)
 
     @property
     def alive(self) -> bool | None:
-        """Whether its leading rank is running; None if that is unknown: on another host, or in this very process."""
-        if self.host != socket.gethostname():
-            return None
-        started = _started(self.pid)
-        if started is None or started > self.since + _CLOCK_SLACK_SECONDS:
-            return False  # it ended, and its process ID may have been reused
-        return None if self.pid == os.getpid() else True
+        """Whether the run may still save; None if that is unknown: its process cannot be seen from here."""
+        return False if self.released else self.process.running
+
+    @property
+    def is_of_this_process(self) -> bool:
+        """Whether a manager of this process is the owner, or was until it was closed."""
+        return self.process == ProcessName.current()
 
     def __str__(self) -> str:
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.since))
@@ -74,7 +84,8 @@ class FencingToken:
         self._fs = fs
         self._root = root
         self._steps = steps
-        self._taken = False
+        #: This run, once it has taken the root.
+        self._claim: Owner | None = None
         #: Leftovers of earlier owners, which can no longer be committed; to be deleted.
         self._fenced: set[str] = set()
         self.token = token or os.urandom(8).hex()
@@ -90,41 +101,61 @@ class FencingToken:
             OSError: the owner file could not be written.
         """
         owner = read_owner(self._fs, self._root)
-        if self._taken and owner is not None:
-            _refuse_other(owner, self._root, self.token)
-        else:
+        if self._claim is None:
             self._take(owner)
+        elif owner is None or (owner.released and owner.generation < self._claim.generation):
+            # It was deleted, or the release of a predecessor and the claim of this run crossed.
+            self._write(self._claim)
+        else:
+            _refuse_other(owner, self._root, self.token)
         if self._fenced:
             self._clean_up()
 
+    def release(self) -> None:
+        """The run has ended. If it owns the root, note that there; nothing is raised."""
+        if self._claim is None:
+            return
+        try:
+            owner = read_owner(self._fs, self._root)
+            if owner is not None and owner.token == self.token:
+                self._write(replace(owner, released=True))
+        except OSError as error:
+            logger.warning("%s still names this run as the one that saves there: %s", self._root, error)
+
     def _take(self, predecessor: Owner | None) -> None:
-        if not self._taken:
-            self._fenced = leftovers(self._fs, self._root, self._steps)
+        self._fenced = leftovers(self._fs, self._root, self._steps)
         generation = 1 if predecessor is None else predecessor.generation + 1
-        owner = Owner(generation, self.token, socket.gethostname(), os.getpid(), time.time())
+        this = ProcessName.current()
+        claim = Owner(generation, self.token, this.host, this.pid, time.time(), this.space, this.started)
         self._fs.make_folders(self._root)
-        self._fs.write_over(os.path.join(self._root, OWNER), json.dumps(asdict(owner)).encode() + b"\n")
-        self._taken = True
+        self._write(claim)
+        self._claim = claim
         if predecessor is not None:
-            alive = predecessor.alive
-            level = logging.DEBUG if alive is False else logging.WARNING if alive else logging.INFO
+            alive = predecessor.alive and not predecessor.is_of_this_process
+            level = logging.DEBUG if predecessor.alive is False else logging.WARNING if alive else logging.INFO
             text = "took ownership of %s from %s%s, which can no longer commit there"
             logger.log(level, text, self._root, predecessor, " (still running)" if alive else "")
 
+    def _write(self, owner: Owner) -> None:
+        self._fs.write_over(os.path.join(self._root, OWNER), json.dumps(asdict(owner)).encode() + b"\n")
+
     def check_after(self, error: Exception) -> None:
         """After a failure, raise CheckpointFencedError if another run took over the root. Called on rank 0 only."""
-        if self._taken and not isinstance(error, CheckpointFencedError):
+        if self._claim is not None and not isinstance(error, CheckpointFencedError):
             with contextlib.suppress(OSError):  # the original failure matters more
                 owner = read_owner(self._fs, self._root)
                 if owner is not None:
                     _refuse_other(owner, self._root, self.token)
 
-    def neighbor(self) -> Owner | None:
-        """The owner, if it is another process that may be alive, else None."""
+    def other(self) -> Owner | None:
+        """The owner, if it is another run that may be alive, else None."""
         owner = read_owner(self._fs, self._root)
-        if owner is None or owner.token == self.token or owner.alive is False:
-            return None
-        return None if (owner.host, owner.pid) == (socket.gethostname(), os.getpid()) else owner
+        return None if owner is None or owner.token == self.token or owner.alive is False else owner
+
+    def neighbor(self) -> Owner | None:
+        """The owner, if it is a run of another process that may be alive, else None."""
+        owner = self.other()
+        return None if owner is None or owner.is_of_this_process else owner
 
     def _clean_up(self) -> None:
         try:
@@ -149,9 +180,17 @@ def read_owner(fs: Storage, root: str) -> Owner | None:
     """The owner of a root, or None if there is no owner file or it is damaged."""
     path = os.path.join(root, OWNER)
     try:
-        owner = Owner(**json.loads(fs.read(path, _MAX_BYTES)))
-        numbers = (owner.generation, owner.pid, owner.since)
-        if not all(isinstance(each, (int, float)) for each in numbers) or not isinstance(owner.host, str):
+        values = json.loads(fs.read(path, _MAX_BYTES))
+        known = {field.name: values[field.name] for field in fields(Owner) if field.name in values}
+        owner = Owner(**known)
+        numbers = (owner.generation, owner.pid, owner.started)
+        texts = (owner.token, owner.host, owner.space)
+        if not (
+            all(isinstance(each, int) for each in numbers)
+            and all(isinstance(each, str) for each in texts)
+            and isinstance(owner.since, (int, float))
+            and isinstance(owner.released, bool)
+        ):
             raise ValueError("a value of another type")
         return owner
     except FileNotFoundError:
@@ -162,22 +201,14 @@ def read_owner(fs: Storage, root: str) -> Owner | None:
 
 
 def _refuse_other(owner: Owner, root: str, token: str) -> None:
-    if owner.token != token:
+    if owner.token == token:
+        return
+    if owner.is_of_this_process:
         raise CheckpointFencedError(
-            f"Another run took over {root} ({owner}), so this one can no longer commit there; end one of the two, "
-            "or give each a checkpoint.dir of its own."
+            f"Another manager of this process took over {root}, so this one can no longer commit there; close() the "
+            "one you no longer need, or give each a checkpoint.dir of its own."
         )
-
-
-def _started(pid: int) -> float | None:
-    """The start time of a process of this host, seconds since 1970; None if it does not exist or is a zombie."""
-    try:
-        with open(f"/proc/{pid}/stat") as stream:
-            values = stream.read().rpartition(")")[2].split()
-        with open("/proc/uptime") as stream:
-            uptime = float(stream.read().split()[0])
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    if values[0] in "ZX":
-        return None
-    return time.time() - uptime + int(values[19]) / os.sysconf("SC_CLK_TCK")
+    raise CheckpointFencedError(
+        f"Another run took over {root} ({owner}), so this one can no longer commit there; end one of the two, or give "
+        "each a checkpoint.dir of its own."
+    )

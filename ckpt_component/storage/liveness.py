@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import hashlib
 import logging
 import os
 import threading
@@ -18,6 +17,7 @@ from collections.abc import Sequence
 from functools import cached_property
 
 from .names import ALIVE_PREFIX, TRIAL_PREFIX, Attempt, new_token
+from .processes import ProcessName
 from .storage import Storage
 
 logger = logging.getLogger(__name__)
@@ -64,7 +64,7 @@ class AttemptLock:
                 self._fs.close_folder(self._fd)
         if locked is None:
             self._fd = None
-            process = f"{_process_space()}-{os.getpid()}"
+            process = ProcessName.current().key
             self._mark = os.path.join(self._root, f"{ALIVE_PREFIX}{attempt.token}.{process}.{new_token()}")
             fs.close(fs.create(self._mark))
             self._thread = threading.Thread(target=self._touch, args=(self._mark,), name="ckpt-alive", daemon=True)
@@ -208,25 +208,8 @@ def _marks(root: str, names: Sequence[str], token: str) -> list[str]:
 
 def _has_ended(mark: str) -> bool:
     """Whether a path is a mark file of a process that would be seen here and does not exist; False if unknown."""
-    space, _, pid = mark.rpartition(".")[0].rpartition(".")[2].partition("-")
-    if not space or space != _process_space() or not pid.isdigit():
-        return False
-    try:
-        os.kill(int(pid), 0)
-    except ProcessLookupError:
-        return True
-    except (OSError, OverflowError):
-        pass  # it is another user's, or no process ID
-    return False
-
-
-def _process_space() -> str:
-    """Identifies the processes that are seen here: of this boot of this host, in this container; empty: unknown."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id") as stream:
-            return hashlib.sha256(f"{stream.read()}{os.stat('/proc/self/ns/pid').st_ino}".encode()).hexdigest()[:8]
-    except OSError:
-        return ""
+    process = ProcessName.of_key(mark.rpartition(".")[0].rpartition(".")[2])
+    return process is not None and process.running is False
 
 
 def _modified(fs: Storage, path: str) -> float:

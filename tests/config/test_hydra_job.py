@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import os
-import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -130,26 +126,6 @@ def test_a_damaged_record_is_a_warning(
     job(1)
     trained(dir=tmp_path / "same")
     assert f"{record} cannot be used, so jobs that save in one folder go unnoticed" in caplog.text
-
-
-@pytest.mark.parametrize(
-    ("changed", "told"),
-    [
-        ({}, True),
-        ({"host": "another"}, False),
-        ({"pid": os.getpid()}, False),
-        ({"since": 1.0}, False),  # before the process began, so its number was another's then
-        ({"pid": 2**22 + 1}, False),
-    ],
-    ids=["living", "other host", "itself", "number used again", "dead"],
-)
-def test_a_living_run_in_the_same_folder_is_told_when_the_manager_is_built(
-    tmp_path: Path, changed: dict[str, Any], told: bool, caplog: pytest.LogCaptureFixture
-) -> None:
-    owner = {"generation": 1, "token": "0" * 16, "host": socket.gethostname(), "pid": os.getppid(), **changed}
-    (tmp_path / ".ckpt-owner.json").write_text(json.dumps({"since": time.time(), **owner}))
-    build_manager("sync", dir=tmp_path).close()
-    assert (f"another run saves in {tmp_path}: process {os.getppid()} on" in caplog.text) is told
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from forker import Forker
 from strides import in_turn
 
 from ckpt_component import CheckpointManager, build_manager
-from ckpt_component.storage import commit, liveness
+from ckpt_component.storage import commit, liveness, processes
 from ckpt_component.storage.cleanup import living_attempts, sweep
 from ckpt_component.storage.files import FileStorage
 from ckpt_component.storage.liveness import QUIET_SECONDS, AttemptLock
@@ -155,13 +155,13 @@ def test_a_process_that_was_killed_here_is_not_waited_for(tmp_path: Path, monkey
     process = subprocess.Popen(["true"])
     process.wait()
     (mark,) = marks(tmp_path)
-    ended = mark.with_name(mark.name.replace(f"-{os.getpid()}.", f"-{process.pid}."))
+    ended = mark.with_name(mark.name.replace(f"-{os.getpid()}-", f"-{process.pid}-"))
     ended.touch()
     assert living_attempts(NoLocks(), str(tmp_path), MEGATRON)  # another process works on it
     own.close()
     name = os.path.basename(attempt.staging)
     with monkeypatch.context() as elsewhere:  # in another container, or after a boot, it would not be seen
-        elsewhere.setattr(liveness, "_process_space", lambda: "0a1b2c3d")
+        elsewhere.setattr(processes, "_space", lambda: "0a1b2c3d")
         assert living_attempts(NoLocks(), str(tmp_path), MEGATRON) == [name]
     assert living_attempts(NoLocks(), str(tmp_path), MEGATRON) == []
     assert sweep(NoLocks(), str(tmp_path), MEGATRON) == []  # the folder is young, and its mark stays with it

@@ -6,10 +6,8 @@ import json
 import logging
 import os
 import shlex
-import socket
 import subprocess
 import sys
-import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from owners import owned_by
 from ranks import run_ranks
 
 from ckpt_component import (
@@ -83,14 +82,6 @@ def another_run(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     yield process
     process.communicate(b"\n")
-
-
-def claim_for(root: Path, pid: int, host: str | None = None) -> None:
-    """Let the owner file name a process."""
-    path = root / ".ckpt-owner.json"
-    owner = json.loads(path.read_text())
-    owner |= {"pid": pid, "token": "another", "since": time.time(), "host": host or socket.gethostname()}
-    path.write_text(json.dumps(owner))
 
 
 # --- an older step --------------------------------------------------------------------------------------------------
@@ -455,7 +446,7 @@ def test_a_second_live_run_is_told_who_is_there(
         if not first:
             manager.save(1, state_of(1))
         saved(tmp_path, 2, 3)
-        claim_for(tmp_path, another_run.pid)
+        owned_by(tmp_path, another_run.pid)
         with pytest.raises(CheckpointExistsError) as caught:
             manager.save(2, state_of(2))
     assert str(caught.value).startswith(f"Another run saves to {tmp_path}: process {another_run.pid} on ")
@@ -468,7 +459,7 @@ def test_an_owner_on_another_host_may_run_and_one_that_ended_does_not(tmp_path: 
         ("elsewhere", "^Another run saves to .* on elsewhere since .* may still run"),
         (None, "^/.*exists"),
     ):
-        claim_for(tmp_path, _ended_pid(), host)
+        owned_by(tmp_path, _ended_pid(), **({} if host is None else {"host": host}))
         with manager_in(tmp_path) as manager, pytest.raises(CheckpointExistsError, match=text):
             manager.save(1, state_of(1))
 
@@ -481,11 +472,12 @@ def _ended_pid() -> int:
 
 def test_rewind_retires_nothing_of_a_run_that_is_alive(tmp_path: Path, another_run: subprocess.Popen[bytes]) -> None:
     saved(tmp_path, 1, 2)
-    claim_for(tmp_path, another_run.pid)
-    with pytest.raises(CheckpointSaveError, match=f"process {another_run.pid} on .* still runs. End it first"):
-        restored(tmp_path, "checkpoint.resume=1", REWIND)
+    with manager_in(tmp_path, "checkpoint.resume=1", REWIND) as manager:
+        owned_by(tmp_path, another_run.pid)  # it began to save after this one was built
+        with pytest.raises(CheckpointSaveError, match=f"process {another_run.pid} on .* still runs. End it first"):
+            manager.restore(state_of(0))
     assert retired(tmp_path) == []
-    claim_for(tmp_path, _ended_pid())
+    owned_by(tmp_path, _ended_pid())
     assert restored(tmp_path, "checkpoint.resume=1", REWIND) == 1
     assert json.loads((tmp_path / ".ckpt-owner.json").read_text())["pid"] == os.getpid()  # what follows is fenced off
 
@@ -495,9 +487,13 @@ def test_taking_over_is_as_loud_as_the_last_owner_may_be_alive(
     which: str, level: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, another_run: subprocess.Popen[bytes]
 ) -> None:
     saved(tmp_path, 1)
-    claim_for(tmp_path, another_run.pid if which == "alive" else _ended_pid(), "host" if which == "elsewhere" else None)
+    owned_by(
+        tmp_path,
+        another_run.pid if which == "alive" else _ended_pid(),
+        **({"host": "host"} if which == "elsewhere" else {}),
+    )
     caplog.set_level(logging.DEBUG, "ckpt_component")
-    with manager_in(tmp_path) as manager:
+    with manager_in(tmp_path, "checkpoint.takeover=true") as manager:
         assert manager.restore(state_of(0)) == 1
         manager.save(2, state_of(2))
     (record,) = [record for record in caplog.records if "took ownership of" in record.getMessage()]

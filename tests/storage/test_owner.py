@@ -30,7 +30,7 @@ def test_the_last_run_to_save_owns_the_root(tmp_path: Path, caplog: pytest.LogCa
     owner = read_owner(FileStorage(), str(tmp_path))
     assert owner is not None and (owner.generation, owner.token, owner.pid) == (2, second.token, os.getpid())
     assert f"from process {os.getpid()} on" in caplog.text
-    with pytest.raises(CheckpointFencedError, match=f"Another run took over {tmp_path}"):
+    with pytest.raises(CheckpointFencedError, match=f"Another manager of this process took over {tmp_path}"):
         first.acquire()
 
 
@@ -71,7 +71,7 @@ def test_a_manager_that_lost_its_root_is_told_at_its_next_save(tmp_path: Path) -
     ):
         old.save(1, state)
         new.save(2, state)
-        with pytest.raises(CheckpointFencedError, match=r"checkpoint\.dir"):
+        with pytest.raises(CheckpointFencedError, match=r"Another manager of this process .*checkpoint\.dir"):
             old.save(3, state)
         new.save(4, state)
         assert new.steps() == [1, 2, 4]
@@ -115,7 +115,7 @@ def test_a_run_that_was_stopped_before_its_commit_finds_a_new_owner(preset: str,
     try:
         os.waitpid(old.pid, os.WUNTRACED)
         state = {"weight": torch.zeros(1000)}
-        with build_manager("sync", ["checkpoint.timeouts.close=0.5"], dir=tmp_path) as new:
+        with build_manager("sync", ["checkpoint.timeouts.close=0.5", "checkpoint.takeover=true"], dir=tmp_path) as new:
             assert new.restore(state) == 1
             state["weight"].fill_(5)
             new.save(3, state)

@@ -5,28 +5,25 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from owners import owned_by
 from safetensors.torch import save_file
 
 from ckpt_component import build_checkpointer, build_manager
 from ckpt_component.apps.tools.app import main
 from ckpt_component.catalogue.verification import verify_checkpoint
 from ckpt_component.storage.commit import new_attempt
-from ckpt_component.storage.fencing import Owner
 from ckpt_component.storage.files import FileStorage
 from ckpt_component.storage.liveness import AttemptLock
 from ckpt_component.storage.manifest import read_manifest
-from ckpt_component.storage.names import MEGATRON, OWNER, STEP, new_token
+from ckpt_component.storage.names import MEGATRON, STEP, new_token
 from ckpt_component.storage.scan import committed_steps, read_pointer
 
 Ckpt = Callable[..., tuple[int, str, str]]
@@ -67,10 +64,6 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def root(saved: Path, tmp_path: Path) -> Path:
     """Steps 1, 2 and 3 of a run that has ended."""
     return Path(shutil.copytree(saved, tmp_path / "root"))
-
-
-def owned_by(root: Path, host: str, pid: int) -> None:
-    (root / OWNER).write_text(json.dumps(asdict(Owner(1, "t", host, pid, time.time()))))
 
 
 def steps(root: Path, names: Any = MEGATRON) -> list[int]:
@@ -210,7 +203,7 @@ def test_without_renames_a_copy_is_committed_by_its_manifest(root: Path, tmp_pat
 def test_a_run_that_is_alive_keeps_its_checkpoints(root: Path, tmp_path: Path, ckpt: Ckpt) -> None:
     sleeper = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     try:
-        owned_by(root, socket.gethostname(), sleeper.pid)
+        owned_by(root, sleeper.pid)
         for arguments in (
             ("rm", f"{root}@1", "--ended"),
             ("mv", f"{root}@1", tmp_path / "x"),
@@ -227,7 +220,7 @@ def test_a_run_that_is_alive_keeps_its_checkpoints(root: Path, tmp_path: Path, c
 
 
 def test_a_run_on_another_host_is_taken_as_alive_until_the_user_says_that_it_has_ended(root: Path, ckpt: Ckpt) -> None:
-    owned_by(root, "elsewhere", 1)
+    owned_by(root, 1, host="elsewhere")
     code, _, err = ckpt("rm", f"{root}@1")
     assert code == 2 and "if it has ended, type --ended" in err
     assert ckpt("rm", f"{root}@1", "--ended")[0] == 0

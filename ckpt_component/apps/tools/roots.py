@@ -25,7 +25,7 @@ _NEW_STEP = re.compile(r"(.+)@(\d+)")
 
 def add_safeguards(parser: argparse.ArgumentParser, verb: str) -> None:
     """Add `--ended` and `--dry-run`."""
-    parser.add_argument("--ended", action="store_true", help="the run that owns the root, on another host, has ended")
+    parser.add_argument("--ended", action="store_true", help="the run that owns the root and may be alive has ended")
     parser.add_argument("--dry-run", action="store_true", help=f"print what would happen and {verb} nothing")
 
 
