@@ -16,6 +16,7 @@ from .manifest import read_manifest
 from .manifest_commit import attempts_in, is_quarantined
 from .names import (
     ALIVE_PREFIX,
+    NEW_PREFIX,
     STAGING_PREFIX,
     TRASH_PREFIX,
     TRIAL_PREFIX,
@@ -153,7 +154,7 @@ def leftovers(fs: Storage, root: str, steps: StepNames) -> set[str]:
 def _unfinished(fs: Storage, root: str, steps: StepNames, names: list[str]) -> Iterator[str]:
     """Names below `root` of attempts, half-deleted folders and small files; `_is_kept` says which attempts to keep."""
     for name in names:
-        if name.startswith((STAGING_PREFIX, TRASH_PREFIX, TRIAL_PREFIX, ALIVE_PREFIX)):
+        if name.startswith((STAGING_PREFIX, TRASH_PREFIX, TRIAL_PREFIX, ALIVE_PREFIX, NEW_PREFIX)):
             yield name
         elif steps.step(name) is not None:
             try:

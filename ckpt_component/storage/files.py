@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from .fs_type import kind_of
+from .names import new_path
 from .renameat2 import EXCHANGE, NOREPLACE, rename_by
 from .safe_open import read_regular
 from .storage import Storage
@@ -166,22 +167,19 @@ class FileStorage(Storage):
 
     def write_over(self, path: str, data: bytes) -> None:
         if not self.atomic_rename:
-            self._overwrite(path, data)  # an object store makes it visible at the close
+            if self.size(path) is None and os.path.lexists(path):
+                self.unlink(path)  # replace a link or a FIFO instead of writing through it
+            self._write_whole(self.open_over(path), data)  # an object store makes it visible at the close
         else:
-            fresh = f"{path}.new"
+            fresh = new_path(path)  # another process may be replacing it at the same time
             try:
-                self._overwrite(fresh, data)
+                self.write_new(fresh, data)
                 self.replace(fresh, path)
             except BaseException:
                 with contextlib.suppress(OSError):  # the first error is the one to report
                     self.unlink(fresh)
                 raise
         self.sync_folder(os.path.dirname(path))
-
-    def _overwrite(self, path: str, data: bytes) -> None:
-        if self.size(path) is None and os.path.lexists(path):
-            self.unlink(path)  # replace a link or a FIFO instead of writing through it
-        self._write_whole(self.open_over(path), data)
 
     def sync_folder(self, path: str) -> None:
         if not self.durable:

@@ -24,6 +24,7 @@ STAGING_PREFIX = ".ckpt-tmp."
 TRASH_PREFIX = ".ckpt-trash."
 TRIAL_PREFIX = ".ckpt-trial."
 ALIVE_PREFIX = ".ckpt-alive."
+NEW_PREFIX = ".ckpt-new."
 QUARANTINE_PREFIX = ".ckpt-quarantine."
 #: Marks a quarantined folder that stays in place; contains the former manifest.
 QUARANTINED = "quarantined.json"
@@ -156,6 +157,11 @@ def trash_path(path: str) -> str:
 def quarantine_path(path: str) -> str:
     """A new path next to `path`, where a damaged checkpoint is kept for inspection."""
     return os.path.join(os.path.dirname(path), f"{QUARANTINE_PREFIX}{os.path.basename(path)}.{new_token()}")
+
+
+def new_path(path: str) -> str:
+    """A new path next to the file `path`, for the bytes that are about to replace it."""
+    return os.path.join(os.path.dirname(path), f"{NEW_PREFIX}{os.path.basename(path)}.{new_token()}")
 
 
 def saved_as(name: str) -> str:

@@ -19,6 +19,7 @@ from ckpt_component.storage.files import FileStorage
 from ckpt_component.storage.names import (
     ALIVE_PREFIX,
     MEGATRON,
+    NEW_PREFIX,
     OWNER,
     STAGING_PREFIX,
     TRASH_PREFIX,
@@ -31,7 +32,6 @@ from ckpt_component.storage.scan import committed_steps
 FIXED = {MEGATRON.pointer, OWNER, "events"}
 #: Commits without a rename.
 MANIFEST_MODE = "checkpoint.commit=manifest"
-_DRAFTS = {f"{name}.new" for name in FIXED}
 
 
 def state_of(step: int) -> dict[str, Any]:
@@ -112,8 +112,8 @@ def violations_at(
             wrong.append(f"I3: {name} is there and not committed: {os.listdir(os.path.join(root, name))}")
         elif (
             step is None
-            and not name.startswith((STAGING_PREFIX, TRASH_PREFIX, TRIAL_PREFIX, ALIVE_PREFIX))
-            and name not in FIXED | _DRAFTS
+            and not name.startswith((STAGING_PREFIX, TRASH_PREFIX, TRIAL_PREFIX, ALIVE_PREFIX, NEW_PREFIX))
+            and name not in FIXED
         ):
             wrong.append(f"I3: {name} is nothing of ours")
     newest = max(listed, default=0)

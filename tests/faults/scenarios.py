@@ -25,7 +25,7 @@ from faults.workloads import KEEP_ONE, prepare
 from ckpt_component import CheckpointError, CheckpointManager, CheckpointSaveError, build_manager
 from ckpt_component.storage.files import FileStorage
 from ckpt_component.storage.locate import LOG, SPEC
-from ckpt_component.storage.names import MEGATRON
+from ckpt_component.storage.names import MEGATRON, NEW_PREFIX
 from ckpt_component.storage.scan import committed_steps
 from ckpt_component.testing.operation_log import read_log
 
@@ -150,7 +150,7 @@ def fail_everywhere(
                 acknowledged = step + 1
                 survived += bool(fired)
                 of_pointer = bool(fired) and MEGATRON.pointer in fired[0].path and not sticky
-                if of_pointer and (listed != [step + 1] or f"{MEGATRON.pointer}.new" in os.listdir(root)):
+                if of_pointer and (listed != [step + 1] or list(Path(root).glob(f"{NEW_PREFIX}*"))):
                     wrong.append(f"{at}: the pointer failed, and there is {os.listdir(root)}")
             else:
                 aborted += 1

@@ -9,16 +9,18 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 
-from ckpt_component import CheckpointFencedError, build_checkpointer, build_manager
+from ckpt_component import CheckpointExistsError, CheckpointFencedError, build_checkpointer, build_manager
 from ckpt_component.storage import commit
 from ckpt_component.storage.fencing import FencingToken, read_owner
 from ckpt_component.storage.files import FileStorage
-from ckpt_component.storage.names import new_token
+from ckpt_component.storage.names import NEW_PREFIX, new_path, new_token
 
 
 def test_the_last_run_to_save_owns_the_root(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -55,6 +57,57 @@ def test_a_file_that_is_gone_or_damaged_is_written_again(content: bytes | None, 
     assert json.loads(path.read_bytes())["token"] == ownership.token
 
 
+def test_two_that_take_the_root_at_once_never_meet_in_a_temporary_name(tmp_path: Path) -> None:
+    """They have no name in common until the rename, whoever is first."""
+    first_is_between, second_is_done = threading.Event(), threading.Event()
+
+    class Slow(FileStorage):
+        def replace(self, source: str, target: str) -> None:
+            first_is_between.set()
+            assert second_is_done.wait(60)
+            super().replace(source, target)
+
+    slow, quick = FencingToken(Slow(), str(tmp_path)), FencingToken(FileStorage(), str(tmp_path))
+    with ThreadPoolExecutor(1) as pool:
+        taking = pool.submit(slow.acquire)
+        assert first_is_between.wait(60)
+        quick.acquire()
+        second_is_done.set()
+        taking.result(60)
+    with pytest.raises(CheckpointFencedError):
+        quick.acquire()
+    slow.acquire()
+    assert os.listdir(tmp_path) == [".ckpt-owner.json"]
+
+
+def test_two_managers_that_save_at_once_end_with_one_owner(tmp_path: Path) -> None:
+    usual = ["checkpoint.save.at_end=false"]
+    for attempt in range(10):
+        root = tmp_path / str(attempt)
+        managers = [build_manager("async_persistent", usual, dir=root) for _ in range(2)]
+        for step, manager in enumerate(managers, 1):
+            manager.save(step, {"weight": torch.ones(3)})
+        fenced = 0
+        for manager in managers:
+            try:
+                manager.close()
+            except (CheckpointFencedError, CheckpointExistsError):
+                fenced += 1
+        assert fenced <= 1 and not list(root.glob(f"{NEW_PREFIX}*"))
+
+
+def test_what_a_run_left_that_died_in_an_overwrite_is_swept(tmp_path: Path) -> None:
+    with build_manager("sync", dir=tmp_path) as manager:
+        manager.save(1, {"weight": torch.ones(3)})
+    left, young = (Path(new_path(str(tmp_path / ".ckpt-owner.json"))) for _ in range(2))
+    left.touch()
+    young.touch()
+    os.utime(left, (1, 1))
+    with build_manager("sync", dir=tmp_path) as manager:
+        manager.restore({"weight": torch.zeros(3)})
+    assert not left.exists() and young.exists()  # another process may be about to rename the young one
+
+
 def test_a_run_that_only_restores_takes_nothing_over(tmp_path: Path) -> None:
     with build_manager("sync", dir=tmp_path) as training:
         training.save(1, {"weight": torch.ones(3)})
@@ -80,7 +133,7 @@ def test_a_manager_that_lost_its_root_is_told_at_its_next_save(tmp_path: Path) -
 
 STOPPED = """
     import signal, sys, threading, torch
-    from ckpt_component import CheckpointFencedError, build_manager
+    from ckpt_component import CheckpointExistsError, CheckpointFencedError, build_manager
     from ckpt_component.storage import commit
     from ckpt_component.storage.files import FileStorage
 
