@@ -54,7 +54,7 @@ class TornSnapshotError(CheckpointStageError):
 
 
 class CheckpointStepError(CheckpointError, TypeError, ValueError):
-    """A step is invalid: negative, too large, or not an integer."""
+    """A step is invalid: negative, too large, not an integer, or before the newest one of its run."""
 
 
 class CheckpointSaveError(CheckpointError, RuntimeError):

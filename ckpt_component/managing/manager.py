@@ -11,12 +11,12 @@ from types import TracebackType
 from typing import Any, cast
 
 from ..checkpointer import Checkpointer
-from ..errors import CheckpointBusyError, CheckpointError, CheckpointTimeoutError
+from ..errors import CheckpointBusyError, CheckpointError, CheckpointStepError, CheckpointTimeoutError
 from ..events import CheckpointListener, SaveReport
 from ..saving.in_flight import InFlightSaves, PendingSave
 from ..saving.pipeline import SavePipeline
 from .exports import BackgroundExports
-from .policies import SavePolicy, checked_step
+from .policies import SavePolicy, checked_step, refuse_earlier
 from .restore import Restorer
 from .run_context import RunContext, job_ranks
 from .run_progress import LastStep, RunProgress
@@ -167,13 +167,11 @@ class CheckpointManager:
         names = {"rename": rename, "prefix": prefix, "ignore": ignore}
         options = {name: value for name, value in names.items() if value}
         step = self._restorer.load(state, strict, allow_dtype_cast, options)
+        self._saved_step, self._newest = step if self._restorer.is_here else None, None
         if step is not None:
             self._ranks.resumed(step)
             self._clock.restart()
             self._progress.restored = step
-            places = [each.path_of(step) for each in (self._run, self._run.remote) if each is not None]
-            here = os.path.realpath(self._restorer.path or "") in map(os.path.realpath, places)
-            self._saved_step, self._newest = step if here else None, None
             if self._save_policy.enabled and self._progress.last is None:
                 self._prewarm_loaded(state)
         self._begin_uploads(step)
@@ -199,8 +197,7 @@ class CheckpointManager:
             return
         step = checked_step(step)
         self._ranks.check_world()
-        if self._restorer.begin(step):
-            self._saved_step, self._newest = step, None
+        self._saved_step, self._newest = step if self._restorer.begin(step) else None, None
         self._ranks.resumed(step)
         self._begin_uploads(step)
 
@@ -256,12 +253,14 @@ class CheckpointManager:
         Raises:
             CheckpointBusyError: `overlap: error`, and an earlier save is still running.
             CheckpointExistsError: an older run saved this step, or later ones.
-            CheckpointStepError: the step is not a valid step.
+            CheckpointStepError: the step is not a valid step, or before the one that this run restored from `dir` or
+                saved last; whatever `on_error` says.
             CheckpointTypeError: the metrics are not numbers by name.
             CheckpointError: this save or an earlier one failed.
         """
         step = self._reached(step, state, metrics)
         newest = self._newest
+        refuse_earlier(step, self._saved_step, "restored" if newest is None else "saved last")
         failed = newest is not None and newest.done() and newest.report.outcome != "committed"
         if self._checkpointer is None or (step == self._saved_step and not failed):
             return False
@@ -432,6 +431,11 @@ class CheckpointManager:
             save.delivered = True
         try:
             self.save(step, state, metrics=metrics)
+        except CheckpointStepError as error:
+            if self.stopped_by is None:
+                raise
+            # Stopped while it repeats steps: the exit code must not change, because a later checkpoint is there.
+            logger.warning("the last step is not saved: %s", error)
         finally:
             if failed:
                 failed[0].result(0)  # the errors of the others are in the log and in the reports

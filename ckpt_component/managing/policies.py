@@ -1,4 +1,4 @@
-"""Policies: when to save and where to resume; and the check of a step."""
+"""Policies: when to save and where to resume; and the checks of a step."""
 
 from __future__ import annotations
 
@@ -105,3 +105,27 @@ def checked_step(step: object) -> int:
     if not 0 <= number <= MAX_STEP:
         raise CheckpointStepError(f"The step is {number}; steps go from 0 to {MAX_STEP}, counted by the training loop.")
     return number
+
+
+def refuse_earlier(step: int, newest: int | None, how: str) -> None:
+    """Refuse to save a step below the newest one of this run, whose checkpoint `keep` would prefer to the new one.
+
+    Every rank decides this alone, from the steps that it was called with; so it does not matter whether the save of the
+    newest step has failed, which ranks learn at different times.
+
+    Args:
+        step: the step to save.
+        newest: the newest step of the run that was saved, or restored from its own folder; None: there is none.
+        how: whether it was `restored` or `saved last`.
+
+    Raises:
+        CheckpointStepError: the step is before that one.
+    """
+    if newest is None or step >= newest:
+        return
+    advice = (
+        "begin at (manager.restore(state) or 0) + 1"
+        if how == "restored"
+        else f"steps only increase; to go back, start a run with checkpoint.resume={step} checkpoint.rewind=true"
+    )
+    raise CheckpointStepError(f"Step {step} is not after step {newest}, which this run {how}: {advice}.")

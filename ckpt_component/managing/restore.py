@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -42,6 +43,7 @@ class Restorer:
 
     Attributes:
         path: the checkpoint that was loaded, or the one that was tried last; None: there was none.
+        is_here: whether the one that was loaded last is in a folder of this run.
     """
 
     def __init__(self, checkpointer: Checkpointer, folder: RunFolder, saves: bool) -> None:
@@ -51,6 +53,7 @@ class Restorer:
         self._policy = folder.resume
         self._saves = saves
         self.path: str | None = None
+        self.is_here = False
 
     def load(
         self, state: dict[str, Any], strict: bool, allow_dtype_cast: bool, options: Mapping[str, Any] | None = None
@@ -95,12 +98,19 @@ class Restorer:
                 step,
                 steps_text(later),
             )
-        self._folder.settled = self._saves
+        self.is_here = step is not None and self._is_here(step)
+        # Steps of a run that began elsewhere may start below those that the folder holds.
+        self._folder.settled = self._saves and (step is None or self.is_here)
         if step is not None and self.path is not None:
             self._folder.resumed_from(self.path)
         if step is not None and self._checkpointer.last_load is not None:
             self._run.events.restored(replace(self._checkpointer.last_load, step=step))
         return step
+
+    def _is_here(self, step: int) -> bool:
+        """Whether `path` is the checkpoint of this step in a folder of the run."""
+        places = [each.path_of(step) for each in (self._run, self._run.remote) if each is not None]
+        return os.path.realpath(self.path or "") in map(os.path.realpath, places)
 
     def begin(self, step: int) -> bool:
         """Begin after a step that the program has loaded by itself; see `CheckpointManager.begin_at`.

@@ -222,7 +222,7 @@ class RunFolder:
             logger.warning("step %d is committed, but its pointer file could not be written: %s", step, error)
 
     def after_save(self, report: SaveReport) -> None:
-        """Delete the checkpoints that `keep` no longer keeps after a new one. A failure is a warning."""
+        """Delete what `keep` no longer keeps after a new checkpoint, never that one. A failure is a warning."""
         run, step = self.run, self._step_of(report.path)
         try:
             scan = run.scan(warns=True)
@@ -230,7 +230,7 @@ class RunFolder:
             self._warn_if_never_best(step, scan)
             # After a later save, what is in use now is deleted too.
             in_use = {self._step_of(path) for paths in self._in_use for path in paths()}
-            for old in self._keep.to_delete(scan.committed, [*best, *in_use]):
+            for old in self._keep.to_delete(scan.committed, [*best, *in_use, step]):
                 logger.info("deleting the checkpoint of step %d (checkpoint.keep)", old)
                 discard(run.fs, run.path_of(old))
                 run.note("delete", old, run.path_of(old))
