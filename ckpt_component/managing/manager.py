@@ -134,10 +134,10 @@ class CheckpointManager:
     ) -> int | None:
         """Load the checkpoint chosen by `resume` into `state`, in place.
 
-        First waits for a checkpoint that the writer process of a dead run is still finishing, and deletes the
-        unfinished files of dead runs on this host. If the newest checkpoint is damaged, logs an error and loads the
-        one before, unless `resume` names its step. Then plans and allocates memory for saves (`prewarm`), if the policy
-        makes any.
+        First waits for the saves of this manager that are running, and for a checkpoint that the writer process of a
+        dead run is still finishing, and deletes the unfinished files of dead runs on this host. If the newest
+        checkpoint is damaged, logs an error and loads the one before, unless `resume` names its step. Then plans and
+        allocates memory for saves (`prewarm`), if the policy makes any.
 
         Args:
             state: as for `save`; its objects are given their state.
@@ -158,12 +158,14 @@ class CheckpointManager:
             CheckpointStageError: the state has a value that cannot be saved, by key.
             CheckpointCorruptError: every checkpoint that may be used is damaged.
             CheckpointLoadError: the checkpoint does not fit the state.
+            CheckpointTimeoutError: a save of this manager hung; see timeouts.write.
         """
         if self._checkpointer is None:
             if os.environ.get("RANK", "0") == "0":
                 logger.info("checkpoint.enabled=false: nothing is restored")
             return None
         self._ranks.check_world()
+        self._wait_for_own_saves()
         names = {"rename": rename, "prefix": prefix, "ignore": ignore}
         options = {name: value for name, value in names.items() if value}
         step = self._restorer.load(state, strict, allow_dtype_cast, options)
@@ -176,6 +178,13 @@ class CheckpointManager:
                 self._prewarm_loaded(state)
         self._begin_uploads(step)
         return step
+
+    def _wait_for_own_saves(self) -> None:
+        """Wait for the saves in flight, so that the newest of them counts. The error of one is raised later."""
+        running = [save.step for save in self._saves if not save.done()]
+        if running and self._ranks.is_leader:
+            logger.info("waiting for the save of step %s of this run", running[-1])
+        self._saves.wait(self._timeouts.whole_save)
 
     def _begin_uploads(self, step: int | None) -> None:
         if self._uploads is not None:
@@ -197,6 +206,7 @@ class CheckpointManager:
             return
         step = checked_step(step)
         self._ranks.check_world()
+        self._wait_for_own_saves()
         self._saved_step, self._newest = step if self._restorer.begin(step) else None, None
         self._ranks.resumed(step)
         self._begin_uploads(step)

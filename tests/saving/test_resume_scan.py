@@ -6,7 +6,9 @@ import errno
 import logging
 import os
 import shutil
+import threading
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -359,3 +361,63 @@ def test_discard_takes_a_link_away_and_not_what_it_leads_to(tmp_path: Path) -> N
     (tmp_path / "iter_0000001").symlink_to(tmp_path / "theirs")
     discard(FileStorage(), str(tmp_path / "iter_0000001"))
     assert (tmp_path / "theirs" / "precious").read_text() == "x"
+
+
+# --- saves of the same manager --------------------------------------------------------------------------------------
+
+
+class _Gate(logging.Handler):
+    """Holds commits until a restore says that it waits for them."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.opened = threading.Event()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if "waiting for the save of step 2 of this run" in record.getMessage():
+            self.opened.set()
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[_Gate]:
+    gate, rename_new, logger = _Gate(), FileStorage.rename_new, logging.getLogger("ckpt_component")
+
+    def rename_later(self: FileStorage, source: str, target: str) -> None:
+        if target.endswith("iter_0000002"):
+            assert gate.opened.wait(60)
+        rename_new(self, source, target)
+
+    monkeypatch.setattr(FileStorage, "rename_new", rename_later)
+    logger.addHandler(gate)
+    logger.setLevel(logging.INFO)
+    yield gate
+    gate.opened.set()
+    logger.removeHandler(gate)
+    logger.setLevel(logging.NOTSET)
+
+
+def test_restore_waits_for_the_save_of_its_own_manager(tmp_path: Path, gate: _Gate) -> None:
+    state: dict[str, Any] = {"w": torch.zeros(10), "step": 0}
+    with build_manager("async_persistent", dir=tmp_path) as manager:
+        for step in (1, 2):
+            state["step"] = step
+            manager.save(step, state)
+        state["step"] = 0
+        try:
+            assert manager.restore(state) == 2 and state["step"] == 2
+        finally:
+            gate.opened.set()
+        assert manager.save(2, state) is False  # the loop continues there
+        assert manager.save(3, state)
+    assert manager.steps() == [1, 2, 3]
+
+
+def test_restore_after_a_failed_save_of_its_own_takes_the_one_before(tmp_path: Path) -> None:
+    state: dict[str, Any] = {"w": torch.zeros(10), "step": 1}
+    with build_manager("async_persistent", ["checkpoint.on_error=warn"], dir=tmp_path) as manager:
+        manager.save(1, state)
+        manager.save(2, {"w": torch.ones(3).to_sparse()})
+        state["step"] = 0
+        assert manager.restore(state) == 1 and state["step"] == 1
+        assert manager.save(2, state)
+    assert manager.steps() == [1, 2]
