@@ -1,4 +1,4 @@
-"""Arenas: host memory for images, one block each, leased to one save at a time.
+"""Arenas: host memory for images, one block each.
 
 A shared arena is a memfd: it leaks no name in /dev/shm, is not limited by a container's size of /dev/shm, and needs one
 descriptor per run instead of one per tensor. It is page-locked, once, when CUDA tensors are copied into it.
@@ -9,18 +9,15 @@ from __future__ import annotations
 import itertools
 import logging
 import os
-import threading
-import time
 from array import array
 from collections.abc import Sequence
-from concurrent.futures import Future
 from typing import Any
 
 import psutil
 import torch
 
-from ..errors import CheckpointError, CheckpointTimeoutError
-from ..memory.huge_pages import align, allocate_shared, map_private
+from ..errors import CheckpointError
+from ..memory.huge_pages import SharedPages, align, map_private
 from ..memory.int_columns import column_of
 from ..memory.libc import memory_at
 from .items import around_payload
@@ -80,6 +77,7 @@ class Arena:
     Args:
         nbytes: size in bytes; rounded up to whole pages.
         shared: whether another process must be able to map it.
+        allocated: False: `allocate` must be called before it is used.
 
     Attributes:
         memory: the block as bytes; empty once the arena is closed.
@@ -91,11 +89,12 @@ class Arena:
 
     lasting = True
 
-    def __init__(self, nbytes: int, *, shared: bool) -> None:
+    def __init__(self, nbytes: int, *, shared: bool, allocated: bool = True) -> None:
         self.number = next(_numbers)
         self.nbytes = align(max(nbytes, 1))
         self.closed = False
         self.fd: int | None = None
+        self._pages: SharedPages | None = None
         self._locked = False
         self._slots: Slots | None = None
         try:
@@ -104,18 +103,51 @@ class Arena:
             if self.nbytes > available:
                 raise OSError(f"{available / 1e9:.2f} GB are available")
             if shared:
-                self.fd, self.memory, not_huge = allocate_shared(self.nbytes, torch.get_num_threads())
-                if not_huge:
-                    logger.info("the checkpoint arena is not entirely in huge pages: %s", os.strerror(not_huge))
+                self._pages = SharedPages(self.nbytes)
+                self.fd, self.memory = self._pages.fd, self._pages.memory
             else:
                 self.memory = memoryview(map_private(self.nbytes))
         except OSError as error:
             self.close()
-            raise CheckpointError(
-                f"A checkpoint arena of {self.nbytes / 1e9:.2f} GB of host memory cannot be reserved ({error}); use "
-                "checkpoint/stager=none with checkpoint/caller=inline, or fewer arenas."
-            ) from error
+            raise self._refused(error) from error
         self.slab = torch.frombuffer(self.memory, dtype=torch.uint8)
+        if allocated:
+            try:
+                self.allocate(torch.get_num_threads())
+            except BaseException:
+                self.close()
+                raise
+
+    def allocate(self, threads: int) -> None:
+        """Allocate the missing pages of a shared arena. Threads may call this together; all return at the end.
+
+        Args:
+            threads: how many threads may clear pages.
+
+        Raises:
+            CheckpointError: there is not enough memory.
+        """
+        pages = self._pages
+        if pages is None:
+            return
+        try:
+            not_huge = pages.allocate(threads)
+        except OSError as error:
+            raise self._refused(error) from error
+        if not_huge and self._pages is not None:
+            logger.info("the checkpoint arena is not entirely in huge pages: %s", os.strerror(not_huge))
+        self._pages = None
+
+    def stop_allocating(self) -> None:
+        """Let `allocate` return early in all threads; the arena must then be closed."""
+        if self._pages is not None:
+            self._pages.stop()
+
+    def _refused(self, error: OSError) -> CheckpointError:
+        return CheckpointError(
+            f"A checkpoint arena of {self.nbytes / 1e9:.2f} GB of host memory cannot be reserved ({error}); use "
+            "checkpoint/stager=none with checkpoint/caller=inline, or fewer arenas."
+        )
 
     def buffers(self, start: int, end: int, *, whole: bool = False) -> list[memoryview]:
         """The bytes [start, end) of the image, for an in-process writer; see `ByteSource.buffers`."""
@@ -158,6 +190,7 @@ class Arena:
             self._slots = None
         # The block is unmapped with the last tensor or view of it.
         self.slab, self.memory = torch.empty(0, dtype=torch.uint8), memoryview(b"")
+        self._pages = None
         if self.fd is not None:
             os.close(self.fd)
             self.fd = None
@@ -171,93 +204,6 @@ class Arena:
         if self.fd is None:
             raise CheckpointError("This checkpoint arena is closed, or was not made to be shared with other processes.")
         return self.fd
-
-
-class ArenaPool:
-    """Up to `count` arenas, each leased to one save at a time.
-
-    Args:
-        count: how many saves may be in flight.
-        shared: see `Arena`.
-    """
-
-    def __init__(self, count: int, *, shared: bool) -> None:
-        self._count = count
-        self._shared = shared
-        self._free: list[Arena] = []
-        self._leased = 0
-        self._leased_bytes = 0
-        self._closed = False
-        self._changed = threading.Condition()
-
-    @property
-    def idle_bytes(self) -> int:
-        """Total size of the arenas that are not leased."""
-        with self._changed:
-            return sum(arena.nbytes for arena in self._free)
-
-    @property
-    def nbytes(self) -> int:
-        """Total size of all arenas."""
-        with self._changed:
-            return self._leased_bytes + sum(arena.nbytes for arena in self._free)
-
-    def wait_free(self, deadline: float) -> bool:
-        """Wait until `lease` would not block; returns False if `deadline` (monotonic seconds) passes first."""
-        with self._changed:
-            return self._changed.wait_for(
-                lambda: self._leased < self._count, timeout=max(deadline - time.monotonic(), 0)
-            )
-
-    def lease(self, nbytes: int, timeout: float) -> Arena:
-        """Lease an arena of at least `nbytes` for exclusive use until `give_back`.
-
-        Raises:
-            CheckpointTimeoutError: all arenas stayed busy for `timeout` seconds.
-        """
-        with self._changed:
-            if self._leased >= self._count and not self.wait_free(time.monotonic() + timeout):
-                raise CheckpointTimeoutError(
-                    f"All {self._count} checkpoint arena(s) were still being written after {timeout:g} s "
-                    "(timeouts.stage); save less often, or raise checkpoint.stager.arenas."
-                )
-            self._leased += 1
-            for arena in self._free:
-                if arena.nbytes >= nbytes:
-                    self._free.remove(arena)
-                    self._leased_bytes += arena.nbytes
-                    return arena
-            small_arena = self._free.pop() if self._free and self._leased + len(self._free) > self._count else None
-        try:
-            if small_arena is not None:
-                small_arena.close()
-            arena = Arena(nbytes, shared=self._shared)
-        except BaseException:
-            with self._changed:
-                self._leased -= 1
-                self._changed.notify()
-            raise
-        with self._changed:
-            self._leased_bytes += arena.nbytes
-        return arena
-
-    def give_back(self, arena: Arena, staged: Future[None] | None = None) -> None:
-        """End a lease after the save was committed or given up. Can be used as a callback of the copy's future."""
-        with self._changed:
-            self._leased -= 1
-            self._leased_bytes -= arena.nbytes
-            if self._closed:
-                arena.close()
-            else:
-                self._free.append(arena)
-            self._changed.notify()
-
-    def close(self) -> None:
-        """Free the arenas that are not leased now, and the others when they are given back."""
-        with self._changed:
-            self._closed = True
-            while self._free:
-                self._free.pop().close()
 
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:

@@ -10,6 +10,8 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+import threading
+from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 
 from . import libc
@@ -21,6 +23,8 @@ PAGE = 4096
 HUGE_PAGE = 2 << 20
 #: More threads would only wait for kernel locks.
 _MAX_THREADS = 8
+#: Unit of allocation: takes a few milliseconds.
+_SLICE_BYTES = 4 * HUGE_PAGE
 
 
 def align(position: int, boundary: int = PAGE) -> int:
@@ -89,60 +93,93 @@ def make_huge(address: int, nbytes: int) -> int:
     return advise(address, nbytes, libc.MADV_COLLAPSE) if nbytes else 0
 
 
-def allocate_shared(nbytes: int, threads: int) -> tuple[int, memoryview, int]:
-    """Make a memfd, map it, and allocate its pages, huge ones if possible.
+class SharedPages:
+    """A memfd and its mapping, whose pages are allocated a slice at a time, by any number of threads.
+
+    If pages were allocated on first use, running out of memory would raise SIGBUS, and the first save would have page
+    faults. Slices are small: a thread of this process that maps or unmaps memory waits for the one that is allocated.
 
     Args:
         nbytes: size; at least 1.
-        threads: how many threads may clear pages.
 
-    Returns:
-        Its descriptor, which the caller closes; the memory, unmapped with the last view of it; and 0, or the error
-        number for which some of it is not in huge pages.
-
-    Raises:
-        OSError: there is not enough memory.
-    """
-    fd = os.memfd_create("ckpt-arena", os.MFD_CLOEXEC)
-    try:
-        os.ftruncate(fd, nbytes)
-        memory = map_shared(fd, nbytes)
-        return fd, memory, allocate_pages(memory, fd, threads)
-    except BaseException:
-        os.close(fd)
-        raise
-
-
-def allocate_pages(memory: memoryview, fd: int, threads: int) -> int:
-    """Allocate the pages of a memfd: if they were allocated on first use, running out of memory would raise SIGBUS.
-
-    The pages are allocated through the mapping, so that the first save has no page faults, and by several threads,
-    because clearing them takes most of the time. Before Linux 5.14 they are allocated through the descriptor.
-
-    Returns:
-        0, or an error number for which some of it is not in huge pages.
+    Attributes:
+        fd: descriptor of the memfd, which the caller closes.
+        memory: the memory, unmapped with the last view of it.
 
     Raises:
-        OSError: there is not enough memory.
+        OSError: there is no free descriptor, or no address space.
     """
-    address, nbytes = address_of(memory), memory.nbytes
-    threads = min(threads, _MAX_THREADS)
-    share = align(-(-nbytes // threads), HUGE_PAGE)
 
-    def allocate(start: int) -> tuple[int, int]:
-        part = address + start, min(share, nbytes - start)
-        return make_huge(*part), advise(*part, MADV_POPULATE_WRITE)
+    def __init__(self, nbytes: int) -> None:
+        self.fd = os.memfd_create("ckpt-arena", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(self.fd, nbytes)
+            self.memory = map_shared(self.fd, nbytes)
+        except BaseException:
+            os.close(self.fd)
+            raise
+        self._address = address_of(self.memory)
+        self._nbytes = nbytes
+        self._todo = deque(range(0, nbytes, _SLICE_BYTES))
+        self._running = 0
+        self._changed = threading.Condition()
+        self._not_huge = 0
+        self._error: OSError | None = None
 
-    with ThreadPoolExecutor(threads, thread_name_prefix="ckpt-pages") as pool:
-        codes = list(pool.map(allocate, range(0, nbytes, share)))
-    not_huge = {code for code, _ in codes if code}
-    failures = {code for _, code in codes if code}
-    if failures == {errno.EINVAL}:
-        os.posix_fallocate(fd, 0, nbytes)
-    elif failures:
-        code = failures.pop()
-        raise OSError(code, os.strerror(code))
-    return max(not_huge, default=0)
+    def allocate(self, threads: int) -> int:
+        """Allocate what is missing, huge pages if possible. When this returns or raises, no thread is at work.
+
+        Args:
+            threads: how many threads may clear pages, with those that are in this method already.
+
+        Returns:
+            0, or the error number for which some of it is not in huge pages.
+
+        Raises:
+            OSError: there is not enough memory.
+        """
+        helpers = min(threads, _MAX_THREADS, len(self._todo)) - 1
+        with ThreadPoolExecutor(max(helpers, 1), thread_name_prefix="ckpt-pages") as pool:
+            for _ in range(helpers):
+                pool.submit(self._work)
+            self._work()
+        with self._changed:
+            while self._running:  # a few milliseconds
+                self._changed.wait()
+        if self._error is not None:
+            raise self._error
+        return self._not_huge
+
+    def stop(self) -> None:
+        """Let all threads in `allocate` return after their slice; the rest stays unallocated."""
+        with self._changed:
+            self._todo.clear()
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                if not self._todo:
+                    return
+                start = self._todo.popleft()
+                self._running += 1
+            try:
+                self._allocate_slice(start, min(_SLICE_BYTES, self._nbytes - start))
+            except OSError as error:
+                self._error = error
+                self.stop()
+            finally:
+                with self._changed:
+                    self._running -= 1
+                    self._changed.notify_all()
+
+    def _allocate_slice(self, start: int, nbytes: int) -> None:
+        not_huge = make_huge(self._address + start, nbytes)
+        code = advise(self._address + start, nbytes, MADV_POPULATE_WRITE)
+        if code == errno.EINVAL:  # before Linux 5.14
+            os.posix_fallocate(self.fd, start, nbytes)
+        elif code:
+            raise OSError(code, os.strerror(code))
+        self._not_huge = self._not_huge or not_huge
 
 
 def advise(address: int, nbytes: int, advice: int) -> int:

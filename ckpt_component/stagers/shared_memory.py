@@ -12,7 +12,8 @@ import torch
 
 from ..coordination import Coordinator
 from ..formats.base import FormatPlan, Writer
-from ..image.arena import Arena, ArenaPool
+from ..image.arena import Arena
+from ..image.arena_pool import ArenaPool
 from ..image.copy import CopyPlan, CopyTasks, sources_of
 from ..image.layout import Layout
 from ..memory.gc_control import collector_paused

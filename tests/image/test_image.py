@@ -16,7 +16,8 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
 from ckpt_component.errors import CheckpointStageError
 from ckpt_component.formats.dcp import DcpWriter
-from ckpt_component.image.arena import Arena, ArenaPool
+from ckpt_component.image.arena import Arena
+from ckpt_component.image.arena_pool import ArenaPool
 from ckpt_component.image.items import around_payload, tensor_pickle
 from ckpt_component.state.flatten import FlatState, flatten, unflatten
 from ckpt_component.state.objects import PACKED_DTYPES, decode, dump, encode

@@ -90,7 +90,7 @@ def test_a_machine_where_saves_fail(capsys: pytest.CaptureFixture[str], monkeypa
     def no_memory(*_: object) -> None:
         raise OSError(12, "Cannot allocate memory")
 
-    monkeypatch.setattr(machine, "allocate_shared", no_memory)
+    monkeypatch.setattr(machine, "SharedPages", no_memory)
     monkeypatch.setattr(packages.metadata, "requires", lambda _: ["torch>=99.0", "nosuch>=1", "hydra-core<1.5,>=1.3.2"])
     code, found = doctor(capsys)
     assert code == 1 and found["hydra-core"]["status"] == "ok"

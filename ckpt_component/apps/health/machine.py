@@ -14,7 +14,7 @@ import psutil
 
 from ...config.rules import other_platform
 from ...errors import CheckpointError
-from ...memory.huge_pages import HUGE_PAGE, allocate_shared
+from ...memory.huge_pages import HUGE_PAGE, SharedPages
 from ...storage.checksum import fastest, find_checksum
 from ...storage.space import amount
 from ...writing.process import ByteProcess
@@ -47,11 +47,14 @@ def _memory() -> Iterator[Finding]:
         yield Finding("memfd", FAILS, "this Python has no os.memfd_create", "use checkpoint=sync")
         return
     try:
-        fd, _, not_huge = allocate_shared(2 * HUGE_PAGE, 1)
+        pages = SharedPages(2 * HUGE_PAGE)
+        try:
+            not_huge = pages.allocate(threads=1)
+        finally:
+            os.close(pages.fd)
     except OSError as error:
         yield Finding("memfd", FAILS, f"shared memory cannot be made: {error}", "free memory, or use checkpoint=sync")
         return
-    os.close(fd)
     free = amount(psutil.virtual_memory().available)
     yield Finding("memfd", OK, f"snapshots may share memory with the writer process; {free} available")
     if not_huge:
