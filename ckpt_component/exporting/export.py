@@ -41,8 +41,7 @@ class ExportOptions:
 
     Attributes:
         format: `hf`: a folder of safetensors files that `from_pretrained` reads; `safetensors` or `torch`: one file.
-        prefix: Only what is below this name, which is taken away; None: for `hf` the model, if the state has one and
-            something else.
+        prefix: Only what is below this name, which is taken away; None: for `hf` the model, if the state has one.
         rename: As for `KeyMap`, after the prefix was taken away.
         ignore: As for `KeyMap`, after the prefix was taken away.
         dtype: Convert floating-point tensors to this dtype; None: as they are.

@@ -95,7 +95,12 @@ def _moved(stripped: RenamedKeys, renamed: RenamedKeys, path: Path) -> Path:
 
 
 def model_prefix(catalogue: Catalogue) -> str:
-    """`model` if a nested state has its model there, and something else besides; else nothing."""
-    tops = {entry.path[0] for entry in catalogue.entries.values() if entry.kind == "tensor" and len(entry.path) > 1}
-    others = len({entry.path[0] for entry in catalogue.entries.values()}) > 1
-    return MODEL if MODEL in tops and others else ""
+    """`model` if a nested state has its model there; else nothing.
+
+    Names such as `model.embed_tokens` in a flat state dict belong to the model itself, and are not such a prefix.
+    """
+    nested = any(
+        entry.kind == "tensor" and len(entry.path) > 1 and entry.path[0] == MODEL
+        for entry in catalogue.entries.values()
+    )
+    return MODEL if nested else ""

@@ -96,6 +96,33 @@ def test_a_hugging_face_folder_has_the_model_in_shards(
     assert os.listdir(tmp_path) and not [name for name in os.listdir(tmp_path) if name.startswith(".ckpt")]
 
 
+@pytest.mark.parametrize(
+    "state",
+    [
+        {"model": {"wte.weight": torch.ones(3), "h.0.weight": torch.zeros(2)}},
+        {"wte.weight": torch.ones(3), "h.0.weight": torch.zeros(2)},
+    ],
+    ids=["nested", "flat"],
+)
+def test_a_state_of_a_model_alone_has_the_names_of_the_model(
+    state: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with build_checkpointer("sync") as checkpointer:
+        checkpointer.save(state, tmp_path / "saved")
+    assert ckpt(capsys, "export", "hf", tmp_path / "saved", tmp_path / "out")[0] == 0
+    assert load_file(tmp_path / "out" / "model.safetensors").keys() == {"wte.weight", "h.0.weight"}
+
+
+def test_names_that_begin_with_model_stay_if_the_state_is_flat(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = {"model.embed_tokens.weight", "model.norm.weight"}  # of a Llama without its head
+    with build_checkpointer("sync") as checkpointer:
+        checkpointer.save({name: torch.ones(3) for name in names}, tmp_path / "saved")
+    assert ckpt(capsys, "export", "hf", tmp_path / "saved", tmp_path / "out")[0] == 0
+    assert load_file(tmp_path / "out" / "model.safetensors").keys() == names
+
+
 def test_safetensors_with_renames_and_dtype(
     saved: Path, model: Tied, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -7,7 +7,7 @@ for checkpoints of other programs. OUT appears whole or not at all, and checksum
 example:
   ckpt export hf checkpoints/iter_0000200 exported --dtype bfloat16 --config-from base_model
 
-hf without --prefix exports the model, if the state has one and something else; --prefix '' everything.
+hf without --prefix exports the model, if the state has one; --prefix '' everything.
 """
 
 from __future__ import annotations
