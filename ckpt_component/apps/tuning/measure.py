@@ -12,15 +12,15 @@ from collections.abc import Sequence
 from statistics import median
 
 from ..bench.measure.files import remove
-from ..bench.measure.loop import Loop
+from ..bench.measure.loop import Loop, in_turn
 from ..bench.measure.ours import Ours
 from ..bench.measure.row import timed_save
 from ..bench.measure.states import make_state, nbytes_of
 
-#: Saves per measurement after the first; their median counts.
+#: Saves per measurement after the first, and as many beside the simulated training loop; their median counts.
 _SAVES = 2
-#: Duration of a step of the simulated training loop, and how long the loop continues after a save, in seconds.
-_STEP_S, _TAIL_S = 0.02, 0.5
+#: Duration of a step of that loop, and how long its cycles continue after a save, in seconds.
+_STEP_S, _TAIL_S = 0.02, 0.3
 
 
 class Trial:
@@ -41,7 +41,7 @@ class Trial:
         self._state = make_state(state, nbytes)
         self._loop = Loop(self._state, 1, _STEP_S)
         self._preset = preset
-        self._path = os.path.join(folder, "save")
+        self._folder = folder
         self.state_bytes = nbytes_of(self._state)
         self.took_s: list[float] = []
 
@@ -62,17 +62,18 @@ class Trial:
             stall, _, _, durable = (median(column) for column in zip(*steady, strict=True))
             figures = {"first_stall": first[0], "stall": stall, "durable": durable}
             if lost:
-                figures["lost"] = self._loop.disturbed_by(saver, self._path, _TAIL_S).lost_s
-                remove(self._path)
+                _, found = in_turn(self._loop, saver, self._folder, iter(range(_SAVES)), _TAIL_S, remove)
+                figures["lost"] = median(each.lost_s for each in found)
             return figures
         finally:
             saver.close()
-            if os.path.lexists(self._path):
-                remove(self._path)
+            for name in os.listdir(self._folder):
+                remove(os.path.join(self._folder, name))
             self.took_s.append(time.monotonic() - started)
 
     def _save(self, saver: Ours) -> tuple[float, float, float, float]:
         self._loop.update()
-        times = timed_save(saver, self._path, fsyncs=True)
-        remove(self._path)
+        path = os.path.join(self._folder, "save")
+        times = timed_save(saver, path, fsyncs=True)
+        remove(path)
         return times
