@@ -17,6 +17,8 @@ import torch.distributed.checkpoint as dcp
 from damage import damaged
 
 from ckpt_component import CheckpointCorruptError, CheckpointError, build_checkpointer
+from ckpt_component.catalogue import open_catalogue
+from ckpt_component.readers.coalesced import SMALL_BYTES
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -25,7 +27,7 @@ _DAMAGES = 2000
 _WRITERS = ("dcp", "torch_save", "safetensors")
 
 
-def state_of(step: int, *, objects: bool) -> dict[str, Any]:
+def state_of(step: int, *, objects: bool, large: bool = False) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(step)
     tensors = {
         "weight": torch.randn(17, 3, generator=generator),
@@ -35,6 +37,8 @@ def state_of(step: int, *, objects: bool) -> dict[str, Any]:
         "none": torch.empty(0, 4),
         "layers": {"inner": torch.arange(step, step + 40)},
     }
+    if large:  # it is read and verified by itself
+        tensors["large"] = torch.randint(-128, 127, (SMALL_BYTES + 77,), dtype=torch.int8, generator=generator)
     return {**tensors, "step": step, "rng": ("text", step, [1.5, None])} if objects else tensors
 
 
@@ -72,24 +76,72 @@ def test_no_damage_loads_silently_wrong(writer: str, tmp_path: Path) -> None:
     outcomes: Counter[str] = Counter()
     objects = writer != "safetensors"
     with build_checkpointer("sync", [f"checkpoint/writer={writer}", "checkpoint.durability=process_crash"]) as ours:
-        states = [state_of(step, objects=objects) for step in (1, 2)]
-        for number, state in enumerate(states):
-            ours.save(state, tmp_path / f"{number}")
+        # Where a tensor is large, most damage is to it.
+        states = {large: state_of(1, objects=objects, large=large) for large in (False, True)}
+        for large, state in states.items():
+            ours.save(state, tmp_path / f"{large}")
+            ours.save(state_of(2, objects=objects, large=large), tmp_path / f"{large} twin")
         for number in range(_DAMAGES // len(_WRITERS) + 1):
-            with damaged(tmp_path / "0", tmp_path / "1", rng) as (done, name):
+            large = number % 10 >= 8
+            path, state = tmp_path / f"{large}", states[large]
+            with damaged(path, tmp_path / f"{large} twin", rng) as (done, name):
                 what = f"seed {seed()}, {writer}, damage {number}: {done}"
                 try:
-                    target = zeros_like(states[0]) if number % 2 else None
-                    loaded = ours.load(tmp_path / "0", target)
+                    loaded = ours.load(path, zeros_like(state) if number % 2 else None)
                 except CheckpointCorruptError as error:
                     assert name in str(error), f"{what}: {error}"
                     outcomes["refused"] += 1
                 else:
-                    assert_equal(loaded, states[0], what)
+                    assert_equal(loaded, state, what)
                     outcomes["bit-exact"] += 1
     print(f"\nseed {seed()}, {writer}: {dict(outcomes)}, loaded wrong: 0")
     # Most of a checkpoint is read, so most damage is seen; what is never read may be damaged.
     assert outcomes["refused"] > outcomes["bit-exact"]
+
+
+@pytest.mark.parametrize("into", ["nothing", "the state", "another dtype", "transposed"])
+@pytest.mark.parametrize("writer", _WRITERS)
+def test_a_flipped_bit_in_any_item_is_found(writer: str, into: str, tmp_path: Path) -> None:
+    """Small tensors are read many at a time, large ones one by one, some through a copy, and objects apart."""
+    state = state_of(1, objects=writer != "safetensors", large=True)
+    targets: dict[str, Any] = {"nothing": None, "the state": zeros_like(state)}
+    if into == "another dtype":
+        targets[into] = {key: zeros_like(value) for key, value in state.items() if key not in ("step", "rng")}
+        targets[into]["large"] = torch.zeros(state["large"].shape, dtype=torch.float64)
+    elif into == "transposed":
+        targets[into] = {
+            "large": torch.zeros(state["large"].numel(), 2, dtype=torch.int8)[:, 0],
+            "weight": torch.zeros(3, 17).t(),
+        }
+    with build_checkpointer("sync", [f"checkpoint/writer={writer}"]) as ours:
+        ours.save(state, tmp_path / "one")
+        target = targets[into]
+        ours.load(tmp_path / "one", target, allow_dtype_cast=True)
+        for key, entry in open_catalogue(tmp_path / "one").entries.items():
+            (piece,) = entry.pieces
+            if piece.length == 0 or (target is not None and key.partition(".")[0] not in target):
+                continue
+            path = tmp_path / "one" / piece.file
+            whole = path.read_bytes()
+            place = piece.offset + piece.length // 2 if piece.payload is None else piece.payload
+            path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+            with pytest.raises(CheckpointCorruptError, match=f"{key}|{piece.file}"):
+                ours.load(tmp_path / "one", target, allow_dtype_cast=True)
+            path.write_bytes(whole)
+        ours.load(tmp_path / "one", target, allow_dtype_cast=True)
+
+
+def test_an_object_is_verified_beyond_what_its_archive_checks(tmp_path: Path) -> None:
+    """The archive has checksums of its own, but not of its headers and padding."""
+    with build_checkpointer("sync") as ours:
+        ours.save(state_of(1, objects=True), tmp_path / "one")
+        (piece,) = open_catalogue(tmp_path / "one").entries["rng"].pieces
+        path = tmp_path / "one" / piece.file
+        whole = path.read_bytes()
+        for place in range(piece.offset, piece.offset + piece.length, 11):
+            path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+            with pytest.raises(CheckpointCorruptError, match=r"'rng' of .* is damaged"):
+                ours.load(tmp_path / "one", {"rng": None})
 
 
 def test_an_item_is_named(tmp_path: Path) -> None:
