@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
@@ -55,6 +56,23 @@ def test_everything_is_durable_before_the_name_appears_and_the_name_before_succe
     assert manifest is not None and manifest["attempt"] == attempt.token
     check_files(fs, attempt.target, manifest)
     assert committed_steps(fs, str(tmp_path / "root"), MEGATRON) == [1]
+
+
+def test_a_manifest_of_which_only_a_part_arrived_is_taken_back(tmp_path: Path) -> None:
+    """A store that shows a file before it is complete: what it shows is no commit, and not damage either."""
+
+    class Torn(FileStorage):
+        def put_new(self, path: str, data: bytes, draft: str) -> None:
+            Path(path).write_bytes(data[: len(data) // 2])
+            raise OSError(errno.EIO, "the link was cut", path)
+
+    fs = Torn(atomic_rename=False)
+    attempt = begun(fs, tmp_path / "root" / "iter_0000001")
+    fs.write_new(os.path.join(attempt.staging, "data"), b"1234")
+    with pytest.raises(OSError, match="the link was cut"):
+        commit.publish(fs, attempt, [{"rank": 0, "files": [{"name": "data", "size": 4}]}], {}, {})
+    assert not os.path.exists(os.path.join(attempt.target, "manifest.json"))
+    assert committed_steps(fs, str(tmp_path / "root"), MEGATRON) == []
 
 
 def test_a_file_of_another_size_than_reported_is_not_committed(tmp_path: Path) -> None:
