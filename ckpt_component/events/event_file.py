@@ -43,6 +43,8 @@ class EventFile:
         self._failed = False
         #: Whether the file may end with a torn line, of an earlier run or a failed write.
         self._torn = True
+        #: Whether this run has written to it.
+        self._exists = False
 
     def append(self, events: Sequence[Mapping[str, Any]]) -> None:
         """Append one line per event. The first failure is logged as a warning; later events are tried all the same."""
@@ -57,14 +59,14 @@ class EventFile:
     def _append(self, data: bytes) -> None:
         folder = os.path.dirname(self.path)
         if not self._fs.is_folder(folder):
-            if not self._fs.is_folder(self._root):
-                return  # deleted by the user, and not to be made again
+            if self._exists or not self._fs.is_folder(self._root):
+                return  # it vanished under the run, and is not made again
             with contextlib.suppress(FileExistsError):  # another rank was faster
                 self._fs.make_folder(folder)
         if self._torn and self._fs.size(self.path):
             data = b"\n" + data
         self._fs.append(self.path, data)
-        self._torn = False
+        self._torn, self._exists = False, True
 
 
 def read_events(root: str | os.PathLike[str], fs: Storage | None = None) -> Iterator[dict[str, Any]]:

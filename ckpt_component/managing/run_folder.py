@@ -105,6 +105,7 @@ class RunFolder:
         deadline = time.monotonic() + run.timeouts.stage + run.timeouts.visible
         # Rank 0 makes the folder, and the others wait for it.
         run.ranks.run_on_leader("root/made", self._try_to_write, deadline)
+        self.ownership.root_exists = run.ranks.is_leader and run.fs.is_folder(run.root)
         if run.remote is not None and run.ranks.world_size > 1:
             self._check_shared(deadline)
         if not run.ranks.is_leader:

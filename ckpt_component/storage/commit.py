@@ -73,8 +73,8 @@ def publish(
     Raises:
         CheckpointExistsError: the target name was taken concurrently; the target stays untouched.
         CheckpointFencedError: another run took over the folder.
-        CheckpointSaveError: a file has the wrong size, or it is unknown whether the manifest was created; in that case
-            the next start decides by what is on disk.
+        CheckpointSaveError: a file has the wrong size, the folder of the run vanished, or it is unknown whether the
+            manifest was created; in that case the next start decides by what is on disk.
         OSError: from the file system. Nothing is visible then, unless rolling back the last step failed too, which is
             logged as a warning.
     """

@@ -74,7 +74,8 @@ class CommitProtocol(ABC):
                 self.fs.make_folder(attempt.staging)
                 break
             except FileNotFoundError:
-                if not tries_left:
+                # The root of a run is not made again when it vanished.
+                if not tries_left or (attempt.owner and not self.fs.is_folder(os.path.dirname(attempt.target))):
                     raise
                 self.fs.make_folders(parent)
         self.fs.sync_folder(parent)

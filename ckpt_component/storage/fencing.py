@@ -8,14 +8,14 @@ It releases the root when its manager is closed, and owns it still: whoever owne
 
 from __future__ import annotations
 
-import contextlib
+import errno
 import json
 import logging
 import os
 import time
 from dataclasses import asdict, dataclass, fields, replace
 
-from ..errors import CheckpointFencedError
+from ..errors import CheckpointFencedError, CheckpointSaveError
 from .cleanup import leftovers, sweep
 from .names import MEGATRON, OWNER, StepNames
 from .processes import ProcessName
@@ -78,6 +78,9 @@ class FencingToken:
         root: folder of the run's checkpoints.
         steps: how steps are named there.
         token: that of the run, which another process of it has; empty: a new one.
+
+    Attributes:
+        root_exists: whether the run has made or found the root, so that the first save does not make it once more.
     """
 
     def __init__(self, fs: Storage, root: str, steps: StepNames = MEGATRON, token: str = "") -> None:
@@ -86,9 +89,12 @@ class FencingToken:
         self._steps = steps
         #: This run, once it has taken the root.
         self._claim: Owner | None = None
+        #: The device of the root that was taken.
+        self._device = 0
         #: Leftovers of earlier owners, which can no longer be committed; to be deleted.
         self._fenced: set[str] = set()
         self.token = token or os.urandom(8).hex()
+        self.root_exists = False
 
     def acquire(self) -> None:
         """Take over the root at the first call; later calls check that this run still owns it. Called on rank 0 only.
@@ -98,16 +104,18 @@ class FencingToken:
 
         Raises:
             CheckpointFencedError: another run took over the root concurrently.
+            CheckpointSaveError: the root vanished under the run.
             OSError: the owner file could not be written.
         """
         owner = read_owner(self._fs, self._root)
         if self._claim is None:
             self._take(owner)
-        elif owner is None or (owner.released and owner.generation < self._claim.generation):
-            # It was deleted, or the release of a predecessor and the claim of this run crossed.
-            self._write(self._claim)
+        elif owner is not None and owner.released and owner.generation < self._claim.generation:
+            self._write(self._claim)  # the release of a predecessor and the claim of this run crossed
         else:
-            _refuse_other(owner, self._root, self.token)
+            self._check(owner)
+            if owner is None:  # the file is damaged
+                self._write(self._claim)
         if self._fenced:
             self._clean_up()
 
@@ -127,9 +135,12 @@ class FencingToken:
         generation = 1 if predecessor is None else predecessor.generation + 1
         this = ProcessName.current()
         claim = Owner(generation, self.token, this.host, this.pid, time.time(), this.space, this.started)
-        self._fs.make_folders(self._root)
+        if not self.root_exists:
+            self._fs.make_folders(self._root)
+        elif not self._fs.is_folder(self._root):
+            raise _vanished(self._root, "it is not there")
         self._write(claim)
-        self._claim = claim
+        self._claim, self._device = claim, self._fs.device(self._root)
         if predecessor is not None:
             alive = predecessor.alive and not predecessor.is_of_this_process
             level = logging.DEBUG if predecessor.alive is False else logging.WARNING if alive else logging.INFO
@@ -139,13 +150,31 @@ class FencingToken:
     def _write(self, owner: Owner) -> None:
         self._fs.write_over(os.path.join(self._root, OWNER), json.dumps(asdict(owner)).encode() + b"\n")
 
+    def _check(self, owner: Owner | None) -> None:
+        """Raise an error unless the root is the one that was taken, and this run owns it still."""
+        # Below a mount point there may be an earlier folder. Mounted again, the right one may have another number.
+        is_other = owner is not None and owner.token != self.token
+        if is_other and self._fs.device(self._root) != self._device:
+            raise _vanished(self._root, "it is on another device")
+        _refuse_other(self._fs, self._root, owner, self.token)
+
     def check_after(self, error: Exception) -> None:
-        """After a failure, raise CheckpointFencedError if another run took over the root. Called on rank 0 only."""
-        if self._claim is not None and not isinstance(error, CheckpointFencedError):
-            with contextlib.suppress(OSError):  # the original failure matters more
-                owner = read_owner(self._fs, self._root)
-                if owner is not None:
-                    _refuse_other(owner, self._root, self.token)
+        """After a failure, raise an error that explains it: another run took over the root, or the root vanished.
+
+        Called on rank 0 only.
+
+        Raises:
+            CheckpointSaveError: as `acquire`.
+        """
+        if self._claim is None:
+            return
+        try:
+            self._check(read_owner(self._fs, self._root))
+        except OSError:
+            pass  # the original failure matters more
+        except CheckpointSaveError as cause:
+            if str(cause) != str(error):
+                raise
 
     def other(self) -> Owner | None:
         """The owner, if it is another run that may be alive, else None."""
@@ -167,13 +196,14 @@ class FencingToken:
 
 
 def check_owner(fs: Storage, root: str, token: str) -> None:
-    """Raise CheckpointFencedError unless the run with this token owns the root."""
-    owner = read_owner(fs, root)
-    if owner is None:
-        # It was deleted: a run that took over would have replaced it.
-        logger.warning("%s is missing; committing without it", os.path.join(root, OWNER))
-        return
-    _refuse_other(owner, root, token)
+    """Raise an error unless the run with this token, which has taken the root, owns it.
+
+    Raises:
+        CheckpointFencedError: another run took over the root.
+        CheckpointSaveError: the owner file is missing, so this is not the folder that the run has taken.
+        OSError: it cannot be read.
+    """
+    _refuse_other(fs, root, read_owner(fs, root), token)
 
 
 def read_owner(fs: Storage, root: str) -> Owner | None:
@@ -200,7 +230,11 @@ def read_owner(fs: Storage, root: str) -> Owner | None:
         return None
 
 
-def _refuse_other(owner: Owner, root: str, token: str) -> None:
+def _refuse_other(fs: Storage, root: str, owner: Owner | None, token: str) -> None:
+    if owner is None:
+        if not fs.exists(os.path.join(root, OWNER)):
+            raise _vanished(root, f"it has no {OWNER}" if fs.is_folder(root) else "it is not there")
+        return  # a run that took over would have replaced the damaged file
     if owner.token == token:
         return
     if owner.is_of_this_process:
@@ -211,4 +245,13 @@ def _refuse_other(owner: Owner, root: str, token: str) -> None:
     raise CheckpointFencedError(
         f"Another run took over {root} ({owner}), so this one can no longer commit there; end one of the two, or give "
         "each a checkpoint.dir of its own."
+    )
+
+
+def _vanished(root: str, why: str) -> CheckpointSaveError:
+    return CheckpointSaveError(
+        f"{root} is no longer the folder that this run saves to: {why}. It was unmounted, renamed, deleted or "
+        "replaced, and is not made again. Mount it or move it back, and the next save works; to save to what is there "
+        "now, start the run again.",
+        errno.ENOENT,
     )

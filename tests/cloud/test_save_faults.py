@@ -25,7 +25,7 @@ from ckpt_component import (
     build_manager,
 )
 from ckpt_component.storage.locate import storage_at
-from ckpt_component.storage.names import MANIFEST, MEGATRON
+from ckpt_component.storage.names import MANIFEST, MEGATRON, OWNER
 from ckpt_component.storage.scan import scan_steps
 
 pytestmark = pytest.mark.slow
@@ -159,6 +159,26 @@ def test_two_jobs_race_for_a_step_and_one_wins(bucket: Bucket, proxy: FaultProxy
         assert second.steps() == [2]
     wrong, _ = violations_in(bucket, root, [2])
     assert not wrong, "\n".join(wrong)
+
+
+def test_a_bucket_without_the_owner_of_this_run_is_not_written_to(bucket: Bucket, proxy: FaultProxy) -> None:
+    """A prefix that was deleted or moved under the run."""
+    root = f"{bucket.url}/run"
+    with manager_at(root, bucket, proxy.port) as manager:
+        manager.save(1, state_of(1))
+        manager.wait()
+        storage = storage_at(root, options=dict(bucket.options))
+        owner = storage.read(f"{root}/{OWNER}", 1 << 16)
+        storage.unlink(f"{root}/{OWNER}")
+        with pytest.raises(CheckpointSaveError, match="is no longer the folder"):
+            manager.save(2, state_of(2))
+            manager.wait()
+        assert not storage.exists(f"{root}/{OWNER}") and manager.steps() == [1]
+        storage.write_over(f"{root}/{OWNER}", owner)
+        manager.save(3, state_of(3))
+        manager.wait()
+        tidied(manager)
+        assert manager.steps() == [3]
 
 
 @pytest.mark.parametrize(
