@@ -11,7 +11,6 @@ import errno
 import fcntl
 import os
 import stat
-import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -20,6 +19,7 @@ from .names import new_path
 from .renameat2 import EXCHANGE, NOREPLACE, rename_by
 from .safe_open import read_regular
 from .storage import Storage
+from .tree_removal import named, remove_tree
 
 if TYPE_CHECKING:
     from .open_files import OpenFiles
@@ -32,9 +32,6 @@ _NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS})
 #: Errors of `copy_file_range` between two file systems, or on one without it.
 _NO_COPY = frozenset({errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP})
 _COPY_BYTES = 1 << 20
-#: An NFS client renames a file that is deleted while it is open, and closes files in the background.
-_OPEN = ".nfs"
-_CLOSE_SECONDS, _CLOSE_PAUSE = 1.0, 0.01
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 
@@ -220,41 +217,18 @@ class FileStorage(Storage):
         """Rename over an existing file, atomically."""
         os.replace(source, target)
 
-    def unlink(self, path: str) -> None:
-        os.unlink(path)
+    def unlink(self, path: str, *, dir_fd: int | None = None) -> None:
+        """Delete one file; `dir_fd`: its folder, which is open."""
+        with named(path):
+            os.unlink(_name_in(path, dir_fd), dir_fd=dir_fd)
 
-    def remove_folder(self, path: str) -> None:
-        os.rmdir(path)
+    def remove_folder(self, path: str, *, dir_fd: int | None = None) -> None:
+        """Delete one empty folder; `dir_fd`: the folder that it is in, which is open."""
+        with named(path):
+            os.rmdir(_name_in(path, dir_fd), dir_fd=dir_fd)
 
     def remove_tree(self, path: str) -> None:
-        if os.path.islink(path):
-            self.unlink(path)
-            return
-        deadline = time.monotonic() + _CLOSE_SECONDS
-        while True:
-            with os.scandir(path) as entries:
-                children = [(entry.path, entry.is_dir(follow_symlinks=False)) for entry in entries]
-            for child, is_folder in children:
-                if is_folder:
-                    self.remove_tree(child)
-                else:
-                    self._unlink_open(child)
-            try:
-                self.remove_folder(path)
-                return
-            except OSError:
-                is_open = [name.startswith(_OPEN) for name in os.listdir(path)]
-                if not is_open or not all(is_open) or time.monotonic() > deadline:
-                    raise
-            time.sleep(_CLOSE_PAUSE)
-
-    def _unlink_open(self, path: str) -> None:
-        """Delete a file that may be a deleted one, which NFS keeps until it is closed."""
-        try:
-            self.unlink(path)
-        except OSError as error:
-            if error.errno != errno.EBUSY or not os.path.basename(path).startswith(_OPEN):
-                raise
+        remove_tree(self, path)
 
     def names(self, path: str) -> list[str]:
         try:
@@ -334,3 +308,7 @@ class FileStorage(Storage):
 
     def close_folder(self, fd: int) -> None:
         os.close(fd)
+
+
+def _name_in(path: str, dir_fd: int | None) -> str:
+    return path if dir_fd is None else os.path.basename(path)

@@ -99,9 +99,9 @@ class ObjectStore(FileStorage):
     def replace(self, source: str, target: str) -> None:
         raise AssertionError(f"{source} was to be renamed")
 
-    def unlink(self, path: str) -> None:
+    def unlink(self, path: str, *, dir_fd: int | None = None) -> None:
         self.log.append(f"unlink {path}")
-        super().unlink(path)
+        super().unlink(path, dir_fd=dir_fd)
 
     def read(self, path: str, limit: int) -> bytes:
         if os.path.basename(path) == MANIFEST and self.unreadable:

@@ -12,7 +12,7 @@ import torch
 
 from ckpt_component import CheckpointFencedError, build_checkpointer, build_manager
 from ckpt_component.errors import CheckpointExistsError, CheckpointSaveError
-from ckpt_component.storage import commit, files, locate
+from ckpt_component.storage import commit, files, locate, tree_removal
 from ckpt_component.storage.cleanup import discard
 from ckpt_component.storage.fencing import FencingToken
 from ckpt_component.storage.files import FileStorage
@@ -24,7 +24,7 @@ class NfsClient(FileStorage):
 
     closes_at = 3
 
-    def unlink(self, path: str) -> None:
+    def unlink(self, path: str, *, dir_fd: int | None = None) -> None:
         folder, name = os.path.split(path)
         if name == "manifest.json":
             os.rename(path, os.path.join(folder, ".nfs0001"))
@@ -35,7 +35,7 @@ class NfsClient(FileStorage):
                 os.unlink(path)
             raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), path)
         else:
-            super().unlink(path)
+            super().unlink(path, dir_fd=dir_fd)
 
 
 def test_a_file_that_is_closed_late_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,7 +50,7 @@ def test_a_file_that_is_closed_late_is_waited_for(tmp_path: Path, monkeypatch: p
 def test_a_file_that_stays_open_keeps_no_other_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(files, "_CLOSE_SECONDS", 0.05)
+    monkeypatch.setattr(tree_removal, "_CLOSE_SECONDS", 0.05)
     monkeypatch.setattr(NfsClient, "closes_at", 10**9)
     with build_checkpointer("sync") as checkpointer:
         checkpointer.save({"weight": torch.ones(3)}, tmp_path / "one")
@@ -87,14 +87,14 @@ class Cache:
         self.stale = 0
         self._open: Callable[..., int] = os.open
 
-    def open(self, path: str, flags: int, *rest: int) -> int:
+    def open(self, path: str, flags: int, *rest: int, **where: int) -> int:
         if flags & os.O_DIRECTORY and self.before and os.path.dirname(next(iter(self.before))) == path:
             self.stale = max(self.stale - 1, 0)
             if not self.stale:
                 self.before.clear()
         elif path in self.before and self.stale:
             raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), path)
-        return self._open(self.before.get(path, path), flags, *rest)
+        return self._open(self.before.get(path, path), flags, *rest, **where)
 
 
 def save_while_replaced(root: Path, monkeypatch: pytest.MonkeyPatch, stale: int) -> None:

@@ -1,0 +1,87 @@
+"""Delete a folder and everything in it, by descriptors of the folders.
+
+By path, one who renames in the folder at the same time, and puts a link there, would have files elsewhere deleted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import stat
+import time
+from collections.abc import Iterator
+from typing import Protocol
+
+#: An NFS client renames a file that is deleted while it is open, and closes files in the background.
+_OPEN = ".nfs"
+_CLOSE_SECONDS, _CLOSE_PAUSE = 1.0, 0.01
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+
+
+class Deletes(Protocol):
+    """Deletes by the name in an open folder."""
+
+    def unlink(self, path: str, *, dir_fd: int | None = None) -> None:
+        """Delete one file; `dir_fd`: its folder, which is open."""
+
+    def remove_folder(self, path: str, *, dir_fd: int | None = None) -> None:
+        """Delete one empty folder; `dir_fd`: the folder that it is in, which is open."""
+
+
+def remove_tree(fs: Deletes, path: str) -> None:
+    """Delete a folder and everything in it; of a link, the link. See `Storage.remove_tree`."""
+    parent = os.open(os.path.dirname(path), _FOLDER)
+    try:
+        _remove(fs, parent, path)
+    finally:
+        os.close(parent)
+
+
+@contextlib.contextmanager
+def named(path: str) -> Iterator[None]:
+    """Have an OSError name the whole path, where the system call had only a part of it."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = path
+        raise
+
+
+def _remove(fs: Deletes, parent: int, path: str) -> None:
+    name = os.path.basename(path)
+    with named(path):
+        if stat.S_ISLNK(os.stat(name, dir_fd=parent, follow_symlinks=False).st_mode):
+            fs.unlink(path, dir_fd=parent)
+            return
+        folder = os.open(name, _FOLDER | os.O_NOFOLLOW, dir_fd=parent)
+    try:
+        deadline = time.monotonic() + _CLOSE_SECONDS
+        while True:
+            _empty(fs, folder, path)
+            try:
+                fs.remove_folder(path, dir_fd=parent)
+                return
+            except OSError:
+                is_open = [name.startswith(_OPEN) for name in os.listdir(folder)]
+                if not is_open or not all(is_open) or time.monotonic() > deadline:
+                    raise
+            time.sleep(_CLOSE_PAUSE)
+    finally:
+        os.close(folder)
+
+
+def _empty(fs: Deletes, folder: int, path: str) -> None:
+    """Delete everything in an open folder."""
+    with os.scandir(folder) as entries:
+        children = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries]
+    for name, is_folder in children:
+        child = os.path.join(path, name)
+        if is_folder:
+            _remove(fs, folder, child)
+            continue
+        try:
+            fs.unlink(child, dir_fd=folder)
+        except OSError as error:  # a deleted file that NFS keeps until it is closed
+            if error.errno != errno.EBUSY or not name.startswith(_OPEN):
+                raise
