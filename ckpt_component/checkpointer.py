@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 from .coordination import Coordinator
 from .errors import CheckpointError, MissingKeysError, missing_keys
 from .events import CheckpointListener, LoadReport, SaveReport
+from .home_process import HomeProcess
 from .readers import Reader
 from .saving.adapters import CheckpointReader, CheckpointWriter, ForeignSaver
 from .saving.folders import expanded
@@ -35,6 +36,8 @@ PathLike = str | os.PathLike[str]
 class Checkpointer(ABC):
     """Saves and loads state dicts, path by path. A context manager; leaving it closes it.
 
+    In a child of `os.fork`, `save`, `load` and `wait` raise CheckpointError, and `close` does nothing.
+
     Attributes:
         last_load: the report of the last load; None: there was none, or it failed.
     """
@@ -44,6 +47,7 @@ class Checkpointer(ABC):
         self._reader = reader
         self.last_load: LoadReport | None = None
         self._closed = False
+        self._home = HomeProcess("checkpointer")
 
     @property
     def last_report(self) -> SaveReport | None:
@@ -118,6 +122,7 @@ class Checkpointer(ABC):
                 if, with `allow_unexpected=False`, the checkpoint has keys that the target lacks.
             CheckpointCorruptError: the bytes on disk differ from those that were written.
         """
+        self._home.check()
         self.ranks.check_world()
         logger.debug("loading %s", path)
         if isinstance(self._reader, Reader):
@@ -193,10 +198,12 @@ class Checkpointer(ABC):
             CheckpointTimeoutError: a save hung; see timeouts.write.
             CheckpointError: a save failed, and its error was not raised yet.
         """
+        self._home.check()
         self.saver.wait()
 
     def prewarm(self, state_dict: Mapping[Any, Any]) -> None:
         """Plan and allocate memory for a state dict of this structure, so that the first save is as fast as others."""
+        self._home.check()
         if self.saver.stager is not None:
             self.saver.stager.prewarm(state_dict)
 
@@ -218,10 +225,12 @@ class Checkpointer(ABC):
     def close(self) -> None:
         """Finish the saves in flight and free all resources. Bounded; safe to call twice.
 
+        Does nothing in a forked child: all this belongs to the process that built it.
+
         Raises:
             CheckpointError: an earlier save failed, and its error was not raised yet.
         """
-        if not self._closed:
+        if not self._closed and self._home.is_here:
             self._closed = True
             self.saver.close()
 
@@ -253,6 +262,7 @@ class SyncCheckpointer(Checkpointer):
 
     def save(self, state_dict: Mapping[Any, Any], path: PathLike, *, may_wait: bool = True, **kwargs: Any) -> None:
         """Save, and return when the checkpoint is committed; see `Checkpointer.save`."""
+        self._home.check()
         self.saver.save(state_dict, _absolute(path), may_wait=may_wait, **kwargs)
 
 
@@ -278,6 +288,7 @@ class AsyncCheckpointer(Checkpointer):
 
         Waits for an earlier save only if all of the stager's memory is in use.
         """
+        self._home.check()
         return self.saver.save(state_dict, _absolute(path), may_wait=may_wait, **kwargs)
 
 

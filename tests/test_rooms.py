@@ -21,6 +21,7 @@ ORDER = (
     "options",
     "spelling",
     "progress",
+    "home_process",
     "memory",
     "storage",
     "events",

@@ -1,7 +1,8 @@
-"""Start the processes that work beside a run: exports and uploads."""
+"""Start and end the processes that work beside a run: exports and uploads."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -15,7 +16,7 @@ _NICE = 15
 
 
 def start_in_background(code: str, *arguments: str, outlives_run: bool = False) -> subprocess.Popen[bytes]:
-    """Start a process of low priority, with pipes as stdin and stdout. The caller ends it, by closing its stdin.
+    """Start a process of low priority, with pipes as stdin and stdout. The caller ends it, with `tell_the_end`.
 
     Args:
         code: Python code. Its first argument is the folder of this package.
@@ -32,3 +33,17 @@ def start_in_background(code: str, *arguments: str, outlives_run: bool = False) 
     )
     lower_priority(process.pid, _NICE, IoPriority.low)
     return process
+
+
+def tell_the_end(process: subprocess.Popen[bytes]) -> None:
+    """Tell a process that its work is over: write a line to its stdin, and close it. Safe to call twice.
+
+    Closing is not enough: a forked child of this process, such as a worker of a DataLoader, has the pipe open too.
+    """
+    if process.stdin is None or process.stdin.closed:
+        return
+    # It has ended already, or it is stopped and has thousands of lines to read.
+    with contextlib.suppress(BrokenPipeError, BlockingIOError):
+        os.write(process.stdin.fileno(), b"end\n")
+    with contextlib.suppress(BrokenPipeError):
+        process.stdin.close()

@@ -10,6 +10,7 @@ from multiprocessing.util import Finalize
 from typing import Any, NamedTuple
 
 from ..errors import CheckpointError, CheckpointSaveError
+from ..home_process import HomeProcess
 from ..options import IoPriority
 from .async_callers import AsyncCaller, PersistentAsyncCaller, TemporalAsyncCaller
 from .async_request import AsyncRequest
@@ -95,6 +96,7 @@ class AsyncCallsQueue:
             import_main=import_main,
         )
         self._unreported: list[int] = []
+        self._home = HomeProcess("queue")
         _queues.add(self)
         # Also runs at the exit of multiprocessing's children, which do not run atexit handlers.
         Finalize(self, _at_the_end, (weakref.ref(self), self.async_calls), exitpriority=_EXIT_PRIORITY)
@@ -165,6 +167,7 @@ class AsyncCallsQueue:
                 `maybe_finalize_async_calls` raises the error on all of them.
             RanksError: the store of the ranks cannot be reached.
         """
+        self._home.check()
         idx = self.call_idx + 1
         caller = self._get_async_caller()
         request = AsyncRequest.of(async_request).freeze()._replace(call_idx=idx)
@@ -195,6 +198,7 @@ class AsyncCallsQueue:
                 rank's own error where it failed.
             CheckpointTimeoutError: rank 0 did not decide in time.
         """
+        self._home.check()
         while self.async_calls:
             active = self.async_calls[0]
             try:
@@ -217,7 +221,7 @@ class AsyncCallsQueue:
     def close(self, abort: bool = False) -> None:
         """Finalize all requests and end all processes. Call this on all ranks.
 
-        Bounded, safe to call twice, and the queue can be used again.
+        Bounded, safe to call twice, and the queue can be used again. Does nothing in a forked child.
 
         Args:
             abort: kill the processes now and discard their requests; no finalize function is called.
@@ -225,6 +229,8 @@ class AsyncCallsQueue:
         Raises:
             CheckpointSaveError: a request failed. The first such error is raised at the end; others are logged.
         """
+        if not self._home.is_here:
+            return
         first: CheckpointError | None = None
         try:
             while self.async_calls and not abort:

@@ -6,7 +6,6 @@ A thread communicates with the process, so that a large request does not block t
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 import weakref
@@ -17,6 +16,7 @@ from multiprocessing.util import Finalize
 from typing import Any
 
 from ..errors import CheckpointError, CheckpointSaveError, CheckpointTimeoutError, WorkerDiedError
+from ..home_process import HomeProcess
 from .spawn import ProcessContext
 from .worker_process import CallProcess
 
@@ -78,7 +78,7 @@ class WorkerClient:
         self._on_start = on_start
         self._close_timeout = close_timeout
         self._farewell = farewell
-        self._pid = os.getpid()
+        self._home = HomeProcess("worker")
         self._lock = threading.Lock()
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="ckpt-worker-client")
         self._thread: int | None = None
@@ -146,7 +146,7 @@ class WorkerClient:
         self._close(0, "was given up by abort")
 
     def _close(self, timeout: float | None, reason: str) -> None:
-        if os.getpid() != self._pid:
+        if not self._home.is_here:
             return  # a forked copy does not own the process
         if threading.get_ident() == self._thread:
             return self.finish()  # called by a request, which must not wait for later ones
@@ -167,7 +167,7 @@ class WorkerClient:
         self._end_process(self._close_timeout if timeout is None else timeout - (time.monotonic() - begin))
 
     def _check_open(self) -> None:
-        if os.getpid() != self._pid:
+        if not self._home.is_here:
             raise CheckpointSaveError("This worker belongs to the process that made it, not to a forked copy of it.")
         if self._closed:
             raise CheckpointSaveError("This worker is closed; make a new one.")

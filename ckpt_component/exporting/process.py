@@ -21,7 +21,7 @@ CODE = "import sys; sys.path[0] = sys.argv[1]; from ckpt_component.exporting.pro
 def main(job: str) -> None:
     """Make an export, and write `nbytes` and `seconds` to stdout as JSON, or the text of the `error`.
 
-    When stdin closes, the run has ended: the export is given up, and its files are deleted.
+    When stdin has a line or closes, the run has ended: the export is given up, and its files are deleted.
     """
     # Signals to a whole group or job are meant for the trainer.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
@@ -41,6 +41,5 @@ def main(job: str) -> None:
 
 
 def _leave_with_parent() -> None:
-    while os.read(0, 1):  # not sys.stdin, whose lock this thread would hold when the interpreter exits
-        pass
+    os.read(0, 1)  # not sys.stdin, whose lock this thread would hold when the interpreter exits
     signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGALRM)

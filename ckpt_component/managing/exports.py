@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ..callers.background import start_in_background
+from ..callers.background import start_in_background, tell_the_end
 from ..errors import CheckpointError, CheckpointSaveError, CheckpointTimeoutError
 from ..events import SaveReport
 from ..exporting.export import ExportOptions
@@ -167,10 +167,10 @@ class BackgroundExports:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Let a process end by closing its stdin; kill it if it does not."""
-    for stream in (process.stdin, process.stdout):
-        if stream is not None:
-            stream.close()
+    """Let a process end; kill it if it does not."""
+    tell_the_end(process)
+    if process.stdout is not None:
+        process.stdout.close()
     try:
         process.wait(_LEAVE_SECONDS)
     except subprocess.TimeoutExpired:

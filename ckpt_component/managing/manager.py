@@ -13,6 +13,7 @@ from typing import Any, cast
 from ..checkpointer import Checkpointer
 from ..errors import CheckpointBusyError, CheckpointError, CheckpointStepError, CheckpointTimeoutError
 from ..events import CheckpointListener, SaveReport
+from ..home_process import HomeProcess
 from ..saving.in_flight import InFlightSaves, PendingSave
 from ..saving.pipeline import SavePipeline
 from .exports import BackgroundExports
@@ -29,6 +30,8 @@ logger = logging.getLogger(__name__)
 
 class CheckpointManager:
     """Saves, keeps and restores the checkpoints of one run. A context manager.
+
+    In a child of `os.fork`, what saves, loads or waits raises CheckpointError; `close` and the `with` block do nothing.
 
     Args:
         checkpointer: saves and loads; owned and closed by the manager. None: nothing is saved or restored
@@ -57,6 +60,7 @@ class CheckpointManager:
         exports: BackgroundExports | None = None,
         uploads: BackgroundUploads | None = None,
     ) -> None:
+        self._home = HomeProcess("manager")
         self._checkpointer = checkpointer
         self._run = run
         self._ranks = run.ranks
@@ -160,6 +164,7 @@ class CheckpointManager:
             CheckpointLoadError: the checkpoint does not fit the state.
             CheckpointTimeoutError: a save of this manager hung; see timeouts.write.
         """
+        self._home.check()
         if self._checkpointer is None:
             if os.environ.get("RANK", "0") == "0":
                 logger.info("checkpoint.enabled=false: nothing is restored")
@@ -202,6 +207,7 @@ class CheckpointManager:
             CheckpointCorruptError: it is damaged; set aside if there is an older one, from which to resume instead.
             CheckpointExistsError: checkpoints follow, and saves would collide with them.
         """
+        self._home.check()
         if self._checkpointer is None:
             return
         step = checked_step(step)
@@ -293,6 +299,7 @@ class CheckpointManager:
 
     def _reached(self, step: int, state: Mapping[Any, Any], metrics: Mapping[str, Any] | None) -> int:
         """The loop has reached a step; it is checked, noted, and returned."""
+        self._home.check()
         step = checked_step(step)
         self._progress.last = LastStep(step, state, metrics)
         self._ranks.at_step(step)
@@ -317,6 +324,7 @@ class CheckpointManager:
 
     def prewarm(self, state: Mapping[Any, Any]) -> None:
         """Plan and allocate memory for this state, so that the first save is as fast as others."""
+        self._home.check()
         if self._checkpointer is not None:
             self._checkpointer.prewarm(state)
 
@@ -329,6 +337,7 @@ class CheckpointManager:
             *signals: which to catch; none named: SIGTERM, SIGINT, SIGUSR1 and SIGUSR2.
             requeue_exit_code: see `exit_if_stopped`.
         """
+        self._home.check()
         numbers = checked_signals(signals, requeue_exit_code)
         if self._signals is not None or self._closed:
             return
@@ -347,6 +356,7 @@ class CheckpointManager:
             CheckpointTimeoutError: a rank did not call in time.
             RanksError: a rank is dead, or has continued without the call.
         """
+        self._home.check()
         if self._signals is None:
             raise CheckpointError("Call stop_on_signal() before the loop; should_stop() reports what it notes.")
         self.stopped_by = self._signals.agreed()
@@ -362,6 +372,8 @@ class CheckpointManager:
             SystemExit: a signal ended the loop.
             CheckpointError: the manager is not closed yet, so the last step is not saved.
         """
+        if not self._home.is_here:
+            return
         if not self._closed:
             raise CheckpointError("Call exit_if_stopped() after the manager's with block, which saves the last step.")
         if self._signals is not None:
@@ -373,6 +385,7 @@ class CheckpointManager:
         Raises:
             CheckpointTimeoutError: a save hung; see timeouts.write.
         """
+        self._home.check()
         if self._checkpointer is not None:
             self._checkpointer.wait()
 
@@ -382,7 +395,7 @@ class CheckpointManager:
         Raises:
             CheckpointError: an earlier save failed, and its error was not raised yet.
         """
-        if self._closed:
+        if self._closed or not self._home.is_here:
             return
         self._closed = True
         self._warn_if_idle()
@@ -409,6 +422,8 @@ class CheckpointManager:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if not self._home.is_here:
+            return
         if error is not None:
             self._failed = True
             self._progress.restored = None  # the loop may have failed before its first step

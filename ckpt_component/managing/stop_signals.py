@@ -14,6 +14,7 @@ from typing import Any
 
 from ..coordination import Coordinator
 from ..errors import CheckpointConfigError, CheckpointTypeError
+from ..home_process import HomeProcess
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +56,7 @@ class StopSignals:
         *,
         owns_ranks: bool = False,
     ) -> None:
+        self._home = HomeProcess("handler")
         self._timeout = timeout
         self._ranks = ranks
         self._owns_ranks = owns_ranks
@@ -114,6 +116,11 @@ class StopSignals:
         return [max(caught, key=_weight), max(1, min(int(_SECONDS_BETWEEN / seconds_per_step), _MOST_STEPS_BETWEEN))]
 
     def _note(self, number: int, frame: FrameType | None) -> None:
+        if not self._home.is_here:
+            # A forked child, such as a worker that its pool terminates, does what it would do without this handler.
+            signal.signal(number, self._handlers.get(number) or signal.SIG_DFL)
+            signal.raise_signal(number)
+            return
         first = self.caught is None
         if number == signal.SIGINT and not first:
             signal.signal(signal.SIGINT, signal.SIG_DFL)

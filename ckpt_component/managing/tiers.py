@@ -14,7 +14,7 @@ import threading
 from dataclasses import asdict, dataclass
 from typing import IO, Any
 
-from ..callers.background import start_in_background
+from ..callers.background import start_in_background, tell_the_end
 from ..errors import CheckpointFencedError, CheckpointSaveError
 from ..events import SaveReport
 from ..storage.space import amount
@@ -124,7 +124,8 @@ class BackgroundUploads:
         process, thread = self._process, self._thread
         if process is None or thread is None:
             return
-        self._close_stdin(process)
+        with self._lock:
+            tell_the_end(process)
         if not finish:
             return  # the thread goes on reading; if the program ends, the process does not
         thread.join(0.2)
@@ -168,15 +169,11 @@ class BackgroundUploads:
         except subprocess.TimeoutExpired:  # it closed stdout, so it can no longer be followed
             process.kill()
             code = process.wait(_LEAVE_SECONDS)
-        self._close_stdin(process)
+        with self._lock:
+            tell_the_end(process)
         self._current = None
         if code:
             logger.warning("the process of the uploads ended with code %d; the next save starts it again", code)
-
-    def _close_stdin(self, process: subprocess.Popen[bytes]) -> None:
-        if process.stdin is not None:
-            with self._lock, contextlib.suppress(BrokenPipeError):
-                process.stdin.close()
 
     def _take(self, message: dict[str, Any]) -> None:
         if message.get("remote") is not None:

@@ -22,6 +22,7 @@ from ..coordination import Coordinator
 from ..errors import CheckpointError
 from ..events import EventRecorder, SaveReport
 from ..formats.base import Writer
+from ..home_process import HomeProcess
 from ..options import ResolvedTimeouts
 from ..progress import Progress, no_progress
 from ..stagers.base import Stager, StatePlan
@@ -90,6 +91,7 @@ class SavePipeline:
         self._retries = RetryLoop(ranks, policy, timeouts.stage)
         self._last_task: Future[None] | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="ckpt-save")
+        self._home = HomeProcess("checkpointer")
         self._closing = threading.Lock()
         self._closed = False
         # If a script does not call close(), the interpreter first lets the save thread finish, then runs this.
@@ -235,10 +237,14 @@ class SavePipeline:
     def close(self) -> None:
         """Finish the saves in flight, then stop the writer process and free the memory. Safe to call twice.
 
+        Does nothing in a forked child, whose exit calls this too.
+
         Raises:
             CheckpointTimeoutError: a save hung; its deadline is timeouts.write.
             CheckpointError: the first error that was not raised yet.
         """
+        if not self._home.is_here:
+            return
         with self._closing:
             if self._closed:
                 return

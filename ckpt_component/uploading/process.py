@@ -1,6 +1,6 @@
 """The process that uploads the checkpoints of a run. It outlives the run, for a bounded time.
 
-The run sends a line on stdin when there is a new checkpoint, and closes stdin when it ends. What to upload follows
+The run sends a line on stdin when there is a new checkpoint, and the line `end` when it ends. What to upload follows
 from the contents of the two folders, so the process may be killed at any time, and a later one continues the upload.
 """
 
@@ -93,7 +93,8 @@ class RunWatch:
                 time.sleep(_LOOK_SECONDS)
             else:
                 has_input = bool(select.select([0], [], [], _LOOK_SECONDS)[0])
-                if (has_input and not os.read(0, 4096)) or os.getppid() != parent:
+                lines = os.read(0, 4096) if has_input else b"\n"
+                if not lines or lines.strip() or os.getppid() != parent:
                     deadline = time.monotonic() + self._policy.finish_seconds
                     self.ended.set()
                 if has_input or self.ended.is_set():

@@ -18,7 +18,7 @@ from waiting import eventually, is_gone, pid_in
 from ckpt_component.compat.async_queue import AsyncCallsQueue, _ActiveAsyncRequest
 from ckpt_component.compat.async_request import AsyncRequest
 from ckpt_component.compat.spawn import StartMethodError
-from ckpt_component.errors import CheckpointSaveError, CheckpointStageError, WorkerDiedError
+from ckpt_component.errors import CheckpointError, CheckpointSaveError, CheckpointStageError, WorkerDiedError
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 
@@ -234,6 +234,23 @@ def test_close_finalizes_what_it_can_and_raises_the_first_error(
         queue.close()
     assert log == ["facts"] and "Request 1" in caplog.text
     queue.close()
+
+
+def test_a_forked_queue_finalizes_and_ends_nothing(make: Make, log: Log, tmp_path: Path) -> None:
+    queue, gate, told = make(), tmp_path / "gate", tmp_path / "told"
+    queue.schedule_async_request(AsyncRequest(calls.wait_for, (str(gate),), [log.note("done")]))
+    pid = os.fork()
+    if pid == 0:
+        try:
+            queue.maybe_finalize_async_calls(blocking=True)
+        except CheckpointError as error:
+            told.write_text(str(error))
+        queue.close()
+        os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert told.read_text() == f"This queue belongs to process {os.getpid()}; build one after the fork."
+    gate.touch()
+    assert queue.maybe_finalize_async_calls(blocking=True) == [0] and log == ["done"]
 
 
 def test_what_cannot_be_sent_uses_no_number(make: Make, log: Log) -> None:

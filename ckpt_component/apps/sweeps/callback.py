@@ -19,6 +19,7 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
 
 from ...config.errors import CheckpointConfigError
+from ...home_process import HomeProcess
 from ...managing import recording
 from .disks import Span, disk_of
 from .figures import figures_of
@@ -80,7 +81,12 @@ class SweepReport(Callback):
         """Called by Hydra before the first job."""
         if _leads():
             # Relative to the current folder, as in Hydra itself; no job has changed it yet.
-            atexit.register(report_sweep, Path(os.path.abspath(config.hydra.sweep.dir)))
+            atexit.register(_report_at_exit, HomeProcess("sweep"), Path(os.path.abspath(config.hydra.sweep.dir)))
+
+
+def _report_at_exit(home: HomeProcess, folder: Path) -> None:
+    if home.is_here:  # a child that a job has forked runs this too
+        report_sweep(folder)
 
 
 def report_sweep(folder: Path) -> None:
