@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any, cast
 
@@ -71,6 +72,8 @@ class CheckpointManager:
         self._progress = RunProgress()
         self._newest: PendingSave | None = None
         self._saved_step: int | None = None
+        #: The step of the run's own folder that it began with, until its first step.
+        self._began_at: int | None = None
         self._closed = False
         self._failed = False
         self._exports = exports
@@ -174,7 +177,8 @@ class CheckpointManager:
         names = {"rename": rename, "prefix": prefix, "ignore": ignore}
         options = {name: value for name, value in names.items() if value}
         step = self._restorer.load(state, strict, allow_dtype_cast, options)
-        self._saved_step, self._newest = step if self._restorer.is_here else None, None
+        self._saved_step = self._began_at = step if self._restorer.is_here else None
+        self._newest = None
         if step is not None:
             self._ranks.resumed(step)
             self._clock.restart()
@@ -213,7 +217,8 @@ class CheckpointManager:
         step = checked_step(step)
         self._ranks.check_world()
         self._wait_for_own_saves()
-        self._saved_step, self._newest = step if self._restorer.begin(step) else None, None
+        self._saved_step = self._began_at = step if self._restorer.begin(step) else None
+        self._newest = None
         self._ranks.resumed(step)
         self._begin_uploads(step)
 
@@ -305,7 +310,17 @@ class CheckpointManager:
         self._ranks.at_step(step)
         if self._checkpointer is not None:
             self._run.events.step_ended(step)
+            self._delete_old()
         return step
+
+    def _delete_old(self) -> None:
+        """After the first step, on the save thread, delete what dead runs have left and `keep` no longer keeps.
+
+        Not in `restore`: a script that evaluates restores too, and may have other values of `keep`.
+        """
+        began_at, self._began_at = self._began_at, None
+        if began_at is not None and self._save_policy.enabled and self._ranks.is_leader:
+            self._pipeline.run_after_saves(partial(self._restorer.delete_old, began_at))
 
     def _prewarm_loaded(self, state: Mapping[Any, Any]) -> None:
         """Prewarm after a restore, but not from scratch: the optimizer's first step changes the plan."""
@@ -400,6 +415,7 @@ class CheckpointManager:
         self._closed = True
         self._warn_if_idle()
         self._progress = RunProgress()  # refers to the state
+        self._began_at = None
         try:
             if self._checkpointer is not None:
                 self._checkpointer.close()

@@ -112,6 +112,10 @@ class Restorer:
         places = [each.path_of(step) for each in (self._run, self._run.remote) if each is not None]
         return os.path.realpath(self.path or "") in map(os.path.realpath, places)
 
+    def delete_old(self, step: int) -> None:
+        """On the leading rank: delete what `keep` no longer keeps beside the step that the run began with."""
+        self._folder.after_restore(step)
+
     def begin(self, step: int) -> bool:
         """Begin after a step that the program has loaded by itself; see `CheckpointManager.begin_at`.
 

@@ -224,19 +224,35 @@ class RunFolder:
 
     def after_save(self, report: SaveReport) -> None:
         """Delete what `keep` no longer keeps after a new checkpoint, never that one. A failure is a warning."""
-        run, step = self.run, self._step_of(report.path)
+        step = self._step_of(report.path)
         try:
-            scan = run.scan(warns=True)
-            best = [] if run.best is None else run.best_of(scan)[: run.best.last]
+            scan = self.run.scan(warns=True)
             self._warn_if_never_best(step, scan)
-            # After a later save, what is in use now is deleted too.
-            in_use = {self._step_of(path) for paths in self._in_use for path in paths()}
-            for old in self._keep.to_delete(scan.committed, [*best, *in_use, step]):
-                logger.info("deleting the checkpoint of step %d (checkpoint.keep)", old)
-                discard(run.fs, run.path_of(old))
-                run.note("delete", old, run.path_of(old))
+            self._delete_old(scan, step)
         except OSError as error:
             logger.warning("step %d is committed, but listing or deleting older checkpoints failed: %s", step, error)
+
+    def after_restore(self, step: int) -> None:
+        """Delete what dead runs have left and `keep` no longer keeps, never the restored step.
+
+        A failure is only logged. While another run may be alive there, this is left to the first save of this run,
+        which takes the folder over.
+        """
+        try:
+            if self.ownership.neighbor() is None:
+                self._delete_old(self.run.scan(), step)
+        except Exception:  # as after a save: training does not depend on it
+            logger.exception("listing or deleting older checkpoints than step %d failed", step)
+
+    def _delete_old(self, scan: Scan, newest: int) -> None:
+        run = self.run
+        best = [] if run.best is None else run.best_of(scan)[: run.best.last]
+        # After a later save, what is in use now is deleted too.
+        in_use = {self._step_of(path) for paths in self._in_use for path in paths()}
+        for old in self._keep.to_delete(scan.committed, [*best, *in_use, newest]):
+            logger.info("deleting the checkpoint of step %d (checkpoint.keep)", old)
+            discard(run.fs, run.path_of(old))
+            run.note("delete", old, run.path_of(old))
 
     def _warn_if_never_best(self, step: int, scan: Scan) -> None:
         """Warn, once for each reason, that the new checkpoint cannot be the best one."""

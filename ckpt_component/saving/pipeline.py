@@ -228,6 +228,10 @@ class SavePipeline:
         self.reports.append(report)
         self.events.saved(report)
 
+    def run_after_saves(self, task: Callable[[], None]) -> None:
+        """Run a task on the save thread, after the saves so far; later saves and `close` wait for it."""
+        self._last_task = self._thread.submit(task)
+
     def wait(self) -> None:
         """Wait until the saves in flight have ended; see `Checkpointer.wait`."""
         self.saves.wait(self._timeouts.whole_save)

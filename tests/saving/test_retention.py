@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import threading
 from pathlib import Path
@@ -110,3 +111,68 @@ def test_the_newest_are_kept_and_those_of_every_so_many_steps(
         for step in range(1, 7):
             manager.save(step, state_of(step))
     assert sorted(int(path.name.removeprefix("iter_")) for path in tmp_path.glob("iter_*")) == kept
+
+
+# --- what dead runs have left ---------------------------------------------------------------------------------------
+
+
+def _left_by_dead_runs(root: Path, *steps: int) -> Path:
+    with manager_in(root, "checkpoint.keep.last=null") as manager:
+        for step in steps:
+            manager.save(step, state_of(step))
+    return root
+
+
+def _stepped(root: Path, *overrides: str) -> list[int]:
+    """The steps that are left after a run that restored, made a step and saved none."""
+    with manager_in(root, "checkpoint.save.every_steps=100", "checkpoint.keep.last=2", *overrides) as manager:
+        step = manager.restore(state_of(0)) or 0
+        assert manager.steps() == [1, 2, 3, 4]  # a script that evaluates restores too
+        assert not manager.maybe_save(step + 1, state_of(step + 1))
+    return manager.steps()
+
+
+def test_what_dead_runs_left_is_deleted_after_the_first_step(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    _left_by_dead_runs(tmp_path, 1, 2, 3, 4)
+    caplog.set_level(logging.INFO, "ckpt_component")
+    assert _stepped(tmp_path) == [3, 4]
+    assert "deleting the checkpoint of step 1 (checkpoint.keep)" in caplog.text
+
+
+def test_close_waits_for_the_deletion_no_longer_than_its_timeout(
+    tmp_path: Path, held: threading.Event, caplog: pytest.LogCaptureFixture
+) -> None:
+    _left_by_dead_runs(tmp_path, 1, 2, 3)
+    with manager_in(tmp_path, "checkpoint.save.every_steps=100", "checkpoint.timeouts.close=0.5") as manager:
+        step = manager.restore(state_of(0)) or 0
+        manager.maybe_save(step + 1, state_of(step + 1))  # does not wait for it
+    assert "deleting old checkpoints took longer than 0.5 s (timeouts.close)" in caplog.text
+    held.set()
+    manager._checkpointer.saver._last_task.result(60)  # type: ignore[union-attr]
+    assert manager.steps() == [3]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["checkpoint.save.every_steps=null"],  # it never saves
+        ["checkpoint.resume=never", "checkpoint.save.every_steps=null"],
+        ["checkpoint.keep.last=null"],
+        ["checkpoint.keep.every_steps=1"],
+    ],
+    ids=["restores_only", "never", "keeps_all", "keeps_each"],
+)
+def test_nothing_is_deleted_by_a_run_that(overrides: list[str], tmp_path: Path) -> None:
+    assert _stepped(_left_by_dead_runs(tmp_path, 1, 2, 3, 4), *overrides) == [1, 2, 3, 4]
+
+
+def test_nothing_is_deleted_while_another_run_may_be_alive(tmp_path: Path) -> None:
+    path = _left_by_dead_runs(tmp_path, 1, 2, 3, 4) / ".ckpt-owner.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "token": "another", "host": "elsewhere"}))
+    assert _stepped(tmp_path) == [1, 2, 3, 4]
+
+
+def test_nothing_is_deleted_after_a_restore_from_elsewhere(tmp_path: Path) -> None:
+    elsewhere = _left_by_dead_runs(tmp_path / "elsewhere", 7) / "iter_0000007"
+    own = _left_by_dead_runs(tmp_path / "own", 1, 2, 3, 4)
+    assert _stepped(own, f"checkpoint.resume={elsewhere}") == [1, 2, 3, 4]
