@@ -167,7 +167,8 @@ def build_manager(
         except BaseException:
             ranks.close()
             raise
-    manager = CheckpointManager(checkpointer, run, save, restorer, settings.overlap.value, exports, uploads)
+    overlap = settings.overlap.value
+    manager = CheckpointManager(checkpointer, run, save, restorer, overlap, exports, uploads, preset)
     record(manager)
     return manager
 

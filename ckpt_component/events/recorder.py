@@ -87,6 +87,11 @@ class EventRecorder:
         if self._rank == 0 or listener.every_rank:
             self._listeners.append(ListenerThread(listener, self._slow_seconds))
 
+    @property
+    def is_recorded(self) -> bool:
+        """Whether there is an event file."""
+        return self._file is not None
+
     def progressed(self, report: SaveReport) -> None:
         """A save was `staged` or `written`; only listeners are called."""
         self._tell(f"on_{report.outcome}", report)

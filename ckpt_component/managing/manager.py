@@ -24,6 +24,7 @@ from .run_context import RunContext, job_ranks
 from .run_progress import LastStep, RunProgress
 from .save_clock import SaveClock
 from .stop_signals import LAST_SAVE, REQUEUE_EXIT_CODE, StopSignals, checked_signals
+from .summary import contents_text, saves_text
 from .tiers import BackgroundUploads
 
 logger = logging.getLogger(__name__)
@@ -44,6 +45,7 @@ class CheckpointManager:
         exports: exports committed checkpoints; called by the hooks of the run, and ended by the manager. None: nothing
             is exported by this rank.
         uploads: uploads committed checkpoints, in the same way; started when the run has begun.
+        preset: name of the preset, for `repr`; None: unknown.
 
     Attributes:
         reports: one `SaveReport` per ended or skipped save, in order.
@@ -60,6 +62,7 @@ class CheckpointManager:
         overlap: str,
         exports: BackgroundExports | None = None,
         uploads: BackgroundUploads | None = None,
+        preset: str | None = None,
     ) -> None:
         self._home = HomeProcess("manager")
         self._checkpointer = checkpointer
@@ -78,6 +81,7 @@ class CheckpointManager:
         self._failed = False
         self._exports = exports
         self._uploads = uploads
+        self._preset = preset
         self.reports: list[SaveReport] = []
         self.idle: int | None = None
         self._saves = InFlightSaves()
@@ -88,6 +92,12 @@ class CheckpointManager:
         self._restorer = restorer
         self._pipeline = cast(SavePipeline, checkpointer.saver)  # a manager is never built with third-party parts
         self._saves, self.reports = self._pipeline.saves, self._pipeline.reports
+
+    def __repr__(self) -> str:
+        if not self.enabled:
+            return "<CheckpointManager: off>"
+        parts = [contents_text(self._run, self.reports), self._preset, "closed" if self._closed else None]
+        return f"<CheckpointManager: {', '.join(filter(None, parts))}>"
 
     @property
     def enabled(self) -> bool:
@@ -419,6 +429,7 @@ class CheckpointManager:
         try:
             if self._checkpointer is not None:
                 self._checkpointer.close()
+                self._log_saves()
         except BaseException:
             self._failed = True
             raise
@@ -454,6 +465,11 @@ class CheckpointManager:
                 self._save_last(*self._progress.last)
         finally:
             self.close()
+
+    def _log_saves(self) -> None:
+        text = saves_text(self._run, self.reports) if self._ranks.is_leader else None
+        if text is not None:
+            logger.info(text)
 
     def _warn_if_idle(self) -> None:
         self.idle = self._progress.idle if self._save_policy.enabled else None  # an evaluation has no steps

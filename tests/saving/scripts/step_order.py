@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -38,3 +39,24 @@ def refused(rank: int, world_size: int, folder: Path) -> None:
         assert manager.save(13, state_of(13))
         manager.wait()
         assert manager.steps() == [10, 11, 13]
+
+
+class _Lines(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def closing(rank: int, world_size: int, folder: Path) -> None:
+    """Rank 0 alone says how the saves went."""
+    logger, lines = logging.getLogger("ckpt_component"), _Lines()
+    logger.addHandler(lines)
+    logger.setLevel(logging.INFO)
+    with manager_in(folder) as manager:
+        manager.save(1, state_of(1))
+    said = [line for line in lines.lines if line.startswith("saved 1 checkpoint: ")]
+    assert len(said) == (rank == 0), lines.lines
+    assert rank or "bytes by rank 0, " in said[0]

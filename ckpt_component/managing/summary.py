@@ -1,0 +1,89 @@
+"""What a manager says of itself: its `repr`, and a line at the end of a run."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import time
+from collections.abc import Sequence
+
+from ..errors import CheckpointError
+from ..events import SaveReport
+from ..storage.locate import is_url
+from ..storage.names import MANIFEST
+from ..storage.space import amount
+from .run_context import RunContext
+
+
+def contents_text(run: RunContext, reports: Sequence[SaveReport]) -> str:
+    """What the folder of a run holds, from its listing: `3 checkpoints in checkpoints, newest 300 (2 min ago)`.
+
+    Never raises. A bucket is not asked, because that may take seconds; of one, the text has what this run saved.
+
+    Args:
+        run: the run.
+        reports: those of its saves.
+    """
+    where, places = shown_path(run.root), [run, *filter(None, [run.remote])]
+    local = [place for place in places if not is_url(place.root)]
+    times = dict[int, float]()
+    try:
+        for place in local:
+            times |= _listed(place)
+    except (CheckpointError, OSError) as error:
+        return f"{where} cannot be listed ({error})"
+    if not local:
+        saved = [report for report in reports if report.outcome == "committed"]
+        times = {report.step or 0: report.time + report.committed_s for report in saved}
+    if not times:
+        return f"no checkpoint in {where}" if local else f"nothing saved to {where} yet"
+    newest, count = max(times), _counted(len(times))
+    ago = _ago(time.time() - times[newest])
+    return f"{count} {'in' if local else 'saved to'} {where}, newest {newest} ({ago})"
+
+
+def saves_text(run: RunContext, reports: Sequence[SaveReport]) -> str | None:
+    """What the saves of a run have come to, when it ends; None: there was none."""
+    committed = [report for report in reports if report.outcome == "committed"]
+    if not committed:
+        return None
+    others = len(reports) - len(committed)
+    by = "" if run.ranks.world_size == 1 else f" by rank {run.ranks.rank}"
+    lost = sum(report.lost_s for report in reports)
+    more = f"; ckpt report {shlex.quote(shown_path(run.root))} shows more" if run.events.is_recorded else ""
+    return (
+        f"saved {_counted(len(committed))}{f' ({others} failed or skipped)' if others else ''}: "
+        f"{amount(sum(report.bytes for report in committed))}{by}, {lost:.2f} s of training time lost{more}"
+    )
+
+
+def shown_path(root: str) -> str:
+    """A path below the current folder as one would type it there."""
+    if is_url(root):
+        return root
+    try:
+        relative = os.path.relpath(root)
+    except OSError:  # the current folder was deleted
+        return root
+    return root if relative.startswith(os.pardir) else relative
+
+
+def _listed(place: RunContext) -> dict[int, float]:
+    """The steps of checkpoints that have a manifest, and when it was written."""
+    found = {}
+    for name in place.fs.names(place.root):
+        step, path = place.names.step(name), os.path.join(place.root, name, MANIFEST)
+        if step is not None and place.fs.exists(path):
+            found[step] = place.fs.modified(path)
+    return found
+
+
+def _counted(checkpoints: int) -> str:
+    return "1 checkpoint" if checkpoints == 1 else f"{checkpoints} checkpoints"
+
+
+def _ago(seconds: float) -> str:
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.0f} {unit} ago"
+    return f"{max(seconds, 0):.0f} s ago"

@@ -1,0 +1,103 @@
+"""What a manager says of itself in a notebook, and at the end of a run."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+
+from ckpt_component import CheckpointManager, build_manager
+
+STATE: dict[str, Any] = {"weight": torch.ones(100)}
+
+
+def manager_in(root: Path | str, *overrides: str, preset: str = "async_persistent") -> CheckpointManager:
+    usual = ["checkpoint.save.every_steps=1", "checkpoint.save.at_end=false"]
+    return build_manager(preset, [*usual, *overrides], dir=root)
+
+
+def closing_lines(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [text for record in caplog.records if (text := record.getMessage()).startswith("saved ")]
+
+
+# --- repr -----------------------------------------------------------------------------------------------------------
+
+
+def test_repr_says_what_the_folder_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with manager_in("checkpoints", "checkpoint.keep.last=2") as manager:
+        assert repr(manager) == "<CheckpointManager: no checkpoint in checkpoints, async_persistent>"
+        for step in (100, 200, 300):
+            manager.save(step, STATE)
+    (tmp_path / "checkpoints" / "iter_0000400").mkdir()  # no checkpoint
+    for path, age in (("iter_0000200", 10**6), ("iter_0000300", 125)):
+        manifest = tmp_path / "checkpoints" / path / "manifest.json"
+        os.utime(manifest, (manifest.stat().st_mtime - age,) * 2)
+    text = repr(manager)
+    assert text == (
+        "<CheckpointManager: 2 checkpoints in checkpoints, newest 300 (2 min ago), async_persistent, closed>"
+    )
+    monkeypatch.chdir(tmp_path / "checkpoints" / "iter_0000300")
+    assert f" in {tmp_path}/checkpoints, newest" in repr(manager)
+
+
+def test_repr_never_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert repr(build_manager("off", dir=tmp_path)) == "<CheckpointManager: off>"
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    with manager_in(tmp_path / "run", preset="sync") as manager:
+        gone.rmdir()
+        assert repr(manager) == f"<CheckpointManager: no checkpoint in {tmp_path}/run, sync>"
+        (tmp_path / "run").rename(tmp_path / "away")
+        (tmp_path / "run").write_text("")
+        assert repr(manager).startswith("<CheckpointManager: ")
+        (tmp_path / "run").unlink()
+        (tmp_path / "away").rename(tmp_path / "run")
+    monkeypatch.chdir(tmp_path)
+
+
+# --- the closing line -----------------------------------------------------------------------------------------------
+
+
+def test_a_run_that_saved_ends_with_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    caplog.set_level(logging.INFO, "ckpt_component")
+    with manager_in("a run", "checkpoint.on_error=warn") as manager:
+        for step in (1, 2):
+            manager.save(step, STATE)
+        manager.save(3, {"weight": torch.ones(3).to_sparse()})
+    (line,) = closing_lines(caplog)
+    lost, size = sum(report.lost_s for report in manager.reports), sum(report.bytes for report in manager.reports)
+    assert line == (
+        f"saved 2 checkpoints (1 failed or skipped): {size} bytes, {lost:.2f} s of training time lost; "
+        "ckpt report 'a run' shows more"
+    )
+    assert caplog.records[-1].getMessage() == line
+    manager.close()
+    assert len(closing_lines(caplog)) == 1
+
+
+def test_there_is_no_line_where_nothing_was_saved_and_no_report_without_events(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "ckpt_component")
+    with manager_in(tmp_path) as manager:
+        manager.restore(STATE)
+    assert closing_lines(caplog) == []
+    with manager_in(tmp_path, "checkpoint.events=false", preset="sync") as manager:
+        manager.save(1, STATE)
+    (line,) = closing_lines(caplog)
+    assert line.startswith("saved 1 checkpoint: ") and line.endswith("of training time lost")
+
+
+@pytest.mark.slow
+def test_of_two_ranks_one_says_it(tmp_path: Path) -> None:
+    run_ranks(Path(__file__).parent / "scripts" / "step_order.py", "closing", 2, tmp_path)
