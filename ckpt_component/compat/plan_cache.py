@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +11,6 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 
 from ..coordination import Coordinator, LocalCoordinator, RankStore, StoreCoordinator, distributed
-from ..coordination.rank_store import another_connection
 from ..errors import CheckpointWorldError
 from .bucket_image import FilesImage
 
@@ -115,7 +113,5 @@ def _connect(process_group: Any, ranks: list[int]) -> Coordinator:
         assert store is not None  # as there are several ranks
         return StoreCoordinator(store)
     # Groups of the same ranks share the counter; all ranks use them in the same order.
-    connection = another_connection(dist, dist.distributed_c10d._get_default_store())
-    generation = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    prefix = f"ckpt/{generation}/dcp-save/{'-'.join(map(str, ranks))}/"
-    return StoreCoordinator(RankStore(connection, int(dist.get_rank(process_group)), len(ranks), prefix).own())
+    purpose = f"dcp-save/{'-'.join(map(str, ranks))}"
+    return StoreCoordinator(RankStore.of_group(int(dist.get_rank(process_group)), len(ranks), purpose).own())

@@ -91,7 +91,7 @@ class Heartbeat:
         if self._thread.is_alive() or self._failure is not None:
             return
         try:
-            self._send()
+            self._send(self._store.until(time.monotonic()))
         except CheckpointError as error:
             logger.debug("rank %d could not send its last heartbeat: %s", self._store.rank, error)
 
@@ -108,23 +108,23 @@ class Heartbeat:
                 f"dead (timeouts.heartbeat): {type(failure).__name__}: {failure}"
             ) from failure
 
-    def _send(self) -> None:
+    def _send(self, store: RankStore) -> None:
         progress = self.progress
         written = -1 if progress is None else progress()
-        self._store.set(f"beat/{self._store.rank}", json.dumps([time.time(), written, *self.place]).encode())
+        store.set(f"beat/{store.rank}", json.dumps([time.time(), written, *self.place]).encode())
 
     def _beat(self) -> None:
         while True:
             pause = self._pause
             try:
-                if self._failure is not None:
+                if self._failure is not None and not self._store.is_blocked:
                     self._store = self._store.clone()  # a connection that broke stays broken
-                self._send()
+                self._send(self._store)
             except Exception as error:
                 if self._failure is None:
                     logger.warning("rank %d cannot send its heartbeat, retrying: %s", self._store.rank, error)
                 self._failure = error
-                if time.monotonic() - self._sent_at >= self._timeout:
+                if time.monotonic() - self._sent_at >= self._timeout and not self._store.is_blocked:
                     pause = _LATE_PAUSE
             else:
                 if self._failure is not None:

@@ -7,6 +7,7 @@ answer differs by rank. The leader waits for the counter, decides, and answers; 
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 import weakref
@@ -69,7 +70,7 @@ class StoreCoordinator(Coordinator):
 
     def decide(self, tag: str, value: Any, decide: Callable[[list[Any]], Any], deadline: float) -> Any:
         """Post a value; the leader waits for all values and answers, the others wait for the answer."""
-        return self._decide(self._question(tag), value, decide, deadline)
+        return self._decide(self._question(tag, deadline), value, decide, deadline)
 
     def meet(
         self, name: str, value: Any, decide: Callable[[list[Any]], Any], deadline: float, about: str | None = None
@@ -79,7 +80,7 @@ class StoreCoordinator(Coordinator):
         place = self._heartbeat.place
         while True:
             self.meetings[name] += 1
-            question = self._question(f"{name}/{self.meetings[name]}")
+            question = self._question(f"{name}/{self.meetings[name]}", deadline)
             lookout = Lookout(question.store, name, place, question.missing, partial(self._silent, question))
             try:
                 return self._decide(question, value, decide, deadline, lookout, about or f"{place.turn}/{place.step}")
@@ -95,23 +96,25 @@ class StoreCoordinator(Coordinator):
         lookout: Lookout | None = None,
         about: str = "",
     ) -> Any:
-        question.post(value)
         failure, data = None, None
         try:
+            question.post(value)
             if self.is_leader:
                 self._await_all(question, deadline, lookout)
             else:
                 data = self._await_answer(question, deadline, lookout, question.absentees)
         except (CheckpointTimeoutError, RanksError) as error:
             failure = error
+            if question.store.is_blocked:
+                withdraw = partial(self._withdraw, question.tag, error_as_plain(error), about)
+                question.store.once_answered(withdraw)
+                raise
         if data is None:
             # The first rank to close the question answers it or gives it up, so that none continues without the others.
             if question.count("closed", 1) == 1:
                 if failure is None:
                     return self._answer(question, lambda: decide(question.values(range(self.world_size))))
-                question.answer(error=error_as_plain(failure), about=about)
-                question.count("count", self.world_size)  # so that the leader does not wait for the posts
-                self.leave(question.tag)
+                self._give_up(question, error_as_plain(failure), about)
                 raise failure
             try:
                 data = self._await_answer(question, time.monotonic() + _ANSWER_SECONDS)
@@ -119,9 +122,23 @@ class StoreCoordinator(Coordinator):
                 raise failure or error from None
         return self._read_answer(question, data, about)
 
+    def _withdraw(self, tag: str, failure: dict[str, Any], about: str, store: RankStore) -> None:
+        """Give a question up as soon as the store answers again, unless it was decided or given up before."""
+        question = Question(store, tag)
+        if question.count("closed", 1) == 1:
+            self._give_up(question, failure, about)
+        else:
+            self._leave(question)
+
+    def _give_up(self, question: Question, failure: dict[str, Any], about: str) -> None:
+        """Answer a question, that this rank has closed, with this rank's error."""
+        question.answer(error=failure, about=about)
+        question.count("count", self.world_size)  # so that the leader does not wait for the posts
+        self._leave(question)
+
     def scatter(self, tag: str, value: Any, decide: Callable[[list[Any]], list[Any]], deadline: float) -> Any:
         """The leader gives each rank its part before it answers."""
-        question = self._question(tag)
+        question = self._question(tag, deadline)
 
         def give_parts(values: list[Any]) -> None:
             for rank, part in enumerate(decide(values)):
@@ -132,7 +149,7 @@ class StoreCoordinator(Coordinator):
 
     def run_on_leader(self, tag: str, action: Callable[[], Any], deadline: float, name: str | None = None) -> Any:
         """The leader acts and answers, the others wait for the answer."""
-        question = self._question(tag)
+        question = self._question(tag, deadline)
         if self.is_leader:
             return self._answer(question, action)
         lookout = None
@@ -187,7 +204,7 @@ class StoreCoordinator(Coordinator):
         results: list[Any] = []
 
         def collect() -> None:
-            question = self._question(tag)
+            question = self._question(tag, deadline)
             results.extend(question.outcomes(watch or self._detector(self._stall_timeout), deadline))
 
         self.run_on_leader(tag, collect, deadline)
@@ -220,7 +237,9 @@ class StoreCoordinator(Coordinator):
 
     def leave(self, tag: str) -> None:
         """Declare that this rank has no more use for a question; its keys are removed when all ranks have left it."""
-        question = self._question(tag)
+        self._leave(self._question(tag))
+
+    def _leave(self, question: Question) -> None:
         if self.is_leader:
             self._answered.add(question)
         else:
@@ -230,8 +249,8 @@ class StoreCoordinator(Coordinator):
         """Like `close`, but the other ranks do not consider this one dead: it may start another coordinator."""
         self.close()
         try:
-            self._first.set(f"beat/{self.rank}", RESTING)
-        except RanksError as error:
+            self._first.until(time.monotonic()).set(f"beat/{self.rank}", RESTING)
+        except CheckpointError as error:
             logger.debug("%s", error)
 
     def close(self) -> None:
@@ -248,8 +267,8 @@ class StoreCoordinator(Coordinator):
             store = self._connections.store = self._first.clone()
         return store
 
-    def _question(self, tag: str) -> Question:
-        return Question(self._store(), tag)
+    def _question(self, tag: str, deadline: float = math.inf) -> Question:
+        return Question(self._store().until(deadline), tag)
 
     def _detector(self, stall_timeout: float | None) -> FailureDetector:
         return FailureDetector(self._store(), self._heartbeat_timeout, stall_timeout)
@@ -261,6 +280,7 @@ class StoreCoordinator(Coordinator):
     def _await_all(self, question: Question, deadline: float, lookout: Lookout | None) -> None:
         """On the leader: wait until every rank has posted."""
         self._wait(
+            question,
             lambda: question.count("count") >= self.world_size,
             question.missing,
             deadline,
@@ -284,11 +304,13 @@ class StoreCoordinator(Coordinator):
                 answer.append(data)
             return bool(answer)
 
-        self._wait(is_answered, lambda: [0], deadline, what or (lambda: f"rank 0 to decide '{question.tag}'"), lookout)
+        what = what or (lambda: f"rank 0 to decide '{question.tag}'")
+        self._wait(question, is_answered, lambda: [0], deadline, what, lookout)
         return answer[0]
 
     def _wait(
         self,
+        question: Question,
         is_done: Callable[[], bool],
         missing: Callable[[], list[int]],
         deadline: float,
@@ -296,7 +318,8 @@ class StoreCoordinator(Coordinator):
         lookout: Lookout | None,
     ) -> None:
         """Wait until `is_done()`. Raises RanksError if a missing rank is dead or has continued without the call."""
-        detector = self._detector(None)
+        store = question.store
+        detector = FailureDetector(store, self._heartbeat_timeout, None)
 
         def check() -> bool:
             if is_done():
@@ -311,9 +334,9 @@ class StoreCoordinator(Coordinator):
             return False
 
         try:
-            self._store().wait_until(check, deadline, what)
+            store.wait_until(check, deadline, what)
         except CheckpointTimeoutError as error:
-            raise error if lookout is None else lookout.explain(error) from None
+            raise error if lookout is None or store.is_blocked else lookout.explain(error) from None
 
     def _answer(self, question: Question, action: Callable[[], Any]) -> Any:
         """On the leader: run an action, and post what it returns or raises for all ranks."""
@@ -329,7 +352,7 @@ class StoreCoordinator(Coordinator):
         return result
 
     def _read_answer(self, question: Question, data: bytes, about: str = "") -> Any:
-        self.leave(question.tag)
+        self._leave(question)
         answer = unpack(data)
         if "error" not in answer:
             return answer["result"]

@@ -104,7 +104,7 @@ class RunContext:
 
 def job_ranks(purpose: str, timeouts: ResolvedTimeouts) -> Coordinator:
     """Return the coordinator of the ranks of `torch.distributed` if the script has initialized it, else of one rank."""
-    store = RankStore.of_job(purpose)
+    store = RankStore.of_job(purpose, timeouts.heartbeat)
     if store is not None:
         return StoreCoordinator(store, timeouts.heartbeat, timeouts.stall)
     launched = os.environ.get("WORLD_SIZE", "")

@@ -50,6 +50,7 @@ def processes(settings: Checkpoint, parts: PartFacts) -> Iterator[str]:
         when = f"every {settings.export.every_steps} steps and " if settings.export.every_steps else ""
         yield f"on rank 0, {when}at the end: a process that exports to {settings.export.format.value}, at low priority"
     yield "with several ranks, thread ckpt-heartbeat: shows the others that this rank is alive"
+    yield "with several ranks, threads ckpt-store: one per connection, make the calls to the store of the ranks"
 
 
 def waits(settings: Checkpoint, parts: PartFacts) -> Iterator[str]:

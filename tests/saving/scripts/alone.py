@@ -137,7 +137,7 @@ def a_lone_maybe_save(rank: int, world_size: int, folder: Path) -> None:
 
 
 class BrokenStore:
-    """The heart's connection, over which `failures` signs of life fail; so does another connection until then."""
+    """The heart's connection, over which `failures` heartbeats fail; so does another connection until then."""
 
     def __init__(self, store: RankStore, failures: float) -> None:
         self._store = store
@@ -145,7 +145,12 @@ class BrokenStore:
         self.rank = store.rank
         self.works_again = threading.Event()
 
+    is_blocked = False
+
     def clone(self) -> BrokenStore:
+        return self
+
+    def until(self, deadline: float) -> BrokenStore:
         return self
 
     def set(self, key: str, value: bytes) -> None:

@@ -1,0 +1,146 @@
+"""A store that does not answer: every call ends in bounded time, and once it answers again calls work."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from ckpt_component.coordination import RankStore, StoreCoordinator
+from ckpt_component.coordination.connection import StoreConnection
+from ckpt_component.errors import CheckpointTimeoutError, RanksError
+
+
+class Held:
+    """A store in this process whose calls wait while it is stopped, as those of torch do."""
+
+    host, port = "node17", 29400
+
+    def __init__(self) -> None:
+        self.answers = threading.Event()
+        self.answers.set()
+        self.counts: dict[str, int] = {}
+        self.values: dict[str, bytes] = {}
+
+    def clone(self) -> Held:
+        self.answers.wait()
+        return self
+
+    def add(self, key: str, amount: int) -> int:
+        self.answers.wait()
+        self.counts[key] = self.counts.get(key, 0) + amount
+        return self.counts[key]
+
+    def set(self, key: str, value: bytes) -> None:
+        self.answers.wait()
+        self.values[key] = value
+
+    def get(self, key: str) -> bytes:
+        return self.values[key]
+
+    def check(self, keys: list[str]) -> bool:
+        self.answers.wait()
+        return all(key in self.values for key in keys)
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        self.answers.wait()
+        return [self.values[key] for key in keys]
+
+    def delete_key(self, key: str) -> bool:
+        self.answers.wait()
+        return self.values.pop(key, None) is not None
+
+
+@pytest.fixture
+def held() -> Iterator[Held]:
+    store = Held()
+    yield store
+    store.answers.set()
+
+
+def connected(held: Held, timeout: float = 0.3, rank: int = 1) -> RankStore:
+    return RankStore(StoreConnection(held, timeout, opens=True), rank, 2, "test/")
+
+
+CALLS: dict[str, Callable[[RankStore], Any]] = {
+    "add": lambda store: store.add("count", 1),
+    "set": lambda store: store.set("key", b"value"),
+    "peek": lambda store: store.peek("key"),
+    "has": lambda store: store.has("key"),
+    "read": lambda store: store.read(["key"]),
+    "delete": lambda store: store.delete(["key"]),
+    "own": lambda store: store.own(),
+    "clone": lambda store: store.clone().add("count", 1),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_every_call_ends_and_names_the_holder(name: str, held: Held) -> None:
+    store = connected(held)
+    held.answers.clear()
+    for _ in range(2):
+        with pytest.raises(RanksError, match=r"rank 0 at node17:29400, has not answered .*timeouts.heartbeat=0.3"):
+            CALLS[name](store)
+    held.answers.set()
+    assert store.add("later", 2) == 2 and not store.is_blocked
+
+
+def test_the_agent_is_named(held: Held, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    held.answers.clear()
+    with pytest.raises(RanksError, match="the torchrun agent at node17:29400, has not answered") as caught:
+        connected(held).add("count", 1)
+    assert not caught.value.failures
+
+
+def test_a_deadline_comes_before_the_timeout(held: Held) -> None:
+    store = connected(held, timeout=60)
+    held.answers.clear()
+    started = time.monotonic()
+    with pytest.raises(CheckpointTimeoutError, match="rank 0 at node17:29400, has not answered"):
+        store.until(started).add("count", 1)
+    assert time.monotonic() - started < 30
+
+
+def test_a_call_that_was_not_begun_is_not_made_later(held: Held) -> None:
+    store = connected(held)
+    held.answers.clear()
+    for _ in range(2):
+        with pytest.raises(RanksError):
+            store.add("count", 1)
+    held.answers.set()
+    assert store.add("count", 0) == 1  # the first was on its way
+
+
+def test_a_question_is_withdrawn_once_the_store_answers(held: Held) -> None:
+    ranks = [StoreCoordinator(connected(held, timeout, rank), timeout) for rank, timeout in ((0, 60), (1, 0.3))]
+    deadline = time.monotonic() + 60
+    held.answers.clear()
+    with pytest.raises(RanksError, match="has not answered"):
+        ranks[1].meet("save", "b", len, deadline, "path")
+    held.answers.set()
+    # The connection's thread withdraws before it makes another call.
+    assert ranks[1]._store().add("another", 1) == 1
+    with pytest.raises(RanksError, match="has not answered"):
+        ranks[0].meet("save", "a", len, deadline, "path")
+    assert [rank.meetings["save"] for rank in ranks] == [1, 1]
+    for rank in ranks:
+        rank.close()
+
+
+def test_the_thread_of_a_connection_ends_with_it(held: Held) -> None:
+    def threads() -> int:
+        return sum(thread.name == "ckpt-store" for thread in threading.enumerate())
+
+    before = threads()
+    store = connected(held)
+    assert store.until(math.inf).add("count", 1) == 1 and threads() == before + 1
+    del store
+    deadline = time.monotonic() + 30
+    while threads() > before:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
