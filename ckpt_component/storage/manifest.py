@@ -73,6 +73,11 @@ def decode_manifest(data: bytes, path: str) -> dict[str, Any]:
         least = 1 if what == "world_size" else 0
         if type(count) is not int or not least <= count < 1 << 63:  # a bool is an int too
             raise CheckpointCorruptError(f"{path} gives {count!r:.200} as the {what}.")
+    # Loops run over the ranks, each of which has at least a file of its own.
+    if content["world_size"] > max(len(files), 1):
+        raise CheckpointCorruptError(
+            f"{path} gives {content['world_size']} as the world_size, and lists only {len(files)} files."
+        )
     if "at" in content and not is_token(content["at"]):
         raise CheckpointCorruptError(f"{path} names {content['at']!r:.200} as the folder of its files.")
     return content

@@ -38,6 +38,7 @@ from ckpt_component import (
     UnexpectedKeysError,
     build_checkpointer,
 )
+from ckpt_component.apps.tools.app import main
 from ckpt_component.catalogue.safe_unpickle import load_inert
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -478,7 +479,8 @@ BAD_MANIFESTS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "a size beyond all bounds": (at("files", 0, "size", value=1 << 70), "the size"),
     "a file twice": (lambda manifest: manifest["files"].append(manifest["files"][0]), "twice"),
     "no ranks": (at("world_size", value=0), "gives 0 as the world_size"),
-    "a billion ranks": (at("world_size", value=1 << 30), "does not list integrity-1.json"),
+    "a billion ranks": (at("world_size", value=1 << 30), "as the world_size, and lists only"),
+    "more ranks than bytes in a disk": (at("world_size", value=1 << 62), "as the world_size, and lists only"),
     "a format of nobody's": (at("format", value=["dcp"]), "the format"),
     "another release's": (at("version", value=99), "this release of ckpt_component reads version 1"),
     "no manifest at all": (lambda manifest: [1, 2], "holds a list, not a manifest"),
@@ -492,6 +494,11 @@ def test_a_manifest_that_cannot_be(case: str, native: Path, ours: SyncCheckpoint
     kinds = CheckpointLoadError if case in ("another release's", "a format of nobody's") else CheckpointCorruptError
     with pytest.raises(kinds, match=message):
         ours.load(native)
+    if case in ("a billion ranks", "more ranks than bytes in a disk"):
+        with pytest.raises(kinds, match=message):
+            ours.verify(native)
+        with pytest.raises(SystemExit, match="1"):
+            main(["verify", str(native)])
 
 
 def test_json_that_is_too_deep(native: Path, ours: SyncCheckpointer) -> None:

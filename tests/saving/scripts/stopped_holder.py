@@ -102,7 +102,7 @@ def in_a_save_that_may_not_wait(rank: int, world_size: int, folder: Path) -> Non
         torch.distributed.barrier()
         assert manager.save(3, STATE)
     assert [report.outcome for report in manager.reports] == ["committed", "skipped", "committed"]
-    assert "has not answered" in manager.reports[1].error
+    assert "has not answered" in str(manager.reports[1].error)
 
 
 def in_a_wait(rank: int, world_size: int, folder: Path) -> None:
