@@ -37,8 +37,19 @@ __all__ = [
 ]
 
 
+def printable(text: str) -> str:
+    r"""A text in which what a terminal would not show, or would act on, is as in its `repr`: `\x1b` for an escape."""
+    if text.isprintable():
+        return text
+    return "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)
+
+
 class CheckpointError(Exception):
     """Base class of all errors that this package raises on purpose."""
+
+    def __str__(self) -> str:
+        # A text may quote a key or a name from a file that anybody may have written.
+        return printable(super().__str__())
 
 
 class CheckpointConfigError(CheckpointError, ValueError):
@@ -135,7 +146,7 @@ class CheckpointWorldError(CheckpointError, RuntimeError):
 
 def first_keys(keys: list[str], most: int = 20) -> str:
     """Format the first of many keys for a message."""
-    return ", ".join(keys[:most]) + (f" and {len(keys) - most} more" if len(keys) > most else "")
+    return ", ".join(map(printable, keys[:most])) + (f" and {len(keys) - most} more" if len(keys) > most else "")
 
 
 def missing_keys(keys: list[str], most: int = 20) -> str:

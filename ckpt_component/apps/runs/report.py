@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ...errors import printable
 from ...storage.space import amount
 from ..sweeps.page import can_plot, new_figure, write_page
 from ..sweeps.text import aligned, duration
@@ -65,7 +66,7 @@ def text(folder: Path, figures: Sequence[Mapping[str, Any]], limit: int | None =
 
 
 def _wrapped(line: str) -> list[str]:
-    return textwrap.wrap(line, WIDTH, subsequent_indent="  ")
+    return textwrap.wrap(printable(line), WIDTH, subsequent_indent="  ")
 
 
 def _about(folder: Path, run: Mapping[str, Any]) -> Iterator[str]:

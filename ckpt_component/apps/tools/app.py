@@ -14,10 +14,10 @@ import sys
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from ... import __version__
-from ...errors import CheckpointConfigError, CheckpointError
+from ...errors import CheckpointConfigError, CheckpointError, printable
 from ...spelling import closest
 from ...storage.locate import is_url
 from .output import WIDTH, Output, styled
@@ -67,7 +67,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         parsed = parse(arguments)
         level = logging.ERROR if parsed.quiet else max(logging.WARNING - 10 * parsed.verbose, logging.DEBUG)
-        logging.basicConfig(level=level, format="%(message)s", stream=sys.stderr)
+        log = logging.StreamHandler(sys.stderr)
+        log.setFormatter(_Formatter("%(message)s"))
+        logging.basicConfig(level=level, handlers=[log])
         sys.exit(_module(parsed.command).run(parsed, Output(as_json=parsed.json)) or 0)
     except CheckpointError as error:
         text, fix = str(error), ""
@@ -120,7 +122,7 @@ def _option(text: str) -> tuple[str, str]:
 
 def parser_of(complete: Sequence[str]) -> argparse.ArgumentParser:
     """The parser of all commands, with the arguments of these; the modules of the others are not imported."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="ckpt", description="Tools for checkpoints and runs. Exit codes: 0 done, 1 the answer is no, 2 an error."
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
@@ -145,6 +147,20 @@ def parser_of(complete: Sequence[str]) -> argparse.ArgumentParser:
         command.add_argument("-v", "--verbose", action="count", default=0, help="log more; -vv logs all")
         command.add_argument("-q", "--quiet", action="store_true", help="log errors only, and show no progress")
     return parser
+
+
+class _Formatter(logging.Formatter):
+    """Formats a log line of which a part may come from a file."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        return printable(super().formatMessage(record))
+
+
+class _Parser(argparse.ArgumentParser):
+    """Quotes arguments in its errors as they may be printed."""
+
+    def error(self, message: str) -> NoReturn:
+        super().error(printable(message))
 
 
 def _module(command: str) -> Any:

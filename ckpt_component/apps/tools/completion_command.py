@@ -38,7 +38,9 @@ def run(parsed: argparse.Namespace, output: Output) -> None:
     parser = parser_of(list(COMMANDS))
     _complete_paths(parser, shtab.FILE)
     script = shtab.complete(parser, parsed.shell)
-    output.result({"shell": parsed.shell, "script": script}, script.splitlines())
+    output.result({"shell": parsed.shell, "script": script})
+    if not output.as_json:
+        print(script)  # with its tabs
 
 
 def _complete_paths(parser: argparse.ArgumentParser, files: Any) -> None:

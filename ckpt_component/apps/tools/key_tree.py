@@ -59,7 +59,7 @@ def lines_of(entries: Iterable[Entry], depth: int | None = None) -> Iterator[Lin
     root = _Node()
     for entry in entries:
         node = root
-        for part in entry.key.split("."):
+        for part in _parts(entry):
             child = node.children.get(part)
             if child is None:
                 child = node.children[part] = _Node()
@@ -67,6 +67,12 @@ def lines_of(entries: Iterable[Entry], depth: int | None = None) -> Iterator[Lin
         node.entry = entry
     _total(root, {})
     yield from _lines(root, 0, depth)
+
+
+def _parts(entry: Entry) -> Iterator[str]:
+    """The parts of a key: the names in the state, those with dots as of modules; a float such as 1.5 is one part."""
+    for part in entry.path:
+        yield from part.split(".") if isinstance(part, str) else [str(part)]
 
 
 def _total(node: _Node, forms: dict[Any, int]) -> None:

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any, TextIO
 
+from ...errors import printable
 from ..sweeps.text import aligned
 
 WIDTH = 100
 _STYLES = {"bold": 1, "dim": 2, "red": 31, "green": 32, "yellow": 33, "blue": 34}
+#: What `styled` adds to a text.
+_STYLING = re.compile(r"(\x1b\[(?:[012]|3[1-4])m)")
 _AGES = ((86400, "d"), (3600, "h"), (60, "min"))
 
 
@@ -43,10 +47,11 @@ class Output:
         self.show(lines)
 
     def show(self, lines: Iterable[str]) -> None:
-        """Print text for people, line by line, unless the result is JSON."""
+        """Print text for people, line by line and `printable`, unless the result is JSON."""
         if not self.as_json:
             for line in lines:
-                print(line)
+                parts = _STYLING.split(line) if self.color else [line]
+                print("".join(part if number % 2 else printable(part) for number, part in enumerate(parts)))
 
     def style(self, text: str, name: str) -> str:
         """The text as `styled` makes it for stdout."""
@@ -59,7 +64,8 @@ def has_color(stream: TextIO) -> bool:
 
 
 def styled(text: str, name: str, stream: TextIO) -> str:
-    """A text for a stream in a style (bold, dim, red, green, yellow, blue), if it has colour."""
+    """A text for a stream, `printable` and in a style (bold, dim, red, green, yellow, blue), if it has colour."""
+    text = printable(text)
     return f"\x1b[{_STYLES[name]}m{text}\x1b[0m" if has_color(stream) else text
 
 
@@ -76,12 +82,14 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequen
 
 
 def fitted(line: str) -> str:
-    """A line, cut if it is longer than 100 characters."""
+    """A line, `printable`, and cut if it is longer than 100 characters."""
+    line = printable(line)
     return line if len(line) <= WIDTH else f"{line[: WIDTH - 1]}…"
 
 
 def shortened(text: str, room: int) -> str:
-    """A text that is cut in its middle if it is longer than `room` characters."""
+    """A text, `printable`, that is cut in its middle if it is longer than `room` characters."""
+    text = printable(text)
     if len(text) <= room:
         return text
     half = max(room - 1, 2) // 2

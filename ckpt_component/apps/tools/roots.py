@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from ...catalogue.checkpoints import Root
 from ...catalogue.folder import METADATA
-from ...errors import CheckpointConfigError, CheckpointError, CheckpointFencedError, CheckpointSaveError
+from ...errors import CheckpointConfigError, CheckpointError, CheckpointFencedError, CheckpointSaveError, printable
 from ...storage.fencing import FencingToken
 from ...storage.locate import absolute, is_url, storage_at
 from ...storage.manifest import read_manifest
@@ -170,7 +170,7 @@ def point_elsewhere(fs: Storage, root: str, names: StepNames, leaving: Sequence[
 def shown(path: str) -> str:
     """A path for a line of text, relative to the working folder if it is inside."""
     relative = path if is_url(path) else os.path.relpath(path)
-    return path if relative.startswith("..") else relative
+    return printable(path if relative.startswith("..") else relative)
 
 
 def tree_bytes(fs: Storage, path: str) -> int:

@@ -17,7 +17,7 @@ from typing import Any
 
 from ...catalogue import Catalogue, Entry, open_catalogue
 from ...catalogue.checkpoints import find_checkpoint, matching_keys
-from ...errors import CheckpointConfigError, CheckpointError
+from ...errors import CheckpointConfigError, CheckpointError, printable
 from ...exporting.blocks import open_blocks
 from ...memory.gc_control import collector_paused
 from ...storage.metrics import metrics_of
@@ -97,7 +97,7 @@ def _facts_line(known: Mapping[str, Any]) -> str:
     if isinstance(known["created"], (int, float)):
         parts.append(f"committed {age_text(time.time() - known['created'])} ago")
     parts += [f"{name} {value:g}" for name, value in known["metrics"].items()]
-    return ", ".join(parts)
+    return printable(", ".join(parts))
 
 
 def _values(catalogue: Catalogue, entries: Sequence[Entry]) -> dict[str, str]:
