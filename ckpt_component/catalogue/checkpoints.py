@@ -15,6 +15,7 @@ from itertools import accumulate
 from typing import Any
 
 from ..errors import CheckpointConfigError, CheckpointNotFoundError
+from ..events.checked import is_time
 from ..spelling import closest
 from ..storage.locate import absolute, storage_at
 from ..storage.names import MANIFEST, MEGATRON, NAMINGS, QUARANTINE_PREFIX, SINGLE_FILES, StepNames, step_in_name
@@ -261,6 +262,12 @@ def _hint(pattern: str, keys: Sequence[str]) -> str:
     if any(fnmatchcase(key, wide) for key in keys) and (near is None or star):
         near, star, after = wide, "", ""
     return f"did you mean '{near}{star}{after}'?" if near else "ckpt show lists the keys."
+
+
+def created_of(manifest: Mapping[str, Any]) -> float | None:
+    """When a checkpoint was committed, in seconds since 1970; None: its manifest does not say, or says nonsense."""
+    created = manifest.get("created")
+    return float(created) if is_time(created) else None
 
 
 def is_checkpoint(fs: Storage, path: str) -> bool:

@@ -3,9 +3,19 @@
 Imports no torch, so that `ckpt` reads the records on any machine.
 """
 
+from .checked import checked_events
 from .event_file import FOLDER, EventFile, read_events
 from .listener import CheckpointListener
 from .recorder import EventRecorder
 from .records import LoadReport, SaveReport
 
-__all__ = ["FOLDER", "CheckpointListener", "EventFile", "EventRecorder", "LoadReport", "SaveReport", "read_events"]
+__all__ = [
+    "FOLDER",
+    "CheckpointListener",
+    "EventFile",
+    "EventRecorder",
+    "LoadReport",
+    "SaveReport",
+    "checked_events",
+    "read_events",
+]

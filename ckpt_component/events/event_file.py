@@ -81,21 +81,34 @@ def read_events(root: str | os.PathLike[str], fs: Storage | None = None) -> Iter
     Raises:
         OSError: an event file cannot be read.
     """
+    for value in read_values(root, fs):
+        if isinstance(value, dict) and isinstance(value.get("event"), str):
+            yield value
+
+
+def read_values(root: str | os.PathLike[str], fs: Storage | None = None) -> Iterator[Any]:
+    """The lines of the event files as JSON values, whatever they are; None for one that is nested too deeply.
+
+    Args:
+        root: as for `read_events`.
+        fs: as for `read_events`.
+
+    Raises:
+        OSError: an event file cannot be read.
+    """
     fs, folder = fs or storage_at(root), os.path.join(absolute(root), FOLDER)
     for name in fs.names(folder):
         if _NAME.fullmatch(name):
             yield from _read_file(fs, os.path.join(folder, name))
 
 
-def _read_file(fs: Storage, path: str) -> Iterator[dict[str, Any]]:
+def _read_file(fs: Storage, path: str) -> Iterator[Any]:
     for number, line in enumerate(fs.read(path, _MAX_BYTES).split(b"\n"), 1):
         if not line.strip():
             continue
         try:
-            event = json.loads(line)
-        except (ValueError, RecursionError):
-            event = None
-        if isinstance(event, dict) and isinstance(event.get("event"), str):
-            yield event
-        else:
-            logger.info("%s: line %d is no event; a process may have been killed while it wrote it", path, number)
+            yield json.loads(line)
+        except RecursionError:
+            yield None
+        except ValueError:
+            logger.info("%s: line %d is torn; a process may have been killed while it wrote it", path, number)

@@ -80,6 +80,8 @@ def test_failures_and_runs_without_checkpoints(root: Path, ckpt: Callable[..., A
                 "rank": 0,
                 "outcome": "failed",
                 "error": "no",
+                "path": "x",
+                "spans": {},
             },
             {
                 "event": "save",
@@ -90,6 +92,7 @@ def test_failures_and_runs_without_checkpoints(root: Path, ckpt: Callable[..., A
                 "outcome": "failed",
                 "error": "No space left",
                 "path": "x",
+                "spans": {},
             },
         ):
             stream.write(json.dumps(event) + "\n")

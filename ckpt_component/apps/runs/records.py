@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
@@ -10,9 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ...errors import CheckpointNotFoundError, CheckpointUnreadableError
-from ...events import FOLDER, LoadReport, SaveReport, read_events
-
-logger = logging.getLogger(__name__)
+from ...events import FOLDER, LoadReport, SaveReport, checked_events
 
 #: The phases of a save, in order.
 PHASES = ("plan", "memory", "stage", "queue", "write", "sync", "vote", "commit")
@@ -106,13 +103,13 @@ class Run:
         return sorted(groups.values(), key=lambda saves: saves[0].time)
 
     def add(self, event: Mapping[str, Any]) -> None:
-        """Add an event. Raises KeyError, TypeError or ValueError for one of another form."""
+        """Add an event, one of `checked_events`."""
         # A save that was skipped has no time of its own.
-        rank, when, kind = int(event["rank"]), float(event["time"]) or self.ended, event["event"]
+        rank, when, kind = event["rank"], event["time"] or self.ended, event["event"]
         log, ended = self.ranks.setdefault(rank, RankLog(rank)), when
         if kind == "run":
-            self.world_size, self.preset = int(event["world_size"]), event.get("preset")
-            log.host, log.pid = str(event.get("host") or ""), event.get("pid")
+            self.world_size, self.preset = event["world_size"], event.get("preset")
+            log.host, log.pid = event.get("host") or "", event.get("pid")
         elif kind == "steps":
             log.ends += enumerate(event["ends"], event["first"])
             ended = max([when, *event["ends"]])
@@ -140,14 +137,11 @@ def read_runs(folder: Path) -> list[Run]:
     """
     runs: dict[str, Run] = {}
     try:
-        for event in read_events(folder):
-            try:
-                token, when = str(event["run"]), float(event["time"])
-                run = runs.get(token) or Run(token, when, when)
-                run.add(event)
-                runs[token] = run
-            except (KeyError, TypeError, ValueError) as error:
-                logger.info("an event in %s is not of the form that this release reads (%r)", folder, error)
+        for event in checked_events(folder):
+            token, when = event["run"], event["time"]
+            if token not in runs:
+                runs[token] = Run(token, when, when)
+            runs[token].add(event)
     except OSError as error:
         raise CheckpointUnreadableError(f"The events in {folder} cannot be read: {error}.") from error
     if not runs:
@@ -175,5 +169,5 @@ def why_no_run(folder: Path) -> str:
 
 def _report(kind: type[T], event: Mapping[str, Any], when: float) -> T:
     names = {item.name for item in fields(kind)}
-    spans = {name: (float(begin), float(end)) for name, (begin, end) in event["spans"].items()}
+    spans = {name: (begin, end) for name, (begin, end) in event["spans"].items()}
     return kind(**{**{name: event[name] for name in names & event.keys()}, "time": when, "spans": spans})

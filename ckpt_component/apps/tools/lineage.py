@@ -11,9 +11,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...catalogue.checkpoints import Root
+from ...catalogue.checkpoints import Root, created_of
 from ...errors import CheckpointError
-from ...events import read_events
+from ...events import checked_events
 from ...storage.manifest import read_manifest
 from ...storage.names import RUN_RECORD, saved_as, step_in_name
 from ...storage.run_record import StoredConfig, stored_config
@@ -95,7 +95,7 @@ def runs_of(root: Root) -> list[Run]:
     """The runs that saved in a folder, oldest first."""
     runs: dict[str, Run] = {}
     for name, path, step, state, manifest in _manifests(root):
-        token, created = _token(manifest), float(manifest.get("created") or 0.0)
+        token, created = _token(manifest), created_of(manifest) or 0.0
         run = runs.setdefault(token, Run(token, created))
         run.began, run.ranks = min(run.began, created), manifest["world_size"]
         run.known, run.resumed_from = "resumed_from" in manifest, manifest.get("resumed_from")
@@ -136,15 +136,15 @@ def _add_events(root: Root, runs: dict[str, Run]) -> None:
     """Add what the events of rank 0 say about runs, failures and deleted checkpoints."""
     present = {(token, saved.step) for token, run in runs.items() for saved in run.saved}
     there = {path for step, path in root.paths.items() if step not in {number for _, number in present}}
-    for event in read_events(root.path, root.fs):
-        token, time, kind = event.get("run"), event.get("time"), event["event"]
-        if event.get("rank") != 0 or not isinstance(token, str) or not isinstance(time, (int, float)):
+    for event in checked_events(root.path, root.fs):
+        token, time, kind = event["run"], event["time"], event["event"]
+        if event["rank"] != 0:
             continue
         run = runs.setdefault(token, Run(token, time))
         run.began = min(run.began, time)
         step, path = event.get("step"), str(event.get("path", ""))
         if kind == "run":
-            run.ranks = event.get("world_size")
+            run.ranks = event["world_size"]
             run.known |= not run.saved  # from scratch, unless a load follows
         elif kind == "load" and event.get("outcome") == "loaded" and not run.saved:
             run.known, run.resumed_from = True, _named(root, path)

@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
-from ...catalogue.checkpoints import Root, find_root, is_checkpoint
+from ...catalogue.checkpoints import Root, created_of, find_root, is_checkpoint
 from ...storage.cleanup import unfinished_in
 from ...storage.names import ALIVE_PREFIX, STAGING_PREFIX, saved_as, step_in_name
 from ...storage.space import amount
@@ -79,8 +79,8 @@ def _entries(root: Root) -> Iterator[Listed]:
         for step in scan.committed:
             name, manifest = naming.folder(step), scan.manifests[step]
             nbytes = sum(entry["size"] for entry in manifest["files"])
-            created = manifest.get("created")
-            when = float(created) if isinstance(created, (int, float)) else _modified(root, name)
+            created = created_of(manifest)
+            when = _modified(root, name) if created is None else created
             metrics = dict(scan.metrics[step])
             yield Listed(name, COMMITTED, step, when, nbytes, manifest["world_size"], metrics=metrics)
         for step, why in {**scan.damaged, **scan.torn, **scan.unusable}.items():

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ...catalogue import Catalogue, Entry, open_catalogue
-from ...catalogue.checkpoints import find_checkpoint, matching_keys
+from ...catalogue.checkpoints import created_of, find_checkpoint, matching_keys
 from ...errors import CheckpointConfigError, CheckpointError, printable
 from ...exporting.blocks import open_blocks
 from ...memory.gc_control import collector_paused
@@ -81,7 +81,7 @@ def _facts(catalogue: Catalogue) -> dict[str, Any]:
         "nbytes": catalogue.nbytes,
         "verified": catalogue.verified,
         "checksum": next(iter(kinds), None),
-        "created": manifest.get("created"),
+        "created": created_of(manifest),
         "metrics": {} if catalogue.manifest is None else metrics_of(manifest, catalogue.path),
         "tensors": len(tensors),
         "objects": len(catalogue.entries) - len(tensors),
@@ -94,7 +94,7 @@ def _facts_line(known: Mapping[str, Any]) -> str:
         parts.append(counted(known["ranks"], "rank"))
     parts += [amount(known["nbytes"]), counted(known["tensors"], "tensor"), counted(known["objects"], "object")]
     parts.append(f"checksums {known['checksum']}" if known["checksum"] else "no checksums")
-    if isinstance(known["created"], (int, float)):
+    if known["created"] is not None:
         parts.append(f"committed {age_text(time.time() - known['created'])} ago")
     parts += [f"{name} {value:g}" for name, value in known["metrics"].items()]
     return printable(", ".join(parts))
