@@ -83,15 +83,22 @@ def select(catalogue: Catalogue, prefix: str, key_map: KeyMap, dtype: str | None
     if not tensors:
         raise CheckpointLoadError(f"There is no tensor to export in {where}: {len(objects)} objects were chosen.")
     used = {path[:depth] for path in renamed.paths.values() for depth in range(len(path))}
-    containers = [(_moved(stripped, renamed, path), kind) for path, kind in catalogue.containers]
-    return Selected([*tensors.values()], objects, [each for each in containers if each[0] in used])
+    containers = []
+    for path, kind in catalogue.containers:
+        below_prefix = bool(pattern_of(prefix).match(key_of(path)))
+        new, ignored = _moved(stripped, renamed, path)
+        if new in used or (kind == "empty" and below_prefix and not ignored):
+            containers.append((new, kind))
+    return Selected([*tensors.values()], objects, containers)
 
 
-def _moved(stripped: RenamedKeys, renamed: RenamedKeys, path: Path) -> Path:
-    """The new path of a container."""
+def _moved(stripped: RenamedKeys, renamed: RenamedKeys, path: Path) -> tuple[Path, bool]:
+    """The new path of a container, and whether it is ignored."""
+    ignored = False
     for keys in (stripped, renamed):
-        path = keys.new_path(key_of(path), path)[0] if path else path
-    return path
+        if path:
+            path, ignored = keys.new_path(key_of(path), path)
+    return path, ignored
 
 
 def model_prefix(catalogue: Catalogue) -> str:

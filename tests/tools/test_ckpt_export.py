@@ -156,6 +156,23 @@ def test_torch_save_has_the_nested_state_and_its_objects(
         assert tied[0].data_ptr() == tied[1].data_ptr()
 
 
+@pytest.mark.parametrize("prefix", [(), ("--prefix", "a")], ids=["all", "prefix"])
+def test_torch_save_has_the_empty_dicts_too(
+    prefix: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    state = {
+        "a": {"state": {}, "left": {"x": {}, "y": torch.ones(1)}, "w": torch.ones(2)},
+        "b": {},
+    }  # as of an optimizer without momentum
+    with build_checkpointer("sync") as checkpointer:
+        checkpointer.save(state, tmp_path / "saved")
+    ignore = "left" if prefix else "a.left"
+    assert ckpt(capsys, "export", "torch", tmp_path / "saved", tmp_path / "out.pt", *prefix, "--ignore", ignore)[0] == 0
+    loaded = torch.load(tmp_path / "out.pt", weights_only=True)
+    assert (loaded if prefix else loaded["a"])["state"] == {}
+    assert loaded.keys() == ({"state", "w"} if prefix else {"a", "b"}) and "left" not in loaded.get("a", {})
+
+
 def test_a_damaged_checkpoint_is_refused_and_leaves_nothing(
     saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
