@@ -8,7 +8,7 @@ trained.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from .lightning_package import fabric, part
@@ -85,47 +85,57 @@ class Position:
         if self._has_states():
             self._loaders = tuple(self._trainer.fit_loop._combined_loader._state_dicts())
 
-    def replay(self) -> None:
-        """Go to the batch that follows the saved ones. Called before the first epoch begins."""
+    def replay(self) -> bool:
+        """Go to the batch that follows the saved ones. Called before the first epoch begins.
+
+        Returns:
+            Whether the batches that follow are those of an undisturbed run.
+        """
         if not self._loaded:  # saved by another number of ranks
-            return
+            return False
         loop, batches = self._trainer.fit_loop, self._loaded["batches"]
         self._epoch, self._next = self._loaded["epoch"], self._loaded["next"]
         set_random_state(self._epoch)
-        if not (batches and self._has_states()):
-            self._skip(loop._data_fetcher, batches)
+        stateful = batches and self._has_states()
+        exactly = self._has_states(all) if stateful else self._skip(loop._data_fetcher, batches)
         fetcher = loop._data_fetcher
         fetcher.iterator = _from(self._next or random_state(), fetcher.iterator)
         epoch_loop = loop.epoch_loop
+        if self._loaded["now"] is not None:
+            # Saved when this batch was fetched. Lightning counts it again in the total, which then tells the next
+            # resume that a batch had been begun.
+            epoch_loop.batch_progress.total.ready -= 1
         if self._loaded["now"] is None and not batches:
             epoch_loop.restarting = False  # with max_steps, Lightning would end the saved epoch a second time
         elif self._loaded["now"] is not None and epoch_loop.restarting and not epoch_loop._should_accumulate():
             epoch_loop._batches_that_stepped -= 1  # it was counted before the save, and Lightning counts it again
+        return exactly
 
-    def _skip(self, fetcher: Any, batches: int) -> None:
+    def _skip(self, fetcher: Any, batches: int) -> bool:
         loop = self._trainer.fit_loop
         for loader in loop._combined_loader.flattened:
             _set_sampler_epoch(loader, loop.epoch_progress.current.processed)
         if self._trainer.current_epoch > 0:
             iter(fetcher)  # the first epoch's iterator exists already
         if not batches:
-            return
+            return True
         if isinstance(fetcher, _IteratorFetcher):
             logger.warning(
                 "training_step(dataloader_iter) fetches for itself, so the %d batches of this epoch that were trained "
                 "before the checkpoint come again",
                 batches,
             )
-            return
+            return False
         logger.info("skipping the %d batches of this epoch that were trained before the checkpoint", batches)
         for _ in range(batches):
             next(fetcher)
         fetcher.fetched -= batches  # Lightning adds them again
+        return True
 
-    def _has_states(self) -> bool:
-        """Whether a data loader has a state of its own, which then replaces the skipping."""
+    def _has_states(self, of: Callable[[Iterable[bool]], bool] = any) -> bool:
+        """Whether a data loader has a state of its own, which then replaces the skipping; `of=all`: each of them."""
         loaders = self._trainer.fit_loop._combined_loader.flattened
-        return any(hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict") for loader in loaders)
+        return of(hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict") for loader in loaders)
 
 
 def _from(state: RandomState, batches: Iterator[Any]) -> Iterator[Any]:
