@@ -6,27 +6,42 @@ resumes by itself. `BackgroundCheckpointIO` writes Lightning's own `.ckpt` files
 
 from __future__ import annotations
 
-import logging
 import os
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ..config.compose import checked_overrides
 from ..config.resolve import resolve_config
-from ..errors import CheckpointConfigError, CheckpointError
+from ..errors import CheckpointConfigError, CheckpointTypeError
 from ..factory import build_manager
 from ..managing.manager import CheckpointManager
+from ..managing.stop_signals import REQUEUE_EXIT_CODE, checked_signals
+from ..spelling import closest
 from ..state.per_rank import PerRank
 from .lightning_io import BackgroundCheckpointIO
 from .lightning_package import part
 from .lightning_position import Position
+from .lightning_signals import catch_signals, leave
 
 __all__ = ["BackgroundCheckpointIO", "CheckpointCallback"]
 
-logger = logging.getLogger(__name__)
-
 _Strategy = part("strategies").Strategy
-_SigtermError = part("utilities.exceptions").SIGTERMException
+_rank_zero_info = part("utilities.rank_zero").rank_zero_info
+#: What Lightning says when it goes on in the middle of an epoch; untrue if the position in the data is restored.
+_NOT_RESUMABLE = "You're resuming from a checkpoint that ended before"
+#: Arguments of Lightning's ModelCheckpoint, and what to use here.
+_INSTEAD = {
+    "dirpath": "use dir=...",
+    "every_n_train_steps": 'use overrides=["checkpoint.save.every_steps=..."]',
+    "train_time_interval": 'use overrides=["checkpoint.save.every_seconds=..."]',
+    "save_top_k": 'use monitor=... and overrides=["checkpoint.keep.best.last=..."]',
+    "save_last": "the newest checkpoint is always kept; leave it out",
+    "filename": "folders are named iter_<step>; leave it out",
+    "save_weights_only": "all that fit needs is saved; leave it out",
+    "save_on_exception": "a signal saves the step that it interrupts; leave it out",
+    **dict.fromkeys(["every_n_epochs", "save_on_train_epoch_end"], 'use overrides=["checkpoint.save.every_steps=..."]'),
+}
 
 
 class _TrainerState:
@@ -87,15 +102,21 @@ class CheckpointCallback(part("callbacks").Checkpoint):  # type: ignore[misc]
         monitor: a metric that the module logs, such as `val_loss`; the checkpoint with the best value is kept too. It
             sets `checkpoint.keep.best.metric`.
         mode: `min` or `max`: which value of it is the best.
+        stop_on_signal: at SIGTERM, SIGINT, SIGUSR1, SIGUSR2 and the `requeue_signal` of Lightning's Slurm environment,
+            save the step of that moment, and leave `fit` by a `SystemExit` with the exit code of
+            `CheckpointManager.exit_if_stopped`. False: Lightning's own handlers stay, and nothing is saved here.
+        requeue_exit_code: the exit code after a warning such as SIGUSR1.
+        **unknown: refused, with what to use instead of an argument of `ModelCheckpoint`.
 
     Attributes:
         manager: the manager of the running `fit`, or None.
 
     Raises:
         CheckpointConfigError: the config is wrong.
+        CheckpointTypeError: there is no such argument.
     """
 
-    #: For code that asks `trainer.checkpoint_callback` for Lightning's file.
+    #: For code that asks `trainer.checkpoint_callback` for Lightning's file, if there is no `ModelCheckpoint`.
     best_model_path = ""
 
     def __init__(
@@ -105,15 +126,28 @@ class CheckpointCallback(part("callbacks").Checkpoint):  # type: ignore[misc]
         dir: str | os.PathLike[str] | None = None,
         monitor: str | None = None,
         mode: str = "min",
+        stop_on_signal: bool = True,
+        requeue_exit_code: int = REQUEUE_EXIT_CODE,
+        **unknown: Any,
     ) -> None:
+        for name in unknown:
+            raise CheckpointTypeError(_no_argument(name))
+        checked_signals((), requeue_exit_code)
         overrides = [*checked_overrides(overrides)]
         if monitor is not None:
             overrides += [f"checkpoint.keep.best.metric={monitor!r}", f"checkpoint.keep.best.mode={mode}"]
         self._saves_at_end = resolve_config(checkpoint, overrides).save.at_end  # a wrong config is refused here
         self._config, self._overrides, self._dir = checkpoint, overrides, dir
+        self._stops, self._requeue_exit_code = stop_on_signal, requeue_exit_code
         self.manager: CheckpointManager | None = None
         self._state: dict[str, Any] = {}
         self._step: int | None = None
+        #: Hides a warning of Lightning from the resume to the first batch.
+        self._silence: warnings.catch_warnings[Any] | None = None
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Leave the place of `trainer.checkpoint_callback`, which is the first in the list, to a `ModelCheckpoint`."""
+        trainer.callbacks = [*(each for each in trainer.callbacks if each is not self), self]
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Build the manager, and resume."""
@@ -133,27 +167,49 @@ class CheckpointCallback(part("callbacks").Checkpoint):  # type: ignore[misc]
             self._position.restore_loaders()
         self._position.begin_fit()
 
+    def on_sanity_check_start(self, trainer: Any, pl_module: Any) -> None:
+        """Catch signals from now on."""
+        if self.manager is not None and self.manager.enabled and self._stops:
+            catch_signals(trainer, self.manager, self._requeue_exit_code)
+
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Continue in the middle of the epoch."""
         if self.manager is None:
             return
+        self.on_sanity_check_start(trainer, pl_module)  # if there was none
         self._trainer_state.training = True
         self.manager.guard(trainer.optimizers)
         if self._step is None:
             self._step = trainer.global_step
-        else:
-            self._position.replay()
+            return
+        exactly = self._position.replay()
+        path = trainer.ckpt_path
+        _rank_zero_info(
+            f"Continuing after step {self._step} from {self.manager.restored_from}"
+            + (f", not from {path}" if path else "")
+            + (", with its random states and its position in the data" if exactly else "")
+        )
+        if exactly:
+            self._silence = warnings.catch_warnings()
+            self._silence.__enter__()
+            warnings.filterwarnings("ignore", _NOT_RESUMABLE)
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         """Note the random state that the order of the epoch's batches follows from."""
         self._position.begin_epoch()
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, *batch: Any) -> None:
-        """Save the step before this batch."""
+        """Save the step before this batch, and leave if a signal asks for it."""
+        self._end_silence()
         self._position.begin_batch()
-        if self.manager is not None and trainer.global_step != self._step:
-            self._step = trainer.global_step
-            self.manager.maybe_save(self._step, self._state, metrics=self._metrics)
+        manager = self.manager
+        if manager is None or trainer.global_step == self._step:
+            return
+        self._step = trainer.global_step
+        manager.maybe_save(self._step, self._state, metrics=self._metrics)
+        if self._stops and manager.enabled and manager.should_stop():
+            self.manager = None
+            leave(trainer, manager, self._requeue_exit_code)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *batch: Any) -> None:
         """Save the last step in the middle of an epoch, because Lightning then ends the epoch."""
@@ -173,21 +229,15 @@ class CheckpointCallback(part("callbacks").Checkpoint):  # type: ignore[misc]
         self.teardown(trainer, pl_module, "fit")
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """After a SIGTERM, save the step that Lightning has finished."""
+        """Close the manager, and let the exception of the training be raised."""
+        self._end_silence()
         manager, self.manager = self.manager, None
-        if manager is None:
-            return
-        if isinstance(exception, _SigtermError):
-            if trainer.fit_loop._should_accumulate():
-                logger.warning("SIGTERM came between two steps of the optimizer: gradients summed so far are not saved")
-            try:
-                manager.save(trainer.global_step, self._state, metrics=self._metrics)
-            except CheckpointError as error:
-                logger.error("the last step could not be saved: %s", error)
-        manager.__exit__(type(exception), exception, exception.__traceback__)  # logs what it would raise
+        if manager is not None:
+            manager.__exit__(type(exception), exception, exception.__traceback__)  # logs what it would raise
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Close the manager."""
+        self._end_silence()
         manager, self.manager = self.manager, None
         if manager is not None:
             manager.close()
@@ -198,3 +248,15 @@ class CheckpointCallback(part("callbacks").Checkpoint):  # type: ignore[misc]
         self._step = trainer.global_step
         save = self.manager.save if self._saves_at_end else self.manager.maybe_save
         save(self._step, self._state, metrics=self._metrics)
+
+    def _end_silence(self) -> None:
+        silence, self._silence = self._silence, None
+        if silence is not None:
+            silence.__exit__(None, None, None)
+
+
+def _no_argument(name: str) -> str:
+    names = ["checkpoint", "overrides", "dir", "monitor", "mode", "stop_on_signal", "requeue_exit_code"]
+    near = closest(name, names)
+    instead = _INSTEAD.get(name, f"did you mean {near}?" if near else f"there are {', '.join(names)}")
+    return f"CheckpointCallback has no argument {name}: {instead}."

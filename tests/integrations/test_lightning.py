@@ -6,6 +6,7 @@ import itertools
 import json
 import logging
 import os
+import signal
 import subprocess
 import sys
 import zipfile
@@ -17,6 +18,8 @@ import pytest
 import torch
 
 from ckpt_component import CheckpointConfigError, CheckpointError, CheckpointTypeError, build_checkpointer
+from ckpt_component.exporting.export import ExportOptions, export_checkpoint
+from ckpt_component.storage.locate import file_storage
 from ckpt_component.storage.run_record import stored_metrics
 
 pl = pytest.importorskip("lightning.pytorch")
@@ -32,7 +35,7 @@ pytestmark = [
 ]
 
 SCRIPT = Path(__file__).parent / "scripts" / "lightning_train.py"
-KILLED, DONE = -9, 0
+KILLED, DONE, TERMINATED, WARNED = -9, 0, 143, 85
 
 #: Starts a run in a folder, with a name for its losses and options of the script; returns its exit code.
 Run = Callable[..., int]
@@ -124,7 +127,7 @@ def test_a_kill_in_the_middle_of_a_save(failpoint: str, step: int | None, run: R
 def test_a_run_is_stopped_by_sigterm_and_extended_later(run: Run, tmp_path: Path) -> None:
     assert run(tmp_path, "whole", use="lightning", dir="theirs", epochs=3) == DONE
     whole = losses(tmp_path, "whole")
-    assert run(tmp_path, "stopped", term_at=4, every=100, epochs=1) == DONE
+    assert run(tmp_path, "stopped", stop_at=4, every=100, epochs=1) == TERMINATED
     assert run(tmp_path, "first", epochs=1, every=100) == DONE
     assert losses(tmp_path, "stopped") + losses(tmp_path, "first") == whole[:10]
     assert run(tmp_path, "second", steps=17, every=100) == DONE
@@ -133,6 +136,71 @@ def test_a_run_is_stopped_by_sigterm_and_extended_later(run: Run, tmp_path: Path
     # A finished run trains nothing.
     assert run(tmp_path, "fourth", epochs=3, every=100) == DONE
     assert not (tmp_path / "fourth.0").exists()
+
+
+def slurm(folder: Path, scontrol: str) -> str:
+    """Stand-ins for the commands of Slurm."""
+    (folder / "bin").mkdir()
+    for name, text in {"srun": "", "scontrol": scontrol}.items():
+        (folder / "bin" / name).write_text(f"#!/bin/sh\n{text}\n")
+        (folder / "bin" / name).chmod(0o755)
+    return str(folder / "bin")
+
+
+@pytest.mark.parametrize(
+    ("number", "scontrol", "code", "requeued"),
+    [
+        ("SIGUSR1", None, WARNED, ""),
+        pytest.param("SIGTERM", None, TERMINATED, "", marks=pytest.mark.slow),
+        pytest.param("SIGINT", None, 130, "", marks=pytest.mark.slow),
+        ("SIGUSR1", 'ls checkpoints >> requeued; echo "$@" >> requeued', DONE, "requeue 77"),
+        pytest.param("SIGTERM", 'echo "$@" >> requeued', TERMINATED, "", marks=pytest.mark.slow),
+        pytest.param("SIGUSR1", "exit 1", WARNED, "", marks=pytest.mark.slow),
+    ],
+    ids=["warned", "ended", "interrupted", "slurm_warned", "slurm_ended", "slurm_fails"],
+)
+def test_a_signal_saves_the_step_and_the_exit_code_says_so(
+    number: str, scontrol: str | None, code: int, requeued: str, run: Run, tmp_path: Path
+) -> None:
+    assert run(tmp_path, "whole", use="lightning", dir="theirs", epochs=2) == DONE
+    options = {"every": 100, "epochs": 2, **({} if scontrol is None else {"slurm": slurm(tmp_path, scontrol)})}
+    assert run(tmp_path, "stopped", stop_at=7, signal=number, **options) == code
+    lines = (tmp_path / "requeued").read_text().splitlines() if (tmp_path / "requeued").exists() else []
+    assert [line for line in lines if "requeue" in line] == [requeued] * bool(requeued)
+    assert not requeued or "iter_0000007" in lines  # it was committed before
+    assert [path.name for path in (tmp_path / "checkpoints").glob("iter_*")] == ["iter_0000007"]
+    assert not list(tmp_path.glob("hpc_ckpt*"))
+    assert run(tmp_path, "rest", **options) == DONE
+    assert losses(tmp_path, "stopped") + losses(tmp_path, "rest") == losses(tmp_path, "whole")
+    log = (tmp_path / "rest.log").read_text()
+    assert f"Continuing after step 7 from {tmp_path}/checkpoints/iter_0000007, with its random states" in log
+    assert "not resumable" not in log
+
+
+@pytest.mark.slow
+def test_a_signal_to_one_rank_stops_all_after_the_same_step(run: Run, tmp_path: Path) -> None:
+    options = {"devices": 2, "epochs": 200, "every": 10000}
+    assert run(tmp_path, "stopped", stop_at=50, **options) == TERMINATED
+    first, second = (losses(tmp_path, "stopped", rank) for rank in (0, 1))
+    assert len(first) == len(second) > 50
+    (saved,) = (tmp_path / "checkpoints").glob("iter_*")
+    assert saved.name == f"iter_{len(first):07d}"
+
+
+def test_lightnings_own_handlers_stay_if_asked_for(tmp_path: Path) -> None:
+    handlers: list[Any] = []
+
+    class Look(pl.Callback):  # type: ignore[misc, name-defined]
+        def on_train_batch_start(self, *arguments: Any) -> None:
+            handlers.append(signal.getsignal(signal.SIGTERM))
+
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)]
+    for stops in (True, False):
+        callback = CheckpointCallback("sync", dir=tmp_path / str(stops), stop_on_signal=stops)
+        trainer(tmp_path, callbacks=[callback, Look()], limit_train_batches=1).fit(Line())
+        assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)] == before
+    ours, theirs = handlers
+    assert type(theirs).__module__.startswith("lightning") and not type(ours).__module__.startswith("lightning")
 
 
 @pytest.mark.slow
@@ -191,6 +259,12 @@ class Line(pl.LightningModule):  # type: ignore[misc, name-defined]
     def train_dataloader(self) -> Any:
         return torch.utils.data.DataLoader(torch.randn(8, 64), batch_size=1)
 
+    def validation_step(self, batch: Any, number: int) -> None:
+        pass
+
+    def val_dataloader(self) -> Any:
+        return torch.utils.data.DataLoader(torch.randn(1, 64), batch_size=1)
+
 
 def trainer(folder: Path, **arguments: Any) -> Any:
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
@@ -208,6 +282,37 @@ def test_the_best_checkpoint_by_a_logged_metric_is_kept(tmp_path: Path) -> None:
     steps = sorted(int(name[5:]) for name in os.listdir(tmp_path) if name.startswith("iter_"))
     assert steps == [2, 8]
     assert [stored_metrics(tmp_path / f"iter_{step:07d}")["falls"] for step in steps] == [-1, -7]
+
+
+@pytest.mark.parametrize("ours_first", [True, False])
+def test_the_best_file_of_a_model_checkpoint_is_found_in_any_order(ours_first: bool, tmp_path: Path) -> None:
+    theirs = every_step(tmp_path / "theirs", monitor="falls", mode="max", save_top_k=1)
+    callbacks = [CheckpointCallback(dir=tmp_path / "ours"), theirs]
+    one = trainer(tmp_path, callbacks=callbacks if ours_first else callbacks[::-1])
+    one.fit(Line())
+    assert one.checkpoint_callback is theirs
+    assert one.checkpoint_callback.best_model_path == str(tmp_path / "theirs" / "step=1.ckpt")
+
+
+def test_a_checkpoint_becomes_a_ckpt_of_lightning_and_a_module(tmp_path: Path) -> None:
+    module = Line()
+    one = trainer(tmp_path, callbacks=[CheckpointCallback(dir=tmp_path / "ours")])
+    one.fit(module)
+    saved, file = tmp_path / "ours" / "iter_0000008", tmp_path / "newest.ckpt"
+    export_checkpoint(str(saved), str(file), ExportOptions("torch", prefix="trainer"), file_storage())
+    assert torch.equal(Line.load_from_checkpoint(file).line.weight, module.line.weight)
+    other = Line()
+    trainer(tmp_path).validate(other, ckpt_path=file, verbose=False)
+    assert torch.equal(other.line.weight, module.line.weight)
+    longer = trainer(tmp_path, max_epochs=2, enable_checkpointing=False)
+    longer.fit(Line(), ckpt_path=file)
+    assert longer.global_step == 16
+    # The other way of the page: into a module.
+    model = Line()
+    weights = {"trainer": {"state_dict": model.state_dict()}}
+    with build_checkpointer("sync") as checkpointer:
+        checkpointer.load(saved, weights, strict=False)
+    assert torch.equal(model.line.weight, module.line.weight)
 
 
 def test_our_load_reads_a_ckpt_of_lightning(tmp_path: Path) -> None:
@@ -284,6 +389,21 @@ def test_a_wrong_argument_is_refused_at_once(build: Callable[[], object], text: 
     with pytest.raises(CheckpointConfigError, match=text) as raised:
         build()
     assert str(raised.value).count(". ") < 2
+
+
+@pytest.mark.parametrize(
+    ("argument", "text"),
+    [
+        ("dirpath", "has no argument dirpath: use dir="),
+        ("every_n_train_steps", "checkpoint.save.every_steps"),
+        ("save_top_k", "checkpoint.keep.best.last"),
+        ("monitr", "did you mean monitor?"),
+        ("x", "there are checkpoint, overrides, dir,"),
+    ],
+)
+def test_an_argument_of_modelcheckpoint_is_refused_with_ours(argument: str, text: str) -> None:
+    with pytest.raises(CheckpointTypeError, match=text):
+        CheckpointCallback(**{argument: 1})
 
 
 def test_wrong_use_of_a_built_one_is_refused(tmp_path: Path) -> None:

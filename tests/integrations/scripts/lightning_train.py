@@ -29,7 +29,9 @@ OPTIONS: dict[str, Any] = {
     "epochs": 4,
     "steps": -1,
     "kill_at": -1,  # a SIGKILL to itself at the beginning of this batch
-    "term_at": -1,
+    "stop_at": -1,  # likewise `signal`, to the last rank
+    "signal": "SIGTERM",
+    "slurm": "",  # a folder with stand-ins for the commands of Slurm: a job of this many tasks, its number is 77
     "failpoint": "",  # see ckpt_component.testing.failpoints
     "workers": 0,
     "accumulate": 1,
@@ -92,7 +94,12 @@ def main(losses: str, given: list[str]) -> None:
     if options["failpoint"]:
         os.environ["CKPT_FAILPOINT"] = options["failpoint"]
         os.environ["CKPT_FAILPOINT_LOG"] = os.path.abspath(f"{losses}.operations")
+    if options["slurm"]:
+        os.environ["PATH"] = f"{options['slurm']}:{os.environ['PATH']}"
+        names = {"JOB_ID": 77, "JOB_NAME": "x", "NTASKS": 1, "PROCID": 0, "LOCALID": 0, "NODEID": 0}
+        os.environ |= {f"SLURM_{name}": str(value) for name, value in names.items()}
     warnings.simplefilter("ignore")
+    warnings.filterwarnings("always", "You're resuming")
     pl = importlib.import_module(options["package"])
     pl.seed_everything(options["seed"])
 
@@ -144,8 +151,9 @@ def main(losses: str, given: list[str]) -> None:
                     if hasattr(saving, "wait"):
                         saving.wait()
                 os.kill(os.getpid(), signal.SIGKILL)
-            if trainer.fit_loop.epoch_loop.total_batch_idx == options["term_at"]:
-                os.kill(os.getpid(), signal.SIGTERM)
+            last = trainer.global_rank == trainer.world_size - 1
+            if last and trainer.fit_loop.epoch_loop.total_batch_idx == options["stop_at"]:
+                os.kill(os.getpid(), getattr(signal, options["signal"]))
 
     callbacks: list[Any] = [Signals()]
     plugins: list[Any] = []
@@ -179,11 +187,7 @@ def main(losses: str, given: list[str]) -> None:
         callbacks=callbacks,
         plugins=plugins,
     )
-    try:
-        trainer.fit(Module(), ckpt_path=options["resume"] or None, weights_only=False)
-    except BaseException as error:
-        if type(error).__name__ != "SIGTERMException":
-            raise
+    trainer.fit(Module(), ckpt_path=options["resume"] or None, weights_only=False)
 
 
 def serve(package: str) -> None:
@@ -206,6 +210,8 @@ def serve(package: str) -> None:
             try:
                 main(arguments[0], arguments[1:])
                 code = 0
+            except SystemExit as exit:
+                code = int(exit.code or 0)
             except BaseException:
                 traceback.print_exc()
             finally:
