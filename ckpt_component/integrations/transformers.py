@@ -167,6 +167,14 @@ def _calling_trainer() -> Any:
     raise CheckpointTypeError("CheckpointCallback is for transformers.Trainer; in another loop, use build_manager.")
 
 
+def _adapter_folders(model: Any) -> list[str]:
+    """The adapters of a PEFT model that it saves in a folder of their own."""
+    peft = sys.modules.get("peft")  # a model of PEFT has imported it
+    if peft is None or not isinstance(model, (peft.PeftModel, peft.PeftMixedModel)):
+        return []
+    return [name for name in model.peft_config if name != "default"]
+
+
 def _refuse_unsupported(trainer: Any) -> None:
     """Raise CheckpointConfigError for a Trainer whose checkpoints are not written by it alone."""
     args, problem = trainer.args, None
@@ -180,6 +188,11 @@ def _refuse_unsupported(trainer: Any) -> None:
         problem = f"hub_strategy={args.hub_strategy} pushes unfinished checkpoints; set it to 'end'"
     elif trainer.hp_search_backend is not None:
         problem = "hyperparameter_search has a folder for each trial; leave out CheckpointCallback"
+    elif folders := _adapter_folders(trainer.accelerator.unwrap_model(trainer.model)):
+        problem = (
+            f"PEFT writes the adapter {folders[0]!r} into a subfolder, and only plain files are saved; name a single "
+            "adapter 'default', or leave out CheckpointCallback"
+        )
     elif "_save_checkpoint" in vars(trainer):
         problem = "it has another CheckpointCallback; leave one of them out"
     if problem is not None:
