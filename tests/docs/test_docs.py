@@ -107,8 +107,20 @@ def _of_other_days(number: int) -> list[pytest.MarkDecorator]:
     ],
 )
 def test_python_blocks_of_a_page_run(page: str, tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text(SCRIPTS[page])
-    run("python script.py", tmp_path)
+    """After README's own, in one folder, as a reader types them."""
+    for number, name in enumerate(["README.md", page]):
+        (tmp_path / f"{number}.py").write_text(SCRIPTS[name])
+        run(f"python {number}.py", tmp_path)
+
+
+def test_no_two_pages_save_to_one_folder() -> None:
+    """Their states differ, so what one page leaves would be refused by the next."""
+    pages: dict[str, set[str]] = {}
+    for block in blocks("python"):
+        for folder in re.findall(r'\bdir="([^"]+)"', block.code):
+            pages.setdefault(folder, set()).add(block.page)
+    assert {folder: names for folder, names in pages.items() if len(names) > 1} == {}
+    assert len(pages) > 8
 
 
 def test_the_script_of_the_readme_logs_what_it_shows_and_resumes(tmp_path: Path) -> None:
@@ -126,7 +138,7 @@ def test_the_script_of_the_readme_logs_what_it_shows_and_resumes(tmp_path: Path)
 def test_a_killed_tutorial_ends_like_one_that_was_not(tmp_path: Path) -> None:
     script = next(block.code for block in blocks("python") if block.page == "tutorial.md")
     (tmp_path / "tutorial.py").write_text(script)
-    whole = run("python tutorial.py; mv checkpoints uninterrupted", tmp_path)
+    whole = run("python tutorial.py; mv runs/tutorial runs/uninterrupted", tmp_path)
     killed = run("KILL_AT=130 python tutorial.py || echo killed; python tutorial.py", tmp_path)
     assert "killed" in killed and "restored step 120" in killed
     assert whole.splitlines()[0] == killed.splitlines()[1].removeprefix("killed") != ""

@@ -27,7 +27,7 @@ TRAIN = """
 import os, pathlib, time
 from ckpt_component import build_manager
 state = {"step": 0}
-with build_manager("async_persistent", dir="checkpoints") as manager:
+with build_manager("async_persistent", dir="runs/schedulers") as manager:
     manager.stop_on_signal()
     for step in range((manager.restore(state) or 0) + 1, 1000):
         time.sleep(0.05)
