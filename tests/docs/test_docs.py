@@ -192,7 +192,7 @@ def test_the_commands_of_the_readme_run_beside_its_script(tmp_path: Path) -> Non
     (tmp_path / "train.py").write_text(script)
     run("python train.py", tmp_path)
     assert "200  " in run(tools.code, tmp_path)
-    assert (tmp_path / "runs" / "first" / "events" / "run.html").exists()
+    assert (tmp_path / "runs" / "readme" / "events" / "run.html").exists()
     first, second, sweep = (f"{line} {SMALL}" for line in block.code.splitlines())
     assert "starting from scratch" in run(first, tmp_path)
     assert "restored step 60" in run(second, tmp_path)
