@@ -140,3 +140,26 @@ def test_long_lines_lose_columns_not_their_end(tmp_path: Path, capsys: pytest.Ca
     header = lines[lines.index(row) - 1].split()
     assert len(row) <= 100 and len(row.split()) > len(header) and header[-2:] == ["durable", "lost"]
     assert "queue" not in header and "commit" in header
+
+
+def test_the_run_that_saved_is_shown_though_a_later_one_trained_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    end = write_run(tmp_path, saves=2)
+    write_run(tmp_path, saves=0, first=41, began=end + 5)
+    assert ckpt(str(tmp_path), "--json") == 0
+    assert json.loads(capsys.readouterr().out)["shown"] == 1
+    assert ckpt(str(tmp_path), "--out", str(tmp_path / "out")) == 0
+    text = capsys.readouterr().out
+    assert "saves: 2 committed" in text and "above: run 1 of 2; --run N shows another" in text
+    assert ckpt(str(tmp_path), "--run", "2", "--out", str(tmp_path / "out")) == 0
+    assert "saves: 0 committed" in capsys.readouterr().out
+    assert ckpt(str(tmp_path), "--run", "3") == 2
+    assert "--run=3: the folder has the events of 2 run(s)" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("without_picture")
+def test_no_line_says_where_files_are_that_were_not_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_run(tmp_path)
+    assert ckpt(str(tmp_path)) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "no picture: pip install matplotlib"

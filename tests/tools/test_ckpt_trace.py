@@ -150,3 +150,14 @@ def test_a_real_run_with_three_saves(tmp_path: Path, capsys: pytest.CaptureFixtu
         main(["report", str(tmp_path / "run"), "--json"])
     (run,) = json.loads(capsys.readouterr().out)["runs"]
     assert run["committed"] == 3 and 0 <= run["kept"] < 1 and run["saves"][0]["write_s"] > 0.05
+
+
+def test_the_trace_is_of_the_run_that_saved(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    end = write_run(tmp_path / "run", saves=2)
+    write_run(tmp_path / "run", saves=0, first=41, began=end + 5)
+    words = ("trace", str(tmp_path / "run"), "--out", str(tmp_path / "trace.json"))
+    assert ckpt(*words) == 0
+    assert "2 saves of 1 rank, run 1 of 2\n" in capsys.readouterr().out
+    assert len(of(checked(tmp_path / "trace.json"), "write")) == 2
+    assert ckpt(*words, "--run", "2") == 0
+    assert "0 saves of 1 rank, run 2 of 2\n" in capsys.readouterr().out

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ...errors import CheckpointNotFoundError, CheckpointUnreadableError
+from ...errors import CheckpointConfigError, CheckpointNotFoundError, CheckpointUnreadableError
 from ...events import FOLDER, LoadReport, SaveReport, checked_events
 
 #: The phases of a save, in order.
@@ -151,6 +151,26 @@ def read_runs(folder: Path) -> list[Run]:
             log.ends.sort(key=lambda step: step[1])
             log.saves.sort(key=lambda save: save.time)
     return sorted(runs.values(), key=lambda run: run.began)
+
+
+def chosen_run(runs: Sequence[Run], number: int | None = None) -> int:
+    """The index of the run to show.
+
+    Args:
+        runs: As `read_runs` returns them.
+        number: `--run` of the command line: counts from 1, the oldest; None: the newest run that saved, because one
+            that only restored has nothing to show; if none saved, the newest.
+
+    Raises:
+        CheckpointConfigError: There is no run of this number.
+    """
+    if number is None:
+        return max((index for index, run in enumerate(runs) if run.saves()), default=len(runs) - 1)
+    if not 1 <= number <= len(runs):
+        raise CheckpointConfigError(
+            f"--run={number}: the folder has the events of {len(runs)} run(s), 1 to {len(runs)}."
+        )
+    return number - 1
 
 
 def why_no_run(folder: Path) -> str:

@@ -38,29 +38,34 @@ _MEANING = (
 )
 
 
-def text(folder: Path, figures: Sequence[Mapping[str, Any]], limit: int | None = _SHOWN) -> Iterator[str]:
+def text(
+    folder: Path, figures: Sequence[Mapping[str, Any]], shown: int = -1, limit: int | None = _SHOWN
+) -> Iterator[str]:
     """The lines of the report.
 
     Args:
         folder: The folder of the checkpoints.
         figures: The figures of its runs, the oldest first.
+        shown: Index of the run to describe.
         limit: How many saves to show, the last ones; None: all.
     """
-    yield from _about(folder, figures[-1])
+    yield from _about(folder, figures[shown])
     saves = [save for run in figures for save in run["saves"]]
     if len(figures) > 1:
         yield ""
         yield from _runs_table(figures)
+        number = range(1, len(figures) + 1)[shown]
+        yield f"above: run {number} of {len(figures)}; --run N shows another"
     yield ""
     if not saves:
         yield "no saves yet"
         return
-    shown = saves if limit is None else saves[-limit:]
-    yield from _saves_table(shown)
-    if len(shown) < len(saves):
-        yield f"the last {len(shown)} of {len(saves)} saves; --json has all"
+    listed = saves if limit is None else saves[-limit:]
+    yield from _saves_table(listed)
+    if len(listed) < len(saves):
+        yield f"the last {len(listed)} of {len(saves)} saves; --json has all"
     yield from textwrap.wrap(_MEANING, WIDTH)
-    for save in shown:
+    for save in listed:
         if save["error"] is not None:
             yield from _wrapped(f"step {save['step']} {save['outcome']}: {save['error']}")
 
@@ -135,13 +140,16 @@ def _runs_table(figures: Sequence[Mapping[str, Any]]) -> list[str]:
     return aligned(lines, left=())
 
 
-def write_files(runs: Sequence[Run], folder: Path, figures: Sequence[Mapping[str, Any]], out: Path) -> list[Path]:
-    """Write the picture and the page of the newest run, if matplotlib is installed.
+def write_files(
+    runs: Sequence[Run], folder: Path, figures: Sequence[Mapping[str, Any]], shown: int, out: Path
+) -> list[Path]:
+    """Write the picture and the page of a run, if matplotlib is installed.
 
     Args:
         runs: The runs of the folder.
         folder: As for `text`.
         figures: As for `text`.
+        shown: As for `text`.
         out: Where to.
 
     Raises:
@@ -149,10 +157,10 @@ def write_files(runs: Sequence[Run], folder: Path, figures: Sequence[Mapping[str
     """
     if not can_plot():
         return []
-    figure = new_figure(11, height(runs[-1]))
-    draw_saves(figure, runs[-1])
+    figure = new_figure(11, height(runs[shown]))
+    draw_saves(figure, runs[shown])
     caption = "The last saves, with what training did beside them."
-    return write_page(out / "run", figure, "Run", str(folder), caption, ["\n".join(text(folder, figures, None))])
+    return write_page(out / "run", figure, "Run", str(folder), caption, ["\n".join(text(folder, figures, shown, None))])
 
 
 def _percent(share: float) -> str:

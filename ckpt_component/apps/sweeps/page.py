@@ -41,7 +41,8 @@ def write_report(write: Callable[[Path], Sequence[Path]], out: Path, say: Callab
         ) from error
     if not can_plot():
         say(NO_PICTURE)
-    say(f"in {out}: {', '.join(path.name for path in files)}")
+    if files:
+        say(f"in {out}: {', '.join(path.name for path in files)}")
 
 
 def new_figure(width: float, height: float) -> Any:

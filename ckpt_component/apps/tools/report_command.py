@@ -30,6 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "folder", metavar="FOLDER", type=Path, help="folder of checkpoints, of a sweep (multirun/...) or of a job"
     )
+    parser.add_argument("--run", type=int, metavar="N", help="of several runs this one (the newest that saved)")
     parser.add_argument(
         "--out", type=Path, metavar="FOLDER", help="where to write the files (a run: FOLDER/events; a sweep: FOLDER)"
     )
@@ -45,13 +46,14 @@ def run(parsed: argparse.Namespace, output: Output) -> None:
     folder: Path = parsed.folder
     if (folder / FOLDER).is_dir():
         from ..runs.figures import figures_of
-        from ..runs.records import read_runs
+        from ..runs.records import chosen_run, read_runs
         from ..runs.report import text, write_files
 
         runs = read_runs(folder)
+        shown = chosen_run(runs, parsed.run)
         figures = [figures_of(run) for run in runs]
-        output.result({"kind": "run", "runs": figures}, text(folder, figures))
-        write, place = partial(write_files, runs, folder, figures), folder / FOLDER
+        output.result({"kind": "run", "shown": shown + 1, "runs": figures}, text(folder, figures, shown))
+        write, place = partial(write_files, runs, folder, figures, shown), folder / FOLDER
     else:
         _refuse_without_jobs(folder)
         from ..sweeps import report as sweep
