@@ -30,6 +30,8 @@ PACKED_DTYPES = frozenset(
     for name in (f"int{bits}", f"uint{bits}")
     if isinstance(value := getattr(torch, name, None), torch.dtype)
 )
+#: A view of integers as one of these says that it is not quantized, and torch ends the process on what is loaded.
+QUANTIZED_DTYPES = frozenset({torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.quint2x4})
 _ALLOWED = (
     "dict, list, tuple, set, numbers, str, bytes, None, tensors, numpy arrays and numbers, torch.Size, dtype and device"
 )
@@ -131,6 +133,8 @@ def check_tensor(tensor: torch.Tensor, key: str) -> None:
         problem = (f"is sparse ({tensor.layout})", "save .to_dense(), or its indices and values")
     elif tensor.is_quantized:
         problem = ("is quantized", "save .int_repr() with its scale and zero point")
+    elif tensor.dtype in QUANTIZED_DTYPES:
+        problem = (f"is {tensor.dtype} without a scale", "save the integers that it is a view of")
     elif tensor.dtype in PACKED_DTYPES:
         problem = (f"is {tensor.dtype}", "save its .view(torch.uint8)")
     elif not has_plain_bytes(tensor):

@@ -17,7 +17,7 @@ import torch
 from ..errors import CheckpointStageError
 from .dense_tensors import BATCH, ORDINARY
 from .flatten import FlatState
-from .objects import PACKED_DTYPES, check_tensor
+from .objects import PACKED_DTYPES, QUANTIZED_DTYPES, check_tensor
 from .paths import Path, key_of, keys_of
 
 _COMPLEX = frozenset({torch.complex32, torch.complex64, torch.complex128})
@@ -245,8 +245,8 @@ def _check(flat: FlatState) -> None:
             type(tensor) not in ORDINARY
             or tensor.is_meta
             or tensor.is_nested
-            or tensor.is_quantized
             or tensor.layout is not torch.strided
+            or tensor.dtype in QUANTIZED_DTYPES
             or tensor.dtype in PACKED_DTYPES
         ):
             check_tensor(tensor, key_of(path))

@@ -189,3 +189,18 @@ def test_what_the_object_around_it_restores_needs_no_load_of_its_own(ours: SyncC
 
 def test_a_config_is_no_state(ours: SyncCheckpointer, tmp_path: Path) -> None:
     assert "got a DictConfig" in refused(ours, OmegaConf.create({"a": 1}), tmp_path / "one")
+
+
+@pytest.mark.parametrize("name", ["quint8", "qint8", "qint32", "quint4x2", "quint2x4"])
+def test_integers_viewed_as_quantized_are_refused_by_their_dtype(
+    name: str, ours: SyncCheckpointer, tmp_path: Path
+) -> None:
+    """`is_quantized` denies that they are, and what a load makes of them ends the process."""
+    integers = torch.arange(16, dtype=torch.int32 if name == "qint32" else torch.uint8)
+    try:
+        viewed = integers.view(getattr(torch, name))
+    except RuntimeError as error:
+        pytest.skip(str(error))
+    with pytest.raises(CheckpointStageError, match=f"'a' is torch.{name} without a scale, which cannot be"):
+        ours.save({"a": viewed}, tmp_path / "one")
+    ours.save({"a": integers}, tmp_path / "two")
