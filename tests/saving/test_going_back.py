@@ -351,7 +351,7 @@ def test_a_checkpoint_without_a_step_in_its_name_is_a_warning(tmp_path: Path, ca
 def said(caplog: pytest.LogCaptureFixture) -> list[str]:
     lines = [record.getMessage() for record in caplog.records if record.levelno == logging.INFO]
     caplog.clear()
-    return [line for line in lines if "restore" in line or "scratch" in line]
+    return [line for line in lines if "restored" in line or "scratch" in line]
 
 
 def test_restore_says_what_it_loaded_or_why_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
