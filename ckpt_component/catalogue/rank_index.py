@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -132,10 +131,10 @@ def read_rank_indexes(
         if "crc32" not in entries.get(name, {}):
             raise CheckpointCorruptError(f"manifest.json in {folder} does not list {name} with its checksum.")
         try:
-            data = fs.read(path, _MAX_INDEX_BYTES)
+            data = fs.read_verified(path, _MAX_INDEX_BYTES, entries[name]["crc32"])
         except OSError as error:
             raise read_failure(path, error) from error
-        if zlib.crc32(data) != entries[name]["crc32"]:
+        if data is None:
             raise CheckpointCorruptError(
                 f"{path} does not match its checksum in manifest.json; one of the two is damaged."
             )

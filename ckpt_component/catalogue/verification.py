@@ -6,7 +6,6 @@ Small neighbouring items are read together, because an item costs more than its 
 from __future__ import annotations
 
 import os
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from operator import attrgetter
@@ -145,11 +144,18 @@ def verify_items(
 
         def verify(group: list[Item]) -> None:
             first, end = group[0], max(map(attrgetter("end"), group))
-            try:
+            sums: list[int | None] = []
+
+            def damage() -> str | None:
                 if first.length > CHUNK_BYTES:
-                    sums = [_streamed(files, first)]
+                    sums[:] = [_streamed(files, first)]
                 else:
-                    sums = _summed(files, group, end - first.offset)
+                    sums[:] = _summed(files, group, end - first.offset)
+                bad = [item for item, value in zip(group, sums, strict=True) if value != item.checksum]
+                return _name(bad[0]) if bad else None
+
+            try:
+                files.verified(first.file, first.offset, end - first.offset, damage)
             except CheckpointCorruptError as error:  # it cannot be read
                 for item in group:
                     report(Damage(item.file, item, error))
@@ -158,8 +164,7 @@ def verify_items(
                 if value == item.checksum:
                     done(item)
                 else:
-                    what = f"The item at bytes {item.offset} to {item.end}"
-                    report(Damage(item.file, item, files.damaged(item.file, what)))
+                    report(Damage(item.file, item, files.damaged(item.file, _name(item))))
 
         files.read_all(
             [
@@ -177,13 +182,17 @@ def small_files(fs: Storage, folder: str, manifest: Mapping[str, Any]) -> Iterat
             continue
         file = os.path.join(folder, entry["name"])
         try:
-            data = fs.read(file, entry["size"])
+            data = fs.read_verified(file, entry["size"], entry["crc32"])
         except OSError as error:
             yield Damage(entry["name"], None, read_failure(file, error))
             continue
-        if zlib.crc32(data) != entry["crc32"]:
+        if data is None:
             text = f"{file} does not match its checksum in manifest.json."
             yield Damage(entry["name"], None, CheckpointCorruptError(text))
+
+
+def _name(item: Item) -> str:
+    return f"The item at bytes {item.offset} to {item.end}"
 
 
 def _groups(items: Iterable[Item]) -> Iterator[list[Item]]:

@@ -85,7 +85,8 @@ class Restorer:
         retired = later if self._policy.rewind else []
         if retired or self._policy.choice != "never":
             tidy = partial(self._tidy, suspects, committed, retired)
-            moved = ranks.run_on_leader(f"{tag}/tidy", tidy, time.monotonic() + timeouts.stage)
+            seconds = timeouts.stage + (timeouts.write if suspects else 0)  # to read them once more
+            moved = ranks.run_on_leader(f"{tag}/tidy", tidy, time.monotonic() + seconds)
             later = [other for other in later if other not in moved]
         if ranks.is_leader and step is None:
             never = self._policy.choice == "never"
@@ -260,6 +261,9 @@ class Restorer:
         for step, path in suspects:
             if step in moved:
                 continue
+            if self._is_whole(path):
+                logger.warning("%s was found damaged, and is whole now that it was read again: it stays", path)
+                continue
             try:
                 target = quarantine(self._run.storage_of(path), path)
             except OSError as error:
@@ -271,6 +275,16 @@ class Restorer:
         for at, steps in zip(filter(None, (self._run, self._run.remote)), committed, strict=True):
             repair_pointer(at.fs, at.root, at.names, [step for step in steps if step not in moved])
         return moved
+
+    def _is_whole(self, path: str) -> bool:
+        """Whether a checkpoint that was found damaged verifies, or cannot be read now, which says nothing about it."""
+        try:
+            return self._checkpointer.verify(path)
+        except CheckpointUnreadableError as error:
+            logger.warning("%s cannot be verified again: %s", path, error)
+            return True
+        except (CheckpointError, OSError):
+            return False
 
     def _load_together(self, state: dict[str, Any], path: str, tag: str, **options: Any) -> tuple[int, bool]:
         """Load a checkpoint on all ranks. A failure on one rank is raised on all; corruption takes precedence.

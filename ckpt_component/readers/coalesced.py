@@ -109,18 +109,28 @@ class CoalescedReads:
             CheckpointCorruptError: The bytes do not match their checksums; no tensor of the range is changed.
             CheckpointUnreadableError: The read failed.
         """
-        block = self._files.block
-        start = self._files.fill_block(name, offset, length)
-        if start is None:
-            raise self._files.damaged(name, f"'{self._requests[last - 1].key}'")
-        if self._checksum is not None:
+        block, start = self._files.block, 0
+
+        def damage() -> str | None:
+            nonlocal start
+            filled_from = self._files.fill_block(name, offset, length)
+            if filled_from is None:
+                return f"'{self._requests[last - 1].key}'"
+            start = filled_from
+            if self._checksum is None:
+                return None
             with block.view[start : start + length] as view:
-                if expected is None or self._checksum.of(view) != expected:
-                    for (begin, end), checksum, request in zip(
-                        self._bounds[first:last], self._sums[first:last], self._requests[first:last], strict=True
-                    ):
-                        if self._checksum.of(view[begin - offset : end - offset]) != checksum:
-                            raise self._files.damaged(name, f"'{request.key}'")
+                if expected is not None and self._checksum.of(view) == expected:
+                    return None
+                for (begin, end), checksum, request in zip(
+                    self._bounds[first:last], self._sums[first:last], self._requests[first:last], strict=True
+                ):
+                    if self._checksum.of(view[begin - offset : end - offset]) != checksum:
+                        return f"'{request.key}'"
+            return None
+
+        if damaged := self._files.verified(name, offset, length, damage):
+            raise self._files.damaged(name, damaged)
         block.scatter(self._table.data_ptr() + first * 2 * IOV_BYTES, 2 * (last - first), filled, start)
         # Autograd did not see the write; code that checks tensor versions must.
         torch.autograd.graph.increment_version(self._destinations[first:last])

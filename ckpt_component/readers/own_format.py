@@ -166,9 +166,14 @@ class OwnSource(Source):
         before = item.payload - item.offset
         after = item.length - before - payload.nbytes
         buffers = [memoryview(bytearray(before)), payload, memoryview(bytearray(after))]
-        checksum = files.fill_summed(item.file, buffers, item.offset, chunk.checksum)
-        if checksum is None or (chunk.checksum is not None and checksum != item.checksum):
-            raise files.damaged(item.file, f"'{request.key}'")
+
+        def damage() -> str | None:
+            checksum = files.fill_summed(item.file, buffers, item.offset, chunk.checksum)
+            is_whole = checksum is not None and (chunk.checksum is None or checksum == item.checksum)
+            return None if is_whole else f"'{request.key}'"
+
+        if damaged := files.verified(item.file, item.offset, item.length, damage):
+            raise files.damaged(item.file, damaged)
         if direct:
             torch.autograd.graph.increment_version(target)
         elif request.box == box:
@@ -183,8 +188,14 @@ class OwnSource(Source):
             for key in keys:
                 _, item, checksum = self._objects[key]
                 data = memoryview(bytearray(item.length))
-                whole = files.fill(item.file, data, item.offset)
-                if not whole or (checksum is not None and checksum.of(data) != item.checksum):
-                    raise files.damaged(item.file, f"'{key}'")
+                damage = partial(_damage, key, item, checksum, data, files)
+                if damaged := files.verified(item.file, item.offset, item.length, damage):
+                    raise files.damaged(item.file, damaged)
                 archives[f"'{key}' in {os.path.join(self._folder, item.file)}"] = data
         return dict(zip(keys, load_objects(archives), strict=True))
+
+
+def _damage(key: str, item: StoredItem, checksum: Checksum | None, data: memoryview, files: FileSet) -> str | None:
+    """Read an object; returns its name if it is damaged."""
+    whole = files.fill(item.file, data, item.offset)
+    return None if whole and (checksum is None or checksum.of(data) == item.checksum) else f"'{key}'"

@@ -6,6 +6,7 @@ several threads, directly into their destinations.
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from abc import ABC, abstractmethod
@@ -19,8 +20,9 @@ from ..errors import CheckpointCorruptError
 from ..memory.scratch import ScratchBlock
 from ..progress import Progress, no_progress
 from .checksum import Checksum
-from .safe_open import is_plain_name
+from .safe_open import READ_TWICE, is_plain_name
 
+logger = logging.getLogger(__name__)
 Self = TypeVar("Self", bound="FileSet")
 
 #: Bytes to read and checksum at a time: they fit the processor's cache, so memory is accessed once, not twice.
@@ -134,6 +136,34 @@ class FileSet(ABC):
                     stream.update(chunk)
                 offset += chunk.nbytes
         return 0 if stream is None else stream.value()
+
+    def verified(self, name: str, offset: int, length: int, damage: Callable[[], str | None]) -> str | None:
+        """Read and verify a range; if that finds damage, once more past all caches.
+
+        A network or a memory may damage one answer although the stored bytes are whole.
+
+        Args:
+            name: Name of the file.
+            offset: Start of the range in the file.
+            length: Length of the range.
+            damage: Reads the range; returns what of it does not match its checksum, None if all does.
+
+        Returns:
+            What is damaged in both answers; None if one is right, with a warning if it is the second.
+        """
+        first = damage()
+        if first is None:
+            return None
+        self._forget(name, offset, length)
+        second = damage()
+        if second is None:
+            path = os.path.join(self._folder, name)
+            logger.warning(READ_TWICE, f"{first} of {path}")
+        return second
+
+    @abstractmethod
+    def _forget(self, name: str, offset: int, length: int) -> None:
+        """Drop what is cached of a range, so that it is read from the storage again."""
 
     def damaged(self, name: str, what: str) -> CheckpointCorruptError:
         """The error for bytes of a file that do not match their checksum."""

@@ -281,6 +281,9 @@ class FileStorage(Storage):
     def read(self, path: str, limit: int) -> bytes:
         return read_regular(path, limit)
 
+    def read_again(self, path: str, limit: int) -> bytes:
+        return read_regular(path, limit, cached=False)
+
     def touch(self, path: str) -> None:
         os.utime(path)
 

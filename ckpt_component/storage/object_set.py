@@ -113,6 +113,11 @@ class ObjectSet(FileSet):
 
         return patiently(fetch, path)
 
+    def _forget(self, name: str, offset: int, length: int) -> None:
+        self._near = "", 0, memoryview(b"")
+        if self._ahead is not None:
+            self._ahead.forget(name, offset, offset + length)
+
     def _choose_ways(self, ordered: Sequence[RangeRead]) -> int:
         return min(_THREADS, len(ordered))
 
@@ -203,6 +208,13 @@ class _ReadAhead:
             self._leave()
             for number in range(*self._ends[batch : batch + 2]):
                 self._drop(number)
+
+    def forget(self, name: str, start: int, end: int) -> None:
+        """Drop the pieces that overlap a range; they are fetched again."""
+        with self._lock:
+            for number, piece in enumerate(self._pieces):
+                if piece.name == name and piece.start < end and start < piece.end:
+                    self._fetched.pop(number, None)
 
     def _leave(self, following: int | None = None) -> None:
         """Drop the piece that this thread was at, unless another one is at it or it stays."""

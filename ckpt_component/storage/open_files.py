@@ -12,7 +12,7 @@ from ..memory.page_cache import share_in_memory
 from ..memory.scratch import ScratchBlock
 from .direct_io import MAX_BYTES, PAGE, DirectReader, is_on_disk
 from .file_set import GAP_BYTES, FileSet, RangeRead, extents_of
-from .safe_open import open_regular, read_failure
+from .safe_open import forget, open_regular, read_failure
 
 logger = logging.getLogger(__name__)
 
@@ -89,6 +89,9 @@ class OpenFiles(FileSet):
         except OSError as error:
             raise read_failure(os.path.join(self._folder, name), error) from error
         return True
+
+    def _forget(self, name: str, offset: int, length: int) -> None:
+        forget(self.descriptor(name), offset, length)
 
     def _choose_ways(self, ordered: Sequence[RangeRead]) -> int:
         """Choose direct I/O, read-ahead or plain reads by what the page cache holds."""

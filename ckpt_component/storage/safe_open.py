@@ -18,6 +18,12 @@ _NOT_A_FILE = (errno.ELOOP, errno.ENXIO)
 #: How often to read a small file that another client of NFS keeps replacing: what is open becomes stale.
 _READS = 10
 
+#: What is logged when the second answer is right.
+READ_TWICE = (
+    "%s did not match the checksum taken at the save, and does now that it was read again: the stored bytes are whole, "
+    "but the network, the disk or the memory of this host returned wrong ones"
+)
+
 
 def open_regular(path: str) -> int:
     """Open a regular file for reading, without following a link and without ever blocking.
@@ -45,12 +51,19 @@ def open_regular(path: str) -> int:
     return fd
 
 
-def read_regular(path: str, limit: int) -> bytes:
+def forget(fd: int, offset: int = 0, length: int = 0) -> None:
+    """Drop a range of a file from the page cache, 0 bytes: to its end; only advice, as dirty pages stay."""
+    with contextlib.suppress(OSError):  # file systems without a page cache of their own
+        os.posix_fadvise(fd, offset, length, os.POSIX_FADV_DONTNEED)
+
+
+def read_regular(path: str, limit: int, *, cached: bool = True) -> bytes:
     """Read a small file, as it is on the server although another client of NFS replaced it.
 
     Args:
         path: the file.
         limit: most bytes that it may have.
+        cached: it may come from the page cache.
 
     Raises:
         NotRegularError: as `open_regular`.
@@ -64,6 +77,8 @@ def read_regular(path: str, limit: int) -> bytes:
             with contextlib.suppress(PermissionError):
                 os.close(os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
             with os.fdopen(open_regular(path), "rb") as stream:
+                if not cached:
+                    forget(stream.fileno())
                 data = stream.read(limit + 1)
             break
         except OSError as error:

@@ -9,13 +9,19 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import os
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from .safe_open import READ_TWICE
+
 if TYPE_CHECKING:
     from .file_set import FileSet  # processes that only write do not load it
+
+logger = logging.getLogger(__name__)
 
 
 class Storage(ABC):
@@ -151,6 +157,25 @@ class Storage(ABC):
     @abstractmethod
     def read(self, path: str, limit: int) -> bytes:
         """Read a file of at most `limit` bytes; refuses links, FIFOs and the like. Raises FileNotFoundError."""
+
+    def read_again(self, path: str, limit: int) -> bytes:
+        """Like `read`, past caches: for a file that was not as expected."""
+        return self.read(path, limit)
+
+    def read_verified(self, path: str, limit: int, crc: int) -> bytes | None:
+        """Read a small file and compare its CRC-32, if it differs once more past caches.
+
+        Returns:
+            Its bytes; None if they are damaged in both answers.
+        """
+        data = self.read(path, limit)
+        if zlib.crc32(data) == crc:
+            return data
+        data = self.read_again(path, limit)
+        if zlib.crc32(data) != crc:
+            return None
+        logger.warning(READ_TWICE, path)
+        return data
 
     def write_new(self, path: str, data: bytes) -> None:
         """Durably write one small file that must not exist yet."""
