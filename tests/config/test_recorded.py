@@ -167,6 +167,20 @@ def test_the_value_of_a_variable_that_looks_like_a_credential_is_hidden_wherever
         *("password", "PASSWORD", "db_password", "dbPassword", "passwd", "passphrase", "secret", "client_secret"),
         *("token", "hf_token", "authToken", "api_key", "apikey", "WANDB_API_KEY", "aws_access_key_id", "accessKeyId"),
         *("aws_secret_access_key", "private_key", "kms-key-id", "credentials", "authorization", "auth"),
+        *("passwords", "clientsecret", "ClientSecrets", "dbpassword", "authtoken", "accesskeys", "privatekey"),
+        *(
+            "pass",
+            "db_pass",
+            "PGPASS",
+            "creds",
+            "cred",
+            "private_keys",
+            "pat",
+            "github_pat",
+            "sas",
+            "cookie",
+            "cookies",
+        ),
     ],
 )
 def test_literal_secrets_are_hidden_wherever_they_would_appear(key: str) -> None:
@@ -184,6 +198,10 @@ def test_literal_secrets_are_hidden_wherever_they_would_appear(key: str) -> None
         *(("tokenizer", "bpe"), ("max_tokens", 512), ("token_dim", 8), ("token", 3), ("eos_token", "</s>")),
         *(("pad_token", "<pad>"), ("primary_key", "id"), ("keys", "a"), ("password", None), ("use_auth", True)),
         *(("secret", ""), ("author", "me"), ("path", "a:b@c"), ("url", "http://user@host:80/x@y")),
+        *(("pattern", "*.bin"), ("patience", 3), ("passes", 2), ("num_pass", 2), ("forward_pass", "fused")),
+        *(("bypass", "no"), ("compass", "n"), ("sasrec", "x"), ("cookiecutter", "x"), ("credit", "x"), ("monkey", "x")),
+        *(("sort_key", "step"), ("keys", ["a"]), ("secretary", "x"), ("detokenizer", "x"), ("key", "x")),
+        *(("query", "https://host/x?page=2&sort=key"), ("text", "the bearer of rings"), ("rate", "what?token=1")),
     ],
 )
 def test_what_is_no_secret_is_stored(key: str, value: Any) -> None:
@@ -191,9 +209,26 @@ def test_what_is_no_secret_is_stored(key: str, value: Any) -> None:
         assert config["section"] == {key: value}
 
 
-def test_a_password_in_a_url_is_hidden() -> None:
-    for config in recorded(url="postgres://me:pw@host:5432/db"):
-        assert config["url"] == f"postgres://me:{HIDDEN}@host:5432/db"
+@pytest.mark.parametrize(
+    ("value", "stored"),
+    [
+        ("postgres://me:pw@host:5432/db", f"postgres://me:{HIDDEN}@host:5432/db"),
+        ("https://host/x?page=2&token=abc#top", f"https://host/x?page=2&token={HIDDEN}#top"),
+        ("https://host/x?api_key=a1&X-Amz-Signature=b2", f"https://host/x?api_key={HIDDEN}&X-Amz-Signature={HIDDEN}"),
+        ("https://host/c?sv=2024&sig=a%2Fb", f"https://host/c?sv=2024&sig={HIDDEN}"),
+        ("Authorization: Bearer eyJhbGci.eyJz.a1_-", f"Authorization: Bearer {HIDDEN}"),
+        (["bearer 0123456789abcdef"], [f"bearer {HIDDEN}"]),
+    ],
+)
+def test_secrets_are_hidden_by_the_form_of_a_text(value: Any, stored: Any) -> None:
+    for config in recorded(value=value):
+        assert config["value"] == stored
+
+
+def test_a_key_below_what_makes_it_a_secret_is_hidden() -> None:
+    for config in recorded(private={"key": "abc", "keys": ["abc"], "key_size": 2048}, table={"key": "id"}):
+        assert config["private"] == {"key": HIDDEN, "keys": [HIDDEN], "key_size": 2048}
+        assert config["table"] == {"key": "id"}
 
 
 def test_resolvers_that_read_secrets_are_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
