@@ -267,6 +267,8 @@ class CheckpointManager:
             if self._timeouts.max_stall is None or not self._pipeline.policy.warn:
                 raise
             return self._skip(step, f"{error} (checkpoint.max_stall_s)")
+        if not due and self._save_policy.repeats:
+            self._pipeline.foresight.look(state)
         return due and self.save(step, state, metrics=metrics)
 
     def save(self, step: int, state: Mapping[Any, Any], *, metrics: Mapping[str, Any] | None = None) -> bool:

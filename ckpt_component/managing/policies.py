@@ -49,6 +49,11 @@ class SavePolicy:
         """Whether the policy makes any saves."""
         return self.at_end or self.every_steps is not None or self.every_seconds is not None
 
+    @property
+    def repeats(self) -> bool:
+        """Whether the policy saves during the run, not only at its end."""
+        return self.every_steps is not None or self.every_seconds is not None
+
     def should_save(self, step: int, seconds_since_last: float) -> bool:
         """Whether to save at this step."""
         if self.every_steps is not None and step % self.every_steps == 0:

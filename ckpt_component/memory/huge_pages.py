@@ -23,8 +23,8 @@ PAGE = 4096
 HUGE_PAGE = 2 << 20
 #: More threads would only wait for kernel locks.
 _MAX_THREADS = 8
-#: Unit of allocation: takes a few milliseconds.
-_SLICE_BYTES = 4 * HUGE_PAGE
+#: Unit of allocation: takes about a millisecond.
+_SLICE_BYTES = HUGE_PAGE
 
 
 def align(position: int, boundary: int = PAGE) -> int:
@@ -144,7 +144,7 @@ class SharedPages:
                 pool.submit(self._work)
             self._work()
         with self._changed:
-            while self._running:  # a few milliseconds
+            while self._running:  # about a millisecond
                 self._changed.wait()
         if self._error is not None:
             raise self._error

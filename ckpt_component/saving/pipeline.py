@@ -30,6 +30,7 @@ from ..storage.commit import new_attempt, refuse_existing
 from ..storage.names import owned_token
 from ..storage.storage import Storage
 from .admission import SaveAdmission
+from .foresight import Foresight
 from .in_flight import InFlightSaves, PendingSave
 from .retry import ConsecutiveFailures, ErrorPolicy, RetryLoop, is_stall
 from .transaction import RunHooks, SaveTransaction, notify
@@ -56,6 +57,7 @@ class SavePipeline:
         saves: running saves, and failed ones whose error was not raised yet.
         reports: reports of ended saves, in order.
         last_report: see `Checkpointer.last_report`.
+        foresight: prepares the first save.
     """
 
     def __init__(
@@ -79,6 +81,7 @@ class SavePipeline:
         self.saves = InFlightSaves(progress)
         self.reports: list[SaveReport] = []
         self.last_report: SaveReport | None = None
+        self.foresight = Foresight(stager)
         self.events = events or EventRecorder()
         self._storage_of = storage_of
         self._timeouts = timeouts

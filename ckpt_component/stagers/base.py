@@ -220,6 +220,17 @@ class Stager(ABC):
         """Plan and allocate memory for a state dict of this structure, so that the first save is as fast as others."""
         self._plan_for(self._inspect_together(state_dict))
 
+    def reserve(self, state_dict: Mapping[Any, Any]) -> None:
+        """Begin to make memory for the first save in the background, by the size of this state. No rank waits.
+
+        Called by the thread that saves, before the first save, and again while the state may still grow. A stager whose
+        memory need not be made does nothing.
+
+        Raises:
+            CheckpointStageError: a value that cannot be checkpointed, by key.
+            CheckpointError: there is not enough memory.
+        """
+
     def close(self) -> None:
         """Free the memory that no save is using; the rest is freed when its save ends."""
 
@@ -232,14 +243,19 @@ class Stager(ABC):
         self._ranks.check_world()
         deadline = time.monotonic() + self._timeout
         try:
-            plan = self.inspect(state_dict)
-            for path, value in zip(plan.flat.object_paths, plan.flat.objects, strict=True):
-                encode(value, key_of(path))  # raises, with the key, what a save would raise
+            plan = self._inspect_all(state_dict)
         except Exception as error:
             if self._ranks.world_size > 1:  # the others wait for this one, and all raise the same
                 self._ranks.meet("prewarm", {"error": str(error)}, _any_changed, deadline)
             raise
         return replace(plan, changed=self._ranks.meet("prewarm", {"changed": plan.changed}, _any_changed, deadline))
+
+    def _inspect_all(self, state_dict: Mapping[Any, Any]) -> StatePlan:
+        """Like `inspect`, and raises, with the key, what a save would raise for an object."""
+        plan = self.inspect(state_dict)
+        for path, value in zip(plan.flat.object_paths, plan.flat.objects, strict=True):
+            encode(value, key_of(path))
+        return plan
 
     def _plan_for(self, plan: StatePlan) -> tuple[FormatPlan, FlatState]:
         """Return the layout of what this rank stores, and that part of the state."""
@@ -265,9 +281,14 @@ class Stager(ABC):
     def _planned(self, plan: FormatPlan) -> None:
         """Called after a new plan was made."""
 
+    @property
+    def _plans_alone(self) -> bool:
+        """Whether what this rank stores does not depend on other ranks."""
+        return self._ranks.world_size == 1 or not self._writer.shared
+
     def _select(self, plan: StatePlan) -> Selection | None:
         """Agree with the other ranks which rank stores what; None: this rank stores its whole state."""
-        if self._ranks.world_size == 1 or not self._writer.shared:
+        if self._plans_alone:
             return None
         self._plans += 1
         deadline = min(time.monotonic() + self._timeout, plan.wait_until)

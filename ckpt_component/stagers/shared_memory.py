@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, ClassVar
 
 import psutil
@@ -18,6 +19,7 @@ from ..image.copy import CopyPlan, CopyTasks, sources_of
 from ..image.layout import Layout
 from ..memory.gc_control import collector_paused
 from ..options import ARENAS
+from ..state.dedup import likely_bytes
 from ..state.flatten import FlatState
 from .base import Snapshot, Stager, StatePlan
 
@@ -138,6 +140,21 @@ class SharedMemoryStager(Stager):
         finally:
             for arena in arenas:
                 self._pool.give_back(arena)
+
+    def reserve(self, state_dict: Mapping[Any, Any]) -> None:
+        """Begin to make the arenas, and plan if no other rank takes part in that; see `Stager.reserve`."""
+        if not self._pool.awaits_first_lease:
+            return
+        plan = self._inspect_all(state_dict)
+        if not plan.changed:
+            return
+        if self._plans_alone:
+            with collector_paused(), torch.no_grad():
+                nbytes = self._plan_for(plan)[0].layout.arena_bytes
+        else:
+            nbytes = likely_bytes(plan.structure, plan.flat, self._ranks.rank, self._ranks.world_size)
+        device = next((tensor.device for tensor in plan.flat.tensors if tensor.is_cuda), None)
+        self._pool.reserve(nbytes, partial(self._prepare, device=device))
 
     def _warm(self, fill: ArenaFill) -> None:
         """Fill an arena that no save uses."""

@@ -6,6 +6,7 @@ This is Megatron's fully parallel save. It is computed once per structure, on th
 from __future__ import annotations
 
 import hashlib
+import heapq
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 from .flatten import FlatState
 from .paths import key_of
 from .replicas import runs_of
+from .shards import holders_of_part
 from .structure import Structure
 
 #: What a rank has, as plain values: the identities of `tensors` and `objects`, and the `bytes` of the tensors.
@@ -20,6 +22,9 @@ Holdings = dict[str, list[Any]]
 #: What a rank is to store: numbers of `tensors` and `objects`. And which values other ranks have too (`Replicas`): runs
 #: of its `shared_objects` and `shared_tensors`, and the numbers of `groups` of objects and tensors, same on all ranks.
 Share = dict[str, list[Any]]
+
+#: For `likely_bytes`: a bit more than what a format puts around a tensor, and around all of them.
+_ITEM_BYTES, _FILE_BYTES = 1 << 10, 64 << 12
 
 
 def holdings(structure: Structure) -> Holdings:
@@ -72,6 +77,27 @@ def share_out(ranks: Sequence[Holdings]) -> list[Share]:
     for share in shares:
         share["tensors"].sort()
     return shares
+
+
+def likely_bytes(structure: Structure, flat: FlatState, rank: int, world_size: int) -> int:
+    """Estimate the size of a rank's image without asking the others, as if all had states like this one.
+
+    A tensor that is not distributed counts as replicated on all ranks.
+    """
+    alone, shared = 0.0, list[int]()
+    for stored in structure.stored:
+        placed = flat.placed.get(stored.tensor)
+        holders = world_size if placed is None else holders_of_part(placed)
+        if holders == world_size:
+            shared.append(stored.nbytes + _ITEM_BYTES)
+        else:
+            alone += (stored.nbytes + _ITEM_BYTES) / holders
+    loads = [(0, number) for number in range(world_size)]  # as in `share_out`
+    for nbytes in sorted(shared, reverse=True):
+        load, number = loads[0]
+        heapq.heapreplace(loads, (load + nbytes, number))
+    (own,) = (load for load, number in loads if number == rank)
+    return int(alone) + own + _FILE_BYTES
 
 
 def _holders(ranks: Sequence[Holdings], kind: str) -> list[list[tuple[int, int]]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from dataclasses import dataclass
 from typing import Any
@@ -73,6 +74,15 @@ def mesh_of(tensor: torch.Tensor) -> Any:
     """The device mesh of a DTensor; None for other tensors."""
     module = sys.modules.get("torch.distributed.tensor")  # if it was never imported, there are no DTensors
     return tensor.device_mesh if module is not None and isinstance(tensor, module.DTensor) else None
+
+
+def holders_of_part(tensor: torch.Tensor) -> int:
+    """How many ranks hold the same local part of a DTensor or ShardedTensor."""
+    if mesh_of(tensor) is None:
+        return 1
+    placed: Any = tensor
+    sizes = placed.device_mesh.mesh.shape
+    return math.prod(size for size, placement in zip(sizes, placed.placements, strict=True) if placement.is_replicate())
 
 
 def is_spread(tensor: torch.Tensor) -> bool:
