@@ -92,6 +92,13 @@ class IoMode(Word):
     direct = "direct"  # past the page cache
 
 
+class PageCache(Word):
+    """Whether the newest checkpoint stays in the page cache."""
+
+    auto = "auto"  # where memory is plentiful
+    off = "off"
+
+
 class ChecksumName(Word):
     """The checksum algorithm of stored items."""
 

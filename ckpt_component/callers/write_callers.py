@@ -24,7 +24,7 @@ from ..errors import (
     WorkerDiedError,
 )
 from ..image.arena import Arena
-from ..options import NICE, IoPriority
+from ..options import NICE, IoPriority, PageCache
 from ..spelling import member
 from ..storage.checksum import home_of
 from ..writing.process import ByteProcess
@@ -92,6 +92,7 @@ class _ProcessCaller(WriteCaller):
     """Base of both background callers: the process, and what was sent to it already."""
 
     in_other_process: ClassVar[bool] = True
+    _keeps_cached = False
 
     def __init__(self, nice: int = 10, io_priority: IoPriority = IoPriority.low) -> None:
         NICE.check("checkpoint.caller.nice", nice)
@@ -213,6 +214,7 @@ class _ProcessCaller(WriteCaller):
             "id": number,
             "arena": arena.number,
             "table": request.table.number,
+            "keeps_cached": self._keeps_cached,
             "seconds": max(deadline - time.monotonic(), 0.0),
             "request": plain,
         }
@@ -245,12 +247,19 @@ class PersistentCaller(_ProcessCaller):
     Args:
         nice: how much the process yields the CPU to training, 0 to 19.
         io_priority: how it queues for the disk.
+        page_cache: whether it keeps the newest checkpoint in the page cache.
 
     Raises:
         CheckpointConfigError: a value out of range.
     """
 
     option: ClassVar[str] = "persistent"
+
+    def __init__(
+        self, nice: int = 10, io_priority: IoPriority = IoPriority.low, page_cache: PageCache = PageCache.auto
+    ) -> None:
+        super().__init__(nice, io_priority)
+        self._keeps_cached = member("checkpoint.caller.page_cache", page_cache, PageCache) is PageCache.auto
 
     def prepare(self, timeout: float) -> None:
         """Start the process."""

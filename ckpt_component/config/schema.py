@@ -28,6 +28,7 @@ from ..options import (
     OnError,
     OnLag,
     Overlap,
+    PageCache,
     Range,
     Verify,
 )
@@ -342,6 +343,9 @@ class PersistentCaller(Part):
     """How much the writer process yields the CPU to training: 0 not at all, 19 most."""
     io_priority: IoPriority = IoPriority.low
     """How the writer process queues for the disk: `normal`, `low`, or `idle` (when no other process uses it)."""
+    page_cache: PageCache = PageCache.auto
+    """`auto`: the newest checkpoint is read once after its commit, where memory is plentiful, so that a restart on this
+    host loads it from memory; `off`: nothing is left in the page cache."""
 
 
 @dataclass

@@ -21,6 +21,7 @@ from typing import Any
 from ..memory.huge_pages import map_shared
 from ..storage.liveness import AttemptLock
 from ..storage.storage import Storage
+from .cached_files import CachedFiles
 from .framing import Frame, receive_frame, send_frame
 from .orphan_commit import UndecidedSave
 from .remote_error import describe_failure
@@ -57,6 +58,8 @@ class ByteWorker:
         #: By number: a table, the compressed sidecars of a commit from here, and where the checksum's package is.
         self._tables: dict[int, tuple[WriteTable, dict[str, bytes], str | None]] = {}
         self._undecided: UndecidedSave | None = None
+        self._cached = CachedFiles()
+        self._keeps_cached = False
         #: The last storage that needed a package, and what it was made from.
         self._storage: tuple[list[Any], Storage] | None = None
 
@@ -84,7 +87,7 @@ class ByteWorker:
             elif kind == "write":
                 self._write(header, blob)
             elif kind == "decided":
-                self._forget()
+                self._settle()
             elif kind == "close":
                 return
             else:
@@ -103,9 +106,10 @@ class ByteWorker:
     def _next_frame(self) -> Frame | None:
         """Wait for the next frame; None if the trainer has died, even if a process it forked holds the socket open."""
         try:
-            while not self._poll.poll(_POLL_SECONDS * 1000):
+            while not self._poll.poll((_POLL_SECONDS if self._cached.pause is None else self._cached.pause) * 1000):
                 if os.getppid() != self._parent:
                     return None
+                self._cached.read_piece()
             return receive_frame(self._sock)
         except ConnectionResetError:
             return None
@@ -132,12 +136,13 @@ class ByteWorker:
         self._forget()
         lock: AttemptLock | None = None
         until = time.monotonic() + job["seconds"]
+        self._keeps_cached = job.get("keeps_cached", False)
         try:
             table, sidecars, checksum_home = self._tables[job["table"]]
             fs = self._storage_in(job["request"])
             request = WriteRequest.from_parts(job["request"], fs, table, blob, self._arenas[job["arena"]])
             lock = AttemptLock(request.fs, request.attempt)
-            result = run_write_job(request, checksum_home)
+            result = run_write_job(request, checksum_home, keeps_cached=self._keeps_cached and CachedFiles.fit(request))
         except Exception as error:
             if lock is not None:
                 lock.close()
@@ -160,6 +165,13 @@ class ByteWorker:
             kept = (kind, storage_in(plain))
             self._storage = kept if plain["storage_home"] else None
         return kept[1]
+
+    def _settle(self) -> None:
+        """The last save was committed or given up."""
+        save = self._undecided
+        self._forget()
+        if save is not None and self._keeps_cached:
+            self._cached.replace(save.request, save.result)
 
     def _forget(self) -> None:
         if self._undecided is not None:

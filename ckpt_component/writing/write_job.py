@@ -24,12 +24,15 @@ from .range_writer import LaneWriter
 from .request import WriteRequest, WriteResult
 
 
-def run_write_job(request: WriteRequest, checksum_home: str | None = None) -> WriteResult:
+def run_write_job(
+    request: WriteRequest, checksum_home: str | None = None, *, keeps_cached: bool = False
+) -> WriteResult:
     """Write a rank's files into the staging folder, each fsynced, and the integrity file last.
 
     Args:
         request: what to write, and where; the staging folder must exist.
         checksum_home: where the checksum's package is installed, for a process without site-packages.
+        keeps_cached: leave in the page cache what buffered writes put there.
 
     Raises:
         OSError: the first failure of any parallel writer, after all of them have stopped.
@@ -64,7 +67,7 @@ def run_write_job(request: WriteRequest, checksum_home: str | None = None) -> Wr
         synced_from = time.perf_counter()
         with ThreadPoolExecutor(max(len(descriptors), 1), thread_name_prefix="ckpt-sync") as pool:
             list(pool.map(fs.sync, descriptors.values()))
-        for descriptor in descriptors.values():
+        for descriptor in () if keeps_cached else descriptors.values():
             fs.drop_cached(descriptor)
     places = [(blob.file, offset, length) for blob in blobs for offset, length in blob.items]
     files: list[dict[str, Any]] = [{"name": name, "size": size} for name, size in sizes.items()]

@@ -38,6 +38,7 @@ def test_a_preset_gets_types() -> None:
         "_target_": "ckpt_component.callers.PersistentCaller",
         "nice": 10,
         "io_priority": "low",
+        "page_cache": "auto",
     }
     assert type(config.caller) is dict
 
