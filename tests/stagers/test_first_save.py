@@ -15,6 +15,10 @@ import torch
 
 from ckpt_component import CheckpointManager, build_manager
 from ckpt_component.memory import huge_pages
+from ckpt_component.state.dedup import Selection, holdings, likely_bytes, share_out
+from ckpt_component.state.flatten import flatten
+from ckpt_component.state.structure import Structure
+from ckpt_component.writers import DcpWriter
 
 #: The state of a model, in bytes; with Adam's moments three times as much.
 MODEL = 8 << 20
@@ -209,3 +213,13 @@ def test_a_restored_run_has_its_memory_already(tmp_path: Path) -> None:
         job.step()
         manager.maybe_save(2, job.state)
         assert made() == memory and not any(thread.name.startswith("ckpt-early") for thread in threading.enumerate())
+
+
+def test_the_memory_of_one_of_several_ranks_is_estimated_without_a_message() -> None:
+    """As if all had the same: replicated tensors are shared out, so a rank makes only its part."""
+    state = {f"{number}": torch.zeros(size) for number, size in enumerate((100_000, 7, 50_000, 30_000, 30_000, 20_000))}
+    flat = flatten(state)
+    structure, world = Structure(flat), 4
+    for rank, share in enumerate(share_out([holdings(structure)] * world)):
+        needed = DcpWriter().plan(Structure(Selection(structure, share).of(flat)), rank).layout.arena_bytes
+        assert needed <= likely_bytes(structure, flat, rank, world) <= needed + (300 << 10)

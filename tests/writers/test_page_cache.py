@@ -93,9 +93,7 @@ def test_a_checkpoint_that_is_too_large_is_left_out(tmp_path: Path, monkeypatch:
     """Or one whose other ranks on this host would not fit too."""
     from types import SimpleNamespace
 
-    request = SimpleNamespace(
-        fs=SimpleNamespace(has_direct_io=True), source=SimpleNamespace(nbytes=1000), world_size=8
-    )
+    request = SimpleNamespace(fs=SimpleNamespace(has_direct_io=True), source=SimpleNamespace(nbytes=1000), world_size=8)
     monkeypatch.setattr(available, "available_bytes", lambda: 32_000)
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     assert cached_files.CachedFiles.fit(request)  # type: ignore[arg-type]
