@@ -34,7 +34,7 @@ from ..state.replicas import differing
 from ..storage import commit
 from ..storage.fencing import FencingToken
 from ..storage.liveness import AttemptLock
-from ..storage.space import FULL, amount, full_text, refuse_without_room
+from ..storage.space import FULL, amount, full_text, rate, refuse_without_room
 from ..storage.visibility import wait_visible
 from ..writing.request import WriteRequest
 from .in_flight import PendingSave
@@ -256,11 +256,11 @@ class SaveTransaction:
             self._fastest_io[device] = written["io"]
             logger.info("checkpoint.writer.io=auto: %s, which a trial found to be faster there", written["io"])
         logger.info(
-            "%s written: %s in %.2f s (%.2f GB/s)",
+            "%s written: %s in %.2f s (%s)",
             os.path.basename(attempt.target),
             amount(written["bytes"]),
             written["seconds"],
-            written["bytes"] / 1e9 / max(written["seconds"], 1e-9),
+            rate(written["bytes"] / max(written["seconds"], 1e-9)),
         )
         return written
 

@@ -33,6 +33,9 @@ from .optimizers import optimizers_in
 
 logger = logging.getLogger(__name__)
 
+#: A plan that takes longer is worth a line.
+_SLOW_PLAN_S = 0.5
+
 
 @dataclass(frozen=True)
 class StatePlan:
@@ -268,11 +271,14 @@ class Stager(ABC):
                 self._plan = self._writer.plan(structure, self._ranks.rank)
                 # Set last, so that a plan that failed is made again next time.
                 self._structure, self._selection = plan.structure, selection
-                logger.info(
+                seconds = time.perf_counter() - started
+                # Usual and quick, so it is no news; but a structure that changes, or is large, makes saves slow.
+                logger.log(
+                    logging.INFO if replans or seconds > _SLOW_PLAN_S else logging.DEBUG,
                     "planned %d tensors and %d objects in %.2f s%s",
                     len(structure.tensor_paths),
                     len(structure.object_paths),
-                    time.perf_counter() - started,
+                    seconds,
                     ": the structure changed" if replans else "",
                 )
                 self._planned(self._plan)

@@ -219,5 +219,6 @@ def repair_pointer(fs: Storage, root: str, names: StepNames, committed: Sequence
     except OSError as error:
         logger.warning("%s in %s could not be updated: %s", names.pointer, root, error)
     else:
-        level = logging.INFO if pointed is None else logging.WARNING
+        # It is behind after a kill between commit and this file. One that is ahead names a checkpoint that is gone.
+        level = logging.WARNING if pointed is not None and pointed > committed[-1] else logging.INFO
         logger.log(level, "updated %s in %s to step %d", names.pointer, root, committed[-1])

@@ -54,6 +54,13 @@ def amount(nbytes: int) -> str:
     return f"{nbytes / 1e6:.2f} MB" if nbytes >= 1e5 else f"{nbytes} bytes"
 
 
+def rate(bytes_per_second: float) -> str:
+    """Format a rate: `1.23 GB/s`, `159 MB/s`, `0.30 MB/s`."""
+    if bytes_per_second >= 1e9:
+        return f"{bytes_per_second / 1e9:.2f} GB/s"
+    return f"{bytes_per_second / 1e6:.{0 if bytes_per_second >= 1e7 else 2}f} MB/s"
+
+
 def _advice(code: int) -> str:
     if code == errno.EFBIG:
         return "The file is too large: raise checkpoint.writer.workers, which makes more files, or ulimit -f."

@@ -381,13 +381,14 @@ def test_restore_says_what_it_loaded_or_why_nothing(tmp_path: Path, caplog: pyte
 
 def test_a_resumed_run_has_its_memory_before_the_first_save(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     saved(tmp_path, 1)
-    caplog.set_level(logging.INFO, "ckpt_component")
+    caplog.set_level(logging.DEBUG, "ckpt_component")
     with manager_in(tmp_path, preset="async_persistent") as manager:
         manager.restore(state_of(0))
         assert caplog.text.count("planned 1 tensors and 1 objects") == 1
         manager.save(2, state_of(2))
         manager.wait()
         assert caplog.text.count("planned") == 1
+        assert [record.levelname for record in caplog.records if "planned" in record.message] == ["DEBUG"]
     caplog.clear()
     with manager_in(tmp_path, *RESTORES_ONLY, preset="async_persistent") as manager:
         manager.restore(state_of(0))

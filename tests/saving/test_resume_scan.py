@@ -236,6 +236,18 @@ def test_the_scan_wins_over_the_pointer_which_is_repaired(text: bytes | None, tm
     assert (tmp_path / POINTER).read_text() == "2"
 
 
+@pytest.mark.parametrize(("text", "level"), [("1", "INFO"), ("7", "WARNING")])
+def test_only_a_pointer_to_what_is_gone_is_worth_a_warning(
+    text: str, level: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One that is behind is what a kill leaves."""
+    run(tmp_path, 1, 2)
+    (tmp_path / POINTER).write_text(text)
+    with caplog.at_level("INFO", "ckpt_component"):
+        assert restored(tmp_path) == 2
+    assert [record.levelname for record in caplog.records if record.message.startswith("updated ")] == [level]
+
+
 def test_a_pointer_that_leads_elsewhere_is_replaced_and_what_it_led_to_stays(tmp_path: Path) -> None:
     run(tmp_path / "root", 1, 2)
     precious = tmp_path / "precious"

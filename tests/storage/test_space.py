@@ -11,7 +11,7 @@ import pytest
 from ckpt_component.errors import CheckpointStorageFullError
 from ckpt_component.storage.files import FileStorage
 from ckpt_component.storage.names import is_token_of_this_host, new_token, staging_path, token_of, token_of_try
-from ckpt_component.storage.space import FULL, amount, full_text, refuse_without_room
+from ckpt_component.storage.space import FULL, amount, full_text, rate, refuse_without_room
 
 
 class Roomy(FileStorage):
@@ -70,3 +70,10 @@ def test_a_try_has_a_name_of_its_own_that_is_known_as_ours() -> None:
     names = [staging_path("/root/iter_0000001", token_of_try(token, number)) for number in (1, 2, 3)]
     assert len(set(names)) == 3 and names[0].endswith(token)
     assert all(is_token_of_this_host(token_of(name)) for name in names)
+
+
+@pytest.mark.parametrize(
+    ("speed", "text"), [(2.5e9, "2.50 GB/s"), (159.4e6, "159 MB/s"), (3.61e6, "3.61 MB/s"), (0.0, "0.00 MB/s")]
+)
+def test_a_rate_has_a_unit_in_which_it_is_not_zero(speed: float, text: str) -> None:
+    assert rate(speed) == text

@@ -30,8 +30,8 @@ def test_layers_are_folded_where_they_are_equal(ckpt: Callable[..., Any], root: 
         ["weight", "float32", "8x4", "128", "bytes"],
         ["bias", "float32", "8", "32", "bytes"],
         ["head", "bfloat16", "4", "8", "bytes"],
-        ["epoch", "object", "4", *rows(shown.out)[6][3:]],
-        ["lr", "object", "0.1", *rows(shown.out)[7][3:]],
+        ["epoch", "object", "4"],
+        ["lr", "object", "0.1"],
     ]
     assert len(rows(ckpt("show", root, "--depth", 1).out)) == 3
 

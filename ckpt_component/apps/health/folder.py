@@ -13,7 +13,7 @@ from ...storage.fs_type import kind_of
 from ...storage.liveness import try_lock
 from ...storage.locate import file_storage
 from ...storage.names import TRIAL_PREFIX, new_token
-from ...storage.space import FULL, amount
+from ...storage.space import FULL, amount, rate
 from ...writing.io_mode import BLOCK_BYTES, TRIED_BYTES, try_modes
 from .finding import FAILS, NOTE, OK, Finding
 
@@ -106,9 +106,9 @@ def _modes(fs: FileStorage, trial: str) -> Finding:
             buffered, direct = try_modes(fs, trial, view)
         finally:
             view.release()
-    rates = f"{amount(TRIED_BYTES)} durable at {TRIED_BYTES / 1e9 / buffered:.2f} GB/s buffered"
+    rates = f"{amount(TRIED_BYTES)} durable at {rate(TRIED_BYTES / buffered)} buffered"
     if direct is None:
         return Finding("direct I/O", NOTE, f"none there; {rates}")
     chosen = "direct" if direct < buffered and not fs.in_memory(trial) else "buffered"
-    text = f"{rates}, {TRIED_BYTES / 1e9 / direct:.2f} direct; checkpoint.writer.io=auto takes {chosen}"
+    text = f"{rates}, {rate(TRIED_BYTES / direct)} direct; checkpoint.writer.io=auto takes {chosen}"
     return Finding("direct I/O", OK, text)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import printable
-from ...storage.space import amount
+from ...storage.space import amount, rate
 from ..sweeps.page import can_plot, new_figure, write_page
 from ..sweeps.text import aligned, duration
 from ..tools.output import WIDTH, counted
@@ -30,7 +30,7 @@ _COLUMNS = {
     "lost": ("lost_s",),
 }
 #: Columns that make way in this order where lines would be too long; `--json` has them.
-_SPARED = ("queue", "sync", "commit", "GB/s")
+_SPARED = ("queue", "sync", "commit", "rate")
 _MEANING = (
     "stall: training waited; stage: planned and copied to memory; queue: waited for memory and the writer; write, "
     "sync: to the disk; commit: ranks agreed and it became visible; durable: from the call to the end; lost: stall and "
@@ -91,8 +91,8 @@ def _about(folder: Path, run: Mapping[str, Any]) -> Iterator[str]:
         )
     counts = [f"{run['committed']} committed"]
     counts += [f"{run[name]} {name}" for name in ("failed", "skipped", "retried") if run[name]]
-    rate = f", {amount(run['bytes'])} at {run['gbps']:.2f} GB/s" if run["gbps"] else ""
-    yield f"saves: {', '.join(counts)}{rate}"
+    written = f", {amount(run['bytes'])} at {rate(run['gbps'] * 1e9)}" if run["gbps"] else ""
+    yield f"saves: {', '.join(counts)}{written}"
     yield from _uploads(run["uploads"])
     for load in run["loads"]:
         if load["error"] is not None:
@@ -115,12 +115,12 @@ def _uploads(uploads: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 
 def _saves_table(saves: Sequence[Mapping[str, Any]]) -> list[str]:
-    lines = [["step", "outcome", "size", "GB/s", *_COLUMNS]]
+    lines = [["step", "outcome", "size", "rate", *_COLUMNS]]
     for save in saves:
-        rate = "-" if save["gbps"] is None else f"{save['gbps']:.2f}"
+        written = "-" if save["gbps"] is None else rate(save["gbps"] * 1e9)
         known = [[save[key] for key in keys if save[key] is not None] for keys in _COLUMNS.values()]
         times = [duration(sum(seconds)) if seconds else "-" for seconds in known]
-        lines.append([str(save["step"]), save["outcome"], amount(save["bytes"]), rate, *times])
+        lines.append([str(save["step"]), save["outcome"], amount(save["bytes"]), written, *times])
     text = aligned(lines, left=(1,))
     for column in _SPARED:
         if max(map(len, text)) > WIDTH:

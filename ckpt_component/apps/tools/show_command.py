@@ -133,9 +133,7 @@ def _flat_lines(entries: Sequence[Entry], values: Mapping[str, str]) -> Iterator
 
 
 def _tree_lines(shown: Sequence[Line], values: Mapping[str, str], output: Output) -> Iterator[str]:
-    cells = [
-        (line.dtype or "object" * (line.entry is not None), _below(line, values), amount(line.nbytes)) for line in shown
-    ]
+    cells = [(line.dtype or "object" * (line.entry is not None), _below(line, values), _size(line)) for line in shown]
     widths = [max((len(row[number]) for row in cells), default=0) for number in range(3)]
     room = WIDTH - sum(widths) - 2 * len(widths)
     alike = [f"  ({line.alike} alike)" if line.alike > 1 else "" for line in shown]
@@ -146,6 +144,11 @@ def _tree_lines(shown: Sequence[Line], values: Mapping[str, str], output: Output
     yield output.style(header, "bold")
     for line, row in zip(shown, rows, strict=True):
         yield row if line.entry is not None else output.style(row, "blue")
+
+
+def _size(line: Line) -> str:
+    """The size of a line; empty for an object, whose bytes are mostly those of its form in the file."""
+    return "" if line.entry is not None and line.entry.kind == "object" else amount(line.nbytes)
 
 
 def _content(entry: Entry, values: Mapping[str, str]) -> str:
