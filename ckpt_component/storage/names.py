@@ -10,6 +10,7 @@ import hashlib
 import os
 import re
 import socket
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 MANIFEST = "manifest.json"
@@ -18,6 +19,8 @@ RUN_RECORD = "run.json"
 OWNER = ".ckpt-owner.json"
 #: Suffixes of a file that readers accept as a checkpoint when it is the only file in a folder.
 SINGLE_FILES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
+#: The end of names that other programs' files have as well.
+_ANY_BINARY = ".bin"
 #: The record of a `torch.save` archive whose directory has the CRC-32 of every record.
 CHECKSUMS = ".checksums"
 STAGING_PREFIX = ".ckpt-tmp."
@@ -173,3 +176,13 @@ def saved_as(name: str) -> str:
 
 def _host_token() -> str:
     return hashlib.sha256(socket.gethostname().encode()).hexdigest()[:8]
+
+
+def is_stray(name: str, names: Sequence[str]) -> bool:
+    """Whether a file that ends as weights do is probably something else: a `.bin` whose folder has nothing of a model.
+
+    Args:
+        name: Of the file.
+        names: Of all files in its folder.
+    """
+    return name.endswith(_ANY_BINARY) and "model" not in name and "config.json" not in names

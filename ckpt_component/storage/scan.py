@@ -13,7 +13,7 @@ from ..errors import CheckpointCorruptError, CheckpointError, CheckpointUnreadab
 from .manifest import check_files, data_folder, read_manifest
 from .manifest_commit import attempts_in, is_quarantined
 from .metrics import metrics_of
-from .names import MANIFEST, NAMINGS, QUARANTINED, STEP_DIGITS, StepNames
+from .names import MANIFEST, NAMINGS, QUARANTINED, STEP_DIGITS, StepNames, is_stray, step_in_name
 from .storage import Storage
 
 logger = logging.getLogger(__name__)
@@ -180,10 +180,13 @@ def _is_checkpoint(fs: Storage, path: str) -> bool:
     if not fs.is_folder(path):
         return path.endswith(_FILES)
     try:
-        return any(_ANY_CHECKPOINT.fullmatch(name) for name in fs.names(path))
+        names = fs.names(path)
     except OSError as error:
         logger.warning("could not list %s (%s); unknown whether it is a checkpoint", path, error)
         return False
+    # The name of a step makes a folder a checkpoint, whatever its files are called.
+    named = step_in_name(os.path.basename(path)) is not None
+    return any(_ANY_CHECKPOINT.fullmatch(name) and (named or not is_stray(name, names)) for name in names)
 
 
 def read_pointer(fs: Storage, root: str, names: StepNames) -> int | None:

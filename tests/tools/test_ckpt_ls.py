@@ -148,3 +148,22 @@ def test_a_file_of_weights_hides_no_checkpoints(ckpt: Callable[..., Any], tmp_pa
     (tmp_path / "last").mkdir()
     torch.save({"a": torch.ones(2)}, tmp_path / "last" / "pytorch_model.bin")
     assert "unverified (last)" in ckpt("ls", tmp_path).out
+
+
+def test_other_programs_binaries_are_no_checkpoints(ckpt: Callable[..., Any], tmp_path: Path) -> None:
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "firmware.bin").write_bytes(b"x")
+    assert ckpt("ls", tmp_path).out == f"no checkpoints in {tmp_path}\n"
+    (tmp_path / "bin" / "config.json").write_text("{}")
+    (tmp_path / "step_7").mkdir()
+    (tmp_path / "step_7" / "weights.bin").write_bytes(b"x")
+    listed = ckpt("ls", tmp_path).out
+    assert "(bin)" in listed and "7" in listed
+
+
+def test_it_names_the_folders_below_that_hold_checkpoints(
+    ckpt: Callable[..., Any], root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(root.parent)
+    assert ckpt("ls", ".").out.splitlines()[1:] == ["checkpoints/ holds 4: ckpt ls checkpoints"]
+    assert ckpt("ls", root.parent).out.splitlines()[1:] == [f"checkpoints/ holds 4: ckpt ls {root}"]

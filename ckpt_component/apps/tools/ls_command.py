@@ -17,12 +17,15 @@ from dataclasses import asdict, dataclass
 
 from ...catalogue.checkpoints import Root, created_of, find_root, is_checkpoint
 from ...storage.cleanup import unfinished_in
+from ...storage.locate import is_url
 from ...storage.names import ALIVE_PREFIX, STAGING_PREFIX, saved_as, step_in_name
 from ...storage.space import amount
 from .output import Output, age_text, counted, table
 from .roots import tree_bytes
 
 COMMITTED, UNVERIFIED, DAMAGED, IN_PROGRESS, DEBRIS = "committed", "unverified", "damaged", "in progress", "debris"
+#: Folders below that are named.
+_FOLDERS = 5
 _STYLES = {DAMAGED: "red", IN_PROGRESS: "blue", DEBRIS: "dim", UNVERIFIED: "yellow"}
 
 
@@ -72,6 +75,24 @@ def run(parsed: argparse.Namespace, output: Output) -> None:
         "entries": [{**asdict(entry), "path": os.path.join(root.path, entry.name)} for entry in entries],
     }
     output.result(data, _lines(root, entries, output))
+    if not entries and not is_url(parsed.root):
+        output.show(_below(root, parsed.root))
+
+
+def _below(root: Root, argument: str) -> Iterator[str]:
+    """Lines about the folders in it that hold checkpoints, the first ones."""
+    found = 0
+    for name in root.fs.names(root.path):
+        path = os.path.join(root.path, name)
+        if found == _FOLDERS or name.startswith(".") or not root.fs.is_real_folder(path):
+            continue
+        try:
+            steps = Root(root.fs, path).committed
+        except OSError:
+            continue  # not ours to read; this is advice only
+        if steps:
+            found += 1
+            yield f"{name}/ holds {len(steps)}: ckpt ls {os.path.normpath(os.path.join(argument, name))}"
 
 
 def _entries(root: Root) -> Iterator[Listed]:
