@@ -12,7 +12,7 @@ from ...errors import printable
 from ...storage.space import amount, rate
 from ..sweeps.page import can_plot, new_figure, write_page
 from ..sweeps.text import aligned, duration
-from ..tools.output import WIDTH, counted
+from ..tools.output import counted, width
 from .records import Run
 from .timeline import draw_saves, height
 
@@ -49,7 +49,8 @@ def text(
         shown: Index of the run to describe.
         limit: How many saves to show, the last ones; None: all.
     """
-    yield from _about(folder, figures[shown])
+    for line in _about(folder, figures[shown]):
+        yield from _wrapped(line)
     saves = [save for run in figures for save in run["saves"]]
     if len(figures) > 1:
         yield ""
@@ -64,14 +65,14 @@ def text(
     yield from _saves_table(listed)
     if len(listed) < len(saves):
         yield f"the last {len(listed)} of {len(saves)} saves; --json has all"
-    yield from textwrap.wrap(_MEANING, WIDTH)
+    yield from textwrap.wrap(_MEANING, width())
     for save in listed:
         if save["error"] is not None:
             yield from _wrapped(f"step {save['step']} {save['outcome']}: {save['error']}")
 
 
 def _wrapped(line: str) -> list[str]:
-    return textwrap.wrap(printable(line), WIDTH, subsequent_indent="  ")
+    return textwrap.wrap(printable(line), width(), subsequent_indent="  ")
 
 
 def _about(folder: Path, run: Mapping[str, Any]) -> Iterator[str]:
@@ -123,7 +124,7 @@ def _saves_table(saves: Sequence[Mapping[str, Any]]) -> list[str]:
         lines.append([str(save["step"]), save["outcome"], amount(save["bytes"]), written, *times])
     text = aligned(lines, left=(1,))
     for column in _SPARED:
-        if max(map(len, text)) > WIDTH:
+        if max(map(len, text)) > width():
             place = lines[0].index(column)
             lines = [line[:place] + line[place + 1 :] for line in lines]
             text = aligned(lines, left=(1,))

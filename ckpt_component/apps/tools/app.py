@@ -13,6 +13,7 @@ import signal
 import sys
 import textwrap
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -20,7 +21,7 @@ from ... import __version__
 from ...errors import CheckpointConfigError, CheckpointError, printable
 from ...spelling import closest
 from ...storage.locate import is_url
-from .output import WIDTH, Output, styled
+from .output import Output, styled, width
 
 #: Exit codes: the answer is no (damaged, different, a check failed); the command could not do its work.
 NO, FAILED = 1, 2
@@ -122,19 +123,23 @@ def _option(text: str) -> tuple[str, str]:
 
 def parser_of(complete: Sequence[str]) -> argparse.ArgumentParser:
     """The parser of all commands, with the arguments of these; the modules of the others are not imported."""
+    # Its own width is that of the terminal, however wide.
+    formatter = partial(argparse.RawDescriptionHelpFormatter, width=width())
     parser = _Parser(
-        prog="ckpt", description="Tools for checkpoints and runs. Exit codes: 0 done, 1 the answer is no, 2 an error."
+        prog="ckpt",
+        formatter_class=formatter,
+        description="Tools for checkpoints and runs.\nExit codes: 0 done, 1 the answer is no, 2 an error.",
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     subparsers = parser.add_subparsers(metavar="COMMAND", dest="command", required=True)
     for name, (_, line) in COMMANDS.items():
-        command = subparsers.add_parser(name, help=line, formatter_class=argparse.RawDescriptionHelpFormatter)
+        command = subparsers.add_parser(name, help=line, formatter_class=formatter)
         if name not in complete:
             continue
         module = _module(name)
         module.add_arguments(command)
         _, description, command.epilog = (module.__doc__ or "\n\n\n\n").split("\n\n", 2)  # none with python -OO
-        command.description = textwrap.fill(description, WIDTH)
+        command.description = textwrap.fill(description, width())
         command.add_argument(
             "-o",
             dest="options",

@@ -10,13 +10,14 @@ examples:
 from __future__ import annotations
 
 import argparse
+import textwrap
 from collections.abc import Iterator
 from typing import Any
 
 from ...config.files import parts_of, presets, recipes
 from ...errors import CheckpointConfigError
 from ...spelling import closest
-from .output import Output, entry
+from .output import Output, entry, width
 
 _USES = {
     "presets": 'In Python: build_manager("NAME"). On a command line: checkpoint=NAME. Details: ckpt explain NAME.',
@@ -58,4 +59,4 @@ def _lines(command: str, data: list[dict[str, Any]], output: Output) -> Iterator
         parts = ", ".join(f"{kind} {option}" for kind, option in file.get("parts", {}).items())
         yield from entry(output, file["name"], f"({parts})" if parts else "", file["text"])
     yield ""
-    yield _USES[command]
+    yield from textwrap.wrap(_USES[command], width())

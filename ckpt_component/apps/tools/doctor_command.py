@@ -21,7 +21,7 @@ from ..health.finding import FAILS, NOTE, OK, Finding
 from ..health.folder import check_folder
 from ..health.machine import check_machine
 from ..health.packages import check_packages
-from .output import WIDTH, Output
+from .output import Output, width
 
 _COLORS = {OK: "green", NOTE: "yellow", FAILS: "red"}
 
@@ -48,11 +48,11 @@ def run(parsed: argparse.Namespace, output: Output) -> int:
 
 
 def _lines(findings: Sequence[Finding], output: Output) -> Iterator[str]:
-    width = max(len(finding.what) for finding in findings)
+    column = max(len(finding.what) for finding in findings)
     for finding in findings:
         status = output.style(f"{finding.status:<4}", _COLORS[finding.status])
-        indent = " " * (width + 8)
-        first, *others = textwrap.wrap(finding.text, WIDTH - len(indent))
-        yield f"{status}  {finding.what:<{width}}  {first}"
-        for line in (*others, *textwrap.wrap(f"-> {finding.fix}" if finding.fix else "", WIDTH - len(indent))):
+        indent = " " * (column + 8)
+        first, *others = textwrap.wrap(finding.text, width() - len(indent))
+        yield f"{status}  {finding.what:<{column}}  {first}"
+        for line in (*others, *textwrap.wrap(f"-> {finding.fix}" if finding.fix else "", width() - len(indent))):
             yield f"{indent}{line}"

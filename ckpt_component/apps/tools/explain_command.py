@@ -6,7 +6,7 @@ training waits for. Takes a second: Hydra composes.
 examples:
   ckpt explain async_zero_overhead checkpoint.writer.workers=4
   ckpt explain +recipe=safest checkpoint/stager=pinned
-  ckpt explain mine 'hydra.searchpath=[file://conf]'     # your own conf/checkpoint/mine.yaml
+  ckpt explain mine 'hydra.searchpath=[file://conf]'   # your mine.yaml
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ...config.schema import PARTS, Checkpoint
 from ...errors import CheckpointConfigError
 from ...storage.locate import absolute
 from .explain_graph import facts_of, processes, waits
-from .output import WIDTH, Output, table
+from .output import Output, table, width
 
 #: The preset that is explained if none is named.
 USUAL = "async_persistent"
@@ -117,7 +117,7 @@ def _lines(data: Mapping[str, Any], output: Output) -> Iterator[str]:
         yield ""
         yield output.style(title, "bold")
         for line in data[name]:
-            yield from textwrap.wrap(line, WIDTH, initial_indent="  ", subsequent_indent="    ")
+            yield from textwrap.wrap(line, width(), initial_indent="  ", subsequent_indent="    ")
 
 
 def _typed(entry: Mapping[str, Any]) -> tuple[str, str]:

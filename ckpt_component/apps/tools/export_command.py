@@ -5,7 +5,7 @@ read; safetensors or torch, one file. Streams, so that it needs little memory, a
 for checkpoints of other programs. OUT appears whole or not at all, and checksums are verified.
 
 example:
-  ckpt export hf checkpoints/iter_0000200 exported --dtype bfloat16 --config-from base_model
+  ckpt export hf checkpoints@200 exported --dtype bfloat16 --config-from base
 
 hf without --prefix exports the model, if the state has one; --prefix '' everything.
 """

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import fnmatch
+import re
 from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
@@ -61,4 +62,9 @@ def _lines(matching: list[Key], output: Output) -> Iterator[str]:
         some = of != [""] and set(of) != set(PARTS[part])
         facts = f"{kind.replace('|', ', ')}{f', {limits}' if limits else ''}"
         facts += f", with checkpoint/{part}={','.join(of)}" if some else ""
-        yield from entry(output, f"checkpoint.{name}={default}", f"({facts})", text)
+        yield from entry(output, f"checkpoint.{name}={default}", f"({facts})", _plain(text))
+
+
+def _plain(text: str) -> str:
+    """A text of the schema without its Markdown, which is for the page of keys."""
+    return re.sub(r"\[[^\]]*\]\(([\w./-]+\.md)[^)]*\)", r"docs/\1", text).replace("`", "")

@@ -1,10 +1,11 @@
-"""What the commands print: tables of at most 100 characters, or JSON; colour on a terminal only."""
+"""What the commands print: text of the terminal's width and at most 100 characters, or JSON; colour on a terminal."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
+import shutil
 import sys
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
@@ -14,7 +15,8 @@ from typing import Any, TextIO
 from ...errors import printable
 from ..sweeps.text import aligned
 
-WIDTH = 100
+#: Longer lines are hard to read. What is not a terminal, such as a pipe, gets lines of this length.
+_WIDEST, _NARROWEST = 100, 40
 _STYLES = {"bold": 1, "dim": 2, "red": 31, "green": 32, "yellow": 33, "blue": 34}
 #: What `styled` adds to a text.
 _STYLING = re.compile(r"(\x1b\[(?:[012]|3[1-4])m)")
@@ -58,6 +60,11 @@ class Output:
         return styled(text, name, sys.stdout)
 
 
+def width() -> int:
+    """How long a line may be: as the terminal, or COLUMNS, is wide; at most 100 characters."""
+    return max(min(shutil.get_terminal_size((_WIDEST, 24)).columns, _WIDEST), _NARROWEST)
+
+
 def has_color(stream: TextIO) -> bool:
     """Whether text may be coloured: on a terminal, unless NO_COLOR is set."""
     return stream.isatty() and not os.environ.get("NO_COLOR")
@@ -70,7 +77,7 @@ def styled(text: str, name: str, stream: TextIO) -> str:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[int] = ()) -> Iterator[str]:
-    """Lines of a table; the last column is cut where a line would be longer than 100 characters.
+    """Lines of a table; the last column is cut where a line would be longer than `width`.
 
     Args:
         header: Titles of the columns.
@@ -82,9 +89,9 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequen
 
 
 def fitted(line: str) -> str:
-    """A line, `printable`, and cut if it is longer than 100 characters."""
+    """A line, `printable`, and cut if it is longer than `width`."""
     line = printable(line)
-    return line if len(line) <= WIDTH else f"{line[: WIDTH - 1]}…"
+    return line if len(line) <= width() else f"{line[: width() - 1]}…"
 
 
 def shortened(text: str, room: int) -> str:
@@ -111,5 +118,10 @@ def age_text(seconds: float) -> str:
 
 def entry(output: Output, name: str, facts: str, text: str) -> Iterator[str]:
     """Lines of a list in which a name has facts beside it and a text below."""
-    yield from textwrap.wrap(f"{output.style(name, 'bold')} {output.style(facts, 'dim')}", WIDTH + 20 * output.color)
-    yield from textwrap.wrap(text, WIDTH, initial_indent="    ", subsequent_indent="    ")
+    first, *others = textwrap.wrap(f"{name} {facts}", width())
+    more = first.removeprefix(name)  # where the name alone is longer than a line, all of it is bold
+    yield output.style(first[: len(first) - len(more)] or first, "bold") + (
+        output.style(more, "dim") if more != first else ""
+    )
+    yield from (output.style(line, "dim") for line in others)
+    yield from textwrap.wrap(text, width(), initial_indent="    ", subsequent_indent="    ")

@@ -25,7 +25,7 @@ from ..planning.formulas import DALY
 from ..planning.measured import measured_rates
 from ..planning.plan import RESTART_S, Figure, Question, plan
 from ..sweeps.text import duration
-from .output import WIDTH, Output, counted, table
+from .output import Output, counted, table, width
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -107,13 +107,18 @@ def _lines(question: Question, figures: Sequence[Figure], notes: Sequence[str]) 
     ranks, hosts = counted(question.ranks, "rank"), counted(question.hosts, "host")
     yield f"{amount(round(question.state))} of state, {ranks} on {hosts}, {question.preset}"
     yield ""
-    rows = [(figure.name, _text(figure), figure.why) for figure in figures]
+    room = width() - sum(max(map(len, cells)) + 2 for cells in zip(*((f.name, _text(f)) for f in figures), strict=True))
+    rows = []
+    for figure in figures:
+        first, *others = textwrap.wrap(figure.why, room) or [""]
+        rows += [(figure.name, _text(figure), first), *(("", "", line) for line in others)]
     yield from table(("figure", "value", "formula or source"), rows, right=(1,))
     yield ""
-    yield from DALY
+    for line in DALY:
+        yield from textwrap.wrap(line, width(), subsequent_indent="  ")
     yield ""
     for note in notes:
-        yield from textwrap.wrap(note, WIDTH)
+        yield from textwrap.wrap(note, width())
 
 
 def _text(figure: Figure) -> str:

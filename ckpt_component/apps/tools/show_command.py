@@ -26,7 +26,7 @@ from ...storage.space import amount
 from ..sweeps.text import aligned
 from .key_tree import Line, lines_of, shape_text
 from .object_values import value_text
-from .output import WIDTH, Output, age_text, counted, shortened, table
+from .output import Output, age_text, counted, shortened, table, width
 
 #: Larger objects are not read, and of many only the first ones.
 _READ_BYTES, _READ_OBJECTS = 16 << 10, 1000
@@ -63,7 +63,7 @@ def run(parsed: argparse.Namespace, output: Output) -> None:
     known = _facts(catalogue)
     data = {**known, "entries": [_as_data(entry, values) for entry in entries] if output.as_json else []}
 
-    about = textwrap.wrap(_facts_line(known), WIDTH, subsequent_indent="  ")
+    about = textwrap.wrap(_facts_line(known), width(), subsequent_indent="  ")
     output.show([output.style(path, "bold"), *about, ""])
     output.result(data, _flat_lines(entries, values) if parsed.flat else _tree_lines(shown, values, output))
 
@@ -135,7 +135,7 @@ def _flat_lines(entries: Sequence[Entry], values: Mapping[str, str]) -> Iterator
 def _tree_lines(shown: Sequence[Line], values: Mapping[str, str], output: Output) -> Iterator[str]:
     cells = [(line.dtype or "object" * (line.entry is not None), _below(line, values), _size(line)) for line in shown]
     widths = [max((len(row[number]) for row in cells), default=0) for number in range(3)]
-    room = WIDTH - sum(widths) - 2 * len(widths)
+    room = width() - sum(widths) - 2 * len(widths)
     alike = [f"  ({line.alike} alike)" if line.alike > 1 else "" for line in shown]
     names = [shortened("  " * line.depth + line.name + more, room) for line, more in zip(shown, alike, strict=True)]
     header, *rows = table(
