@@ -267,7 +267,7 @@ def _hint(pattern: str, keys: Sequence[str]) -> str:
 def created_of(manifest: Mapping[str, Any]) -> float | None:
     """When a checkpoint was committed, in seconds since 1970; None: its manifest does not say, or says nonsense."""
     created = manifest.get("created")
-    return float(created) if is_time(created) else None
+    return float(created) if created is not None and is_time(created) else None
 
 
 def is_checkpoint(fs: Storage, path: str) -> bool:

@@ -127,7 +127,7 @@ class EventRecorder:
     def drain(self, timeout: float) -> None:
         """Wait until the events so far are recorded and the listeners know them, or for `timeout` seconds."""
         deadline = time.monotonic() + timeout
-        for thread in (self._thread, *self._listeners):
+        for thread in self._threads():
             thread.drain(deadline)
 
     def close(self, timeout: float) -> None:
@@ -135,8 +135,11 @@ class EventRecorder:
         self._record(self._steps.take())
         self._tell("close")
         deadline = time.monotonic() + timeout
-        for thread in (self._thread, *self._listeners):
+        for thread in self._threads():
             thread.close(deadline)
+
+    def _threads(self) -> list[EventThread | ListenerThread]:
+        return [self._thread, *self._listeners]
 
     def _record(self, events: Sequence[Mapping[str, Any]]) -> None:
         if self._file is not None and events:
