@@ -21,6 +21,9 @@ class ListenerThread:
     Args:
         listener: the listener.
         slow_seconds: after how many seconds in one call it is reported to hang.
+
+    Attributes:
+        thread: the thread, to wait for it and to end it.
     """
 
     def __init__(self, listener: CheckpointListener, slow_seconds: float) -> None:
@@ -29,12 +32,11 @@ class ListenerThread:
         self._failed = False
         #: Doubled with each slow call, so that a listener that is always slow fills no log.
         self._slow_seconds = slow_seconds
-        self._thread = EventThread("ckpt-listener", self._name)
-        self.drain, self.close = self._thread.drain, self._thread.close
+        self.thread = EventThread("ckpt-listener", self._name)
 
     def tell(self, method: str, *reports: SaveReport | LoadReport) -> None:
         """Call a method of the listener after the earlier calls; never waits."""
-        self._thread.submit(partial(self._call, method, *reports))
+        self.thread.submit(partial(self._call, method, *reports))
 
     def _call(self, method: str, *reports: SaveReport | LoadReport) -> None:
         limit, began = self._slow_seconds, time.monotonic()

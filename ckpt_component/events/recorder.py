@@ -152,6 +152,9 @@ class EventRecorder:
             events, self._held = self._held, []
             file.append([{**event, **self._names} for event in events])
 
+    def _threads(self) -> list[EventThread]:
+        return [self._thread, *(listener.thread for listener in self._listeners)]
+
     def _tell(self, method: str, *reports: SaveReport | LoadReport) -> None:
         for listener in tuple(self._listeners):
             listener.tell(method, *reports)
