@@ -619,22 +619,24 @@ def test_dtypes_shapes_and_keys_are_listed(native: Path, stock: Path, ours: Sync
         assert not target["w"].any()  # refused before anything was read
 
 
-def test_nothing_else_than_our_errors_comes_out_of_forged_tables(native: Path, ours: SyncCheckpointer) -> None:
-    """Every value of the table, replaced by every kind of wrong value, with all checksums right."""
+@pytest.mark.parametrize("value", [None, -1, HUGE, "x", [], {}, 1.5, True], ids=str)
+def test_nothing_else_than_our_errors_comes_out_of_forged_tables(
+    value: Any, native: Path, ours: SyncCheckpointer
+) -> None:
+    """Every value of the table, replaced by a wrong one, with all checksums right."""
     whole = {path.name: path.read_bytes() for path in native.iterdir()}
     table = json.loads(whole["integrity-0.json"])
     ways = [way for way in every_place(table) if way]
     tried = 0
     for way in ways:
-        for value in (None, -1, HUGE, "x", [], {}, 1.5, True):
-            edit_table(native, at(*way, value=value))
-            try:
-                ours.load(native)
-            except CheckpointError:
-                tried += 1
-            for name, data in whole.items():
-                (native / name).write_bytes(data)
-    assert tried > len(ways)
+        edit_table(native, at(*way, value=value))
+        try:
+            ours.load(native)
+        except CheckpointError:
+            tried += 1
+        for name, data in whole.items():
+            (native / name).write_bytes(data)
+    assert tried > len(ways) / 8
 
 
 def every_place(value: Any, way: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
