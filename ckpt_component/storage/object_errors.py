@@ -25,7 +25,9 @@ _ERRNO_OF_TEXT = {
     "<Code>InvalidResourceName": errno.EINVAL,
     "kind: Timeout": errno.ETIMEDOUT,
     "timed out": errno.ETIMEDOUT,
+    "kind: Interrupted": errno.ECONNRESET,  # before or after the store has seen the request
     "kind: Connect": errno.ECONNREFUSED,
+    "error sending request": errno.ECONNRESET,
 }
 _STATUS = re.compile(r"status code: (\d{3})")
 _BODY = re.compile(r": <\?xml.*", re.S)

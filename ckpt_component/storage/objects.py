@@ -37,6 +37,8 @@ _PART_BYTES, _IN_FLIGHT = 8 << 20, 6
 _MOST_PARTS = 9_000
 #: How long a conditional put is repeated that the store refuses because others are in progress.
 _CONFLICT_SECONDS, _CONFLICT_PAUSE = 30.0, 0.1
+#: How often a conditional put is repeated whose connection was cut; obstore repeats only what may be done twice.
+_CUT_TRIALS = 4
 _APPENDED_BYTES = 1 << 30
 #: How long a listing that fails is repeated, after obstore's own repetitions.
 _LIST_SECONDS = 2.0
@@ -233,6 +235,7 @@ class ObjectStorage(Storage):
 
     def put_new(self, path: str, data: bytes, draft: str) -> None:
         deadline, pause = time.monotonic() + _CONFLICT_SECONDS, _CONFLICT_PAUSE
+        cuts_left = _CUT_TRIALS
         while True:
             try:
                 self._put(path, data, "create")
@@ -240,6 +243,12 @@ class ObjectStorage(Storage):
             except BlockingIOError:  # other puts of this path are in progress
                 if time.monotonic() > deadline:
                     raise
+            except ConnectionResetError as error:
+                # If the store has done it, the next put finds the name taken, and the caller compares what is there.
+                cuts_left -= 1
+                if cuts_left < 0 or time.monotonic() > deadline:
+                    raise
+                logger.info("putting %s again in %.1f s: %s", path, pause, error)
             time.sleep(pause)
             pause = min(2 * pause, 1.0)
 

@@ -184,6 +184,18 @@ def test_a_conflict_of_the_manifest_is_retried(times: int, bucket: Bucket, proxy
     assert whole_steps(storage_at(root), root, []) == {1: attempt.token}
 
 
+@pytest.mark.parametrize("fault", [CutBefore(), CutAfter()], ids=["not_done", "done"])
+@pytest.mark.parametrize("times", [1, 3])
+def test_a_manifest_whose_connection_is_cut_is_put_again(
+    fault: Fault, times: int, bucket: Bucket, proxy: FaultProxy
+) -> None:
+    root = f"{bucket.url}/run"
+    rule = proxy.add(fault, times=times, where=is_manifest)
+    attempt = committed(keeps_trying(0, root), root, 1)
+    assert len(rule.hits) == times
+    assert whole_steps(storage_at(root), root, []) == {1: attempt.token}
+
+
 def test_a_manifest_that_is_taken_is_not_written_over(bucket: Bucket, proxy: FaultProxy) -> None:
     root = f"{bucket.url}/run"
     fs = storage_at(root)
