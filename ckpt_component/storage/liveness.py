@@ -207,7 +207,7 @@ def _marks(root: str, names: Sequence[str], token: str) -> list[str]:
 
 
 def _has_ended(mark: str) -> bool:
-    """Whether a path is a mark file of a process that would be seen here and does not exist; False if unknown."""
+    """Whether a path names a process that would be seen here and does not exist; False if unknown, or it names none."""
     process = ProcessName.of_key(mark.rpartition(".")[0].rpartition(".")[2])
     return process is not None and process.running is False
 

@@ -13,6 +13,8 @@ import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from .processes import ProcessName
+
 MANIFEST = "manifest.json"
 #: What a checkpoint says about the run that saved it; see `run_record`.
 RUN_RECORD = "run.json"
@@ -163,8 +165,9 @@ def quarantine_path(path: str) -> str:
 
 
 def new_path(path: str) -> str:
-    """A new path next to the file `path`, for the bytes that are about to replace it."""
-    return os.path.join(os.path.dirname(path), f"{NEW_PREFIX}{os.path.basename(path)}.{new_token()}")
+    """A new path next to the file `path`, for the bytes that are about to replace it; names this process."""
+    name = f"{NEW_PREFIX}{os.path.basename(path)}.{ProcessName.current().key}.{new_token()}"
+    return os.path.join(os.path.dirname(path), name)
 
 
 def saved_as(name: str) -> str:

@@ -99,13 +99,17 @@ def test_two_managers_that_save_at_once_end_with_one_owner(tmp_path: Path) -> No
 def test_what_a_run_left_that_died_in_an_overwrite_is_swept(tmp_path: Path) -> None:
     with build_manager("sync", dir=tmp_path) as manager:
         manager.save(1, {"weight": torch.ones(3)})
-    left, young = (Path(new_path(str(tmp_path / ".ckpt-owner.json"))) for _ in range(2))
-    left.touch()
-    young.touch()
-    os.utime(left, (1, 1))
+    code = "from ckpt_component.storage.names import new_path; import sys; open(new_path(sys.argv[1]), 'w')"
+    subprocess.run([sys.executable, "-c", code, str(tmp_path / ".ckpt-owner.json")], timeout=60, check=True)
+    (dead,) = tmp_path.glob(f"{NEW_PREFIX}*")
+    old, young = (Path(new_path(str(tmp_path / ".ckpt-owner.json"))) for _ in range(2))
+    for path in (old, young):
+        path.touch()
+    os.utime(old, (1, 1))
     with build_manager("sync", dir=tmp_path) as manager:
         manager.restore({"weight": torch.zeros(3)})
-    assert not left.exists() and young.exists()  # another process may be about to rename the young one
+    assert not dead.exists() and not old.exists()
+    assert young.exists()  # its process lives, and may be about to rename it
 
 
 def test_a_run_that_only_restores_takes_nothing_over(tmp_path: Path) -> None:
