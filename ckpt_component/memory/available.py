@@ -1,14 +1,13 @@
-"""How much memory is available, also under a limit of a container. Imports only the standard library."""
+"""How much memory is available, also under a limit of a container. Imports little of the standard library."""
 
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 #: What is plentiful takes at most this part of what is available.
 _PART = 4
-_MEMINFO = Path("/proc/meminfo")
-_CGROUPS = Path("/sys/fs/cgroup")
+_MEMINFO = "/proc/meminfo"
+_CGROUPS = "/sys/fs/cgroup"
 
 
 def is_plentiful(nbytes: int) -> bool:
@@ -25,23 +24,27 @@ def available_bytes() -> int:
     Raises:
         OSError, ValueError, LookupError: the kernel does not say.
     """
-    fields = dict(line.split(":", 1) for line in _MEMINFO.read_text().splitlines())
+    fields = dict(line.split(":", 1) for line in _read(_MEMINFO).splitlines())
     return min([int(fields["MemAvailable"].split()[0]) << 10, *_under_limits()])
 
 
 def _under_limits() -> list[int]:
     """What each limit above this process leaves, counting the page cache as free."""
-    own = next((line[3:] for line in Path("/proc/self/cgroup").read_text().splitlines() if line.startswith("0::")), "/")
-    folder, left = Path(os.path.normpath(f"{_CGROUPS}/{own}")), list[int]()
-    for group in [folder, *folder.parents]:
-        if not group.is_relative_to(_CGROUPS):
-            break
+    own = next((line[3:] for line in _read("/proc/self/cgroup").splitlines() if line.startswith("0::")), "/")
+    group, left = os.path.normpath(f"{_CGROUPS}/{own}"), list[int]()
+    while group.startswith(_CGROUPS):
         try:
-            limit = (group / "memory.max").read_text().strip()
+            limit = _read(f"{group}/memory.max").strip()
         except FileNotFoundError:  # the root, or a group that is not visible here
-            continue
+            limit = "max"
         if limit != "max":
-            counts = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+            counts = dict(line.split() for line in _read(f"{group}/memory.stat").splitlines())
             cached = int(counts["active_file"]) + int(counts["inactive_file"])
-            left.append(int(limit) - int((group / "memory.current").read_text()) + cached)
+            left.append(int(limit) - int(_read(f"{group}/memory.current")) + cached)
+        group = os.path.dirname(group)
     return left
+
+
+def _read(path: str) -> str:
+    with open(path, encoding="ascii", errors="replace") as file:
+        return file.read()

@@ -13,7 +13,6 @@ import os
 from collections.abc import Iterable
 
 from ..memory.scratch import BLOCK_BYTES
-from .fs_type import kind_of
 from .safe_open import open_past_cache
 
 logger = logging.getLogger(__name__)
@@ -24,13 +23,6 @@ PAGE = mmap.PAGESIZE
 MAX_BYTES = BLOCK_BYTES - 2 * PAGE
 #: Shorter reads would spend too much on the unneeded rest of their first and last page.
 _MIN_BYTES = 64 << 10
-#: Local file systems. Network file systems need more read-ahead than a few blocks.
-_ON_DISK = frozenset({"ext2", "ext3", "ext4", "xfs", "f2fs"})
-
-
-def is_on_disk(folder: str) -> bool:
-    """Whether a folder is on a local disk, judged by its file system's name."""
-    return kind_of(folder) in _ON_DISK
 
 
 class DirectReader:

@@ -10,8 +10,9 @@ from typing import IO
 from ..memory import libc
 from ..memory.page_cache import share_in_memory
 from ..memory.scratch import ScratchBlock
-from .direct_io import MAX_BYTES, PAGE, DirectReader, is_on_disk
+from .direct_io import MAX_BYTES, PAGE, DirectReader
 from .file_set import GAP_BYTES, FileSet, RangeRead, extents_of
+from .fs_type import is_on_disk
 from .safe_open import forget, open_regular, read_failure
 
 logger = logging.getLogger(__name__)

@@ -14,11 +14,12 @@ import time
 from collections.abc import Sequence
 
 from ..memory.available import is_plentiful
-from ..storage.direct_io import is_on_disk
+from ..storage.fs_type import is_on_disk
 from .request import WriteRequest, WriteResult
 
-#: Bytes to read at a time, and how many times as long the pause is.
+#: Bytes to read at a time, and until the next look at the available memory; how many times as long the pauses are.
 _PIECE_BYTES = 1 << 20
+_LOOK_BYTES = 32 << 20
 _PAUSES = 2.0
 
 
@@ -64,7 +65,7 @@ class CachedFiles:
             return
         started = time.monotonic()
         try:
-            if not is_plentiful(self._needed):
+            if self._offset % _LOOK_BYTES == 0 and not is_plentiful(self._needed):
                 self.drop()
                 return
             if self._fd is None:

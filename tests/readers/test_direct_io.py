@@ -25,7 +25,7 @@ from ckpt_component.readers.reader import shares_host
 from ckpt_component.storage import direct_io, open_files
 from ckpt_component.storage.direct_io import DirectReader
 from ckpt_component.storage.file_set import RangeRead
-from ckpt_component.storage.fs_type import kind_of
+from ckpt_component.storage.fs_type import is_on_disk, kind_of
 from ckpt_component.storage.open_files import OpenFiles
 
 STATE: dict[str, Any] = {
@@ -44,7 +44,7 @@ def zeros() -> dict[str, Any]:
 def disk(tmp_path: Path) -> Iterator[Path]:
     """A folder that has direct reads."""
     for place in (str(tmp_path), os.getcwd()):
-        if kind_of(place) in direct_io._ON_DISK:
+        if is_on_disk(place):
             with tempfile.TemporaryDirectory(dir=place, prefix=".past-cache-") as folder:
                 yield Path(folder)
             return

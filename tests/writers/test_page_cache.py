@@ -13,7 +13,7 @@ import torch
 from ckpt_component import CheckpointManager, build_manager
 from ckpt_component.memory import available
 from ckpt_component.memory.page_cache import share_in_memory
-from ckpt_component.storage.direct_io import is_on_disk
+from ckpt_component.storage.fs_type import is_on_disk
 from ckpt_component.writing import cached_files
 
 STATE = {"w": torch.arange(6 << 20, dtype=torch.float32)}
@@ -74,8 +74,8 @@ def test_what_is_plentiful_heeds_the_limit_of_a_container(tmp_path: Path, monkey
     meminfo, group = tmp_path / "meminfo", tmp_path / "cgroup"
     meminfo.write_text("MemTotal: 20000000 kB\nMemAvailable: 8000 kB\n")
     group.mkdir()
-    monkeypatch.setattr(available, "_MEMINFO", meminfo)
-    monkeypatch.setattr(available, "_CGROUPS", group)
+    monkeypatch.setattr(available, "_MEMINFO", str(meminfo))
+    monkeypatch.setattr(available, "_CGROUPS", str(group))
     assert available.available_bytes() == 8000 << 10
     assert available.is_plentiful(2000 << 10) and not available.is_plentiful(2001 << 10)
     (group / "memory.max").write_text("5000000\n")
