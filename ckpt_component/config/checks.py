@@ -11,7 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 from ..spelling import closest
 from ..storage.object_stores import SCHEMES
 from .errors import HydraConfigError, built_text
-from .explain import keys_text, unknown_key_of
+from .explain import not_itself, unknown_key_of
 from .read import missing_text
 from .schema import PARTS, Checkpoint, Upload, part_schema
 
@@ -69,8 +69,7 @@ def refuse_unknown_keys(tree: Mapping[str, Any], schema: type = Checkpoint, name
             raise HydraConfigError(unknown_key_of(name, str(key), [item.name for item in fields(schema)]))
         if is_dataclass(inner):
             if not isinstance(value, Mapping):
-                keys = keys_text(f"{name}.{key}", [item.name for item in fields(inner)])
-                raise HydraConfigError(f"{name}.{key} cannot itself be {value!r}. {keys}")
+                raise HydraConfigError(not_itself(f"{name}.{key}", value, [item.name for item in fields(inner)]))
             refuse_unknown_keys(value, cast(type, inner), f"{name}.{key}")
 
 

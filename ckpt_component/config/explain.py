@@ -37,6 +37,9 @@ _PLUGINS = {
     "hydra/sweeper/optuna": "hydra-optuna-sweeper",
 }
 
+#: Keys that have keys below them -> that of them which a value set on them is meant for.
+_TAKES_VALUE = {"checkpoint.keep": "last", "checkpoint.keep.best": "metric"}
+
 #: Keys and groups that this package adds to an app.
 OURS = ("checkpoint", "recipe", "callbacks.ckpt")
 
@@ -140,6 +143,20 @@ def unknown_key_of(parent: str, key: str, keys: Sequence[str]) -> str:
     """The text for a key that its parent does not have."""
     text = unknown_key(f"{parent}.{key}", [parent, *(f"{parent}.{name}" for name in keys)])
     return text or f"There is no key {parent}.{key}."
+
+
+def not_itself(key: str, value: object, names: Sequence[str]) -> str:
+    """The text for a value where keys belong, with the key that takes such a value.
+
+    Args:
+        key: The key as typed, which has keys below it.
+        value: The value as typed.
+        names: Those keys.
+    """
+    usual = _TAKES_VALUE.get(key)
+    if usual is not None and value not in (None, "", "null"):
+        return f"{key} cannot itself be {value}. Did you mean {key}.{usual}={value}?"
+    return f"{key} cannot itself be {value or 'empty'}. {keys_text(key, names)}"
 
 
 def keys_text(parent: str, names: Sequence[str]) -> str:
@@ -252,7 +269,7 @@ def _unfit_value(override: Override, keys: Sequence[str], groups: Groups, hydra_
     inner = [name.rpartition(".")[2] for name in keys if name.rpartition(".")[0] == key]
     is_part = "_target_" in inner and "_recursive_" not in inner
     if inner and not is_part and not value.startswith(("{", "$")):
-        return f"{key} cannot itself be {value or 'empty'}. {keys_text(key, inner)}"
+        return not_itself(key, value, inner)
     unknown = unknown_key(key, keys, value, groups) if override.type is OverrideType.CHANGE else None
     return unknown or _other_type(key, value, hydra_text)
 

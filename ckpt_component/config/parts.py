@@ -92,6 +92,8 @@ def _not_located(where: str, target: str, cause: BaseException) -> str:
     else:
         parent, _, name = missing.rpartition(".")
         owner = sys.modules[parent]
+    if name in dir(owner):  # a package lists what it imports on first use
+        return f"{where}: the import of {name} from {owner.__name__} was cut off; restart Python."
     guess = closest(name, dir(owner))
     hint = f" Did you mean {guess}?" if guess else ""
     return f"{where}: {owner.__name__} has no {name}.{hint}"

@@ -106,6 +106,12 @@ def test_a_value_may_be_quoted() -> None:
             "checkpoint.savee.every_steps=3",
             "There is no key checkpoint.savee.every_steps. Did you mean checkpoint.save.every_steps=3?",
         ),
+        ("sync", "checkpoint.keep=3", "checkpoint.keep cannot itself be 3. Did you mean checkpoint.keep.last=3?"),
+        (
+            "sync",
+            "checkpoint.keep.best=loss",
+            "checkpoint.keep.best cannot itself be loss. Did you mean checkpoint.keep.best.metric=loss?",
+        ),
         (
             "sync",
             "checkpoint.save=100",
