@@ -30,6 +30,12 @@ class Ran(NamedTuple):
         return json.loads(self.out)
 
 
+@pytest.fixture(autouse=True)
+def columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Text as wide as it gets, whatever terminal the tests run in."""
+    monkeypatch.setenv("COLUMNS", "100")
+
+
 @pytest.fixture
 def ckpt(capsys: pytest.CaptureFixture[str]) -> Iterator[Callable[..., Ran]]:
     """Runs a command in this process."""
