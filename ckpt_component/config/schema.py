@@ -344,8 +344,7 @@ class PersistentCaller(Part):
     io_priority: IoPriority = IoPriority.low
     """How the writer process queues for the disk: `normal`, `low`, or `idle` (when no other process uses it)."""
     page_cache: PageCache = PageCache.auto
-    """`auto`: the newest checkpoint is read once after its commit, where memory is plentiful, so that a restart on this
-    host loads it from memory; `off`: nothing is left in the page cache."""
+    """`auto`: where memory is plentiful, the newest checkpoint is read once after its commit, for restarts; or `off`."""
 
 
 @dataclass

@@ -138,9 +138,6 @@ class EventRecorder:
         for thread in self._threads():
             thread.close(deadline)
 
-    def _threads(self) -> list[EventThread | ListenerThread]:
-        return [self._thread, *self._listeners]
-
     def _record(self, events: Sequence[Mapping[str, Any]]) -> None:
         if self._file is not None and events:
             self._thread.submit(partial(self._write, self._file, events))
