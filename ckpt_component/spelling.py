@@ -35,9 +35,14 @@ def typed(key: str, value: str) -> str:
     return f"'{key}=\"{quoted}\"'"
 
 
+#: Words that other programs have for ours.
+_OTHER_WORDS = {"continue": "warn", "ignore": "warn", "last": "auto", "latest": "auto", "newest": "auto"}
+
+
 def invalid_choice(key: str, value: object, words: Sequence[str], descriptions: Sequence[str] = ()) -> str:
     """The message for an invalid value of `key`. `words`: valid values; `descriptions`: others, in words."""
-    suggestion = closest(str(value), words)
+    meant = _OTHER_WORDS.get(str(value))
+    suggestion = meant if meant in words else closest(str(value), words)
     *choices, last = [*words, *descriptions]
     choice = f"{', '.join(choices)} or {last}" if choices else last
     return f"{key} must be {choice}, got {value}." + (f" Did you mean {key}={suggestion}?" if suggestion else "")

@@ -344,7 +344,7 @@ class PersistentCaller(Part):
     io_priority: IoPriority = IoPriority.low
     """How the writer process queues for the disk: `normal`, `low`, or `idle` (when no other process uses it)."""
     page_cache: PageCache = PageCache.auto
-    """`auto`: where memory is plentiful, the newest checkpoint is read once after its commit, for restarts; or `off`."""
+    """`auto`: where memory is plentiful, the newest checkpoint is read once after its commit; or `off`."""
 
 
 @dataclass

@@ -26,16 +26,12 @@ def check_dtype(name: str, dtype: str | None) -> None:
         dtype: The value; None is valid.
 
     Raises:
-        CheckpointConfigError: It is not, or nothing here can convert.
+        CheckpointConfigError: It is not.
     """
     if dtype is None:
         return
     if dtype not in FLOATS:
         raise CheckpointConfigError(invalid_choice(name, dtype, FLOATS))
-    try:
-        import numpy  # noqa: F401
-    except ImportError as error:
-        raise CheckpointConfigError(f"{name}={dtype} needs numpy: pip install numpy.") from error
 
 
 def cast_dtype(source: str, target: str | None) -> str:

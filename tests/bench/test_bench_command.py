@@ -148,14 +148,17 @@ def test_a_run_that_is_stopped_keeps_its_figures_and_leaves_nothing(
     folder = tmp_path / "run"
     folder.mkdir()
     command = ["-m", "ckpt_component.apps.bench", *tiny, "rows=sync", "repeats=1000", "hydra.run.dir=out"]
-    with subprocess.Popen(
-        [sys.executable, *command],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(Path(ckpt_component.__file__).parents[1])},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as process:
+    with (
+        (tmp_path / "stdout").open("w") as stdout,
+        subprocess.Popen(
+            [sys.executable, *command],
+            cwd=folder,
+            env={**os.environ, "PYTHONPATH": str(Path(ckpt_component.__file__).parents[1])},
+            stdout=stdout,
+            stderr=subprocess.PIPE,
+            text=True,
+        ) as process,
+    ):
         try:
             assert process.stderr is not None
             for line in process.stderr:
@@ -168,6 +171,7 @@ def test_a_run_that_is_stopped_keeps_its_figures_and_leaves_nothing(
             process.kill()
     assert process.returncode != 0
     assert {path.name for path in folder.iterdir()} == {"out"}
+    assert "tiny on disk" in (tmp_path / "stdout").read_text()
     [case] = json.loads((folder / "out" / "figures.json").read_text())["cases"]
     assert case["rows"]["limits"][0]["memcpy"] > 0
     result = json.loads((folder / "out" / "result.json").read_text())

@@ -164,6 +164,10 @@ def test_resume_is_a_word_or_a_step(value: Any, expected: Any) -> None:
             {"resume": "nevr"},
             "checkpoint.resume must be auto, must, never, best, a step or a path, got nevr. Did you mean checkpoint.resume=never?",
         ),
+        (
+            {"resume": "latest"},
+            "checkpoint.resume must be auto, must, never, best, a step or a path, got latest. Did you mean checkpoint.resume=auto?",
+        ),
         ({"resume": -1}, "checkpoint.resume must be auto, must, never, best, a step or a path, got -1."),
         ({"save": {"every_steps": 0}}, "checkpoint.save.every_steps must be at least 1, got 0."),
         (
@@ -182,7 +186,7 @@ def test_resume_is_a_word_or_a_step(value: Any, expected: Any) -> None:
         ),
         (
             {"on_error": "ignore"},
-            "checkpoint.on_error must be raise, warn or retry, got ignore.",
+            "checkpoint.on_error must be raise, warn or retry, got ignore. Did you mean checkpoint.on_error=warn?",
         ),
         ({"retry": {"attempts": 1}}, "checkpoint.retry.attempts must be at least 2, got 1."),
         (

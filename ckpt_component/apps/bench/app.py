@@ -165,10 +165,12 @@ def _measure(
             for state in request.states:
                 _refuse_full(state, base, key)
                 cases.append(Case(state, target))
-                # Figures are written after every process, so that a stopped run keeps them.
-                runner.measure(cases[-1], request.rows, base, keep)
-                keep()
-                print(render(cases[-1]), flush=True)
+                try:
+                    # Figures are written after every process, so that a stopped run keeps them.
+                    runner.measure(cases[-1], request.rows, base, keep)
+                    keep()
+                finally:  # a run that is stopped shows what it has
+                    print(render(cases[-1]), flush=True)
 
 
 def _grow(request: Request, peers: PeerEnvironment, here: Path, folder: Path) -> None:
