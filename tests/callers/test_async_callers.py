@@ -405,8 +405,10 @@ def test_a_forked_child_that_deletes_the_caller_leaves_the_process_alone(make: M
     caller.warm_up()
     pid, child = caller.pid, os.fork()
     if child == 0:
-        caller.__del__()
-        os._exit(0)
+        try:
+            caller.__del__()
+        finally:
+            os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
     caller.schedule_async_call(AsyncRequest(calls.append, (str(out), "a")))
     assert caller.is_current_async_call_done(blocking=True)

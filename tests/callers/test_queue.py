@@ -244,9 +244,10 @@ def test_a_forked_queue_finalizes_and_ends_nothing(make: Make, log: Log, tmp_pat
         try:
             queue.maybe_finalize_async_calls(blocking=True)
         except CheckpointError as error:
+            queue.close()
             told.write_text(str(error))
-        queue.close()
-        os._exit(0)
+        finally:
+            os._exit(0)  # never back into the tests
     assert os.waitpid(pid, 0)[1] == 0
     assert told.read_text() == f"This queue belongs to process {os.getpid()}; build one after the fork."
     gate.touch()
