@@ -65,6 +65,7 @@ def test_the_first_command_of_the_readme_trains_and_reports(tmp_path: Path) -> N
         assert part in printed
 
 
+@pytest.mark.soak  # .ci/run does the same, and runs the suite
 def test_the_second_command_of_the_readme_runs_tests(tmp_path: Path) -> None:
     """It collects the whole suite and then runs one file of it: the suite does not run inside itself."""
     printed = typed(f"{command('pytest')} --collect-only -q && .venv/bin/pytest tests/test_public_names.py", tmp_path)
