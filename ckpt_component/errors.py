@@ -48,9 +48,9 @@ class CheckpointError(Exception):
     """Base class of all errors that this package raises on purpose."""
 
     def __str__(self) -> str:
-        # A text may quote a key or a name from a file that anybody may have written. Not super(): torch's exception, with
-        # which `compat` combines these, has a text of its own.
-        return printable(BaseException.__str__(self))
+        # A text may quote a key or a name from a file that anybody may have written. Not super(): torch's exception,
+        # with which `compat` combines these, has a text of its own.
+        return "\n".join(map(printable, BaseException.__str__(self).split("\n")))
 
 
 class CheckpointConfigError(CheckpointError, ValueError):

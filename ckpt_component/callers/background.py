@@ -35,15 +35,22 @@ def start_in_background(code: str, *arguments: str, outlives_run: bool = False) 
     return process
 
 
+def send_line(process: subprocess.Popen[bytes], line: bytes = b"") -> None:
+    """Write a line to a process's stdin, unless that is closed. Does not wait, if its stdin does not block.
+
+    A line that does not fit is dropped: the process has died, or it is stopped and has thousands of lines to read.
+    """
+    if process.stdin is not None and not process.stdin.closed:
+        with contextlib.suppress(BrokenPipeError, BlockingIOError):
+            os.write(process.stdin.fileno(), line + b"\n")
+
+
 def tell_the_end(process: subprocess.Popen[bytes]) -> None:
     """Tell a process that its work is over: write a line to its stdin, and close it. Safe to call twice.
 
     Closing is not enough: a forked child of this process, such as a worker of a DataLoader, has the pipe open too.
     """
-    if process.stdin is None or process.stdin.closed:
-        return
-    # It has ended already, or it is stopped and has thousands of lines to read.
-    with contextlib.suppress(BrokenPipeError, BlockingIOError):
-        os.write(process.stdin.fileno(), b"end\n")
-    with contextlib.suppress(BrokenPipeError):
-        process.stdin.close()
+    send_line(process, b"end")
+    if process.stdin is not None:
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.close()

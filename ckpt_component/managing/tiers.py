@@ -14,7 +14,7 @@ import threading
 from dataclasses import asdict, dataclass
 from typing import IO, Any
 
-from ..callers.background import start_in_background, tell_the_end
+from ..callers.background import send_line, start_in_background, tell_the_end
 from ..errors import CheckpointFencedError, CheckpointSaveError
 from ..events import SaveReport
 from ..storage.space import amount
@@ -81,11 +81,8 @@ class BackgroundUploads:
                 self._warn(f"and step {skipped} is skipped, because step {self._current} is still being uploaded")
         self._start()
         with self._lock:
-            stdin = None if self._process is None else self._process.stdin
-            if stdin is not None and not stdin.closed:
-                # It has died, or it is stopped and has thousands of lines to read.
-                with contextlib.suppress(BrokenPipeError, BlockingIOError):
-                    os.write(stdin.fileno(), b"\n")
+            if self._process is not None:
+                send_line(self._process)
 
     def in_use(self) -> set[str]:
         """The local checkpoint that is being uploaded, which must not be deleted."""

@@ -258,19 +258,21 @@ class SavePipeline:
             self._closed = True
         atexit.unregister(self._at_exit)
         self._retries.stop_pausing()
+        is_idle = False
         try:
             self.stager.close()
         finally:
             try:
-                self._drain()
+                is_idle = self._drain()
             finally:
                 self.events.close(self._timeouts.close)
-                self._thread.shutdown(wait=False)
+                self._thread.shutdown(wait=is_idle)
                 self.caller.close(self._timeouts.close)
                 self.ranks.close()
         self.saves.raise_first()
 
-    def _drain(self) -> None:
+    def _drain(self) -> bool:
+        """Wait until the save thread has nothing to do. Returns whether that is so."""
         limit = self._timeouts.close
         self.saves.wait(self._timeouts.whole_save + limit)
         if self._hooks is not None and self.ranks.is_leader:
@@ -279,6 +281,8 @@ class SavePipeline:
         if self._last_task is not None and wait_futures([self._last_task], limit).not_done:
             text = "deleting old checkpoints took longer than %g s (timeouts.close); it ends with this process"
             logger.warning(text, limit)
+            return False
+        return True
 
 
 def _failed(error: Exception | None) -> Future[None]:

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 
 from ..memory.available import is_plentiful
 from ..storage.fs_type import is_on_disk
+from ..storage.safe_open import forget, open_regular
 from .request import WriteRequest, WriteResult
 
 #: Bytes to read at a time, and until the next look at the available memory; how many times as long the pauses are.
@@ -69,7 +70,7 @@ class CachedFiles:
                 self.drop()
                 return
             if self._fd is None:
-                self._fd, self._offset = os.open(self._unread[-1], os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), 0
+                self._fd, self._offset = open_regular(self._unread[-1]), 0
             count = os.preadv(self._fd, [self._buffer], self._offset)
         except OSError as error:
             if not isinstance(error, FileNotFoundError):  # deleted by `keep`
@@ -100,8 +101,8 @@ class CachedFiles:
 def _drop(paths: Sequence[str]) -> None:
     for path in paths:
         with contextlib.suppress(OSError):  # deleted since
-            fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            fd = open_regular(path)
             try:
-                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+                forget(fd)
             finally:
                 os.close(fd)

@@ -33,6 +33,7 @@ EXCEPTIONS = {
     "memory/scratch.py": "memory (memfd), no file",
     "storage/safe_open.py": "opens for reading",
     "storage/tree_removal.py": "opens folders, and deletes by FileStorage",
+    "callers/background.py": "lines to the processes of exports and uploads",
     "managing/stop_signals.py": "a line on stderr from a signal handler",
     "integrations/file_capture.py": "small files of a framework in a private temporary folder, read back at once",
     "uploading/process.py": "lines on stdout, to the process of the run",

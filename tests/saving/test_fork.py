@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,14 @@ def state_of(step: int) -> dict[str, Any]:
 
 def manager_in(root: Path, *overrides: str, preset: str = "async_persistent") -> CheckpointManager:
     return build_manager(preset, ["checkpoint.save.every_steps=1", *overrides], dir=root)
+
+
+@pytest.fixture
+def default_sigterm() -> Iterator[None]:
+    """Whatever another test of this process has left."""
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGTERM, before)
 
 
 def in_child(told: Path, *calls: Callable[[], object]) -> list[str]:
@@ -109,7 +117,7 @@ def test_a_child_that_builds_its_own_manager_saves(tmp_path: Path) -> None:
     assert (tmp_path / "child" / "iter_0000007").is_dir()
 
 
-def test_a_signal_ends_a_child_and_not_the_loop_of_its_parent(tmp_path: Path) -> None:
+def test_a_signal_ends_a_child_and_not_the_loop_of_its_parent(tmp_path: Path, default_sigterm: None) -> None:
     with manager_in(tmp_path, preset="sync") as manager:
         manager.stop_on_signal()
         pid = os.fork()

@@ -168,7 +168,9 @@ def test_nothing_is_deleted_by_a_run_that(overrides: list[str], tmp_path: Path) 
 
 def test_nothing_is_deleted_while_another_run_may_be_alive(tmp_path: Path) -> None:
     path = _left_by_dead_runs(tmp_path, 1, 2, 3, 4) / ".ckpt-owner.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "token": "another", "host": "elsewhere"}))
+    path.write_text(
+        json.dumps({**json.loads(path.read_text()), "token": "another", "host": "elsewhere", "released": False})
+    )
     assert _stepped(tmp_path) == [1, 2, 3, 4]
 
 

@@ -90,7 +90,7 @@ def allocations(caplog: pytest.LogCaptureFixture) -> list[str]:
 def test_the_first_save_finds_its_plan_and_its_memory(
     preset: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, logger="ckpt_component")
+    caplog.set_level(logging.DEBUG, logger="ckpt_component")
     job = Job()
     arenas = 2 if preset == "async_zero_overhead" else 1
     with build_manager(preset, [OFTEN], dir=tmp_path) as manager:

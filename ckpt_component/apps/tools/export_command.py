@@ -7,7 +7,8 @@ for checkpoints of other programs. OUT appears whole or not at all, and checksum
 example:
   ckpt export hf checkpoints@200 exported --dtype bfloat16 --config-from base
 
-hf without --prefix exports the model, if the state has one; --prefix '' everything.
+hf without --prefix exports the model, if the state has one;
+--prefix '' exports everything.
 """
 
 from __future__ import annotations
