@@ -50,7 +50,7 @@ class CheckpointError(Exception):
     def __str__(self) -> str:
         # A text may quote a key or a name from a file that anybody may have written. Not super(): torch's exception,
         # with which `compat` combines these, has a text of its own.
-        return "\n".join(map(printable, BaseException.__str__(self).split("\n")))
+        return printable(BaseException.__str__(self))
 
 
 class CheckpointConfigError(CheckpointError, ValueError):

@@ -26,7 +26,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, printable
 from ..writing.parent_watch import watch_parent
 
 logger = logging.getLogger(__name__)
@@ -68,6 +68,9 @@ class ProcessException(CheckpointError):
 
 class ProcessRaisedException(ProcessException):
     """The function raised; the message contains the traceback of the other process."""
+
+    def __str__(self) -> str:
+        return "\n".join(map(printable, self.msg.split("\n")))
 
 
 class ProcessExitedException(ProcessException):

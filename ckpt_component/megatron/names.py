@@ -33,7 +33,7 @@ def unknown_names(names: Iterable[str]) -> MegatronNameError:
     """Create the error for names that are not in `NAMES`."""
     return MegatronNameError(
         f"megatron-core {megatron_version()} takes {', '.join(sorted(names))} from its async strategy, which "
-        f"ckpt_component {__version__} does not provide.\n"
+        f"ckpt_component {__version__} does not provide. "
         "Use a newer ckpt_component, or run the script without ckpt_component.megatron (with NVRx)."
     )
 

@@ -1,16 +1,15 @@
 """Keeps the newest checkpoint in the page cache, so that a restart on this host reads it from memory.
 
-Direct writes leave nothing there. So the idle writer process reads its files once after the commit, in small pieces and
-with pauses, and drops those of the checkpoint before. Only where memory is plentiful, and on local disks.
+Direct writes leave nothing there. So the idle writer process has the kernel read its files once after the commit, in
+small pieces and with pauses, and drops those of the checkpoint before. It takes no copy of them: training may have the
+other half of this core. Only where memory is plentiful, and on local disks.
 """
 
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import sys
-import time
 from collections.abc import Sequence
 
 from ..memory.available import is_plentiful
@@ -18,10 +17,10 @@ from ..storage.fs_type import is_on_disk
 from ..storage.safe_open import forget, open_regular
 from .request import WriteRequest, WriteResult
 
-#: Bytes to read at a time, and until the next look at the available memory; how many times as long the pauses are.
-_PIECE_BYTES = 1 << 20
+#: Bytes to read at a time, until the next look at the available memory, and per second.
+_PIECE_BYTES = 4 << 20
 _LOOK_BYTES = 32 << 20
-_PAUSES = 2.0
+_MAX_RATE = 256 << 20
 
 
 class CachedFiles:
@@ -30,11 +29,10 @@ class CachedFiles:
     def __init__(self) -> None:
         self._paths: list[str] = []
         self._unread: list[str] = []
-        self._offset = 0
+        self._offset = self._size = 0
         self._fd: int | None = None
         self._needed = 0
-        self._rate: float | None = None
-        self._buffer = bytearray()
+        self._rate = float(_MAX_RATE)
         #: Seconds until the next piece is to be read; None: nothing is to be read.
         self.pause: float | None = None
 
@@ -57,38 +55,38 @@ class CachedFiles:
             return
         self._paths = [os.path.join(folder, file["name"]) for file in result["files"]]
         self._unread, self._needed = self._paths[::-1], request.source.nbytes
-        self._rate = request.options.max_bytes_per_second
-        self._buffer, self.pause = bytearray(_PIECE_BYTES), 0.0
+        self._rate = min(request.options.max_bytes_per_second or _MAX_RATE, _MAX_RATE)
+        self.pause = 0.0
 
     def read_piece(self) -> None:
         """Read the next piece, and set `pause`."""
         if self.pause is None:
             return
-        started = time.monotonic()
         try:
             if self._offset % _LOOK_BYTES == 0 and not is_plentiful(self._needed):
                 self.drop()
                 return
             if self._fd is None:
                 self._fd, self._offset = open_regular(self._unread[-1]), 0
-            count = os.preadv(self._fd, [self._buffer], self._offset)
+                self._size = os.fstat(self._fd).st_size
+            os.posix_fadvise(self._fd, self._offset, _PIECE_BYTES, os.POSIX_FADV_WILLNEED)
         except OSError as error:
             if not isinstance(error, FileNotFoundError):  # deleted by `keep`
                 print(f"ckpt writer: {self._unread[-1]} is not kept in the page cache: {error}", file=sys.stderr)
             self.drop()
             return
-        self._offset += count
-        self.pause = min(max(_PAUSES * (time.monotonic() - started), count / (self._rate or math.inf)), 1.0)
-        if count < _PIECE_BYTES:
+        self._offset += _PIECE_BYTES
+        self.pause = min(_PIECE_BYTES / self._rate, 1.0)
+        if self._offset >= self._size:
             self._close()
             self._unread.pop()
             if not self._unread:
-                self.pause, self._buffer = None, bytearray()
+                self.pause = None
 
     def drop(self) -> None:
         """Stop reading, and drop the files from the page cache."""
         self._close()
-        self.pause, self._buffer, self._unread = None, bytearray(), []
+        self.pause, self._unread = None, []
         _drop(self._paths)
         self._paths = []
 
