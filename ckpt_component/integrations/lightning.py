@@ -33,14 +33,14 @@ _NOT_RESUMABLE = "You're resuming from a checkpoint that ended before"
 #: Arguments of Lightning's ModelCheckpoint, and what to use here.
 _INSTEAD = {
     "dirpath": "use dir=...",
-    "every_n_train_steps": 'use overrides=["checkpoint.save.every_steps=..."]',
-    "train_time_interval": 'use overrides=["checkpoint.save.every_seconds=..."]',
-    "save_top_k": 'use monitor=... and overrides=["checkpoint.keep.best.last=..."]',
+    "every_n_train_steps": "add checkpoint.save.every_steps=100 to overrides",
+    "train_time_interval": "add checkpoint.save.every_seconds=600 to overrides",
+    "save_top_k": "name the metric by monitor, and add checkpoint.keep.best.last=3 to overrides",
     "save_last": "the newest checkpoint is always kept; leave it out",
     "filename": "folders are named iter_<step>; leave it out",
     "save_weights_only": "all that fit needs is saved; leave it out",
     "save_on_exception": "a signal saves the step that it interrupts; leave it out",
-    **dict.fromkeys(["every_n_epochs", "save_on_train_epoch_end"], 'use overrides=["checkpoint.save.every_steps=..."]'),
+    **dict.fromkeys(["every_n_epochs", "save_on_train_epoch_end"], "add checkpoint.save.every_steps=100 to overrides"),
 }
 
 

@@ -16,7 +16,7 @@ import ckpt_component
 CHECKOUT = Path(ckpt_component.__file__).resolve().parents[1]
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.soak,  # two installations, which .ci/run makes too; a minute each
     pytest.mark.timeout(600),
     pytest.mark.skipif(not (CHECKOUT / ".git").exists() or shutil.which("git") is None, reason="needs a git checkout"),
 ]
@@ -65,7 +65,6 @@ def test_the_first_command_of_the_readme_trains_and_reports(tmp_path: Path) -> N
         assert part in printed
 
 
-@pytest.mark.soak  # .ci/run does the same, and runs the suite
 def test_the_second_command_of_the_readme_runs_tests(tmp_path: Path) -> None:
     """It collects the whole suite and then runs one file of it: the suite does not run inside itself."""
     printed = typed(f"{command('pytest')} --collect-only -q && .venv/bin/pytest tests/test_public_names.py", tmp_path)

@@ -45,10 +45,10 @@ def sharded(value: float = 0.0, rows: int = 7) -> dict[str, Any]:
 class FullAtTheEnd(FileStorage):
     """Has no room for `.metadata`."""
 
-    def open_over(self, path: str) -> int:
+    def write_over(self, path: str, data: bytes) -> None:
         if ".metadata" in path:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
-        return super().open_over(path)
+        super().write_over(path, data)
 
 
 class Full(FileStorage):
