@@ -24,7 +24,7 @@ _WORDS = frozenset(
     ("password", "passwd", "passphrase", "pwd", "secret", "credential", "cred", "apikey", "pgpass", "dbpass", "keyid")
 )
 _LAST_WORDS = frozenset(("token", "auth", "authorization", "bearer", "jwt", "cookie", "cookies", "pass", "pat", "sas"))
-#: Words with which a last word is none: tokens of a vocabulary, passes of training.
+#: Words after which the last word names no secret: tokens of a vocabulary, passes of training.
 _VOCABULARY = frozenset(
     ("audio", "bos", "class", "cls", "end", "eos", "image", "mask", "pad", "sep", "special", "start", "stop", "unk")
 )
