@@ -12,10 +12,12 @@ must not import torch.
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 from . import errors as _errors
-from ._lazy import lazy
+from ._version import __version__ as __version__
+from .core._lazy import lazy
 from .errors import *  # noqa: F403  (the module imports nothing and is all public)
 
 if TYPE_CHECKING:
@@ -30,15 +32,13 @@ if TYPE_CHECKING:
         save_state_dict_async_plan,
     )
     from .config import compose_checkpoint
-    from .config.megatron_args import add_checkpoint_args, compose_from_args
+    from .core.commit.run_record import StoredConfig, stored_config, stored_metrics
+    from .core.state.per_rank import PerRank
     from .events import CheckpointListener, LoadReport, SaveReport
-    from .factory import build_checkpointer, build_manager, instantiate_manager
+    from .factory.graph import build_checkpointer, build_manager, instantiate_manager
+    from .loading.weights import load_weights
     from .managing.manager import CheckpointManager
-    from .readers.weights import load_weights
-    from .state.per_rank import PerRank
-    from .storage.run_record import StoredConfig, stored_config, stored_metrics
-
-__version__ = "0.1.0"
+    from .megatron.args import add_checkpoint_args, compose_from_args
 
 __all__, __getattr__, __dir__ = lazy(
     __name__,
@@ -46,17 +46,20 @@ __all__, __getattr__, __dir__ = lazy(
         ".callers": "AsyncCaller AsyncCallsQueue AsyncRequest PersistentAsyncCaller TemporalAsyncCaller",
         ".checkpointer": "AsyncCheckpointer Checkpointer SyncCheckpointer",
         ".config": "compose_checkpoint",
-        ".config.megatron_args": "add_checkpoint_args compose_from_args",
-        ".factory": "build_checkpointer build_manager instantiate_manager",
-        ".state.per_rank": "PerRank",
+        ".megatron.args": "add_checkpoint_args compose_from_args",
+        ".factory.graph": "build_checkpointer build_manager instantiate_manager",
+        ".core.state.per_rank": "PerRank",
         ".managing.manager": "CheckpointManager",
-        ".readers.weights": "load_weights",
+        ".loading.weights": "load_weights",
         ".compat": (
             "CheckpointProcess CheckpointProcessConfig CheckpointMetadataCache FileSystemWriterAsync "
             "save_state_dict_async_finalize save_state_dict_async_plan"
         ),
         ".events": "CheckpointListener LoadReport SaveReport",
-        ".storage.run_record": "StoredConfig stored_config stored_metrics",
+        ".core.commit.run_record": "StoredConfig stored_config stored_metrics",
     },
 )
 __all__ += _errors.__all__
+
+# Documented modules that have moved can be imported under their old names: they stand in this folder.
+__path__.append(os.path.join(os.path.dirname(__file__), "_old_names"))  # noqa: F405

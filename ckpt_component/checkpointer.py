@@ -16,16 +16,15 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Any, TypeVar
 
-from .coordination import Coordinator
+from .core.commit.names import step_in_name
+from .core.coordination import Coordinator
+from .core.processes.home_process import HomeProcess
+from .core.storage.locate import absolute, expanded
 from .errors import CheckpointError, MissingKeysError, missing_keys
 from .events import CheckpointListener, LoadReport, SaveReport
-from .home_process import HomeProcess
-from .readers import Reader
+from .loading import Reader
 from .saving.adapters import CheckpointReader, CheckpointWriter, ForeignSaver
-from .saving.folders import expanded
 from .saving.pipeline import SavePipeline
-from .storage.locate import absolute
-from .storage.names import step_in_name
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ckpt_component.storage.manifest import encode_manifest
+from ckpt_component.core.commit.manifest import encode_manifest
 
 
 class Malicious:

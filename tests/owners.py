@@ -9,9 +9,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from ckpt_component.storage.fencing import Owner
-from ckpt_component.storage.names import OWNER
-from ckpt_component.storage.processes import ProcessName
+from ckpt_component.core.commit.fencing import Owner
+from ckpt_component.core.commit.names import OWNER
+from ckpt_component.core.processes.running import ProcessName
 
 
 def owned_by(root: Path, pid: int, **changes: Any) -> Owner:

@@ -27,10 +27,10 @@ _MODULES = (
     "torch._dynamo",
     "torch.distributed.checkpoint",
     "torch.distributed.fsdp",
-    "ckpt_component.factory",
+    "ckpt_component.factory.graph",
     "ckpt_component.managing.manager",
     "ckpt_component.stagers.shared_memory",
-    "ckpt_component.formats.dcp",
+    "ckpt_component.writers.dcp",
 )
 
 

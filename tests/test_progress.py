@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from ckpt_component import build_checkpointer, build_manager
-from ckpt_component import progress as bars
-from ckpt_component.progress import progress_bar
-from ckpt_component.readers import Reader
+from ckpt_component.core import progress as bars
+from ckpt_component.core.progress import progress_bar
+from ckpt_component.loading import Reader
 
 WEIGHT = torch.arange(300_000, dtype=torch.float32)
 
@@ -99,7 +99,7 @@ def test_log_lines_do_not_share_a_line_with_a_bar(monkeypatch: pytest.MonkeyPatc
 
 def test_nothing_is_shown_where_nobody_looks(monkeypatch: pytest.MonkeyPatch) -> None:
     stderr = terminal(monkeypatch)
-    logger = logging.getLogger("ckpt_component.progress")
+    logger = logging.getLogger("ckpt_component.core.progress")
 
     def shown() -> str:
         stderr.seek(0)

@@ -1,8 +1,9 @@
-"""A room imports only from rooms that come before it, and the writer process imports no torch."""
+"""The house: a room imports only from the rooms below it, no module imports itself in a circle, and who needs torch."""
 
 from __future__ import annotations
 
 import ast
+import runpy
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,97 +15,86 @@ import ckpt_component
 
 PACKAGE = Path(ckpt_component.__file__).parent
 
-#: First to last; a room imports from itself and from those above it in this list.
-ORDER = (
-    "errors",
-    "_lazy",
-    "options",
-    "spelling",
-    "progress",
-    "home_process",
-    "memory",
-    "storage",
-    "events",
-    "state",
-    "image",
-    "writing",
-    "formats",
-    "catalogue",
-    "coordination",
-    "readers",
-    "exporting",
-    "uploading",
-    "callers",
-    "stagers",
-    "saving",
-    "checkpointer",
-    "managing",
-    "config",
-    "factory",
-    "compat",
-    "integrations",
-    "megatron",
-    "testing",
-    "writers",
-    "apps",
-    "train",
-    "_hydra_searchpath",
-)
-LEVEL = {room: level for level, room in enumerate(ORDER)}
-#: Upward imports that are names alone, made when somebody asks for them.
-EXCEPTIONS = {("callers", "compat"), ("storage.locate", "testing")}
-
-
-def modules() -> list[Path]:
-    return sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
+STOREYS = runpy.run_path(str(PACKAGE.parent / "docs" / "rooms.py"))["STOREYS"]
+LEVEL = {room: level for level, room in enumerate(room for storey in STOREYS.values() for room in storey)}
+#: Modules that anybody may import without torch, with all that they import themselves.
+WITHOUT_TORCH = ("core.processes", "core.storage", "core.commit", "core.formats", "core.writing", "events", "config")
+#: Only these read or make configs of Hydra.
+WITH_HYDRA = ("config.hydra", "factory", "megatron", "cli", "integrations", "_hydra_searchpath")
 
 
 def name_of(path: Path) -> str:
-    """`storage.files` for ckpt_component/storage/files.py; a room's `__init__` has the room's name."""
+    """`core.storage.files` for its path; a package has the name of its folder."""
     parts = path.relative_to(PACKAGE).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
+#: By name, without the package itself and the names that stay for those who know the old ones.
+MODULES = {
+    name_of(path): path for path in sorted(PACKAGE.rglob("*.py")) if "_old_names" not in path.parts and name_of(path)
+}
+
+
+def room_of(module: str) -> str:
+    parts = module.split(".")
+    return ".".join(parts[:2] if parts[0] == "core" else parts[:1])
+
+
 def imports_of(path: Path) -> Iterator[str]:
-    """Full names below the package that a module imports, inside functions and for type checkers too."""
+    """Full names that a module imports, inside functions and for type checkers too."""
     own = ["ckpt_component", *path.relative_to(PACKAGE).with_suffix("").parts]
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
+            yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            base = (
-                [*own[: len(own) - node.level], *([node.module] if node.module else [])]
-                if node.level
-                else [node.module]
-            )
-            names = [".".join([*map(str, base), alias.name]) for alias in node.names]
-        else:
-            continue
-        for name in names:
-            if name.startswith("ckpt_component."):
-                yield name.removeprefix("ckpt_component.")
+            base = own[: len(own) - node.level] if node.level else []
+            yield from (".".join([*base, *filter(None, [node.module]), alias.name]) for alias in node.names)
 
 
-def test_every_module_imports_only_from_rooms_before_its_own() -> None:
+def ours(path: Path) -> Iterator[str]:
+    """The modules of this package that a module imports."""
+    for name in imports_of(path):
+        if name.startswith("ckpt_component."):
+            module = name.removeprefix("ckpt_component.")
+            while module not in MODULES and "." in module:
+                module = module.rpartition(".")[0]
+            yield module
+
+
+def test_every_module_imports_only_from_rooms_below_its_own() -> None:
     wrong = []
-    for path in modules():
-        name = name_of(path)
-        room = name.partition(".")[0]
-        assert room in LEVEL, f"{room} is a new room: say in ORDER where it stands"
-        for imported in imports_of(path):
-            target = imported.partition(".")[0]
-            if target == "__version__" or (name, target) in EXCEPTIONS:
-                continue
-            if target not in LEVEL or LEVEL[target] > LEVEL[room]:
+    for name, path in MODULES.items():
+        if name == "core":
+            assert not [*imports_of(path)], "the room `core` has a sentence, and imports nothing"
+            continue
+        assert room_of(name) in LEVEL, f"{room_of(name)} is a new room: say in docs/rooms.py where it stands"
+        for imported in ours(path):
+            if LEVEL.get(room_of(imported), len(LEVEL)) > LEVEL[room_of(name)]:
                 wrong.append(f"{name} imports {imported}")
     assert not wrong, "\n".join(wrong)
 
 
+def test_no_module_imports_itself_in_a_circle() -> None:
+    # The `__init__` of a room names what its modules provide, lazily or for users.
+    rooms = {name for name, path in MODULES.items() if path.name == "__init__.py"}
+    left = {name: {*ours(path)} - {name} - rooms for name, path in MODULES.items()}
+    while free := {name for name, imports in left.items() if not imports & left.keys()}:
+        left = {name: imports for name, imports in left.items() if name not in free}
+    assert not left, f"circles, and who imports them: {sorted(left)}"
+
+
+def test_hydra_is_imported_below_config_hydra_and_by_what_runs_its_apps() -> None:
+    found = {
+        name
+        for name, path in MODULES.items()
+        if any(imported.partition(".")[0] in ("hydra", "omegaconf") for imported in imports_of(path))
+    }
+    assert {name for name in found if not name.startswith(WITH_HYDRA)} == set()
+
+
 def test_the_errors_import_nothing_but_the_standard_library() -> None:
-    tree = ast.parse((PACKAGE / "errors.py").read_text())
-    names = [node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
-    names += [alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
-    assert {str(name).partition(".")[0] for name in names} <= {*sys.stdlib_module_names}
+    names = {name.partition(".")[0] for name in imports_of(PACKAGE / "errors.py")}
+    assert names <= {*sys.stdlib_module_names}
 
 
 def loaded_by(statement: str) -> set[str]:
@@ -122,35 +112,36 @@ def loaded_by(statement: str) -> set[str]:
     return set(done.stdout.split())
 
 
+@pytest.mark.parametrize("room", WITHOUT_TORCH)
+def test_no_module_of_the_room_imports_torch(room: str) -> None:
+    # Listeners import the trackers they send to, which may import anything.
+    theirs = ("events.mlflow", "events.opentelemetry", "events.tensorboard", "events.wandb")
+    names = [name for name in MODULES if f"{name}.".startswith(f"{room}.") and name not in theirs]
+    assert "torch" not in loaded_by("import " + ", ".join(f"ckpt_component.{name}" for name in names))
+
+
 @pytest.mark.parametrize(
     "module",
-    [
-        "ckpt_component",
-        "ckpt_component.storage",
-        "ckpt_component.events",
-        "ckpt_component.catalogue",
-        "ckpt_component.compat",
-        "ckpt_component.callers",
-        "ckpt_component.uploading.process",
-        "ckpt_component.writers",
-        "ckpt_component.config.resolve",
-        "ckpt_component._hydra_searchpath",
-    ],
+    ["", ".compat", ".callers", ".background.upload_process", ".background.export_process", ".writers", ".cli.app"],
 )
 def test_imports_no_torch(module: str) -> None:
-    assert "torch" not in loaded_by(f"import {module}")
+    assert "torch" not in loaded_by(f"import ckpt_component{module}")
+
+
+def test_the_plugin_that_hydra_loads_imports_no_torch() -> None:
+    assert "torch" not in loaded_by("import ckpt_component._hydra_searchpath")
 
 
 @pytest.mark.parametrize(
     "module",
     [
-        "ckpt_component.errors",
-        "ckpt_component.writing.worker",
-        "ckpt_component.writing.write_job",
-        *sorted(f"ckpt_component.{name_of(path)}" for path in (PACKAGE / "storage").glob("*.py")),
+        "errors",
+        "core.writing.worker",
+        "core.writing.write_job",
+        *(name for name in MODULES if room_of(name) in ("core.storage", "core.commit", "core.processes")),
     ],
 )
 def test_the_writer_process_imports_the_standard_library_and_us_alone(module: str) -> None:
-    ours = {"ckpt_component", "__main__"}
+    mine = {"ckpt_component", "__main__"}
     startup = loaded_by("pass")  # .pth files of the environment import what they like
-    assert loaded_by(f"import {module}") - {*sys.stdlib_module_names} - ours <= startup
+    assert loaded_by(f"import ckpt_component.{module}") - {*sys.stdlib_module_names} - mine <= startup

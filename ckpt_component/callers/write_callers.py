@@ -16,21 +16,15 @@ from typing import Any, ClassVar
 
 import psutil
 
-from ..errors import (
-    CheckpointSaveError,
-    CheckpointTimeoutError,
-    CheckpointTypeError,
-    RemoteTraceback,
-    WorkerDiedError,
-)
-from ..image.arena import Arena
-from ..options import NICE, IoPriority, PageCache
-from ..spelling import member
-from ..storage.checksum import home_of
-from ..writing.process import ByteProcess
-from ..writing.request import WriteRequest
-from ..writing.write_job import run_write_job
-from .priority import lower_priority
+from ..core.image.arena import Arena
+from ..core.options import NICE, IoPriority, PageCache
+from ..core.processes.priority import lower_priority
+from ..core.spelling import member
+from ..core.storage.checksum import home_of
+from ..core.writing.process import ByteProcess
+from ..core.writing.request import WriteRequest
+from ..core.writing.write_job import run_write_job
+from ..errors import CheckpointSaveError, CheckpointTimeoutError, CheckpointTypeError, RemoteTraceback, WorkerDiedError
 
 logger = logging.getLogger(__name__)
 

@@ -12,9 +12,9 @@ from concurrent.futures import Future
 from functools import cached_property, partial
 from typing import Any
 
-from ..callers.priority import lower_priority
+from ..core.options import NICE, IoPriority
+from ..core.processes.priority import lower_priority
 from ..errors import CheckpointError, CheckpointSaveError
-from ..options import NICE, IoPriority
 from .async_request import AsyncRequest
 from .peers import Peers, ScheduledCall, this_rank
 from .pickling import pickle_by_value

@@ -9,9 +9,9 @@ from collections import deque
 from multiprocessing.util import Finalize
 from typing import Any, NamedTuple
 
+from ..core.options import IoPriority
+from ..core.processes.home_process import HomeProcess
 from ..errors import CheckpointError, CheckpointSaveError
-from ..home_process import HomeProcess
-from ..options import IoPriority
 from .async_callers import AsyncCaller, PersistentAsyncCaller, TemporalAsyncCaller
 from .async_request import AsyncRequest
 from .peers import PeerSession

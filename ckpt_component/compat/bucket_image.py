@@ -13,14 +13,13 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.planner import WriteItem
 
-from ..image.arena import Arena
-from ..image.copy import copy_on_host
-from ..image.items import around_payload
-from ..image.layout import ITEM_ALIGNMENT
-from ..memory.huge_pages import PAGE, align
-from ..state.structure import element_bytes
-from .bucket_io import ImageBucket, Place
-from .host_image import HostImage, SharedFile
+from ..core.formats.zip_records import ITEM_ALIGNMENT
+from ..core.image.arena import Arena
+from ..core.image.copy import copy_on_host
+from ..core.memory.huge_pages import PAGE, align
+from ..core.state.structure import element_bytes
+from ..writers.torch_items import around_payload
+from .host_image import HostImage, ImageBucket, Place, SharedFile
 
 #: A file to write before its tensors are copied: path, name in `.metadata`, and its contents, each with its item.
 WriteBucket = tuple[

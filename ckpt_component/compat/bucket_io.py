@@ -12,42 +12,18 @@ import os
 import traceback
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import Any
 
+from ..core.storage.files import FileStorage
+from ..core.storage.locate import file_storage
 from ..errors import CheckpointSaveError
-from ..storage.files import FileStorage
-from ..storage.locate import file_storage
-from .host_image import HostImage
+from .host_image import ImageBucket, Place
 
 METADATA = ".metadata"
 _BLOCK_BYTES = 8 << 20
 
+
 #: (offset, length) of an item in its file.
-Place = tuple[int, int]
-
-
-class ImageBucket(NamedTuple):
-    """A file to write.
-
-    Attributes:
-        path: its path.
-        storage_key: its name in `.metadata`.
-        image: the rank's image, with the bytes of all its files.
-        start: where this file starts in the image.
-        end: where it ends there.
-        tail: bytes to append.
-        places: locations of the items, in the order of the bucket.
-    """
-
-    path: str
-    storage_key: str
-    image: HostImage
-    start: int
-    end: int
-    tail: bytes
-    places: Sequence[Place]
-
-
 def write_preloaded_data_multiproc(
     transform_list: Sequence[Any],
     rank: int,

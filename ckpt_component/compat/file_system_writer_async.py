@@ -26,12 +26,12 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from ..core.state.objects import check_tensor
+from ..core.storage.files import FileStorage
+from ..core.storage.locate import file_storage
 from ..errors import CheckpointSaveError
-from ..formats.base import groups_of_files
-from ..formats.dcp import check_separation_hint
-from ..state.objects import check_tensor
-from ..storage.files import FileStorage
-from ..storage.locate import file_storage
+from ..writers.base import groups_of_files
+from ..writers.dcp import check_separation_hint
 from . import bucket_io
 from .bucket_image import FilesImage, ImageLease, WriteBucket, preload_tensors
 from .host_image import ResultMailbox

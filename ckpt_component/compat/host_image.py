@@ -11,10 +11,11 @@ import pickle
 import queue
 import struct
 import weakref
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
+from ..core.memory.huge_pages import map_shared
 from ..errors import CheckpointSaveError
-from ..memory.huge_pages import map_shared
 
 _LENGTH = struct.Struct("<Q")
 
@@ -75,6 +76,31 @@ class HostImage:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return HostImage, (self._file, self._nbytes)
+
+
+Place = tuple[int, int]
+
+
+class ImageBucket(NamedTuple):
+    """A file to write.
+
+    Attributes:
+        path: its path.
+        storage_key: its name in `.metadata`.
+        image: the rank's image, with the bytes of all its files.
+        start: where this file starts in the image.
+        end: where it ends there.
+        tail: bytes to append.
+        places: locations of the items, in the order of the bucket.
+    """
+
+    path: str
+    storage_key: str
+    image: HostImage
+    start: int
+    end: int
+    tail: bytes
+    places: Sequence[Place]
 
 
 class ResultMailbox:

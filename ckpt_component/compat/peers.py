@@ -16,10 +16,10 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..coordination import RankStore, StoreCoordinator, distributed
-from ..coordination.heartbeat import FailureDetector
+from ..core.coordination import RankStore, StoreCoordinator, distributed
+from ..core.coordination.heartbeat import FailureDetector
+from ..core.processes.remote_error import describe_failure
 from ..errors import CheckpointError, CheckpointSaveError, CheckpointTimeoutError, RanksError, ranks_failed
-from ..writing.remote_error import describe_failure
 from .worker_client import WorkerClient
 
 logger = logging.getLogger(__name__)

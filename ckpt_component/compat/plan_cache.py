@@ -10,7 +10,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 
-from ..coordination import Coordinator, LocalCoordinator, RankStore, StoreCoordinator, distributed
+from ..core.coordination import Coordinator, LocalCoordinator, RankStore, StoreCoordinator, distributed
 from ..errors import CheckpointWorldError
 from .bucket_image import FilesImage
 

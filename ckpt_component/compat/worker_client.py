@@ -15,8 +15,8 @@ from functools import partial
 from multiprocessing.util import Finalize
 from typing import Any
 
+from ..core.processes.home_process import HomeProcess
 from ..errors import CheckpointError, CheckpointSaveError, CheckpointTimeoutError, WorkerDiedError
-from ..home_process import HomeProcess
 from .spawn import ProcessContext
 from .worker_process import CallProcess
 

@@ -17,8 +17,8 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-from ..writing.framing import receive_frame, send_frame
-from ..writing.remote_error import describe_failure
+from ..core.processes.framing import receive_frame, send_frame
+from ..core.processes.remote_error import describe_failure
 
 #: A function, its positional arguments, and its keyword arguments.
 Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]

@@ -16,11 +16,11 @@ from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from typing import Any, cast
 
+from ..core.processes.exit_text import describe_exit
+from ..core.processes.framing import send_frame
+from ..core.processes.remote_error import RemoteTraceback, as_local_error
+from ..core.writing.process import await_frame
 from ..errors import CheckpointError, CheckpointSaveError, CheckpointTimeoutError, WorkerDiedError
-from ..writing.exit_text import describe_exit
-from ..writing.framing import send_frame
-from ..writing.process import await_frame
-from ..writing.remote_error import RemoteTraceback, as_local_error
 from .pickling import pickle_by_value
 from .spawn import ProcessContext, StartMethodError, check_start_method_exists, end_processes, start_processes
 from .worker_main import GROUP_SIGNALS, enter

@@ -9,15 +9,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .._lazy import lazy
+from ..core._lazy import lazy
 
 if TYPE_CHECKING:
-    from .compose import compose_checkpoint
-    from .errors import CheckpointConfigError
     from .files import config_dir, recipe_dir
-    from .hints import override_hints
-    from .parts import build_part, part_class
-    from .resolve import resolve_config
+    from .hydra.compose import compose_checkpoint
+    from .hydra.errors import CheckpointConfigError
+    from .hydra.hints import override_hints
+    from .hydra.parts import build_part, part_class
+    from .hydra.resolve import resolve_config
     from .schema import (
         Best,
         Checkpoint,
@@ -40,12 +40,12 @@ if TYPE_CHECKING:
 __all__, __getattr__, __dir__ = lazy(
     __name__,
     {
-        ".compose": "compose_checkpoint",
-        ".errors": "CheckpointConfigError",
+        ".hydra.compose": "compose_checkpoint",
+        ".hydra.errors": "CheckpointConfigError",
         ".files": "config_dir recipe_dir",
-        ".hints": "override_hints",
-        ".parts": "build_part part_class",
-        ".resolve": "resolve_config",
+        ".hydra.hints": "override_hints",
+        ".hydra.parts": "build_part part_class",
+        ".hydra.resolve": "resolve_config",
         ".schema": (
             "Checkpoint Save Keep Best Retry Timeouts LiveStager PinnedStager SharedMemoryStager ZeroOverheadStager "
             "InlineCaller TemporalCaller PersistentCaller DcpWriter TorchSaveWriter SafetensorsWriter"

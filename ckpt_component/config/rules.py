@@ -10,9 +10,13 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ..options import Commit, IoMode
-from ..storage.locate import is_url
-from .schema import Checkpoint
+from ..core.options import Commit, IoMode
+from ..core.spelling import invalid_choice
+from ..core.storage.locate import is_url
+from ..errors import CheckpointConfigError
+from .schema import Checkpoint, Retry
+
+RESUME_WORDS = ("auto", "must", "never", "best")
 
 
 @dataclass(frozen=True)
@@ -93,7 +97,7 @@ def refuse_unfit(settings: Checkpoint, parts: PartFacts) -> None:
     Raises:
         CheckpointConfigError: The text says what to type instead.
     """
-    from .errors import HydraConfigError  # imports Hydra
+    from .hydra.errors import HydraConfigError  # imports Hydra
 
     text = other_platform()
     if text:
@@ -108,3 +112,51 @@ def other_platform() -> str:
     if sys.platform == "linux":
         return ""
     return f"ckpt_component runs on Linux only, and this is {sys.platform}; use torch.distributed.checkpoint here."
+
+
+def checked_resume(value: int | str) -> int | str:
+    """Check a value of `resume`: `auto`, `must`, `never`, `best`, a step of at least 0, or a path.
+
+    A step may be a string. A path, or URL, contains a slash, begins with `~`, or exists.
+    """
+    if isinstance(value, str) and value.isdecimal():
+        value = int(value)
+    if value in RESUME_WORDS or (type(value) is int and value >= 0):
+        return value
+    if isinstance(value, str) and (os.sep in value or value.startswith("~") or os.path.exists(value)):
+        return value
+    raise CheckpointConfigError(invalid_choice("checkpoint.resume", value, RESUME_WORDS, ["a step", "a path"]))
+
+
+def deadlines(config: Checkpoint) -> dict[str, float]:
+    """All of `timeouts`, with numbers in place of nulls.
+
+    The numbers keep the order `heartbeat` < `stall` < `write`: a dead rank is noticed before it is considered hung,
+    and a hung rank before its write times out. `stage` is at least `max_stall_s`.
+    """
+    times = config.timeouts
+    stage = times.stage or max(300.0, config.max_stall_s or 0.0)
+    write = times.write or max(1800.0, 2 * (times.stall or 0.0), 4 * (times.heartbeat or 0.0))
+    stall = times.stall or _between(times.heartbeat or 0.0, 300.0, write)
+    heartbeat = times.heartbeat or _between(0.0, 30.0, stall)
+    return {
+        "worker_start": times.worker_start,
+        "stage": stage,
+        "write": write,
+        "close": times.close,
+        "heartbeat": heartbeat,
+        "stall": stall,
+        "visible": times.visible,
+    }
+
+
+def longest_pause(retry: Retry) -> float:
+    """`retry.max_backoff_seconds`, or the number for null."""
+    return retry.max_backoff_seconds or max(60.0, retry.backoff_seconds)
+
+
+def _between(low: float, usual: float, high: float) -> float:
+    """The usual value if it is well between the limits, else one that is."""
+    if 2 * low <= high / 2:
+        return min(max(usual, 2 * low), high / 2)
+    return (low + high) / 2

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from ..options import (
+from ..core.options import (
     ARENAS,
     BLOCK_BYTES,
     BYTES_PER_SECOND,

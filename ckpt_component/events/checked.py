@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from ..storage.storage import Storage
+from ..core.storage.storage import Storage
 from .event_file import read_values
 
 logger = logging.getLogger(__name__)

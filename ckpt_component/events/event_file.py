@@ -14,9 +14,9 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from ..storage.files import FileStorage
-from ..storage.locate import absolute, storage_at
-from ..storage.storage import Storage
+from ..core.storage.files import FileStorage
+from ..core.storage.locate import absolute, storage_at
+from ..core.storage.storage import Storage
 
 logger = logging.getLogger(__name__)
 

@@ -10,8 +10,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from ..core.storage.new_names import new_token
 from ..errors import CheckpointTypeError
-from ..storage.names import new_token
 from .event_file import EventFile
 from .event_thread import EventThread
 from .listener import CheckpointListener

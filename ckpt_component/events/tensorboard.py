@@ -6,7 +6,7 @@ import logging
 import os
 from typing import Any
 
-from ..storage.locate import is_url
+from ..core.storage.locate import is_url
 from .event_file import FOLDER
 from .tracker import Tracker, imported
 

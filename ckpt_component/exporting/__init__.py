@@ -1,1 +1,1 @@
-"""Export: tensors of a checkpoint as files that other programs read, streamed in blocks. Imports no torch."""
+"""Tensors of a checkpoint as files of other programs, streamed in blocks. Imports no torch."""

@@ -10,12 +10,12 @@ from collections.abc import Iterator, Sequence
 from operator import mul
 from typing import Any
 
-from ..catalogue import Catalogue, Entry, Piece
-from ..catalogue.verification import checksum_of
+from ..core.formats import Catalogue, Entry, Piece
+from ..core.formats.verification import checksum_of
+from ..core.state.dtypes import WIDTHS
+from ..core.storage.checksum import Checksum
+from ..core.storage.file_set import FileSet
 from ..errors import CheckpointCorruptError
-from ..state.dtypes import WIDTHS
-from ..storage.checksum import Checksum
-from ..storage.file_set import FileSet
 
 #: Bytes of a block; a few blocks are all the memory that an export needs.
 BLOCK_BYTES = 2 << 20
@@ -93,17 +93,6 @@ class TensorBlocks:
 
     def __exit__(self, *_: object) -> None:
         self._files.__exit__()
-
-
-def open_blocks(catalogue: Catalogue, entries: Sequence[Entry]) -> TensorBlocks:
-    """What reads these tensors and objects; what only torch can read is read with torch."""
-    if all(catalogue.format == "dcp" or entry.kind == "tensor" for entry in entries) and all(
-        piece.payload is not None for entry in entries if entry.kind == "tensor" for piece in entry.pieces
-    ):
-        return TensorBlocks(catalogue, entries)
-    from .loaded_blocks import LoadedBlocks  # needs torch
-
-    return LoadedBlocks(catalogue)
 
 
 class _Stream(io.RawIOBase):

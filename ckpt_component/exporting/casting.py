@@ -8,8 +8,8 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 
+from ..core.spelling import invalid_choice
 from ..errors import CheckpointConfigError
-from ..spelling import invalid_choice
 
 #: The dtypes that are converted, and to which. Other tensors stay as they are: integers, and 8-bit floats, whose scales
 #: are stored apart.

@@ -9,19 +9,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from ..catalogue import open_catalogue
+from ..core.commit.cleanup import discard, sweep_attempts
+from ..core.commit.commit import new_attempt
+from ..core.commit.liveness import AttemptLock
+from ..core.commit.names import MANIFEST, SINGLE_FILES
+from ..core.formats import Catalogue, Entry, open_catalogue
+from ..core.progress import Progress, no_progress
+from ..core.spelling import invalid_choice
+from ..core.state.key_map import KeyMap
+from ..core.storage.files import FileStorage
+from ..core.storage.new_names import new_token
+from ..core.storage.space import FULL, full_text, refuse_without_room
+from ..core.storage.storage import Storage
 from ..errors import CheckpointConfigError, CheckpointError, CheckpointExistsError, CheckpointSaveError, first_keys
-from ..progress import Progress, no_progress
-from ..spelling import invalid_choice
-from ..state.key_map import KeyMap
-from ..storage.cleanup import discard, sweep_attempts
-from ..storage.commit import new_attempt
-from ..storage.files import FileStorage
-from ..storage.liveness import AttemptLock
-from ..storage.names import MANIFEST, SINGLE_FILES, new_token
-from ..storage.space import FULL, full_text, refuse_without_room
-from ..storage.storage import Storage
-from .blocks import TensorBlocks, open_blocks
+from .blocks import TensorBlocks
 from .casting import caster, check_dtype
 from .files import INDEX, WEIGHTS, File, hugging_face_files, safetensors_file
 from .hugging_face import small_files
@@ -241,3 +242,14 @@ def _write_file(fs: FileStorage, path: str, file: File, blocks: TensorBlocks, do
         fs.drop_cached(fd)
     finally:
         fs.close(fd)
+
+
+def open_blocks(catalogue: Catalogue, entries: Sequence[Entry]) -> TensorBlocks:
+    """What reads these tensors and objects; what only torch can read is read with torch."""
+    if all(catalogue.format == "dcp" or entry.kind == "tensor" for entry in entries) and all(
+        piece.payload is not None for entry in entries if entry.kind == "tensor" for piece in entry.pieces
+    ):
+        return TensorBlocks(catalogue, entries)
+    from .loaded_blocks import LoadedBlocks  # needs torch
+
+    return LoadedBlocks(catalogue)

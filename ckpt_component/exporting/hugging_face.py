@@ -6,9 +6,9 @@ import json
 import os
 import re
 
+from ..core.storage.safe_open import place_of, read_failure
+from ..core.storage.storage import Storage
 from ..errors import CheckpointLoadError
-from ..storage.safe_open import place_of, read_failure
-from ..storage.storage import Storage
 
 CONFIG = "config.json"
 #: The small files that are copied; not indexes of weights, and nothing that a checkpoint has besides.

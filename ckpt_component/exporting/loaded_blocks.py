@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 import torch
 
-from ..catalogue import Catalogue, Entry
-from ..image.arena import tensor_bytes
-from ..readers import Reader
-from ..readers.source import Request
-from ..state import objects
+from ..core.formats import Catalogue, Entry
+from ..core.image.arena import tensor_bytes
+from ..core.state import objects
+from ..loading import Reader
+from ..loading.source import Request
 from .blocks import BLOCK_BYTES, TensorBlocks
 
 

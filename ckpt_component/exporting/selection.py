@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from ..catalogue import Catalogue, Entry
+from ..core.formats import Catalogue, Entry
+from ..core.state.dtypes import WIDTHS
+from ..core.state.key_map import KeyMap, RenamedKeys, pattern_of, unknown_names
+from ..core.state.paths import Path, key_of
 from ..errors import CheckpointLoadError
-from ..state.dtypes import WIDTHS
-from ..state.key_map import KeyMap, RenamedKeys, pattern_of, unknown_names
-from ..state.paths import Path, key_of
 from .casting import cast_dtype
 
 #: Where most states have the model.

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from ..catalogue import Catalogue
-from ..image.arena import tensor_bytes
-from ..readers import Reader
-from ..readers.foreign.archives import RefusedObject
-from ..state.flatten import unflatten
+from ..core.formats import Catalogue
+from ..core.image.arena import tensor_bytes
+from ..core.state.flatten import unflatten
+from ..loading import Reader
+from ..loading.foreign.archives import RefusedObject
 from .files import File
 from .selection import Selected
 

@@ -25,8 +25,12 @@ except ImportError as error:
     ) from error
 
 from ..checkpointer import Checkpointer
-from ..config.following import deadlines
+from ..config.rules import deadlines
 from ..config.schema import Checkpoint
+from ..core.commit.cleanup import discard, quarantine, sweep
+from ..core.commit.names import HUGGINGFACE
+from ..core.options import Verify
+from ..core.storage.locate import file_storage
 from ..errors import (
     CheckpointConfigError,
     CheckpointCorruptError,
@@ -34,13 +38,9 @@ from ..errors import (
     CheckpointTypeError,
     CheckpointUnreadableError,
 )
-from ..factory import build_checkpointer
-from ..formats.files import FilesWriter
+from ..factory.graph import build_checkpointer
 from ..managing.restore import wait_for_writers
-from ..options import Verify
-from ..storage.cleanup import discard, quarantine, sweep
-from ..storage.locate import file_storage
-from ..storage.names import HUGGINGFACE
+from ..writers.files import FilesWriter
 from .file_capture import FileCapture
 from .settings import settings_of
 

@@ -11,14 +11,14 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from ..config.compose import checked_overrides
-from ..config.resolve import resolve_config
+from ..config.hydra.compose import checked_overrides
+from ..config.hydra.resolve import resolve_config
+from ..core.spelling import closest
+from ..core.state.per_rank import PerRank
 from ..errors import CheckpointConfigError, CheckpointTypeError
-from ..factory import build_manager
+from ..factory.graph import build_manager
 from ..managing.manager import CheckpointManager
 from ..managing.stop_signals import REQUEUE_EXIT_CODE, checked_signals
-from ..spelling import closest
-from ..state.per_rank import PerRank
 from .lightning_io import BackgroundCheckpointIO
 from .lightning_package import part
 from .lightning_position import Position

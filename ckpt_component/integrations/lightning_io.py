@@ -10,14 +10,14 @@ from functools import partial
 from typing import Any
 
 from ..checkpointer import Checkpointer
+from ..core.commit.cleanup import sweep
+from ..core.commit.names import MEGATRON
+from ..core.storage.locate import file_storage
 from ..errors import CheckpointConfigError, CheckpointError, CheckpointTypeError
-from ..factory import build_checkpointer
-from ..formats.torch_file import TorchFileWriter, file_state
-from ..readers.foreign.torch_file import verify_torch_file
+from ..factory.graph import build_checkpointer
+from ..loading.foreign.torch_file import verify_torch_file
 from ..saving.in_flight import PendingSave
-from ..storage.cleanup import sweep
-from ..storage.locate import file_storage
-from ..storage.names import MEGATRON
+from ..writers.torch_file import TorchFileWriter, file_state
 from .lightning_package import part
 from .settings import settings_of
 

@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
-from ..config.compose import checked_overrides
-from ..config.resolve import resolve_config
+from ..config.hydra.compose import checked_overrides
+from ..config.hydra.resolve import resolve_config
 from ..config.schema import Checkpoint
 from ..errors import CheckpointConfigError
-from ..formats.base import Writer
+from ..writers.base import Writer
 
 
 def refuse_decided(overrides: Sequence[str], decided: Mapping[str, str]) -> list[str]:

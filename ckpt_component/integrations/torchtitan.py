@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..errors import CheckpointConfigError
-from ..factory import build_manager
+from ..factory.graph import build_manager
 from .settings import refuse_decided
 
 try:

@@ -23,16 +23,16 @@ except ImportError as error:
         "pip install 'transformers>=5' 'accelerate>=1.1'"
     ) from error
 
+from ..core.commit.cleanup import discard
+from ..core.commit.names import HUGGINGFACE
+from ..core.options import Naming
+from ..core.storage.locate import file_storage
 from ..errors import CheckpointConfigError, CheckpointTypeError
 from ..events import CheckpointListener, SaveReport
-from ..factory import build_manager
-from ..formats.files import FilesWriter
+from ..factory.graph import build_manager
 from ..managing.manager import CheckpointManager
 from ..managing.restore import wait_for_writers
-from ..options import Naming
-from ..storage.cleanup import discard
-from ..storage.locate import file_storage
-from ..storage.names import HUGGINGFACE
+from ..writers.files import FilesWriter
 from .file_capture import FileCapture
 from .settings import settings_of
 

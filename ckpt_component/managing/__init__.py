@@ -1,1 +1,1 @@
-"""The checkpoint manager of a training loop: when to save, what to keep, where to resume."""
+"""What a training loop holds: when to save, what to keep, where to resume, how to stop."""

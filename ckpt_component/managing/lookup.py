@@ -5,13 +5,9 @@ from __future__ import annotations
 import logging
 import os
 
-from ..catalogue.folder import is_readable
-from ..errors import CheckpointCorruptError, CheckpointNotFoundError, CheckpointUnreadableError
-from ..spelling import typed
-from ..storage.manifest import read_manifest
-from ..storage.names import MANIFEST, NAMINGS, step_in_name
-from ..storage.safe_open import read_failure
-from ..storage.scan import (
+from ..core.commit.manifest import read_manifest
+from ..core.commit.names import MANIFEST, NAMINGS, step_in_name
+from ..core.commit.scan import (
     Scan,
     committed_under_other_names,
     foreign_checkpoints,
@@ -19,7 +15,11 @@ from ..storage.scan import (
     read_pointer,
     scan_steps,
 )
-from ..storage.storage import Storage
+from ..core.formats.folder import is_readable
+from ..core.spelling import typed
+from ..core.storage.safe_open import read_failure
+from ..core.storage.storage import Storage
+from ..errors import CheckpointCorruptError, CheckpointNotFoundError, CheckpointUnreadableError
 from .policies import ResumePolicy
 from .run_context import RunContext, steps_text
 

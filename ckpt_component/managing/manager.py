@@ -11,13 +11,14 @@ from functools import partial
 from types import TracebackType
 from typing import Any, cast
 
+from ..background.exports import BackgroundExports
+from ..background.uploads import BackgroundUploads
 from ..checkpointer import Checkpointer
+from ..core.processes.home_process import HomeProcess
 from ..errors import CheckpointBusyError, CheckpointError, CheckpointStepError, CheckpointTimeoutError
 from ..events import CheckpointListener, SaveReport
-from ..home_process import HomeProcess
 from ..saving.in_flight import InFlightSaves, PendingSave
 from ..saving.pipeline import SavePipeline
-from .exports import BackgroundExports
 from .policies import SavePolicy, checked_step, refuse_earlier
 from .restore import Restorer
 from .run_context import RunContext, job_ranks
@@ -25,7 +26,6 @@ from .run_progress import LastStep, RunProgress
 from .save_clock import SaveClock
 from .stop_signals import LAST_SAVE, REQUEUE_EXIT_CODE, StopSignals, checked_signals
 from .summary import contents_text, saves_text
-from .tiers import BackgroundUploads
 
 logger = logging.getLogger(__name__)
 

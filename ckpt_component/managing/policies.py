@@ -3,31 +3,14 @@
 from __future__ import annotations
 
 import operator
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..errors import CheckpointConfigError, CheckpointStepError
-from ..spelling import invalid_choice
-from ..storage.locate import absolute
-from ..storage.names import MAX_STEP
-
-RESUME_WORDS = ("auto", "must", "never", "best")
-
-
-def checked_resume(value: int | str) -> int | str:
-    """Check a value of `resume`: `auto`, `must`, `never`, `best`, a step of at least 0, or a path.
-
-    A step may be a string. A path, or URL, contains a slash, begins with `~`, or exists.
-    """
-    if isinstance(value, str) and value.isdecimal():
-        value = int(value)
-    if value in RESUME_WORDS or (type(value) is int and value >= 0):
-        return value
-    if isinstance(value, str) and (os.sep in value or value.startswith("~") or os.path.exists(value)):
-        return value
-    raise CheckpointConfigError(invalid_choice("checkpoint.resume", value, RESUME_WORDS, ["a step", "a path"]))
+from ..config.rules import RESUME_WORDS
+from ..core.commit.names import MAX_STEP
+from ..core.storage.locate import absolute
+from ..errors import CheckpointStepError
 
 
 @dataclass(frozen=True)

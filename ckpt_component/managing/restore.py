@@ -11,18 +11,13 @@ from functools import partial
 from typing import Any
 
 from ..checkpointer import Checkpointer
-from ..errors import (
-    CheckpointCorruptError,
-    CheckpointError,
-    CheckpointLoadError,
-    CheckpointUnreadableError,
-)
-from ..storage.cleanup import living_attempts, quarantine, sweep
-from ..storage.names import StepNames
-from ..storage.scan import Scan, both, repair_pointer
-from ..storage.space import amount
-from ..storage.storage import Storage
-from ..storage.visibility import wait_visible
+from ..core.commit.cleanup import living_attempts, quarantine, sweep
+from ..core.commit.names import StepNames
+from ..core.commit.scan import Scan, both, repair_pointer
+from ..core.commit.visibility import wait_visible
+from ..core.storage.space import amount
+from ..core.storage.storage import Storage
+from ..errors import CheckpointCorruptError, CheckpointError, CheckpointLoadError, CheckpointUnreadableError
 from .lookup import candidates_of, size_of_checkpoint
 from .run_context import steps_text
 from .run_folder import RunFolder

@@ -7,15 +7,15 @@ import os
 import time
 from dataclasses import dataclass, field
 
-from ..coordination import Coordinator, LocalCoordinator, RankStore, StoreCoordinator, distributed
+from ..core.commit.names import StepNames
+from ..core.commit.retention import BestPolicy
+from ..core.commit.scan import Scan, both, scan_steps, warn_of_skipped
+from ..core.coordination import Coordinator, LocalCoordinator, RankStore, StoreCoordinator, distributed
+from ..core.options import ResolvedTimeouts
+from ..core.storage.locate import is_url, storage_at
+from ..core.storage.storage import Storage
 from ..errors import CheckpointError
 from ..events import EventRecorder
-from ..options import ResolvedTimeouts
-from ..storage.locate import is_url, storage_at
-from ..storage.names import StepNames
-from ..storage.retention import BestPolicy
-from ..storage.scan import Scan, both, scan_steps, warn_of_skipped
-from ..storage.storage import Storage
 
 logger = logging.getLogger(__name__)
 

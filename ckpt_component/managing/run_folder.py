@@ -13,6 +13,17 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
+from ..core.commit.cleanup import discard, quarantine
+from ..core.commit.commit import refuse_existing
+from ..core.commit.fencing import FencingToken, Owner
+from ..core.commit.names import TRIAL_PREFIX
+from ..core.commit.retention import RetentionPolicy
+from ..core.commit.scan import Scan, read_pointer, write_pointer
+from ..core.commit.visibility import wait_visible
+from ..core.spelling import typed
+from ..core.storage.locate import absolute
+from ..core.storage.new_names import new_token
+from ..core.storage.space import FULL
 from ..errors import (
     CheckpointConfigError,
     CheckpointError,
@@ -21,17 +32,7 @@ from ..errors import (
     CheckpointSaveError,
 )
 from ..events import SaveReport
-from ..saving.transaction import notify
-from ..spelling import typed
-from ..storage.cleanup import discard, quarantine
-from ..storage.commit import refuse_existing
-from ..storage.fencing import FencingToken, Owner
-from ..storage.locate import absolute
-from ..storage.names import TRIAL_PREFIX, new_token
-from ..storage.retention import RetentionPolicy
-from ..storage.scan import Scan, read_pointer, write_pointer
-from ..storage.space import FULL
-from ..storage.visibility import wait_visible
+from ..saving.attempts import notify
 from .policies import ResumePolicy
 from .run_context import RunContext, steps_text
 

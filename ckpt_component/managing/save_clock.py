@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from ..coordination import Coordinator, StepQuestions
+from ..core.coordination import Coordinator, StepQuestions
 from .policies import SavePolicy
 
 

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import Any
 
-from ..coordination import Coordinator
+from ..core.coordination import Coordinator
+from ..core.processes.home_process import HomeProcess
 from ..errors import CheckpointConfigError, CheckpointTypeError
-from ..home_process import HomeProcess
 
 logger = logging.getLogger(__name__)
 

@@ -7,11 +7,11 @@ import shlex
 import time
 from collections.abc import Sequence
 
+from ..core.commit.names import MANIFEST
+from ..core.storage.locate import is_url
+from ..core.storage.space import amount
 from ..errors import CheckpointError
 from ..events import SaveReport
-from ..storage.locate import is_url
-from ..storage.names import MANIFEST
-from ..storage.space import amount
 from .run_context import RunContext
 
 

@@ -8,7 +8,7 @@ from importlib import import_module
 from types import FunctionType
 from typing import Any
 
-from .. import __version__
+from .._version import __version__
 from ..errors import CheckpointError
 
 #: The names that Megatron's `get_async_strategy` returns.

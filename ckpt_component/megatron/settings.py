@@ -7,10 +7,10 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from ..config.errors import CheckpointConfigError
-from ..config.megatron_args import megatron_overrides
-from ..config.resolve import resolve_config
-from ..options import Durability, IoPriority, ResolvedTimeouts
+from ..config.hydra.errors import CheckpointConfigError
+from ..config.hydra.resolve import resolve_config
+from ..core.options import Durability, IoPriority, ResolvedTimeouts
+from .args import megatron_overrides
 
 _PRESET = "async_persistent"
 #: The keys that have an effect in Megatron's own loop; Megatron's options control the rest.

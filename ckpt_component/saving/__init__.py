@@ -1,1 +1,1 @@
-"""A save, from the call to the commit."""
+"""One save, from the call to the commit."""

@@ -7,12 +7,12 @@ from concurrent.futures import Future
 from concurrent.futures import wait as wait_futures
 from typing import Any, Protocol, TypeVar
 
-from ..coordination import LocalCoordinator
+from ..core.commit.commit import refuse_existing
+from ..core.coordination import LocalCoordinator
+from ..core.options import ResolvedTimeouts
+from ..core.storage.locate import file_storage
 from ..errors import CheckpointBusyError, CheckpointTimeoutError
 from ..events import EventRecorder
-from ..options import ResolvedTimeouts
-from ..storage.commit import refuse_existing
-from ..storage.locate import file_storage
 from .in_flight import SaveFuture
 
 _WHOLE_SAVE = ResolvedTimeouts().whole_save

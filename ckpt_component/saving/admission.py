@@ -15,7 +15,10 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypedDict
 
-from ..coordination import Coordinator
+from ..core.commit.metrics import encode_metrics
+from ..core.coordination import Coordinator
+from ..core.options import ResolvedTimeouts
+from ..core.storage.new_names import new_token
 from ..errors import (
     CheckpointBusyError,
     CheckpointError,
@@ -26,10 +29,7 @@ from ..errors import (
     describe_error,
     ranks_failed,
 )
-from ..options import ResolvedTimeouts
 from ..stagers.base import Stager, StatePlan
-from ..storage.metrics import encode_metrics
-from ..storage.names import new_token
 from .in_flight import InFlightSaves, PendingSave
 
 #: Seconds within which the failure of an earlier save, known to one rank, reaches the others.

@@ -10,12 +10,12 @@ from concurrent.futures import Future
 from concurrent.futures import wait as wait_futures
 from typing import Any, TypeVar
 
+from ..core.commit.names import Attempt
+from ..core.progress import Progress, no_progress
+from ..core.storage.storage import Storage
 from ..errors import CheckpointTimeoutError, RanksError
 from ..events.records import SaveReport, Span
-from ..progress import Progress, no_progress
 from ..stagers.base import Snapshot
-from ..storage.names import Attempt
-from ..storage.storage import Storage
 
 #: How often progress is shown.
 _POLL_SECONDS = 0.2

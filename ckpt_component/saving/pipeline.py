@@ -18,22 +18,22 @@ from concurrent.futures import wait as wait_futures
 from typing import Any
 
 from ..callers.write_callers import WriteCaller
-from ..coordination import Coordinator
+from ..core.commit.commit import new_attempt, refuse_existing
+from ..core.commit.names import owned_token
+from ..core.coordination import Coordinator
+from ..core.options import ResolvedTimeouts
+from ..core.processes.home_process import HomeProcess
+from ..core.progress import Progress, no_progress
+from ..core.storage.storage import Storage
 from ..errors import CheckpointError
 from ..events import EventRecorder, SaveReport
-from ..formats.base import Writer
-from ..home_process import HomeProcess
-from ..options import ResolvedTimeouts
-from ..progress import Progress, no_progress
 from ..stagers.base import Stager, StatePlan
-from ..storage.commit import new_attempt, refuse_existing
-from ..storage.names import owned_token
-from ..storage.storage import Storage
+from ..writers.base import Writer
 from .admission import SaveAdmission
+from .attempts import RunHooks, SaveTransaction, notify
 from .foresight import Foresight
 from .in_flight import InFlightSaves, PendingSave
 from .retry import ConsecutiveFailures, ErrorPolicy, RetryLoop, is_stall
-from .transaction import RunHooks, SaveTransaction, notify
 
 logger = logging.getLogger(__name__)
 

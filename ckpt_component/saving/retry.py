@@ -14,9 +14,9 @@ import time
 from dataclasses import dataclass
 from errno import EACCES, EFBIG, EISDIR, ELOOP, ENAMETOOLONG, ENOTDIR, EPERM, EROFS
 
-from ..coordination import Coordinator
+from ..core.commit.names import token_of_try
+from ..core.coordination import Coordinator
 from ..errors import CheckpointError, CheckpointGivenUpError, CheckpointSaveError, CheckpointStallError, RanksError
-from ..storage.names import token_of_try
 from .in_flight import PendingSave
 
 logger = logging.getLogger(__name__)

@@ -7,10 +7,10 @@ from concurrent.futures import Future
 
 import torch
 
+from ..core.image.copy import CopyTasks
+from ..core.state.flatten import FlatState
+from ..core.state.paths import key_of
 from ..errors import CheckpointStallError, TornSnapshotError
-from ..image.copy import CopyTasks
-from ..state.flatten import FlatState
-from ..state.paths import key_of
 
 
 class BackgroundCopy:

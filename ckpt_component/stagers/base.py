@@ -15,20 +15,19 @@ from typing import Any, ClassVar
 
 import torch
 
-from ..coordination import Coordinator
+from ..core.coordination import Coordinator
+from ..core.image.arena import Arena
+from ..core.image.layout import Layout
+from ..core.memory.gc_control import collector_paused
+from ..core.state.dedup import Selection, holdings, share_out
+from ..core.state.flatten import FlatState, flatten
+from ..core.state.objects import encode
+from ..core.state.paths import key_of
+from ..core.state.replicas import Replicas
+from ..core.state.structure import Structure
+from ..core.writing.request import ByteSource, EncodedSave
 from ..errors import ranks_failed
-from ..formats.base import FormatPlan, Writer
-from ..image.arena import Arena
-from ..image.layout import Layout
-from ..memory.gc_control import collector_paused
-from ..state.dedup import Selection, holdings, share_out
-from ..state.flatten import FlatState, flatten
-from ..state.objects import encode
-from ..state.paths import key_of
-from ..state.replicas import Replicas
-from ..state.structure import Structure
-from ..writing.range_writer import ByteSource
-from ..writing.request import EncodedSave
+from ..writers.base import FormatPlan, Writer
 from .optimizers import optimizers_in
 
 logger = logging.getLogger(__name__)

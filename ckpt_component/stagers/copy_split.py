@@ -10,9 +10,9 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from ..image.copy import CopyPlan
-from ..state.flatten import FlatState
-from ..state.shards import local_parts
+from ..core.image.copy import CopyPlan
+from ..core.state.flatten import FlatState
+from ..core.state.shards import local_parts
 from .device_buffer import DeviceBuffer
 from .shared_memory import ArenaFill
 

@@ -19,8 +19,8 @@ from typing import NamedTuple
 
 import torch
 
-from ..image.layout import ITEM_ALIGNMENT
-from ..memory.huge_pages import align
+from ..core.formats.zip_records import ITEM_ALIGNMENT
+from ..core.memory.huge_pages import align
 
 logger = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 import torch
 
-from ..image.live import LiveSource
+from ..core.image.live import LiveSource
 from .base import Snapshot, Stager, StatePlan
 
 

@@ -11,16 +11,16 @@ from typing import Any, ClassVar
 import psutil
 import torch
 
-from ..coordination import Coordinator
-from ..formats.base import FormatPlan, Writer
-from ..image.arena import Arena
-from ..image.arena_pool import ArenaPool
-from ..image.copy import CopyPlan, CopyTasks, sources_of
-from ..image.layout import Layout
-from ..memory.gc_control import collector_paused
-from ..options import ARENAS
-from ..state.dedup import likely_bytes
-from ..state.flatten import FlatState
+from ..core.coordination import Coordinator
+from ..core.image.arena import Arena
+from ..core.image.arena_pool import ArenaPool
+from ..core.image.copy import CopyPlan, CopyTasks, sources_of
+from ..core.image.layout import Layout
+from ..core.memory.gc_control import collector_paused
+from ..core.options import ARENAS
+from ..core.state.dedup import likely_bytes
+from ..core.state.flatten import FlatState
+from ..writers.base import FormatPlan, Writer
 from .base import Snapshot, Stager, StatePlan
 
 logger = logging.getLogger(__name__)

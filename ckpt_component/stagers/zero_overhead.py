@@ -21,10 +21,10 @@ from typing import Any, ClassVar
 
 import torch
 
+from ..core.image.arena import Slots
+from ..core.image.copy import CopyTasks
+from ..core.options import DEVICE_BUFFER_BYTES
 from ..errors import CheckpointTimeoutError
-from ..image.arena import Slots
-from ..image.copy import CopyTasks
-from ..options import DEVICE_BUFFER_BYTES
 from .background_copy import BackgroundCopy
 from .copy_split import CopySplit
 from .device_buffer import DeviceBuffer

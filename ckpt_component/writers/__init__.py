@@ -1,27 +1,27 @@
-"""The writers under the names that configs use; they are defined in `ckpt_component.formats`."""
+"""Which bytes a state becomes: dcp, torch_save, safetensors, files (`core.writing` writes them)."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .._lazy import lazy
+from ..core._lazy import lazy
 
 if TYPE_CHECKING:
-    from ..formats.base import Writer
-    from ..formats.dcp import DcpWriter
-    from ..formats.files import FilesWriter
-    from ..formats.safetensors import SafetensorsWriter
-    from ..formats.torch_file import TorchFileWriter, file_state
-    from ..formats.torch_save import TorchSaveWriter
+    from .base import Writer
+    from .dcp import DcpWriter
+    from .files import FilesWriter
+    from .safetensors import SafetensorsWriter
+    from .torch_file import TorchFileWriter, file_state
+    from .torch_save import TorchSaveWriter
 
 __all__, __getattr__, __dir__ = lazy(
     __name__,
     {
-        "..formats.base": "Writer",
-        "..formats.dcp": "DcpWriter",
-        "..formats.files": "FilesWriter",
-        "..formats.safetensors": "SafetensorsWriter",
-        "..formats.torch_file": "TorchFileWriter file_state",
-        "..formats.torch_save": "TorchSaveWriter",
+        ".base": "Writer",
+        ".dcp": "DcpWriter",
+        ".files": "FilesWriter",
+        ".safetensors": "SafetensorsWriter",
+        ".torch_file": "TorchFileWriter file_state",
+        ".torch_save": "TorchSaveWriter",
     },
 )

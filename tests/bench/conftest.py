@@ -22,14 +22,14 @@ def tiny() -> tuple[str, ...]:
 
 @pytest.fixture
 def bench(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Run `python -m ckpt_component.apps.bench` for the tiny state, with no peers, in the folder tmp_path/run."""
+    """Run `python -m ckpt_bench` for the tiny state, with no peers, in the folder tmp_path/run."""
     folder = tmp_path / "run"
     folder.mkdir()
 
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         first = [word for word in arguments if "=" not in word]
         rest = [word for word in arguments if word not in first]
-        command = ["-m", "ckpt_component.apps.bench", *first, *TINY, f"peers_dir={tmp_path / 'peers'}", *rest]
+        command = ["-m", "ckpt_bench", *first, *TINY, f"peers_dir={tmp_path / 'peers'}", *rest]
         return subprocess.run(
             [sys.executable, *command, "hydra.run.dir=out"],
             cwd=folder,

@@ -13,11 +13,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from ckpt_bench.app import arguments
+from ckpt_bench.figures import FIGURES
 
 import ckpt_component
-from ckpt_component.apps.bench.app import arguments
-from ckpt_component.apps.bench.figures import FIGURES
-from ckpt_component.storage.checksum import fastest
+from ckpt_component.core.storage.checksum import fastest
 
 pytestmark = pytest.mark.slow
 
@@ -147,7 +147,7 @@ def test_a_run_that_is_stopped_keeps_its_figures_and_leaves_nothing(
 ) -> None:
     folder = tmp_path / "run"
     folder.mkdir()
-    command = ["-m", "ckpt_component.apps.bench", *tiny, "rows=sync", "repeats=1000", "hydra.run.dir=out"]
+    command = ["-m", "ckpt_bench", *tiny, "rows=sync", "repeats=1000", "hydra.run.dir=out"]
     with (
         (tmp_path / "stdout").open("w") as stdout,
         subprocess.Popen(

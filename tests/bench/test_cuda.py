@@ -8,14 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
-
-from ckpt_component.apps.bench.measure.limits import measure_limits
-from ckpt_component.apps.bench.measure.memory import device_peak
-from ckpt_component.apps.bench.measure.row import Settings, measure_row
-from ckpt_component.apps.bench.measure.states import make_state
-from ckpt_component.apps.bench.peers import PeerEnvironment
-from ckpt_component.apps.bench.promises import judge
-from ckpt_component.apps.bench.runs import Case, Runner
+from ckpt_bench.measure.limits import measure_limits
+from ckpt_bench.measure.memory import device_peak
+from ckpt_bench.measure.row import Settings, measure_row
+from ckpt_bench.measure.states import make_state
+from ckpt_bench.peers import PeerEnvironment
+from ckpt_bench.promises import judge
+from ckpt_bench.runs import Case, Runner
 
 Bench = Callable[..., "subprocess.CompletedProcess[str]"]
 

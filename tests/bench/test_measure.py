@@ -8,17 +8,16 @@ from pathlib import Path
 
 import pytest
 import torch
-
-from ckpt_component.apps.bench.measure.beside import RawSaves, measure_loads
-from ckpt_component.apps.bench.measure.files import drop_cache, files_of, fill_cache, sync_tree
-from ckpt_component.apps.bench.measure.limits import checksums, measure_limits
-from ckpt_component.apps.bench.measure.loop import Cycle, Loop, compared, in_turn
-from ckpt_component.apps.bench.measure.loop_clock import LoopClock, LoopTime
-from ckpt_component.apps.bench.measure.memory import pss, pss_of_tree, sampled_peak
-from ckpt_component.apps.bench.measure.row import Settings, make_saver, measure_row
-from ckpt_component.apps.bench.measure.saver import Saver
-from ckpt_component.apps.bench.measure.states import STATES, State, make_state, nbytes_of
-from ckpt_component.apps.bench.schema import STATES as STATES_OF_THE_CONFIG
+from ckpt_bench.measure.beside import RawSaves, measure_loads
+from ckpt_bench.measure.files import drop_cache, files_of, fill_cache, sync_tree
+from ckpt_bench.measure.limits import checksums, measure_limits
+from ckpt_bench.measure.loop import Cycle, Loop, compared, in_turn
+from ckpt_bench.measure.loop_clock import LoopClock, LoopTime
+from ckpt_bench.measure.memory import pss, pss_of_tree, sampled_peak
+from ckpt_bench.measure.row import Settings, make_saver, measure_row
+from ckpt_bench.measure.saver import Saver
+from ckpt_bench.measure.states import STATES, State, make_state, nbytes_of
+from ckpt_bench.schema import STATES as STATES_OF_THE_CONFIG
 
 QUICK = Settings(saves=1, enough_seconds=1, loop_threads=1, step_seconds=0.001, tail_seconds=0, pairs=2, cold=True)
 
@@ -81,7 +80,7 @@ class _Remembers(Saver):
 @pytest.mark.parametrize("torn", [False, True])
 def test_a_row_tells_whether_its_snapshot_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, torn: bool) -> None:
     state = make_state("tiny")
-    monkeypatch.setattr("ckpt_component.apps.bench.measure.row.make_saver", lambda name, state: _Remembers(state, torn))
+    monkeypatch.setattr("ckpt_bench.measure.row.make_saver", lambda name, state: _Remembers(state, torn))
     found = measure_row("torch_save", state, str(tmp_path), QUICK)
     assert found["torn"] == (len(state) if torn else 0)
     assert found["files"] == 1 and found["bytes"] == 10 and found["state_bytes"] == nbytes_of(state)
@@ -148,7 +147,7 @@ def test_raw_writes_are_medians_of_each_way(tmp_path: Path, monkeypatch: pytest.
     def write(source: object, nbytes: int, folder: str, threads: int, *, direct: bool) -> float | None:
         return next(took[threads, direct])
 
-    monkeypatch.setattr("ckpt_component.apps.bench.measure.beside.write", write)
+    monkeypatch.setattr("ckpt_bench.measure.beside.write", write)
     with RawSaves(5000, str(tmp_path)) as raw:
         for _ in range(3):
             raw.turn()

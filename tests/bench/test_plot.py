@@ -6,10 +6,9 @@ import re
 from pathlib import Path
 
 import pytest
-
-from ckpt_component.apps.bench.plot import draw
-from ckpt_component.apps.bench.runs import Case
-from ckpt_component.apps.bench.verdicts import Verdict
+from ckpt_bench.plot import draw
+from ckpt_bench.runs import Case
+from ckpt_bench.verdicts import Verdict
 
 pytest.importorskip("matplotlib", reason="needs the extra 'plot'")
 

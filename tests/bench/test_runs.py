@@ -10,9 +10,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-
-from ckpt_component.apps.bench.peers import PeerEnvironment
-from ckpt_component.apps.bench.runs import Case, Run, Runner
+from ckpt_bench.peers import PeerEnvironment
+from ckpt_bench.runs import Case, Run, Runner
 
 #: Stands in for the process of a row: does what the row's name says.
 ROW = """

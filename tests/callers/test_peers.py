@@ -14,8 +14,8 @@ from waiting import eventually
 
 from ckpt_component.compat import peers
 from ckpt_component.compat.peers import PeerSession, ScheduledCall
-from ckpt_component.coordination import RankStore
-from ckpt_component.coordination.heartbeat import RESTING
+from ckpt_component.core.coordination import RankStore
+from ckpt_component.core.coordination.heartbeat import RESTING
 from ckpt_component.errors import CheckpointSaveError, CheckpointTimeoutError, RanksError
 
 

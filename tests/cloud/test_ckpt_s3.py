@@ -12,7 +12,7 @@ from cloud.proxy import Answer, CutAfter, FaultProxy, Strip
 from cloud.server import KEYS, REGION, Bucket
 
 from ckpt_component import build_manager
-from ckpt_component.apps.tools.app import main
+from ckpt_component.cli.app import main
 
 pytestmark = pytest.mark.slow
 

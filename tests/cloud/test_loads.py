@@ -12,9 +12,9 @@ from cloud.proxy import Answer, CutAfter, CutBefore, CutBody, FaultProxy, Reques
 from cloud.server import Bucket
 
 from ckpt_component import build_checkpointer, build_manager
-from ckpt_component.catalogue import open_catalogue
+from ckpt_component.core.formats import open_catalogue
+from ckpt_component.core.storage import bucket_store
 from ckpt_component.errors import CheckpointUnreadableError
-from ckpt_component.storage import object_retry
 
 pytestmark = pytest.mark.slow
 
@@ -71,7 +71,7 @@ def test_a_store_that_stays_away_is_no_damage(
     bucket: Bucket, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     url = saved(f"{bucket.url}/one")
-    monkeypatch.setattr(object_retry, "_PATIENCE", 0.5)
+    monkeypatch.setattr(bucket_store, "_PATIENCE", 0.5)
     proxy.add(Answer(503), times=None, where=is_read)
     with (
         build_checkpointer("sync", ["+checkpoint.storage.options.max_retries=1"]) as checkpointer,

@@ -14,14 +14,16 @@ from cloud.server import Bucket
 from strides import first_of
 
 from ckpt_component import CheckpointError, CheckpointExistsError, CheckpointFencedError
-from ckpt_component.storage import commit, objects
-from ckpt_component.storage.cleanup import discard, sweep
-from ckpt_component.storage.fencing import FencingToken
-from ckpt_component.storage.locate import storage_at
-from ckpt_component.storage.manifest import data_folder, read_manifest
-from ckpt_component.storage.names import MANIFEST, MEGATRON, OWNER, Attempt, new_token
-from ckpt_component.storage.scan import scan_steps
-from ckpt_component.storage.storage import Storage
+from ckpt_component.core.commit import commit
+from ckpt_component.core.commit.cleanup import discard, sweep
+from ckpt_component.core.commit.fencing import FencingToken
+from ckpt_component.core.commit.manifest import data_folder, read_manifest
+from ckpt_component.core.commit.names import MANIFEST, MEGATRON, OWNER, Attempt
+from ckpt_component.core.commit.scan import scan_steps
+from ckpt_component.core.storage import bucket as objects
+from ckpt_component.core.storage.locate import storage_at
+from ckpt_component.core.storage.new_names import new_token
+from ckpt_component.core.storage.storage import Storage
 
 pytestmark = pytest.mark.slow
 

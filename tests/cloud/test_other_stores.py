@@ -26,10 +26,10 @@ from faults.invariants import tidied
 from strides import first_of
 
 from ckpt_component import CheckpointConfigError, CheckpointFencedError, build_manager
+from ckpt_component.core.commit.names import MEGATRON
+from ckpt_component.core.commit.scan import scan_steps
+from ckpt_component.core.storage.locate import storage_at
 from ckpt_component.managing.manager import CheckpointManager
-from ckpt_component.storage.locate import storage_at
-from ckpt_component.storage.names import MEGATRON
-from ckpt_component.storage.scan import scan_steps
 
 pytestmark = pytest.mark.slow
 

@@ -24,9 +24,9 @@ from ckpt_component import (
     CheckpointSaveError,
     build_manager,
 )
-from ckpt_component.storage.locate import storage_at
-from ckpt_component.storage.names import MANIFEST, MEGATRON, OWNER
-from ckpt_component.storage.scan import scan_steps
+from ckpt_component.core.commit.names import MANIFEST, MEGATRON, OWNER
+from ckpt_component.core.commit.scan import scan_steps
+from ckpt_component.core.storage.locate import storage_at
 
 pytestmark = pytest.mark.slow
 

@@ -14,13 +14,13 @@ from cloud.test_object_requests import ALL, is_manifest
 from strides import first_of
 
 from ckpt_component import build_manager
-from ckpt_component.catalogue.verification import verify_checkpoint
-from ckpt_component.storage.locate import storage_at
-from ckpt_component.storage.names import MEGATRON
-from ckpt_component.storage.retention import RetentionPolicy
-from ckpt_component.storage.scan import scan_steps
-from ckpt_component.uploading.policy import UploadPolicy
-from ckpt_component.uploading.process import RunWatch, Uploader
+from ckpt_component.background.upload_policy import UploadPolicy
+from ckpt_component.background.upload_process import RunWatch, Uploader
+from ckpt_component.core.commit.names import MEGATRON
+from ckpt_component.core.commit.retention import RetentionPolicy
+from ckpt_component.core.commit.scan import scan_steps
+from ckpt_component.core.formats.verification import verify_checkpoint
+from ckpt_component.core.storage.locate import storage_at
 
 pytestmark = pytest.mark.slow
 

@@ -31,8 +31,8 @@ from ckpt_component.config import (
     config_dir,
 )
 from ckpt_component.config.schema import Part
+from ckpt_component.core.options import ChecksumName, Naming
 from ckpt_component.managing.manager import CheckpointManager
-from ckpt_component.options import ChecksumName, Naming
 
 #: Hydra 1.4 warns of every target that the caller has not allowed.
 allowed: Callable[[], AbstractContextManager[Any]] = (

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ckpt_component import CheckpointConfigError, compose_checkpoint
-from ckpt_component.config.megatron_args import add_checkpoint_args, compose_from_args
+from ckpt_component.megatron.args import add_checkpoint_args, compose_from_args
 
 
 def parse(*options: str, **others: Any) -> argparse.Namespace:

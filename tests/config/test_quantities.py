@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 
 from ckpt_component import CheckpointConfigError, build_checkpointer, build_manager, compose_checkpoint
 from ckpt_component.config import resolve_config
-from ckpt_component.config.following import deadlines, longest_pause
+from ckpt_component.config.rules import deadlines, longest_pause
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 from ckpt_component import CheckpointConfigError, compose_checkpoint
 from ckpt_component.config import resolve_config
 from ckpt_component.config.schema import Checkpoint
-from ckpt_component.options import Durability, Naming, Overlap
+from ckpt_component.core.options import Durability, Naming, Overlap
 
 PARTS: dict[str, Any] = {
     "stager": {"_target_": "ckpt_component.stagers.SharedMemoryStager"},

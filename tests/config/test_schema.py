@@ -14,9 +14,9 @@ from omegaconf import OmegaConf
 
 from ckpt_component import CheckpointConfigError
 from ckpt_component.config import config_dir, schema
-from ckpt_component.config.parts import part_class
+from ckpt_component.config.hydra.parts import part_class
 from ckpt_component.config.schema import PARTS, Part, part_option
-from ckpt_component.options import Range
+from ckpt_component.core.options import Range
 
 LEAVES = [(kind, option) for kind in PARTS for option in PARTS[kind]]
 OWN_PARTS = [PARTS[kind][option] for kind, option in LEAVES]

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from ckpt_component.coordination import RankStore, StoreCoordinator
-from ckpt_component.coordination.connection import StoreConnection
+from ckpt_component.core.coordination import RankStore, StoreCoordinator
+from ckpt_component.core.coordination.connection import StoreConnection
 from ckpt_component.errors import CheckpointTimeoutError, RanksError
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from torch.distributed import TCPStore
 
-from ckpt_component.coordination import LocalCoordinator, RankStore, StoreCoordinator
+from ckpt_component.core.coordination import LocalCoordinator, RankStore, StoreCoordinator
 from ckpt_component.errors import CheckpointExistsError, CheckpointSaveError, CheckpointTimeoutError, RanksError
 
 

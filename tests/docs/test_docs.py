@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ckpt_bench.measure.names import ROWS
+from ckpt_bench.schema import STATES, Bench
 from strides import STRIDE_OFFSET
 
 import ckpt_component
-from ckpt_component.apps.bench.measure.names import ROWS
-from ckpt_component.apps.bench.schema import STATES, Bench
 
 DEFINED = re.compile(r"^def (test_\w+)", re.MULTILINE)
 REPOSITORY = Path(ckpt_component.__file__).resolve().parents[1]
@@ -221,6 +221,11 @@ def test_links_lead_somewhere(page: Path) -> None:
 def test_the_page_of_keys_is_current() -> None:
     page = runpy.run_path(str(REPOSITORY / "docs" / "configuration.py"))["page"]()
     assert (REPOSITORY / "docs" / "configuration.md").read_text() == page, "run python docs/configuration.py"
+
+
+def test_the_table_of_rooms_is_current() -> None:
+    page = runpy.run_path(str(REPOSITORY / "docs" / "rooms.py"))["page"]()
+    assert (REPOSITORY / "docs" / "design.md").read_text() == page, "run python docs/rooms.py"
 
 
 def test_the_page_of_symbols_has_all_public_names() -> None:

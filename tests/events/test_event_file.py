@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from ckpt_component.core.storage.files import FileStorage
 from ckpt_component.events import EventFile, read_events
-from ckpt_component.storage.files import FileStorage
 
 
 def numbers(root: Path) -> list[int]:

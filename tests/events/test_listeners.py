@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from ckpt_component import build_manager
-from ckpt_component.config.listeners import LISTENERS
+from ckpt_component.config.hydra.parts import LISTENERS
 from ckpt_component.errors import CheckpointConfigError
 
 QUICK = ("checkpoint.writer.io=buffered", "checkpoint.durability=process_crash", "checkpoint.save.at_end=false")

@@ -8,12 +8,12 @@ import sys
 import traceback
 from collections.abc import Sequence
 
-import ckpt_component.apps.tools.gc_command
-import ckpt_component.apps.tools.mv_command
-import ckpt_component.apps.tools.rm_command  # noqa: F401  # before any fork
-from ckpt_component.apps.tools.app import main
-from ckpt_component.storage.files import FileStorage
-from ckpt_component.storage.locate import LOG, SPEC
+import ckpt_component.cli.cp_command
+import ckpt_component.cli.gc_command
+import ckpt_component.cli.rm_command  # noqa: F401  # before any fork
+from ckpt_component.cli.app import main
+from ckpt_component.core.storage.files import FileStorage
+from ckpt_component.core.storage.locate import LOG, SPEC
 
 
 def ckpt(arguments: Sequence[str], failpoint: str, log: str, across: bool) -> int | None:

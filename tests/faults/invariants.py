@@ -15,18 +15,18 @@ from typing import Any
 import torch
 
 from ckpt_component import CheckpointError, CheckpointManager, build_manager
-from ckpt_component.storage.files import FileStorage
-from ckpt_component.storage.names import (
+from ckpt_component.core.commit.names import (
     ALIVE_PREFIX,
     MEGATRON,
-    NEW_PREFIX,
     OWNER,
     STAGING_PREFIX,
     TRASH_PREFIX,
     TRIAL_PREFIX,
     is_token,
 )
-from ckpt_component.storage.scan import committed_steps
+from ckpt_component.core.commit.scan import committed_steps
+from ckpt_component.core.storage.files import FileStorage
+from ckpt_component.core.storage.new_names import NEW_PREFIX
 
 #: What is always in a root beside its checkpoints.
 FIXED = {MEGATRON.pointer, OWNER, "events"}

@@ -21,7 +21,7 @@ from ckpt_component import (
     WorkerDiedError,
     build_manager,
 )
-from ckpt_component.storage.locate import LOG, SPEC
+from ckpt_component.core.storage.locate import LOG, SPEC
 
 __all__ = ["prepare"]  # of the fork server, before the fork
 

@@ -14,8 +14,8 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ckpt_component.storage.files import FileStorage
-from ckpt_component.storage.names import MANIFEST
+from ckpt_component.core.commit.names import MANIFEST
+from ckpt_component.core.storage.files import FileStorage
 
 #: What a put may come to: all is well; it fails; it is done and its answer is lost; half of it is there.
 PUTS = ("done", "refused", "lost", "torn")

@@ -23,11 +23,12 @@ from faults.mounts import mount_tmpfs
 from faults.workloads import KEEP_ONE, prepare
 
 from ckpt_component import CheckpointError, CheckpointManager, CheckpointSaveError, build_manager
-from ckpt_component.storage.files import FileStorage
-from ckpt_component.storage.locate import LOG, SPEC
-from ckpt_component.storage.names import MEGATRON, NEW_PREFIX
-from ckpt_component.storage.scan import committed_steps
-from ckpt_component.testing.operation_log import read_log
+from ckpt_component.core.commit.names import MEGATRON
+from ckpt_component.core.commit.scan import committed_steps
+from ckpt_component.core.storage.faults.operation_log import read_log
+from ckpt_component.core.storage.files import FileStorage
+from ckpt_component.core.storage.locate import LOG, SPEC
+from ckpt_component.core.storage.new_names import NEW_PREFIX
 
 __all__ = ["prepare"]  # of the fork server, before the fork
 

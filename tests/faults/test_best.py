@@ -11,8 +11,8 @@ from faults.invariants import MANIFEST_MODE
 from forker import Forker
 from strides import first_of
 
-from ckpt_component.testing.failpoints import EFFECTS
-from ckpt_component.testing.operation_log import read_log
+from ckpt_component.core.storage.faults.failpoints import EFFECTS
+from ckpt_component.core.storage.faults.operation_log import read_log
 
 pytestmark = pytest.mark.slow
 

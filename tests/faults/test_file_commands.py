@@ -15,20 +15,13 @@ from forker import Forker
 from strides import first_of
 
 from ckpt_component import build_manager
-from ckpt_component.catalogue.verification import verify_checkpoint
-from ckpt_component.storage.files import FileStorage
-from ckpt_component.storage.locate import LOG
-from ckpt_component.storage.names import (
-    MEGATRON,
-    OWNER,
-    STAGING_PREFIX,
-    TRASH_PREFIX,
-    new_token,
-    staging_path,
-    trash_path,
-)
-from ckpt_component.storage.scan import read_pointer, scan_steps
-from ckpt_component.testing.operation_log import read_log
+from ckpt_component.core.commit.names import MEGATRON, OWNER, STAGING_PREFIX, TRASH_PREFIX, staging_path, trash_path
+from ckpt_component.core.commit.scan import read_pointer, scan_steps
+from ckpt_component.core.formats.verification import verify_checkpoint
+from ckpt_component.core.storage.faults.operation_log import read_log
+from ckpt_component.core.storage.files import FileStorage
+from ckpt_component.core.storage.locate import LOG
+from ckpt_component.core.storage.new_names import new_token
 
 MANY = 200
 #: With it operations are counted, and nothing fails.

@@ -25,23 +25,22 @@ PATH_METHODS = {"write_text", "write_bytes", "touch", "rmdir", "symlink_to", "ha
 
 #: Where such calls are all the same, and why.
 EXCEPTIONS = {
-    "storage/files.py": "it is FileStorage",
-    "storage/objects.py": "it is ObjectStorage",
-    "testing/operation_log.py": "the log in which the tests count operations; unset in production",
-    "memory/huge_pages.py": "memory (memfd), no file",
+    "core/storage/files.py": "it is FileStorage",
+    "core/storage/bucket.py": "it is ObjectStorage",
+    "core/storage/faults/operation_log.py": "the log in which the tests count operations; unset in production",
+    "core/memory/huge_pages.py": "memory (memfd), no file",
     "compat/host_image.py": "memory (memfd), no file",
-    "memory/scratch.py": "memory (memfd), no file",
-    "storage/safe_open.py": "opens for reading",
-    "storage/tree_removal.py": "opens folders, and deletes by FileStorage",
-    "callers/background.py": "lines to the processes of exports and uploads",
+    "core/memory/scratch.py": "memory (memfd), no file",
+    "core/storage/safe_open.py": "opens for reading",
+    "core/storage/tree_removal.py": "opens folders, and deletes by FileStorage",
+    "core/processes/start.py": "lines to the processes of exports and uploads",
     "managing/stop_signals.py": "a line on stderr from a signal handler",
     "integrations/file_capture.py": "small files of a framework in a private temporary folder, read back at once",
-    "uploading/process.py": "lines on stdout, to the process of the run",
+    "background/upload_process.py": "lines on stdout, to the process of the run",
     "compat/spawn.py": "tracebacks of a user's processes in a private temporary folder, as torch's spawn has it",
 }
-#: Rooms that no checkpoint of a user's passes through: the benchmark measures the bare file system and other
-#: libraries, sweeps and tools write result files, reports and recipes.
-ROOMS_BESIDE = {"apps"}
+#: A room that no checkpoint of a user's passes through: the commands write result files, reports and recipes.
+ROOMS_BESIDE = {"cli"}
 
 
 def effects_of(path: Path) -> Iterator[str]:

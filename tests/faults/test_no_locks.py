@@ -17,12 +17,14 @@ from forker import Forker
 from strides import in_turn
 
 from ckpt_component import CheckpointManager, build_manager
-from ckpt_component.storage import commit, liveness, processes
-from ckpt_component.storage.cleanup import living_attempts, sweep
-from ckpt_component.storage.files import FileStorage
-from ckpt_component.storage.liveness import QUIET_SECONDS, AttemptLock
-from ckpt_component.storage.locate import LOG, SPEC
-from ckpt_component.storage.names import ALIVE_PREFIX, MEGATRON, Attempt, new_token
+from ckpt_component.core.commit import commit, liveness
+from ckpt_component.core.commit.cleanup import living_attempts, sweep
+from ckpt_component.core.commit.liveness import QUIET_SECONDS, AttemptLock
+from ckpt_component.core.commit.names import ALIVE_PREFIX, MEGATRON, Attempt
+from ckpt_component.core.processes import running as processes
+from ckpt_component.core.storage.files import FileStorage
+from ckpt_component.core.storage.locate import LOG, SPEC
+from ckpt_component.core.storage.new_names import new_token
 
 pytestmark = pytest.mark.slow
 

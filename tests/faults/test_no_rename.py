@@ -28,14 +28,16 @@ from ckpt_component import (
     build_checkpointer,
     build_manager,
 )
-from ckpt_component.storage import commit, locate
-from ckpt_component.storage.cleanup import discard, living_attempts, quarantine, sweep
-from ckpt_component.storage.fencing import FencingToken
-from ckpt_component.storage.files import FileStorage
-from ckpt_component.storage.liveness import AttemptLock
-from ckpt_component.storage.manifest import check_files, data_folder, read_manifest
-from ckpt_component.storage.names import MANIFEST, MEGATRON, QUARANTINED, Attempt, new_token
-from ckpt_component.storage.scan import committed_steps, scan_steps
+from ckpt_component.core.commit import commit
+from ckpt_component.core.commit.cleanup import discard, living_attempts, quarantine, sweep
+from ckpt_component.core.commit.fencing import FencingToken
+from ckpt_component.core.commit.liveness import AttemptLock
+from ckpt_component.core.commit.manifest import check_files, data_folder, read_manifest
+from ckpt_component.core.commit.names import MANIFEST, MEGATRON, QUARANTINED, Attempt
+from ckpt_component.core.commit.scan import committed_steps, scan_steps
+from ckpt_component.core.storage import locate
+from ckpt_component.core.storage.files import FileStorage
+from ckpt_component.core.storage.new_names import new_token
 
 pytestmark = pytest.mark.slow
 

@@ -18,7 +18,7 @@ from faults.workloads import newest_ack
 from forker import Forker
 from strides import first_of
 
-from ckpt_component.testing.operation_log import read_log
+from ckpt_component.core.storage.faults.operation_log import read_log
 
 pytestmark = pytest.mark.slow
 

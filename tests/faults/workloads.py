@@ -11,13 +11,13 @@ import torch  # loaded once, before any fork
 from faults.invariants import differences, state_of, violations_at
 from omegaconf import DictConfig
 
-import ckpt_component.factory as factory
+import ckpt_component.factory.graph as factory
 from ckpt_component import CheckpointSaveError, build_checkpointer, build_manager, stored_metrics
 from ckpt_component.config import Checkpoint, compose_checkpoint
-from ckpt_component.config.parts import part_class
-from ckpt_component.config.resolve import resolve_config
-from ckpt_component.storage.locate import LOG, SPEC
-from ckpt_component.storage.names import MEGATRON
+from ckpt_component.config.hydra.parts import part_class
+from ckpt_component.config.hydra.resolve import resolve_config
+from ckpt_component.core.commit.names import MEGATRON
+from ckpt_component.core.storage.locate import LOG, SPEC
 
 #: A config takes 0.1 s to compose and to resolve, and every child uses one of a few.
 _composed = functools.cache(lambda preset, overrides: compose_checkpoint(preset, list(overrides)))

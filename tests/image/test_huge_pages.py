@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from ckpt_component.image import arena as arena_of_images
-from ckpt_component.image.arena import Arena
-from ckpt_component.memory import huge_pages, libc, scratch
-from ckpt_component.memory.huge_pages import HUGE_PAGE, address_of, make_huge, map_shared
-from ckpt_component.memory.scratch import ScratchBlock
+from ckpt_component.core.image import arena as arena_of_images
+from ckpt_component.core.image.arena import Arena
+from ckpt_component.core.memory import huge_pages, libc, scratch
+from ckpt_component.core.memory.huge_pages import HUGE_PAGE, address_of, make_huge, map_shared
+from ckpt_component.core.memory.scratch import ScratchBlock
 
 SIZE = 3 * HUGE_PAGE + 5 * mmap.PAGESIZE
 DATA = bytes(range(256)) * (SIZE // 256)

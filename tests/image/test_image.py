@@ -14,15 +14,15 @@ import pytest
 import torch
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
+from ckpt_component.core.image.arena import Arena
+from ckpt_component.core.image.arena_pool import ArenaPool
+from ckpt_component.core.state.flatten import FlatState, flatten, unflatten
+from ckpt_component.core.state.objects import PACKED_DTYPES, decode, dump, encode
+from ckpt_component.core.state.paths import key_of
+from ckpt_component.core.state.structure import Structure
 from ckpt_component.errors import CheckpointStageError
-from ckpt_component.formats.dcp import DcpWriter
-from ckpt_component.image.arena import Arena
-from ckpt_component.image.arena_pool import ArenaPool
-from ckpt_component.image.items import around_payload, tensor_pickle
-from ckpt_component.state.flatten import FlatState, flatten, unflatten
-from ckpt_component.state.objects import PACKED_DTYPES, decode, dump, encode
-from ckpt_component.state.paths import key_of
-from ckpt_component.state.structure import Structure
+from ckpt_component.writers.dcp import DcpWriter
+from ckpt_component.writers.torch_items import around_payload, tensor_pickle
 
 DTYPES = [torch.float32, torch.bool, torch.bfloat16, torch.float8_e4m3fn, torch.complex64, torch.int64, torch.uint16]
 SHAPES = [(), (0,), (3,), (0, 5), (7, 1, 3), (1000,), (1024, 300)]
@@ -172,7 +172,7 @@ def structure_of(state: dict[str, Any]) -> tuple[Structure, FlatState]:
 
 def together(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     """Let so many tensors be looked at before the next ones."""
-    monkeypatch.setattr("ckpt_component.state.structure.BATCH", count)
+    monkeypatch.setattr("ckpt_component.core.state.structure.BATCH", count)
 
 
 def test_a_changed_structure_is_always_noticed() -> None:
@@ -264,7 +264,7 @@ def test_wide_dicts_are_walked_as_others_are(container: Any, monkeypatch: pytest
     for state in states:
         found = flatten(state)
         with monkeypatch.context() as context:
-            context.setattr("ckpt_component.state.flatten._WIDE", 1 << 30)
+            context.setattr("ckpt_component.core.state.flatten._WIDE", 1 << 30)
             expected = flatten(state)
         assert found.tensor_paths == expected.tensor_paths and found.object_paths == expected.object_paths
         assert list(map(id, found.tensors)) == list(map(id, expected.tensors))
@@ -298,7 +298,7 @@ def test_a_shared_arena_has_all_its_pages_from_the_beginning(
 ) -> None:
     """One that is only sized would kill whoever writes to it when memory runs out."""
     if advice is not None:
-        monkeypatch.setattr("ckpt_component.memory.huge_pages.MADV_POPULATE_WRITE", advice)
+        monkeypatch.setattr("ckpt_component.core.memory.huge_pages.MADV_POPULATE_WRITE", advice)
     arena = Arena(5 << 20, shared=True)
     try:
         assert arena.fd is not None and os.fstat(arena.fd).st_blocks * 512 >= arena.nbytes == 5 << 20

@@ -11,17 +11,17 @@ from typing import Any
 import pytest
 import torch
 
-from ckpt_component.coordination import LocalCoordinator
-from ckpt_component.formats.base import Writer
-from ckpt_component.formats.dcp import DcpWriter
-from ckpt_component.formats.safetensors import SafetensorsWriter
-from ckpt_component.formats.torch_save import TorchSaveWriter
-from ckpt_component.image.live import LiveSource
-from ckpt_component.memory import libc
-from ckpt_component.memory.huge_pages import PAGE
+from ckpt_component.core.coordination import LocalCoordinator
+from ckpt_component.core.image.live import LiveSource
+from ckpt_component.core.memory import libc
+from ckpt_component.core.memory.huge_pages import PAGE
 from ckpt_component.stagers.base import Stager
 from ckpt_component.stagers.live import LiveStager
 from ckpt_component.stagers.shared_memory import SharedMemoryStager
+from ckpt_component.writers.base import Writer
+from ckpt_component.writers.dcp import DcpWriter
+from ckpt_component.writers.safetensors import SafetensorsWriter
+from ckpt_component.writers.torch_save import TorchSaveWriter
 
 STATE: Mapping[str, Any] = {
     "many": {str(number): torch.full((number,), float(number)) for number in range(300)},

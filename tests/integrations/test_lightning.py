@@ -18,9 +18,9 @@ import pytest
 import torch
 
 from ckpt_component import CheckpointConfigError, CheckpointError, CheckpointTypeError, build_checkpointer
+from ckpt_component.core.commit.run_record import stored_metrics
+from ckpt_component.core.storage.locate import file_storage
 from ckpt_component.exporting.export import ExportOptions, export_checkpoint
-from ckpt_component.storage.locate import file_storage
-from ckpt_component.storage.run_record import stored_metrics
 
 pl = pytest.importorskip("lightning.pytorch")
 

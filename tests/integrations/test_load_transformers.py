@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from ckpt_component import MissingKeysError, build_checkpointer
+from ckpt_component.core.storage.locate import file_storage
 from ckpt_component.exporting.export import ExportOptions, export_checkpoint
-from ckpt_component.storage.locate import file_storage
 
 transformers = pytest.importorskip("transformers", "4.50", reason="needs transformers: pip install '.[transformers]'")
 

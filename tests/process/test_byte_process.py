@@ -15,14 +15,14 @@ import pytest
 import torch
 
 from ckpt_component import CheckpointSaveError, WorkerDiedError, build_checkpointer
-from ckpt_component.writing.process import ByteProcess
+from ckpt_component.core.writing.process import ByteProcess
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_the_worker_imports_neither_torch_nor_anything_installed() -> None:
     code = (
-        "import sys; sys.path.insert(0, sys.argv[1]); import ckpt_component.writing.worker; "
+        "import sys; sys.path.insert(0, sys.argv[1]); import ckpt_component.core.writing.worker; "
         "foreign = [name for name in sys.modules if name.split('.')[0] not in sys.stdlib_module_names]; "
         "print(sorted({name.split('.')[0] for name in foreign}))"
     )

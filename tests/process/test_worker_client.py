@@ -28,8 +28,8 @@ from ckpt_component.compat.spawn import StartMethodError
 from ckpt_component.compat.worker_client import WorkerClient
 from ckpt_component.compat.worker_main import GROUP_SIGNALS, serve_calls
 from ckpt_component.compat.worker_process import CallProcess
+from ckpt_component.core.processes.remote_error import RemoteTraceback
 from ckpt_component.errors import CheckpointSaveError, CheckpointStageError, CheckpointTimeoutError, WorkerDiedError
-from ckpt_component.writing.remote_error import RemoteTraceback
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 

@@ -23,7 +23,7 @@ from ckpt_component import (
     CheckpointTypeError,
     build_manager,
 )
-from ckpt_component.storage.retention import BestPolicy, RetentionPolicy
+from ckpt_component.core.commit.retention import BestPolicy, RetentionPolicy
 
 NAN = math.nan
 

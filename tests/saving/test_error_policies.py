@@ -32,9 +32,9 @@ from ckpt_component import (
     build_checkpointer,
     build_manager,
 )
+from ckpt_component.core.storage.files import FileStorage
 from ckpt_component.saving.pipeline import SavePipeline
 from ckpt_component.saving.retry import ConsecutiveFailures, ErrorPolicy, is_retryable
-from ckpt_component.storage.files import FileStorage
 
 QUICK = ("checkpoint.retry.backoff_seconds=0.01", "checkpoint.save.at_end=false")
 OWN_FILES = {".ckpt-owner.json", "events", "latest_checkpointed_iteration.txt"}

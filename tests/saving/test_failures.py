@@ -24,7 +24,7 @@ from ckpt_component import (
     WorkerDiedError,
     build_checkpointer,
 )
-from ckpt_component.image.copy import CopyTasks
+from ckpt_component.core.image.copy import CopyTasks
 from ckpt_component.stagers.background_copy import BackgroundCopy
 
 

@@ -17,15 +17,10 @@ import torch
 from owners import owned_by
 from ranks import run_ranks
 
-from ckpt_component import (
-    CheckpointFencedError,
-    CheckpointInUseError,
-    CheckpointManager,
-    build_manager,
-)
-from ckpt_component.apps.tools.app import main
-from ckpt_component.storage.names import OWNER
-from ckpt_component.storage.processes import ProcessName
+from ckpt_component import CheckpointFencedError, CheckpointInUseError, CheckpointManager, build_manager
+from ckpt_component.cli.app import main
+from ckpt_component.core.commit.names import OWNER
+from ckpt_component.core.processes.running import ProcessName
 
 STATE = {"weight": torch.ones(3)}
 RESTORES_ONLY = ("checkpoint.save.every_steps=null", "checkpoint.save.at_end=false")

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ckpt_component import AsyncCheckpointer, CheckpointTimeoutError, SyncCheckpointer, build_checkpointer
-from ckpt_component.readers import Reader
+from ckpt_component.loading import Reader
 from ckpt_component.saving.adapters import ForeignSaver
 
 STATE = {"weight": torch.ones(3)}

@@ -19,8 +19,8 @@ from ckpt_component import (
     build_checkpointer,
     build_manager,
 )
+from ckpt_component.core.commit.retention import RetentionPolicy
 from ckpt_component.managing.policies import ResumePolicy, SavePolicy, checked_resume
-from ckpt_component.storage.retention import RetentionPolicy
 
 RESTORES_ONLY = ("checkpoint.save.every_steps=null", "checkpoint.save.at_end=false")
 
@@ -129,10 +129,10 @@ def test_a_damaged_newest_checkpoint_is_passed_over_loudly(tmp_path: Path, caplo
 
 
 def test_what_a_dead_run_left_is_deleted_and_nothing_else(tmp_path: Path) -> None:
-    from ckpt_component.storage.commit import begin, new_attempt
-    from ckpt_component.storage.files import FileStorage
-    from ckpt_component.storage.liveness import AttemptLock
-    from ckpt_component.storage.names import new_token
+    from ckpt_component.core.commit.commit import begin, new_attempt
+    from ckpt_component.core.commit.liveness import AttemptLock
+    from ckpt_component.core.storage.files import FileStorage
+    from ckpt_component.core.storage.new_names import new_token
 
     dead, alive = (
         new_attempt(FileStorage(), str(tmp_path / name), new_token()) for name in ("iter_0000001", "iter_0000002")

@@ -27,11 +27,12 @@ from ckpt_component import (
     build_checkpointer,
     build_manager,
 )
-from ckpt_component.storage.cleanup import discard
-from ckpt_component.storage.commit import begin, new_attempt
-from ckpt_component.storage.files import FileStorage
-from ckpt_component.storage.liveness import AttemptLock
-from ckpt_component.storage.names import QUARANTINE_PREFIX, new_token
+from ckpt_component.core.commit.cleanup import discard
+from ckpt_component.core.commit.commit import begin, new_attempt
+from ckpt_component.core.commit.liveness import AttemptLock
+from ckpt_component.core.commit.names import QUARANTINE_PREFIX
+from ckpt_component.core.storage.files import FileStorage
+from ckpt_component.core.storage.new_names import new_token
 
 POINTER = "latest_checkpointed_iteration.txt"
 SCRIPT = Path(__file__).parent / "scripts" / "damaged_resume.py"

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from ckpt_component import CheckpointManager, build_manager
-from ckpt_component.storage.files import FileStorage
+from ckpt_component.core.storage.files import FileStorage
 
 POINTER = "latest_checkpointed_iteration.txt"
 

@@ -21,7 +21,7 @@ from ckpt_component import (
     build_checkpointer,
     build_manager,
 )
-from ckpt_component.storage.files import FileStorage
+from ckpt_component.core.storage.files import FileStorage
 
 SCRIPT = Path(__file__).parent / "scripts" / "policies.py"
 
@@ -66,7 +66,7 @@ def test_what_is_said_to_be_needed_is_what_is_written(tmp_path: Path, monkeypatc
     asked: list[int] = []
 
     monkeypatch.setattr(
-        "ckpt_component.saving.transaction.refuse_without_room", lambda fs, target, needed, margin: asked.append(needed)
+        "ckpt_component.saving.attempts.refuse_without_room", lambda fs, target, needed, margin: asked.append(needed)
     )
     for writer in ("dcp", "torch_save"):
         with build_checkpointer("sync", [f"checkpoint/writer={writer}"]) as checkpointer:

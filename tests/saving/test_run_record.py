@@ -28,10 +28,10 @@ from ckpt_component import (
     stored_config,
     stored_metrics,
 )
-from ckpt_component.managing import git_commit
-from ckpt_component.managing.git_commit import commit_of
-from ckpt_component.storage.files import FileStorage
-from ckpt_component.storage.manifest import read_manifest
+from ckpt_component.core.commit.manifest import read_manifest
+from ckpt_component.core.storage.files import FileStorage
+from ckpt_component.factory import git_commit
+from ckpt_component.factory.git_commit import commit_of
 
 COMMIT = "0123456789abcdef" * 2 + "01234567"
 
@@ -231,7 +231,7 @@ def test_a_checkpoint_that_the_writer_process_commits_alone_has_record_and_metri
     script = (
         "import os, signal, sys, torch\n"
         "from ckpt_component import build_manager\n"
-        "from ckpt_component.saving.transaction import SaveTransaction\n"
+        "from ckpt_component.saving.attempts import SaveTransaction\n"
         "SaveTransaction._publish = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"
         "manager = build_manager('async_persistent', dir=sys.argv[1])\n"
         "manager.save(1, {'weight': torch.ones(10)}, metrics={'loss': 0.25})\n"

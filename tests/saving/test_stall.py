@@ -23,7 +23,7 @@ from ckpt_component import (
     build_checkpointer,
     build_manager,
 )
-from ckpt_component.image.copy import CopyTasks
+from ckpt_component.core.image.copy import CopyTasks
 from ckpt_component.managing import run_folder
 
 #: Far above `max_stall_s` in these tests, far below every other deadline.

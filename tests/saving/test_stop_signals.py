@@ -17,13 +17,7 @@ import torch
 from ranks import run_ranks
 
 import ckpt_component
-from ckpt_component import (
-    CheckpointConfigError,
-    CheckpointError,
-    CheckpointManager,
-    CheckpointTypeError,
-    build_manager,
-)
+from ckpt_component import CheckpointConfigError, CheckpointError, CheckpointManager, CheckpointTypeError, build_manager
 from ckpt_component.managing.stop_signals import STOPPING
 
 SCRIPT = Path(__file__).parent / "scripts" / "stopping.py"

@@ -23,13 +23,13 @@ from ckpt_component import (
     CheckpointUnreadableError,
     build_manager,
 )
-from ckpt_component.apps.tools.app import main
+from ckpt_component.background.upload_policy import UploadPolicy
+from ckpt_component.background.upload_process import CODE
+from ckpt_component.cli.app import main
+from ckpt_component.core.commit.names import MEGATRON, OWNER
+from ckpt_component.core.commit.retention import BestPolicy, RetentionPolicy
+from ckpt_component.core.commit.scan import Scan
 from ckpt_component.managing.manager import CheckpointManager
-from ckpt_component.storage.names import MEGATRON, OWNER
-from ckpt_component.storage.retention import BestPolicy, RetentionPolicy
-from ckpt_component.storage.scan import Scan
-from ckpt_component.uploading.policy import UploadPolicy
-from ckpt_component.uploading.process import CODE
 
 
 def manager_of(folder: Path, *overrides: str) -> CheckpointManager:
@@ -63,7 +63,7 @@ def ckpt(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 def test_saves_are_uploaded_and_restored_from_the_nearest_place(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ckpt_component.apps.runs.report.can_plot", lambda: False)
+    monkeypatch.setattr("ckpt_component.cli.reports.run_report.can_plot", lambda: False)
     fast, slow = tmp_path / "fast", tmp_path / "slow"
     losses = {1: 3.0, 2: 1.0, 3: 2.0, 4: 4.0}
     with manager_of(tmp_path, "keep.last=2", "keep.best.metric=loss") as manager:

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from ckpt_component import CheckpointFencedError, build_manager
+from ckpt_component.core.commit.names import STAGING_PREFIX
 from ckpt_component.managing.manager import CheckpointManager
-from ckpt_component.storage.names import STAGING_PREFIX
 
 STATE = {"value": torch.arange(1000.0)}
 #: Of a checkpoint, which has some kB: less than a second, and longer than any test.
@@ -77,7 +77,7 @@ def test_after_it_is_killed_the_next_save_starts_it_again(tmp_path: Path, caplog
 def test_an_error_of_the_process_itself_is_logged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("ckpt_component.managing.tiers.CODE", "raise RuntimeError('broken')")
+    monkeypatch.setattr("ckpt_component.background.uploads.CODE", "raise RuntimeError('broken')")
     with manager_of(tmp_path) as manager:
         manager.save(1, STATE)
     assert "the process of the uploads: RuntimeError: broken" in caplog.text and "ended with code 1" in caplog.text

@@ -12,9 +12,9 @@ import torch
 from owners import owned_by
 
 from ckpt_component import CheckpointManager, CheckpointSaveError, build_manager
-from ckpt_component.storage import locate
-from ckpt_component.storage.files import FileStorage
-from ckpt_component.storage.names import OWNER
+from ckpt_component.core.commit.names import OWNER
+from ckpt_component.core.storage import locate
+from ckpt_component.core.storage.files import FileStorage
 
 STATE = {"weight": torch.ones(3)}
 COMMITS = pytest.mark.parametrize("commit", ["rename", "manifest"])

@@ -24,7 +24,7 @@ from ckpt_component import (
     CheckpointTimeoutError,
     build_checkpointer,
 )
-from ckpt_component.image.copy import CopyTasks
+from ckpt_component.core.image.copy import CopyTasks
 
 #: So many tasks of a copy.
 STATE = {f"weight{number}": torch.full((8 << 20,), number, dtype=torch.uint8) for number in range(8)}
@@ -156,7 +156,7 @@ KILLED = """
     import os, signal, sys, threading, time
     import torch
     from ckpt_component import build_checkpointer
-    from ckpt_component.image.copy import CopyTasks
+    from ckpt_component.core.image.copy import CopyTasks
 
     drain = CopyTasks.drain
 

@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from ckpt_component import CheckpointManager, build_manager
-from ckpt_component.memory import huge_pages
-from ckpt_component.state.dedup import Selection, holdings, likely_bytes, share_out
-from ckpt_component.state.flatten import flatten
-from ckpt_component.state.structure import Structure
+from ckpt_component.core.memory import huge_pages
+from ckpt_component.core.state.dedup import Selection, holdings, likely_bytes, share_out
+from ckpt_component.core.state.flatten import flatten
+from ckpt_component.core.state.structure import Structure
 from ckpt_component.writers import DcpWriter
 
 #: The state of a model, in bytes; with Adam's moments three times as much.

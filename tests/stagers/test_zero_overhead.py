@@ -16,7 +16,7 @@ class SlowCopies:
     """Holds copies back until they are let go; not those that are done before `save` returns."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        from ckpt_component.image.copy import CopyTasks
+        from ckpt_component.core.image.copy import CopyTasks
         from ckpt_component.stagers.zero_overhead import ZeroOverheadStager
 
         self.go = threading.Event()

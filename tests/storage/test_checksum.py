@@ -18,7 +18,7 @@ from forging import edit_table
 from strides import in_turn
 
 from ckpt_component import CheckpointConfigError, CheckpointCorruptError, CheckpointLoadError, build_checkpointer
-from ckpt_component.storage.checksum import (
+from ckpt_component.core.storage.checksum import (
     ALGORITHMS,
     PROVIDERS,
     ChecksumMissingError,
@@ -204,7 +204,7 @@ def test_a_process_without_site_packages_gets_that_one_package(
     installed(provider.name)
     code = (
         "import sys; sys.path.insert(0, sys.argv[1]); before = list(sys.path); "
-        "from ckpt_component.storage.checksum import find_checksum; "
+        "from ckpt_component.core.storage.checksum import find_checksum; "
         "checksum = find_checksum(sys.argv[2], sys.argv[3]); "
         "assert sys.path == before; print(checksum.package, checksum.of(memoryview(b'123456789')))"
     )

@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from ckpt_component.core.commit import commit
+from ckpt_component.core.commit.manifest import check_files, decode_manifest, encode_manifest, read_manifest
+from ckpt_component.core.commit.names import MEGATRON, STEP, Attempt
+from ckpt_component.core.commit.scan import committed_steps
+from ckpt_component.core.storage.files import FileStorage
+from ckpt_component.core.storage.new_names import new_token
 from ckpt_component.errors import CheckpointCorruptError, CheckpointExistsError, CheckpointSaveError
-from ckpt_component.storage import commit
-from ckpt_component.storage.files import FileStorage
-from ckpt_component.storage.manifest import check_files, decode_manifest, encode_manifest, read_manifest
-from ckpt_component.storage.names import MEGATRON, STEP, Attempt, new_token
-from ckpt_component.storage.scan import committed_steps
 
 
 class Recording(FileStorage):

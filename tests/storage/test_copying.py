@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from ckpt_component import build_manager
+from ckpt_component.core.commit.copying import Continued, copy_checkpoint
+from ckpt_component.core.commit.fencing import FencingToken
+from ckpt_component.core.commit.manifest import read_manifest
+from ckpt_component.core.storage.files import FileStorage
+from ckpt_component.core.storage.storage import Storage
 from ckpt_component.errors import CheckpointFencedError
-from ckpt_component.storage.copying import Continued, copy_checkpoint
-from ckpt_component.storage.fencing import FencingToken
-from ckpt_component.storage.files import FileStorage
-from ckpt_component.storage.manifest import read_manifest
-from ckpt_component.storage.storage import Storage
 
 
 class OtherFiles(FileStorage):

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from ckpt_component import build_checkpointer
-from ckpt_component.storage.files import FileStorage
-from ckpt_component.storage.locate import LOG, SPEC, storage_at
-from ckpt_component.testing.failpoint_fs import FailpointFs
-from ckpt_component.testing.failpoints import FailpointError, parse_failpoints
-from ckpt_component.testing.operation_log import read_log
+from ckpt_component.core.storage.faults.failpoint_fs import FailpointFs
+from ckpt_component.core.storage.faults.failpoints import FailpointError, parse_failpoints
+from ckpt_component.core.storage.faults.operation_log import read_log
+from ckpt_component.core.storage.files import FileStorage
+from ckpt_component.core.storage.locate import LOG, SPEC, storage_at
 
 
 @pytest.fixture
@@ -85,7 +85,7 @@ def test_a_skipped_operation_is_not_done(tmp_path: Path, log: str, monkeypatch: 
 
 def test_a_torn_write_leaves_half(tmp_path: Path, log: str) -> None:
     code = (
-        "from ckpt_component.storage.locate import storage_at; import sys; "
+        "from ckpt_component.core.storage.locate import storage_at; import sys; "
         "storage_at('.').write_new(sys.argv[1], b'0123456789')"
     )
     done = subprocess.run(

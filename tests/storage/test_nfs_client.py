@@ -11,12 +11,13 @@ import pytest
 import torch
 
 from ckpt_component import CheckpointFencedError, build_checkpointer, build_manager
+from ckpt_component.core.commit import commit
+from ckpt_component.core.commit.cleanup import discard
+from ckpt_component.core.commit.fencing import FencingToken
+from ckpt_component.core.storage import files, locate, tree_removal
+from ckpt_component.core.storage.files import FileStorage
+from ckpt_component.core.storage.new_names import new_token
 from ckpt_component.errors import CheckpointExistsError, CheckpointSaveError
-from ckpt_component.storage import commit, files, locate, tree_removal
-from ckpt_component.storage.cleanup import discard
-from ckpt_component.storage.fencing import FencingToken
-from ckpt_component.storage.files import FileStorage
-from ckpt_component.storage.names import new_token
 
 
 class NfsClient(FileStorage):

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from ckpt_component import build_checkpointer, build_manager
+from ckpt_component.core.storage.bucket import ObjectStorage
+from ckpt_component.core.storage.bucket_store import text_of, typed_errors
+from ckpt_component.core.storage.locate import storage_at
+from ckpt_component.core.storage.storage import Storage
 from ckpt_component.errors import CheckpointConfigError, CheckpointSaveError
-from ckpt_component.storage.locate import storage_at
-from ckpt_component.storage.object_errors import text_of, typed_errors
-from ckpt_component.storage.objects import ObjectStorage
-from ckpt_component.storage.storage import Storage
 
 obstore = pytest.importorskip("obstore", reason="pip install 'ckpt_component[cloud]'")
 
@@ -207,7 +207,7 @@ def test_without_the_package_the_error_says_what_to_install(monkeypatch: pytest.
 
 def test_local_paths_import_nothing_of_it(tmp_path: Path) -> None:
     code = (
-        "import sys; from ckpt_component.storage.locate import storage_at; storage_at(sys.argv[1]).names(sys.argv[1]); "
+        "import sys; from ckpt_component.core.storage.locate import storage_at; storage_at(sys.argv[1]).names(sys.argv[1]); "
         "print([name for name in sys.modules if 'obstore' in name or name.endswith('storage.objects')])"
     )
     done = subprocess.run(

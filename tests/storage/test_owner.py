@@ -17,10 +17,10 @@ import pytest
 import torch
 
 from ckpt_component import CheckpointExistsError, CheckpointFencedError, build_checkpointer, build_manager
-from ckpt_component.storage import commit
-from ckpt_component.storage.fencing import FencingToken, read_owner
-from ckpt_component.storage.files import FileStorage
-from ckpt_component.storage.names import NEW_PREFIX, new_path, new_token
+from ckpt_component.core.commit import commit
+from ckpt_component.core.commit.fencing import FencingToken, read_owner
+from ckpt_component.core.storage.files import FileStorage
+from ckpt_component.core.storage.new_names import NEW_PREFIX, new_path, new_token
 
 
 def test_the_last_run_to_save_owns_the_root(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -99,7 +99,7 @@ def test_two_managers_that_save_at_once_end_with_one_owner(tmp_path: Path) -> No
 def test_what_a_run_left_that_died_in_an_overwrite_is_swept(tmp_path: Path) -> None:
     with build_manager("sync", dir=tmp_path) as manager:
         manager.save(1, {"weight": torch.ones(3)})
-    code = "from ckpt_component.storage.names import new_path; import sys; open(new_path(sys.argv[1]), 'w')"
+    code = "from ckpt_component.core.commit.names import new_path; import sys; open(new_path(sys.argv[1]), 'w')"
     subprocess.run([sys.executable, "-c", code, str(tmp_path / ".ckpt-owner.json")], timeout=60, check=True)
     (dead,) = tmp_path.glob(f"{NEW_PREFIX}*")
     old, young = (Path(new_path(str(tmp_path / ".ckpt-owner.json"))) for _ in range(2))
@@ -138,8 +138,8 @@ def test_a_manager_that_lost_its_root_is_told_at_its_next_save(tmp_path: Path) -
 STOPPED = """
     import signal, sys, threading, torch
     from ckpt_component import CheckpointExistsError, CheckpointFencedError, build_manager
-    from ckpt_component.storage import commit
-    from ckpt_component.storage.files import FileStorage
+    from ckpt_component.core.storage import commit
+    from ckpt_component.core.storage.files import FileStorage
 
     write_new = FileStorage.write_new
 

@@ -13,12 +13,14 @@ import pytest
 import torch
 
 from ckpt_component import CheckpointFencedError, CheckpointManager, build_manager
-from ckpt_component.storage import commit, locate
-from ckpt_component.storage.cleanup import quarantine
-from ckpt_component.storage.fencing import FencingToken
-from ckpt_component.storage.files import FileStorage
-from ckpt_component.storage.liveness import AttemptLock, is_locked
-from ckpt_component.storage.names import ALIVE_PREFIX, MEGATRON, Attempt, new_token, owned_token, trash_path
+from ckpt_component.core.commit import commit
+from ckpt_component.core.commit.cleanup import quarantine
+from ckpt_component.core.commit.fencing import FencingToken
+from ckpt_component.core.commit.liveness import AttemptLock, is_locked
+from ckpt_component.core.commit.names import ALIVE_PREFIX, MEGATRON, Attempt, owned_token, trash_path
+from ckpt_component.core.storage import locate
+from ckpt_component.core.storage.files import FileStorage
+from ckpt_component.core.storage.new_names import new_token
 
 COMMITS = pytest.mark.parametrize("mode", ["manifest", "rename"])
 STATE = {"weight": torch.ones(3)}

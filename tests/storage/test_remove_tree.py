@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ckpt_component.storage.files import FileStorage
+from ckpt_component.core.storage.files import FileStorage
 
 
 @pytest.mark.parametrize("number", range(1, 13))

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from ckpt_component.core.commit.names import is_token_of_this_host, staging_path, token_of, token_of_try
+from ckpt_component.core.storage.files import FileStorage
+from ckpt_component.core.storage.new_names import new_token
+from ckpt_component.core.storage.space import FULL, amount, full_text, rate, refuse_without_room
 from ckpt_component.errors import CheckpointStorageFullError
-from ckpt_component.storage.files import FileStorage
-from ckpt_component.storage.names import is_token_of_this_host, new_token, staging_path, token_of, token_of_try
-from ckpt_component.storage.space import FULL, amount, full_text, rate, refuse_without_room
 
 
 class Roomy(FileStorage):

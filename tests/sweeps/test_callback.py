@@ -15,9 +15,9 @@ import pytest
 from omegaconf import OmegaConf
 
 import ckpt_component
-from ckpt_component.apps.sweeps.callback import SweepReport, report_sweep
-from ckpt_component.apps.sweeps.jobs import read_jobs
-from ckpt_component.apps.sweeps.result import write_result
+from ckpt_component.cli.reports.callback import SweepReport, report_sweep
+from ckpt_component.cli.reports.jobs import read_jobs
+from ckpt_component.cli.reports.result import write_result
 
 pytestmark = pytest.mark.slow
 

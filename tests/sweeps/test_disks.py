@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_component.apps.sweeps.disks import Span, disk_of, shared_disks, shared_text
-from ckpt_component.apps.sweeps.jobs import Row, spans_of
-from ckpt_component.apps.sweeps.report import table
-from ckpt_component.apps.sweeps.result import add_span, read_result, write_result
+from ckpt_component.cli.reports.disks import Span, disk_of, shared_disks, shared_text
+from ckpt_component.cli.reports.jobs import Row, spans_of
+from ckpt_component.cli.reports.report import table
+from ckpt_component.cli.reports.result import add_span, read_result, write_result
 
 
 def test_jobs_share_a_disk_if_they_ran_at_the_same_time() -> None:
@@ -50,7 +50,7 @@ def test_a_disk_is_known_by_its_device_and_host(tmp_path: Path) -> None:
 
 
 def test_a_network_disk_is_the_same_on_all_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ckpt_component.apps.sweeps.disks._mount_source", lambda number: "nas:/export")
+    monkeypatch.setattr("ckpt_component.cli.reports.disks._mount_source", lambda number: "nas:/export")
     assert disk_of(str(tmp_path)) == "nas:/export"
 
 

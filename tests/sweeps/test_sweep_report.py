@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from ckpt_component.apps.sweeps.jobs import Row, differing, read_jobs
-from ckpt_component.apps.sweeps.report import best, report, table
-from ckpt_component.apps.sweeps.result import write_result
-from ckpt_component.config.errors import CheckpointConfigError
+from ckpt_component.cli.reports.jobs import Row, differing, read_jobs
+from ckpt_component.cli.reports.report import best, report, table
+from ckpt_component.cli.reports.result import write_result
+from ckpt_component.config.hydra.errors import CheckpointConfigError
 
 Job = Callable[..., Path]
 

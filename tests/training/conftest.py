@@ -9,11 +9,11 @@ from typing import Any
 
 import hydra
 import pytest
+from ckpt_train.schema import register
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig
 
 import ckpt_component
-from ckpt_component.apps.training.schema import register
 from ckpt_component.config import config_dir
 
 #: A model and a text that train in milliseconds. Dropout is on, so that the random generators count.
@@ -62,7 +62,7 @@ def compose_job(text_file: Path) -> Callable[..., DictConfig]:
 
 @pytest.fixture
 def start(tmp_path: Path, text_file: Path) -> Callable[..., subprocess.Popen[str]]:
-    """Start `python -m ckpt_component.apps.train` for a tiny run in the folder tmp_path/run; the caller ends it.
+    """Start `python -m ckpt_train.app` for a tiny run in the folder tmp_path/run; the caller ends it.
 
     With `ranks`, torchrun starts that many, with its own options in `torchrun`.
     """

@@ -3,9 +3,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from ckpt_train.data import load_text
 
-from ckpt_component.apps.training.data import load_text
-from ckpt_component.config.errors import CheckpointConfigError
+from ckpt_component.config.hydra.errors import CheckpointConfigError
 
 
 def load(path: Path | None, *, max_bytes: int = 100_000, validation: float = 0.0, context: int = 4) -> bytes:

@@ -4,10 +4,10 @@ import math
 
 import pytest
 import torch
+from ckpt_train.model import Gpt, loss_of
+from ckpt_train.schema import Model
 
-from ckpt_component.apps.training.model import Gpt, loss_of
-from ckpt_component.apps.training.schema import Model
-from ckpt_component.config.errors import CheckpointConfigError
+from ckpt_component.config.hydra.errors import CheckpointConfigError
 
 SIZE = Model(layers=2, heads=2, width=32, context=16, dropout=0.0)
 

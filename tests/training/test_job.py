@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from ckpt_train.job import Job
+from ckpt_train.loop import run
+from ckpt_train.report import Summary
 from omegaconf import DictConfig
 
-from ckpt_component.apps.training.job import Job
-from ckpt_component.apps.training.loop import run
-from ckpt_component.apps.training.report import Summary
-from ckpt_component.config.errors import CheckpointConfigError
+from ckpt_component.config.hydra.errors import CheckpointConfigError
 
 Composed = Callable[..., DictConfig]
 

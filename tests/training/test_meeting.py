@@ -3,10 +3,9 @@ from __future__ import annotations
 import time
 
 import pytest
+from ckpt_train import ranks
+from ckpt_train.ranks import ALONE, CONSOLE_LEVEL, CONSOLE_PREFIX, RUN_NAME, join, meet, part
 from torch.distributed import TCPStore
-
-from ckpt_component.apps.training import ranks
-from ckpt_component.apps.training.ranks import ALONE, CONSOLE_LEVEL, CONSOLE_PREFIX, RUN_NAME, join, meet, part
 
 
 @pytest.fixture

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from ckpt_train.objectives import OBJECTIVES, objective_names, objectives_of, refuse_typos
+from ckpt_train.report import Summary
 from omegaconf import OmegaConf
 
 from ckpt_component import CheckpointConfigError
-from ckpt_component.apps.training.objectives import OBJECTIVES, objective_names, objectives_of, refuse_typos
-from ckpt_component.apps.training.report import Summary
 
 FIGURES = {"first_stall_s": 3.0, "stall_s": 1.0, "durable_s": 2, "loss": None}
 

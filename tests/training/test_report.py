@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from ckpt_train.report import Summary, time_fence
 
-from ckpt_component.apps.sweeps.result import write_result
-from ckpt_component.apps.sweeps.text import duration
-from ckpt_component.apps.training.report import Summary, time_fence
+from ckpt_component.cli.reports.result import write_result
+from ckpt_component.cli.reports.text import duration
 from ckpt_component.events.records import SaveReport
 
 GOOD = SaveReport(
@@ -52,7 +52,7 @@ def test_a_run_without_saves_has_figures_too() -> None:
 
 def test_the_fence_is_timed_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
-    monkeypatch.setattr("ckpt_component.apps.training.report.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("ckpt_train.report.time.perf_counter", lambda: now[0])
     weight = torch.nn.Parameter(torch.zeros(2))
     weight.grad = torch.zeros(2)
     optimizer = torch.optim.SGD([weight], lr=0.1)

@@ -10,15 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from ckpt_train.job import Job
+from ckpt_train.loop import run
+from ckpt_train.report import Summary
 from omegaconf import DictConfig
 
 from ckpt_component import stored_metrics
-from ckpt_component.apps.training.job import Job
-from ckpt_component.apps.training.loop import run
-from ckpt_component.apps.training.report import Summary
+from ckpt_component.core.state.flatten import flatten
+from ckpt_component.core.state.paths import key_of
 from ckpt_component.errors import CheckpointLoadError, CheckpointNotFoundError
-from ckpt_component.state.flatten import flatten
-from ckpt_component.state.paths import key_of
 
 Composed = Callable[..., DictConfig]
 N = 6  # an epoch of the text ends in step 5, so the second half begins inside a shuffled epoch

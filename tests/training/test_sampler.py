@@ -2,8 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-
-from ckpt_component.apps.training.data import WindowSampler, cut, windows_in
+from ckpt_train.data import WindowSampler, cut, windows_in
 
 
 def test_every_window_comes_once_an_epoch_in_another_order() -> None:

@@ -2,10 +2,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-
-from ckpt_component.apps.training.model import Gpt
-from ckpt_component.apps.training.schedule import build_optimizer, learning_rate, use_settings
-from ckpt_component.apps.training.schema import Model, Train
+from ckpt_train.model import Gpt
+from ckpt_train.schedule import build_optimizer, learning_rate, use_settings
+from ckpt_train.schema import Model, Train
 
 
 @pytest.fixture

@@ -4,9 +4,9 @@ import io
 
 import pytest
 import torch
+from ckpt_train.state import RngState
 
-from ckpt_component.apps.training.state import RngState
-from ckpt_component.state import objects
+from ckpt_component.core.state import objects
 
 CPU = torch.device("cpu")
 

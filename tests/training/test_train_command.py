@@ -1,4 +1,4 @@
-"""`python -m ckpt_component.apps.train` as a user meets it, in processes of its own."""
+"""`python -m ckpt_train.app` as a user meets it, in processes of its own."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from ckpt_component import stored_config
-from ckpt_component.apps.sweeps.report import report
+from ckpt_component.cli.reports.report import report
 
 pytestmark = pytest.mark.slow
 
@@ -136,7 +136,7 @@ def test_a_mistake_ends_with_code_1_and_without_a_traceback(train: Trained, over
 
 @pytest.mark.slow
 def test_without_numpy_the_first_line_is_ours(tmp_path: Path, tiny: tuple[str, ...], text_file: Path) -> None:
-    code = "import sys; sys.modules['numpy'] = None; from ckpt_component.apps.train import main; main()"
+    code = "import sys; sys.modules['numpy'] = None; from ckpt_train.app import main; main()"
     words = [*tiny, f"data.path={text_file}", "train.steps=1", "checkpoint=off"]
     done = subprocess.run(
         [sys.executable, "-c", code, *words], cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False

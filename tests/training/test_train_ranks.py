@@ -15,14 +15,14 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from ckpt_train.job import Job
+from ckpt_train.loop import run
 from omegaconf import DictConfig
 from ranks import run_ranks
 from safetensors.torch import load_model
 
 from ckpt_component import build_manager
-from ckpt_component.apps.tools.app import main
-from ckpt_component.apps.training.job import Job
-from ckpt_component.apps.training.loop import run
+from ckpt_component.cli.app import main
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import hydra
 import pytest
+from ckpt_train import schema
+from ckpt_train.schema import Data, Model, Settings, Train, read
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
 
-from ckpt_component.apps.training import schema
-from ckpt_component.apps.training.schema import Data, Model, Settings, Train, read
 from ckpt_component.config import config_dir, recipe_dir, resolve_config
-from ckpt_component.config.errors import CheckpointConfigError
+from ckpt_component.config.hydra.errors import CheckpointConfigError
 
 Composed = Callable[..., DictConfig]
 

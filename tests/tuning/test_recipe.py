@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from ckpt_bench.tuning.recipe import recipe_path, write_recipe
 
-from ckpt_component.apps.tuning.recipe import recipe_path, write_recipe
 from ckpt_component.config import compose_checkpoint, resolve_config
-from ckpt_component.config.errors import CheckpointConfigError
+from ckpt_component.config.hydra.errors import CheckpointConfigError
 
 SETTINGS = {
     "checkpoint/writer": "torch_save",

@@ -14,7 +14,7 @@ from strides import in_turn
 
 import ckpt_component
 from ckpt_component.config import compose_checkpoint, resolve_config
-from ckpt_component.config.explain import dotted_keys
+from ckpt_component.config.hydra.explain import dotted_keys
 
 PACKAGE = Path(ckpt_component.__file__).parent
 OVERRIDE = re.compile(r"\+?checkpoint(?:/\w+|(?:\.[a-z_]+)+)=[^\s,;)?'`|]*")

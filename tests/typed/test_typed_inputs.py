@@ -17,15 +17,15 @@ from typing import Any
 
 import hydra
 import pytest
+from ckpt_bench import app as bench_app
+from ckpt_train.app import main as ckpt_train
 from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 from strides import in_turn
 
 from ckpt_component import CheckpointConfigError, build_checkpointer, build_manager
-from ckpt_component.apps.bench import app as bench_app
-from ckpt_component.apps.tools.app import main as ckpt
-from ckpt_component.apps.train import main as ckpt_train
+from ckpt_component.cli.app import main as ckpt
 from ckpt_component.config import resolve_config
 
 HYDRA = {"version_base": "1.3"} if hydra.__version__ < "1.4" else {}
@@ -48,7 +48,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.delenv("NOPE", raising=False)
-    monkeypatch.setattr("ckpt_component.apps.training.job.Job.__init__", reach)
+    monkeypatch.setattr("ckpt_train.job.Job.__init__", reach)
     monkeypatch.setattr(bench_app, "_measure", reach)
     handlers, level = logging.root.handlers[:], logging.root.level
     disabled = {name: logger.disabled for name, logger in _loggers().items()}
@@ -432,8 +432,8 @@ def test_looking_for_a_better_text_never_stops_an_app(
     def broken(*_: Any) -> None:
         raise KeyError("config_name")
 
-    monkeypatch.setattr("ckpt_component.config.hints.what_was_meant", broken)
-    monkeypatch.setattr("ckpt_component.config.hints._added_silently", broken)
+    monkeypatch.setattr("ckpt_component.config.hydra.hints.what_was_meant", broken)
+    monkeypatch.setattr("ckpt_component.config.hydra.hints._added_silently", broken)
     assert ask(["checkpoint=sync"]) is None
     assert "synk" in (ask(["checkpoint=synk"]) or "")
     assert "could not look for a better text than Hydra's: KeyError('config_name')" in caplog.text

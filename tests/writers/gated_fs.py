@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Sequence
 
-from ckpt_component.storage.files import FileStorage
+from ckpt_component.core.storage.files import FileStorage
 
 
 class GatedFs(FileStorage):

@@ -20,9 +20,9 @@ import torch
 from strides import in_turn
 
 from ckpt_component import CheckpointConfigError, CheckpointSaveError, build_checkpointer
-from ckpt_component.storage.files import FileStorage
-from ckpt_component.writing import io_mode
-from ckpt_component.writing.range_writer import Throttle
+from ckpt_component.core.storage.files import FileStorage
+from ckpt_component.core.writing import io_mode
+from ckpt_component.core.writing.range_writer import Throttle
 
 STATE = {
     "odd": torch.arange(12_345, dtype=torch.float32),
@@ -230,7 +230,7 @@ def test_the_rate_holds_for_all_writers_together(monkeypatch: pytest.MonkeyPatch
         now[0] += seconds
 
     clock: Any = type("Clock", (), {"monotonic": staticmethod(lambda: now[0]), "sleep": staticmethod(sleep)})
-    monkeypatch.setattr("ckpt_component.writing.range_writer.time", clock)
+    monkeypatch.setattr("ckpt_component.core.writing.range_writer.time", clock)
     throttle = Throttle(1000.0)
     for _ in range(4):
         throttle.wait(500)

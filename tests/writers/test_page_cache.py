@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from ckpt_component import CheckpointManager, build_manager
-from ckpt_component.memory import available
-from ckpt_component.memory.page_cache import share_in_memory
-from ckpt_component.storage.fs_type import is_on_disk
-from ckpt_component.writing import cached_files
+from ckpt_component.core.memory import available
+from ckpt_component.core.memory.page_cache import share_in_memory
+from ckpt_component.core.storage.safe_open import is_on_disk
+from ckpt_component.core.writing import cached_files
 
 STATE = {"w": torch.arange(6 << 20, dtype=torch.float32)}
 

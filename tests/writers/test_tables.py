@@ -11,12 +11,12 @@ import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
 
 from ckpt_component import CheckpointStageError
-from ckpt_component.formats import dcp_metadata
-from ckpt_component.formats.dcp import DcpWriter
-from ckpt_component.formats.dcp_metadata import metadata_of
-from ckpt_component.state.flatten import flatten
-from ckpt_component.state.structure import Structure
-from ckpt_component.writing.request import WriteTable
+from ckpt_component.core.state.flatten import flatten
+from ckpt_component.core.state.structure import Structure
+from ckpt_component.core.writing.request import WriteTable
+from ckpt_component.writers import dcp_metadata
+from ckpt_component.writers.dcp import DcpWriter
+from ckpt_component.writers.dcp_metadata import metadata_of
 
 
 def rank_index_of(rank: int, tensors: int, offset: int = 0) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from ckpt_component.compat import peers
 from ckpt_component.compat.async_callers import TemporalAsyncCaller
 from ckpt_component.compat.async_queue import AsyncCallsQueue
 from ckpt_component.compat.async_request import AsyncRequest
+from ckpt_component.core.processes.remote_error import RemoteTraceback
 from ckpt_component.errors import (
     CheckpointSaveError,
     CheckpointStageError,
@@ -27,7 +28,6 @@ from ckpt_component.errors import (
     RanksError,
     WorkerDiedError,
 )
-from ckpt_component.writing.remote_error import RemoteTraceback
 
 METHOD = "forkserver"
 

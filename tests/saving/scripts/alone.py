@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ckpt_component import CheckpointManager, CheckpointTimeoutError, PerRank, RanksError, build_manager
-from ckpt_component.coordination import RankStore, calls
+from ckpt_component.core.coordination import RankStore, calls
 
 SECONDS = 20.0
 

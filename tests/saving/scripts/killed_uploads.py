@@ -10,14 +10,15 @@ import os
 import sys
 from typing import Any
 
-from ckpt_component.catalogue.verification import verify_checkpoint
-from ckpt_component.storage.locate import LOG, SPEC, file_storage
-from ckpt_component.storage.names import MEGATRON, NEW_PREFIX
-from ckpt_component.storage.retention import RetentionPolicy
-from ckpt_component.storage.scan import scan_steps
-from ckpt_component.testing.operation_log import read_log
-from ckpt_component.uploading.policy import UploadPolicy
-from ckpt_component.uploading.process import RunWatch, Uploader
+from ckpt_component.background.upload_policy import UploadPolicy
+from ckpt_component.background.upload_process import RunWatch, Uploader
+from ckpt_component.core.commit.names import MEGATRON
+from ckpt_component.core.commit.retention import RetentionPolicy
+from ckpt_component.core.commit.scan import scan_steps
+from ckpt_component.core.formats.verification import verify_checkpoint
+from ckpt_component.core.storage.faults.operation_log import read_log
+from ckpt_component.core.storage.locate import LOG, SPEC, file_storage
+from ckpt_component.core.storage.new_names import NEW_PREFIX
 
 source, folder, by_rename = sys.argv[1], sys.argv[2], sys.argv[3] == "1"
 

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from ckpt_component import Checkpointer, CheckpointExistsError, PerRank, RanksError, build_checkpointer, build_manager
-from ckpt_component.storage import commit
-from ckpt_component.storage.files import FileStorage
+from ckpt_component.core.commit import commit
+from ckpt_component.core.storage.files import FileStorage
 
 STATE = {"weight": torch.full((1000,), 3.0), "other": torch.ones(500)}
 

@@ -24,7 +24,7 @@ from ckpt_component import (
     RanksError,
     build_manager,
 )
-from ckpt_component.storage.files import FileStorage
+from ckpt_component.core.storage.files import FileStorage
 
 #: Far above `max_stall_s` in these tests, far below every other deadline.
 LONG = 25.0

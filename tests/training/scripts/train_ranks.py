@@ -8,18 +8,18 @@ from typing import Any
 
 import hydra
 import torch
+from ckpt_train.job import Job
+from ckpt_train.loop import run
+from ckpt_train.ranks import Ranks
+from ckpt_train.schema import register
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig
 from torch.distributed.tensor import DTensor
 
-from ckpt_component.apps.training.job import Job
-from ckpt_component.apps.training.loop import run
-from ckpt_component.apps.training.ranks import Ranks
-from ckpt_component.apps.training.schema import register
 from ckpt_component.config import config_dir
-from ckpt_component.config.errors import CheckpointConfigError
-from ckpt_component.state.flatten import flatten
-from ckpt_component.state.paths import key_of
+from ckpt_component.config.hydra.errors import CheckpointConfigError
+from ckpt_component.core.state.flatten import flatten
+from ckpt_component.core.state.paths import key_of
 
 KINDS = ("ddp", "fsdp", "tp")
 N = 3

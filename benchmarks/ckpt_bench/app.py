@@ -1,0 +1,259 @@
+"""`ckpt-bench`, the same as `python -m ckpt_bench`: the benchmark as a Hydra app.
+
+torch is imported only in the processes of the rows.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import shutil
+import signal
+import sys
+from dataclasses import asdict, fields
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import psutil
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import CompactHydraException
+from omegaconf import DictConfig
+
+from ckpt_component.cli.reports.page import NO_PICTURE, can_plot
+from ckpt_component.cli.reports.result import RUNNING, write_job_result
+from ckpt_component.config.hydra.app import run_app
+from ckpt_component.config.hydra.errors import HydraConfigError
+from ckpt_component.errors import CheckpointError
+
+from .device import device_name, require_cuda
+from .figures import read_figures, rows_for_sweep, write_figures
+from .growth.command import measure_courses, show_courses
+from .growth.figures import read_growth, write_growth
+from .peers import PeerEnvironment
+from .place import place
+from .plot import draw
+from .promises import judge
+from .runs import Case, Run, Runner
+from .schema import STATES, Action, Bench, Device, Request, read, register
+from .table import LEGEND, render
+
+#: Accepted as the first word of the command line, for `action=`.
+_ACTIONS = tuple(action.value for action in Action)
+_MULTIRUN = ("-m", "--multirun")
+
+
+class BenchmarkFailed(CompactHydraException, CheckpointError):
+    """A promise failed, nothing was measured, or a peer is missing. Hydra prints the text without a traceback."""
+
+
+def main() -> None:
+    """Run the command line."""
+    # Exit normally on SIGTERM, so that files on the target are removed.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    register()
+    sys.argv[1:] = arguments(sys.argv[1:])
+    run_app("bench", run_job, [item.name for item in fields(Bench)])
+
+
+def arguments(typed: list[str]) -> list[str]:
+    """Translate the command line for Hydra: `check` becomes `action=check`, and lists get brackets outside a sweep.
+
+    In a sweep, `state=large,many_small` is one job per state; otherwise it is a single run of both.
+    """
+    if typed and typed[0] in _ACTIONS:
+        typed = [f"action={typed[0]}", *typed[1:]]
+    if any(option in typed for option in _MULTIRUN):
+        return typed
+    return [re.sub(r"^(state|target|rows|items|ranks)=(\w+(?:,\w+)+)$", r"\1=[\2]", argument) for argument in typed]
+
+
+def run_job(config: DictConfig) -> None:
+    """Run the action of the config, and write `result.json` to the output folder.
+
+    Raises:
+        CheckpointConfigError: A value is invalid.
+        BenchmarkFailed: A promise failed, no row was measured, or a peer could not be installed.
+        SystemExit: A signal stopped the run.
+    """
+    job = _JobResult()
+    try:
+        request = read(config)
+        here, folder = Path(HydraConfig.get().runtime.cwd), Path(HydraConfig.get().runtime.output_dir)
+        peers = PeerEnvironment(str(here / request.bench.peers_dir))
+        if request.bench.action is Action.peers:
+            _make_peers(peers)
+            return
+        if request.bench.device is Device.cuda and request.bench.results is None:
+            require_cuda()
+        if request.bench.action is Action.growth:
+            _grow(request, peers, here, folder)
+            job.write("completed")
+            return
+        if request.bench.results is not None:
+            job.cases, about = read_figures(str(here / request.bench.results))
+            write_figures(job.cases, folder, about)
+        else:
+            about = _about(request, peers)
+            _measure(request, peers, here, folder, about, job)
+        _show(request, job.cases, about, folder)
+    except KeyboardInterrupt:
+        job.write("stopped", "by Ctrl-C")
+        raise
+    except SystemExit as leaving:
+        job.write("stopped", f"with exit code {leaving.code}")
+        raise
+    except Exception as error:
+        job.write("failed", str(error) or type(error).__name__)
+        raise
+    job.write("completed")
+
+
+class _JobResult:
+    """Writes `result.json` with the figures so far, so that the report of a killed run shows them."""
+
+    def __init__(self) -> None:
+        self.cases = list[Case]()
+
+    def write(self, status: str, reason: str | None = None) -> None:
+        write_job_result(status, reason=reason, rows=rows_for_sweep(self.cases))
+
+
+def _make_peers(peers: PeerEnvironment) -> None:
+    try:
+        failed = peers.make(_say)
+    except RuntimeError as error:
+        raise BenchmarkFailed(str(error)) from error
+    if failed:
+        raise BenchmarkFailed("Not installed, and so not measured:\n" + "\n".join(failed))
+    _say("all peers are installed; ckpt-bench measures them now")
+
+
+def _measure(
+    request: Request, peers: PeerEnvironment, here: Path, folder: Path, about: dict[str, Any], job: _JobResult
+) -> None:
+    bench, cases = request.bench, job.cases
+
+    def keep(_row: str = "", _run: Run | None = None) -> None:
+        write_figures(cases, folder, about)
+        job.write(RUNNING)
+
+    keep()
+    runner = Runner(
+        peers,
+        {
+            "saves": bench.saves,
+            "enough_seconds": bench.enough_seconds,
+            "loop_threads": bench.loop_threads,
+            "step_seconds": bench.step_seconds,
+            "tail_seconds": bench.tail_seconds,
+            "pairs": bench.pairs,
+            "device": bench.device.value,
+        },
+        repeats=bench.repeats,
+        timeout=bench.row_timeout,
+        logs=folder,
+        say=_say,
+    )
+    count = len(request.targets) * len(request.states) * (len(request.rows) + 1) * bench.repeats
+    _say(
+        f"{count} measurements at most, in a process each; from the second on, lines tell how long a table still takes"
+    )
+    for target in request.targets:
+        parent, key = _parent(bench, target, here)
+        with place(parent, f"{key}=") as base:
+            for state in request.states:
+                _refuse_full(state, base, key)
+                cases.append(Case(state, target))
+                try:
+                    # Figures are written after every process, so that a stopped run keeps them.
+                    runner.measure(cases[-1], request.rows, base, keep)
+                    keep()
+                finally:  # a run that is stopped shows what it has
+                    print(render(cases[-1]), flush=True)
+
+
+def _grow(request: Request, peers: PeerEnvironment, here: Path, folder: Path) -> None:
+    bench = request.bench
+    if bench.device is not Device.cpu:
+        raise HydraConfigError(f"device={bench.device.value}: costs in Python grow alike there; use device=cpu.")
+    if bench.results is not None:
+        courses, about = read_growth(str(here / bench.results))
+        write_growth(courses, folder, about)
+    else:
+        about = _about(request, peers)
+        courses = measure_courses(request, _parent(bench, request.targets[0], here), about, folder, _say)
+    failed = show_courses(courses, about, folder, _say)
+    if failed is not None:
+        raise BenchmarkFailed(failed)
+
+
+def _parent(bench: Bench, target: str, here: Path) -> tuple[Path, str]:
+    """The parent of the run's folder, and the key that sets it."""
+    disk = here / bench.dir, "dir"
+    return disk if target == "disk" else (Path(bench.tmpfs_dir), "tmpfs_dir")
+
+
+def _show(request: Request, cases: list[Case], about: dict[str, Any], folder: Path) -> None:
+    if request.bench.results is not None:
+        print("\n".join(render(case) for case in cases))
+    print(f"\n{LEGEND}")
+    checked = request.bench.action is Action.check
+    verdicts = judge(cases, cores=about["cores"], loop_threads=about["loop_threads"]) if checked else []
+    if verdicts:
+        print("\n" + "\n".join(verdict.line() for verdict in verdicts))
+    if can_plot():
+        draw(cases, verdicts, about, folder)
+    else:
+        _say(NO_PICTURE)
+    _say(f"figures are in {folder}")
+    failed = sum(verdict.holds is False for verdict in verdicts)
+    if verdicts:
+        passed = sum(verdict.holds is True for verdict in verdicts)
+        print(f"{passed} hold, {failed} FAIL, {len(verdicts) - passed - failed} not measured or only reported")
+    if failed:
+        raise BenchmarkFailed(f"{failed} promise{'s' * (failed > 1)} failed; see FAIL above.")
+    if not any("durable" in run for case in cases for runs in case.rows.values() for run in runs):
+        raise BenchmarkFailed("No row was measured; the reasons are above.")
+
+
+#: The most copies of a state that exist on disk at once, with a margin.
+_COPIES = 3
+
+
+def _refuse_full(state: str, base: str, key: str) -> None:
+    free, needed = shutil.disk_usage(base).free / 1e9, _COPIES * STATES[state]
+    if free < needed:
+        raise HydraConfigError(
+            f"{os.path.dirname(base)} has {free:.1f} GB free, and state={state} needs {needed:.1f}; "
+            f"give another {key}=."
+        )
+
+
+def _about(request: Request, peers: PeerEnvironment) -> dict[str, Any]:
+    """Machine, versions and settings, to interpret the figures."""
+    try:
+        torch = version("torch")
+    except PackageNotFoundError:
+        torch = "unknown"
+    keys = ("repeats", "saves", "loop_threads", "step_seconds", "tail_seconds", "pairs")
+    return {
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gb": round(psutil.virtual_memory().total / 1e9, 1),
+        "machine": platform.machine(),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "torch": torch,
+        **({"device": device_name()} if request.bench.device is Device.cuda else {}),
+        **peers.versions(),
+        **{key: value for key, value in asdict(request.bench).items() if key in keys},
+    }
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,93 @@
+"""Draw the figures, and write a self-contained HTML page. Needs the extra `plot`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ckpt_component.cli.reports.page import new_figure, without_frame, write_page
+
+from .figures import Spread, fact, limits_of, spread
+from .measure.names import ROWS
+from .runs import Case
+from .table import LEGEND, render
+from .verdicts import Verdict
+
+#: The files are `figures.png` and `figures.html`.
+_NAME = "figures"
+
+_COLOURS = {"ours": "#1b6ca8", "torch": "#8d99ae", "peers": "#d08c60"}
+#: Title of a panel, its figure, and the limit to draw in it.
+_PANELS = (
+    ("stall, s", "stall", "memcpy"),
+    ("durable, s", "durable", "direct_1"),
+    ("training time lost, s", "lost", None),
+    ("load, warm, s", "load_warm", "read_crc32_warm"),
+    ("peak memory, GB", "memory", None),
+)
+
+
+def draw(cases: Sequence[Case], verdicts: Sequence[Verdict], about: Mapping[str, Any], folder: Path) -> list[Path]:
+    """Write the picture and the page.
+
+    Args:
+        cases: The figures; cases without a measured row are omitted.
+        verdicts: Verdicts for the page; empty if nothing was checked.
+        about: The machine and the settings, for the page.
+        folder: The folder to write to.
+
+    Returns:
+        The files; empty if there is nothing to draw.
+    """
+    shown = [case for case in cases if _rows(case)]
+    if not shown:
+        return []
+    blocks = [LEGEND, *(render(case).strip() for case in cases)]
+    if verdicts:
+        blocks.append("\n".join(verdict.line() for verdict in verdicts))
+    machine = ", ".join(f"{name}: {value}" for name, value in about.items())
+    caption = "Bars are medians, black lines go from the lowest repeat to the highest, dotted lines are limits."
+    return write_page(folder / _NAME, _picture(shown), "ckpt-bench", machine, caption, blocks)
+
+
+def _picture(cases: Sequence[Case]) -> Any:
+    heights = [1.2 + 0.28 * len(_rows(case)) for case in cases]
+    figure = new_figure(4 * len(_PANELS) + 2, sum(heights))
+    grid = figure.subplots(len(cases), len(_PANELS), squeeze=False, gridspec_kw={"height_ratios": heights})
+    for case, axes in zip(cases, grid, strict=True):
+        for number, (axis, (title, name, limit)) in enumerate(zip(axes, _PANELS, strict=True)):
+            _panel(axis, case, name, limits_of(case).get(limit or ""), limit)
+            axis.set_title(title if number else f"{_title(case)}\n{title}", fontsize=9)
+            if number:
+                axis.set_yticklabels([])
+    return figure
+
+
+def _panel(axis: Any, case: Case, name: str, limit: Spread | None, limit_name: str | None) -> None:
+    factor = 1e-9 if name == "memory" else 1.0
+    rows = _rows(case)
+    for place, row in enumerate(rows):
+        found = spread(case, row, name)
+        if found is None:
+            continue
+        middle, low, high = (value * factor for value in (found.median, found.low, found.high))
+        axis.barh(place, middle, color=_COLOURS[ROWS[row].family])
+        axis.plot([low, high], [place, place], color="black", linewidth=1)
+        axis.annotate(f" {middle:.3g}", (max(middle, high, 0), place), va="center", fontsize=7)
+    if limit is not None:
+        axis.axvline(limit.median, color="#555555", linestyle=":", linewidth=1)
+        axis.annotate(limit_name, (limit.median, -0.6), fontsize=6, color="#555555")
+    axis.set_yticks(range(len(rows)), rows, fontsize=7)
+    axis.invert_yaxis()
+    axis.margins(x=0.15)
+    without_frame(axis)
+
+
+def _rows(case: Case) -> list[str]:
+    return [row for row in case.rows if row in ROWS and spread(case, row, "durable") is not None]
+
+
+def _title(case: Case) -> str:
+    nbytes = fact(case, _rows(case)[0], "state_bytes")
+    return f"{case.state} on {case.target}, {nbytes / 1e9:.2f} GB"

@@ -1,0 +1,1 @@
+"""Moved to `ckpt_component.core.writing`."""

@@ -1,1 +1,0 @@
-"""Applications on top of the library: training example, benchmark, sweeps, tuning, commands."""

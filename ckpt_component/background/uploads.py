@@ -1,0 +1,214 @@
+"""The run's side of its uploads: the process that copies checkpoints of the local folder to their permanent place.
+
+A dead or slow target never stops training: it is a warning with the lag, and by `upload.on_lag` an error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import subprocess
+import threading
+from dataclasses import asdict, dataclass
+from typing import IO, Any
+
+from ..core.processes.start import send_line, start_in_background, tell_the_end
+from ..core.storage.space import amount
+from ..errors import CheckpointFencedError, CheckpointSaveError
+from ..events import SaveReport
+from .upload_policy import UploadPolicy
+from .upload_process import CODE
+
+logger = logging.getLogger(__name__)
+
+#: For the process to notice that its time is over.
+_LEAVE_SECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class LagPolicy:
+    """How far the target may fall behind the local folder.
+
+    Attributes:
+        max_steps: the most steps; None: there is no limit.
+        raises: whether the next save fails beyond it, or a warning is logged.
+    """
+
+    max_steps: int | None = None
+    raises: bool = False
+
+
+class BackgroundUploads:
+    """Owns the process of the uploads, on rank 0.
+
+    Args:
+        policy: what to upload.
+        lag: how far the target may fall behind.
+    """
+
+    def __init__(self, policy: UploadPolicy, lag: LagPolicy) -> None:
+        self._policy, self._limits = policy, lag
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._thread: threading.Thread | None = None
+        #: Of this run, the newest step that is due, and the size of its checkpoint.
+        self._newest: tuple[int, int] | None = None
+        #: The newest step in the target, or where the run began.
+        self._uploaded = 0
+        #: The step that is being uploaded, and the newest one that waits.
+        self._current: int | None = None
+        self._waiting: int | None = None
+        self._error: str | None = None
+        self._fenced: str | None = None
+        #: The lag at the last warning; the next comes when it has doubled.
+        self._warned = 0
+        self._ended = False
+
+    def start(self, step: int = 0) -> None:
+        """Upload what earlier runs left, from now on; the run begins after `step`."""
+        with self._lock:
+            self._uploaded = max(self._uploaded, step)
+        self._start()
+
+    def on_commit(self, report: SaveReport) -> None:
+        """Upload a checkpoint, unless another comes before its turn. Does not wait."""
+        if report.step is not None and self._policy.is_due(report.step):
+            self._newest = report.step, report.bytes
+            skipped, self._waiting = self._waiting, report.step
+            if skipped is not None and self._current is not None:
+                self._warn(f"and step {skipped} is skipped, because step {self._current} is still being uploaded")
+        self._start()
+        with self._lock:
+            if self._process is not None:
+                send_line(self._process)
+
+    def in_use(self) -> set[str]:
+        """The local checkpoint that is being uploaded, which must not be deleted."""
+        current = self._current
+        return set() if current is None else {self._path(self._policy.source, current)}
+
+    def check(self) -> None:
+        """Before a save: raise if the target is taken by another run, or too far behind and `on_lag` is `error`.
+
+        Raises:
+            CheckpointFencedError: another run took over the target.
+            CheckpointSaveError: it is too far behind.
+        """
+        if self._fenced is not None:
+            raise CheckpointFencedError(self._fenced)
+        most = self._limits.max_steps
+        if most is None or self.lag_steps <= most:
+            return
+        why = f"that is more than checkpoint.upload.max_lag_steps={most}"
+        if self._limits.raises:
+            raise CheckpointSaveError(f"{self._behind()}; {why} (checkpoint.upload.on_lag=error).{self._because()}")
+        self._warn(why)
+
+    @property
+    def lag_steps(self) -> int:
+        """By how many steps the target is behind the newest checkpoint that is due."""
+        return 0 if self._newest is None else max(self._newest[0] - self._uploaded, 0)
+
+    def end(self, *, finish: bool) -> None:
+        """The run has ended: let uploads go on, for at most `finish_seconds`.
+
+        Args:
+            finish: wait for them.
+        """
+        self._ended = True
+        process, thread = self._process, self._thread
+        if process is None or thread is None:
+            return
+        with self._lock:
+            tell_the_end(process)
+        if not finish:
+            return  # the thread goes on reading; if the program ends, the process does not
+        thread.join(0.2)
+        if thread.is_alive():
+            logger.info("waiting up to %g s for uploads to %s", self._policy.finish_seconds, self._policy.target)
+        thread.join(self._policy.finish_seconds + _LEAVE_SECONDS)
+        if thread.is_alive():
+            process.kill()
+        if self.lag_steps and self._fenced is None:
+            logger.warning("%s; the next run goes on with it.%s", self._behind(), self._because())
+
+    def _start(self) -> None:
+        with self._lock:
+            if self._ended or self._fenced is not None or (self._thread is not None and self._thread.is_alive()):
+                return
+            self._process = process = start_in_background(CODE, outlives_run=True)
+            self._thread = threading.Thread(target=self._follow, args=(process,), name="ckpt-upload", daemon=True)
+            if process.stdin is not None:
+                with contextlib.suppress(BrokenPipeError):
+                    process.stdin.write(json.dumps(asdict(self._policy)).encode() + b"\n")
+                    process.stdin.flush()
+                os.set_blocking(process.stdin.fileno(), False)
+            self._thread.start()
+
+    def _follow(self, process: subprocess.Popen[bytes]) -> None:
+        """Read the messages of the process until it ends."""
+        stdout: IO[bytes] | None = process.stdout
+        if stdout is not None:
+            with stdout:
+                for line in stdout:
+                    try:
+                        message = json.loads(line)
+                    except ValueError:
+                        message = None
+                    if isinstance(message, dict):
+                        self._take(message)
+                    else:
+                        logger.warning("the process of the uploads: %s", line.decode(errors="replace").rstrip())
+        try:
+            code = process.wait(_LEAVE_SECONDS)
+        except subprocess.TimeoutExpired:  # it closed stdout, so it can no longer be followed
+            process.kill()
+            code = process.wait(_LEAVE_SECONDS)
+        with self._lock:
+            tell_the_end(process)
+        self._current = None
+        if code:
+            logger.warning("the process of the uploads ended with code %d; the next save starts it again", code)
+
+    def _take(self, message: dict[str, Any]) -> None:
+        if message.get("remote") is not None:
+            self._uploaded = max(self._uploaded, message["remote"])
+        elif "began" in message:
+            self._current = message["began"]
+            if self._current == self._waiting:
+                self._waiting = None
+        elif "uploaded" in message:
+            step, self._current, self._error = message["uploaded"], None, None
+            self._uploaded = max(self._uploaded, step)
+            if not self.lag_steps:
+                self._warned = 0
+            size, name = amount(message["bytes"]), self._policy.names.folder(step)
+            logger.info("%s uploaded: %s in %.1f s, to %s", name, size, message["seconds"], self._policy.target)
+        elif "fenced" in message:
+            self._fenced = message["fenced"]
+            logger.error("uploads have stopped: %s", self._fenced)
+        elif "failed" in message:
+            self._current, first, self._error = None, self._error is None, message["error"]
+            if first or self.lag_steps >= 2 * self._warned:
+                self._warned = max(self.lag_steps, 1)
+                logger.warning("%s; the run continues, and uploads are tried again.%s", self._behind(), self._because())
+
+    def _warn(self, why: str) -> None:
+        """Warn of the lag, if it has doubled since the last time."""
+        if self.lag_steps > max(2 * self._warned - 1, self._limits.max_steps or 0):
+            self._warned = self.lag_steps
+            logger.warning("%s, %s.%s", self._behind(), why, self._because())
+
+    def _behind(self) -> str:
+        if self._newest is None or not self.lag_steps:
+            return f"uploads to {self._policy.target} fail"
+        step, size = self._newest
+        return f"{self._policy.target} is {self.lag_steps} steps behind step {step} ({amount(size)} to upload)"
+
+    def _because(self) -> str:
+        return "" if self._error is None else f" The last upload failed: {self._error}"
+
+    def _path(self, root: str, step: int) -> str:
+        return os.path.join(root, self._policy.names.folder(step))

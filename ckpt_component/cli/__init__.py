@@ -1,0 +1,1 @@
+"""The command `ckpt`, tools beside a training run. Each command is a module; `app` says what it has."""

@@ -1,0 +1,172 @@
+"""`ckpt`: parse the command line and run a command.
+
+Only the module of the chosen command is imported, so that `ckpt ls` starts as fast as Python does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import logging
+import os
+import signal
+import sys
+import textwrap
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn
+
+from .._version import __version__
+from ..core.spelling import closest
+from ..core.storage.locate import is_url
+from ..errors import CheckpointConfigError, CheckpointError, printable
+from .output import Output, styled, width
+
+#: Exit codes: the answer is no (damaged, different, a check failed); the command could not do its work.
+NO, FAILED = 1, 2
+
+#: Command -> its module here and a line of help, in the order of the help. A module has `add_arguments(parser)`, and
+#: `run(parsed, output)`, which returns an exit code; None is 0. Its docstring is a line for readers of the code, and,
+#: for `--help`, what the command does and examples.
+COMMANDS = {
+    "ls": ("ls_command", "list a folder of checkpoints: step, age, size, state; and what dead runs left"),
+    "show": ("show_command", "show what a checkpoint holds, as a tree of keys; or its config"),
+    "log": ("log_command", "show the runs of a folder: what each resumed from, changed, saved, and what failed"),
+    "verify": ("verify_command", "compare all bytes of checkpoints with their checksums"),
+    "diff": ("diff_command", "compare two checkpoints: keys, shapes, values by checksum or norm, configs"),
+    "cp": ("cp_command", "copy a checkpoint, verified, whole or not at all"),
+    "mv": ("mv_command", "move a checkpoint"),
+    "rm": ("rm_command", "delete checkpoints, but never the last good one by accident"),
+    "gc": ("gc_command", "delete what dead runs left, and old checkpoints"),
+    "export": ("export_command", "write files that other programs read: Hugging Face, safetensors, torch.save"),
+    "import": ("import_command", "make a committed checkpoint from one of another program"),
+    "explain": ("explain_command", "show what a config builds, and where each choice comes from"),
+    "plan": ("plan_command", "predict what saving costs a run: memory, stall, storage rate, best interval"),
+    "doctor": ("doctor_command", "check this machine, and a folder for checkpoints"),
+    "presets": ("config_files_command", "list the presets, or print one"),
+    "recipes": ("config_files_command", "list the recipes, or print one"),
+    "keys": ("keys_command", "list every config key, with type, default and one line"),
+    "report": ("report_command", "what saving costs a run, or a comparison of the jobs of a sweep"),
+    "trace": ("trace_command", "write the timeline of a run, for Perfetto and chrome://tracing"),
+    "tune": ("tune_command", "measure which settings suit this machine, a folder and a size of state"),
+    "completion": ("completion_command", "print a script that completes ckpt in bash, zsh or fish"),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line.
+
+    Args:
+        arguments: The arguments; None: those of the process.
+
+    Raises:
+        SystemExit: With the command's exit code; 2 after an error, whose text is on stderr.
+    """
+    # Exit normally on SIGTERM, so that commands remove their temporary files.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        parsed = parse(arguments)
+        level = logging.ERROR if parsed.quiet else max(logging.WARNING - 10 * parsed.verbose, logging.DEBUG)
+        log = logging.StreamHandler(sys.stderr)
+        log.setFormatter(_Formatter("%(message)s"))
+        logging.basicConfig(level=level, handlers=[log])
+        sys.exit(_module(parsed.command).run(parsed, Output(as_json=parsed.json)) or 0)
+    except CheckpointError as error:
+        text, fix = str(error), ""
+    except BrokenPipeError:  # `ckpt show ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(128 + signal.SIGPIPE)
+    except OSError as error:
+        text, fix = error.strerror or str(error), ""
+        if is_url(str(error.filename or "")):
+            from .health.bucket import in_words
+
+            text, fix = in_words(error)
+        text = f"{error.filename}: {text}" if error.filename else text
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)
+    print(styled(f"error: {text}", "red", sys.stderr), *filter(None, [fix]), sep="\n  ", file=sys.stderr)
+    sys.exit(FAILED)
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse the command line and expand `~` in paths.
+
+    Raises:
+        CheckpointConfigError: There is no such command, or option of it.
+    """
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    chosen = next((word for word in arguments if not word.startswith("-")), None)
+    if chosen is not None and chosen not in COMMANDS:
+        near = closest(chosen, COMMANDS)
+        hint = f"did you mean ckpt {near}?" if near else "ckpt --help lists them."
+        raise CheckpointConfigError(f"ckpt has no command '{chosen}'; {hint}")
+    parsed, unknown = parser_of([] if chosen is None else [chosen]).parse_known_args(arguments)
+    if unknown:
+        hint = f"ckpt {parsed.command} --help lists what it takes."
+        raise CheckpointConfigError(f"ckpt {parsed.command} does not take '{unknown[0]}'; {hint}")
+    parsed.options = dict(map(_option, parsed.options))
+    for name, value in vars(parsed).items():
+        if isinstance(value, Path):
+            setattr(parsed, name, value.expanduser())
+    return parsed
+
+
+def _option(text: str) -> tuple[str, str]:
+    """The key and the value of a storage option, which is not printed: it may be a secret."""
+    key, separator, value = text.partition("=")
+    if not separator or not key:
+        raise CheckpointConfigError("-o takes KEY=VALUE, such as -o endpoint=http://127.0.0.1:9000")
+    return key, value
+
+
+def parser_of(complete: Sequence[str]) -> argparse.ArgumentParser:
+    """The parser of all commands, with the arguments of these; the modules of the others are not imported."""
+    # Its own width is that of the terminal, however wide.
+    formatter = partial(argparse.RawDescriptionHelpFormatter, width=width())
+    parser = _Parser(
+        prog="ckpt",
+        formatter_class=formatter,
+        description="Tools for checkpoints and runs.\nExit codes: 0 done, 1 the answer is no, 2 an error.",
+    )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
+    subparsers = parser.add_subparsers(metavar="COMMAND", dest="command", required=True)
+    for name, (_, line) in COMMANDS.items():
+        command = subparsers.add_parser(name, help=line, formatter_class=formatter)
+        if name not in complete:
+            continue
+        module = _module(name)
+        module.add_arguments(command)
+        _, description, command.epilog = (module.__doc__ or "\n\n\n\n").split("\n\n", 2)  # none with python -OO
+        command.description = textwrap.fill(description, width())
+        command.add_argument(
+            "-o",
+            dest="options",
+            metavar="KEY=VALUE",
+            action="append",
+            default=[],
+            help="for URLs, an option of the bucket (endpoint, region, allow_http ...); else the environment's count",
+        )
+        command.add_argument("--json", action="store_true", help="print the result as JSON")
+        command.add_argument("-v", "--verbose", action="count", default=0, help="log more; -vv logs all")
+        command.add_argument("-q", "--quiet", action="store_true", help="log errors only, and show no progress")
+    return parser
+
+
+class _Formatter(logging.Formatter):
+    """Formats a log line of which a part may come from a file."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        return printable(super().formatMessage(record))
+
+
+class _Parser(argparse.ArgumentParser):
+    """Quotes arguments in its errors as they may be printed."""
+
+    def error(self, message: str) -> NoReturn:
+        super().error(printable(message))
+
+
+def _module(command: str) -> Any:
+    return importlib.import_module(f".{COMMANDS[command][0]}", __package__)

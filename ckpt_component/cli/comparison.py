@@ -1,0 +1,213 @@
+"""Compare what two checkpoints hold: keys, dtypes, shapes, and values, by checksum where that decides it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..core.formats import Catalogue, Entry
+from ..core.progress import progress_bar
+from ..core.state.dtypes import SAFETENSORS, WIDTHS
+from ..exporting.blocks import TensorBlocks
+from ..exporting.export import open_blocks
+from .key_tree import shape_text
+from .object_values import same_object, value_text
+
+#: The item of a tensor in these formats depends on nothing but the tensor, so other checksums mean other values.
+_CANONICAL = ("dcp", "safetensors")
+#: Dtypes with which torch computes.
+_COMPUTED = {*SAFETENSORS, "complex128", "float8_e4m3fnuz", "float8_e5m2fnuz"}
+
+
+@dataclass
+class Norm:
+    """The difference of two tensors A and B, in float64.
+
+    Attributes:
+        absolute: Euclidean norm of B - A.
+        relative: The same, divided by the norm of A; None: A is zero.
+        largest: The largest absolute difference of two elements.
+    """
+
+    absolute: float
+    relative: float | None
+    largest: float
+
+
+@dataclass
+class Difference:
+    """A key that is not the same in both.
+
+    Attributes:
+        key: The key.
+        what: `only in A`, `only in B`, `kind`, `dtype`, `shape` or `values`.
+        before, after: What A and B have, in words; None: nothing, or just other values.
+        norm: Of the values, where it was asked for and there is one.
+    """
+
+    key: str
+    what: str
+    before: str | None = None
+    after: str | None = None
+    norm: Norm | None = None
+
+
+@dataclass
+class Comparison:
+    """The result.
+
+    Attributes:
+        differences: In the order of A's keys, then of B's.
+        equal: Number of keys with equal values.
+        by_checksum: How many of the keys of both needed no data to be read.
+    """
+
+    differences: list[Difference]
+    equal: int = 0
+    by_checksum: int = 0
+
+
+def compare(a: Catalogue, b: Catalogue, first: Sequence[Entry], second: Sequence[Entry], *, norm: bool) -> Comparison:
+    """Compare entries of two checkpoints.
+
+    Args:
+        a: The first checkpoint.
+        b: The second checkpoint.
+        first: Entries of the first.
+        second: Entries of the second.
+        norm: Compute the norm of the difference where values differ; reads them, with torch.
+
+    Raises:
+        CheckpointCorruptError: Data had to be read, and is damaged.
+    """
+    others = {entry.key: entry for entry in second}
+    found: list[Difference] = []
+    result = Comparison(found)
+    unknown: list[tuple[Entry, Entry]] = []
+    for one in first:
+        other = others.pop(one.key, None)
+        if other is None:
+            found.append(Difference(one.key, "only in A", describe(one)))
+            continue
+        what = _form_difference(one, other)
+        if what is not None:
+            found.append(Difference(one.key, what, describe(one), describe(other)))
+            if norm and what == "dtype":
+                unknown.append((one, other))
+            continue
+        same = _by_checksum(a.format, b.format, one, other)
+        result.by_checksum += same is not None
+        if same:
+            result.equal += 1
+        elif same is None or one.kind == "object" or norm:
+            unknown.append((one, other))
+        if same is not True:
+            found.append(Difference(one.key, "values"))
+    found += [Difference(other.key, "only in B", None, describe(other)) for other in others.values()]
+    if unknown:
+        equal = _read(a, b, unknown, {difference.key: difference for difference in found}, norm)
+        result.differences = [difference for difference in found if difference.key not in equal]
+        result.equal += len(equal)
+    return result
+
+
+def describe(entry: Entry) -> str:
+    """`float32 3072x1024`, or `object`."""
+    return f"{entry.dtype} {shape_text(entry.shape)}" if entry.kind == "tensor" else "object"
+
+
+def _form_difference(one: Entry, other: Entry) -> str | None:
+    """In what two entries differ besides their values."""
+    for what in ("kind", "shape", "dtype"):
+        if getattr(one, what) != getattr(other, what):
+            return what
+    return None
+
+
+def _by_checksum(form: str, other_form: str, one: Entry, other: Entry) -> bool | None:
+    """Whether two entries are the same, by their checksums; None: these do not decide it."""
+    left, right = _sums(one), _sums(other)
+    if left is None or right is None or left.keys() != right.keys():
+        return None
+    if left == right:
+        return True
+    # Another release may put other bytes around a tensor, and other algorithms give other sums.
+    comparable = all(left[part][1:] == right[part][1:] for part in left)
+    return False if comparable and form == other_form and form in _CANONICAL else None
+
+
+def _sums(entry: Entry) -> dict[tuple[Any, ...], tuple[Any, ...]] | None:
+    """What identifies the bytes of each part, by the place of the part; None: there are no checksums."""
+    sums: dict[tuple[Any, ...], tuple[Any, ...]] = {}
+    for piece in entry.pieces:
+        if piece.checksum is None:
+            return None
+        inside = None if piece.payload is None else piece.payload - piece.offset
+        sums[piece.offsets, piece.shape] = (piece.checksum, piece.checksum_kind, piece.length, inside)
+    return sums
+
+
+def _read(
+    a: Catalogue, b: Catalogue, pairs: Sequence[tuple[Entry, Entry]], found: dict[str, Difference], norm: bool
+) -> set[str]:
+    """Read values, and describe them in the differences. Returns the keys whose values are equal."""
+    equal = set()
+    with (
+        open_blocks(a, [one for one, _ in pairs]) as left,
+        open_blocks(b, [other for _, other in pairs]) as right,
+        progress_bar("comparing", sum(one.nbytes + other.nbytes for one, other in pairs)) as done,
+    ):
+        for one, other in pairs:
+            difference = found[one.key]
+            same = difference.what == "values"
+            if one.kind == "object":
+                data = left.item(one), right.item(other)
+                same = same_object(*data, one.key)
+                if not same:
+                    difference.before, difference.after = (value_text(each, one.key) for each in data)
+            elif norm and {one.dtype, other.dtype} <= _COMPUTED:
+                difference.norm = _norm(left, right, one, other)
+                same = same and difference.norm is None
+            elif same:
+                for x, y in _aligned(left.of(one), right.of(other), 1, 1):  # to the end: the checksum follows there
+                    same = same and bytes(x) == bytes(y)
+            if same:
+                equal.add(one.key)
+            done(one.nbytes + other.nbytes)
+    return equal
+
+
+def _aligned(
+    one: Iterator[memoryview], other: Iterator[memoryview], width: int, other_width: int
+) -> Iterator[tuple[memoryview, memoryview]]:
+    """Blocks of two streams with equal numbers of elements, which have these widths."""
+    left = right = memoryview(b"")
+    while True:
+        left = left or next(one, left)
+        right = right or next(other, right)
+        count = min(len(left) // width, len(right) // other_width)
+        if not count:
+            return
+        yield left[: count * width], right[: count * other_width]
+        left, right = left[count * width :], right[count * other_width :]
+
+
+def _norm(left: TensorBlocks, right: TensorBlocks, one: Entry, other: Entry) -> Norm | None:
+    """The norm of the difference of two tensors, block by block; None: all bytes are equal."""
+    import torch
+
+    dtypes = [getattr(torch, entry.dtype) for entry in (one, other)]
+    equal, squares, of_a, largest = one.dtype == other.dtype, 0.0, 0.0, 0.0
+    for blocks in _aligned(left.of(one), right.of(other), WIDTHS[one.dtype], WIDTHS[other.dtype]):
+        equal = equal and blocks[0] == blocks[1]
+        x, y = (torch.frombuffer(bytearray(b), dtype=dtype) for b, dtype in zip(blocks, dtypes, strict=True))
+        wide = torch.complex128 if x.is_complex() or y.is_complex() else torch.float64
+        x, y = x.to(wide), y.to(wide)
+        difference = (y - x).abs()
+        squares += float(difference.square().sum())
+        of_a += float(x.abs().square().sum())
+        largest = max(largest, float(difference.max()))
+    if equal:
+        return None
+    return Norm(squares**0.5, (squares / of_a) ** 0.5 if of_a else None, largest)

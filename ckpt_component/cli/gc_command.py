@@ -1,0 +1,105 @@
+"""`ckpt gc ROOT`: delete what dead runs left, and checkpoints that need not be kept.
+
+Delete what dead runs left in a folder of checkpoints: unfinished and half-deleted ones. What a live process works on
+stays, and so does the debris of other hosts, unless --ended. With --keep-last, also delete older checkpoints, but
+those that the run keeps for good (checkpoint.keep.every_steps and keep.best).
+
+example:
+  ckpt gc checkpoints --keep-last 3 --dry-run
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Iterator
+from typing import Any
+
+from ..core.commit.cleanup import debris, discard, leftovers, sweep, unfinished_in
+from ..core.commit.fencing import FencingToken
+from ..core.commit.names import ALIVE_PREFIX
+from ..core.commit.retention import RetentionPolicy
+from ..core.formats.checkpoints import Root, find_root
+from ..core.storage.space import amount
+from ..errors import CheckpointConfigError
+from .output import Output, table
+from .roots import add_safeguards, place_of, point_elsewhere, tree_bytes, typed_errors
+
+#: Whether debris is in use -> why it is not deleted.
+_WHY_KEPT = {True: "a process works on it, or did within the last minute", False: "left on another host: --ended"}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
+    parser.add_argument("root", metavar="ROOT", help="the folder of checkpoints")
+    parser.add_argument("--keep-last", type=int, metavar="N", help="keep the N newest good checkpoints, at least 1")
+    add_safeguards(parser, "delete")
+
+
+def run(parsed: argparse.Namespace, output: Output) -> int | None:
+    """Delete debris and old checkpoints.
+
+    Raises:
+        CheckpointError: the arguments are wrong, a run is alive, or something could not be deleted.
+    """
+    if parsed.keep_last is not None and parsed.keep_last < 1:
+        raise CheckpointConfigError(f"--keep-last={parsed.keep_last} would keep none; type 1 or more.")
+    root = find_root(parsed.root, parsed.options)
+    place = place_of(os.path.join(root.path, root.names.folder(0)), parsed.options)
+    fs, names = place.fs, root.names
+    old = [] if parsed.keep_last is None else _old(root, parsed.keep_last)
+    fenced: set[str] = set()
+    if old or parsed.ended:
+        place.refuse_running("nothing is deleted", ended=parsed.ended)
+    failed: list[str] = []
+    with typed_errors(f"{root.path} could not be cleaned"):
+        if parsed.ended:
+            fenced = leftovers(fs, root.path, names)
+        paths = [os.path.join(root.path, name) for name in debris(fs, root.path, names, fenced)]
+        sizes = {path: tree_bytes(fs, path) for path in [*paths, *(root.paths[step] for step in old)]}
+        if not parsed.dry_run:
+            if parsed.ended:
+                FencingToken(fs, root.path, names).acquire()  # so that a run that is alive after all commits nothing
+            sweep(fs, root.path, names, fenced)
+            point_elsewhere(fs, root.path, names, old)
+            for step in old:
+                discard(fs, root.paths[step])
+            failed = [path for path in sizes if fs.exists(path)]
+        used = {os.path.join(root.path, name): used for name, used in unfinished_in(fs, root.path, names).items()}
+    gone = {path: size for path, size in sizes.items() if path not in failed}
+    data = {
+        "root": root.path,
+        "deleted": [{"path": path, "bytes": size} for path, size in gone.items()],
+        "bytes": sum(gone.values()),
+        "failed": failed,
+        "kept": [
+            {"path": path, "in_use": in_use}
+            for path, in_use in used.items()
+            if path not in sizes and not os.path.basename(path).startswith(ALIVE_PREFIX)
+        ],
+        "dry_run": parsed.dry_run,
+    }
+    output.result(data, _lines(data))
+    return 1 if failed else None
+
+
+def _old(root: Root, last: int) -> list[int]:
+    """The committed steps that need not be kept; those stay that the newest one's config keeps for good."""
+    committed, best = root.scan.committed, list[int]()
+    if root.best_policy is not None:
+        ranked = root.best_policy.ranked({step: root.scan.metrics[step] for step in committed})
+        best = ranked[: root.best_policy.last]
+    return RetentionPolicy(last, root.keep.get("every_steps")).to_delete(committed, best)
+
+
+def _lines(data: dict[str, Any]) -> Iterator[str]:
+    word = "would be deleted" if data["dry_run"] else "deleted"
+    if data["deleted"]:
+        rows = [(os.path.relpath(each["path"], data["root"]), amount(each["bytes"])) for each in data["deleted"]]
+        yield from table((word, "size"), rows, right=(1,))
+        yield f"{word}: {amount(data['bytes'])} in {data['root']}"
+    else:
+        yield f"nothing to delete in {data['root']}"
+    for each in data["kept"]:
+        yield f"kept {os.path.relpath(each['path'], data['root'])}: {_WHY_KEPT[each['in_use']]}"
+    yield from (f"could not be deleted: {path}" for path in data["failed"])

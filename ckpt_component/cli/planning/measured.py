@@ -1,0 +1,143 @@
+"""Rates for `ckpt plan` from the saves that earlier runs recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import NamedTuple
+
+from ...config.files import presets
+from ...errors import CheckpointConfigError
+from ..reports.run_records import Save, read_runs
+
+#: Sizes must differ by this factor for a line through them to tell what does not grow with the size.
+_APART = 1.5
+#: Objects make sizes differ by some bytes from save to save; these are one size.
+_NEAR = 1.05
+
+
+class Sample(NamedTuple):
+    """One save, or the medians of several, of its slowest rank. Seconds since the call.
+
+    Attributes:
+        nbytes: bytes of the largest rank.
+        ranks: number of ranks.
+        hosts: number of hosts.
+        stall: how long the call blocked training before the write began.
+        copy: how long the copy into host memory took.
+        write: how long writing and syncing took.
+        durable: until the checkpoint was committed.
+        lost: training time lost, the stall included.
+    """
+
+    nbytes: float
+    ranks: float
+    hosts: float
+    stall: float
+    copy: float
+    write: float
+    durable: float
+    lost: float
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What a save costs, as fixed seconds and seconds per byte of a rank.
+
+    Attributes:
+        call: fixed part of the stall.
+        copy: seconds per byte of the copy.
+        fixed: fixed part of the time until durable, besides `call`.
+        write: seconds per byte of writing, while all ranks of a host write.
+        lost: training lost per second of copy time beyond the stall.
+        ranks_per_host: in the measured run.
+        source: where the figures are from, for people.
+        awaited: whether the calls waited for the copy.
+    """
+
+    call: float
+    copy: float
+    fixed: float
+    write: float
+    lost: float
+    ranks_per_host: float
+    source: str
+    awaited: bool
+
+
+def measured_rates(folders: Sequence[Path], preset: str) -> Rates:
+    """The rates of earlier runs with a preset, from their folders of checkpoints.
+
+    They are of a line through the largest size; its slope is that from the smallest one, if both are far enough apart.
+
+    Raises:
+        CheckpointNotFoundError: A folder has no events.
+        CheckpointConfigError: A folder has no committed saves, or those of another preset.
+    """
+    saves = [save for folder in folders for save in _samples(folder, preset)]
+    least, most = min(save.nbytes for save in saves), max(save.nbytes for save in saves)
+    small = _median([save for save in saves if save.nbytes <= least * _NEAR])
+    large = _median([save for save in saves if save.nbytes >= most / _NEAR])
+    copy, write = large.copy / large.nbytes, large.write / large.nbytes
+    if large.nbytes >= _APART * small.nbytes:
+        more = large.nbytes - small.nbytes
+        copy = max(large.copy - small.copy, 0) / more or copy
+        write = max(large.write - small.write, 0) / more or write
+    # Parts that do not grow with the size; below zero if a larger size takes more than its share.
+    awaited = large.stall >= 0.5 * large.copy
+    return Rates(
+        call=large.stall - (copy * large.nbytes if awaited else 0),
+        copy=copy,
+        fixed=large.durable - large.stall - (0 if awaited else large.copy) - write * large.nbytes,
+        write=write,
+        lost=max(large.lost - large.stall, 0) / large.copy if large.copy else 0.0,
+        ranks_per_host=large.ranks / large.hosts,
+        source=f"{len(saves)} saves in {', '.join(map(str, folders))}",
+        awaited=awaited,
+    )
+
+
+def _median(saves: Sequence[Sample]) -> Sample:
+    return Sample(*map(median, zip(*saves, strict=True)))
+
+
+def _samples(folder: Path, preset: str) -> list[Sample]:
+    """A sample per committed save. The first of a run, which allocates memory, and retried ones are left out."""
+    samples, names = list[Sample](), {file.name for file in presets()}
+    for run in read_runs(folder):
+        if run.preset in names - {preset}:
+            raise CheckpointConfigError(
+                f"The run in {folder} saved with {run.preset}; type --preset {run.preset}, or measure {preset}."
+            )
+        saves = [save for save in run.saves() if all(_in_one_go(rank) for rank in save)]
+        samples += [_sample(save, len(run.hosts) or 1) for save in saves[1:] or saves]
+    if not samples:
+        raise CheckpointConfigError(f"The events in {folder} have no committed saves; let the run save a few times.")
+    return samples
+
+
+def _in_one_go(save: Save) -> bool:
+    return save.outcome == "committed" and save.attempts == 1
+
+
+def _sample(save: Sequence[Save], hosts: int) -> Sample:
+    return Sample(
+        nbytes=max(rank.bytes for rank in save),
+        ranks=len(save),
+        hosts=hosts,
+        stall=min(
+            [max(rank.stall_s for rank in save), *(rank.spans["write"][0] for rank in save if "write" in rank.spans)]
+        ),
+        copy=max(rank.phase_s("stage") or 0.0 for rank in save),
+        write=max(map(_write_s, save)),
+        durable=max(rank.seconds for rank in save),
+        lost=max(rank.lost_s for rank in save),
+    )
+
+
+def _write_s(save: Save) -> float:
+    """What grows with the bytes: a sync that is short beside the write had none left to write (direct I/O)."""
+    write, sync = save.phase_s("write") or 0.0, save.phase_s("sync") or 0.0
+    return write + sync if sync > 0.2 * write else write

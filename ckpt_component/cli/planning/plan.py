@@ -1,0 +1,127 @@
+"""What saving will cost a run: the figures of `ckpt plan`, each with where it comes from."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from ...config.files import parts_of
+from ...config.schema import PARTS
+from ...core.storage.space import amount
+from .formulas import best_interval, mtbf_of, training_fraction
+from .measured import Rates
+
+#: Resident memory of a writer process, which imports no torch.
+WRITER_BYTES = 15e6
+#: Assumed without a measurement: bytes per second and rank copied into host memory, and the time from a failure until
+#: training continues.
+_COPY, RESTART_S = 10e9, 300.0
+
+
+@dataclass(frozen=True)
+class Question:
+    """What to plan for.
+
+    Attributes:
+        state: bytes of the state of all ranks.
+        ranks: number of ranks.
+        ranks_per_host: ranks on each host.
+        preset: one of our presets, not `off`.
+        storage: bytes per second that the storage takes from all ranks together; None: as measured, or unknown.
+        mtbf: mean time between failures of the whole run, seconds; None: at a published rate per host.
+        restart_s: from a failure until training continues.
+        rates: what an earlier run with the preset measured; None: assumptions.
+    """
+
+    state: float
+    ranks: int = 1
+    ranks_per_host: int = 1
+    preset: str = "async_persistent"
+    storage: float | None = None
+    mtbf: float | None = None
+    restart_s: float = RESTART_S
+    rates: Rates | None = None
+
+    @property
+    def hosts(self) -> int:
+        """Number of hosts."""
+        return math.ceil(self.ranks / self.ranks_per_host)
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One predicted figure: its value (None: unknown), unit, and formula or source."""
+
+    name: str
+    value: float | None
+    unit: str
+    why: str
+
+
+def plan(question: Question) -> list[Figure]:
+    """The figures for a run, in the order in which they follow from each other."""
+    rank, rates = question.state / question.ranks, question.rates
+    parts = parts_of(question.preset)
+    arenas = getattr(PARTS["stager"][parts["stager"]](), "arenas", 0)
+    writer = PARTS["writer"][parts["writer"]]()
+    beside = WRITER_BYTES if parts["caller"] != "inline" else 0.0
+    if not arenas:  # the writer gathers live tensors into two blocks per worker
+        beside += 2 * writer.workers * writer.block_bytes  # type: ignore[attr-defined]
+    each = min(question.ranks_per_host, question.ranks)
+    snapshots = f"{arenas} x state of a rank + " if arenas else ""
+
+    copy = rank * (rates.copy if rates else 1 / _COPY) if arenas else 0.0
+    call, fixed = (rates.call, rates.fixed) if rates else (0.0, 0.0)
+    # The stager awaits its copies where those beside the steps cost more.
+    overlapped = parts["stager"] == "zero_overhead" and not (rates and rates.awaited)
+    rate, whose = _storage(question)
+    write = None if rate is None else question.state / rate
+    # Measured intercepts may be below zero, which small states must not be.
+    call = max(call, -copy) if arenas else call
+    durable = None if write is None else max(call + copy + write + fixed, write)
+    awaits_write = parts["caller"] == "inline"
+    copied = f"state of a rank / {_COPY / 1e9:g} GB/s (assumed; --measured)"
+    if rates and rates.copy:
+        copied = f"{rates.call:.3f} s + state of a rank / {1e-9 / rates.copy:.2f} GB/s (measured)"
+    if awaits_write:
+        stall, stalled = durable, "durable: training waits"
+    else:
+        stall, stalled = (max(call, 0.0), "call") if overlapped else (call + copy, copied)
+    # A copy beside the steps takes memory bandwidth from them: at worst as much time as if it were awaited.
+    lost = None if stall is None else stall + (copy if overlapped else 0.0) + (rates.lost * copy if rates else 0.0)
+
+    mtbf = question.mtbf or mtbf_of(question.hosts)
+    best = training = None
+    if lost is not None:
+        best = max(best_interval(max(lost, 1e-3), mtbf), durable or 0.0)
+        risk = 0.0 if awaits_write else best if durable is None else durable
+        training = training_fraction(best, lost, mtbf, question.restart_s, risk)
+    bound = "durable: saves do not overlap" if best is not None and best == durable else "T, Daly 2006"
+    return [
+        Figure("state of a rank", rank, "bytes", "state / ranks"),
+        Figure(
+            "host memory", each * (arenas * rank + beside), "bytes", f"{each} x ({snapshots}{amount(round(beside))})"
+        ),
+        Figure("stall", stall, "s", stalled),
+        *([Figure("copy beside steps", copy, "s", copied)] if overlapped else []),
+        Figure("lost per save", lost, "s", "stall + steps slowed by the copy" if overlapped else "stall"),
+        Figure("storage rate", rate, "bytes/s", whose),
+        Figure("durable", durable, "s", "stall + state / storage rate + vote and commit"),
+        Figure("MTBF", mtbf, "s", "--mtbf" if question.mtbf else "6.5 failures in 1,000 host-days (arXiv:2410.21680)"),
+        Figure("restart", question.restart_s, "s", "detect, start, load: --restart-s"),
+        Figure("best interval", best, "s", bound),
+        Figure("storage rate needed", None if best is None else question.state / best, "bytes/s", "state / interval"),
+        Figure("training", training, "of the time", "Daly 2006"),
+    ]
+
+
+def _storage(question: Question) -> tuple[float | None, str]:
+    """Bytes per second of the storage for all ranks together, and where that is from."""
+    if question.storage is not None:
+        return question.storage, "--storage-gbps"
+    rates = question.rates
+    if rates is None or not rates.write:
+        return None, "unknown: --storage-gbps or --measured"
+    # Ranks of a host share its path to the storage, and a rank alone on it is as fast as those together.
+    host = rates.ranks_per_host / rates.write
+    return host * question.hosts, f"measured: {host / 1e9:.2f} GB/s x {question.hosts} host(s)"

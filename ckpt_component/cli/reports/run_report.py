@@ -1,0 +1,172 @@
+"""The report of the runs of a folder: text, and with the extra `plot` a picture and a page."""
+
+from __future__ import annotations
+
+import textwrap
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ...core.storage.space import amount, rate
+from ...errors import printable
+from ..output import counted, width
+from .page import can_plot, new_figure, write_page
+from .run_records import Run
+from .run_timeline import draw_saves, height
+from .text import aligned, duration
+
+#: Saves that the text shows, the last ones.
+_SHOWN = 15
+#: Column -> the times of a save that it shows together.
+_COLUMNS = {
+    "stall": ("stall_s",),
+    "stage": ("plan_s", "stage_s"),
+    "queue": ("memory_s", "queue_s"),
+    "write": ("write_s",),
+    "sync": ("sync_s",),
+    "commit": ("vote_s", "commit_s"),
+    "durable": ("durable_s",),
+    "lost": ("lost_s",),
+}
+#: Columns that make way in this order where lines would be too long; `--json` has them.
+_SPARED = ("queue", "sync", "commit", "rate")
+_MEANING = (
+    "stall: training waited; stage: planned and copied to memory; queue: waited for memory and the writer; write, "
+    "sync: to the disk; commit: ranks agreed and it became visible; durable: from the call to the end; lost: stall and "
+    "slower steps"
+)
+
+
+def text(
+    folder: Path, figures: Sequence[Mapping[str, Any]], shown: int = -1, limit: int | None = _SHOWN
+) -> Iterator[str]:
+    """The lines of the report.
+
+    Args:
+        folder: The folder of the checkpoints.
+        figures: The figures of its runs, the oldest first.
+        shown: Index of the run to describe.
+        limit: How many saves to show, the last ones; None: all.
+    """
+    for line in _about(folder, figures[shown]):
+        yield from _wrapped(line)
+    saves = [save for run in figures for save in run["saves"]]
+    if len(figures) > 1:
+        yield ""
+        yield from _runs_table(figures)
+        number = range(1, len(figures) + 1)[shown]
+        yield f"above: run {number} of {len(figures)}; --run N shows another"
+    yield ""
+    if not saves:
+        yield "no saves yet"
+        return
+    listed = saves if limit is None else saves[-limit:]
+    yield from _saves_table(listed)
+    if len(listed) < len(saves):
+        yield f"the last {len(listed)} of {len(saves)} saves; --json has all"
+    yield from textwrap.wrap(_MEANING, width())
+    for save in listed:
+        if save["error"] is not None:
+            yield from _wrapped(f"step {save['step']} {save['outcome']}: {save['error']}")
+
+
+def _wrapped(line: str) -> list[str]:
+    return textwrap.wrap(printable(line), width(), subsequent_indent="  ")
+
+
+def _about(folder: Path, run: Mapping[str, Any]) -> Iterator[str]:
+    hosts = f" on {', '.join(run['hosts'][:3])}{' ...' if len(run['hosts']) > 3 else ''}" if run["hosts"] else ""
+    preset = f", {run['preset']}" if run["preset"] else ""
+    ranks = counted(run["world_size"], "rank")
+    age = duration(max(time.time() - run["ended"], 0))
+    yield f"{folder}: {ranks}{hosts}{preset}, from {_clock(run['began'])}; last event {age} ago"
+    if run["first_step"] is not None:
+        pace = "" if run["step_s"] is None else f", {duration(run['step_s'])} each"
+        yield f"steps {run['first_step']} to {run['last_step']}{pace}"
+    if run["kept"] is not None:
+        slower = max(run["lost_s"] - run["stall_s"], 0)
+        yield (
+            f"training kept {_percent(run['kept'])} of {duration(run['training_s'])}: saves cost "
+            f"{duration(run['lost_s'])} (waits {duration(run['stall_s'])}, slower steps {duration(slower)})"
+        )
+    counts = [f"{run['committed']} committed"]
+    counts += [f"{run[name]} {name}" for name in ("failed", "skipped", "retried") if run[name]]
+    written = f", {amount(run['bytes'])} at {rate(run['gbps'] * 1e9)}" if run["gbps"] else ""
+    yield f"saves: {', '.join(counts)}{written}"
+    yield from _uploads(run["uploads"])
+    for load in run["loads"]:
+        if load["error"] is not None:
+            yield from _wrapped(f"load of {load['path']} failed: {load['error']}")
+        else:
+            verified = "verified" if load["verified"] else "not verified"
+            yield f"loaded step {load['step']}: {amount(load['bytes'])} in {duration(load['seconds'])}, {verified}"
+
+
+def _uploads(uploads: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    done = [each for each in uploads if each["error"] is None]
+    failed = [each for each in uploads if each["error"] is not None]
+    if done:
+        last, lag = done[-1], f"{done[-1]['lag_steps']} steps behind"
+        size, seconds = amount(sum(each["bytes"] for each in done)), duration(sum(each["seconds"] for each in done))
+        yield f"uploads: {len(done)}, {size} in {seconds}; the last: step {last['step']}, then {lag}"
+    for each in failed[-_SHOWN:]:
+        of_step = "" if each["step"] is None else f" of step {each['step']}"
+        yield from _wrapped(f"upload{of_step} failed: {each['error']}")
+
+
+def _saves_table(saves: Sequence[Mapping[str, Any]]) -> list[str]:
+    lines = [["step", "outcome", "size", "rate", *_COLUMNS]]
+    for save in saves:
+        written = "-" if save["gbps"] is None else rate(save["gbps"] * 1e9)
+        known = [[save[key] for key in keys if save[key] is not None] for keys in _COLUMNS.values()]
+        times = [duration(sum(seconds)) if seconds else "-" for seconds in known]
+        lines.append([str(save["step"]), save["outcome"], amount(save["bytes"]), written, *times])
+    text = aligned(lines, left=(1,))
+    for column in _SPARED:
+        if max(map(len, text)) > width():
+            place = lines[0].index(column)
+            lines = [line[:place] + line[place + 1 :] for line in lines]
+            text = aligned(lines, left=(1,))
+    return text
+
+
+def _runs_table(figures: Sequence[Mapping[str, Any]]) -> list[str]:
+    lines = [["run", "from", "ran for", "steps", "saves", "failed", "kept"]]
+    for number, run in enumerate(figures, 1):
+        steps = "-" if run["first_step"] is None else f"{run['first_step']} to {run['last_step']}"
+        kept = "-" if run["kept"] is None else _percent(run["kept"])
+        ran = duration(run["ended"] - run["began"])
+        lines.append([str(number), _clock(run["began"]), ran, steps, str(run["committed"]), str(run["failed"]), kept])
+    return aligned(lines, left=())
+
+
+def write_files(
+    runs: Sequence[Run], folder: Path, figures: Sequence[Mapping[str, Any]], shown: int, out: Path
+) -> list[Path]:
+    """Write the picture and the page of a run, if matplotlib is installed.
+
+    Args:
+        runs: The runs of the folder.
+        folder: As for `text`.
+        figures: As for `text`.
+        shown: As for `text`.
+        out: Where to.
+
+    Raises:
+        OSError: A file cannot be written.
+    """
+    if not can_plot():
+        return []
+    figure = new_figure(11, height(runs[shown]))
+    draw_saves(figure, runs[shown])
+    caption = "The last saves, with what training did beside them."
+    return write_page(out / "run", figure, "Run", str(folder), caption, ["\n".join(text(folder, figures, shown, None))])
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.2f} %"
+
+
+def _clock(seconds: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))

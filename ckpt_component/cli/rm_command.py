@@ -1,0 +1,88 @@
+"""`ckpt rm CKPT...`: delete checkpoints, each at once, and never the last good one by accident.
+
+Delete checkpoints, or quarantined ones by their path. All are checked before the first is deleted, and nothing is
+asked. Refused are the last good checkpoint of a root, and those of a run that is alive.
+
+example:
+  ckpt rm checkpoints@200 checkpoints@300
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Mapping
+
+from ..core.commit.cleanup import discard
+from ..core.commit.names import MANIFEST, QUARANTINE_PREFIX, StepNames
+from ..core.commit.scan import scan_steps
+from ..core.formats.checkpoints import find_checkpoint
+from ..core.storage.locate import absolute
+from ..core.storage.space import amount
+from ..errors import CheckpointConfigError, CheckpointNotFoundError, CheckpointSaveError
+from .output import Output
+from .roots import Place, add_safeguards, place_of, point_elsewhere, shown, tree_bytes, typed_errors
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
+    parser.add_argument("checkpoints", nargs="+", metavar="CKPT", help="ROOT/iter_0000200 or ROOT@200")
+    parser.add_argument("--force", action="store_true", help="delete the last good checkpoint of a root too")
+    add_safeguards(parser, "delete")
+
+
+def run(parsed: argparse.Namespace, output: Output) -> None:
+    """Delete.
+
+    Raises:
+        CheckpointError: a checkpoint is not there, must not be deleted, or could not be.
+    """
+    places = {place.path: place for place in (_place(each, parsed.options) for each in parsed.checkpoints)}
+    fs = {place.root: place.fs for place in places.values()}
+    roots: dict[tuple[str, StepNames], list[int]] = {}
+    for place in places.values():
+        place.refuse_running(f"{place.path} is not deleted", ended=parsed.ended)
+        if place.names is not None:
+            roots.setdefault((place.root, place.names), []).append(place.step)
+    for (root, names), steps in roots.items():
+        good = scan_steps(fs[root], root, names).committed
+        if not parsed.force and set(good) & set(steps) and not set(good) - set(steps):
+            raise CheckpointConfigError(
+                f"{os.path.join(root, names.folder(good[-1]))} is not deleted, because {root} would have no good "
+                "checkpoint left. To delete it all the same, type --force."
+            )
+    sizes = {path: tree_bytes(place.fs, path) for path, place in places.items()}
+    if not parsed.dry_run:
+        for (root, names), steps in roots.items():
+            with typed_errors(f"the pointer file of {root} could not be changed, and nothing was deleted there"):
+                point_elsewhere(fs[root], root, names, steps)
+        for path, place in places.items():
+            if not discard(place.fs, path):
+                raise CheckpointSaveError(f"{path} could not be deleted; ckpt -v rm says why.")
+    word = "would delete" if parsed.dry_run else "deleted"
+    deleted = [{"path": path, "bytes": size} for path, size in sizes.items()]
+    lines = [f"{word} {shown(path)}: {amount(size)}" for path, size in sizes.items()]
+    output.result({"deleted": deleted, "dry_run": parsed.dry_run}, lines)
+
+
+def _place(argument: str, options: Mapping[str, str]) -> Place:
+    """The place of a checkpoint of ours, good or damaged, or of a quarantined one."""
+    path = absolute(argument)
+    if os.path.basename(path).startswith(QUARANTINE_PREFIX):
+        place = place_of(path, options)
+        if place.fs.is_folder(path):
+            return place
+    checkpoint = find_checkpoint(argument, options)
+    if checkpoint.whole_root:
+        raise CheckpointConfigError(
+            f"{path} is a folder of checkpoints; name those to delete: {argument}@{checkpoint.step}."
+        )
+    place = place_of(checkpoint.path, options)
+    ours = place.fs.exists(os.path.join(place.path, MANIFEST)) or (
+        place.names is not None and place.step in scan_steps(place.fs, place.root, place.names).torn
+    )
+    if not place.fs.is_real_folder(place.path) or not ours:
+        raise CheckpointNotFoundError(
+            f"{place.path} has no {MANIFEST}, so it is not deleted here; delete another program's files with rm -r."
+        )
+    return place

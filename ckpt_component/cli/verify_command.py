@@ -1,0 +1,159 @@
+"""`ckpt verify CKPT|ROOT`: compare all bytes with their checksums.
+
+Read a checkpoint, or all of a folder, and compare every byte with the checksums taken at the save. Needs no torch. Of
+other programs' checkpoints it checks sizes and structure, and the CRCs in files of torch.save. Exit code 1: something
+is damaged.
+
+example:
+  ckpt verify checkpoints@200 --key 'model.*'
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import time
+from collections.abc import Iterator
+from itertools import chain
+from typing import Any
+
+from ..core.formats.checkpoints import find_checkpoint, matching_keys
+from ..core.formats.inspection import inspect
+from ..core.formats.verification import Damage, Item, verify_items
+from ..core.progress import progress_bar
+from ..core.storage.space import amount
+from ..core.storage.storage import Storage
+from ..errors import CheckpointError, CheckpointUnreadableError, first_keys
+from .app import FAILED, NO
+from .output import Output, counted
+from .roots import shown
+from .verified_items import VerifiedItems
+
+logger = logging.getLogger(__name__)
+
+#: How many damaged places the text names.
+_NAMED = 20
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
+    parser.add_argument("checkpoint", metavar="CKPT|ROOT", help="ROOT/iter_0000200, ROOT@newest, or all below ROOT")
+    parser.add_argument("--key", metavar="PATTERN", help="only keys that match, such as 'model.*', or are below it")
+    parser.add_argument("--resume", action="store_true", help="continue a verification that was cut off")
+
+
+def run(parsed: argparse.Namespace, output: Output) -> int | None:
+    """Verify.
+
+    Raises:
+        CheckpointNotFoundError: there is no checkpoint, or no key matches.
+        CheckpointError: it cannot be verified here.
+    """
+    checkpoint, results = find_checkpoint(parsed.checkpoint, parsed.options), list[dict[str, Any]]()
+    paths = [checkpoint.path]
+    if checkpoint.root is not None and checkpoint.whole_root:  # all that are or should be checkpoints
+        paths = [path for _, path in sorted(checkpoint.root.paths.items())]
+
+    for path in paths:
+        try:
+            results.append(_verify(checkpoint.fs, path, parsed.key, parsed.resume))
+        except CheckpointError as error:
+            if len(paths) == 1:
+                raise
+            results.append({"path": path, "state": "unknown", "error": str(error), "damaged": []})
+        output.show(_lines(results[-1], output))
+    output.result({"checkpoints": results})
+    if any(result["damaged"] for result in results):
+        return NO
+    return FAILED if any(result["state"] == "unknown" for result in results) else None
+
+
+def _verify(fs: Storage, path: str, pattern: str | None, resume: bool) -> dict[str, Any]:
+    started = time.perf_counter()
+    inspection = inspect(fs, path)
+    items, lost, damages = inspection.items, inspection.lost, inspection.damages
+    result: dict[str, Any] = {"path": path}
+    if pattern is not None:
+        keys_by_place = inspection.keys_by_place()
+        keys = {*matching_keys([*dict.fromkeys(chain.from_iterable(keys_by_place.values()))], pattern, path)}
+        chosen = {place for place, stored in keys_by_place.items() if not keys.isdisjoint(stored)}
+        others = {item.file for item in [*items, *lost]}
+        items, lost = ([item for item in group if (item.file, item.offset) in chosen] for group in (items, lost))
+        others -= {item.file for item in lost}
+        damages = [damage for damage in damages if damage.file not in others]
+        result["keys"] = len(keys)
+    verified = VerifiedItems(fs, inspection, resume=resume)
+    left = [item for item in items if item not in verified]
+    try:
+        verify_items(
+            inspection.storage,
+            inspection.folder,
+            left,
+            damages.append,
+            done=verified.add,
+            progress=progress_bar,
+            shared=False,
+        )
+    except BaseException:
+        verified.save()
+        logger.warning("cut off; to continue, add --resume to the command")
+        raise
+    verified.delete()
+    nbytes = sum(item.length for item in set(items))
+    result |= {
+        "state": "damaged" if damages else "verified" if inspection.verifiable else "unverified",
+        "bytes": nbytes,
+        "items": len(items),
+        "files": len(inspection.sizes),
+        "file_bytes": sum(inspection.sizes.values()),
+        "resumed_bytes": nbytes - sum(item.length for item in set(left)),
+        "seconds": round(time.perf_counter() - started, 3),
+        "damaged": [],
+    }
+    if damages:
+        keys_by_place = inspection.keys_by_place()
+        result["damaged"] = [_described(damage, lost, keys_by_place) for damage in damages]
+    return result
+
+
+def _described(damage: Damage, lost: list[Item], keys_by_place: dict[tuple[str, int], list[str]]) -> dict[str, Any]:
+    """A damage as values of JSON, with the keys whose bytes are damaged."""
+    items = [item for item in lost if item.file == damage.file] if damage.item is None else [damage.item]
+    return {
+        "file": damage.file,
+        "keys": [key for item in items for key in keys_by_place.get((item.file, item.offset), ())],
+        "offset": None if damage.item is None else damage.item.offset,
+        "length": None if damage.item is None else damage.item.length,
+        "unreadable": isinstance(damage.error, CheckpointUnreadableError),
+        "error": str(damage.error),
+    }
+
+
+def _lines(result: dict[str, Any], output: Output) -> Iterator[str]:
+    """The text for one checkpoint."""
+    path, damaged = shown(result["path"]), result["damaged"]
+    if "error" in result:
+        yield f"{path}: {output.style('not verified', 'yellow')}: {result['error']}"
+        return
+    files = counted(result["files"], "file")
+    data = f"{amount(result['bytes'])} in {result['items']} items of {files}"
+    if "keys" in result:
+        data = f"{counted(result['keys'], 'key')}, {amount(result['bytes'])}"
+    if not damaged and result["state"] == "verified":
+        earlier = f", {amount(result['resumed_bytes'])} of it before" if result["resumed_bytes"] else ""
+        yield f"{path}: {output.style('verified', 'green')}, {data} in {result['seconds']:.2f} s{earlier}"
+    elif not damaged:
+        yield (
+            f"{path}: {output.style('unverified: no checksums', 'yellow')}; sizes and structure are right ({files}, "
+            f"{amount(result['file_bytes'])})"
+        )
+    else:
+        yield f"{path}: {output.style('damaged', 'red')}"
+        for each in damaged[:_NAMED]:
+            keys = f": {first_keys(each['keys'], 5)}" if each["keys"] else ""
+            if each["offset"] is None or each["unreadable"]:
+                yield f"  {each['error']}{f' Its keys{keys}' if keys else ''}"
+            else:
+                yield f"  {each['file']}, bytes {each['offset']} to {each['offset'] + each['length']}{keys}"
+        if len(damaged) > _NAMED:
+            yield f"  and {len(damaged) - _NAMED} more (--json lists all)"

@@ -1,0 +1,1 @@
+"""All of the configs that imports Hydra: composition, checks, hints, and the building of parts. Imports no torch."""

@@ -1,0 +1,114 @@
+"""Compose a checkpoint config outside or inside a Hydra app."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, cast
+
+import hydra
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from ..files import config_dir
+from .checks import refuse_text_parts
+from .errors import CheckpointConfigError, HydraConfigError
+from .explain import without_noise
+from .hints import override_hints
+from .overrides import parse_override, torn_apart
+from .store import PROVIDER, register
+
+
+def compose_checkpoint(preset: str = "async_persistent", overrides: Sequence[str] = ()) -> DictConfig:
+    """Compose the `checkpoint` config as a Hydra app would.
+
+    Works in argparse scripts, in notebooks, and inside a running Hydra app, whose own presets and parts can then be
+    used. Not thread-safe: Hydra's state is global.
+
+    Args:
+        preset: A file of the group `checkpoint`.
+        overrides: As on the command line: `checkpoint.writer.workers=4` sets a value,
+            `checkpoint/stager=pinned` picks a part.
+
+    Returns:
+        The config below `checkpoint`, for `build_checkpointer` or `build_manager`.
+
+    Raises:
+        CheckpointConfigError: An override is invalid; the text says what to type instead.
+    """
+    request = [f"+checkpoint={preset}", *checked_overrides(overrides)]
+    torn = torn_apart(request)
+    if torn:
+        raise HydraConfigError(torn)
+    for text in request:
+        parse_override(text, several=False)
+    with hydra_session():
+        config = _compose(request).checkpoint
+    refuse_text_parts(plain_dict(config, resolve=False))
+    return config
+
+
+def compose_part(kind: str, option: str) -> dict[str, Any]:
+    """The config of one part, `checkpoint/<kind>=<option>`, as plain dicts with enums as strings.
+
+    Raises:
+        CheckpointConfigError: There is no such part; the text lists the options.
+    """
+    with hydra_session():
+        part = _compose([f"+checkpoint/{kind}={option}"]).checkpoint[kind]
+    return plain_dict(part, resolve=True)
+
+
+def plain_dict(node: Any, resolve: bool) -> dict[str, Any]:
+    """A mapping node as nested dicts and lists, enums as strings."""
+    return cast(dict[str, Any], OmegaConf.to_container(node, resolve=resolve, enum_to_str=True))
+
+
+def checked_overrides(overrides: Sequence[str]) -> list[str]:
+    """The overrides as a list; refuses a single string, whose characters would be taken for overrides."""
+    if isinstance(overrides, str):
+        raise HydraConfigError(f"overrides must be a list, such as [{overrides!r}], not a string.")
+    return list(overrides)
+
+
+@contextmanager
+def hydra_session() -> Iterator[None]:
+    """Initialize Hydra for the `with` block, or use a running app that sees our configs; restores Hydra's state."""
+    register()
+    current = GlobalHydra.instance()
+    running = current.hydra
+    if running is not None and _sees_our_configs(current):
+        yield
+        return
+    # Hydra 1.3 needs version_base; 1.4 warns about it.
+    version = {"version_base": "1.3"} if hydra.__version__ < "1.4" else {}
+    current.clear()
+    try:
+        with initialize_config_dir(str(config_dir()), job_name="ckpt_component", **version):
+            yield
+    finally:
+        # `initialize_config_dir` restores a copy of the singleton; a running app needs its own instance.
+        if running is not None:
+            GlobalHydra.set_instance(current)
+            current.hydra = running
+
+
+def _sees_our_configs(current: GlobalHydra) -> bool:
+    """False if the package is on `PYTHONPATH` but not installed: Hydra does not find the plugin then."""
+    folder = f"file://{config_dir()}"
+    path = current.config_loader().get_search_path().get_path()
+    return any(element.provider == PROVIDER or element.path == folder for element in path)
+
+
+def _compose(request: list[str]) -> DictConfig:
+    try:
+        with override_hints():
+            return compose(overrides=request)
+    except CheckpointConfigError:
+        raise
+    except (HydraException, OmegaConfBaseException) as error:
+        # The text includes the cause, whose long traceback would be Hydra's.
+        raise HydraConfigError(without_noise(error)) from None

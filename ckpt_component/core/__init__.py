@@ -1,0 +1,1 @@
+"""From tensors to durable files and back: no config, no manager, no training loop."""

@@ -1,0 +1,27 @@
+"""Import the names of a package on first use, so that the plugin of Hydra and the writer process do not pay for them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+
+def lazy(package: str, homes: dict[str, str]) -> tuple[list[str], Callable[[str], Any], Callable[[], list[str]]]:
+    """Create `__all__`, `__getattr__` and `__dir__` for a package.
+
+    Args:
+        package: Its `__name__`.
+        homes: Module, relative to the package -> the names it provides, separated by spaces.
+    """
+    home_of = {name: module for module, names in homes.items() for name in names.split()}
+
+    def load(name: str) -> Any:
+        if name not in home_of:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        value = getattr(import_module(home_of[name], package), name)
+        setattr(sys.modules[package], name, value)  # later accesses bypass this function
+        return value
+
+    return sorted(home_of), load, lambda: sorted({*vars(sys.modules[package]), *home_of})

@@ -1,0 +1,135 @@
+"""The commit protocol: a checkpoint appears complete under its name, or not at all.
+
+`begin` creates the folder of an attempt; the ranks write their files into it; `publish` adds the coordinator's files
+(`.metadata`, then the manifest) and commits; `abandon` removes a failed attempt. The manifest is written last, because
+it marks the checkpoint as complete.
+
+What differs between file systems and object stores is in the `CommitProtocol` of the storage: where an attempt collects
+its files, and its last step. A checkpoint of a single file has no manifest.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ...errors import CheckpointSaveError, CheckpointTimeoutError
+from ..storage.storage import Storage
+from .fencing import check_owner
+from .manifest import VERSION, encode_manifest
+from .names import Attempt
+from .protocols import protocol_of
+from .visibility import wait_visible
+
+
+def refuse_existing(fs: Storage, path: str, file: str = "") -> None:
+    """Raise CheckpointExistsError when `path` holds anything that conflicts with a new attempt.
+
+    Args:
+        fs: the storage.
+        path: path of the checkpoint.
+        file: see `Attempt`; a file there does not conflict with a checkpoint of a single file, which replaces it.
+    """
+    protocol_of(fs).refuse_taken(path, file)
+
+
+def new_attempt(fs: Storage, target: str, token: str, owner: str = "", file: str = "") -> Attempt:
+    """A new attempt, which `begin` starts; arguments as for `Attempt`."""
+    return protocol_of(fs).attempt(target, token, owner, file)
+
+
+def begin(fs: Storage, attempt: Attempt) -> None:
+    """Durably create the folder of an attempt. Raises CheckpointExistsError when the target path is taken."""
+    refuse_existing(fs, attempt.target, attempt.file)
+    protocol_of(fs).begin(attempt)
+
+
+def publish(
+    fs: Storage,
+    attempt: Attempt,
+    ranks: Sequence[Mapping[str, Any]],
+    sidecars: Mapping[str, bytes],
+    manifest_fields: Mapping[str, Any],
+    visibility_timeout: float = 0.0,
+) -> int:
+    """Commit an attempt. When this returns, the checkpoint is complete and durable.
+
+    Args:
+        fs: the file system.
+        attempt: the attempt passed to `begin`.
+        ranks: what each rank wrote: `{"rank", "files": [{"name", "size", ...}]}`, each file fsynced by its writer.
+        sidecars: small files that only the coordinator writes, such as `.metadata`.
+        manifest_fields: additional plain values for the manifest, such as the format.
+        visibility_timeout: seconds to wait for files of other ranks to become visible here, and for a manifest whose
+            creation was not confirmed.
+
+    Returns:
+        The number of files in the checkpoint.
+
+    Raises:
+        CheckpointExistsError: the target name was taken concurrently; the target stays untouched.
+        CheckpointFencedError: another run took over the folder.
+        CheckpointSaveError: a file has the wrong size, the folder of the run vanished, or it is unknown whether the
+            manifest was created; in that case the next start decides by what is on disk.
+        OSError: from the file system. Nothing is visible then, unless rolling back the last step failed too, which is
+            logged as a warning.
+    """
+    protocol, staging, files = protocol_of(fs), attempt.staging, list[dict[str, Any]]()
+    sizes = fs.sizes(staging, [entry["name"] for rank in ranks for entry in rank["files"]])
+    for rank in ranks:
+        for entry in rank["files"]:
+            size = sizes[entry["name"]]
+            if rank["rank"] and size != entry["size"]:
+                path = os.path.join(staging, entry["name"])
+                _wait_for_size(fs, path, entry["size"], visibility_timeout)
+                size = fs.size(path)
+            if size != entry["size"]:
+                raise CheckpointSaveError(
+                    f"{entry['name']} has {size} bytes on disk and its writer reported {entry['size']}; not committed."
+                )
+            files.append(dict(entry))
+    if attempt.file:
+        protocol.commit_file(attempt)
+        return 1
+    for name, data in sidecars.items():
+        fs.write_new(os.path.join(staging, name), data)
+        files.append({"name": name, "size": len(data), "crc32": zlib.crc32(data)})
+    content = {
+        "version": VERSION,
+        "attempt": attempt.token,
+        "world_size": len(ranks),
+        "created": time.time(),
+        "files": files,
+        **manifest_fields,
+        **protocol.manifest_fields(attempt),
+    }
+    manifest = encode_manifest(content)
+    fs.write_new(os.path.join(staging, protocol.draft), manifest)
+    fs.sync_folder(staging)
+    if attempt.owner:  # as late as possible, because the run may have been suspended until now
+        check_owner(fs, os.path.dirname(attempt.target), attempt.owner)
+    protocol.commit(attempt, manifest, visibility_timeout)
+    return len(files) + 1
+
+
+def is_over(fs: Storage, attempt: Attempt) -> bool:
+    """Whether an attempt was already committed or abandoned. Raises CheckpointError when that cannot be read.
+
+    Called after this rank has written its files.
+    """
+    return not fs.is_folder(attempt.staging) or protocol_of(fs).is_committed(attempt)
+
+
+def abandon(fs: Storage, attempt: Attempt) -> None:
+    """Remove the files of a failed attempt. Errors are only logged: the error of the save matters more."""
+    protocol_of(fs).abandon(attempt)
+
+
+def _wait_for_size(fs: Storage, path: str, size: int, seconds: float) -> None:
+    """Wait for another rank's file to become visible with its full size."""
+    with contextlib.suppress(CheckpointTimeoutError):  # the caller reports the size it finds
+        wait_visible(lambda: fs.size(path) == size, path, seconds)

@@ -1,0 +1,191 @@
+"""Copy a checkpoint as a save writes it: into a staging folder, verified, and committed as a whole.
+
+A copy that is cut off leaves the same kind of debris as a save that is, which `cleanup.sweep` deletes.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from ..progress import Progress, no_progress
+from ..storage.files import FileStorage
+from ..storage.new_names import new_token
+from ..storage.open_files import OpenFiles
+from ..storage.safe_open import read_failure
+from ..storage.space import refuse_without_room
+from ..storage.storage import Storage
+from .commit import abandon, begin, new_attempt, publish
+from .fencing import FencingToken
+from .liveness import AttemptLock
+from .manifest import check_files, data_folder
+from .names import Attempt
+
+_MAX_THREADS = 4
+#: Bytes to copy between two reports of the progress, and before their writeback starts.
+_STEP_BYTES = 64 << 20
+#: The same where the bytes go through memory, or at a bounded rate.
+_SMALL_STEP_BYTES = 8 << 20
+#: Values of a manifest that belong to one commit; the copy has its own.
+_OF_COMMIT = frozenset({"attempt", "at", "files", "version"})
+
+
+@dataclass(frozen=True)
+class Continued:
+    """A copy that a later one with the same token continues, instead of beginning anew.
+
+    After an OSError its files stay.
+
+    Attributes:
+        token: identifies it; that of the attempt that made the source.
+        ownership: the run's claim to the root of the target, acquired before the copy and checked before its commit.
+        pace: called with the number of bytes before they are copied, to bound the rate.
+    """
+
+    token: str
+    ownership: FencingToken
+    pace: Callable[[int], None]
+
+
+def copy_checkpoint(
+    source: Storage,
+    path: str,
+    manifest: Mapping[str, Any],
+    storage: Storage,
+    target: str,
+    before_commit: Callable[[str, Collection[str]], None],
+    progress: Progress = no_progress,
+    continued: Continued | None = None,
+) -> None:
+    """Copy a checkpoint. When this returns, the copy is complete and durable; after an error there is none.
+
+    Args:
+        source: the storage of the checkpoint.
+        path: its folder.
+        manifest: its manifest.
+        storage: the storage of the copy.
+        target: path of the copy.
+        before_commit: called last before the copy becomes visible, with the folder of its files and the names of those
+            that an earlier attempt had copied; an exception stops it.
+        progress: follows the bytes.
+        continued: for a copy that may be cut off often; None: it is made in one go.
+
+    Raises:
+        CheckpointCorruptError: the source is damaged.
+        CheckpointExistsError: the target exists.
+        CheckpointFencedError: another run took over the root of the target.
+        CheckpointStorageFullError: there is not enough space.
+        OSError: from the storage.
+    """
+    folder, files = data_folder(source, path, manifest), manifest["files"]
+    check_files(source, folder, manifest)
+    token, owner = (new_token(), "") if continued is None else (continued.token, continued.ownership.token)
+    attempt = new_attempt(storage, target, token, owner)
+    # Locked before the root is acquired, which deletes the files of dead attempts.
+    again = continued is not None and storage.is_real_folder(attempt.staging)
+    lock = AttemptLock(storage, attempt) if again else None
+    try:
+        if continued is not None:
+            continued.ownership.acquire()
+        kept = [] if lock is None else _kept_files(storage, attempt, lock, files)
+        missing = [entry for entry in files if entry["name"] not in kept]
+        nbytes = sum(entry["size"] for entry in missing)
+        refuse_without_room(storage, target, nbytes, 0)
+        if lock is None:
+            begin(storage, attempt)
+            lock = AttemptLock(storage, attempt)
+        try:
+            with progress(f"copying {os.path.basename(path)}", nbytes) as advance:
+                pace = None if continued is None else continued.pace
+                _copy_files(source, folder, storage, attempt.staging, missing, advance, pace)
+            before_commit(attempt.staging, kept)
+            fields = {name: value for name, value in manifest.items() if name not in _OF_COMMIT}
+            publish(storage, attempt, [{"rank": 0, "files": files}], {}, fields)
+        except BaseException as error:
+            if continued is None or not isinstance(error, OSError):
+                abandon(storage, attempt)
+            raise
+    finally:
+        if lock is not None:
+            lock.close()
+
+
+def same_content(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether two manifests are of copies of one checkpoint: equal but for what belongs to the commit of each."""
+    names = (one.keys() | other.keys()) - _OF_COMMIT | {"files"}
+    return all(one.get(name) == other.get(name) for name in names)
+
+
+def _kept_files(storage: Storage, attempt: Attempt, lock: AttemptLock, files: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The files that an earlier attempt has copied, judged by their size; the others that it left are deleted.
+
+    Raises:
+        BlockingIOError: it is still running.
+    """
+    if lock.held_by_others():
+        raise BlockingIOError(errno.EAGAIN, "another process is copying to it", attempt.staging)
+    sizes, kept = {entry["name"]: entry["size"] for entry in files}, []
+    for name in storage.names(attempt.staging):
+        path = os.path.join(attempt.staging, name)
+        if storage.size(path) == sizes.get(name, -1):
+            kept.append(name)
+        else:
+            storage.unlink(path)
+    return kept
+
+
+def _copy_files(
+    source: Storage,
+    folder: str,
+    storage: Storage,
+    target: str,
+    files: Sequence[Mapping[str, Any]],
+    advance: Callable[[int], None],
+    pace: Callable[[int], None] | None,
+) -> None:
+    """Copy files, each durable when the next one starts on its thread."""
+    stopped = threading.Event()
+    by_kernel = isinstance(source, FileStorage) and isinstance(storage, FileStorage)
+    step = _STEP_BYTES if by_kernel and pace is None else _SMALL_STEP_BYTES
+
+    def copy(entry: Mapping[str, Any]) -> None:
+        name, size = entry["name"], entry["size"]
+        reading = opened.descriptor(name) if isinstance(opened, OpenFiles) else -1
+        # A bucket chooses the size of its parts by it; a file takes its space as it is copied.
+        writing = storage.create(os.path.join(target, name), 0 if isinstance(storage, FileStorage) else size)
+        try:
+            for offset in range(0, size, step):
+                if stopped.is_set():
+                    return
+                length = min(step, size - offset)
+                if pace is not None:
+                    pace(length)
+                if isinstance(storage, FileStorage) and by_kernel:
+                    storage.copy(writing, reading, offset, length)
+                else:
+                    block = memoryview(bytearray(length))  # the storage may keep it until the sync
+                    if not opened.fill(name, block, offset):
+                        path = os.path.join(folder, name)
+                        raise read_failure(path, OSError(errno.EIO, "it is too short", path))
+                    storage.write(writing, [block], offset)
+                storage.start_writeback(writing, offset, length)
+                advance(length)
+            storage.sync(writing)
+        finally:
+            storage.close(writing)
+
+    with (
+        source.open_files(folder) as opened,
+        ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1), thread_name_prefix="ckpt-copy") as pool,
+    ):
+        try:
+            for _ in pool.map(copy, files):
+                pass
+        except BaseException:
+            stopped.set()  # the others end before the pool does
+            raise

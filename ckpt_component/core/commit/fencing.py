@@ -1,0 +1,257 @@
+"""Fencing: only the run that took over a root last may commit there. A small owner file in the root names it.
+
+A suspended run (a frozen node, SIGSTOP, a network outage) may wake up long after another one replaced it. The owner
+file is read again before every commit, and a run that no longer owns the root commits nothing.
+A run takes the root at its first save, not when it restores: an evaluation script must not fence off the training.
+It releases the root when its manager is closed, and owns it still: whoever owned it before commits nothing either.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import time
+from dataclasses import asdict, dataclass, fields, replace
+
+from ...errors import CheckpointFencedError, CheckpointSaveError
+from ..processes.running import ProcessName
+from ..storage.storage import Storage
+from .cleanup import leftovers, sweep
+from .names import MEGATRON, OWNER, StepNames
+
+logger = logging.getLogger("ckpt_component.storage")
+
+_MAX_BYTES = 64 << 10
+
+
+@dataclass(frozen=True)
+class Owner:
+    """The run that owns a root.
+
+    Attributes:
+        generation: counts the runs that have owned the root.
+        token: identifies this run.
+        host: host of the run's leading rank.
+        pid: process ID of the leading rank.
+        since: when the run took the root, seconds since 1970.
+        space: as in `ProcessName`.
+        started: as in `ProcessName`.
+        released: whether the run has ended, though its process may be alive.
+    """
+
+    generation: int
+    token: str
+    host: str
+    pid: int
+    since: float
+    space: str = ""
+    started: int = 0
+    released: bool = False
+
+    @property
+    def process(self) -> ProcessName:
+        """The process of its leading rank."""
+        return ProcessName(self.host, self.pid, self.space, self.started)
+
+    @property
+    def alive(self) -> bool | None:
+        """Whether the run may still save; None if that is unknown: its process cannot be seen from here."""
+        return False if self.released else self.process.running
+
+    @property
+    def is_of_this_process(self) -> bool:
+        """Whether a manager of this process is the owner, or was until it was closed."""
+        return self.process == ProcessName.current()
+
+    def __str__(self) -> str:
+        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.since))
+        return f"process {self.pid} on {self.host} since {when}"
+
+
+class FencingToken:
+    """One run's claim to a root.
+
+    Args:
+        fs: the file system.
+        root: folder of the run's checkpoints.
+        steps: how steps are named there.
+        token: that of the run, which another process of it has; empty: a new one.
+
+    Attributes:
+        root_exists: whether the run has made or found the root, so that the first save does not make it once more.
+    """
+
+    def __init__(self, fs: Storage, root: str, steps: StepNames = MEGATRON, token: str = "") -> None:
+        self._fs = fs
+        self._root = root
+        self._steps = steps
+        #: This run, once it has taken the root.
+        self._claim: Owner | None = None
+        #: The device of the root that was taken.
+        self._device = 0
+        #: Leftovers of earlier owners, which can no longer be committed; to be deleted.
+        self._fenced: set[str] = set()
+        self.token = token or os.urandom(8).hex()
+        self.root_exists = False
+
+    def acquire(self) -> None:
+        """Take over the root at the first call; later calls check that this run still owns it. Called on rank 0 only.
+
+        Then delete the leftovers of earlier owners on any host, except those that may be alive: none of them can be
+        committed any more.
+
+        Raises:
+            CheckpointFencedError: another run took over the root concurrently.
+            CheckpointSaveError: the root vanished under the run.
+            OSError: the owner file could not be written.
+        """
+        owner = read_owner(self._fs, self._root)
+        if self._claim is None:
+            self._take(owner)
+        elif owner is not None and owner.released and owner.generation < self._claim.generation:
+            self._write(self._claim)  # the release of a predecessor and the claim of this run crossed
+        else:
+            self._check(owner)
+            if owner is None:  # the file is damaged
+                self._write(self._claim)
+        if self._fenced:
+            self._clean_up()
+
+    def release(self) -> None:
+        """The run has ended. If it owns the root, note that there; nothing is raised."""
+        if self._claim is None:
+            return
+        try:
+            owner = read_owner(self._fs, self._root)
+            if owner is not None and owner.token == self.token:
+                self._write(replace(owner, released=True))
+        except OSError as error:
+            logger.warning("%s still names this run as the one that saves there: %s", self._root, error)
+
+    def _take(self, predecessor: Owner | None) -> None:
+        self._fenced = leftovers(self._fs, self._root, self._steps)
+        generation = 1 if predecessor is None else predecessor.generation + 1
+        this = ProcessName.current()
+        claim = Owner(generation, self.token, this.host, this.pid, time.time(), this.space, this.started)
+        if not self.root_exists:
+            self._fs.make_folders(self._root)
+        elif not self._fs.is_folder(self._root):
+            raise _vanished(self._root, "it is not there")
+        self._write(claim)
+        self._claim, self._device = claim, self._fs.device(self._root)
+        if predecessor is not None:
+            alive = predecessor.alive and not predecessor.is_of_this_process
+            level = logging.DEBUG if predecessor.alive is False else logging.WARNING if alive else logging.INFO
+            text = "took ownership of %s from %s%s, which can no longer commit there"
+            logger.log(level, text, self._root, predecessor, " (still running)" if alive else "")
+
+    def _write(self, owner: Owner) -> None:
+        self._fs.write_over(os.path.join(self._root, OWNER), json.dumps(asdict(owner)).encode() + b"\n")
+
+    def _check(self, owner: Owner | None) -> None:
+        """Raise an error unless the root is the one that was taken, and this run owns it still."""
+        # Below a mount point there may be an earlier folder. Mounted again, the right one may have another number.
+        is_other = owner is not None and owner.token != self.token
+        if is_other and self._fs.device(self._root) != self._device:
+            raise _vanished(self._root, "it is on another device")
+        _refuse_other(self._fs, self._root, owner, self.token)
+
+    def check_after(self, error: Exception) -> None:
+        """After a failure, raise an error that explains it: another run took over the root, or the root vanished.
+
+        Called on rank 0 only.
+
+        Raises:
+            CheckpointSaveError: as `acquire`.
+        """
+        if self._claim is None:
+            return
+        try:
+            self._check(read_owner(self._fs, self._root))
+        except OSError:
+            pass  # the original failure matters more
+        except CheckpointSaveError as cause:
+            if str(cause) != str(error):
+                raise
+
+    def other(self) -> Owner | None:
+        """The owner, if it is another run that may be alive, else None."""
+        owner = read_owner(self._fs, self._root)
+        return None if owner is None or owner.token == self.token or owner.alive is False else owner
+
+    def neighbor(self) -> Owner | None:
+        """The owner, if it is a run of another process that may be alive, else None."""
+        owner = self.other()
+        return None if owner is None or owner.is_of_this_process else owner
+
+    def _clean_up(self) -> None:
+        try:
+            for name in sweep(self._fs, self._root, self._steps, self._fenced):
+                logger.info("deleted %s, which an earlier run left", os.path.join(self._root, name))
+            self._fenced &= leftovers(self._fs, self._root, self._steps)
+        except OSError as error:
+            logger.warning("could not search %s for what earlier runs left: %s", self._root, error)
+
+
+def check_owner(fs: Storage, root: str, token: str) -> None:
+    """Raise an error unless the run with this token, which has taken the root, owns it.
+
+    Raises:
+        CheckpointFencedError: another run took over the root.
+        CheckpointSaveError: the owner file is missing, so this is not the folder that the run has taken.
+        OSError: it cannot be read.
+    """
+    _refuse_other(fs, root, read_owner(fs, root), token)
+
+
+def read_owner(fs: Storage, root: str) -> Owner | None:
+    """The owner of a root, or None if there is no owner file or it is damaged."""
+    path = os.path.join(root, OWNER)
+    try:
+        values = json.loads(fs.read(path, _MAX_BYTES))
+        known = {field.name: values[field.name] for field in fields(Owner) if field.name in values}
+        owner = Owner(**known)
+        numbers = (owner.generation, owner.pid, owner.started)
+        texts = (owner.token, owner.host, owner.space)
+        if not (
+            all(isinstance(each, int) for each in numbers)
+            and all(isinstance(each, str) for each in texts)
+            and isinstance(owner.since, (int, float))
+            and isinstance(owner.released, bool)
+        ):
+            raise ValueError("a value of another type")
+        return owner
+    except FileNotFoundError:
+        return None
+    except (ValueError, TypeError) as error:
+        logger.warning("%s is damaged (%s)", path, error)
+        return None
+
+
+def _refuse_other(fs: Storage, root: str, owner: Owner | None, token: str) -> None:
+    if owner is None:
+        if not fs.exists(os.path.join(root, OWNER)):
+            raise _vanished(root, f"it has no {OWNER}" if fs.is_folder(root) else "it is not there")
+        return  # a run that took over would have replaced the damaged file
+    if owner.token == token:
+        return
+    if owner.is_of_this_process:
+        raise CheckpointFencedError(
+            f"Another manager of this process took over {root}, so this one can no longer commit there; close() the "
+            "one you no longer need, or give each a checkpoint.dir of its own."
+        )
+    raise CheckpointFencedError(
+        f"Another run took over {root} ({owner}), so this one can no longer commit there; end one of the two, or give "
+        "each a checkpoint.dir of its own."
+    )
+
+
+def _vanished(root: str, why: str) -> CheckpointSaveError:
+    return CheckpointSaveError(
+        f"{root} is no longer the folder that this run saves to: {why}. It was unmounted, renamed, deleted or "
+        "replaced, and is not made again. Mount it or move it back, and the next save works; to save to what is there "
+        "now, start the run again.",
+        errno.ENOENT,
+    )

@@ -1,0 +1,221 @@
+"""Liveness of save attempts: a process that works on one holds a lock on its folder, or keeps touching a mark file.
+
+The mark file is for buckets and file systems without locks. It is touched every few seconds; an attempt without a touch
+for a minute, by the clock of the file system, is considered dead. Its name has the process, so that where that process
+would be seen, no minute passes after its end.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import os
+import threading
+import time
+from collections.abc import Sequence
+from functools import cached_property
+
+from ..processes.running import ProcessName
+from ..storage.new_names import new_token
+from ..storage.storage import Storage
+from .names import ALIVE_PREFIX, TRIAL_PREFIX, Attempt
+
+logger = logging.getLogger("ckpt_component.storage")
+
+TOUCH_SECONDS = 5.0
+#: Without locks, an attempt that did not change for this long is considered dead.
+QUIET_SECONDS = 60.0
+#: The process of a folder younger than this may not have locked it yet.
+_YOUNG_SECONDS = 5.0
+#: Errors of `flock` on file systems without locks: NFS without lockd, Lustre without `-o flock`, some FUSE.
+_NO_LOCKS = frozenset({errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS})
+#: How long to retry while other processes probe the lock; a probe holds it for microseconds.
+_LOOK_SECONDS = 5.0
+_LOOK_PAUSE = 0.01
+
+
+class AttemptLock:
+    """Marks an attempt as in use by this process, until `close` or the end of the process.
+
+    Args:
+        fs: the file system.
+        attempt: an attempt that has begun.
+
+    Raises:
+        OSError: the folder could be neither locked nor marked.
+    """
+
+    def __init__(self, fs: Storage, attempt: Attempt) -> None:
+        self._fs = fs
+        self._attempt = attempt
+        self._root, staging = os.path.dirname(attempt.target), attempt.staging
+        self._over = threading.Event()
+        self._mark: str | None = None
+        self._thread: threading.Thread | None = None
+        self._fd: int | None = fs.open_folder(staging)
+        deadline, locked = time.monotonic() + _LOOK_SECONDS, None
+        try:
+            while (locked := try_lock(fs, self._fd, fcntl.LOCK_SH, staging)) is False:  # another process probes it
+                if time.monotonic() > deadline:
+                    raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN), staging)
+                time.sleep(_LOOK_PAUSE)
+        finally:
+            if not locked:
+                self._fs.close_folder(self._fd)
+        if locked is None:
+            self._fd = None
+            process = ProcessName.current().key
+            self._mark = os.path.join(self._root, f"{ALIVE_PREFIX}{attempt.token}.{process}.{new_token()}")
+            fs.close(fs.create(self._mark))
+            self._thread = threading.Thread(target=self._touch, args=(self._mark,), name="ckpt-alive", daemon=True)
+            self._thread.start()
+
+    def held_by_others(self) -> bool:
+        """Whether another live process holds a lock on the attempt."""
+        if self._fd is None:
+            return False
+        try:
+            return try_lock(self._fs, self._fd, fcntl.LOCK_EX, self._attempt.staging) is False
+        finally:
+            # A failed conversion also drops the shared lock (flock(2)).
+            try_lock(self._fs, self._fd, fcntl.LOCK_SH, self._attempt.staging)
+
+    def touched_by_others(self) -> float:
+        """When another process last touched its mark file for this attempt; 0 if there is none."""
+        marks = _marks(self._root, self._fs.names(self._root), self._attempt.token)
+        return max((_modified(self._fs, mark) for mark in marks if mark != self._mark), default=0.0)
+
+    def close(self) -> None:
+        """Release the attempt."""
+        self._over.set()
+        if self._fd is not None:
+            self._fs.close_folder(self._fd)
+        if self._thread is not None:
+            self._thread.join(1.0)  # it takes longer only when the storage hangs
+        if self._mark is not None:
+            try:
+                self._fs.unlink(self._mark)
+            except FileNotFoundError:
+                pass  # a cleanup considered this process dead
+            except OSError as error:
+                logger.warning("%s could not be deleted and stays until a later start: %s", self._mark, error)
+
+    def _touch(self, mark: str) -> None:
+        warned = False
+        while not self._over.wait(TOUCH_SECONDS):
+            try:
+                self._fs.touch(mark)
+            except FileNotFoundError:
+                return  # considered dead: the attempt is being deleted
+            except OSError as error:
+                if not warned:
+                    logger.warning("%s could not be touched (%s); this run's save may be considered dead", mark, error)
+                warned = True
+
+
+class LifeSigns:
+    """A snapshot of a folder of checkpoints, to find out which attempts in it are alive.
+
+    Attributes:
+        root: the folder.
+        names: the entries of the folder.
+    """
+
+    def __init__(self, fs: Storage, root: str) -> None:
+        self._fs = fs
+        self.root = root
+        self.names = fs.names(root)
+
+    def is_alive(self, path: str, token: str, *, here: bool = True) -> bool:
+        """Whether a process is working, or may be working, on the folder of an attempt.
+
+        Args:
+            path: path of the folder.
+            token: token of the attempt.
+            here: whether its processes run on this host, so that a missing lock means that they are dead.
+        """
+        locked = is_locked(self._fs, path)
+        if locked:
+            return True
+        marks = _marks(self.root, self.names, token)
+        # A process that was about to mark itself has the time of `is_young` for it, as it has to lock the folder.
+        if not here or (locked is None and not (marks and all(map(_has_ended, marks)))):
+            marks.append(path)
+        return any(not self.is_quiet(mark) for mark in marks)
+
+    def is_quiet(self, path: str) -> bool:
+        """Whether the owner of a file, or a folder with its entries, must be dead: it ended, or was silent for long."""
+        return _has_ended(path) or self.is_silent(path)
+
+    def is_silent(self, path: str) -> bool:
+        """Whether a file, or a folder with its entries, was last changed long ago."""
+        return self._now - _modified(self._fs, path) >= QUIET_SECONDS
+
+    def is_young(self, path: str) -> bool:
+        """Whether a file, or a folder itself (not its entries), was made or changed just now."""
+        return self._now - self._fs.changed(path) < _YOUNG_SECONDS
+
+    @cached_property
+    def _now(self) -> float:
+        """The current time of the file system, which on a server may differ from this host's."""
+        try:
+            return self._fs.try_folder(self.root, f"{TRIAL_PREFIX}{new_token()}")
+        except OSError as error:
+            logger.info("could not read the clock of %s, using this host's: %s", self.root, error)
+            return time.time()
+
+
+def try_lock(fs: Storage, fd: int, how: int, path: str) -> bool | None:
+    """Lock an open folder without waiting. False: another process holds it; None: the file system has no locks."""
+    try:
+        fs.flock(fd, how | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+        if fs.warns:
+            fs.warns = False
+            logger.warning(
+                "there are no file locks at %s (%s); instead, each process that saves there touches a small file "
+                "every few seconds, and a save that was not touched for a minute is considered dead",
+                os.path.dirname(path),
+                error.strerror,
+            )
+        return None
+    return True
+
+
+def is_locked(fs: Storage, path: str) -> bool | None:
+    """Whether a live process holds an `AttemptLock` on a folder; None: the file system has no locks."""
+    fd = fs.open_folder(path)
+    try:
+        locked = try_lock(fs, fd, fcntl.LOCK_EX, path)
+    finally:
+        fs.close_folder(fd)
+    return None if locked is None else not locked
+
+
+def marked_attempt(name: str) -> str | None:
+    """The token of the attempt that a mark file belongs to; None: the name is of no mark file."""
+    return name.removeprefix(ALIVE_PREFIX).partition(".")[0] if name.startswith(ALIVE_PREFIX) else None
+
+
+def _marks(root: str, names: Sequence[str], token: str) -> list[str]:
+    """Paths of the mark files of processes that work on an attempt without a lock."""
+    return [os.path.join(root, name) for name in names if marked_attempt(name) == token]
+
+
+def _has_ended(mark: str) -> bool:
+    """Whether a path names a process that would be seen here and does not exist; False if unknown, or it names none."""
+    process = ProcessName.of_key(mark.rpartition(".")[0].rpartition(".")[2])
+    return process is not None and process.running is False
+
+
+def _modified(fs: Storage, path: str) -> float:
+    """When a file or a folder was last modified; 0 if it no longer exists."""
+    try:
+        return fs.modified(path)
+    except FileNotFoundError:
+        return 0.0

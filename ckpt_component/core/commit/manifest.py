@@ -1,0 +1,138 @@
+"""The manifest: the last file written to a checkpoint, which shows that it is complete.
+
+It lists every file with its size, and a CRC for the small ones. The CRCs of the data files are per item and stored in
+`integrity-<rank>.json`, whose CRC is in the manifest. The manifest has a CRC of itself too, which detects truncated
+copies. A checkpoint is committed when its folder has its final name and its manifest verifies. Its files are next to
+the manifest, or, where checkpoints are committed without a rename, in the attempt's folder that it names (`at`).
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import zlib
+from collections.abc import Mapping
+from typing import Any
+
+from ...errors import CheckpointCorruptError, CheckpointLoadError
+from ..storage.safe_open import is_plain_name, read_failure
+from ..storage.storage import Storage
+from .names import MANIFEST, is_token
+
+VERSION = 1
+#: Larger than any manifest.
+MAX_BYTES = 64 << 20
+
+
+def encode_manifest(content: Mapping[str, Any]) -> bytes:
+    """Encode `manifest.json`: the content and the CRC-32 of its canonical form."""
+    body = json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
+    return b'{"crc32":%d,"manifest":%s}\n' % (zlib.crc32(body), body)
+
+
+def decode_manifest(data: bytes, path: str) -> dict[str, Any]:
+    """Decode a manifest and validate its values.
+
+    A matching checksum does not make the values valid, so every number and name that is used later is checked.
+
+    Raises:
+        CheckpointCorruptError: the manifest is damaged or has invalid values.
+        CheckpointLoadError: another release wrote it, in a version that this one does not support.
+    """
+    try:
+        outer = json.loads(data)
+        content, crc = outer["manifest"], outer["crc32"]
+        body = json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
+    except KeyError as error:
+        raise CheckpointCorruptError(f"{path} is not a complete manifest (it has no {error}).") from error
+    except (ValueError, TypeError, RecursionError) as error:
+        raise CheckpointCorruptError(f"{path} is not a complete manifest ({error}).") from error
+    if zlib.crc32(body) != crc:
+        raise CheckpointCorruptError(f"{path} does not match its own checksum.")
+    if not isinstance(content, dict):
+        raise CheckpointCorruptError(f"{path} holds a {type(content).__name__}, not a manifest.")
+    if content.get("version") != VERSION:
+        raise CheckpointLoadError(
+            f"{path} has version {content.get('version')!r}, and this release of ckpt_component reads version "
+            f"{VERSION}; load it with the release that wrote it."
+        )
+    files, names = content.get("files"), set()
+    counts = {"world_size": content.get("world_size")}
+    if not isinstance(files, list):
+        raise CheckpointCorruptError(f"{path} lists no files.")
+    for entry in files:
+        name = entry.get("name") if isinstance(entry, dict) else None
+        if not is_plain_name(name):
+            raise CheckpointCorruptError(f"{path} lists a file named {name!r:.200}, which is not a plain name.")
+        if name in names:
+            raise CheckpointCorruptError(f"{path} lists {name} twice.")
+        names.add(name)
+        counts[f"size of {name}"], counts[f"crc32 of {name}"] = entry.get("size"), entry.get("crc32", 0)
+    for what, count in counts.items():
+        least = 1 if what == "world_size" else 0
+        if type(count) is not int or not least <= count < 1 << 63:  # a bool is an int too
+            raise CheckpointCorruptError(f"{path} gives {count!r:.200} as the {what}.")
+    # Loops run over the ranks, each of which has at least a file of its own.
+    if content["world_size"] > max(len(files), 1):
+        raise CheckpointCorruptError(
+            f"{path} gives {content['world_size']} as the world_size, and lists only {len(files)} files."
+        )
+    if "at" in content and not is_token(content["at"]):
+        raise CheckpointCorruptError(f"{path} names {content['at']!r:.200} as the folder of its files.")
+    return content
+
+
+def read_manifest(fs: Storage, folder: str) -> dict[str, Any] | None:
+    """Read and verify the manifest of a checkpoint folder; None if there is none (a foreign checkpoint).
+
+    Raises:
+        CheckpointCorruptError: the manifest is damaged.
+        CheckpointUnreadableError: the manifest exists but cannot be read.
+        CheckpointLoadError: another release wrote it.
+    """
+    path = os.path.join(folder, MANIFEST)
+    try:
+        data = fs.read(path, MAX_BYTES)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise read_failure(path, error) from error
+    return decode_manifest(data, path)
+
+
+def data_folder(fs: Storage, folder: str, manifest: Mapping[str, Any]) -> str:
+    """The folder of a checkpoint's files: its own, or the subfolder that its manifest names, which may not be a link.
+
+    Raises:
+        CheckpointCorruptError: there is no such folder.
+        CheckpointUnreadableError: the folder cannot be examined.
+    """
+    if "at" not in manifest:
+        return folder
+    path = os.path.join(folder, manifest["at"])
+    try:
+        is_folder, exists = fs.is_real_folder(path), fs.exists(path)
+    except OSError as error:
+        raise read_failure(path, error) from error
+    if not exists:
+        raise read_failure(path, FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path))
+    if not is_folder:
+        raise CheckpointCorruptError(f"{path} is not a folder, but manifest.json says that the files are in it.")
+    return path
+
+
+def check_files(fs: Storage, folder: str, manifest: Mapping[str, Any]) -> None:
+    """Compare the size of every file in a `data_folder` with the manifest. Cheap: reads no data."""
+    try:
+        sizes = fs.sizes(folder, [entry["name"] for entry in manifest["files"]])
+    except OSError as error:
+        raise read_failure(str(error.filename or folder), error) from error
+    for entry in manifest["files"]:
+        path, size = os.path.join(folder, entry["name"]), sizes[entry["name"]]
+        if size is None and fs.exists(path):
+            raise CheckpointCorruptError(f"{path} is not a regular file (a link, a folder, a FIFO or a device).")
+        if size is None:
+            raise CheckpointCorruptError(f"{path} is missing; manifest.json lists it with {entry['size']} bytes.")
+        if size != entry["size"]:
+            raise CheckpointCorruptError(f"{path} has {size} bytes; manifest.json lists it with {entry['size']}.")

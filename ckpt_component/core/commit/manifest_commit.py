@@ -1,0 +1,202 @@
+"""Commit by creating the manifest: for buckets and mounted object stores, where nothing is renamed.
+
+Each attempt has a folder inside the target, named by its token, and several attempts never touch each other's files.
+The commit creates `manifest.json`, which names the folder, in the target; only one attempt can do that. What is
+quarantined stays in place and is marked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ...errors import (
+    CheckpointConfigError,
+    CheckpointCorruptError,
+    CheckpointError,
+    CheckpointSaveError,
+    CheckpointTimeoutError,
+    CheckpointUnreadableError,
+)
+from ..storage.new_names import new_token
+from ..storage.storage import Storage
+from .liveness import LifeSigns
+from .manifest import MAX_BYTES, data_folder, read_manifest
+from .names import MANIFEST, QUARANTINED, TRIAL_PREFIX, Attempt, is_token
+from .protocol import CommitProtocol, remove_if_empty, taken
+from .visibility import wait_visible
+
+logger = logging.getLogger("ckpt_component.storage")
+
+
+class ManifestCommit(CommitProtocol):
+    """See the top of this file.
+
+    Args:
+        fs: the storage.
+    """
+
+    draft = f"{MANIFEST}.draft"
+    creates_targets = True
+
+    def staging(self, target: str, token: str) -> str:
+        return os.path.join(target, token)
+
+    def refuse_taken(self, target: str, file: str = "") -> None:
+        if file:
+            raise CheckpointConfigError(
+                f"{target} is to be a single file, which needs a rename, and its storage has none; save to a local "
+                "folder, or with a writer of folders."
+            )
+        super().refuse_taken(target)
+
+    def _leaves_room(self, names: Sequence[str]) -> bool:
+        # Other attempts and quarantined data do not conflict.
+        return MANIFEST not in names and (QUARANTINED in names or all(map(is_token, names)))
+
+    def begin(self, attempt: Attempt) -> None:
+        self.fs.check_puts(os.path.dirname(attempt.target), f"{TRIAL_PREFIX}{new_token()}")
+        super().begin(attempt)
+        # Another attempt may have created the target and not synced it yet.
+        self.fs.sync_folder(os.path.dirname(attempt.target))
+
+    def manifest_fields(self, attempt: Attempt) -> Mapping[str, Any]:
+        return {"at": attempt.token}
+
+    def commit(self, attempt: Attempt, manifest: bytes, timeout: float) -> None:
+        fs, target = self.fs, attempt.target
+        draft = os.path.join(attempt.staging, self.draft)
+        try:
+            fs.put_new(os.path.join(target, MANIFEST), manifest, draft)
+        except OSError as error:
+            self._confirm(attempt, manifest, error, timeout)
+        try:
+            fs.sync_folder(target)
+        except OSError:
+            # The save is reported as failed, so readers must not find it.
+            self._take_back(target)
+            raise
+        try:
+            fs.unlink(draft)
+        except OSError as error:
+            logger.warning("%s is committed, and %s in it could not be deleted (%s)", target, draft, error)
+
+    def _confirm(self, attempt: Attempt, manifest: bytes, error: OSError, timeout: float) -> None:
+        """After a failed or unanswered put: return if the manifest was created nevertheless, else raise."""
+        target = attempt.target
+        with contextlib.suppress(CheckpointTimeoutError):  # the read below raises
+            wait_visible(lambda: self._is_readable(target), target, timeout)
+        try:
+            token = self._committed_token(target)
+        except CheckpointCorruptError as read_error:
+            if not isinstance(read_error, CheckpointUnreadableError) and self._holds_part(target, manifest):
+                self._take_back(target)  # the store shows files before they are complete: this is not a commit
+                raise error from read_error
+            raise CheckpointSaveError(
+                f"Could not find out whether {target} was committed: {error}, and then {read_error} The next start "
+                "decides by what is on disk.",
+                error.errno,
+            ) from error
+        if token is None:
+            raise error
+        if token != attempt.token:
+            raise taken(target) from error
+        logger.warning("%s is committed, although its last step reported an error: %s", target, error)
+
+    def _is_readable(self, target: str) -> bool:
+        """Whether the manifest can be read, or is known to be missing."""
+        try:
+            read_manifest(self.fs, target)
+        except CheckpointUnreadableError:
+            return False
+        except CheckpointError:
+            pass  # it was read, and is invalid
+        return True
+
+    def _committed_token(self, target: str) -> str | None:
+        """The token of the committed attempt, or None. Raises CheckpointError when the manifest cannot be read."""
+        manifest = read_manifest(self.fs, target)
+        return None if manifest is None else str(manifest.get("attempt"))
+
+    def _holds_part(self, target: str, manifest: bytes) -> bool:
+        try:
+            content = self.fs.read(os.path.join(target, MANIFEST), MAX_BYTES)
+        except OSError:
+            return False  # the caller reports that the outcome is unknown
+        return len(content) < len(manifest) and manifest.startswith(content)
+
+    def _take_back(self, target: str) -> None:
+        try:
+            self.fs.unlink(os.path.join(target, MANIFEST))
+            self.fs.sync_folder(target)
+        except OSError as error:
+            text = "%s could not be rolled back (%s), so it may be found although its save failed"
+            logger.warning(text, target, error)
+
+    def is_committed(self, attempt: Attempt) -> bool:
+        return self._committed_token(attempt.target) == attempt.token
+
+    def abandon(self, attempt: Attempt) -> None:
+        fs = self.fs
+        try:
+            if fs.is_folder(attempt.staging):
+                if self.is_committed(attempt):
+                    return  # the failure came after the commit
+                fs.remove_tree(attempt.staging)
+            if fs.is_real_folder(attempt.target):
+                remove_if_empty(fs, attempt.target)
+        except (CheckpointError, OSError) as error:
+            logger.warning("%s could not be removed and stays until the next start: %s", attempt.staging, error)
+
+    def _delete(self, path: str) -> None:
+        manifest, data = read_manifest(self.fs, path), path
+        if manifest is not None:
+            data = data_folder(self.fs, path, manifest)
+            self.fs.unlink(os.path.join(path, MANIFEST))
+            self.fs.sync_folder(path)
+        self.fs.remove_tree(data)
+        if data != path:
+            remove_if_empty(self.fs, path)  # it may also hold quarantined data or a late attempt
+
+    def quarantine(self, path: str) -> str:
+        # Mark the data, so that a sweep skips it, then delete the manifest.
+        manifest = os.path.join(path, MANIFEST)
+        try:
+            content = self.fs.read(manifest, MAX_BYTES)
+        except FileNotFoundError:
+            content = b"{}\n"
+        folders = self._data_folders(path)
+        for folder in folders:
+            self.fs.write_over(os.path.join(folder, QUARANTINED), content)
+        if self.fs.exists(manifest):
+            self.fs.unlink(manifest)
+            self.fs.sync_folder(path)
+        return folders[0]
+
+    def _data_folders(self, path: str) -> list[str]:
+        """The data folder of a damaged checkpoint; all candidates if the manifest does not name one."""
+        with contextlib.suppress(CheckpointError):
+            manifest = read_manifest(self.fs, path)
+            if manifest is not None:
+                return [data_folder(self.fs, path, manifest)]
+        signs, folders = LifeSigns(self.fs, os.path.dirname(path)), []
+        for token in attempts_in(self.fs, path):
+            folder = os.path.join(path, token)
+            if not signs.is_alive(folder, token) and not is_quarantined(self.fs, folder):
+                folders.append(folder)
+        return folders or [path]
+
+
+def attempts_in(fs: Storage, folder: str) -> list[str]:
+    """The tokens of the attempts whose files are inside a checkpoint's folder, committed or not."""
+    if not fs.is_real_folder(folder):
+        return []
+    return [name for name in fs.names(folder) if is_token(name) and fs.is_real_folder(os.path.join(folder, name))]
+
+
+def is_quarantined(fs: Storage, folder: str) -> bool:
+    """Whether the data in a folder is quarantined, that is, kept for inspection only."""
+    return fs.size(os.path.join(folder, QUARANTINED)) is not None

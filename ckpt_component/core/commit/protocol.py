@@ -1,0 +1,150 @@
+"""`CommitProtocol`: what differs between the ways to commit a checkpoint. `commit` and `cleanup` are the same for all.
+
+`RenameCommit` renames a folder, `ManifestCommit` creates a file that must not exist; `protocols` chooses.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from ...errors import CheckpointError, CheckpointExistsError
+from ..storage.storage import Storage, not_here
+from .names import Attempt
+
+logger = logging.getLogger("ckpt_component.storage")
+
+#: How often to recreate a parent folder that another attempt removed concurrently because it was empty.
+_TRIES = 5
+
+
+class CommitProtocol(ABC):
+    """The commit of attempts, and what can be done with checkpoints that were committed in the same way.
+
+    Args:
+        fs: the storage.
+
+    Attributes:
+        draft: name of the manifest in the folder of an attempt, until the commit.
+        creates_targets: whether attempts create the folder of their target, so that failed ones may leave it empty.
+    """
+
+    draft: ClassVar[str]
+    creates_targets: ClassVar[bool]
+
+    def __init__(self, fs: Storage) -> None:
+        self.fs = fs
+
+    # An attempt
+
+    def attempt(self, target: str, token: str, owner: str = "", file: str = "") -> Attempt:
+        """A new attempt, which `begin` starts; arguments as for `Attempt`."""
+        return Attempt(target, token, self.staging(target, token), owner, file)
+
+    @abstractmethod
+    def staging(self, target: str, token: str) -> str:
+        """The folder that collects the files of an attempt; its path ends with the token."""
+
+    def refuse_taken(self, target: str, file: str = "") -> None:
+        """Raise CheckpointExistsError when the target holds anything that conflicts with a new attempt."""
+        if not self.fs.exists(target):
+            return
+        if self.fs.is_real_folder(target):
+            names = self.fs.names(target)
+            if not names or self._leaves_room(names):
+                return
+        raise CheckpointExistsError(
+            f"{target} already exists, and a checkpoint is never written over anything; save to a new path, or move it "
+            "away."
+        )
+
+    def _leaves_room(self, names: Sequence[str]) -> bool:
+        """Whether a target with these entries can take another attempt."""
+        return False
+
+    def begin(self, attempt: Attempt) -> None:
+        """Durably create the folder of an attempt."""
+        parent = os.path.dirname(attempt.staging)
+        for tries_left in reversed(range(_TRIES)):
+            try:
+                self.fs.make_folder(attempt.staging)
+                break
+            except FileNotFoundError:
+                # The root of a run is not made again when it vanished.
+                if not tries_left or (attempt.owner and not self.fs.is_folder(os.path.dirname(attempt.target))):
+                    raise
+                self.fs.make_folders(parent)
+        self.fs.sync_folder(parent)
+
+    def manifest_fields(self, attempt: Attempt) -> Mapping[str, Any]:
+        """What the manifest says about this way to commit."""
+        return {}
+
+    @abstractmethod
+    def commit(self, attempt: Attempt, manifest: bytes, timeout: float) -> None:
+        """The last step: make an attempt, whose files and draft are durable, the checkpoint; durable at return.
+
+        Args:
+            attempt: the attempt.
+            manifest: content of its draft.
+            timeout: seconds to keep reading back a step that was not confirmed.
+
+        Raises:
+            CheckpointExistsError: the target was taken concurrently, and stays untouched.
+            CheckpointSaveError: it is unknown whether the step was done.
+            OSError: from the storage. Nothing is visible then, unless undoing the step failed too, which is a warning.
+        """
+
+    def commit_file(self, attempt: Attempt) -> None:
+        """The last step for a checkpoint of a single file, which replaces the target and has no manifest."""
+        raise not_here("renames, which checkpoints of a single file need")
+
+    @abstractmethod
+    def is_committed(self, attempt: Attempt) -> bool:
+        """Whether an attempt whose folder exists was committed; raises CheckpointError when that cannot be read."""
+
+    @abstractmethod
+    def abandon(self, attempt: Attempt) -> None:
+        """Remove the files of a failed attempt, unless it failed after its commit. Errors are only logged."""
+
+    # What is on disk
+
+    def discard(self, path: str) -> bool:
+        """Delete a checkpoint or an attempt's folder. Logs a warning and returns False on failure."""
+        try:
+            self._delete(path)
+        except (CheckpointError, OSError) as error:
+            text = "%s could not be deleted (%s); it is not a checkpoint and may be deleted by hand"
+            logger.warning(text, path, error)
+            return False
+        return True
+
+    @abstractmethod
+    def _delete(self, path: str) -> None:
+        """Delete a checkpoint so that no reader takes the rest for one."""
+
+    @abstractmethod
+    def quarantine(self, path: str) -> str:
+        """Durably take a damaged checkpoint from under its name; returns the new path of its data."""
+
+    def remove_unfinished(self, path: str) -> None:
+        """Delete an unfinished folder of a dead process."""
+        self.fs.remove_tree(path)
+
+
+def remove_if_empty(fs: Storage, folder: str) -> None:
+    """Delete a folder if it is empty."""
+    try:
+        fs.remove_folder(folder)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT):
+            raise
+
+
+def taken(target: str) -> CheckpointExistsError:
+    """The error of an attempt that came too late."""
+    return CheckpointExistsError(f"{target} was taken by another save in the meantime; this save was given up.")

@@ -1,0 +1,94 @@
+"""Commit by renaming: for file systems, where a folder gets its name in one step.
+
+An attempt collects its files in a hidden folder next to its target. The commit renames that folder to the target, or,
+for a checkpoint of a single file, the file, over the one that was there. What is deleted or quarantined is renamed too.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+
+from ...errors import CheckpointExistsError
+from ..storage.files import FileStorage
+from .names import MANIFEST, STAGING_PREFIX, Attempt, quarantine_path, staging_path, trash_path
+from .protocol import CommitProtocol, remove_if_empty, taken
+
+logger = logging.getLogger("ckpt_component.storage")
+
+
+class RenameCommit(CommitProtocol):
+    """See the top of this file.
+
+    Args:
+        fs: files whose folders can be renamed in one step.
+    """
+
+    draft = MANIFEST
+    creates_targets = False
+    fs: FileStorage
+
+    def __init__(self, fs: FileStorage) -> None:
+        super().__init__(fs)
+
+    def staging(self, target: str, token: str) -> str:
+        return staging_path(target, token)
+
+    def refuse_taken(self, target: str, file: str = "") -> None:
+        if not file:
+            super().refuse_taken(target)
+        elif self.fs.is_real_folder(target):
+            raise CheckpointExistsError(f"{target} is a folder, and a file is to be saved there; save to another path.")
+
+    def commit(self, attempt: Attempt, manifest: bytes, timeout: float) -> None:
+        target = attempt.target
+        if self.fs.is_real_folder(target):
+            remove_if_empty(self.fs, target)  # if it is not empty, the rename fails with the right error
+        try:
+            self.fs.rename_new(attempt.staging, target)
+        except FileExistsError as error:
+            raise taken(target) from error
+        try:
+            self.fs.sync_folder(os.path.dirname(target))
+        except OSError:
+            # The save is reported as failed, so readers must not find it: remove it again.
+            self.discard(target)
+            raise
+
+    def commit_file(self, attempt: Attempt) -> None:
+        self.fs.replace(os.path.join(attempt.staging, attempt.file), attempt.target)
+        self.fs.sync_folder(os.path.dirname(attempt.target))
+        try:
+            self.fs.remove_tree(attempt.staging)
+        except OSError as error:
+            logger.warning("%s is saved, and %s could not be deleted (%s)", attempt.target, attempt.staging, error)
+
+    def is_committed(self, attempt: Attempt) -> bool:
+        # A folder is gone once it is committed.
+        return bool(attempt.file) and self.fs.size(os.path.join(attempt.staging, attempt.file)) is None
+
+    def abandon(self, attempt: Attempt) -> None:
+        if self.fs.is_folder(attempt.staging):
+            self.discard(attempt.staging)
+
+    def _delete(self, path: str) -> None:
+        # Rename it first, so that a reader never sees a partly deleted checkpoint.
+        trash = self._moved(path, trash_path(path))
+        if self.fs.size(os.path.join(trash, MANIFEST)) is not None:
+            self.fs.unlink(os.path.join(trash, MANIFEST))
+        self.fs.remove_tree(trash)
+
+    def quarantine(self, path: str) -> str:
+        return self._moved(path, quarantine_path(path))
+
+    def _moved(self, path: str, target: str) -> str:
+        self.fs.rename_new(path, target)
+        self.fs.sync_folder(os.path.dirname(path))
+        return target
+
+    def remove_unfinished(self, path: str) -> None:
+        if os.path.basename(path).startswith(STAGING_PREFIX):
+            # Rename first, so that a process that wakes up late finds either all of it or nothing.
+            path, staging = trash_path(path), path
+            self.fs.rename_new(staging, path)
+        super().remove_unfinished(path)

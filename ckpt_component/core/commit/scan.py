@@ -1,0 +1,227 @@
+"""Find the checkpoints under a root. The scan is authoritative, the pointer file is only a hint."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ...errors import CheckpointCorruptError, CheckpointError, CheckpointUnreadableError
+from ..storage.storage import Storage
+from .manifest import check_files, data_folder, read_manifest
+from .manifest_commit import attempts_in, is_quarantined
+from .metrics import metrics_of
+from .names import MANIFEST, NAMINGS, QUARANTINED, STEP_DIGITS, StepNames, is_stray, step_in_name
+
+logger = logging.getLogger("ckpt_component.storage")
+
+_POINTER_BYTES = 64
+#: Files that only our writers create, and files that other programs create under the same names next to `.metadata`.
+_OURS = re.compile(r"integrity-\d+\.json")
+_DATA = re.compile(r".*__\d+_\d+\.distcp|checkpoint_\d+\.(pt|safetensors)")
+#: Files of `torch.save` and safetensors; entries of checkpoint folders, including Megatron's.
+_FILES = (".pt", ".pth", ".ckpt", ".safetensors")
+_ANY_CHECKPOINT = re.compile(r"manifest\.json|\.metadata|mp_rank_.*|.*\.(pt|pth|bin|ckpt|safetensors|distcp)")
+
+
+@dataclass
+class Scan:
+    """The steps found under a root, sorted by their condition.
+
+    Attributes:
+        committed: steps of committed checkpoints, oldest first: the folder has its final name, its manifest verifies,
+            and every file has its size.
+        damaged: step -> why its checkpoint, which has a manifest, is incomplete or corrupt.
+        torn: step -> why a folder with our files is not a checkpoint: it has no manifest, because it was never
+            committed or lost it later.
+        unfinished: step -> description of a folder without a manifest that holds attempts, which may still be alive
+            or may yet be committed.
+        unusable: step -> why its condition is unknown or why it cannot be used here: it cannot be read, or another
+            release wrote it.
+        foreign: step -> why it is left alone.
+        metrics: step -> metrics of a checkpoint, committed or damaged, whose manifest could be read.
+        manifests: step -> that manifest.
+    """
+
+    committed: list[int] = field(default_factory=list)
+    damaged: dict[int, str] = field(default_factory=dict)
+    torn: dict[int, str] = field(default_factory=dict)
+    unfinished: dict[int, str] = field(default_factory=dict)
+    unusable: dict[int, str] = field(default_factory=dict)
+    foreign: dict[int, str] = field(default_factory=dict)
+    metrics: dict[int, Mapping[str, float]] = field(default_factory=dict)
+    manifests: dict[int, Mapping[str, Any]] = field(default_factory=dict)
+
+    @property
+    def occupied(self) -> dict[int, str]:
+        """Steps whose names are taken by a checkpoint, complete or not, so that a save of them would fail -> why."""
+        committed = dict.fromkeys(self.committed, "committed")
+        return {**committed, **self.damaged, **self.torn, **self.unusable}
+
+
+def scan_steps(fs: Storage, root: str, names: StepNames) -> Scan:
+    """Examine every folder under `root` that is named like a step; reads manifests, no data."""
+    scan = Scan()
+    for name in fs.names(root):
+        step = names.step(name)
+        if step is not None and names.folder(step) == name:
+            _sort_in(fs, os.path.join(root, name), step, scan)
+    scan.committed.sort()
+    return scan
+
+
+def both(one: Scan, other: Scan) -> Scan:
+    """What two folders of one run hold together; what is committed in one of them is no damage in the other."""
+    committed = {*one.committed, *other.committed}
+
+    def unless_committed(name: str) -> dict[int, str]:
+        steps = {**getattr(other, name), **getattr(one, name)}
+        return {step: why for step, why in steps.items() if step not in committed}
+
+    return Scan(
+        sorted(committed),
+        unless_committed("damaged"),
+        unless_committed("torn"),
+        unless_committed("unfinished"),
+        unless_committed("unusable"),
+        unless_committed("foreign"),
+        {**other.metrics, **one.metrics},
+        {**other.manifests, **one.manifests},
+    )
+
+
+def committed_steps(fs: Storage, root: str, names: StepNames) -> list[int]:
+    """The steps of committed checkpoints, oldest first. Other folders of steps are skipped with a warning."""
+    scan = scan_steps(fs, root, names)
+    warn_of_skipped(scan, set())
+    return scan.committed
+
+
+def warn_of_skipped(scan: Scan, warned: set[str]) -> None:
+    """Warn of the folders of steps that are not committed checkpoints.
+
+    Args:
+        scan: the scan that skipped them.
+        warned: warnings logged before, which are not repeated; new ones are added.
+    """
+    for group in (scan.damaged, scan.torn, scan.unusable, scan.foreign):
+        for why in group.values():
+            if why not in warned:
+                logger.warning("skipped, not a committed checkpoint: %s", why)
+                warned.add(why)
+
+
+def _sort_in(fs: Storage, folder: str, step: int, scan: Scan) -> None:
+    if not fs.is_real_folder(folder):
+        # We never create links: deleting it later could delete its target.
+        scan.foreign[step] = f"{folder} is a link or not a folder"
+        return
+    try:
+        manifest = read_manifest(fs, folder)
+        if manifest is None:
+            _sort_in_without_manifest(fs, folder, step, scan)
+            return
+        scan.metrics[step], scan.manifests[step] = metrics_of(manifest, folder), manifest
+        check_files(fs, data_folder(fs, folder, manifest), manifest)
+        scan.committed.append(step)
+    except CheckpointUnreadableError as error:
+        scan.unusable[step] = str(error)
+    except CheckpointCorruptError as error:
+        if fs.is_folder(folder):  # else it was deleted concurrently
+            scan.damaged[step] = str(error)
+    except (CheckpointError, OSError) as error:
+        scan.unusable[step] = f"{folder}: {error}"
+
+
+def _sort_in_without_manifest(fs: Storage, folder: str, step: int, scan: Scan) -> None:
+    names, attempts = fs.names(folder), attempts_in(fs, folder)
+    if not fs.is_folder(folder):
+        return  # deleted concurrently
+    unfinished = [token for token in attempts if not is_quarantined(fs, os.path.join(folder, token))]
+    if unfinished:
+        scan.unfinished[step] = f"{folder} has no manifest, but unfinished saves in it: {', '.join(unfinished)}"
+    elif not attempts and QUARANTINED not in names:
+        where = scan.torn if _is_torn(names) else scan.foreign
+        where[step] = f"{folder} has no manifest"
+
+
+def _is_torn(names: Sequence[str]) -> bool:
+    """Whether a folder without a manifest is an incomplete one of ours, not a complete one of another program."""
+    if any(_OURS.fullmatch(name) for name in names):
+        return True
+    return ".metadata" not in names and any(_DATA.fullmatch(name) for name in names)
+
+
+def committed_under_other_names(fs: Storage, root: str, names: StepNames) -> tuple[str, list[int]] | None:
+    """Another naming with committed steps under this root: its value for `checkpoint.naming`, and the steps."""
+    for word, other in NAMINGS.items():
+        steps = [] if other == names else scan_steps(fs, root, other).committed
+        if steps:
+            return word, steps
+    return None
+
+
+def foreign_checkpoints(fs: Storage, root: str, scan: Scan, names: StepNames) -> list[str]:
+    """Paths of apparent checkpoints, `root` itself or inside it, that this run did not save under its own naming.
+
+    Found are those of stock DCP, Megatron, `torch.save` and safetensors, and ours under other names or behind links.
+    """
+    own_steps, entries = scan.occupied.keys() | scan.unfinished.keys(), fs.names(root)
+    if MANIFEST in entries or ".metadata" in entries:
+        return [root]
+    others = [name for name in entries if not name.startswith(".") and names.step(name) not in own_steps]
+    return [path for path in (os.path.join(root, name) for name in others) if _is_checkpoint(fs, path)]
+
+
+def _is_checkpoint(fs: Storage, path: str) -> bool:
+    if not fs.is_folder(path):
+        return path.endswith(_FILES)
+    try:
+        names = fs.names(path)
+    except OSError as error:
+        logger.warning("could not list %s (%s); unknown whether it is a checkpoint", path, error)
+        return False
+    # The name of a step makes a folder a checkpoint, whatever its files are called.
+    named = step_in_name(os.path.basename(path)) is not None
+    return any(_ANY_CHECKPOINT.fullmatch(name) and (named or not is_stray(name, names)) for name in names)
+
+
+def read_pointer(fs: Storage, root: str, names: StepNames) -> int | None:
+    """The step in the pointer file; None if there is no pointer file or it holds no step."""
+    try:
+        text = fs.read(os.path.join(root, names.pointer), _POINTER_BYTES)
+    except OSError:
+        return None  # missing, or not a pointer file
+    return int(text) if re.fullmatch(rb"\d{1,%d}\s*" % STEP_DIGITS, text) else None
+
+
+def pointed_folder(fs: Storage, root: str) -> str | None:
+    """The folder of the checkpoint that a pointer file under a root names, in any naming; None without one."""
+    for names in NAMINGS.values():
+        step = read_pointer(fs, root, names)
+        if step is not None and fs.is_folder(os.path.join(root, names.folder(step))):
+            return os.path.join(root, names.folder(step))
+    return None
+
+
+def write_pointer(fs: Storage, root: str, names: StepNames, step: int) -> None:
+    """Atomically write the newest committed step to the pointer file, for tools that read it."""
+    fs.write_over(os.path.join(root, names.pointer), f"{step}".encode())
+
+
+def repair_pointer(fs: Storage, root: str, names: StepNames, committed: Sequence[int]) -> None:
+    """Update the pointer file to the newest committed step. Failures are logged as a warning."""
+    pointed = read_pointer(fs, root, names)
+    if not committed or pointed == committed[-1]:
+        return
+    try:
+        write_pointer(fs, root, names, committed[-1])
+    except OSError as error:
+        logger.warning("%s in %s could not be updated: %s", names.pointer, root, error)
+    else:
+        # It is behind after a kill between commit and this file. One that is ahead names a checkpoint that is gone.
+        level = logging.WARNING if pointed is not None and pointed > committed[-1] else logging.INFO
+        logger.log(level, "updated %s in %s to step %d", names.pointer, root, committed[-1])

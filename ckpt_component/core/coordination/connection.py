@@ -1,0 +1,195 @@
+"""A connection to the store of the ranks whose calls have a deadline.
+
+The calls of torch's stores wait for an answer without end if the process that holds the store is stopped, or its host
+is unreachable. So a thread of the connection makes them, and the caller waits as long as it may. The thread is a
+daemon: if the store never answers, neither the caller nor the end of the interpreter waits for it.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from queue import SimpleQueue
+from types import ModuleType
+from typing import Any
+
+from ...errors import CheckpointTimeoutError, RanksError
+
+logger = logging.getLogger("ckpt_component.coordination")
+
+#: What a call gets at least, in seconds: past its deadline, or after an earlier call that was not answered.
+_LEAST_SECONDS = 1.0
+#: A wait is counted in turns of this length, so that time for which this process itself was stopped does not count.
+_TURN_SECONDS = 1.0
+
+
+class _Call:
+    """A call that the connection's thread makes."""
+
+    __slots__ = ("done", "error", "function", "given_up", "result")
+
+    def __init__(self, function: Callable[[Any], Any]) -> None:
+        self.function = function
+        self.given_up = False
+        self.result: Any = None
+        self.error: BaseException | None = None
+        self.done = threading.Lock()  # cheaper than an Event
+        self.done.acquire()
+
+    def wait(self, seconds: float) -> bool:
+        """Wait until it is done; returns whether it is."""
+        while not self.done.acquire(timeout=min(seconds, _TURN_SECONDS)):
+            seconds -= _TURN_SECONDS
+            if seconds <= 0:
+                return False
+        self.done.release()
+        return True
+
+
+class StoreConnection:
+    """One connection, with a thread that makes its calls one after the other.
+
+    Args:
+        store: a `torch.distributed` store.
+        timeout: seconds after which a call that was not answered fails.
+        opens: open another connection to the same store with the first call; else `store` is used itself.
+    """
+
+    def __init__(self, store: Any, timeout: float, *, opens: bool) -> None:
+        #: The store; from the first call on the connection, so as not to keep a server of rank 0 alive.
+        self._store = [store]
+        self._timeout = timeout
+        self._calls: SimpleQueue[_Call | None] = SimpleQueue()
+        self._unanswered: _Call | None = None
+        self._since = 0.0
+        arguments = (self._calls, self._store, opens)
+        threading.Thread(target=_make_calls, args=arguments, name="ckpt-store", daemon=True).start()
+        # The thread holds no reference to this object, and ends when it is collected.
+        weakref.finalize(self, self._calls.put, None).atexit = False
+
+    def another(self) -> StoreConnection:
+        """Another connection to the same store. Does not wait: it is opened with its first call."""
+        return StoreConnection(self._store[0], self._timeout, opens=True)
+
+    @property
+    def is_blocked(self) -> bool:
+        """Whether a call that its caller gave up has still no answer."""
+        return self._unanswered is not None and self._unanswered.done.locked()
+
+    def call(self, function: Callable[[Any], Any], deadline: float = math.inf) -> Any:
+        """Call `function` with the store on the connection's thread, and return what it returns.
+
+        Args:
+            function: makes a request; if its answer is late, it is discarded.
+            deadline: monotonic seconds; the call fails earlier if nothing is answered for `timeout`.
+
+        Raises:
+            CheckpointTimeoutError: the store did not answer by the deadline.
+            RanksError: the store did not answer for `timeout`.
+            RuntimeError: of the store.
+        """
+        now = time.monotonic()
+        timeout = min(self._timeout, _LEAST_SECONDS) if self.is_blocked else self._timeout
+        seconds = min(timeout, max(deadline - now, _LEAST_SECONDS))
+        call = _Call(function)
+        self._calls.put(call)
+        if not call.wait(seconds):
+            call.given_up = True
+            if not self.is_blocked:
+                self._unanswered, self._since = call, now
+            raise self._no_answer()
+        if call.error is not None:
+            raise call.error
+        return call.result
+
+    def call_later(self, function: Callable[[Any], Any]) -> None:
+        """Like `call`, without waiting: for what must be sent once the store answers again. Errors are logged."""
+
+        def attempt(store: Any) -> None:
+            try:
+                function(store)
+            except Exception as error:
+                logger.debug("a late call to the store failed: %s", error)
+
+        self._calls.put(_Call(attempt))
+
+    def holder(self) -> str:
+        """Describe the process that holds the store."""
+        (store,) = self._store
+        while hasattr(store, "underlying_store"):
+            store = store.underlying_store
+        who = "the torchrun agent" if _is_held_by_agent() else "rank 0"
+        host, port = getattr(store, "host", None), getattr(store, "port", None)
+        return who if host is None else f"{who} at {host}:{port}"
+
+    def _no_answer(self) -> CheckpointTimeoutError | RanksError:
+        seconds = time.monotonic() - self._since
+        text = (
+            f"The process that holds the store which all ranks share, {self.holder()}, has not answered for "
+            f"{seconds:.0f} s: it is stopped or hangs, or its host cannot be reached"
+        )
+        if seconds < self._timeout:
+            return CheckpointTimeoutError(f"{text}.")
+        failures = {} if _is_held_by_agent() else {0: "does not answer"}
+        causes = dict.fromkeys(failures, RanksError.__name__)
+        return RanksError(f"{text} (timeouts.heartbeat={self._timeout:g}).", None, failures, causes)
+
+
+class MadeHere:
+    """The calls of a connection's thread itself, which wait for nothing."""
+
+    is_blocked = False
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+
+    def call(self, function: Callable[[Any], Any], deadline: float) -> Any:
+        """Call a function with the store."""
+        return function(self._store)
+
+
+def _is_held_by_agent() -> bool:
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
+
+
+def _make_calls(calls: SimpleQueue[_Call | None], store: list[Any], opens: bool) -> None:
+    while (call := calls.get()) is not None:
+        if call.given_up:
+            continue
+        try:
+            if opens:
+                store[0] = another_connection(sys.modules["torch.distributed"], store[0])
+                opens = False
+            call.result = call.function(store[0])
+        except BaseException as error:
+            call.error = error
+        call.done.release()
+        del call  # its result may be large
+
+
+def another_connection(dist: ModuleType, store: Any) -> Any:
+    """Open a new connection to the same store; stores of torch 2.7 have no `clone`.
+
+    Args:
+        dist: `torch.distributed`.
+        store: one of its stores, in use elsewhere.
+
+    Raises:
+        RanksError: this torch cannot open a second connection to a store of this kind.
+    """
+    if hasattr(store, "clone"):
+        return store.clone()
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    if isinstance(store, dist.TCPStore):
+        return dist.TCPStore(store.host, store.port, None, False, wait_for_workers=False)
+    raise RanksError(
+        f"The ranks share a {type(store).__name__}, to which this torch cannot open a second connection; "
+        "initialize torch.distributed by env:// or tcp://, or use a newer torch."
+    )

@@ -1,0 +1,149 @@
+"""One question to all ranks: what each rank posts, and what the leader answers."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+import zlib
+from collections import deque
+from collections.abc import Iterable
+from typing import Any
+
+from ...errors import CheckpointTimeoutError, name_ranks, ranks_failed
+from .heartbeat import FailureDetector
+from .rank_store import RankStore
+
+#: Seconds after the first failure in which other ranks that fail are still named in the error.
+_COMPANY_SECONDS = 0.2
+
+
+class Question:
+    """A question, kept in the keys `<tag>/...` of the shared store.
+
+    Args:
+        store: this thread's connection.
+        tag: names the question.
+    """
+
+    def __init__(self, store: RankStore, tag: str) -> None:
+        self.store = store
+        self.tag = tag
+
+    def count(self, counter: str, amount: int = 0) -> int:
+        """Add to one of the question's counters, and return its new value."""
+        return self.store.add(f"{self.tag}/{counter}", amount)
+
+    def post(self, value: Any) -> None:
+        """Post this rank's value."""
+        self.store.set(f"{self.tag}/posts/{self.store.rank}", pack(value))
+        self.count("count", 1)
+
+    def has_posted(self, rank: int) -> bool:
+        """Whether a rank has posted."""
+        return self.store.has(f"{self.tag}/posts/{rank}")
+
+    def has_all(self) -> bool:
+        """Whether every rank has posted."""
+        return self.count("count") >= self.store.world_size
+
+    def missing(self) -> list[int]:
+        """The ranks that have not posted."""
+        return [rank for rank in range(self.store.world_size) if not self.has_posted(rank)]
+
+    def absentees(self) -> str:
+        """Describe what the question waits for, for a message."""
+        ranks = self.missing()
+        return (
+            f"{name_ranks(ranks).lower()} to take part in '{self.tag}'" if ranks else f"rank 0 to decide '{self.tag}'"
+        )
+
+    def values(self, ranks: Iterable[int]) -> list[Any]:
+        """Return what these ranks have posted."""
+        return [unpack(data) for data in self.store.read([f"{self.tag}/posts/{rank}" for rank in ranks])]
+
+    def answer(self, **fields: Any) -> None:
+        """Post the answer for all ranks."""
+        self.store.set(f"{self.tag}/answer", pack(fields))
+
+    def give_part(self, rank: int, part: Any) -> None:
+        """Post one rank's part of the answer."""
+        self.store.set(f"{self.tag}/part/{rank}", pack(part))
+
+    def take_part(self) -> Any:
+        """Read and remove this rank's part of the answer."""
+        key = f"{self.tag}/part/{self.store.rank}"
+        (data,) = self.store.read([key])
+        self.store.delete([key])
+        return unpack(data)
+
+    def delete(self) -> None:
+        """Remove all keys of the question."""
+        names = [f"posts/{rank}" for rank in range(self.store.world_size)]
+        self.store.delete([f"{self.tag}/{name}" for name in (*names, "count", "failed", "closed", "answer", "left")])
+
+    def is_over(self, detector: FailureDetector, lost: dict[int, str]) -> bool:
+        """Whether every rank has voted, or one has failed or is lost; adds lost ranks to `lost`."""
+        if self.has_all() or self.count("failed"):
+            return True
+        lost.update(detector.dead_ranks(self.missing))
+        return bool(lost)
+
+    def outcomes(self, detector: FailureDetector, deadline: float) -> list[Any]:
+        """On the leader: wait for all ranks, and return what each rank's work returned, by rank.
+
+        Raises:
+            RanksError: a rank failed, died or hangs, or did not finish in time.
+        """
+        lost: dict[int, str] = {}
+        try:
+            self.store.wait_until(lambda: self.is_over(detector, lost), deadline, lambda: "all ranks to write")
+        except CheckpointTimeoutError as error:
+            late = dict.fromkeys(self.missing(), "did not finish before timeouts.write was over")
+            raise ranks_failed(late, causes=dict.fromkeys(late, CheckpointTimeoutError.__name__)) from error
+        if self.count("failed"):
+            time.sleep(_COMPANY_SECONDS)
+        silent = set() if self.has_all() else set(self.missing())
+        present = [rank for rank in range(self.store.world_size) if rank not in silent]
+        votes = dict(zip(present, self.values(present), strict=True))
+        failures = {rank: vote["error"] for rank, vote in votes.items() if "error" in vote}
+        if failures or lost:
+            errno = next((plain["errno"] for plain in failures.values() if plain["errno"] is not None), None)
+            causes = {rank: str(plain["kind"]) for rank, plain in failures.items()} | detector.causes(lost)
+            raise ranks_failed({rank: plain["text"] for rank, plain in failures.items()} | lost, errno, causes)
+        return [vote["work"] for vote in votes.values()]
+
+
+def pack(value: Any) -> bytes:
+    """Encode a plain value for the store."""
+    return zlib.compress(json.dumps(value, separators=(",", ":")).encode(), 1)
+
+
+def unpack(data: bytes) -> Any:
+    """The inverse of `pack`."""
+    return json.loads(zlib.decompress(data))
+
+
+#: How many questions are kept for ranks that have not read the answer.
+_KEPT = 64
+
+
+class AnsweredQuestions:
+    """Removes old questions from the store when a new one is added. Used by several threads."""
+
+    def __init__(self) -> None:
+        self._tags: deque[str] = deque()
+        self._lock = threading.Lock()
+
+    def add(self, question: Question) -> None:
+        """Add a question, and remove those that every rank has read, or that are so old that a rank must be dead."""
+        readers = question.store.world_size - 1
+        with self._lock:
+            old, self._tags = self._tags, deque()
+            for number, tag in enumerate(old):
+                earlier = Question(question.store, tag)
+                if len(old) - number <= _KEPT and earlier.count("left") < readers:
+                    self._tags.append(tag)
+                else:
+                    earlier.delete()
+            self._tags.append(question.tag)

@@ -1,0 +1,127 @@
+"""What there is to verify of a checkpoint, good or damaged, ours or another program's."""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ...errors import CheckpointCorruptError, CheckpointError
+from ..commit.manifest import check_files, data_folder, read_manifest
+from ..commit.names import MANIFEST, integrity_name
+from ..state.paths import keys_of
+from ..storage.checksum import find_checksum
+from ..storage.storage import Storage
+from .opening import open_catalogue
+from .rank_index import RankIndex, read_rank_indexes
+from .verification import Damage, Item, items_of, small_files
+
+
+@dataclass
+class Inspection:
+    """A checkpoint before its data is read.
+
+    Attributes:
+        storage: its storage.
+        path: the checkpoint.
+        folder: the folder of its files.
+        items: items with a checksum that can be read.
+        lost: items that a file is too short for, or is missing.
+        damages: what is wrong already: files that are missing or of another size, small files, indexes.
+        sizes: bytes of its files, by name.
+        verifiable: whether all data has checksums.
+        indexes: what each rank wrote, if the checkpoint is ours and the index is intact.
+    """
+
+    storage: Storage
+    path: str
+    folder: str
+    items: list[Item] = field(default_factory=list)
+    lost: list[Item] = field(default_factory=list)
+    damages: list[Damage] = field(default_factory=list)
+    sizes: dict[str, int] = field(default_factory=dict)
+    verifiable: bool = True
+    indexes: list[RankIndex] = field(default_factory=list)
+
+    def keys_by_place(self) -> dict[tuple[str, int], list[str]]:
+        """The keys whose bytes are in the item at an offset of a file."""
+        keys = defaultdict(list)
+        for index in self.indexes:  # a damaged checkpoint may have nothing else that says which keys it has
+            files, offsets = index.tensors.files, index.tensors.offsets
+            for key, number in zip(keys_of(index.paths), index.numbers, strict=bool(index.paths)):
+                keys[index.tensors.names[files[number]], offsets[number]].append(key)
+            for key, (_, item) in zip(keys_of([path for path, _ in index.objects]), index.objects, strict=True):
+                keys[item.file, item.offset].append(key)
+        if keys:
+            return keys
+        try:
+            entries = open_catalogue(self.path, self.storage).entries
+        except CheckpointError:
+            return keys  # it is too damaged
+        for key, entry in entries.items():
+            for piece in entry.pieces:
+                keys[piece.file, piece.offset].append(key)
+        return keys
+
+
+def inspect(fs: Storage, path: str) -> Inspection:
+    """Find out what there is to verify. Damage is collected, not raised.
+
+    Args:
+        fs: the file system.
+        path: the checkpoint, a folder or a file.
+
+    Raises:
+        CheckpointNotFoundError: there is no checkpoint.
+        CheckpointLoadError: another release wrote it, or a checksum cannot be computed here.
+        CheckpointUnreadableError: the folder cannot be read.
+    """
+    try:
+        manifest = read_manifest(fs, path) if fs.is_folder(path) else None
+        folder = path if manifest is None else data_folder(fs, path, manifest)
+    except CheckpointCorruptError as error:
+        return Inspection(fs, path, path, damages=[Damage(MANIFEST, None, error)])
+    return _foreign(fs, path) if manifest is None else _own(fs, path, folder, manifest)
+
+
+def _own(fs: Storage, path: str, folder: str, manifest: Mapping[str, Any]) -> Inspection:
+    inspection = Inspection(fs, path, folder, sizes={entry["name"]: entry["size"] for entry in manifest["files"]})
+    whole, there = [], {}
+    for entry in manifest["files"]:
+        there[entry["name"]] = fs.size(os.path.join(folder, entry["name"])) or 0
+        try:
+            check_files(fs, folder, {"files": [entry]})
+            whole.append(entry)
+        except CheckpointCorruptError as error:
+            inspection.damages.append(Damage(entry["name"], None, error))
+    inspection.damages += small_files(fs, folder, {"files": whole})
+    bad = {damage.file for damage in inspection.damages}
+    for rank in range(manifest["world_size"]):
+        if integrity_name(rank) in bad:
+            continue
+        try:
+            (index,) = read_rank_indexes(fs, folder, manifest, [rank])
+        except CheckpointCorruptError as error:
+            inspection.damages.append(Damage(integrity_name(rank), None, error))
+            continue
+        inspection.indexes.append(index)
+        for item in items_of(folder, index):
+            (inspection.items if item.end <= there[item.file] else inspection.lost).append(item)
+    return inspection
+
+
+def _foreign(fs: Storage, path: str) -> Inspection:
+    """Opening it checks sizes and structure. Of other programs' formats, only `torch.save` may have checksums."""
+    try:
+        catalogue = open_catalogue(path, fs)
+    except CheckpointCorruptError as error:
+        return Inspection(fs, path, path, damages=[Damage(os.path.basename(path), None, error)])
+    inspection = Inspection(fs, path, catalogue.folder, verifiable=catalogue.verified)
+    for piece in {piece for entry in catalogue.entries.values() for piece in entry.pieces}:
+        inspection.sizes[piece.file] = fs.size(os.path.join(catalogue.folder, piece.file)) or 0
+        if piece.checksum is not None:
+            algorithm = find_checksum(str(piece.checksum_kind))
+            inspection.items.append(Item(piece.file, piece.offset, piece.length, piece.checksum, algorithm))
+    return inspection

@@ -1,0 +1,243 @@
+"""Verify the bytes of a checkpoint by the checksums of its items, many at once, without loading it.
+
+Small neighbouring items are read together, because an item costs more than its bytes.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+from ...errors import CheckpointCorruptError, CheckpointLoadError
+from ..commit.manifest import check_files, data_folder, read_manifest
+from ..progress import Progress, no_progress
+from ..storage.checksum import Checksum, ChecksumMissingError, find_checksum, install_text
+from ..storage.file_set import CHUNK_BYTES, GAP_BYTES, FileSet, RangeRead
+from ..storage.safe_open import read_failure
+from ..storage.storage import Storage
+from .rank_index import RankIndex, read_rank_indexes
+
+
+class Item(NamedTuple):
+    """A range of a file and its checksum."""
+
+    file: str
+    offset: int
+    length: int
+    checksum: int
+    algorithm: Checksum
+
+    @property
+    def end(self) -> int:
+        """Where it ends in the file."""
+        return self.offset + self.length
+
+
+class Damage(NamedTuple):
+    """An item, or a whole file, that is damaged or cannot be read, and the error that says so."""
+
+    file: str
+    item: Item | None
+    error: CheckpointCorruptError
+
+
+def verify_checkpoint(fs: Storage, path: str, progress: Progress = no_progress) -> bool:
+    """Read every file of a checkpoint of ours, of any format, and compare its checksums.
+
+    Args:
+        fs: The file system.
+        path: Folder of the checkpoint.
+        progress: Follows the bytes.
+
+    Returns:
+        False if it has no checksums, because another program saved it.
+
+    Raises:
+        CheckpointCorruptError: A file is missing, cannot be read, or differs from what was written; names the file.
+        CheckpointLoadError: A checksum cannot be computed here.
+    """
+    manifest = read_manifest(fs, path)
+    if manifest is None:
+        return False
+    verify_files(fs, data_folder(fs, path, manifest), manifest, progress)
+    return True
+
+
+def verify_files(fs: Storage, folder: str, manifest: Mapping[str, Any], progress: Progress = no_progress) -> None:
+    """Compare the files in a folder with a manifest, which is not in it yet; raises as `verify_checkpoint`."""
+    check_files(fs, folder, manifest)
+    indexes = read_rank_indexes(fs, folder, manifest)  # verifies the integrity files
+    items = [item for index in indexes for item in items_of(folder, index)]
+    verify_items(fs, folder, items, _raise, progress=progress)
+    for damage in small_files(fs, folder, manifest):
+        _raise(damage)
+
+
+def verify_file(fs: Storage, folder: str, name: str, index: RankIndex, progress: Progress = no_progress) -> None:
+    """Compare the checksum of every item of one file; raises as `verify_checkpoint`."""
+    items = [item for item in items_of(folder, index) if item.file == name]
+    verify_items(fs, folder, items, _raise, progress=progress)
+
+
+def checksum_of(folder: str, name: str) -> Checksum:
+    """The algorithm of this name, with which a checkpoint was saved.
+
+    Raises:
+        CheckpointLoadError: It cannot be computed here; the text says what to install.
+    """
+    try:
+        return find_checksum(name)
+    except ChecksumMissingError as error:
+        raise CheckpointLoadError(
+            f"{folder} was saved with the checksum {name}, whose package is not installed here: "
+            f"{install_text(name)}, or load it unverified with checkpoint.verify=off."
+        ) from error
+    except ValueError as error:
+        raise CheckpointLoadError(
+            f"{folder} was saved with the checksum {name!r:.200}, which this release does not know; load it "
+            "with the release that wrote it, or unverified with checkpoint.verify=off."
+        ) from error
+
+
+def items_of(folder: str, index: RankIndex) -> Iterator[Item]:
+    """The items that a rank wrote.
+
+    Raises:
+        CheckpointLoadError: The checksum of the rank's items cannot be computed here.
+    """
+    algorithm, tensors = checksum_of(folder, index.checksum), index.tensors
+    files = map(tensors.names.__getitem__, tensors.files)
+    for file, offset, length, checksum in zip(files, tensors.offsets, tensors.lengths, tensors.checksums, strict=True):
+        yield Item(file, offset, length, checksum, algorithm)
+    for extra in index.extras:
+        yield Item(extra.file, extra.offset, extra.length, extra.checksum, algorithm)
+
+
+def verify_items(
+    fs: Storage,
+    folder: str,
+    items: Iterable[Item],
+    report: Callable[[Damage], None],
+    *,
+    done: Callable[[Item], None] = lambda _: None,
+    progress: Progress = no_progress,
+    shared: bool = True,
+) -> None:
+    """Read items and compare their checksums, in several threads.
+
+    Args:
+        fs: The storage.
+        folder: Folder of the files, all of which exist.
+        items: The items; the same one may occur more than once.
+        report: Called with what is damaged, from any thread; what it raises ends the verification.
+        done: Called with every intact item, from any thread.
+        progress: Follows the bytes.
+        shared: As for `Storage.open_files`.
+
+    Raises:
+        CheckpointCorruptError, CheckpointUnreadableError: A file cannot be opened.
+    """
+    with fs.open_files(folder, shared=shared) as files:
+
+        def verify(group: list[Item]) -> None:
+            first, end = group[0], max(map(attrgetter("end"), group))
+            sums: list[int | None] = []
+
+            def damage() -> str | None:
+                if first.length > CHUNK_BYTES:
+                    sums[:] = [_streamed(files, first)]
+                else:
+                    sums[:] = _summed(files, group, end - first.offset)
+                bad = [item for item, value in zip(group, sums, strict=True) if value != item.checksum]
+                return _name(bad[0]) if bad else None
+
+            try:
+                files.verified(first.file, first.offset, end - first.offset, damage)
+            except CheckpointCorruptError as error:  # it cannot be read
+                for item in group:
+                    report(Damage(item.file, item, error))
+                return
+            for item, value in zip(group, sums, strict=True):
+                if value == item.checksum:
+                    done(item)
+                else:
+                    report(Damage(item.file, item, files.damaged(item.file, _name(item))))
+
+        files.read_all(
+            [
+                RangeRead(group[0].file, group[0].offset, group[-1].end - group[0].offset, partial(verify, group))
+                for group in _groups(items)
+            ],
+            progress,
+        )
+
+
+def small_files(fs: Storage, folder: str, manifest: Mapping[str, Any]) -> Iterator[Damage]:
+    """Compare the files whose checksum is in the manifest itself, and say which are damaged."""
+    for entry in manifest["files"]:
+        if "crc32" not in entry:
+            continue
+        file = os.path.join(folder, entry["name"])
+        try:
+            data = fs.read_verified(file, entry["size"], entry["crc32"])
+        except OSError as error:
+            yield Damage(entry["name"], None, read_failure(file, error))
+            continue
+        if data is None:
+            text = f"{file} does not match its checksum in manifest.json."
+            yield Damage(entry["name"], None, CheckpointCorruptError(text))
+
+
+def _name(item: Item) -> str:
+    return f"The item at bytes {item.offset} to {item.end}"
+
+
+def _groups(items: Iterable[Item]) -> Iterator[list[Item]]:
+    """Items to read at once: each group fits `CHUNK_BYTES`, unless it is one larger item."""
+    group: list[Item] = []
+    for item in sorted(set(items), key=attrgetter("file", "offset", "length")):
+        if group:
+            first, last = group[0], group[-1]
+            near = item.file == last.file and 0 <= item.offset - last.end <= GAP_BYTES
+            if not near or item.end - first.offset > CHUNK_BYTES:
+                yield group
+                group = []
+        group.append(item)
+    if group:
+        yield group
+
+
+def _summed(files: FileSet, group: list[Item], length: int) -> list[int | None]:
+    """The checksums of a group of small items; None for those after the end of the file."""
+    first = group[0]
+    start = files.fill_block(first.file, first.offset, length)
+    if start is None:
+        if len(group) == 1:
+            return [None]
+        return [_summed(files, [item], item.length)[0] for item in group]
+    sums: list[int | None] = []
+    for item in group:
+        begin = start + item.offset - first.offset
+        with files.block.view[begin : begin + item.length] as view:
+            sums.append(item.algorithm.of(view))
+    return sums
+
+
+def _streamed(files: FileSet, item: Item) -> int | None:
+    """The checksum of a large item; None if the file is too short."""
+    stream = item.algorithm.stream()
+    for offset in range(item.offset, item.end, CHUNK_BYTES):
+        length = min(CHUNK_BYTES, item.end - offset)
+        start = files.fill_block(item.file, offset, length)
+        if start is None:
+            return None
+        with files.block.view[start : start + length] as view:
+            stream.update(view)
+    return stream.value()
+
+
+def _raise(damage: Damage) -> None:
+    raise damage.error

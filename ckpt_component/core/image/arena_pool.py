@@ -1,0 +1,148 @@
+"""Arenas leased to one save at a time."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+
+from ...errors import CheckpointTimeoutError
+from .arena import Arena
+from .early_arenas import EarlyArenas
+
+
+class ArenaPool:
+    """Up to `count` arenas, each leased to one save at a time.
+
+    Args:
+        count: how many saves may be in flight.
+        shared: see `Arena`.
+    """
+
+    def __init__(self, count: int, *, shared: bool) -> None:
+        self._count = count
+        self._shared = shared
+        self._free: list[Arena] = []
+        self._leased = 0
+        self._leased_bytes = 0
+        #: Whether an arena was leased before.
+        self._used = False
+        self._early: EarlyArenas | None = None
+        self._closed = False
+        self._changed = threading.Condition()
+
+    @property
+    def idle_bytes(self) -> int:
+        """Total size of the arenas that are not leased."""
+        with self._changed:
+            early = 0 if self._early is None else self._early.nbytes
+            return early + sum(arena.nbytes for arena in self._free)
+
+    @property
+    def nbytes(self) -> int:
+        """Total size of all arenas."""
+        with self._changed:
+            return self._leased_bytes + self.idle_bytes
+
+    @property
+    def awaits_first_lease(self) -> bool:
+        """Whether memory can still be made in advance: it must be visible to another process, and none was leased."""
+        return self._shared and not self._used and not self._closed
+
+    def reserve(self, nbytes: int, prepare: Callable[[Arena], None]) -> None:
+        """Make all arenas in the background, unless arenas of this size are being made already.
+
+        Called by the thread that leases.
+
+        Args:
+            nbytes: size of each.
+            prepare: see `EarlyArenas`.
+
+        Raises:
+            CheckpointError: there is not enough memory.
+        """
+        early = self._early
+        if not self.awaits_first_lease or (early is not None and early.fit(nbytes)):
+            return
+        if early is not None:
+            self._early = None
+            early.close()
+        early = EarlyArenas(nbytes, self._count, prepare)
+        with self._changed:
+            if not self._closed:
+                self._early = early
+                return
+        early.close()
+
+    def wait_free(self, deadline: float) -> bool:
+        """Wait until `lease` would not block; returns False if `deadline` (monotonic seconds) passes first."""
+        with self._changed:
+            return self._changed.wait_for(
+                lambda: self._leased < self._count, timeout=max(deadline - time.monotonic(), 0)
+            )
+
+    def lease(self, nbytes: int, timeout: float) -> Arena:
+        """Lease an arena of at least `nbytes` for exclusive use until `give_back`; one that is being made is finished.
+
+        Raises:
+            CheckpointTimeoutError: all arenas stayed busy for `timeout` seconds.
+        """
+        until = time.monotonic() + timeout
+        with self._changed:
+            if self._leased >= self._count and not self.wait_free(until):
+                raise CheckpointTimeoutError(
+                    f"All {self._count} checkpoint arena(s) were still being written after {timeout:g} s "
+                    "(timeouts.stage); save less often, or raise checkpoint.stager.arenas."
+                )
+            self._leased += 1
+            self._used = True
+            for arena in self._free:
+                if arena.nbytes >= nbytes:
+                    self._free.remove(arena)
+                    self._leased_bytes += arena.nbytes
+                    return arena
+            small_arena = self._free.pop() if self._free and self._leased + len(self._free) > self._count else None
+        try:
+            if small_arena is not None:
+                small_arena.close()
+            arena = self._take_early(nbytes, until) or Arena(nbytes, shared=self._shared)
+        except BaseException:
+            with self._changed:
+                self._leased -= 1
+                self._changed.notify()
+            raise
+        with self._changed:
+            self._leased_bytes += arena.nbytes
+        return arena
+
+    def _take_early(self, nbytes: int, until: float) -> Arena | None:
+        early = self._early
+        if early is None:
+            return None
+        arena = early.take(max(until - time.monotonic(), 0)) if early.fit(nbytes) else None
+        if arena is None or not early.nbytes:
+            self._early = None
+            early.close()
+        return arena
+
+    def give_back(self, arena: Arena, staged: Future[None] | None = None) -> None:
+        """End a lease after the save was committed or given up. Can be used as a callback of the copy's future."""
+        with self._changed:
+            self._leased -= 1
+            self._leased_bytes -= arena.nbytes
+            if self._closed:
+                arena.close()
+            else:
+                self._free.append(arena)
+            self._changed.notify()
+
+    def close(self) -> None:
+        """Free the arenas that are not leased now, and the others when they are given back."""
+        with self._changed:
+            self._closed = True
+            while self._free:
+                self._free.pop().close()
+            early, self._early = self._early, None
+        if early is not None:
+            early.close()

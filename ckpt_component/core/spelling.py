@@ -1,0 +1,61 @@
+"""Suggestions for mistyped names."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Sequence
+from enum import Enum
+from typing import TypeVar
+
+from ..errors import CheckpointConfigError
+
+E = TypeVar("E", bound=Enum)
+
+
+def closest(word: str, words: Iterable[str], cutoff: float = 0.7) -> str | None:
+    """Return the entry of `words` of which `word` is most likely a misspelling or an abbreviation, or None."""
+    names = list(words)
+    matches = difflib.get_close_matches(word, names, n=1, cutoff=cutoff)
+    matches = matches or [name for name in names if sorted(name) == sorted(word)]  # `dpc`: too short for a ratio
+    if matches or len(word) < 3:
+        return next(iter(matches), None)
+    # Abbreviations such as `ckpt` and `async`: the first letter, then the others in this order.
+    pattern = re.compile(".*".join(map(re.escape, word)))
+    expansions = [name for name in names if len(name) <= 3 * len(word) and pattern.match(name)]
+    completions = [name for name in expansions if name.startswith(word)]
+    return completions[0] if completions else expansions[0] if len(expansions) == 1 else None
+
+
+def typed(key: str, value: str) -> str:
+    """Format `key=value` for Hydra in a shell; a value with special characters is quoted for both."""
+    if re.fullmatch(r"[\w/.+@%:-]+", value):
+        return f"{key}={value}"
+    quoted = value.replace("\\", "\\\\").replace('"', '\\"')
+    return f"'{key}=\"{quoted}\"'"
+
+
+#: Words that other programs have for ours.
+_OTHER_WORDS = {"continue": "warn", "ignore": "warn", "last": "auto", "latest": "auto", "newest": "auto"}
+
+
+def invalid_choice(key: str, value: object, words: Sequence[str], descriptions: Sequence[str] = ()) -> str:
+    """The message for an invalid value of `key`. `words`: valid values; `descriptions`: others, in words."""
+    meant = _OTHER_WORDS.get(str(value))
+    suggestion = meant if meant in words else closest(str(value), words)
+    *choices, last = [*words, *descriptions]
+    choice = f"{', '.join(choices)} or {last}" if choices else last
+    return f"{key} must be {choice}, got {value}." + (f" Did you mean {key}={suggestion}?" if suggestion else "")
+
+
+def member(key: str, value: E | str, words: type[E]) -> E:
+    """The member of an enum, also by its name, as composed configs have it.
+
+    Raises:
+        CheckpointConfigError: there is no such member.
+    """
+    if isinstance(value, words):
+        return value
+    if value not in words.__members__:
+        raise CheckpointConfigError(invalid_choice(key, value, list(words.__members__)))
+    return words[str(value)]

@@ -1,0 +1,1 @@
+"""The state dict: flattened, its structure, shards and objects."""

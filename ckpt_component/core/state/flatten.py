@@ -1,0 +1,279 @@
+"""Flatten a nested state dict into lists of tensors and objects, and back.
+
+The rules for which containers are flattened are those of `torch.distributed.checkpoint` since 2.4 (dicts always; a
+list if it holds a tensor, a dict or such a list; a tuple never), because stock `dcp.load` looks for the resulting keys.
+What stock DCP loses is recorded separately: int keys, empty dicts, `OrderedDict`.
+"""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import repeat
+from typing import Any, Literal, Protocol
+
+import torch
+
+from ...errors import CheckpointStageError
+from .dense_tensors import ORDINARY
+from .instead import is_config
+from .paths import TAG, Path, key_of
+from .per_rank import PerRank, rank_name
+from .shards import Shard, check_mesh, local_parts, mesh_of
+
+StateDict = dict[str, Any]
+#: The rank of `PerRank` values: one rank for all, or a function of path and value.
+Owner = int | Callable[[Path, PerRank], int | None]
+
+_DICTS = (dict, OrderedDict)
+#: Types of dict keys. Their subclasses, such as an enum's or numpy's, load as another type or not at all.
+_PLAIN_KEYS = frozenset({str, int, float, bool, type(None)})
+#: Dicts of at least this many values are first checked as a whole: 0.1 us per value instead of 0.3.
+_WIDE = 16
+
+
+class Stateful(Protocol):
+    """An object with `state_dict()` and `load_state_dict()`, such as a module or an optimizer."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state."""
+        ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
+        """Restore the state."""
+        ...
+
+
+@dataclass
+class FlatState:
+    """A flattened state dict.
+
+    Attributes:
+        tensors: the tensors, in traversal order; not copied. Of a DTensor or ShardedTensor, the local parts of this
+            rank, which all have the same path.
+        tensor_paths: path of each tensor.
+        objects: everything else.
+        object_paths: path of each object.
+        containers: (path, kind) of containers that a plain dict would not restore: `list`, `odict`, `empty`.
+        stateful: (path, object) of the values whose `state_dict()` was called.
+        shards: for every tensor, which part of a whole tensor it is; None: it is the whole.
+        placed: the DTensors and ShardedTensors whose local parts are in `tensors`, by number of the part.
+        elsewhere: those of which this rank holds no part, by path; they are not in `tensors`.
+    """
+
+    tensors: list[torch.Tensor] = field(default_factory=list)
+    tensor_paths: list[Path] = field(default_factory=list)
+    objects: list[Any] = field(default_factory=list)
+    object_paths: list[Path] = field(default_factory=list)
+    containers: list[tuple[Path, str]] = field(default_factory=list)
+    stateful: list[tuple[Path, Stateful]] = field(default_factory=list)
+    shards: list[Shard | None] = field(default_factory=list)
+    placed: dict[int, torch.Tensor] = field(default_factory=dict)
+    elsewhere: dict[Path, torch.Tensor] = field(default_factory=dict)
+
+    @cached_property
+    def pointers(self) -> array[int]:
+        """The data pointer of each tensor.
+
+        Raises:
+            RuntimeError: a tensor has no data pointer, such as a sparse one.
+        """
+        return array("Q", map(torch.Tensor.data_ptr, self.tensors))
+
+
+def kind_of(value: Any) -> Literal["tensor", "dict", "list", "per_rank", "stateful", "object"]:
+    """How `flatten` treats a value.
+
+    Dicts are flattened, except that an encoded numpy value and an OmegaConf config (which would lose its
+    interpolations) are objects. A list is flattened unless it holds objects only. A stateful value is replaced by its
+    `state_dict()`.
+    """
+    if type(value) in _DICTS or (isinstance(value, Mapping) and not is_config(value)):
+        return "object" if TAG in value else "dict"
+    if isinstance(value, torch.Tensor):
+        return "tensor"
+    if isinstance(value, PerRank):
+        return "per_rank"
+    if isinstance(value, list):
+        for element in value:
+            if kind_of(element) != "object":
+                return "list"
+    if callable(getattr(value, "state_dict", None)) and not isinstance(value, type):
+        return "stateful"
+    return "object"
+
+
+def flatten(state_dict: Mapping[Any, Any], rank: Owner = 0, world_size: int | None = None) -> FlatState:
+    """Flatten a state dict; objects with `state_dict()` are replaced by their state at any depth.
+
+    Args:
+        state_dict: the state dict to save, or to load into.
+        rank: the rank whose name is the key of `PerRank` values; or a function that returns it for each of them, None
+            to leave the value out.
+        world_size: how many ranks save together; None if this is not for a save.
+
+    Raises:
+        CheckpointStageError: the state is not a dict or contains itself, a dict key is neither str, int, float, bool
+            nor None, an object could not restore its state, or ranks that do not save hold parts of a tensor.
+    """
+    kind = kind_of(state_dict)
+    if kind != "dict":
+        advice = "; give it a name: {'model': ...}" if kind == "stateful" else ""
+        raise CheckpointStageError(f"Expected a state dict, got a {type(state_dict).__name__}{advice}.")
+    flat = FlatState()
+    try:
+        _walk((), state_dict, flat, rank)
+    except RecursionError:
+        raise _endless(state_dict) from None
+    if ORDINARY.issuperset(map(type, flat.tensors)):
+        flat.shards = [None] * len(flat.tensors)
+    else:
+        _take_parts(flat, world_size)
+    return flat
+
+
+def _walk(path: Path, value: Any, flat: FlatState, owner: Owner, inside: bool = False) -> None:
+    """Add a value and everything below it to `flat`. `inside`: it is part of an object's state, which that restores."""
+    kind = kind_of(value)
+    if kind == "object":
+        flat.objects.append(value)
+        flat.object_paths.append(path)
+    elif kind == "tensor":
+        flat.tensors.append(value)
+        flat.tensor_paths.append(path)
+    elif kind == "dict":
+        if not value:
+            flat.containers.append((path, "empty"))
+        elif type(value) is OrderedDict:
+            flat.containers.append((path, "odict"))
+        tensors, paths = flat.tensors, flat.tensor_paths
+        if (
+            len(value) >= _WIDE
+            and type(value) in _DICTS
+            and ORDINARY.issuperset(map(type, value.values()))
+            and set(map(type, value)) == {str}
+        ):
+            tensors += value.values()
+            paths += zip(*map(repeat, path), value, strict=False)
+            return
+        for name, element in value.items():
+            if type(name) not in _PLAIN_KEYS:
+                raise CheckpointStageError(
+                    f"A key of {key_of(path) or 'the state dict'} is the {type(name).__name__} {name!r}; "
+                    "use str or int keys."
+                )
+            if type(element) in ORDINARY:  # a shortcut for the most frequent case
+                tensors.append(element)
+                paths.append((*path, name))
+            else:
+                _walk((*path, name), element, flat, owner, inside)
+    elif kind == "list":
+        flat.containers.append((path, "list"))
+        for position, element in enumerate(value):
+            _walk((*path, position), element, flat, owner, inside)
+    elif kind == "per_rank":
+        if inside:
+            raise CheckpointStageError(
+                f"'{key_of(path)}' is a PerRank in an object's state_dict(), and load_state_dict() would not get it "
+                "back unchanged; wrap the object instead: PerRank(object)."
+            )
+        rank = owner if isinstance(owner, int) else owner(path, value)
+        if rank is not None:
+            _walk((*path, rank_name(rank)), value.value, flat, owner)
+    else:
+        state = value.state_dict()
+        restorable = isinstance(state, Mapping) and callable(getattr(value, "load_state_dict", None))
+        if not restorable and not inside:
+            raise _not_restorable(path, value, state)
+        flat.stateful.append((path, value))
+        _walk(path, state, flat, owner, inside=True)
+
+
+def _not_restorable(path: Path, value: Stateful, state: object) -> CheckpointStageError:
+    """The error for an object that could not restore its state at a load."""
+    if isinstance(state, Mapping):
+        problem = (
+            "which has state_dict() but no load_state_dict(), so no load could restore it; define load_state_dict(), "
+            "or save what its state_dict() returns"
+        )
+    else:
+        problem = f"whose state_dict() returned a {type(state).__name__}; a dict is expected"
+    return CheckpointStageError(f"'{key_of(path)}' is a {type(value).__name__}, {problem}.")
+
+
+def _endless(state_dict: Mapping[Any, Any]) -> CheckpointStageError:
+    """The error for a state that is nested too deeply; names the value that contains itself, if there is one."""
+    waiting: list[tuple[Path, Any, tuple[Any, ...]]] = [((), state_dict, ())]
+    while waiting:
+        path, value, around = waiting.pop()
+        if any(value is container for container in around):
+            return CheckpointStageError(f"'{key_of(path)}' contains itself, which cannot be checkpointed.")
+        if len(path) > sys.getrecursionlimit():
+            break
+        around = (*around, value)
+        if isinstance(value, PerRank):
+            waiting.append((path, value.value, around))
+        elif isinstance(value, Mapping):
+            waiting += [((*path, name), element, around) for name, element in value.items()]
+        elif isinstance(value, list):
+            waiting += [((*path, position), element, around) for position, element in enumerate(value)]
+        elif kind_of(value) == "stateful":
+            waiting.append((path, value.state_dict(), around))
+    return CheckpointStageError("The state dict is nested too deeply to be checkpointed; flatten it.")
+
+
+def _take_parts(flat: FlatState, world_size: int | None) -> None:
+    """Replace DTensors and ShardedTensors by the parts that this rank holds."""
+    tensors = list(zip(flat.tensor_paths, flat.tensors, strict=True))
+    flat.tensor_paths, flat.tensors = [], []
+    checked = None  # checking a mesh is slow, and most tensors share one
+    for path, tensor in tensors:
+        parts: list[tuple[torch.Tensor, Shard | None]] = [(tensor, None)]
+        if type(tensor) not in ORDINARY:
+            key, mesh = key_of(path), mesh_of(tensor)
+            if world_size is not None and mesh is not None and mesh is not checked:
+                check_mesh(mesh, key, world_size)
+                checked = mesh
+            parts = local_parts(tensor, key)
+        if not parts:
+            flat.elsewhere[path] = tensor
+        for part, shard in parts:
+            if part is not tensor:
+                flat.placed[len(flat.tensors)] = tensor
+            flat.tensor_paths.append(path)
+            flat.tensors.append(part)
+            flat.shards.append(shard)
+
+
+def unflatten(values: Mapping[Path, Any], containers: Iterable[tuple[Path, str]]) -> StateDict:
+    """Build the nested state dict of flat values; the inverse of `flatten`.
+
+    Args:
+        values: the values by path.
+        containers: see `FlatState.containers`.
+    """
+    kinds = dict(containers)
+    opened: dict[Path, Any] = {}
+
+    def container(path: Path) -> Any:
+        """The dict of the values below a path."""
+        if path not in opened:
+            opened[path] = OrderedDict() if kinds.get(path) == "odict" else {}
+            if path:
+                container(path[:-1])[path[-1]] = opened[path]
+        return opened[path]
+
+    for path, value in values.items():
+        container(path[:-1])[path[-1]] = value
+    for path in kinds:
+        container(path)
+    # Lists were collected as dicts by position; convert them, innermost first.
+    for path in sorted(kinds, key=len, reverse=True):
+        if kinds[path] == "list":
+            positions = opened[path]
+            container(path[:-1])[path[-1]] = list(map(positions.get, sorted(positions)))
+    return container(())

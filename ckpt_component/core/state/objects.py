@@ -1,0 +1,143 @@
+"""Encode Python objects in a form that `torch.load(weights_only=True)` can load.
+
+It cannot load numpy values (mostly RNG states), so they are stored as tagged tensors, which `decode` converts back.
+Types outside the list in `docs/state.md` are refused, by key, when the snapshot is taken.
+"""
+
+from __future__ import annotations
+
+import io
+import sys
+from collections import OrderedDict
+from functools import partial
+from typing import Any
+
+import torch
+from torch.nn.parameter import is_lazy
+
+from ...errors import CheckpointStageError
+from .dense_tensors import has_plain_bytes
+from .instead import instead_of
+from .paths import TAG
+from .shards import is_spread
+
+_ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device})
+_CONTAINERS = frozenset({dict, OrderedDict, list, tuple, set})
+#: Dtypes of less than a byte, which `torch.save` does not support.
+PACKED_DTYPES = frozenset(
+    value
+    for bits in range(1, 8)
+    for name in (f"int{bits}", f"uint{bits}")
+    if isinstance(value := getattr(torch, name, None), torch.dtype)
+)
+#: A view of integers as one of these says that it is not quantized, and torch ends the process on what is loaded.
+QUANTIZED_DTYPES = frozenset({torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.quint2x4})
+_ALLOWED = (
+    "dict, list, tuple, set, numbers, str, bytes, None, tensors, numpy arrays and numbers, torch.Size, dtype and device"
+)
+
+
+def encode(value: Any, key: str, parents: tuple[int, ...] = ()) -> Any:
+    """Copy a value into a form that loads with `weights_only`; shares nothing mutable with the original.
+
+    Args:
+        value: a value of the state dict.
+        key: its flat key, for error messages.
+        parents: ids of the containers around it.
+
+    Raises:
+        CheckpointStageError: the value contains a type that safe loading would refuse.
+    """
+    kind = type(value)
+    if kind in _ATOMS:
+        return value
+    if kind in _CONTAINERS:
+        if id(value) in parents:
+            raise CheckpointStageError(f"'{key}' contains itself, which cannot be checkpointed.")
+        encoded = partial(encode, key=key, parents=(*parents, id(value)))
+        try:
+            if kind not in (dict, OrderedDict):
+                return kind(map(encoded, value))
+            if TAG in value:
+                raise CheckpointStageError(f"'{key}' has the dict key {TAG!r}, which is reserved.")
+            return kind(zip(map(encoded, value), map(encoded, value.values()), strict=True))
+        except RecursionError:
+            raise CheckpointStageError(f"'{key}' is nested too deeply to be checkpointed; flatten it.") from None
+    if isinstance(value, torch.Tensor):
+        check_tensor(value, key)
+        return value.detach().cpu().clone(memory_format=torch.contiguous_format)
+    numpy = sys.modules.get("numpy")  # if numpy was never imported, there are no numpy values
+    if numpy is not None and (kind in (numpy.ndarray, numpy.memmap) or isinstance(value, numpy.generic)):
+        return _encode_numpy(numpy, value, key)
+    raise CheckpointStageError(
+        f"'{key}' holds a {kind.__module__}.{kind.__qualname__}, which safe loading would refuse; "
+        f"{instead_of(value)}. Checkpoints take {_ALLOWED}."
+    )
+
+
+def _encode_numpy(numpy: Any, value: Any, key: str) -> dict[str, Any]:
+    array = numpy.ascontiguousarray(value)
+    if array.dtype.kind not in "biufc":
+        raise CheckpointStageError(
+            f"'{key}' holds a numpy value of dtype {array.dtype}; only numeric dtypes work, so save its .tolist()."
+        )
+    native = array.astype(array.dtype.newbyteorder("="), copy=True)
+    data = torch.frombuffer(native, dtype=torch.uint8) if native.size else torch.empty(0)
+    kind = "array" if isinstance(value, numpy.ndarray) else "scalar"
+    shape = list(numpy.shape(value))
+    return {TAG: kind, "dtype": native.dtype.str, "shape": shape, "data": data}
+
+
+def decode(value: Any) -> Any:
+    """The inverse of `encode`, applied to loaded values. Needs numpy if numpy values were saved."""
+    kind = type(value)
+    if kind not in _CONTAINERS:
+        return value
+    if kind not in (dict, OrderedDict):
+        return kind(map(decode, value))
+    if TAG in value:
+        return _decode_numpy(value)
+    return kind(zip(map(decode, value), map(decode, value.values()), strict=True))
+
+
+def _decode_numpy(value: dict[str, Any]) -> Any:
+    import numpy
+
+    data = value["data"].to(torch.uint8)
+    if not data.is_contiguous():  # a hostile file can make one byte look like terabytes with a stride of 0
+        raise ValueError("its bytes are not stored one after the other")
+    raw = data.view(-1).numpy().tobytes()
+    array = numpy.frombuffer(raw, dtype=value["dtype"]).reshape(value["shape"]).copy()
+    return array if value[TAG] == "array" else array[()]
+
+
+def dump(value: Any) -> bytes:
+    """Serialize an encoded object as a `torch.save` archive, as stock DCP does."""
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    return stream.getvalue()
+
+
+def check_tensor(tensor: torch.Tensor, key: str) -> None:
+    """Refuse, by key, tensors that cannot be restored from their bytes alone."""
+    problem = None
+    if is_spread(tensor):
+        problem = (f"holds a {type(tensor).__name__} in a tuple or another object", "put it into a dict or a list")
+    elif is_lazy(tensor):
+        problem = ("is not initialized yet", "run the module on one batch first")
+    elif tensor.device.type == "meta":
+        problem = ("is on the meta device and has no data", "materialize it first")
+    elif tensor.is_nested:
+        problem = ("is a nested tensor", "save its .unbind() as a list")
+    elif tensor.layout is not torch.strided:
+        problem = (f"is sparse ({tensor.layout})", "save .to_dense(), or its indices and values")
+    elif tensor.is_quantized:
+        problem = ("is quantized", "save .int_repr() with its scale and zero point")
+    elif tensor.dtype in QUANTIZED_DTYPES:
+        problem = (f"is {tensor.dtype} without a scale", "save the integers that it is a view of")
+    elif tensor.dtype in PACKED_DTYPES:
+        problem = (f"is {tensor.dtype}", "save its .view(torch.uint8)")
+    elif not has_plain_bytes(tensor):
+        problem = (f"is a {type(tensor).__name__}", "save the plain tensors it is made of")
+    if problem is not None:
+        raise CheckpointStageError(f"'{key}' {problem[0]}, which cannot be checkpointed; {problem[1]}.")

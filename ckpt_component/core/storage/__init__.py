@@ -1,0 +1,1 @@
+"""Files, folders and buckets; knows no checkpoint. `faults` makes them fail on demand. Imports no torch."""

@@ -1,0 +1,122 @@
+"""Which storage a path is in: files, or the objects of a bucket."""
+
+from __future__ import annotations
+
+import os
+import posixpath
+import re
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+from ...errors import CheckpointConfigError
+from .faults import LOG, SPEC
+from .files import FileStorage
+from .storage import Storage
+
+_VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)\})")
+_SCHEME = re.compile(r"[a-z][a-z0-9+.-]*://", re.I)
+
+
+def is_url(path: str | os.PathLike[str]) -> bool:
+    """Whether a path begins with a scheme, such as `s3://`."""
+    return _SCHEME.match(os.fspath(path)) is not None
+
+
+def absolute(path: str | os.PathLike[str]) -> str:
+    """The absolute path of a file or folder, without `~`; of a URL, the same without needless slashes."""
+    text = os.fspath(path)
+    scheme = _SCHEME.match(text)
+    if scheme is None:
+        return os.path.abspath(os.path.expanduser(text))
+    bucket, slash, prefix = text[scheme.end() :].partition("/")
+    prefix = posixpath.normpath(f"/{prefix}").strip("/") if slash else ""
+    return scheme[0].lower() + "/".join(filter(None, (bucket, prefix)))
+
+
+def expanded(path: str | os.PathLike[str], name: str) -> str:
+    """Expand `~` and environment variables in a path.
+
+    Args:
+        path: as the user wrote it.
+        name: its key or option, for errors.
+
+    Raises:
+        CheckpointConfigError: a variable is not set, or a user has no home folder.
+    """
+    text = os.fspath(path)
+
+    def value_of(match: re.Match[str]) -> str:
+        variable = match[1] or match[2]
+        if not os.environ.get(variable):
+            raise CheckpointConfigError(
+                f"{name}={text}: the environment variable {variable} is not set; set it, or write the folder out."
+            )
+        return os.environ[variable]
+
+    # `~` first: the value of a variable is used unchanged.
+    home = os.path.expanduser(text)
+    if home.startswith("~") and home == text:
+        raise CheckpointConfigError(
+            f"{name}={text}: there is no home folder of {text.partition('/')[0][1:] or 'this user'}; write the folder "
+            f"out, or for a folder of that name {name}=./{text}"
+        )
+    return _VARIABLE.sub(value_of, home)
+
+
+def storage_at(
+    path: str | os.PathLike[str],
+    *,
+    durable: bool = True,
+    atomic_rename: bool = True,
+    options: Mapping[str, Any] | None = None,
+    home: str | None = None,
+    process: str = "trainer",
+) -> Storage:
+    """The storage of a path.
+
+    Args:
+        path: a folder or file, or a URL; other paths of the same file system or bucket may be used with the result.
+        durable: see `Storage`.
+        atomic_rename: see `Storage`; buckets never have it.
+        options: `checkpoint.storage.options`, for a URL.
+        home: the folder that the package for a URL is imported from, in a process without site-packages.
+        process: name of this process, which `process=` of a failpoint matches.
+
+    Raises:
+        CheckpointConfigError: the scheme is not supported, the package for it is not installed, or an option is wrong.
+        FailpointError: the environment variables are set but invalid.
+    """
+    if is_url(path):
+        from .bucket import ObjectStorage  # 5 ms that runs without buckets need not wait
+
+        return ObjectStorage(absolute(path), options=options, home=home)
+    return file_storage(durable=durable, atomic_rename=atomic_rename, process=process)
+
+
+def file_storage(*, durable: bool = True, atomic_rename: bool = True, process: str = "trainer") -> FileStorage:
+    """The storage of files; arguments and errors as for `storage_at`."""
+    if not (os.environ.get(SPEC) or os.environ.get(LOG)):
+        return FileStorage(durable=durable, atomic_rename=atomic_rename, warns=process == "trainer")
+    from .faults.failpoint_fs import FailpointFs  # only tests set these variables; production never imports it
+
+    return FailpointFs(durable=durable, atomic_rename=atomic_rename, process=process)
+
+
+class Storages:
+    """The storages of paths, each made once; thread-safe. Arguments as for `storage_at`."""
+
+    def __init__(
+        self, *, durable: bool = True, atomic_rename: bool = True, options: Mapping[str, Any] | None = None
+    ) -> None:
+        self._settings: dict[str, Any] = {"durable": durable, "atomic_rename": atomic_rename, "options": options}
+        self._made: dict[str, Storage] = {}
+        self._lock = threading.Lock()
+
+    def of(self, path: str) -> Storage:
+        """The storage of an absolute path. Raises the errors of `storage_at`."""
+        root = "/".join(path.split("/", 3)[:3]) if is_url(path) else ""
+        with self._lock:
+            if root not in self._made:
+                self._made[root] = storage_at(path, **self._settings)
+            return self._made[root]

@@ -1,0 +1,27 @@
+"""New names beside a file or folder, which no other process or host uses."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import socket
+
+from ..processes.running import ProcessName
+
+NEW_PREFIX = ".ckpt-new."
+
+
+def new_token() -> str:
+    """Create the identity of a save attempt: a hash of the host name and a random part."""
+    return f"{host_token()}-{os.urandom(4).hex()}"
+
+
+def new_path(path: str) -> str:
+    """A new path next to the file `path`, for the bytes that are about to replace it; names this process."""
+    name = f"{NEW_PREFIX}{os.path.basename(path)}.{ProcessName.current().key}.{new_token()}"
+    return os.path.join(os.path.dirname(path), name)
+
+
+def host_token() -> str:
+    """The part of every token that says which host made it."""
+    return hashlib.sha256(socket.gethostname().encode()).hexdigest()[:8]

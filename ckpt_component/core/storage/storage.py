@@ -1,0 +1,284 @@
+"""`Storage`: what checkpoints need from the place they are stored in. The whole contract is on this page.
+
+`FileStorage` (files) and `ObjectStorage` (objects) implement it. Paths are absolute; those of a bucket begin with a
+scheme, such as `s3://bucket/prefix`, and are joined and split like paths of files. A bucket has no folders: one exists
+while it has an entry. Commit, scan, cleanup, fencing and readers are written against this interface.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import zlib
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from .safe_open import READ_TWICE
+
+if TYPE_CHECKING:
+    from .file_set import FileSet  # processes that only write do not load it
+
+logger = logging.getLogger("ckpt_component.storage")
+
+
+class Storage(ABC):
+    """The operations of saves and loads on one kind of storage.
+
+    All methods raise OSError: FileNotFoundError and FileExistsError where they say so, others for what the storage
+    reports, with an `errno`.
+
+    Args:
+        durable: `True`: `sync` and `sync_folder` return when the bytes survive a power cut. `False`: they survive only
+            the end of the process.
+        atomic_rename: whether a folder can be renamed in one step; only files have it, see `FileStorage`.
+        options: `checkpoint.storage.options`, which a bucket was opened with; may hold secrets, so it is never logged.
+        warns: whether to warn, once, if there are no locks. A writer process leaves that to its trainer.
+    """
+
+    def __init__(
+        self,
+        *,
+        durable: bool = True,
+        atomic_rename: bool = True,
+        options: Mapping[str, Any] | None = None,
+        warns: bool = True,
+    ) -> None:
+        self.durable = durable
+        self.atomic_rename = atomic_rename
+        self.options = options or {}
+        self.warns = warns
+
+    @property
+    def has_direct_io(self) -> bool:
+        """Whether files can be written past the page cache, with `open_direct`."""
+        return False
+
+    @property
+    def streams(self) -> bool:
+        """Whether `write` takes the bytes of a file in order only, and reads their memory later."""
+        return False
+
+    @property
+    def home(self) -> str | None:
+        """The folder from which a process without site-packages imports what this needs; None: nothing."""
+        return None
+
+    def holds(self, path: str) -> bool:
+        """Whether an absolute path is in this storage."""
+        return "://" not in path
+
+    # Folders
+
+    @abstractmethod
+    def make_folders(self, path: str) -> None:
+        """Create a folder and its missing parents, and make each new entry durable."""
+
+    @abstractmethod
+    def make_folder(self, path: str) -> None:
+        """Create one folder; raises FileExistsError if it exists, FileNotFoundError if its parent does not."""
+
+    def sync_folder(self, path: str) -> None:
+        """Make a folder's entries durable (new, renamed and deleted names)."""
+
+    @abstractmethod
+    def remove_folder(self, path: str) -> None:
+        """Delete one empty folder."""
+
+    @abstractmethod
+    def remove_tree(self, path: str) -> None:
+        """Delete a folder and everything in it; links are deleted, never followed."""
+
+    @abstractmethod
+    def names(self, path: str) -> list[str]:
+        """The names in a folder, sorted; empty if the folder does not exist."""
+
+    @abstractmethod
+    def exists(self, path: str) -> bool:
+        """Whether there is a file, a folder or anything else, such as a broken link."""
+
+    @abstractmethod
+    def is_folder(self, path: str) -> bool:
+        """Whether the path is a folder or a link to one."""
+
+    @abstractmethod
+    def is_real_folder(self, path: str) -> bool:
+        """Whether the path is a folder and not a link."""
+
+    # Large files, written by range
+
+    @abstractmethod
+    def create(self, path: str, size: int = 0) -> int:
+        """Create a file that must not exist yet, of `size` bytes; returns a descriptor for the methods below."""
+
+    @abstractmethod
+    def write(self, fd: int, buffers: Sequence[memoryview], offset: int) -> None:
+        """Write all `buffers` one after the other from `offset` on.
+
+        Ranges may come in any order and from several threads. If the storage `streams`, those of a file must come in
+        order, one at a time, and their memory must not change until `sync` or `close` returns.
+        """
+
+    def start_writeback(self, fd: int, offset: int, length: int) -> None:
+        """Start making a range durable that will be synced later. Does not wait."""
+
+    @abstractmethod
+    def sync(self, fd: int) -> None:
+        """Make a file's bytes durable; must be called by the process that wrote them."""
+
+    def open_direct(self, path: str) -> int:
+        """Open a file made by `create` a second time, for direct I/O in whole pages; only with `has_direct_io`."""
+        raise not_here("direct I/O")
+
+    def truncate(self, fd: int, size: int) -> None:
+        """Truncate a file to `size` bytes; only with `has_direct_io`."""
+        raise not_here("truncation")
+
+    def drop_cached(self, fd: int) -> None:
+        """Drop the pages of a synced file from the page cache, so that they do not evict the training's data."""
+
+    @abstractmethod
+    def close(self, fd: int) -> None:
+        """Close a descriptor. A file that was not synced may be lost."""
+
+    def open_files(self, folder: str, *, shared: bool = True) -> FileSet:
+        """Open the files of one checkpoint folder for reads of ranges, in parallel; the caller closes the result.
+
+        Args:
+            folder: folder of the files.
+            shared: whether other processes on this host read the same files at the same time.
+        """
+        raise not_here("reads of ranges")
+
+    # Small files, read and written as a whole
+
+    @abstractmethod
+    def read(self, path: str, limit: int) -> bytes:
+        """Read a file of at most `limit` bytes; refuses links, FIFOs and the like. Raises FileNotFoundError."""
+
+    def read_again(self, path: str, limit: int) -> bytes:
+        """Like `read`, past caches: for a file that was not as expected."""
+        return self.read(path, limit)
+
+    def read_verified(self, path: str, limit: int, crc: int) -> bytes | None:
+        """Read a small file and compare its CRC-32, if it differs once more past caches.
+
+        Returns:
+            Its bytes; None if they are damaged in both answers.
+        """
+        data = self.read(path, limit)
+        if zlib.crc32(data) == crc:
+            return data
+        data = self.read_again(path, limit)
+        if zlib.crc32(data) != crc:
+            return None
+        logger.warning(READ_TWICE, path)
+        return data
+
+    def write_new(self, path: str, data: bytes) -> None:
+        """Durably write one small file that must not exist yet."""
+        self._write_whole(self.create(path), data)
+
+    def _write_whole(self, fd: int, data: bytes) -> None:
+        try:
+            self.write(fd, [memoryview(data)], 0)
+            self.sync(fd)
+        except BaseException:
+            with contextlib.suppress(OSError):  # the first error is the one to report
+                self.close(fd)
+            raise
+        self.close(fd)
+
+    @abstractmethod
+    def write_over(self, path: str, data: bytes) -> None:
+        """Durably write or replace one small file; readers see either the old bytes or the new ones."""
+
+    @abstractmethod
+    def put_new(self, path: str, data: bytes, draft: str) -> None:
+        """Create a small file in one step; raises FileExistsError if the name is taken.
+
+        After any other error the file may exist nevertheless; read it back to find out.
+
+        Args:
+            path: path of the file.
+            data: content of the file.
+            draft: a synced file with the same content.
+        """
+
+    @abstractmethod
+    def append(self, path: str, data: bytes) -> None:
+        """Add to the end of a file, which is made if there is none. Not durable."""
+
+    @abstractmethod
+    def unlink(self, path: str) -> None:
+        """Delete one file; raises FileNotFoundError."""
+
+    @abstractmethod
+    def size(self, path: str) -> int | None:
+        """The size of a regular file in bytes, or None if there is none (links do not count)."""
+
+    def sizes(self, folder: str, names: Sequence[str]) -> dict[str, int | None]:
+        """The `size` of several files in a folder, by name."""
+        return {name: self.size(os.path.join(folder, name)) for name in names}
+
+    @abstractmethod
+    def modified(self, path: str) -> float:
+        """When a file, or a folder or any entry in it, was last modified, seconds since 1970."""
+
+    @abstractmethod
+    def changed(self, path: str) -> float:
+        """When a file, or a folder itself (not its entries), was made or changed, seconds since 1970."""
+
+    @abstractmethod
+    def touch(self, path: str) -> None:
+        """Set the modification time of a file to now, by the clock of the storage; raises FileNotFoundError."""
+
+    # Properties of a folder
+
+    @abstractmethod
+    def try_folder(self, path: str, name: str) -> float:
+        """Create a small file in a folder and delete it; raises the error that a save would get there.
+
+        Returns the file's creation time by the clock of the storage, seconds since 1970.
+        """
+
+    def check_puts(self, path: str, name: str) -> None:
+        """Before the first attempt below a folder: raise if `put_new` would replace a file there.
+
+        Args:
+            path: the folder.
+            name: of a file to try it with, which no other process uses.
+        """
+
+    def free_bytes(self, path: str) -> int | None:
+        """Bytes that this process can still write below a folder, which need not exist yet; None if unknown."""
+        return None
+
+    def in_memory(self, path: str) -> bool:
+        """Whether a folder's files are kept only in memory; False if that is unknown."""
+        return False
+
+    def device(self, path: str) -> int:
+        """A number for the device that a folder is on."""
+        return 0
+
+    # Locks
+
+    @abstractmethod
+    def open_folder(self, path: str) -> int:
+        """Open a folder to lock it; closing the descriptor or the end of the process releases the lock."""
+
+    @abstractmethod
+    def flock(self, fd: int, how: int) -> None:
+        """Lock an open folder, which shows other processes that its owner is alive; raises ENOLCK without locks."""
+
+    @abstractmethod
+    def close_folder(self, fd: int) -> None:
+        """Close a folder, and release its lock."""
+
+
+def not_here(what: str) -> OSError:
+    """The error of an operation that a storage does not have."""
+    return OSError(errno.EOPNOTSUPP, f"this storage does not have {what}")

@@ -1,0 +1,103 @@
+"""Finish a save whose trainers have died: rank 0's writer process commits what all ranks' writers have written.
+
+The ranks vote on disk: a rank's vote is its integrity file in the staging folder, which is written last, after the
+rank's data is durable.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ...errors import CheckpointError
+from ..commit.commit import abandon, is_over, publish
+from ..commit.liveness import AttemptLock
+from ..commit.names import integrity_name
+from ..storage.storage import Storage
+from .request import WriteRequest, WriteResult
+
+_POLL_SECONDS = 0.1
+_MAX_BYTES = 1 << 30
+
+
+@dataclass
+class UndecidedSave:
+    """A save that is written but neither committed nor given up.
+
+    Attributes:
+        request: this rank's.
+        result: what this rank wrote.
+        sidecars: files that the commit adds; compressed, because they are used only if the trainer dies.
+        lock: this process's lock on the staging folder.
+        until: the save's deadline, monotonic seconds.
+    """
+
+    request: WriteRequest
+    result: WriteResult
+    sidecars: Mapping[str, bytes]
+    lock: AttemptLock
+    until: float
+
+    def finish(self) -> None:
+        """Commit or delete the unfinished checkpoint, and report on stderr which it was."""
+        request = self.request
+        fs, attempt = request.fs, request.attempt
+        try:
+            if is_over(fs, attempt):
+                return
+            votes = self._votes()
+            if votes is None:
+                _print(f"other ranks' writers did not finish, so {attempt.target} was given up")
+                abandon(fs, attempt)
+                return
+            sidecars = {name: zlib.decompress(data) for name, data in self.sidecars.items()}
+            fields = {**request.manifest_fields, "committed_by": "writer"}
+            publish(fs, attempt, votes, sidecars, fields, request.timeouts.visible)
+        except (CheckpointError, OSError) as error:
+            _print(f"{attempt.target} could not be committed: {error}")
+            abandon(fs, attempt)
+            return
+        _print(f"committed {attempt.target}")
+
+    def _votes(self) -> list[Mapping[str, Any]] | None:
+        """Collect what every rank wrote; None if a rank's writer died without a vote.
+
+        A writer is alive while it holds its lock on the folder or touches its lock file. Where locks do not work across
+        hosts, a change in the folder counts as well.
+        """
+        request, fs, staging = self.request, self.request.fs, self.request.attempt.staging
+        votes: dict[int, Mapping[str, Any]] = {request.rank: self.result}
+        alive_at, changed = time.monotonic(), (0.0, 0.0)
+        while True:
+            for rank in range(request.world_size):
+                if rank not in votes and (vote := _vote(fs, staging, rank)) is not None:
+                    votes[rank] = vote
+            if len(votes) == request.world_size:
+                return [votes[rank] for rank in range(request.world_size)]
+            now, newest = time.monotonic(), (fs.modified(staging), self.lock.touched_by_others())
+            if newest != changed or self.lock.held_by_others():
+                alive_at, changed = now, newest
+            if now - alive_at > request.timeouts.heartbeat or now > self.until:
+                return None
+            time.sleep(_POLL_SECONDS)
+
+
+def _vote(fs: Storage, staging: str, rank: int) -> Mapping[str, Any] | None:
+    """Read a rank's vote, its integrity file; None while it is missing or incomplete."""
+    name = integrity_name(rank)
+    try:
+        data = fs.read(os.path.join(staging, name), _MAX_BYTES)
+        files = json.loads(data)["files"]
+    except (FileNotFoundError, ValueError):
+        return None
+    return {"rank": rank, "files": [*files, {"name": name, "size": len(data), "crc32": zlib.crc32(data)}]}
+
+
+def _print(text: str) -> None:
+    print(f"ckpt writer: the trainer has died; {text}", file=sys.stderr)

@@ -1,0 +1,200 @@
+"""The background writer process: it writes staged images to files and imports no torch.
+
+The frames of the protocol (see `framing`): `arena` passes a memfd; `table` passes the layout of a structure; `write`
+requests one save and is answered by `done` or `failed`; `decided` means that the trainer committed or gave up the last
+save. End of file means that the trainer has died: rank 0's process then finishes a save that was written but not
+decided (`orphan_commit`).
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import sys
+import time
+import zlib
+from collections.abc import Mapping
+from typing import Any
+
+from ..commit.liveness import AttemptLock
+from ..memory.huge_pages import map_shared
+from ..processes.framing import Frame, receive_frame, send_frame
+from ..processes.remote_error import describe_failure
+from ..storage.storage import Storage
+from .cached_files import CachedFiles
+from .orphan_commit import UndecidedSave
+from .request import WriteRequest, WriteTable, storage_in
+from .write_job import run_write_job
+
+#: How often an idle process checks that its trainer is alive.
+_POLL_SECONDS = 1.0
+
+
+class _Memory:
+    """A mapped arena of the trainer: the image as one block that begins and ends at page boundaries."""
+
+    lasting = True
+
+    def __init__(self, memory: memoryview) -> None:
+        self._memory = memory
+        self.nbytes = memory.nbytes
+
+    def buffers(self, start: int, end: int, *, whole: bool = False) -> list[memoryview]:
+        """Return one slice, whether or not `whole` is set."""
+        return [self._memory[start:end]]
+
+
+class ByteWorker:
+    """The state of the writer process: mapped arenas, layout tables, and the undecided save."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._parent = os.getppid()
+        self._poll = select.poll()
+        self._poll.register(sock, select.POLLIN)
+        self._arenas: dict[int, _Memory] = {}
+        #: By number: a table, the compressed sidecars of a commit from here, and where the checksum's package is.
+        self._tables: dict[int, tuple[WriteTable, dict[str, bytes], str | None]] = {}
+        self._undecided: UndecidedSave | None = None
+        self._cached = CachedFiles()
+        self._keeps_cached = False
+        #: The last storage that needed a package, and what it was made from.
+        self._storage: tuple[list[Any], Storage] | None = None
+
+    def serve(self) -> None:
+        """Handle frames until the trainer closes the connection or dies."""
+        send_frame(self._sock, {"kind": "ready", "pid": os.getpid()})
+        try:
+            self._handle_frames()
+        finally:
+            self._forget()
+
+    def _handle_frames(self) -> None:
+        while True:
+            frame = self._next_frame()
+            if frame is None:
+                if self._undecided is not None and self._undecided.request.rank == 0:
+                    self._undecided.finish()
+                return
+            header, blob, fds = frame
+            kind = header["kind"]
+            if kind == "arena":
+                self._map_arena(header, fds[0])
+            elif kind == "table":
+                self._take_table(header, blob)
+            elif kind == "write":
+                self._write(header, blob)
+            elif kind == "decided":
+                self._settle()
+            elif kind == "close":
+                return
+            else:
+                self._refuse(kind)
+                return
+
+    def _refuse(self, kind: object) -> None:
+        """Report a frame of an unknown kind, and handle no others: they too may have another meaning."""
+        error = f"the trainer sent a frame of the unknown kind {kind!r}; they may be of different releases"
+        print(f"ckpt writer: {error}", file=sys.stderr)
+        send_frame(self._sock, {"kind": "failed", "id": None, "error": error, "errno": None, "traceback": error})
+        while (frame := self._next_frame()) is not None and frame[0]["kind"] != "close":
+            for fd in frame[2]:
+                os.close(fd)
+
+    def _next_frame(self) -> Frame | None:
+        """Wait for the next frame; None if the trainer has died, even if a process it forked holds the socket open."""
+        try:
+            while not self._poll.poll((_POLL_SECONDS if self._cached.pause is None else self._cached.pause) * 1000):
+                if os.getppid() != self._parent:
+                    return None
+                self._cached.read_piece()
+            return receive_frame(self._sock)
+        except ConnectionResetError:
+            return None
+
+    def _map_arena(self, header: Mapping[str, Any], fd: int) -> None:
+        for number in header["retired"]:
+            self._arenas.pop(number, None)
+        try:
+            self._arenas[header["id"]] = _Memory(map_shared(fd, header["size"], writable=False))
+        finally:
+            os.close(fd)
+
+    def _take_table(self, header: Mapping[str, Any], blob: memoryview) -> None:
+        self._tables = {}  # free the last table before the new one takes memory
+        sizes, files = header["table"]["sizes"], header["sidecars"]
+        pieces = _pieces(blob, [*sizes, *(size for _, size in files)])
+        # Copied, because views would keep the whole frame in memory.
+        table = WriteTable.from_parts(header["table"], [memoryview(bytes(p)) for p in pieces[: len(sizes)]])
+        sidecars = {name: zlib.compress(piece, 1) for (name, _), piece in zip(files, pieces[len(sizes) :], strict=True)}
+        self._tables = {table.number: (table, sidecars, header["checksum_home"])}
+
+    def _write(self, job: Mapping[str, Any], blob: memoryview) -> None:
+        """Write one save. A failure is sent as the answer and fails only this save."""
+        self._forget()
+        lock: AttemptLock | None = None
+        until = time.monotonic() + job["seconds"]
+        self._keeps_cached = job.get("keeps_cached", False)
+        try:
+            table, sidecars, checksum_home = self._tables[job["table"]]
+            fs = self._storage_in(job["request"])
+            request = WriteRequest.from_parts(job["request"], fs, table, blob, self._arenas[job["arena"]])
+            lock = AttemptLock(request.fs, request.attempt)
+            result = run_write_job(request, checksum_home, keeps_cached=self._keeps_cached and CachedFiles.fit(request))
+        except Exception as error:
+            if lock is not None:
+                lock.close()
+            answer = {"kind": "failed", "id": job["id"], **describe_failure(error)}
+        else:
+            self._undecided = UndecidedSave(request, result, sidecars, lock, until)
+            answer = {"kind": "done", "id": job["id"], "result": result}
+        try:
+            send_frame(self._sock, answer)
+        except OSError:
+            # The trainer has died; the next read finds the end of file and handles it.
+            if answer["kind"] == "failed":
+                print(f"ckpt writer: the trainer has died and the save failed: {answer['error']}", file=sys.stderr)
+
+    def _storage_in(self, plain: Mapping[str, Any]) -> Storage:
+        """The storage of a request; that of a bucket is kept, with its connections and credentials."""
+        kind = [plain[name] for name in ("storage_options", "storage_home")]
+        kept = self._storage
+        if kept is None or kept[0] != kind or not kept[1].holds(plain["attempt"]["target"]):
+            kept = (kind, storage_in(plain))
+            self._storage = kept if plain["storage_home"] else None
+        return kept[1]
+
+    def _settle(self) -> None:
+        """The last save was committed or given up."""
+        save = self._undecided
+        self._forget()
+        if save is not None and self._keeps_cached:
+            self._cached.replace(save.request, save.result)
+
+    def _forget(self) -> None:
+        if self._undecided is not None:
+            self._undecided.lock.close()
+            self._undecided = None
+
+
+def _pieces(blob: memoryview, sizes: list[int]) -> list[memoryview]:
+    pieces, position = [], 0
+    for size in sizes:
+        pieces.append(blob[position : position + size])
+        position += size
+    return pieces
+
+
+def main(fd: int) -> None:
+    """Entry point of the process; `fd` is its end of the socket to the trainer."""
+    # A signal to the process group, or to all processes of a Slurm step, is meant for the trainer; this process only
+    # obeys the socket.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
+    sock = socket.socket(fileno=fd)
+    try:
+        ByteWorker(sock).serve()
+    finally:
+        sock.close()

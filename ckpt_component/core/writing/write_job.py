@@ -1,0 +1,132 @@
+"""Run one write job: write byte ranges of an image to files in parallel, with checksums. Standard library only.
+
+The job runs in the background writer process, which imports no torch, or with `caller=inline` in the trainer. It is
+plain data: the layout table says which bytes go where, and the source provides them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import time
+import zlib  # the manifest has a crc32 of each integrity file, whatever checksum the items have
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from ..commit.names import integrity_name
+from ..storage.checksum import find_checksum
+from ..storage.storage import Storage
+from .io_mode import choose_io
+from .range_writer import LaneWriter
+from .request import WriteRequest, WriteResult
+
+
+def run_write_job(
+    request: WriteRequest, checksum_home: str | None = None, *, keeps_cached: bool = False
+) -> WriteResult:
+    """Write a rank's files into the staging folder, each fsynced, and the integrity file last.
+
+    Args:
+        request: what to write, and where; the staging folder must exist.
+        checksum_home: where the checksum's package is installed, for a process without site-packages.
+        keeps_cached: leave in the page cache what buffered writes put there.
+
+    Raises:
+        OSError: the first failure of any parallel writer, after all of them have stopped.
+        ChecksumMissingError: the package of the table's checksum is not installed.
+    """
+    fs, folder, table, blobs = request.fs, request.attempt.staging, request.table, request.object_blobs
+    started = time.perf_counter()
+    checksum = find_checksum(table.checksum, checksum_home)
+    in_memory = fs.in_memory(folder)
+    io = choose_io(request, in_memory=in_memory)
+    descriptors: dict[str, int] = {}
+    direct: dict[str, int] = {}
+    sizes = {spec.name: spec.size for spec in table.files}
+    for blob in blobs:
+        sizes[blob.file] = max(sizes.get(blob.file, 0), blob.offset + blob.data.nbytes)
+    sums = [checksum.of(memoryview(b""))] * table.item_count  # for items without bytes
+    with _closing(fs, descriptors), _closing(fs, direct):
+        _create(fs, folder, sizes, descriptors)
+        if io == "direct":
+            for spec in table.files:
+                direct[spec.name] = _open_direct(fs, os.path.join(folder, spec.name))
+        targets = [(direct or descriptors)[spec.name] for spec in table.files]
+        LaneWriter(request, targets, checksum, sums, direct=bool(direct), in_memory=in_memory).run()
+        for spec in table.files if direct else ():
+            fs.truncate(descriptors[spec.name], sizes[spec.name])  # direct I/O writes the last page as a whole
+        for blob in blobs:
+            data = blob.filled(sums)
+            fs.write(descriptors[blob.file], [data], blob.offset)
+            for offset, length in blob.items:
+                at = offset - blob.offset
+                sums.append(checksum.of(data[at : at + length]))
+        synced_from = time.perf_counter()
+        with ThreadPoolExecutor(max(len(descriptors), 1), thread_name_prefix="ckpt-sync") as pool:
+            list(pool.map(fs.sync, descriptors.values()))
+        for descriptor in () if keeps_cached else descriptors.values():
+            fs.drop_cached(descriptor)
+    places = [(blob.file, offset, length) for blob in blobs for offset, length in blob.items]
+    files: list[dict[str, Any]] = [{"name": name, "size": size} for name, size in sizes.items()]
+    integrity = b'{"version":1,"rank":%d,"files":%s,"layout":%s,"extras":%s,"checksum":"%s","sums":%s}\n' % (
+        request.rank,
+        json.dumps(files, separators=(",", ":")).encode(),
+        table.description,
+        json.dumps(places, separators=(",", ":")).encode(),
+        table.checksum.encode(),
+        json.dumps(sums, separators=(",", ":")).encode(),
+    )
+    fs.write_new(os.path.join(folder, integrity_name(request.rank)), integrity)
+    fs.sync_folder(folder)
+    files.append({"name": integrity_name(request.rank), "size": len(integrity), "crc32": zlib.crc32(integrity)})
+    total = sum(entry["size"] for entry in files)
+    seconds = time.perf_counter() - started
+    return {
+        "rank": request.rank,
+        "files": files,
+        "bytes": total,
+        "seconds": seconds,
+        "began": started,
+        "synced_from": synced_from,
+        "io": io,
+    }
+
+
+def _create(fs: Storage, folder: str, sizes: Mapping[str, int], descriptors: dict[str, int]) -> None:
+    """Create the files in parallel: reserving 1.5 GB of memory takes one thread half as long as the copy into it."""
+
+    def create(name: str) -> None:
+        descriptors[name] = fs.create(os.path.join(folder, name), sizes[name])
+
+    with ThreadPoolExecutor(max(len(sizes), 1), thread_name_prefix="ckpt-create") as pool:
+        list(pool.map(create, sizes))
+
+
+def _open_direct(fs: Storage, path: str) -> int:
+    try:
+        return fs.open_direct(path)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+            raise
+        text = "this file system has no direct I/O; use checkpoint.writer.io=auto or buffered"
+        raise OSError(error.errno, text, path) from error
+
+
+@contextlib.contextmanager
+def _closing(fs: Storage, descriptors: Mapping[str, int]) -> Iterator[None]:
+    """On exit, close all descriptors, even if closing one fails; raise the first error."""
+    failure: BaseException | None = None
+    try:
+        yield
+    except BaseException as error:
+        failure = error
+    for fd in descriptors.values():
+        try:
+            fs.close(fd)
+        except OSError as error:
+            failure = failure or error
+    if failure is not None:
+        raise failure

@@ -1,0 +1,305 @@
+"""Build the checkpointer graph from a config.
+
+It has `build_manager` and `build_checkpointer`, and the construction of the graph. Which parts fit is in
+`config.rules`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from .._version import __version__
+from ..background.exports import BackgroundExports
+from ..background.upload_policy import UploadPolicy
+from ..background.uploads import BackgroundUploads, LagPolicy
+from ..callers.write_callers import WriteCaller
+from ..checkpointer import AsyncCheckpointer, Checkpointer, SyncCheckpointer
+from ..config.hydra.checks import refuse_bad_dir
+from ..config.hydra.compose import checked_overrides, compose_checkpoint
+from ..config.hydra.errors import HydraConfigError, for_hydra
+from ..config.hydra.job import MultirunJob, chosen_preset, launch_folder, multirun_job
+from ..config.hydra.parts import build_listeners, build_part, part_class
+from ..config.hydra.resolve import resolve_config
+from ..config.rules import PartFacts, refuse_unfit
+from ..config.schema import PARTS, Checkpoint, part_option
+from ..core.commit.names import NAMINGS, RUN_RECORD
+from ..core.commit.retention import RetentionPolicy
+from ..core.commit.run_record import StoredConfig
+from ..core.coordination import Coordinator, LocalCoordinator
+from ..core.options import Commit, Durability, OnLag, ResolvedTimeouts
+from ..core.progress import no_progress, progress_bar
+from ..core.storage.locate import Storages, absolute, expanded, is_url, storage_at
+from ..core.storage.new_names import new_token
+from ..core.storage.storage import Storage
+from ..events import EventFile, EventRecorder
+from ..loading.reader import Reader, shares_host
+from ..managing.manager import CheckpointManager
+from ..managing.policies import ResumePolicy, SavePolicy
+from ..managing.recording import record
+from ..managing.restore import Restorer
+from ..managing.run_context import RunContext, job_ranks
+from ..managing.run_folder import RunFolder
+from ..saving.attempts import RunHooks
+from ..saving.pipeline import SavePipeline
+from ..saving.retry import ErrorPolicy
+from ..stagers.base import Stager
+from ..writers.base import Writer
+from .git_commit import commit_of
+from .policies import best_policy, error_policy, export_policy, load_options, resolved_timeouts
+from .run_record import recorded_config
+
+logger = logging.getLogger(__name__)
+
+
+@for_hydra()
+def build_checkpointer(config: Any, overrides: Sequence[str] = (), *, alone: bool = False) -> Checkpointer:
+    """Build the checkpointer of a config.
+
+    Args:
+        config: the `checkpoint` node of a Hydra config, a dict of the same form, or a preset's name
+            (`async_persistent`).
+        overrides: as on a command line: `checkpoint.writer.workers=4`, `checkpoint/stager=pinned`.
+        alone: this rank saves and loads whole states for itself, even if `torch.distributed` has more ranks.
+
+    Returns:
+        A `SyncCheckpointer` if the caller is `inline`, else an `AsyncCheckpointer`.
+
+    Raises:
+        CheckpointConfigError: the config is wrong, or its parts do not fit together; nothing was built.
+    """
+    settings = resolve_config(config, overrides)
+    if not settings.enabled:
+        raise HydraConfigError(
+            "checkpoint.enabled=false builds no checkpointer; use build_manager(), whose manager then does nothing."
+        )
+    timeouts, parts = resolved_timeouts(settings), _build_parts(settings)
+    ranks = LocalCoordinator() if alone else job_ranks("checkpointer", timeouts)
+    # Saved path by path, there is no folder for an event file.
+    events = EventRecorder(None, build_listeners(settings.listeners), rank=ranks.rank)
+    return _build_graph(settings, parts, ranks, _storages(settings).of, timeouts, error_policy(settings), events)
+
+
+@for_hydra()
+def build_manager(
+    config: Any, overrides: Sequence[str] = (), *, dir: str | os.PathLike[str] | None = None
+) -> CheckpointManager:
+    """Build the manager for a training loop, with its checkpointer.
+
+    Args:
+        config: as for `build_checkpointer`.
+        overrides: as for `build_checkpointer`.
+        dir: the checkpoint folder, instead of `checkpoint.dir`. In a job of a Hydra multirun, a relative folder from
+            either is relative to the job's output folder.
+
+    Raises:
+        CheckpointConfigError: the config is wrong, or its parts do not fit together, or another job of the multirun
+            saves in the folder; nothing was built. Or a rank cannot write to the folder; raised on all ranks.
+        CheckpointInUseError: another run on this host still saves in the folder, and `takeover` is false; on all ranks.
+    """
+    preset = config if isinstance(config, str) else chosen_preset()
+    if isinstance(config, str):
+        config, overrides = compose_checkpoint(config, checked_overrides(overrides)), ()
+    settings = resolve_config(config, overrides)
+    settings.dir = settings.dir if dir is None else _folder(dir)
+    # The nearest first.
+    roots = [*filter(None, [settings.local.dir]), settings.dir]
+    resume = ResumePolicy(settings.resume, settings.rewind, load_options(settings))
+    save = SavePolicy(settings.save.every_steps, settings.save.every_seconds, settings.save.at_end)
+    export = export_policy(settings)
+    job = multirun_job()
+    roots = roots if job is None else [job.root(root) for root in roots]
+    policy, timeouts = error_policy(settings), resolved_timeouts(settings)
+    storages = [
+        *([] if settings.local.dir is None else [_local(settings)]),
+        _storages(settings).of(absolute(roots[-1])),
+    ]
+    names, best = NAMINGS[settings.naming.value], best_policy(settings)
+    checkpointer, restorer, exports, uploads = None, None, None, None
+    ranks: Coordinator = LocalCoordinator()
+    run = RunContext(storages[0], absolute(roots[0]), names, ranks, timeouts, best)
+    if settings.enabled:
+        parts, listeners = _build_parts(settings), build_listeners(settings.listeners)
+        ranks = job_ranks("checkpointer", timeouts)
+        try:
+            if job is not None:
+                # Hydra names the output folder by each rank's clock, so rank 0's name is used.
+                claims = partial(_claims, job, storages[0], roots) if save.enabled else lambda: roots
+                roots = ranks.run_on_leader("root/job", claims, time.monotonic() + timeouts.stage)
+            roots = [absolute(root) for root in roots]
+            events = EventRecorder(
+                EventFile(roots[0], ranks.rank, storages[0] if is_url(roots[0]) else None) if settings.events else None,
+                listeners,
+                rank=ranks.rank,
+                world_size=ranks.world_size,
+                run=ranks.run_on_leader("events/run", new_token, time.monotonic() + timeouts.stage),
+                about={"preset": preset, **_named_parts(settings), "versions": _versions()},
+                waits=not save.enabled,
+            )
+            if export is not None and save.enabled and ranks.is_leader:
+                exports = BackgroundExports(export, events.note_now)
+            run = RunContext(storages[-1], roots[-1], names, ranks, timeouts, best, events)
+            keep = RetentionPolicy(settings.keep.last, settings.keep.every_steps)
+            if settings.local.dir is not None:
+                run = replace(run, fs=storages[0], root=roots[0], remote=run)
+                if save.enabled and ranks.is_leader:
+                    uploads = _uploads(settings, run, keep)
+                keep = RetentionPolicy(settings.local.keep_last)
+            files = {RUN_RECORD: _run_record(config, overrides)} if ranks.is_leader else {}
+            background = [each for each in (exports, uploads) if each is not None]
+            in_use, on_commit = [each.in_use for each in background], [each.on_commit for each in background]
+            checks = () if uploads is None else (uploads.check,)
+            folder = RunFolder(run, resume, keep, files, in_use, checks, on_commit, takeover=settings.takeover)
+            if save.enabled:
+                folder.check_writable()
+            saves_to = run.fs
+            checkpointer = _build_graph(settings, parts, ranks, lambda _: saves_to, timeouts, policy, events, folder)
+            restorer = Restorer(checkpointer, folder, save.enabled)
+        except BaseException:
+            ranks.close()
+            raise
+    overlap = settings.overlap.value
+    manager = CheckpointManager(checkpointer, run, save, restorer, overlap, exports, uploads, preset)
+    record(manager)
+    return manager
+
+
+def instantiate_manager(**settings: Any) -> CheckpointManager:
+    """Build the manager of a config whose keys are given as keywords.
+
+    It is the `_target_` of the `checkpoint` node: `hydra.utils.instantiate(cfg.checkpoint, dir="runs/one")` calls it.
+    Everything is checked as in `build_manager`, so a keyword that is not a key is refused.
+
+    Args:
+        **settings: the keys below `checkpoint`; `stager`, `caller` and `writer` are configs, which are not built yet.
+
+    Raises:
+        CheckpointConfigError: as `build_manager`. Hydra raises it as the cause of an `InstantiationException`.
+    """
+    return build_manager(settings)
+
+
+def _run_record(config: Any, overrides: Sequence[str]) -> bytes:
+    """What every checkpoint of a manager says about the run."""
+    written, resolved = recorded_config(config, overrides)
+    return StoredConfig(written, resolved, _versions(), commit_of(launch_folder())).encode()
+
+
+def _versions() -> dict[str, str]:
+    return {"ckpt_component": __version__, "torch": str(torch.__version__), "python": platform.python_version()}
+
+
+def _named_parts(settings: Checkpoint) -> dict[str, str]:
+    targets = {kind: str(getattr(settings, kind)["_target_"]) for kind in PARTS}
+    return {kind: part_option(kind, target) or target for kind, target in targets.items()}
+
+
+def _folder(dir: str | os.PathLike[str]) -> str:
+    """Check the argument `dir` like the key, and expand it."""
+    root = os.fspath(dir)
+    refuse_bad_dir(root)
+    return expanded(root, "dir")
+
+
+def _build_parts(settings: Checkpoint) -> tuple[Stager, WriteCaller, Writer]:
+    """Build the chosen parts, starting nothing. Raises CheckpointConfigError if they do not fit together."""
+    stager_class = part_class("stager", settings.stager, Stager)
+    caller_class = part_class("caller", settings.caller, WriteCaller)
+    writer_class = part_class("writer", settings.writer, Writer)
+    refuse_unfit(
+        settings,
+        PartFacts(
+            _option(stager_class),
+            _option(caller_class),
+            _option(writer_class),
+            stager_class.takes_snapshot,
+            caller_class.in_other_process,
+            bool(getattr(writer_class, "single_file", "")),
+        ),
+    )
+    return (
+        build_part("stager", settings.stager, Stager),
+        build_part("caller", settings.caller, WriteCaller),
+        build_part("writer", settings.writer, Writer),
+    )
+
+
+def _build_graph(
+    settings: Checkpoint,
+    parts: tuple[Stager, WriteCaller, Writer],
+    ranks: Coordinator,
+    storage_of: Callable[[str], Storage],
+    timeouts: ResolvedTimeouts,
+    policy: ErrorPolicy,
+    events: EventRecorder,
+    hooks: RunHooks | None = None,
+) -> Checkpointer:
+    stager, caller, writer = parts
+    if getattr(writer, "single_file", "") and ranks.world_size > 1:
+        raise HydraConfigError(
+            f"{_option(type(writer))} writes one file, and there are {ranks.world_size} ranks; save it from one of "
+            "them, with build_checkpointer(..., alone=True), or use checkpoint/writer=dcp."
+        )
+    # An arena must be visible to the process that writes it, which depends on the caller, not the stager.
+    shared = caller.in_other_process
+    stager.connect(writer, ranks=ranks, shared=shared, timeout=timeouts.stage, max_stall=timeouts.max_stall)
+    # Ranks that save alone lead themselves; the terminal is that of all.
+    progress = progress_bar if ranks.is_leader and os.environ.get("RANK", "0") == "0" else no_progress
+    pipeline = SavePipeline(stager, caller, writer, ranks, storage_of, timeouts, policy, events, hooks, progress)
+    together = shares_host(ranks.world_size)
+    options = settings.storage.options
+    reader = Reader(ranks.rank, ranks.world_size, settings.verify, shared=together, options=options, progress=progress)
+    if caller.in_other_process:
+        return AsyncCheckpointer(stager, pipeline, reader)
+    return SyncCheckpointer(pipeline, reader)
+
+
+def _storages(settings: Checkpoint) -> Storages:
+    return Storages(
+        durable=settings.durability is Durability.power_cut,
+        atomic_rename=settings.commit is Commit.rename,
+        options=settings.storage.options,
+    )
+
+
+def _local(settings: Checkpoint) -> Storage:
+    return storage_at(settings.local.dir or ".", durable=settings.durability is Durability.power_cut)
+
+
+def _claims(job: MultirunJob, fs: Storage, roots: Sequence[str]) -> list[str]:
+    """Record that a job of a multirun saves in these folders."""
+    return [job.claim(fs, root) for root in roots]
+
+
+def _uploads(settings: Checkpoint, run: RunContext, keep: RetentionPolicy) -> BackgroundUploads:
+    """Return what uploads the checkpoints of a run from its local folder to the permanent one."""
+    upload, remote = settings.upload, run.remote or run
+    policy = UploadPolicy(
+        run.root,
+        remote.root,
+        run.names,
+        keep,
+        run.best,
+        options=dict(remote.fs.options),
+        durable=remote.fs.durable,
+        atomic_rename=remote.fs.atomic_rename,
+        run=run.events.run,
+        events=settings.events,
+        every_steps=upload.every_steps,
+        max_bytes_per_second=upload.max_bytes_per_second,
+        finish_seconds=upload.finish_seconds,
+    )
+    return BackgroundUploads(policy, LagPolicy(upload.max_lag_steps, upload.on_lag is OnLag.error))
+
+
+def _option(part: type[Any]) -> str:
+    """Return the name by which a config chooses a class: its option in conf/, or the name of a custom class."""
+    return getattr(part, "option", part.__name__)

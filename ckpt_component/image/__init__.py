@@ -1,1 +1,0 @@
-"""The image of a checkpoint in host memory: items, layout, arenas and copies."""

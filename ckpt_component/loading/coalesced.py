@@ -1,0 +1,165 @@
+"""Read small neighbouring items together, because the overhead per item exceeds the cost of its bytes.
+
+A coalesced read is a range of one file. It is read into a block of memory, verified there while it is still in the
+processor's cache, and scattered to its tensors with one system call. Damaged bytes never reach a tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property, partial
+from operator import attrgetter
+
+import torch
+
+from ..core.formats.rank_index import ItemColumns
+from ..core.memory.libc import IOV_BYTES, IOV_MAX
+from ..core.memory.scratch import BLOCK_BYTES
+from ..core.state.int_columns import column_of
+from ..core.storage.checksum import Checksum
+from ..core.storage.file_set import GAP_BYTES, FileSet, RangeRead
+from .combined_crc import POLYNOMIALS, combined_crcs, fits
+from .source import Request
+
+#: By the name after `torch.`. Names from a file are looked up here: attributes of torch can import modules.
+DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
+#: Bytes of one element of the dtypes that this torch has.
+WIDTHS = {name: dtype.itemsize for name, dtype in DTYPES.items()}
+
+
+class TensorItems:
+    """The tensor items of one rank.
+
+    Args:
+        columns: The items.
+
+    Attributes:
+        dtypes: Dtypes of the tensors.
+    """
+
+    def __init__(self, columns: ItemColumns) -> None:
+        self.columns = columns
+        self.dtypes: Sequence[torch.dtype] = list(map(DTYPES.__getitem__, columns.dtypes))
+
+    @cached_property
+    def table(self) -> torch.Tensor:
+        """int64, one column per item; its rows are the file's number, offset, length, payload and nbytes."""
+        columns = self.columns
+        rows = (columns.files, columns.offsets, columns.lengths, columns.payloads, columns.nbytes)
+        numbers = [number for row in rows for number in row]
+        return column_of(numbers).view(len(rows), len(columns.offsets))
+
+
+#: Larger items are read straight into their tensors.
+SMALL_BYTES = 256 << 10
+#: Small enough that the bytes are still in the processor's cache for the checksums. A range ends with the last item
+#: that begins before a multiple of this, and fits a block together with its first and last page.
+_RANGE_BYTES = 1 << 20
+#: One system call fills them all, with a gap before each.
+_MAX_TARGETS = IOV_MAX // 2
+
+
+class CoalescedReads:
+    """Reads that fill tensors whole from small items of one rank.
+
+    Args:
+        items: The rank's items.
+        numbers: Numbers of the items to read, each at most `SMALL_BYTES` long.
+        requests: One for each item, with an address; the destination has the payload's size.
+        checksum: The items' checksum algorithm; None: they are not verified.
+        files: The files that contain the items.
+
+    Attributes:
+        ranges: The ranges that cover all items. They must be read while this object is alive.
+    """
+
+    def __init__(
+        self,
+        items: TensorItems,
+        numbers: Sequence[int],
+        requests: Sequence[Request],
+        checksum: Checksum | None,
+        files: FileSet,
+    ) -> None:
+        file, offset = items.table.index_select(1, column_of(numbers))[:2]
+        order = torch.argsort(offset, stable=True)
+        order = order.index_select(0, torch.argsort(file.index_select(0, order), stable=True))
+        self._files = files
+        self._checksum = checksum
+        self._requests = list(map(requests.__getitem__, order.tolist()))
+        self._destinations = list(map(attrgetter("destination"), self._requests))
+        selected = list(map(numbers.__getitem__, order.tolist()))
+        self._sums = list(map(items.columns.checksums.__getitem__, selected))
+        file, begin, length, payload, nbytes = items.table.index_select(1, column_of(selected))
+        end, payload_end = begin + length, payload + nbytes
+        self._bounds = list(zip(begin.tolist(), end.tolist(), strict=True))
+        gap = begin[1:] - end[:-1]
+        # Tied tensors overlap and are read more than once.
+        cut = (gap < 0) | (gap > GAP_BYTES) | (file[1:] != file[:-1])
+        cut |= begin[1:] // _RANGE_BYTES != begin[:-1] // _RANGE_BYTES
+        cut[_MAX_TARGETS - 1 :: _MAX_TARGETS] = True
+        first = torch.cat([torch.zeros(1, dtype=torch.int64), cut.nonzero().flatten() + 1])
+        last = torch.cat([first[1:] - 1, torch.tensor([len(begin) - 1])])
+        offset = begin.index_select(0, first)
+        # The system call fills pieces of memory in order; bytes between two payloads go to a discard buffer.
+        before = torch.cat([torch.zeros(1, dtype=torch.int64), payload_end[:-1]]).index_copy_(0, first, offset)
+        self._discard = torch.empty(BLOCK_BYTES, dtype=torch.uint8)
+        discard = torch.full_like(payload, self._discard.data_ptr())
+        addresses = column_of(map(attrgetter("address"), self._requests))
+        self._table = torch.stack([discard, payload - before, addresses, nbytes], dim=1)
+        names = map(items.columns.names.__getitem__, file.index_select(0, first).tolist())
+        lengths = end.index_select(0, last) - offset
+        filled = payload_end.index_select(0, last) - offset
+        columns = (column.tolist() for column in (offset, lengths, filled, first, last + 1))
+        expected: Sequence[int | None] = [None] * len(first)
+        if checksum is not None and checksum.name in POLYNOMIALS and fits(self._sums):
+            expected = combined_crcs(POLYNOMIALS[checksum.name], column_of(self._sums), begin, end, first, last)
+        self.ranges = [
+            RangeRead(name, offset, length, partial(self._fill, name, offset, length, *rest))
+            for name, offset, length, *rest in zip(names, *columns, expected, strict=True)
+        ]
+
+    def _fill(
+        self, name: str, offset: int, length: int, filled: int, first: int, last: int, expected: int | None
+    ) -> None:
+        """Read a range and fill its tensors.
+
+        Args:
+            name: Name of the file.
+            offset: Start of the range in the file.
+            length: Length of the range.
+            filled: Bytes of the range up to the end of the last payload.
+            first: Number of its first tensor.
+            last: Number of its last tensor, plus one.
+            expected: Checksum of the range where only zeros separate its items, as our writers leave them; None:
+                unknown.
+
+        Raises:
+            CheckpointCorruptError: The bytes do not match their checksums; no tensor of the range is changed.
+            CheckpointUnreadableError: The read failed.
+        """
+        block, start = self._files.block, 0
+
+        def damage() -> str | None:
+            nonlocal start
+            filled_from = self._files.fill_block(name, offset, length)
+            if filled_from is None:
+                return f"'{self._requests[last - 1].key}'"
+            start = filled_from
+            if self._checksum is None:
+                return None
+            with block.view[start : start + length] as view:
+                if expected is not None and self._checksum.of(view) == expected:
+                    return None
+                for (begin, end), checksum, request in zip(
+                    self._bounds[first:last], self._sums[first:last], self._requests[first:last], strict=True
+                ):
+                    if self._checksum.of(view[begin - offset : end - offset]) != checksum:
+                        return f"'{request.key}'"
+            return None
+
+        if damaged := self._files.verified(name, offset, length, damage):
+            raise self._files.damaged(name, damaged)
+        block.scatter(self._table.data_ptr() + first * 2 * IOV_BYTES, 2 * (last - first), filled, start)
+        # Autograd did not see the write; code that checks tensor versions must.
+        torch.autograd.graph.increment_version(self._destinations[first:last])

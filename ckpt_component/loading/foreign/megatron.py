@@ -1,0 +1,59 @@
+"""Folders of Megatron's `torch_dist` format: a checkpoint of DCP, and common values that all ranks have."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ...core.formats.folder import MEGATRON_COMMON_FILE, MEGATRON_COMMON_KEY
+from ...core.storage.storage import Storage
+from ..source import Source
+from .dcp import StockDcpSource
+from .joined import JoinedSource
+from .torch_file import StateSource, TorchFileSource
+
+#: The end of the key of a ShardedObject: its offsets, and how many there are, in each dimension.
+_SHARD = re.compile(r"/shard_[\d.]+_[\d.]+$")
+
+
+def open_megatron(fs: Storage, folder: str, names: Sequence[str], *, shared: bool) -> Source:
+    """Open a folder with the sharded values under Megatron's keys, and beside them the common values as a nested dict.
+
+    Args:
+        fs: The storage.
+        folder: The folder.
+        names: The names in it.
+        shared: As for `Storage.open_files`.
+
+    Raises:
+        CheckpointCorruptError: A file is damaged, or the two parts have a key in common.
+        CheckpointUnreadableError: A file cannot be read.
+        CheckpointLoadError: The common values are not a dict.
+    """
+    sharded = _ShardedSource(fs, folder, shared=shared)
+    if MEGATRON_COMMON_KEY in sharded.index.objects:
+        where = f"'{MEGATRON_COMMON_KEY}' in {folder}"
+        common: Source = StateSource(_data(MEGATRON_COMMON_KEY, sharded.load(MEGATRON_COMMON_KEY)), where)
+        del sharded.index.objects[MEGATRON_COMMON_KEY]
+    elif MEGATRON_COMMON_FILE in names:
+        common = TorchFileSource(fs, os.path.join(folder, MEGATRON_COMMON_FILE), mapped=False)
+    else:
+        return sharded
+    return JoinedSource(folder, [sharded, common])
+
+
+class _ShardedSource(StockDcpSource):
+    """The sharded values."""
+
+    def read_objects(self, keys: Sequence[str]) -> Mapping[str, Any]:
+        """Load the objects."""
+        return {key: _data(key, value) for key, value in super().read_objects(keys).items()}
+
+
+def _data(key: str, value: Any) -> Any:
+    """The data of a ShardedObject, which Megatron stores as a list of one."""
+    if _SHARD.search(key) and isinstance(value, list) and len(value) == 1:
+        return value[0]
+    return value

@@ -1,0 +1,174 @@
+"""Files of `torch.save`.
+
+Only the checksums inside of our own single files are verified here: foreign files need not have any, and the files in
+our folders are verified before they are opened here.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import zipfile
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ...core.formats.torch_archive import check_archive, verify_records
+from ...core.progress import Progress, no_progress
+from ...core.state.flatten import flatten
+from ...core.state.paths import key_of
+from ...core.storage.locate import is_url
+from ...core.storage.safe_open import read_failure
+from ...core.storage.storage import Storage
+from ...errors import CheckpointCorruptError, CheckpointLoadError, CheckpointStageError
+from ..source import Index, Request, Source, TensorEntry, copy_into
+from .archives import decode_all, load_safely, refused_kind
+
+#: A tensor may be larger than its file if it repeats stored elements (`expand`), up to this many bytes.
+_MOST_REPEATED = 64 << 20
+
+
+class StateSource(Source):
+    """A state dict that is loaded already.
+
+    Args:
+        state: The state dict.
+        where: Where it comes from, for messages.
+        mapped: Its tensors are mapped from a file, so they can only be copied from.
+
+    Raises:
+        CheckpointLoadError: It is not a state dict of plain data.
+    """
+
+    def __init__(self, state: Any, where: str, *, mapped: bool = False) -> None:
+        kind = refused_kind(state) if not isinstance(state, Mapping) else None
+        if kind is not None:
+            raise CheckpointLoadError(
+                f"{where} holds a {kind}, which safe loading refuses. If you trust the file, load it with "
+                "torch.load(weights_only=False) yourself."
+            )
+        if not isinstance(state, Mapping):
+            raise CheckpointLoadError(
+                f"{where} holds a {type(state).__name__}, not a state dict; use torch.load for it."
+            )
+        try:
+            flat = flatten(state)
+        except (CheckpointStageError, RecursionError) as error:
+            raise CheckpointLoadError(f"{where} does not hold a valid state dict: {error}") from error
+        self._tensors = {key_of(path): value for path, value in zip(flat.tensor_paths, flat.tensors, strict=True)}
+        self._objects = {key_of(path): value for path, value in zip(flat.object_paths, flat.objects, strict=True)}
+        self._mapped = mapped
+        index = Index(containers=flat.containers)
+        for place, tensor in zip(flat.tensor_paths, flat.tensors, strict=True):
+            # Tied tensors have the same memory.
+            memory = (tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
+            same_as = memory if tensor.numel() else key_of(place)
+            index.tensors[key_of(place)] = TensorEntry(place, tensor.dtype, tuple(tensor.shape), same_as)
+        index.objects = {key_of(place): place for place in flat.object_paths}
+        self.where, self.index = where, index
+
+    def read_tensors(self, requests: Sequence[Request], progress: Progress = no_progress) -> None:
+        """Copy from the loaded or mapped tensors."""
+        total = sum(request.destination.nbytes for request in requests)
+        with progress(f"reading {os.path.basename(self.where)}", total) as advance:
+            for request in requests:
+                copy_into(request.destination, request.part_of(self._tensors[request.key]), request.key)
+                advance(request.destination.nbytes)
+
+    def read_objects(self, keys: Sequence[str]) -> Mapping[str, Any]:
+        """Decode the Python objects."""
+        return dict(
+            zip(keys, decode_all({f"'{key}' in {self.where}": self._objects[key] for key in keys}), strict=True)
+        )
+
+    def tied(self, key: str) -> torch.Tensor | None:
+        """The loaded tensor itself, which shares its storage with tied tensors; None for a mapped file."""
+        return None if self._mapped else self._tensors[key]
+
+
+class TorchFileSource(StateSource):
+    """A file of `torch.save`, loaded with `weights_only`.
+
+    Args:
+        fs: The storage.
+        path: The file.
+        mapped: Map the file into memory instead of reading it, to copy from it into a target. Objects of a bucket are
+            always read.
+        verify: Compare the checksums in the file, if it has them.
+
+    Raises:
+        CheckpointCorruptError: It is not a regular file, is damaged, or claims more data than it has.
+        CheckpointUnreadableError: It cannot be read.
+        CheckpointLoadError: It does not contain a state dict of plain data.
+    """
+
+    def __init__(self, fs: Storage, path: str, *, mapped: bool, verify: bool = False) -> None:
+        mapped = mapped and not is_url(path)
+        state, size = _torch_load(fs, path, mapped, verify)
+        super().__init__(state, path, mapped=mapped)
+        for key, tensor in self._tensors.items():
+            nbytes = tensor.numel() * tensor.element_size()
+            if nbytes > max(size, _MOST_REPEATED):
+                raise CheckpointCorruptError(
+                    f"'{key}' in {path} has the shape {tuple(tensor.shape)}, which is {nbytes} bytes, and the file has "
+                    f"{size}."
+                )
+
+
+def verify_torch_file(fs: Storage, path: str) -> bool:
+    """Compare the checksums in a file of `torch.save`. Returns False if it has none.
+
+    Raises:
+        CheckpointCorruptError: It is not a regular file, or is damaged.
+        CheckpointUnreadableError: It cannot be read.
+    """
+    folder, name = os.path.split(path)
+    try:
+        with fs.open_files(folder) as files, files.stream(name) as stream:
+            if not zipfile.is_zipfile(stream):
+                return False
+            check_archive(stream, files.size(name), path)
+            return verify_records(stream, path)
+    except OSError as error:
+        raise read_failure(path, error) from error
+
+
+def _torch_load(fs: Storage, path: str, mapped: bool, verify: bool) -> tuple[Any, int]:
+    """Load a file; returns its contents and its size."""
+    folder, name = os.path.split(path)
+    with fs.open_files(folder) as files, files.stream(name) as stream:
+        size = files.size(name)
+        try:
+            # Files of torch before 1.6 are not zip archives and cannot be mapped.
+            zipped = zipfile.is_zipfile(stream)
+            if zipped:
+                check_archive(stream, size, path)
+                if verify:
+                    verify_records(stream, path)
+            stream.seek(0)
+            # Mapping needs a path; this one leads to the file just checked, even if `path` is replaced after that.
+            source = f"/proc/self/fd/{stream.fileno()}" if mapped and zipped else stream
+            if zipped:
+                return load_safely(source, mmap=mapped), size
+            return torch.load(source, map_location="cpu", weights_only=True), size
+        except CheckpointCorruptError:
+            raise
+        except pickle.UnpicklingError as error:
+            raise CheckpointLoadError(
+                f"{path} holds Python objects that safe loading refuses: {_first_line(error)} "
+                "If you trust the file, load it with torch.load(weights_only=False) yourself."
+            ) from error
+        except OSError as error:
+            raise read_failure(path, error) from error
+        except Exception as error:  # torch.load raises nearly anything on damaged bytes
+            raise CheckpointCorruptError(
+                f"{path} cannot be read as a torch.save file ({type(error).__name__}: {_first_line(error)})."
+            ) from error
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    # torch puts the reason last, after advice on how to disable the check.
+    reasons = [line for line in lines if "GLOBAL" in line or "WeightsUnpickler" in line]
+    return (reasons or lines or [type(error).__name__])[0]

@@ -1,0 +1,180 @@
+"""Compare the structure of a target with that of a checkpoint, and report mismatches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from itertools import accumulate
+from typing import Any
+
+from ..core.state.flatten import StateDict, Stateful, kind_of
+from ..core.state.paths import Path, keys_of
+from ..core.state.per_rank import PerRank, rank_name
+from .mismatch import Misfit
+from .source import Source
+
+_NOTHING = object()
+
+
+class Forms:
+    """Compares the forms (kinds of values) of a target with those of a checkpoint.
+
+    A plain value of the target accepts any form. A dict, list, tuple, set, tensor or stateful object accepts only its
+    own form. Each object checks its own state.
+
+    Args:
+        state_dict: The target.
+        stateful: Its stateful objects with their paths, in traversal order.
+        owners: The rank whose value each `PerRank` takes, by path.
+        source: The checkpoint.
+
+    Attributes:
+        objects: Objects to restore, by path. An outer object restores those inside its own state.
+        lists: Keys of lists in the checkpoint.
+    """
+
+    def __init__(
+        self,
+        state_dict: StateDict,
+        stateful: Sequence[tuple[Path, Stateful]],
+        owners: Mapping[Path, int | None],
+        source: Source,
+    ) -> None:
+        self._state_dict = state_dict
+        self._owners = owners
+        self._source = source
+        self.objects: dict[Path, Stateful] = {}
+        for path, value in stateful:
+            if self.object_around(path) is None:
+                self.objects[path] = value
+        self.lists = set(keys_of([path for path, kind in source.index.containers if kind == "list"]))
+
+    @cached_property
+    def below(self) -> dict[str, list[str]]:
+        """The keys below every dict and list of the checkpoint, by the container's key."""
+        below: dict[str, list[str]] = {}
+        index = self._source.index
+        nodes: dict[Path, list[list[str]]] = {}  # path of a container -> the lists that its keys are added to
+        for key, path in index.paths():
+            parent = path[:-1]
+            if parent not in nodes:
+                nodes[parent] = [below.setdefault(node, []) for node in _keys_along(parent)]
+            for keys in nodes[parent]:
+                keys.append(key)
+        for path, kind in index.containers:
+            if kind == "empty" and path:
+                below.setdefault(_keys_along(path)[-1], [])
+        return below
+
+    def object_around(self, path: Path) -> Path | None:
+        """The path of the target's object whose state contains `path`; an object's own path counts."""
+        if self.objects:
+            for depth in range(1, len(path) + 1):
+                if path[:depth] in self.objects:
+                    return path[:depth]
+        return None
+
+    def check(self, path: Path) -> None:
+        """Refuse a different form at a path of the target, as far as the index shows it; see `compare`.
+
+        Raises:
+            Misfit: The forms differ; names the key.
+        """
+        *_, key = _keys_along(path)
+        there = None
+        if key in self._source.index.tensors:
+            there = "tensor"
+        elif key in self.lists:
+            there = "list"
+        elif key not in self._source.index.objects and key in self.below:
+            there = "dict"
+        if there is not None and _form(self._target_value(path)) not in (None, there):
+            raise self._mismatch(path, there)
+
+    def stored_object_above(self, path: Path) -> Path | None:
+        """The path of the checkpoint's object that may contain a path of the target, or None.
+
+        Raises:
+            Misfit: The checkpoint has a tensor there.
+        """
+        index, around = self._source.index, self.object_around(path)
+        keys = _keys_along(path)
+        for depth in range(len(path) - 1, 0, -1):
+            if keys[depth - 1] in index.objects:
+                return path[:depth]
+            if keys[depth - 1] in index.tensors and (around is None or depth <= len(around)):
+                raise self._mismatch(path[:depth], "tensor")
+        return None
+
+    def compare(self, path: Path, above: Path, value: Any) -> tuple[bool, Any]:
+        """Compare the target at a path with an object that was read.
+
+        Args:
+            path: Path in the target.
+            above: Path of the object.
+            value: The object.
+
+        Returns:
+            Whether the object has a value for the path, and that value.
+
+        Raises:
+            Misfit: The forms differ at the path or between the object and it.
+        """
+        around = self.object_around(path)
+        for depth in range(len(above), len(path) + 1):
+            here = _form(self._target_value(path[:depth]))
+            outside = around is None or depth <= len(around)
+            if outside and value is not None and here not in (None, _form(value)):  # None counts as absent
+                raise self._mismatch(path[:depth], type(value).__name__)
+            if depth == len(path):
+                return value is not None or here != "tensor", value
+            if not isinstance(value, (Mapping, list, tuple)):
+                break
+            try:
+                value = value[path[depth]]
+            except (KeyError, IndexError, TypeError):
+                break
+        return False, None
+
+    def _target_value(self, path: Path) -> Any:
+        """The target's value at a path outside of its objects' states."""
+        value: Any = self._state_dict
+        for depth, part in enumerate(path):
+            if isinstance(value, PerRank):
+                owner = self._owners.get(path[:depth])
+                if owner is None or part != rank_name(owner):
+                    return _NOTHING
+                value = value.value
+                continue
+            # Stock DCP turns every dict key into a string.
+            for name in (part, int(part)) if isinstance(part, str) and part.isdecimal() else (part,):
+                in_list = isinstance(value, list) and type(name) is int and 0 <= name < len(value)
+                if in_list or (kind_of(value) == "dict" and name in value):
+                    value = value[name]
+                    break
+            else:
+                return _NOTHING
+        return value
+
+    def _mismatch(self, path: Path, there: str) -> Misfit:
+        value = self._target_value(path)
+        here = _form(value)
+        here = type(value).__name__ if here in (None, "dict") else here
+        *_, key = _keys_along(path)
+        fact = f"'{key}' is of type {here} in the target and of type {there} in the checkpoint"
+        return Misfit(key, fact, "give a target of that form, or None to take what the checkpoint has")
+
+
+def _keys_along(path: Path) -> list[str]:
+    """The keys, as by `key_of`, of all prefixes of a path, from the outermost to the path itself."""
+    return list(accumulate(map(str, path), "{}.{}".format))
+
+
+def _form(value: Any) -> str | None:
+    """The form of a value that accepts only its own form; None for a plain value."""
+    kind = kind_of(value)
+    if kind in ("tensor", "list"):
+        return kind
+    if kind in ("dict", "stateful"):  # the state of an object is a dict
+        return "dict"
+    return type(value).__name__ if type(value) in (list, tuple, set) else None

@@ -1,0 +1,86 @@
+"""A checkpoint under other keys, for one load."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ..core.progress import Progress, no_progress
+from ..core.state.key_map import KeyMap, RenamedKeys, names_above
+from ..core.state.paths import key_of
+from .source import Index, Request, Source, TensorEntry
+
+
+class MappedSource(Source):
+    """A checkpoint with other keys. Only the keys differ: messages about its files name those that are stored.
+
+    Args:
+        source: The checkpoint.
+        key_map: Its new keys.
+
+    Raises:
+        CheckpointLoadError: A rename fits no key, takes a whole key away, or gives two values one key.
+    """
+
+    def __init__(self, source: Source, key_map: KeyMap) -> None:
+        self._source = source
+        self._key_map = key_map
+        self.where = source.where
+        self._renamed = renamed = RenamedKeys(source.index.paths(), key_map, source.where)
+        self._old, self._unused = renamed.old, renamed.unused
+        self.index = index = Index()
+        for key, old in self._old.items():
+            entry = source.index.tensors.get(old)
+            if entry is None:
+                index.objects[key] = renamed.paths[key]
+            else:
+                # By position, because `_replace` is slow.
+                index.tensors[key] = TensorEntry(renamed.paths[key], entry.dtype, entry.shape, entry.same_as)
+        parents = {path[:-1] for _, path in index.paths()}
+        used = {parent[:depth] for parent in parents for depth in range(len(parent) + 1)}
+        for path, kind in source.index.containers:
+            new, is_ignored = renamed.new_path(key_of(path), path) if path else (path, False)
+            if not is_ignored and (new in used or kind == "empty"):
+                index.containers.append((new, kind))
+        ignored_names = key_map.ignored_names()
+        above = {name for key in self._old for name in names_above(key)} if ignored_names else set()
+        #: Names in the target whose values stay as they are.
+        self._ignored = renamed.ignored | {name for name in ignored_names if name not in above}
+        #: Names in `ignore` that only the target may have.
+        self._for_target = frozenset(self._unused)
+        renamed.refuse_unused("rename")
+
+    def check_ignored(self, keys: Iterable[str]) -> None:
+        """Refuse a name in `ignore` that fits no key of the checkpoint and none of these, which a target has.
+
+        Raises:
+            CheckpointLoadError: There is such a name.
+        """
+        for key in keys if self._unused else ():
+            for name in self._key_map.ignoring(key):
+                self._unused.pop(name, None)
+        self._renamed.refuse_unused()
+
+    def leaves(self, key: str) -> bool:
+        """Whether the value of a target's key stays as it is, because of `ignore`."""
+        if any(name in self._ignored for name in names_above(key)):
+            return True
+        names = self._key_map.ignoring(key)
+        return bool(names) and (self._key_map.keeps_names or any(name in self._for_target for name in names))
+
+    def read_tensors(self, requests: Sequence[Request], progress: Progress = no_progress) -> None:
+        """Read the tensors under the keys that they are stored with."""
+        old = self._old
+        stored = [Request(old[key], into, offsets, address) for key, into, offsets, address in requests]
+        self._source.read_tensors(stored, progress)
+
+    def read_objects(self, keys: Sequence[str]) -> Mapping[str, Any]:
+        """Read the objects under the keys that they are stored with."""
+        values = self._source.read_objects([self._old[key] for key in keys])
+        return {key: values[self._old[key]] for key in keys}
+
+    def tied(self, key: str) -> torch.Tensor | None:
+        """As of the checkpoint."""
+        return self._source.tied(self._old[key])

@@ -1,0 +1,102 @@
+"""The state to load into an object of the target, from its own values and those of a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ..core.state.flatten import FlatState, StateDict, Stateful, unflatten
+from ..core.state.paths import Path, key_of
+from ..errors import CheckpointLoadError
+from .forms import Forms
+
+
+def state_of_object(
+    path: Path,
+    flat: FlatState,
+    forms: Forms,
+    new: Mapping[Path, Any],
+    missing: set[str],
+    stored_containers: Sequence[tuple[Path, str]],
+) -> StateDict:
+    """The state to load into an object: the checkpoint's values, and the object's own where it has none.
+
+    Tensors of the checkpoint are already filled. Values that the checkpoint lacks are kept unless they are in a
+    list that the checkpoint has, or would collide with a new value.
+
+    Args:
+        path: Path of the object.
+        flat: The target.
+        forms: Its forms.
+        new: New values by path.
+        missing: Keys of the target that the checkpoint lacks.
+        stored_containers: The containers of the checkpoint.
+
+    Raises:
+        TypeError: The values do not form a state.
+    """
+    depth = len(path)
+    own_lists = {place for place, kind in flat.containers if kind == "list"}
+    tensors = [flat.placed.get(number, tensor) for number, tensor in enumerate(flat.tensors)]
+    present = [*zip(flat.tensor_paths, tensors, strict=True), *zip(flat.object_paths, flat.objects, strict=True)]
+    state: dict[Path, Any] = {}
+    for place, value in [*present, *flat.elsewhere.items()]:
+        if place[:depth] != path:
+            continue
+        if missing and (key := key_of(place)) in missing:
+            around = [place[:length] for length in range(depth + 1, len(place))]
+            if key in forms.below or any(
+                outer in new or (key_of(outer) in forms.below and (outer in own_lists or key_of(outer) in forms.lists))
+                for outer in around
+            ):
+                continue
+        state[place] = value
+    state.update({place: value for place, value in new.items() if place[:depth] == path})
+    containers = {place: kind for place, kind in flat.containers if kind != "list" or key_of(place) not in forms.below}
+    containers.update(stored_containers)
+    kept = [
+        (place, kind)
+        for place, kind in containers.items()
+        if place[:depth] == path
+        and (kind != "empty" or place not in state)
+        # A value that was loaded as a whole already has its containers.
+        and not any(place[:length] in new for length in range(depth + 1, len(place) + 1))
+    ]
+    return nested_value(path, state, kept)
+
+
+def load_state(stateful: Stateful, make_state: Callable[[], StateDict], what: str, where: str) -> None:
+    """Load its state into an object.
+
+    Args:
+        stateful: The object.
+        make_state: Returns its state.
+        what: What the object is, for the message.
+        where: The checkpoint.
+
+    Raises:
+        CheckpointLoadError: The values form no state, or the object does not take it.
+    """
+    try:
+        state = make_state()
+        if isinstance(stateful, torch.optim.Optimizer) and isinstance(state.get("state"), dict):
+            # Its keys are numbers; stock DCP turns every key into a string.
+            state["state"] = {
+                int(key) if isinstance(key, str) and key.isdigit() else key: value
+                for key, value in state["state"].items()
+            }
+        stateful.load_state_dict(state)
+    except (RuntimeError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointLoadError(
+            f"{what} ({type(stateful).__name__}) did not take its state from {where}: {error}"
+        ) from error
+
+
+def nested_value(path: Path, values: Mapping[Path, Any], containers: Sequence[tuple[Path, str]]) -> Any:
+    """The nested value at a path, from values at and below it."""
+    nested: Any = unflatten(values, [(place, kind) for place, kind in containers if place[: len(path)] == path])
+    for part in path:
+        nested = nested.get(part, {})
+    return nested

@@ -1,0 +1,326 @@
+"""Plan a load: match a target state dict with the contents of a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from itertools import repeat
+from typing import Any
+
+import torch
+
+from ..core.state.flatten import StateDict, Stateful, flatten
+from ..core.state.int_columns import rows_of
+from ..core.state.paths import Path, key_of, keys_of
+from ..core.state.per_rank import PerRank, rank_of
+from ..core.state.shards import Shard, local_part
+from ..errors import CheckpointLoadError
+from .fillable import addresses_if_matching, memory_of, why_unfillable
+from .foreign.archives import RefusedObject
+from .forms import Forms
+from .mismatch import Misfit, Mismatches
+from .object_state import load_state, nested_value, state_of_object
+from .source import Request, Source, TensorEntry, copy_into
+
+
+class Target:
+    """The plan of one load into `state_dict`.
+
+    - A tensor is filled in place. A plain value is replaced, possibly by a whole subtree of the checkpoint.
+    - An empty dict receives everything that the checkpoint has under its key.
+    - An object with `load_state_dict` receives its whole subtree; tensors that it already has are filled in place.
+
+    Attributes:
+        mismatches: Values that have a different shape, dtype or kind in the checkpoint.
+        unexpected: Keys of the checkpoint that have no place in the target.
+        shortens_lists: Whether some of these are elements of lists that are shorter in the target.
+        requests: Tensors to fill in place.
+        new_tensors: Keys of tensors to load into new memory, without duplicates.
+        objects: Keys of objects to load, without duplicates.
+
+    Raises:
+        CheckpointLoadError: A `PerRank` value was saved by another number of ranks.
+    """
+
+    def __init__(
+        self, state_dict: StateDict, source: Source, rank: int, world_size: int, *, allow_dtype_cast: bool
+    ) -> None:
+        self._state_dict = state_dict
+        self._source = source
+        self._allow_dtype_cast = allow_dtype_cast
+        owners: dict[Path, int | None] = {}
+
+        def owner(path: Path, per_rank: PerRank) -> int | None:
+            owners[path] = _owner_of(path, per_rank, source, rank, world_size)
+            return owners[path]
+
+        self._flat = flat = flatten(state_dict, owner)
+        self._forms = Forms(state_dict, flat.stateful, owners, source)
+        self.mismatches = Mismatches(source.where)
+        self._missing: list[str] = []
+        #: Path of every value to replace -> the keys of the checkpoint that make up the new value.
+        self._replaced: dict[Path, list[str]] = {}
+        #: Path of every value stored inside an object of the checkpoint -> path of that object.
+        self._inside: dict[Path, Path] = {}
+        #: The same for paths of which only the form is compared.
+        self._compared: dict[Path, Path] = {}
+        #: New values by path. Matching already adds sharded tensors that the target lacks; `accept` adds the rest.
+        self._values: dict[Path, Any] = {}
+        self._converted: list[Request] = []
+        self.requests: list[Request] = []
+        self._new: dict[str, None] = {}
+        index = source.index
+        lists = {path for path, kind in flat.containers if kind == "list"}
+        for path in [*lists, *(path for path, kind in index.containers if path and kind != "odict")]:
+            if self._forms.object_around(path) is None:
+                self._check_form(path)
+        self._match_tensors()
+        #: Keys of tensors whose every element is loaded by other ranks.
+        elsewhere = set(keys_of([*flat.elsewhere]))
+        self._missing += elsewhere - index.tensors.keys()
+        places = [*flat.object_paths, *(path for path, kind in flat.containers if kind == "empty" and path)]
+        around = list(map(self._forms.object_around, places))
+        for number, (path, key) in enumerate(zip(places, keys_of(places), strict=True)):
+            is_empty_dict = number >= len(flat.object_paths)
+            if around[number] is None or not is_empty_dict:
+                try:
+                    self._match_value(path, key, outside=around[number] is None, may_miss=is_empty_dict)
+                except Misfit as misfit:
+                    self.mismatches.add(misfit)
+        self._match_objects(elsewhere)
+        self.new_tensors = [key for key in self._new if key in index.tensors]
+        self.objects = [key for key in self._new if key in index.objects]
+        used = {request.key for request in self.requests} | self._new.keys() | (elsewhere & index.tensors.keys())
+        self.unexpected: list[str] = []
+        self.shortens_lists = False
+        # `used` contains only keys of the checkpoint, so the counts show whether some are unused.
+        if len(used) < len(index.tensors) + len(index.objects):
+            for key, path in index.paths():
+                if key not in used and all(rank_of(part) is None for part in path):  # else a PerRank of another rank
+                    self.unexpected.append(key)
+                    self.shortens_lists |= any(path[:depth] in lists for depth in range(1, len(path)))
+            self.unexpected.sort()
+
+    def keys(self) -> list[str]:
+        """The keys of the target's values."""
+        return keys_of([*self._flat.tensor_paths, *self._flat.object_paths, *self._flat.elsewhere])
+
+    def _match_tensors(self) -> None:
+        """Match all tensors, possibly a hundred thousand: all at once if every one fits without conversion."""
+        flat = self._flat
+        keys = keys_of(flat.tensor_paths)
+        entries = list(map(self._source.index.tensors.get, keys))
+        addresses = None if any(flat.shards) else addresses_if_matching(entries, flat.tensors)
+        if addresses is not None:
+            self.requests += rows_of(Request, keys, flat.tensors, repeat(None), addresses)
+            return
+        for row in zip(keys, flat.tensor_paths, flat.tensors, flat.shards, entries, strict=True):
+            try:
+                self._match_tensor(*row)
+            except Misfit as misfit:
+                self.mismatches.add(misfit)
+
+    def _check_form(self, path: Path) -> bool:
+        """Whether the target has the checkpoint's form at a path; else it is a mismatch."""
+        try:
+            self._forms.check(path)
+        except Misfit as misfit:
+            self.mismatches.add(misfit)
+            return False
+        return True
+
+    def _match_tensor(
+        self, key: str, path: Path, tensor: torch.Tensor, shard: Shard | None, entry: TensorEntry | None
+    ) -> None:
+        reason = why_unfillable(tensor)
+        if reason is not None:
+            fact, _, advice = reason.partition("; ")
+            raise Misfit(key, f"'{key}' in the target {fact}", advice)
+        if entry is None:
+            if key in self._source.index.objects:
+                raise Misfit(key, f"'{key}' is a tensor in the target and a Python object in the checkpoint")
+            if self._forms.object_around(path) is None:
+                self._forms.check(path)
+                self._match_inside_object(path, key)
+            else:
+                self._missing.append(key)
+            return
+        shape = tensor.shape if shard is None else shard.shape
+        if entry.shape != shape:
+            raise Misfit(key, f"'{key}' has shape {tuple(shape)} in the target and {entry.shape} in the checkpoint")
+        if entry.dtype != tensor.dtype and not self._allow_dtype_cast:
+            fact = f"'{key}' is {tensor.dtype} in the target and {entry.dtype} in the checkpoint"
+            raise Misfit(key, fact, "pass allow_dtype_cast=True to convert it")
+        request = Request.into(key, tensor, None if shard is None else shard.offsets)
+        if entry.dtype == tensor.dtype:
+            self.requests.append(request)
+        else:
+            # Values of another dtype are loaded into new memory and converted by the copy in `finish`.
+            self._new[key] = None
+            self._converted.append(request)
+
+    def _match_value(self, path: Path, key: str, *, outside: bool, may_miss: bool) -> None:
+        """Match a plain value or an empty dict. If `outside` of objects' states, its form must match."""
+        index = self._source.index
+        if outside:
+            self._forms.check(path)
+        if key in index.objects or key in index.tensors:
+            self._replaced[path] = [key]
+            if outside and key in index.objects:
+                self._compared[path] = path
+        elif key in self._forms.below:
+            self._replaced[path] = self._forms.below[key]
+        else:
+            self._match_inside_object(path, key, may_miss=may_miss)
+        self._new.update(dict.fromkeys(self._replaced.get(path, ())))
+
+    def _match_inside_object(self, path: Path, key: str, *, may_miss: bool = False) -> None:
+        """Match a path that has no key in the checkpoint with the stored object that may contain it."""
+        above = self._forms.stored_object_above(path)
+        if above is not None:
+            self._new[key_of(above)] = None
+            self._inside[path] = above
+        elif not may_miss:
+            self._missing.append(key)
+
+    def _match_objects(self, elsewhere: Iterable[str]) -> None:
+        """Match keys that objects do not have yet, such as the state of an optimizer before its first step."""
+        index, objects = self._source.index, self._forms.objects
+        if not objects:
+            return
+        used = {request.key for request in [*self.requests, *self._converted]}
+        used.update(elsewhere, *self._replaced.values())
+        for (path, stateful), place in zip(objects.items(), keys_of([*objects]), strict=True):
+            if not self._check_form(path):
+                continue
+            above = path if place in index.objects else self._stored_above(path)
+            if above is not None:
+                self._new[key_of(above)] = None
+                self._compared[path] = above
+            for key in self._forms.below.get(place, []):
+                if key not in used and not self._match_as_part(path, stateful, key):
+                    self._replaced[index.path_of(key)] = [key]
+                    self._new[key] = None
+
+    def _stored_above(self, path: Path) -> Path | None:
+        try:
+            return self._forms.stored_object_above(path)
+        except Misfit as misfit:
+            self.mismatches.add(misfit)
+            return None
+
+    def _match_as_part(self, path: Path, stateful: Stateful, key: str) -> bool:
+        """Load an optimizer's state of a sharded parameter with the parameter's sharding."""
+        entry = self._source.index.tensors.get(key)
+        if entry is None or not isinstance(stateful, torch.optim.Optimizer):
+            return False
+        relative = entry.path[len(path) :]  # such as state.3.exp_avg
+        if len(relative) != 3 or relative[0] != "state" or not str(relative[1]).isdigit():
+            return False
+        parameters = [parameter for group in stateful.param_groups for parameter in group["params"]]
+        number = int(relative[1])
+        if number >= len(parameters) or parameters[number].shape != entry.shape:
+            return False
+        parameter = parameters[number]
+        local, shard = local_part(parameter, key)
+        if local is parameter:
+            return False
+        new = torch.zeros_like(parameter, dtype=entry.dtype, requires_grad=False)
+        offsets = None if shard is None else shard.offsets
+        self.requests.append(Request.into(key, local_part(new, key)[0], offsets))
+        self._values[entry.path] = new
+        return True
+
+    def compare(self, objects: Mapping[str, Any]) -> list[str]:
+        """Compare the target with the objects of the checkpoint, which contain some of its values.
+
+        Args:
+            objects: The values of `objects`, by key.
+
+        Returns:
+            All keys of the target that the checkpoint lacks, but not tensors that share their memory with one that it
+            has.
+        """
+        for key, value in objects.items():
+            if isinstance(value, RefusedObject):
+                fact = f"'{key}' is a {value.kind} in the checkpoint, which safe loading does not create"
+                self.mismatches.add(Misfit(key, fact, "take it out of the target, or name it in ignore"))
+        for path, above in {**self._compared, **self._inside}.items():
+            if isinstance(objects[key_of(above)], RefusedObject):
+                continue
+            try:
+                exists, value = self._forms.compare(path, above, objects[key_of(above)])
+            except Misfit as misfit:
+                self.mismatches.add(misfit)
+                continue
+            if path not in self._inside:
+                continue
+            if not exists:
+                self._missing.append(key_of(path))
+            elif above not in self._replaced:  # else that object is taken as a whole
+                self._values[path] = value
+        if not self._missing:
+            return []
+        filled = {memory_of(request.destination) for request in [*self.requests, *self._converted]} - {None}
+        paths = [
+            path
+            for path, tensor in zip(self._flat.tensor_paths, self._flat.tensors, strict=True)
+            if memory_of(tensor) in filled
+        ]
+        return sorted(set(self._missing) - set(keys_of(paths)))
+
+    def accept(self, loaded: Mapping[str, Any]) -> None:
+        """Collect the new values from what was read.
+
+        Args:
+            loaded: The values of `new_tensors` and `objects`, by key.
+        """
+        self._loaded = loaded
+        for path, keys in self._replaced.items():
+            self._values[path] = loaded[keys[0]] if keys == [key_of(path)] else self._assemble(path, keys, loaded)
+
+    def finish(self) -> None:
+        """Store the new values in the target and load the objects' states.
+
+        Raises:
+            CheckpointLoadError: A tensor or an object does not take its value.
+        """
+        for request in self._converted:
+            copy_into(request.destination, request.part_of(self._loaded[request.key]), request.key)
+        for path, value in self._values.items():
+            if self._forms.object_around(path) is None:
+                _set(self._state_dict, path, value)
+        for path, stateful in self._forms.objects.items():
+            containers, missing = self._source.index.containers, set(self._missing)
+            state = partial(state_of_object, path, self._flat, self._forms, self._values, missing, containers)
+            load_state(stateful, state, f"'{key_of(path)}'", self._source.where)
+
+    def _assemble(self, path: Path, keys: Sequence[str], loaded: Mapping[str, Any]) -> Any:
+        """The checkpoint's subtree at a path."""
+        index = self._source.index
+        stored = index.path_of(keys[0])[: len(path)] if keys else path  # stored dict keys may be strings
+        return nested_value(stored, {index.path_of(key): loaded[key] for key in keys}, index.containers)
+
+
+def _set(root: Any, path: Path, value: Any) -> None:
+    for part in path[:-1]:
+        root = root.value if isinstance(root, PerRank) else root[part]
+    if isinstance(root, PerRank):
+        root.value = value
+    else:
+        root[path[-1]] = value
+
+
+def _owner_of(path: Path, per_rank: PerRank, source: Source, rank: int, world_size: int) -> int | None:
+    """The rank whose value to load: this rank's, or for another number of ranks rank 0's or None, by `when_resized`."""
+    depth = len(path)
+    names = {place[depth] for _, place in source.index.paths() if place[:depth] == path and len(place) > depth}
+    saved = {number for number in map(rank_of, names) if number is not None}
+    if not saved or (len(saved) == world_size and rank in saved):
+        return rank
+    if per_rank.when_resized == "error":
+        raise CheckpointLoadError(
+            f"'{key_of(path)}' differs by rank; {source.where} has it for {len(saved)} ranks, and there are "
+            f"{world_size} now. PerRank(..., when_resized='keep') keeps the current value, 'first' takes rank 0's."
+        )
+    return None if per_rank.when_resized == "keep" else min(saved)

@@ -1,0 +1,172 @@
+"""`load_weights`: the weights of a model alone, to evaluate or fine-tune it. Writes nothing and starts no process."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from ..core.commit.names import step_in_name
+from ..core.coordination import RankStore, StoreCoordinator, distributed
+from ..core.formats.checkpoints import find_checkpoint
+from ..core.options import ResolvedTimeouts
+from ..core.progress import no_progress, progress_bar
+from ..core.state.key_map import names_above
+from ..errors import CheckpointLoadError, CheckpointTypeError, first_keys, missing_keys
+from .object_state import load_state
+from .part import PartSource
+from .reader import Reader, shares_host
+from .source import Source
+
+logger = logging.getLogger("ckpt_component.readers")
+
+#: How many names of the checkpoint an error shows.
+_MOST_NAMES = 10
+
+
+def load_weights(
+    model: torch.nn.Module | dict[str, Any],
+    path: str | os.PathLike[str],
+    *,
+    key: str = "model",
+    strict: bool = True,
+    allow_unexpected: bool | None = None,
+    rename: Mapping[str, str] | None = None,
+    ignore: Sequence[str] = (),
+    allow_dtype_cast: bool = False,
+    alone: bool = False,
+    storage_options: Mapping[str, Any] | None = None,
+) -> int | None:
+    """Load the weights of a model from a checkpoint of any supported format, for evaluation and fine-tuning.
+
+    Only reads: it builds no manager, starts no process, writes no file, and takes no folder over. With several ranks,
+    all of them call it, and each loads its part of sharded tensors.
+
+    Args:
+        model: the module, or a dict of tensors, whose tensors are copied into.
+        path: a checkpoint, a folder or a file; or a folder of checkpoints, for the newest, and `FOLDER@300` and
+            `FOLDER@best` for others.
+        key: where the checkpoint has the weights: the key of the model in the saved state; with dots for a nested one.
+            Empty: it is a bare state dict, as files of Hugging Face are.
+        strict: raise if the checkpoint lacks keys of the model; False: these values stay as they are, with a warning.
+        allow_unexpected: leave weights under `key` that the model lacks; False: raise. None: as `strict` says, so that
+            `strict=False` takes what fits.
+        rename: as for `Checkpointer.load` of `{key: model}`: whole names in the checkpoint -> in that target, such as
+            `{"model.module": "model"}`.
+        ignore: as for `Checkpointer.load` of `{key: model}`: names that are not loaded, such as `["model.head"]`.
+        allow_dtype_cast: let tensors take values of another dtype.
+        alone: this rank loads for itself, even if `torch.distributed` has more ranks.
+        storage_options: `checkpoint.storage.options`, for a checkpoint in a bucket.
+
+    Returns:
+        The step of the checkpoint, from its name; None if that has none.
+
+    Raises:
+        CheckpointNotFoundError: there is no such checkpoint.
+        CheckpointLoadError: the checkpoint has nothing under `key`, or values have another shape or dtype; nothing was
+            loaded. MissingKeysError and UnexpectedKeysError: keys differ.
+        CheckpointCorruptError: the bytes on disk differ from those that were written. No older checkpoint is tried.
+        CheckpointTypeError: `model` is neither a module nor a dict.
+        RanksError, CheckpointTimeoutError: other ranks did not call this, so they cannot agree on the newest.
+    """
+    if not isinstance(model, (torch.nn.Module, dict)):
+        raise CheckpointTypeError(
+            f"load_weights() fills a module or a dict of tensors; pass one instead of a {type(model).__name__}."
+        )
+    dist = None if alone else distributed()
+    rank, world_size = (0, 1) if dist is None else (dist.get_rank(), dist.get_world_size())
+    found, step = _find(os.fspath(path), storage_options, alone)
+    state = model.state_dict() if isinstance(model, torch.nn.Module) else model
+    target: dict[str, Any] = state
+    for name in reversed(key.split(".") if key else []):
+        target = {name: target}
+    # Ranks that load alone share a terminal too.
+    progress = progress_bar if rank == 0 and os.environ.get("RANK", "0") == "0" else no_progress
+    reader = Reader(rank, world_size, shared=shares_host(world_size), options=storage_options, progress=progress)
+    _, missing = reader.read(
+        found,
+        target,
+        strict=strict,
+        allow_unexpected=not strict if allow_unexpected is None else allow_unexpected,
+        allow_dtype_cast=allow_dtype_cast,
+        rename=rename,
+        ignore=ignore,
+        narrow=partial(_weights_of, key=key, wanted=[*_names_in(state)]),
+    )
+    if missing:
+        logger.warning("Checkpoint at %s %s; these values are left as they are", found, missing_keys(missing))
+    if isinstance(model, torch.nn.Module):
+        # Beside the tensors, which are filled, it may have state that it takes itself.
+        load_state(model, lambda: state, "The model", found)
+    return step
+
+
+def _find(path: str, options: Mapping[str, Any] | None, alone: bool) -> tuple[str, int | None]:
+    """The checkpoint that a path names, and its step. Of a folder of checkpoints, rank 0 chooses for all."""
+    checkpoint = find_checkpoint(path, options)
+    found, step = checkpoint.path, checkpoint.step
+    if step is None and not checkpoint.fs.is_folder(found):  # the folder around a file may have the step
+        step = step_in_name(os.path.basename(os.path.dirname(found)))
+    store = None if alone or checkpoint.root is None else RankStore.of_job("load_weights")
+    if store is None:
+        return found, step
+    timeouts = ResolvedTimeouts()
+    ranks = StoreCoordinator(store, timeouts.heartbeat, timeouts.stall)
+    try:
+        # A run may commit another one while the ranks look.
+        choice = ranks.meet("load_weights", None, lambda _: [found, step], time.monotonic() + timeouts.stage)
+    finally:
+        ranks.close()
+    return choice[0], choice[1]
+
+
+def _weights_of(source: Source, *, key: str, wanted: Sequence[str]) -> Source:
+    """The weights in a checkpoint.
+
+    Args:
+        source: The checkpoint.
+        key: Where it has them.
+        wanted: The names of the model's values.
+
+    Raises:
+        CheckpointLoadError: It has nothing there; says what it has.
+    """
+    part = PartSource(source, key) if key else source
+    known = {name for name, _ in part.index.paths()}
+    if known and not (key == "" and known.isdisjoint(wanted)):
+        return part
+    names = [name for name, _ in source.index.paths()]
+    likely = _likely_key(names, wanted)
+    if not known or likely:
+        tops = names if likely == "" else [*dict.fromkeys(name.partition(".")[0] for name in names)]
+        advice = "pass key= with the name of its weights" if likely is None else f"pass key={likely!r}"
+        what = f"nothing under key={key!r}" if key else "other keys at the top than the model"
+        raise CheckpointLoadError(
+            f"{source.where} has {what}; it has {first_keys(tops, _MOST_NAMES)}. To load its weights, {advice}."
+        )
+    return part
+
+
+def _likely_key(known: Sequence[str], wanted: Sequence[str]) -> str | None:
+    """The name below which a checkpoint has most of the wanted names; None: it has none of them."""
+    names, counts = {*wanted}, Counter[str]()
+    for key in known:
+        for above in ("", *names_above(key)):
+            if key[len(above) :].removeprefix(".") in names:
+                counts[above] += 1
+    return max(counts, key=lambda name: (counts[name], -len(name)), default=None)
+
+
+def _names_in(state: Mapping[Any, Any], above: str = "") -> Iterator[str]:
+    """The names of all values in nested dicts."""
+    for key, value in state.items():
+        if isinstance(value, Mapping):
+            yield from _names_in(value, f"{above}{key}.")
+        else:
+            yield f"{above}{key}"

@@ -1,0 +1,117 @@
+"""Checkpoint configs for argparse scripts, above all Megatron's.
+
+    pretrain(..., extra_args_provider=add_checkpoint_args)      # Megatron-LM
+    config = compose_from_args(args)                            # for build_checkpointer or build_manager
+
+Megatron's own checkpoint options are translated; the options added here take precedence.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from omegaconf import DictConfig
+
+from ..config.hydra.compose import compose_checkpoint
+from ..core.options import IoPriority
+
+#: The preset for scripts that do not choose one.
+_PRESET = "async_persistent"
+#: Megatron's option, our key, and the value (other than None) that leaves our default.
+_OPTIONS: tuple[tuple[str, str, Any], ...] = (
+    ("save", "dir", None),
+    ("save_interval", "save.every_steps", None),
+    ("save_retain_interval", "keep.every_steps", None),
+    ("most_recent_k", "keep.last", -1),
+    ("ckpt_step", "resume", None),
+)
+
+
+def add_checkpoint_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add `--checkpoint-preset` and `--checkpoint-override` to a script's options.
+
+    Args:
+        parser: The script's parser, which is returned for Megatron's `extra_args_provider`.
+    """
+    group = parser.add_argument_group("checkpoint component")
+    group.add_argument(
+        "--checkpoint-preset",
+        default=None,
+        metavar="NAME",
+        help="a file of conf/checkpoint, such as sync, async_temporal or async_persistent; "
+        "default: what --async-save and --use-persistent-ckpt-worker ask for, where there are such options, "
+        f"else {_PRESET}",
+    )
+    group.add_argument(
+        "--checkpoint-override",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="checkpoint.writer.workers=4 sets a value, checkpoint/stager=pinned picks a part; may be repeated",
+    )
+    return parser
+
+
+def compose_from_args(args: argparse.Namespace) -> DictConfig:
+    """Compose the `checkpoint` config from the options of a script.
+
+    Args:
+        args: Parsed options of `add_checkpoint_args` and, if present, of Megatron.
+
+    Returns:
+        As `compose_checkpoint`.
+
+    Raises:
+        CheckpointConfigError: An override is invalid; pass the text to `parser.error`.
+    """
+    preset = getattr(args, "checkpoint_preset", None) or _preset_of(args)
+    overrides = [*megatron_overrides(args, preset), *getattr(args, "checkpoint_override", [])]
+    return compose_checkpoint(preset, overrides)
+
+
+def megatron_overrides(args: argparse.Namespace, preset: str) -> list[str]:
+    """Translate Megatron's options into overrides. Options that are absent or not given are ignored.
+
+    Args:
+        args: Parsed options.
+        preset: The preset that the overrides are for.
+    """
+    # 1 worker is Megatron's default, so it is treated as not given.
+    options = list(_OPTIONS) + [("dist_ckpt_workers", "writer.workers", 1)] * (preset != "off")
+    if preset not in ("off", "sync"):
+        options.append(("async_ckpt_cpu_priority", "caller.nice", None))
+    overrides = []
+    for option, key, ignored in options:
+        value = getattr(args, option, None)
+        if value is not None and value != ignored:
+            overrides.append(f"checkpoint.{key}={_quoted(value)}")
+    if getattr(args, "save", None) is not None and getattr(args, "most_recent_k", None) == -1:
+        overrides.append("checkpoint.keep.last=null")  # Megatron keeps all
+    if getattr(args, "exit_on_missing_checkpoint", False):
+        overrides.append("checkpoint.resume=must")
+    if preset not in ("off", "sync"):
+        io_class = getattr(args, "async_ckpt_io_priority", None)
+        if io_class is not None:
+            overrides.append(f"checkpoint.caller.io_priority={IoPriority.of_ionice_class(io_class).value}")
+        if getattr(args, "async_ckpt_use_cpu_shm", False):
+            overrides.append("checkpoint/stager=shared_memory")
+    return overrides
+
+
+def _preset_of(args: argparse.Namespace) -> str:
+    if not hasattr(args, "async_save"):
+        return _PRESET
+    if not args.async_save:
+        return "sync"
+    return "async_persistent" if getattr(args, "use_persistent_ckpt_worker", True) else "async_temporal"
+
+
+def _quoted(value: Any) -> str:
+    """Quote a value for Hydra's override grammar."""
+    if isinstance(value, (bool, int, float)):
+        return str(value)
+    text = str(value)
+    # Backslashes are literal except before a quote and at the end.
+    tail = len(text) - len(text.rstrip("\\"))
+    return "'" + (text + "\\" * tail).replace("'", "\\'") + "'"

@@ -1,1 +1,0 @@
-"""Low-level host memory: mappings, huge pages, the page cache, integer columns."""

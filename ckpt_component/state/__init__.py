@@ -1,1 +1,0 @@
-"""The state dict: flattening, structure, shards and objects."""

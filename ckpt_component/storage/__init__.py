@@ -1,1 +1,0 @@
-"""Checkpoints on disk: file-system operations, names, the commit protocol, manifests. Does not import torch."""

@@ -1,1 +1,0 @@
-"""Fault injection: a file system that fails at chosen operations."""

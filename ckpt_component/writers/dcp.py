@@ -1,0 +1,186 @@
+"""The format of torch.distributed.checkpoint, which stock `dcp.load` reads with any world size.
+
+A stored tensor is a complete `torch.save` archive; `.metadata` is the only index. Objects are separate archives in one
+small file, each in a padded slot, so that `.metadata` does not change as long as they fit.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from ..core.formats.zip_records import ITEM_ALIGNMENT
+from ..core.image.layout import ImageFile, Item, Layout
+from ..core.memory.huge_pages import PAGE, align
+from ..core.state import objects as object_codec
+from ..core.state.paths import key_of
+from ..core.state.structure import Structure
+from ..core.writing.request import EncodedSave, Lane, ObjectBlob, WriteTable, places_of
+from ..errors import CheckpointConfigError
+from .base import FormatPlan, Writer, dtype_name, groups_of_files, make_table
+from .dcp_metadata import metadata_of
+from .torch_items import around_payload
+
+_END_OF_ARCHIVE = b"PK\x05\x06"
+_END_RECORD_BYTES = 22
+#: The padding of a slot is declared as the comment of the zip archive, which has a maximum size; a new slot has less.
+_MOST_COMMENT, _MOST_PADDING = 0xFFFF, 60_000
+
+
+@dataclass(eq=False)
+class DcpWriter(Writer):
+    """The DCP format, with up to `workers` files for tensors per rank. It has one option in addition to `Writer`'s.
+
+    Args:
+        separation_hint: tensors whose keys start with this prefix go to separate files, whose names start with it too,
+            as in NVRx's `FileSystemWriterAsync`. Needs at least two workers, which are divided by size.
+    """
+
+    format = "dcp"
+    shared = True
+
+    separation_hint: str | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_separation_hint(
+            self.separation_hint, self.workers, "checkpoint.writer.separation_hint", "checkpoint.writer.workers"
+        )
+
+    def plan(self, structure: Structure, rank: int) -> FormatPlan:
+        """Lay out one rank's files: `__<rank>_<n>.distcp`."""
+        sizes = [stored.nbytes for stored in structure.stored]
+        hint, separate = self.separation_hint or "", set[int]()
+        if hint:
+            keys = [key_of(structure.tensor_paths[stored.tensor]) for stored in structure.stored]
+            separate = {number for number, key in enumerate(keys) if key.startswith(hint)}
+        groups = groups_of_files(sizes, self.workers, hint, separate)
+        files = [(f"{prefix}__{rank}_{number}.distcp", numbers) for number, (prefix, numbers) in enumerate(groups)]
+        return _DcpPlan(self, structure, files, f"__{rank}_{len(files)}.distcp")
+
+    def index(self, rank_indexes: Sequence[Mapping[str, Any]]) -> dict[str, bytes]:
+        """`.metadata`, the only index that stock DCP reads.
+
+        Raises:
+            CheckpointStageError: the parts stored by the ranks do not form a complete tensor; names its key.
+        """
+        return {".metadata": metadata_of(rank_indexes)}
+
+
+def check_separation_hint(hint: str | None, files: int, name: str, files_name: str) -> None:
+    """Raise CheckpointConfigError if a hint is not a valid prefix of file names, or there are too few files for it.
+
+    Args:
+        hint: the hint to check; None is valid.
+        files: number of files per rank.
+        name: name of the hint's setting, for the error message.
+        files_name: name of the setting for the number of files.
+    """
+    if hint is None:
+        return
+    if files < 2:
+        raise CheckpointConfigError(f"{name} needs at least two files; set {files_name}=2.")
+    if not re.fullmatch(r"[\w.\-]+", hint) or hint.startswith("."):
+        raise CheckpointConfigError(
+            f"{name}={hint!r} becomes part of file names; use letters, digits, '_', '-' and '.', but no leading '.'."
+        )
+
+
+class _DcpPlan(FormatPlan):
+    """Files of tensors, and one file of objects.
+
+    Args:
+        writer: the format.
+        structure: the structure to lay out.
+        files: name of each file and numbers of its stored tensors.
+        object_file: name of the file of objects.
+    """
+
+    def __init__(
+        self, writer: Writer, structure: Structure, files: Sequence[tuple[str, list[int]]], object_file: str
+    ) -> None:
+        images: list[ImageFile] = []
+        items: list[Item] = []
+        lanes: list[list[Lane]] = []
+        base = 0
+        stored = structure.stored
+        for file, (name, numbers) in enumerate(files):
+            end, first = 0, len(items)
+            for number in numbers:
+                entry = stored[number]
+                before, after = map(len, around_payload(entry.dtype, entry.shape))
+                offset, nbytes = align(end, ITEM_ALIGNMENT), entry.nbytes
+                end = offset + before + nbytes + after
+                items.append(Item(number, file, offset, offset + before, nbytes, end - offset))
+            images.append(ImageFile(name, base, end))
+            places = places_of((item.offset, item.length) for item in items[first:])
+            lanes.append([Lane(file, 0, end, first, places)])
+            base = align(base + end, PAGE)
+
+        def around(item: Item) -> tuple[bytes, bytes]:
+            entry = stored[item.stored]
+            return around_payload(entry.dtype, entry.shape)
+
+        self.layout = Layout(
+            structure, tuple(stored), tuple(images), items, base, around=around, forget=around_payload.cache_clear
+        )
+        self._make_table = partial(make_table, writer, self.layout, lanes)
+        self._table: WriteTable | None = None
+        self._object_keys = [key_of(path) for path in structure.object_paths]
+        self._object_file = object_file
+        #: Offset and length of each object's slot.
+        self._slots: list[tuple[int, int]] = []
+
+    def encode_objects(self, objects: Sequence[Any]) -> EncodedSave:
+        """Encode the objects; the table is rebuilt only if one does not fit into its slot."""
+        archives: list[bytes] = []
+        fits = self._table is not None
+        for number, (key, value) in enumerate(zip(self._object_keys, objects, strict=True)):
+            archives.append(object_codec.dump(object_codec.encode(value, key)))
+            fits = fits and 0 <= self._slots[number][1] - len(archives[-1]) <= _MOST_COMMENT
+        if self._table is None or not fits:
+            self._slots = _make_slots(archives)
+            self._table = self._make_table()
+        data = bytearray()
+        for archive, (offset, length) in zip(archives, self._slots, strict=True):
+            if archive[-_END_RECORD_BYTES : -_END_RECORD_BYTES + 4] != _END_OF_ARCHIVE:
+                raise ValueError(f"torch.save ended the archive of the object at {offset} in an unexpected way.")
+            # Declare the padding as the comment of the zip archive, which keeps the archive valid.
+            padding = length - len(archive)
+            data += archive[:-2] + struct.pack("<H", padding) + bytes(padding)
+        blobs = (ObjectBlob(self._object_file, 0, memoryview(data), self._slots),) if archives else ()
+        return EncodedSave(self._table, blobs, partial(self._rank_index, self._slots))
+
+    def _rank_index(self, slots: Sequence[tuple[int, int]]) -> dict[str, Any]:
+        """This rank's input of `metadata_of`. Rows share values with the structure: there may be a hundred thousand."""
+        structure, layout = self.layout.structure, self.layout
+        item_of = array("q", bytes(8 * len(layout.stored)))
+        for number, item in enumerate(layout.items):
+            item_of[item.stored] = number
+        names = {stored.dtype: dtype_name(stored.dtype) for stored in structure.stored}
+        starts = {len(stored.shape): (0,) * len(stored.shape) for stored in structure.stored}
+        tensors = []
+        for path, number, shard in zip(structure.tensor_paths, structure.stored_of, structure.shards, strict=True):
+            stored, item = structure.stored[number], layout.items[item_of[number]]
+            whole = stored.shape if shard is None else shard.shape
+            offsets = starts[len(whole)] if shard is None else shard.offsets
+            file = layout.files[item.file].name
+            tensors.append((path, names[stored.dtype], whole, offsets, stored.shape, file, item.offset, item.length))
+        objects = [(path, self._object_file, *slot) for path, slot in zip(structure.object_paths, slots, strict=True)]
+        lists = [path for path, kind in structure.containers if kind == "list"]
+        return {"tensors": tensors, "objects": objects, "lists": lists, "elsewhere": structure.elsewhere}
+
+
+def _make_slots(archives: Sequence[bytes]) -> list[tuple[int, int]]:
+    slots, position = [], 0
+    for archive in archives:
+        padding = min(len(archive) // 4, _MOST_PADDING)
+        length = align(len(archive) + padding, ITEM_ALIGNMENT)
+        slots.append((position, length))
+        position += length
+    return slots

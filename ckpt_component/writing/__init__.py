@@ -1,1 +1,0 @@
-"""Write byte ranges to files, in this process or in a writer process. Imports no torch."""

@@ -1,0 +1,45 @@
+"""The rooms of the package, from the ground up, and their table in docs/design.md: `python docs/rooms.py` writes it."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+PAGE = REPOSITORY / "docs" / "design.md"
+
+#: A room imports from the storeys below its own, and from the rooms before it in its storey; `tests/test_rooms.py`
+#: checks it.
+STOREYS = {
+    "ground": ("errors", "_version", "core._lazy", "core.options", "core.spelling", "core.progress", "core.memory"),
+    "outside": ("core.processes", "core.storage", "core.state", "core.coordination"),
+    "image and commit": ("core.commit", "core.image"),
+    "files": ("events", "core.writing", "core.formats"),
+    "formats both ways, configs": ("config", "writers", "loading"),
+    "parts": ("exporting", "compat", "callers", "stagers"),
+    "one save, a run": ("background", "saving", "checkpointer", "managing"),
+    "assembly": ("factory",),
+    "faces": ("megatron", "integrations", "cli", "train", "_hydra_searchpath"),
+}
+_TABLE = re.compile(r"(?<=<!-- Written by docs/rooms.py. -->\n\n).*?\n(?=\n|\Z)", re.S)
+
+
+def sentence(room: str) -> str:
+    """The first line of a room's docstring."""
+    path = REPOSITORY / "ckpt_component" / Path(*room.split("."))
+    module = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    return (ast.get_docstring(ast.parse(module.read_text())) or "").partition("\n")[0]
+
+
+def page() -> str:
+    """docs/design.md with the table as it is to be."""
+    lines = ["| storey | room | what it is |", "|---|---|---|"]
+    for storey, rooms in reversed(STOREYS.items()):
+        for number, room in enumerate(reversed(rooms)):
+            lines.append(f"| {'' if number else storey} | `{room}` | {sentence(room)} |")
+    return _TABLE.sub(lambda _: "\n".join(lines) + "\n", PAGE.read_text())
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())

@@ -1,0 +1,206 @@
+"""`ckpt plan`: the formulas hold, and what was measured on one size predicts another."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckpt_component.cli.app import main
+from ckpt_component.cli.planning.formulas import best_interval, mtbf_of, training_fraction
+from ckpt_component.cli.planning.plan import Question, plan
+
+MINUTE, HOUR = 60.0, 3600.0
+
+
+def ckpt(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as left:
+        main(["plan", *arguments])
+    assert isinstance(left.value.code, int)
+    return left.value.code, *capsys.readouterr()
+
+
+def figures(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    code, out, err = ckpt(capsys, *arguments, "--json")
+    assert code == 0, err
+    return {figure["name"]: figure["value"] for figure in json.loads(out)["figures"]}
+
+
+@pytest.mark.parametrize(("mtbf_h", "minutes"), [(24, 117), (6, 57), (0.25, 9.1)])
+def test_the_interval_is_that_of_dalys_examples(mtbf_h: float, minutes: float) -> None:
+    """The captions of figures 3 to 5 of his paper, with dumps of 5 minutes."""
+    assert best_interval(5 * MINUTE, mtbf_h * HOUR) / MINUTE == pytest.approx(minutes, rel=0.01)
+
+
+@pytest.mark.parametrize(("lost", "mtbf"), [(0.1, 2 * HOUR), (30, 2 * HOUR), (300, HOUR)])
+def test_no_other_interval_trains_more(lost: float, mtbf: float) -> None:
+    at_best = training_fraction(best_interval(lost, mtbf), lost, mtbf, 120, 60)
+    others = (training_fraction(best_interval(lost, mtbf) * 1.02**n, lost, mtbf, 120, 60) for n in range(-200, 200))
+    assert 0 < at_best < 1 and at_best == pytest.approx(max(others), rel=1e-4)
+
+
+def test_the_fraction_is_that_of_simulated_failures() -> None:
+    interval, lost, mtbf, restart, durable = 300.0, 5.0, 1800.0, 120.0, 90.0
+    numbers, trained, total = random.Random(7), 0.0, 0.0
+    for _ in range(100_000):
+        until_failure = numbers.expovariate(1 / mtbf)
+        saves = max(until_failure - restart - durable, 0) // (interval + lost)
+        trained, total = trained + saves * interval, total + until_failure
+    assert training_fraction(interval, lost, mtbf, restart, durable) == pytest.approx(trained / total, rel=0.02)
+
+
+def test_what_cannot_be_reached_is_zero_and_no_overflow() -> None:
+    assert training_fraction(1e6, 1, 60, 300, 60) == 0
+    assert mtbf_of(2048) / HOUR == pytest.approx(1.8, rel=0.01)  # as the paper projects for 16,384 GPUs
+
+
+def test_figures_follow_from_the_state_and_the_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    got = figures(capsys, "--state", "1.2TB", "--ranks", "1024", "--storage-gbps", "20", "--mtbf", "8h")
+    assert got["state of a rank"] == pytest.approx(1.2e12 / 1024)
+    assert got["host memory"] == pytest.approx(8 * (1.2e12 / 1024 + 15e6))
+    assert got["durable"] == pytest.approx(60 + got["stall"]) and got["MTBF"] == 8 * HOUR
+    twice = figures(capsys, "--state", "1.2TB", "--ranks", "1024", "--preset", "async_zero_overhead")
+    assert twice["host memory"] == pytest.approx(8 * (2 * 1.2e12 / 1024 + 15e6)) and twice["durable"] is None
+    waits = figures(capsys, "--state", "10GB", "--storage-gbps", "2", "--preset", "sync")
+    assert waits["stall"] == waits["durable"] == waits["lost per save"] == pytest.approx(5)
+
+
+def test_slow_storage_bounds_the_interval(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = ckpt(capsys, "--state", "1TB", "--ranks", "8", "--storage-gbps", "0.5", "--mtbf", "10h")
+    assert code == 0 and "durable: saves do not overlap" in out and "checkpoint.save.every_seconds=2" in out
+    code, out, _ = ckpt(capsys, "--state", "1TB", "--ranks", "8", "--storage-gbps", "50")
+    assert "saves do not overlap" not in out and max(map(len, out.splitlines())) <= 100
+
+
+class Machine:
+    """Saves take a call of 5 ms, a copy at 8 GB/s, a write at 2 GB/s, and 20 ms to commit."""
+
+    def __init__(self, preset: str = "async_persistent") -> None:
+        self.preset = preset
+
+    def save(self, nbytes: float) -> tuple[float, dict[str, list[float]]]:
+        copied = 0.005 + (0 if self.preset == "sync" else nbytes / 8e9)
+        written = copied + nbytes / 2e9
+        spans = {"plan": [0.0, 0.005], "write": [copied, written], "commit": [written, written + 0.02]}
+        if self.preset == "sync":
+            return written + 0.02, spans
+        return 0.005 if self.preset == "async_zero_overhead" else copied, {**spans, "stage": [0.005, copied]}
+
+    def events(self, folder: Path, sizes: list[float], ranks: int = 1) -> None:
+        (folder / "events").mkdir()
+        for rank in range(ranks):
+            lines = list(self._events(sizes, rank, ranks))
+            text = "".join(f"{json.dumps({**line, 'rank': rank})}\n" for line in lines)
+            (folder / "events" / f"rank-{rank:05d}.jsonl").write_text(text + '{"event": "sa')
+
+    def _events(self, sizes: list[float], rank: int, ranks: int) -> Iterator[dict[str, Any]]:
+        for run, size in enumerate(sizes):
+            about = {"host": "here", "world_size": ranks, "preset": self.preset}
+            yield {"event": "run", "time": 1, "run": str(run), **about}
+            for step in (1, 2, 3):
+                stall, spans = self.save(size / ranks)
+                slow = 5.0 if step == 1 else 0.0  # the first save allocates memory
+                yield {
+                    "event": "save",
+                    "time": step,
+                    "run": str(run),
+                    "step": step,
+                    "path": f"iter_{step}",
+                    "outcome": "committed",
+                    "attempts": 1,
+                    "bytes": size / ranks,
+                    "stall_s": stall + slow,
+                    "lost_s": stall + slow,
+                    "spans": {name: [begin + slow, end + slow] for name, (begin, end) in spans.items()},
+                }
+            failed = {"outcome": "failed", "path": "iter_4", "spans": {}, "bytes": 0}
+            yield {"event": "save", "time": 4, "run": str(run), "step": 4, **failed}
+
+
+@pytest.mark.parametrize("sizes", [[1e9], [1e9, 4e9]])
+@pytest.mark.parametrize("ranks", [1, 4])
+@pytest.mark.parametrize("preset", ["async_persistent", "async_zero_overhead", "sync"])
+def test_a_measured_size_predicts_another(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, sizes: list[float], ranks: int, preset: str
+) -> None:
+    machine = Machine(preset)
+    machine.events(tmp_path, sizes, ranks)
+    measured = ("--measured", str(tmp_path), "--preset", preset)
+    got = figures(capsys, "--state", "20GB", "--ranks", str(ranks), *measured)
+    stall, spans = machine.save(20e9 / ranks)
+    assert got["stall"] == pytest.approx(stall, rel=1e-6)
+    assert got["durable"] == pytest.approx(spans["commit"][1], rel=1e-6)
+    # Ranks of a host share its path to the storage, and other hosts have their own.
+    more = figures(capsys, "--state", "20GB", "--ranks", "16", "--ranks-per-host", "8", *measured)
+    assert more["storage rate"] == pytest.approx(2 * ranks * 2e9)
+
+
+def test_a_copy_that_slows_down_with_the_size_is_followed(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The line through two sizes meets both, though its intercept is below zero; a tiny state costs no less than 0."""
+    machine = Machine()
+    slower = {1e9: 0.1, 4e9: 0.6}
+    spans = {"write": [0.7, 0.8], "commit": [0.8, 0.9]}
+    monkeypatch.setattr(machine, "save", lambda size: (slower[size], {"stage": [0.0, slower[size]], **spans}))
+    machine.events(tmp_path, [1e9, 4e9])
+    for size, stall in (("1GB", 0.1), ("4GB", 0.6), ("7GB", 1.1), ("1MB", 0)):
+        assert figures(capsys, "--state", size, "--measured", str(tmp_path))["stall"] == pytest.approx(stall)
+
+
+def test_two_runs_are_better_than_one(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """A write with a fixed part: one size takes it for a slow disk, two tell the parts apart. A short sync is fixed."""
+    for name, size in (("a", 1e9), ("b", 4e9)):
+        (tmp_path / name).mkdir()
+        machine = Machine()
+        spans = {"write": [0.0, 0.1 + size / 2e9], "sync": [0.1 + size / 2e9, 0.11 + size / 2e9]}
+        machine.save = lambda _, spans=spans: (0.0, spans)  # type: ignore[method-assign, misc]
+        machine.events(tmp_path / name, [size])
+    one, other = (("--measured", str(tmp_path / name)) for name in "ab")
+    assert figures(capsys, "--state", "8GB", *one)["durable"] == pytest.approx(8 * 0.6 + 0.01)
+    assert figures(capsys, "--state", "8GB", *one, *other)["durable"] == pytest.approx(0.1 + 4 + 0.01)
+
+
+def test_overlap_that_the_stager_gave_up_is_not_planned_with(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    machine = Machine("async_persistent")
+    stall, _ = machine.save(1e9)
+    machine.preset = "async_zero_overhead"
+    machine.save = lambda size: Machine().save(size)  # type: ignore[method-assign]
+    machine.events(tmp_path, [1e9])
+    measured = ("--state", "1GB", "--measured", str(tmp_path), "--preset", machine.preset)
+    assert figures(capsys, *measured)["stall"] == pytest.approx(stall)
+    assert "so they were awaited" in ckpt(capsys, *measured)[1]
+
+
+def test_a_run_with_another_preset_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    Machine("sync").events(tmp_path, [1e9])
+    code, _, err = ckpt(capsys, "--state", "1GB", "--measured", str(tmp_path))
+    assert code == 2 and "saved with sync; type --preset sync, or measure async_persistent." in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ("--state 1.2", "error: --state=1.2 has no unit; type one, as in --state=1.2TB."),
+        ("--state 1.2TX", "error: --state must be a number of bytes, or one with a unit: "),
+        ("--state 1TB --ranks 0", "error: --ranks=0 must be above 0."),
+        ("--state 0GB", "error: --state=0 must be above 0."),
+        ("--state 1TB --preset async_persistant", "Did you mean --preset=async_persistent?"),
+        ("--state 1TB --mtbf 8", "error: --mtbf=8 has no unit; type one, as in --mtbf=8h."),
+        ("--state 1TB --preset off", "error: --preset must be "),
+        ("--state 1TB --measured nowhere", "error: There is no folder nowhere"),
+    ],
+)
+def test_mistakes_end_in_words(capsys: pytest.CaptureFixture[str], arguments: str, text: str) -> None:
+    code, out, err = ckpt(capsys, *arguments.split())
+    assert code == 2 and out == "" and text in err and len(err.splitlines()) == 1
+
+
+def test_every_figure_says_where_it_is_from() -> None:
+    assert all(figure.why for figure in plan(Question(1e12, 64, 8)))

@@ -1,0 +1,165 @@
+"""`ckpt report` of the folder of a run: what its saves cost."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from run_events import STALL, STEP, write_run
+
+from ckpt_component.cli.app import main
+from ckpt_component.cli.reports.run_records import PHASES
+from ckpt_component.events import EventFile
+
+
+def ckpt(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as left:
+        main(["report", *arguments])
+    return int(left.value.code or 0)
+
+
+@pytest.fixture
+def without_picture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As without matplotlib."""
+    monkeypatch.setattr("ckpt_component.cli.reports.run_report.can_plot", lambda: False)
+    monkeypatch.setattr("ckpt_component.cli.reports.page.can_plot", lambda: False)
+
+
+def test_it_shows_phases_failures_and_what_training_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = tmp_path / "run"
+    write_run(run, ranks=2, failed=2, first=11)
+    assert ckpt(str(run), "--out", str(tmp_path / "out")) == 0
+    text = capsys.readouterr().out
+    assert max(map(len, text.splitlines())) <= 100 + len(str(tmp_path))
+    # 59 steps of 20 ms and two waits of 10 ms between the first and the last step, then the wait for the last save;
+    # the loss of each save is 20 ms.
+    kept = 1 - 3 * 2 * STALL / (59 * STEP + 3 * STALL)
+    assert f"training kept {100 * kept:.2f} % of 1.21 s: saves cost 60 ms (waits 30 ms, slower steps 30 ms)" in text
+    assert "steps 11 to 70, 20 ms each" in text
+    assert "saves: 2 committed, 1 failed, 1 retried, 4.00 GB at 29.41 GB/s" in text
+    assert "loaded step 10: 1.00 GB in 500 ms, verified" in text
+    assert "step 50 failed: rank 0: the disk is full" in text
+    (row,) = [line.split() for line in text.splitlines() if line.split()[:1] == ["30"]]
+    assert row[1] == "committed" and row[2:4] == ["2.00", "GB"] and "100 ms" in " ".join(row)
+    page = (tmp_path / "out" / "run.html").read_text()
+    assert "training kept" in page and "data:image/png;base64," in page
+
+
+@pytest.mark.usefixtures("without_picture")
+def test_json_has_every_run_and_writes_no_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    end = write_run(tmp_path, saves=1)
+    write_run(tmp_path, first=11, began=end + 5)
+    assert ckpt(str(tmp_path), "--json") == 0
+    data = json.loads(capsys.readouterr().out)
+    first, second = data["runs"]
+    assert data["kind"] == "run" and abs(second["began"] - first["ended"] - 5) < 0.01
+    assert [len(run["saves"]) for run in (first, second)] == [1, 3]
+    assert abs(first["saves"][0]["write_s"] - 0.058) < 1e-6 and first["saves"][0]["durable_s"] == 0.1
+    assert sorted(path.name for path in (tmp_path / "events").iterdir()) == ["rank-00000.jsonl"]
+    assert ckpt(str(tmp_path)) == 0
+    text = capsys.readouterr().out
+    assert "ran for" in text and "no picture: pip install" in text
+
+
+def test_json_of_a_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from ckpt_component.cli.reports.result import write_result
+
+    write_result(str(tmp_path), "completed", overrides=["a=1"], choices={}, figures={"stall_s": 0.5})
+    assert ckpt(str(tmp_path), "--json") == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["kind"] == "sweep" and [row["stall_s"] for row in data["rows"]] == [0.5]
+    assert [path.name for path in tmp_path.iterdir()] == ["result.json"]
+
+
+def test_a_run_that_just_began_and_one_that_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    now = time.time()
+    write_run(tmp_path / "began", saves=0, began=now)
+    assert ckpt(str(tmp_path / "began")) == 0
+    assert "no saves yet" in (text := capsys.readouterr().out) and "last event" in text
+    assert (tmp_path / "began" / "events" / "run.html").exists()
+    write_run(tmp_path / "writes", saves=2, began=now)
+    with open(tmp_path / "writes" / "events" / "rank-00000.jsonl", "a") as file:
+        file.write('{"event": "save", "time": 1')  # not all of the line is there yet
+    other = {"run": "2", "rank": 0, "time": 5}
+    EventFile(str(tmp_path / "writes"), 0).append([{"event": "save", **other}, {"event": "steps", **other, "ends": 1}])
+    assert ckpt(str(tmp_path / "writes"), "--json") == 0
+    (run,) = json.loads(capsys.readouterr().out)["runs"]
+    assert run["committed"] == 2
+
+
+@pytest.mark.usefixtures("without_picture")
+def test_a_hundred_thousand_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_run(tmp_path, saves=200, every=500)
+    assert ckpt(str(tmp_path)) == 0
+    text = capsys.readouterr().out
+    assert "steps 1 to 100000, 20 ms each" in text and len(text.splitlines()) < 40
+    assert "the last 15 of 200 saves; --json has all" in text
+
+
+@pytest.mark.parametrize(
+    ("folder", "told"),
+    [
+        ("nowhere", "error: There is no folder nowhere; give the folder"),
+        ("bare", "error: bare has no events; runs write them with their first save"),
+    ],
+)
+def test_a_folder_without_events(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], folder: str, told: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "bare" / "iter_0000001").mkdir(parents=True)
+    assert ckpt(folder) == 2
+    error = capsys.readouterr().err
+    assert told in error and ("of a sweep need hydra/callbacks" in error) == (folder == "bare")
+
+
+def test_it_needs_neither_torch_nor_hydra(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    code = (
+        "import sys\nfrom ckpt_component.cli.app import main\n"
+        f"try:\n    main(['report', {str(tmp_path)!r}, '--json'])\n"
+        "finally:\n    print({'torch', 'hydra', 'omegaconf', 'matplotlib'} & set(sys.modules), file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0 and done.stderr.strip() == "set()", done.stderr
+
+
+def test_long_lines_lose_columns_not_their_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    spans = {name: [100 * place, 100 * place + 99.5] for place, name in enumerate(PHASES)}
+    save = {"event": "save", "time": 1e9, "step": 123456, "path": "iter_0123456", "outcome": "committed", "error": None}
+    save |= {"bytes": 123_450_000_000, "attempts": 1, "stall_s": 99.5, "lost_s": 99.5, "spans": spans}
+    tmp_path.joinpath("iter_0123456").mkdir()
+    EventFile(str(tmp_path), 0).append([{**save, "run": "a", "rank": 0}])
+    assert ckpt(str(tmp_path), "--out", str(tmp_path / "out")) == 0
+    lines = capsys.readouterr().out.splitlines()
+    (row,) = [line for line in lines if line.startswith("123456")]
+    header = lines[lines.index(row) - 1].split()
+    assert len(row) <= 100 and len(row.split()) > len(header) and header[-2:] == ["durable", "lost"]
+    assert "queue" not in header and "commit" in header
+
+
+def test_the_run_that_saved_is_shown_though_a_later_one_trained_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    end = write_run(tmp_path, saves=2)
+    write_run(tmp_path, saves=0, first=41, began=end + 5)
+    assert ckpt(str(tmp_path), "--json") == 0
+    assert json.loads(capsys.readouterr().out)["shown"] == 1
+    assert ckpt(str(tmp_path), "--out", str(tmp_path / "out")) == 0
+    text = capsys.readouterr().out
+    assert "saves: 2 committed" in text and "above: run 1 of 2; --run N shows another" in text
+    assert ckpt(str(tmp_path), "--run", "2", "--out", str(tmp_path / "out")) == 0
+    assert "saves: 0 committed" in capsys.readouterr().out
+    assert ckpt(str(tmp_path), "--run", "3") == 2
+    assert "--run=3: the folder has the events of 2 run(s)" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("without_picture")
+def test_no_line_says_where_files_are_that_were_not_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_run(tmp_path)
+    assert ckpt(str(tmp_path)) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "no picture: pip install matplotlib"

@@ -1,0 +1,244 @@
+"""Reads of checkpoints in buckets, against obstore's own store in memory; tests/cloud has a server and its faults."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from ckpt_component import build_checkpointer
+from ckpt_component.core.commit.run_record import stored_metrics
+from ckpt_component.core.formats import open_catalogue
+from ckpt_component.core.storage import bucket_set as object_set
+from ckpt_component.core.storage import bucket_store
+from ckpt_component.core.storage.bucket import ObjectStorage
+from ckpt_component.core.storage.bucket_set import ObjectSet
+from ckpt_component.core.storage.file_set import RangeRead
+from ckpt_component.core.storage.locate import storage_at
+from ckpt_component.errors import CheckpointCorruptError, CheckpointNotFoundError, CheckpointUnreadableError
+from ckpt_component.loading import Reader
+
+pytest.importorskip("obstore", reason="pip install 'ckpt_component[cloud]'")
+
+Put = Callable[[Path], str]
+
+
+@pytest.fixture
+def fs(request: pytest.FixtureRequest) -> ObjectStorage:
+    storage = storage_at(f"memory://{request.node.name}")
+    assert isinstance(storage, ObjectStorage)
+    return storage
+
+
+@pytest.fixture
+def put(fs: ObjectStorage) -> Put:
+    """Puts a folder, or a file, into the bucket; returns its URL."""
+
+    def put(path: Path, url: str = "") -> str:
+        url = url or f"{fs.root}/runs"
+        if path.is_dir():
+            for each in path.iterdir():
+                put(each, f"{url}/{each.name}")
+        else:
+            fs.write_over(url, path.read_bytes())
+        return url
+
+    return put
+
+
+def state() -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(1)
+    small = {f"layers.{number}": torch.randn(number + 1, generator=generator) for number in range(300)}
+    large = torch.randn(1_500_000, generator=generator)  # several pieces
+    return {"small": small, "large": large, "half": large[:400_000].bfloat16(), "tied": large, "lr": 0.1}
+
+
+def tensors(nested: dict[str, Any]) -> dict[str, torch.Tensor]:
+    return {**nested["small"], **{key: nested[key] for key in ("large", "half", "tied")}}
+
+
+def zeros() -> dict[str, Any]:
+    loaded = {key: torch.zeros_like(value) for key, value in tensors(state()).items()}
+    small = {key: value for key, value in loaded.items() if key.startswith("layers")}
+    return {"small": small, "large": loaded["large"], "half": loaded["half"], "tied": loaded["tied"], "lr": 0.0}
+
+
+def check(loaded: dict[str, Any]) -> None:
+    assert loaded["lr"] == 0.1
+    found, expected = tensors(loaded), tensors(state())
+    assert all(found[key].equal(expected[key]) for key in expected)
+
+
+@pytest.mark.parametrize("commit", ["rename", "manifest"])
+@pytest.mark.parametrize("writer", ["dcp", "torch_save"])
+def test_our_own(writer: str, commit: str, tmp_path: Path, put: Put) -> None:
+    with build_checkpointer("sync", [f"checkpoint/writer={writer}", f"checkpoint.commit={commit}"]) as checkpointer:
+        checkpointer.save(state(), tmp_path / "iter_0000001")
+    url = f"{put(tmp_path)}/iter_0000001"
+    reader = Reader()
+    check(reader.read(url)[0])
+    check(reader.read(url, zeros())[0])
+    assert reader.verify(url) and reader.last_read["verified"]
+    catalogue = open_catalogue(url)
+    assert (catalogue.path, catalogue.step, catalogue.verified) == (url, 1, True)
+    assert {"large", "lr", "small.layers.7"} <= catalogue.entries.keys()
+    assert stored_metrics(url) == {}
+
+
+def test_those_of_other_programs(tmp_path: Path, put: Put) -> None:
+    pytest.importorskip("safetensors")
+    from safetensors.torch import save_file
+
+    flat = tensors(state())
+    del flat["tied"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # there is no process group
+        dcp.save(dict(flat), checkpoint_id=tmp_path / "dcp", no_dist=True)
+    torch.save(flat, tmp_path / "weights.pt")
+    save_file(flat, tmp_path / "weights.safetensors")
+    (tmp_path / "hub").mkdir()
+    save_file(flat, tmp_path / "hub" / "model.safetensors")
+    root = put(tmp_path)
+    for name, form in (
+        ("dcp", "dcp (torch)"),
+        ("weights.pt", "torch_save (file)"),
+        ("weights.safetensors", "safetensors (file)"),
+        ("hub", "safetensors (file)"),
+    ):
+        target = {key: torch.zeros_like(value) for key, value in flat.items()}
+        Reader().read(f"{root}/{name}", target)
+        assert all(target[key].equal(value) for key, value in flat.items()), name
+        catalogue = open_catalogue(f"{root}/{name}")
+        assert catalogue.format == form and catalogue.entries.keys() == flat.keys()
+
+
+def test_what_is_not_there_or_damaged(fs: ObjectStorage, tmp_path: Path, put: Put) -> None:
+    with pytest.raises(CheckpointNotFoundError, match="no checkpoint at memory://"):
+        Reader().read(f"{fs.root}/nothing")
+    with build_checkpointer("sync", ["checkpoint.commit=manifest"]) as checkpointer:
+        checkpointer.save(state(), tmp_path / "one")
+    url = f"{put(tmp_path)}/one"
+    catalogue = open_catalogue(url)
+    (piece,) = catalogue.entries["large"].pieces
+    path = f"{catalogue.folder}/{piece.file}"
+    data = bytearray(fs.read(path, 1 << 30))
+    data[piece.offset + piece.length // 2] ^= 1
+    fs.write_over(path, bytes(data))
+    with pytest.raises(CheckpointCorruptError, match="large.*is damaged"):
+        Reader().read(url, zeros())
+    fs.write_over(path, bytes(data[:-1]))
+    with pytest.raises(CheckpointCorruptError, match="bytes; manifest.json lists it"):
+        Reader().read(url)
+    fs.unlink(path)
+    with pytest.raises(CheckpointCorruptError, match="is missing"):
+        Reader().read(url)
+
+
+class Bytes:
+    """An object of random bytes, and what was fetched of it."""
+
+    def __init__(self, fs: ObjectStorage, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.data = os.urandom(size)
+        fs.write_over(f"{fs.root}/x/file", self.data)
+        self.fetched: list[tuple[int, int]] = []
+        genuine = fs.read_range
+
+        def read_range(path: str, offset: int, length: int) -> memoryview:
+            self.fetched.append((offset, length))
+            return genuine(path, offset, length)
+
+        monkeypatch.setattr(fs, "read_range", read_range)
+        self.wrong: list[int] = []
+
+    def read(self, files: ObjectSet, ranges: list[tuple[int, int]]) -> None:
+        def one(offset: int, length: int) -> None:
+            buffer = memoryview(bytearray(length))
+            if not files.fill("file", buffer, offset) or buffer != self.data[offset : offset + length]:
+                self.wrong.append(offset)
+
+        files.read_all([RangeRead("file", *each, lambda each=each: one(*each)) for each in ranges])
+
+
+PIECE = 16 << 10
+
+
+@pytest.fixture
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("_PIECE_BYTES", PIECE), ("_GAP_BYTES", 1000), ("_NEAR_BYTES", 1000)):
+        monkeypatch.setattr(object_set, name, value)
+    monkeypatch.setattr(ObjectSet, "_batch_bytes", PIECE)
+    monkeypatch.setattr(ObjectSet, "_least_batch_bytes", PIECE // 4)
+
+
+@pytest.mark.usefixtures("small_pieces")
+def test_each_byte_is_fetched_once_and_nothing_else(fs: ObjectStorage, monkeypatch: pytest.MonkeyPatch) -> None:
+    stored = Bytes(fs, 50 * PIECE, monkeypatch)
+    one, many, far = (3, 20 * PIECE), [(21 * PIECE + 100 * n, 90) for n in range(1500)], (40 * PIECE, 10)
+    with fs.open_files(f"{fs.root}/x") as files:
+        stored.read(files, [far, *many[::-1], one])
+    assert not stored.wrong
+    wanted = {*range(3, 3 + 20 * PIECE), *range(21 * PIECE, many[-1][0] + 90), *range(40 * PIECE, 40 * PIECE + 10)}
+    got = [byte for offset, length in stored.fetched for byte in range(offset, offset + length)]
+    assert len(got) == len(set(got)) and set(got) <= wanted and len(wanted - set(got)) <= 20 * 10  # gaps of batches
+    assert all(length <= PIECE for _, length in stored.fetched) and len(stored.fetched) < 60
+
+
+@pytest.mark.usefixtures("small_pieces")
+def test_memory_is_bounded_and_ranges_may_overlap(fs: ObjectStorage, monkeypatch: pytest.MonkeyPatch) -> None:
+    stored = Bytes(fs, 80 * PIECE, monkeypatch)
+    most = []
+    with fs.open_files(f"{fs.root}/x") as files:
+        genuine = object_set._ReadAhead.at
+
+        def at(self: Any, name: str, offset: int) -> memoryview | None:
+            most.append(len(self._fetched))
+            return genuine(self, name, offset)
+
+        monkeypatch.setattr(object_set._ReadAhead, "at", at)
+        stored.read(
+            files, [(0, 30 * PIECE), (0, 30 * PIECE), (PIECE // 2, 60 * PIECE), (5, 7), (70 * PIECE, 10 * PIECE)]
+        )
+        assert files._ahead is not None and not files._ahead._fetched
+    assert not stored.wrong and 1 < max(most) <= 4 * (object_set._AHEAD + 1)
+
+
+def test_one_small_read_after_the_other_is_few_requests(fs: ObjectStorage, monkeypatch: pytest.MonkeyPatch) -> None:
+    stored = Bytes(fs, 1 << 20, monkeypatch)
+    with fs.open_files(f"{fs.root}/x") as files:
+        for offset in range(0, 1 << 20, 1 << 10):
+            buffer = memoryview(bytearray(1 << 10))
+            assert files.fill("file", buffer, offset) and buffer == stored.data[offset : offset + (1 << 10)]
+        assert not files.fill("file", memoryview(bytearray(2)), (1 << 20) - 1)
+        with files.stream("file") as stream:
+            assert stream.seek(-5, os.SEEK_END) == (1 << 20) - 5 and stream.read() == stored.data[-5:]
+    assert len(stored.fetched) <= 6
+
+
+def test_a_failing_request_is_repeated_for_a_while(fs: ObjectStorage, monkeypatch: pytest.MonkeyPatch) -> None:
+    stored = Bytes(fs, 5000, monkeypatch)
+    genuine, failures = fs.read_range, [OSError(5, "reset by the test")] * 3
+    monkeypatch.setattr(bucket_store, "_PAUSE", 0.001)
+
+    def read_range(path: str, offset: int, length: int) -> memoryview:
+        if failures:
+            raise failures.pop()
+        return genuine(path, offset, length)[: length - short]
+
+    short = 0
+    monkeypatch.setattr(fs, "read_range", read_range)
+    with fs.open_files(f"{fs.root}/x") as files:
+        stored.read(files, [(0, 5000)])
+        assert not stored.wrong and not failures
+    short = 1
+    monkeypatch.setattr(bucket_store, "_PATIENCE", 0.01)
+    with (
+        fs.open_files(f"{fs.root}/x") as files,
+        pytest.raises(CheckpointUnreadableError, match="4999 bytes came of 5000"),
+    ):
+        stored.read(files, [(0, 5000)])
