@@ -34,7 +34,7 @@ def until(condition: Callable[[], object]) -> None:
 
 
 def uploaders() -> list[psutil.Process]:
-    return [child for child in psutil.Process().children() if "uploading.process" in " ".join(child.cmdline())]
+    return [child for child in psutil.Process().children() if "upload_process" in " ".join(child.cmdline())]
 
 
 def begun(folder: Path) -> list[Path]:

@@ -66,7 +66,7 @@ def test_a_name_that_the_cache_does_not_know_is_taken_all_the_same(
 ) -> None:
     """Without `renameat2`, as on NFS, the check and the rename are two steps."""
     fs, target = FileStorage(), tmp_path / "one"
-    monkeypatch.setattr(files, "rename_by", lambda *_: False)
+    monkeypatch.setattr(files, "_rename_by", lambda *_: False)
     attempt = commit.new_attempt(fs, str(target), new_token())
     commit.begin(fs, attempt)
     exists: Callable[[str], bool] = os.path.lexists
