@@ -188,7 +188,7 @@ class BackgroundUploads:
             logger.info("%s uploaded: %s in %.1f s, to %s", name, size, message["seconds"], self._policy.target)
         elif "fenced" in message:
             self._fenced = message["fenced"]
-            logger.error("uploads have stopped: %s", self._fenced)
+            logger.warning("uploads have stopped: %s", self._fenced)  # the next save raises it, if there is one
         elif "failed" in message:
             self._current, first, self._error = None, self._error is None, message["error"]
             if first or self.lag_steps >= 2 * self._warned:

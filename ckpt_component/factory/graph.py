@@ -33,7 +33,7 @@ from ..config.rules import PartFacts, refuse_unfit
 from ..config.schema import PARTS, Checkpoint, part_option
 from ..core.commit.names import NAMINGS, RUN_RECORD
 from ..core.commit.retention import RetentionPolicy
-from ..core.commit.run_record import StoredConfig
+from ..core.commit.run_record import StoredConfig, running_script
 from ..core.coordination import Coordinator, LocalCoordinator
 from ..core.options import Commit, Durability, OnLag, ResolvedTimeouts
 from ..core.progress import no_progress, progress_bar
@@ -190,7 +190,8 @@ def instantiate_manager(**settings: Any) -> CheckpointManager:
 def _run_record(config: Any, overrides: Sequence[str]) -> bytes:
     """What every checkpoint of a manager says about the run."""
     written, resolved = recorded_config(config, overrides)
-    return StoredConfig(written, resolved, _versions(), commit_of(launch_folder())).encode()
+    commit = commit_of(launch_folder())
+    return StoredConfig(written, resolved, _versions(), commit, running_script()).encode()
 
 
 def _versions() -> dict[str, str]:

@@ -211,7 +211,7 @@ class SavePipeline:
         if tolerated:
             logger.warning("%s was not saved, and training continues (checkpoint.on_error=warn): %s", save.path, error)
         else:
-            logger.error("%s was not saved: %s", save.path, raised)
+            logger.info("%s was not saved: %s", save.path, raised)  # whoever waits or saves next gets the error
         if not (save.begun and self.caller.in_other_process):
             save.stall_s = time.perf_counter() - save.started
         outcome = "skipped" if self.policy.warn and is_stall(error) else "failed"
