@@ -11,13 +11,13 @@ import logging
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 
-from .config.hydra.store import PROVIDER, config_dir, register
+from ckpt_component.config.hydra.store import PROVIDER, config_dir, register
 
 logger = logging.getLogger("ckpt_component")
 
 try:
     register()
-    from .config.hydra.hints import install  # uses Hydra's internals, which a release may change
+    from ckpt_component.config.hydra.hints import install  # uses Hydra's internals, which a release may change
 
     install()
 except Exception as error:  # the app may not need this package

@@ -1,4 +1,4 @@
-"""Import the names of a package on first use, so that the plugin of Hydra and the writer process do not pay for them."""
+"""Import the names of a package on first use: neither Hydra's plugin nor the writer process pays for them."""
 
 from __future__ import annotations
 

@@ -1,0 +1,67 @@
+"""Print as JSON how many functions, files and rooms the third save of a manager visits, and a restore in a new run.
+
+A process of its own, because only threads that start later can be given a profile function before Python 3.12.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+from types import FrameType
+
+import torch
+
+PACKAGE = "/ckpt_component/"
+visited: set[tuple[str, str, int]] = set()
+recording = False
+
+
+def note(frame: FrameType, event: str, _: object) -> None:
+    """Called at each call of a Python function, on every thread."""
+    if recording and event == "call":
+        before, found, path = frame.f_code.co_filename.rpartition(PACKAGE)
+        if found:
+            visited.add((path, frame.f_code.co_name, frame.f_code.co_firstlineno))
+
+
+def distance() -> dict[str, int]:
+    """What was visited since the last call."""
+    files = {path for path, _, _ in visited}
+    rooms = {"/".join(path.split("/")[: 2 if path.startswith("core/") else 1]) for path in files}
+    found = {"functions": len(visited), "files": len(files), "rooms": len(rooms)}
+    if "--list" in sys.argv:
+        print(*sorted(files), sep="\n", file=sys.stderr)
+    visited.clear()
+    return found
+
+
+def main(folder: str) -> None:
+    """Save three times, and restore what was saved."""
+    global recording
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    state = {"model": model, "optimizer": optimizer, "step": 1}
+    settings = [f"checkpoint.dir={folder}", "checkpoint.save.every_steps=1", "checkpoint.keep.last=2"]
+    with build_manager("async_persistent", overrides=settings) as manager:
+        for step in (1, 2, 3):
+            recording = step == 3
+            manager.maybe_save(step, state)
+            manager.wait()
+    recording = False
+    save = distance()
+    with build_manager("async_persistent", overrides=settings) as manager:
+        recording = True
+        step_restored = manager.restore(state)
+        recording = False
+    print(json.dumps({"step": step_restored, "save": save, "restore": distance()}))
+
+
+if __name__ == "__main__":
+    threading.setprofile(note)
+    sys.setprofile(note)
+    from ckpt_component import build_manager
+
+    main(sys.argv[1])
