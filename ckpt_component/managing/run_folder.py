@@ -14,9 +14,9 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from ..core.commit.cleanup import discard, quarantine
-from ..core.commit.commit import refuse_existing
 from ..core.commit.fencing import FencingToken, Owner
 from ..core.commit.names import TRIAL_PREFIX
+from ..core.commit.protocols import protocol_of
 from ..core.commit.retention import RetentionPolicy
 from ..core.commit.scan import Scan, read_pointer, write_pointer
 from ..core.commit.visibility import wait_visible
@@ -87,6 +87,7 @@ class RunFolder:
         self._on_commit = on_commit
         self._takeover = takeover
         self._root = run.root
+        self._protocol = protocol_of(run.fs)
         #: The folder with its key, for a text.
         self._named = f"checkpoint.{'dir' if run.remote is None else 'local.dir'}={run.root}"
         #: Of the permanent folder behind a local one.
@@ -199,7 +200,7 @@ class RunFolder:
             self._settle(self._step_of(path))
             self.settled = True
         try:
-            refuse_existing(self.run.fs, path)
+            self._protocol.refuse_taken(path)
         except CheckpointExistsError as error:
             raise CheckpointExistsError(self._beside_others(str(error))) from error
 

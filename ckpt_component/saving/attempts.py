@@ -134,7 +134,7 @@ class SaveTransaction:
                 self._caller.settle()
                 self._index_sent = None
                 if self._leads:
-                    commit.abandon(save.fs, attempt)
+                    commit.abandon(attempt)
                 raise
             self._caller.settle()
         save.mark("commit", voted, time.perf_counter())
@@ -192,7 +192,7 @@ class SaveTransaction:
                 self._hooks.ownership.acquire()  # also deletes what an earlier run left
             if self._min_free_bytes is not None:
                 refuse_without_room(save.fs, save.path, needed, self._min_free_bytes)
-            commit.begin(save.fs, save.attempt)
+            commit.begin(save.attempt)
             locks.callback(AttemptLock(save.fs, save.attempt).close)
         return differing(digests) if len(messages) > 1 else []
 
@@ -283,7 +283,7 @@ class SaveTransaction:
         fields = self._fields(save)
         with self._typed_errors(save, sum(map(len, self._sidecars.values()))):
             visible = self._timeouts.visible
-            return commit.publish(save.fs, save.attempt, votes, self._sidecars, fields, visible)
+            return commit.publish(save.attempt, votes, self._sidecars, fields, visible)
 
     @contextlib.contextmanager
     def _typed_errors(self, save: PendingSave, needed: int) -> Iterator[None]:

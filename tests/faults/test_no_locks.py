@@ -20,7 +20,8 @@ from ckpt_component import CheckpointManager, build_manager
 from ckpt_component.core.commit import commit, liveness
 from ckpt_component.core.commit.cleanup import living_attempts, sweep
 from ckpt_component.core.commit.liveness import QUIET_SECONDS, AttemptLock
-from ckpt_component.core.commit.names import ALIVE_PREFIX, MEGATRON, Attempt
+from ckpt_component.core.commit.names import ALIVE_PREFIX, MEGATRON
+from ckpt_component.core.commit.protocol import Attempt
 from ckpt_component.core.processes import running as processes
 from ckpt_component.core.storage.files import FileStorage
 from ckpt_component.core.storage.locate import LOG, SPEC
@@ -46,7 +47,7 @@ def without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def begun(fs: FileStorage, root: Path, step: int) -> Attempt:
     attempt = commit.new_attempt(fs, str(root / MEGATRON.folder(step)), new_token())
-    commit.begin(fs, attempt)
+    commit.begin(attempt)
     fs.write_new(os.path.join(attempt.staging, "data"), b"1234")
     return attempt
 

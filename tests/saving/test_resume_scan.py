@@ -288,7 +288,7 @@ def test_only_dead_debris_of_this_host_goes(tmp_path: Path, caplog: pytest.LogCa
         new_attempt(FileStorage(), str(root / name), new_token()) for name in ("iter_0000003", "iter_0000004")
     )
     for attempt in (dead, alive):
-        begin(FileStorage(), attempt)
+        begin(attempt)
     held = AttemptLock(FileStorage(), alive)
     half_deleted = root / os.path.basename(dead.staging).replace(".ckpt-tmp.", ".ckpt-trash.").replace("03.", "05.")
     half_deleted.mkdir()
