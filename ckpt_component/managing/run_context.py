@@ -53,6 +53,10 @@ class RunContext:
         """Where the checkpoint of a step is, or would be, in `root`."""
         return os.path.join(self.root, self.names.folder(step))
 
+    def step_of(self, path: str) -> int:
+        """The inverse of `path_of`."""
+        return int(os.path.basename(path).removeprefix(self.names.prefix))
+
     @property
     def roots(self) -> str:
         """The folders of the run, for a text."""

@@ -13,12 +13,12 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from ..core.commit.cleanup import discard, quarantine
+from ..core.commit.cleanup import quarantine
 from ..core.commit.fencing import FencingToken, Owner
 from ..core.commit.names import TRIAL_PREFIX
 from ..core.commit.protocols import protocol_of
 from ..core.commit.retention import RetentionPolicy
-from ..core.commit.scan import Scan, read_pointer, write_pointer
+from ..core.commit.scan import read_pointer, write_pointer
 from ..core.commit.visibility import wait_visible
 from ..core.spelling import typed
 from ..core.storage.locate import absolute
@@ -34,6 +34,7 @@ from ..errors import (
 from ..events import SaveReport
 from ..saving.attempts import notify
 from .policies import ResumePolicy
+from .purge import Purge
 from .run_context import RunContext, steps_text
 
 logger = logging.getLogger(__name__)
@@ -58,6 +59,7 @@ class RunFolder:
 
     Attributes:
         ownership: fencing token of the folder; the first save acquires it.
+        purge: deletes what `keep` no longer keeps.
         settled: whether a restore has handled the steps that follow, so that the first save need not.
         manifest_fields: where every checkpoint comes from: `run`, the token of the run, and `resumed_from`, the
             checkpoint that it began with, by its name if it is in this folder; None: from scratch.
@@ -81,8 +83,7 @@ class RunFolder:
         self.ownership = FencingToken(run.fs, run.root, run.names, run.events.run)
         self.settled = False
         self.manifest_fields: Mapping[str, Any] = {"run": run.events.run, "resumed_from": None}
-        self._keep = keep
-        self._in_use = in_use
+        self.purge = Purge(run, keep, in_use)
         self._before_save = before_save
         self._on_commit = on_commit
         self._takeover = takeover
@@ -197,7 +198,7 @@ class RunFolder:
         for check in self._before_save:
             check()
         if not self.settled:
-            self._settle(self._step_of(path))
+            self._settle(self.run.step_of(path))
             self.settled = True
         try:
             self._protocol.refuse_taken(path)
@@ -205,7 +206,8 @@ class RunFolder:
             raise CheckpointExistsError(self._beside_others(str(error))) from error
 
     def close(self) -> None:
-        """The run has ended, so that another one may save in the folder at once."""
+        """The run has ended: when all is deleted that is to be, another one may save in the folder at once."""
+        self.purge.close()
         self.ownership.release()
 
     def resumed_from(self, path: str) -> None:
@@ -218,50 +220,30 @@ class RunFolder:
         """Call `on_commit`, and set the pointer to a new checkpoint. A failure is only logged."""
         for called in self._on_commit:
             notify(called, report)
-        step = self._step_of(report.path)
+        step = self.run.step_of(report.path)
         try:
             write_pointer(self.run.fs, self._root, self.run.names, step)
         except OSError as error:
             logger.warning("step %d is committed, but its pointer file could not be written: %s", step, error)
 
     def after_save(self, report: SaveReport) -> None:
-        """Delete what `keep` no longer keeps after a new checkpoint, never that one. A failure is a warning."""
-        step = self._step_of(report.path)
-        try:
-            scan = self.run.scan(warns=True)
-            self._warn_if_never_best(step, scan)
-            self._delete_old(scan, step)
-        except OSError as error:
-            logger.warning("step %d is committed, but listing or deleting older checkpoints failed: %s", step, error)
+        """Begin to delete what `keep` no longer keeps after a new checkpoint, never that one."""
+        self.purge.after_save(self.run.step_of(report.path))
+
+    def make_room(self) -> None:
+        """Wait, for `timeouts.close`, for the deletions after the last save."""
+        self.purge.wait(self.run.timeouts.close)
 
     def after_restore(self, step: int) -> None:
-        """Delete what dead runs have left and `keep` no longer keeps, never the restored step.
+        """Begin to delete what dead runs have left and `keep` no longer keeps, never the restored step.
 
-        A failure is only logged. While another run may be alive there, this is left to the first save of this run,
-        which takes the folder over.
+        While another run may be alive there, this is left to the first save of this run, which takes the folder over.
         """
         try:
             if self.ownership.neighbor() is None:
-                self._delete_old(self.run.scan(), step)
-        except Exception:  # as after a save: training does not depend on it
-            logger.exception("listing or deleting older checkpoints than step %d failed", step)
-
-    def _delete_old(self, scan: Scan, newest: int) -> None:
-        run = self.run
-        best = [] if run.best is None else run.best_of(scan)[: run.best.last]
-        # After a later save, what is in use now is deleted too.
-        in_use = {self._step_of(path) for paths in self._in_use for path in paths()}
-        for old in self._keep.to_delete(scan.committed, [*best, *in_use, newest]):
-            logger.info("deleting the checkpoint of step %d (checkpoint.keep)", old)
-            discard(run.fs, run.path_of(old))
-            run.note("delete", old, run.path_of(old))
-
-    def _warn_if_never_best(self, step: int, scan: Scan) -> None:
-        """Warn, once for each reason, that the new checkpoint cannot be the best one."""
-        why = None if self.run.best is None else self.run.best.why_never(scan.metrics.get(step, {}))
-        if why is not None and why not in self.run.warned:
-            self.run.warned.add(why)
-            logger.warning("step %d is never the best checkpoint (checkpoint.keep.best): %s", step, why)
+                self.purge.after_restore(step)
+        except OSError as error:  # as after a save: training does not depend on it
+            logger.warning("the owner of %s could not be read: %s", self._root, error)
 
     def refuse(self, later: Iterable[int], step: int | None) -> None:
         """Refuse to begin with a step if others follow it.
@@ -383,9 +365,6 @@ class RunFolder:
                     "renamed, not deleted), checkpoint.rewind=true."
                 )
             )
-
-    def _step_of(self, path: str) -> int:
-        return int(os.path.basename(path).removeprefix(self.run.names.prefix))
 
     def _beside_others(self, text: str) -> str:
         other = self.ownership.neighbor()

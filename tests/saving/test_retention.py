@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -81,7 +82,8 @@ def test_a_deletion_that_raises_is_logged_and_the_save_stays_committed(
     with manager_in(tmp_path) as manager:
         for step in (1, 2):
             assert manager.save(step, state_of(step))
-    assert "is committed, but a hook after the commit failed" in caplog.text and manager.steps() == [1, 2]
+    assert "step 2 is committed, but listing or deleting older checkpoints failed" in caplog.text
+    assert "ZeroDivisionError" in caplog.text and manager.steps() == [1, 2]
 
 
 def test_what_is_no_checkpoint_is_warned_about_once_in_a_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -111,6 +113,38 @@ def test_the_newest_are_kept_and_those_of_every_so_many_steps(
         for step in range(1, 7):
             manager.save(step, state_of(step))
     assert sorted(int(path.name.removeprefix("iter_")) for path in tmp_path.glob("iter_*")) == kept
+
+
+@pytest.mark.parametrize("damage", ["a_file_is_gone", "a_file_is_cut", "its_manifest_is_cut"])
+def test_one_that_is_damaged_meanwhile_is_not_counted_among_the_newest(damage: str, tmp_path: Path) -> None:
+    with manager_in(tmp_path, "checkpoint.keep.last=2") as manager:
+        for step in (1, 2, 3):
+            manager.save(step, state_of(step))
+        manager.wait()
+        file = tmp_path / "iter_0000003" / ("manifest.json" if damage == "its_manifest_is_cut" else "__0_0.distcp")
+        if damage == "a_file_is_gone":
+            file.unlink()
+        else:
+            os.truncate(file, 10)
+        manager.save(4, state_of(4))
+    assert manager.steps() == [2, 4]
+
+
+def test_a_save_that_finds_no_room_waits_for_the_deletions_after_the_last_one(
+    tmp_path: Path, held: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def free_bytes(fs: FileStorage, path: str) -> int:
+        if any(tmp_path.glob(".ckpt-trash.*")):
+            threading.Timer(0.1, held.set).start()
+            return 0
+        return 1 << 40
+
+    monkeypatch.setattr(FileStorage, "free_bytes", free_bytes)
+    with manager_in(tmp_path) as manager:
+        for step in (1, 2, 3):
+            manager.save(step, state_of(step))
+            manager.wait()
+    assert manager.steps() == [3] and [report.outcome for report in manager.reports] == ["committed"] * 3
 
 
 # --- what dead runs have left ---------------------------------------------------------------------------------------

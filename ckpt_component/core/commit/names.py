@@ -62,6 +62,11 @@ class StepNames:
             return None
         return int(name[len(self.prefix) :])
 
+    def step_of(self, name: str) -> int | None:
+        """The step whose folder has exactly this name, or None."""
+        step = self.step(name)
+        return None if step is None or self.folder(step) != name else step
+
 
 #: The names of Megatron-LM.
 MEGATRON = StepNames("iter_", 7, "latest_checkpointed_iteration.txt")
