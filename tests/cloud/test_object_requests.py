@@ -15,7 +15,7 @@ from strides import first_of
 
 from ckpt_component import CheckpointError, CheckpointExistsError, CheckpointFencedError
 from ckpt_component.core.commit import commit
-from ckpt_component.core.commit.cleanup import discard, sweep
+from ckpt_component.core.commit.cleanup import Unfinished, discard
 from ckpt_component.core.commit.fencing import FencingToken
 from ckpt_component.core.commit.manifest import data_folder, read_manifest
 from ckpt_component.core.commit.names import MANIFEST, MEGATRON, OWNER
@@ -145,7 +145,7 @@ def test_every_request_of_a_commit_and_of_a_retirement(
         step = max(tokens, default=step)
         # The next run sweeps, and saves; nothing else stays.
         bucket.age()
-        sweep(healthy, root, MEGATRON)
+        Unfinished(healthy, root, MEGATRON).sweep()
         for old in tokens:
             if old != step:
                 discard(healthy, os.path.join(root, MEGATRON.folder(old)))

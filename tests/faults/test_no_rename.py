@@ -29,7 +29,7 @@ from ckpt_component import (
     build_manager,
 )
 from ckpt_component.core.commit import commit
-from ckpt_component.core.commit.cleanup import discard, living_attempts, quarantine, sweep
+from ckpt_component.core.commit.cleanup import Unfinished, discard, quarantine
 from ckpt_component.core.commit.fencing import FencingToken
 from ckpt_component.core.commit.liveness import AttemptLock
 from ckpt_component.core.commit.manifest import check_files, data_folder, read_manifest
@@ -177,7 +177,7 @@ def test_an_outcome_that_cannot_be_seen_is_said_and_the_disk_decides_later(
     store.unreadable = 0
     age(Path(attempt.staging))
     age(Path(attempt.target))
-    sweep(store, str(root), MEGATRON)
+    Unfinished(store, str(root), MEGATRON).sweep()
     assert committed_steps(store, str(root), MEGATRON) == found
     assert os.listdir(root) == [MEGATRON.folder(step) for step in found]
 
@@ -241,7 +241,7 @@ def test_a_late_writer_of_an_abandoned_attempt_harms_nobody(root: Path, uploads:
     assert at_of(Path(new.target)).name == new.token
     assert committed_steps(store, str(root), MEGATRON) == [1]
     age(Path(old.staging))
-    assert sweep(store, str(root), MEGATRON) == [f"iter_0000001/{old.token}"]
+    assert Unfinished(store, str(root), MEGATRON).sweep() == [f"iter_0000001/{old.token}"]
     assert at_of(Path(new.target)).name == new.token
 
 
@@ -292,8 +292,8 @@ def test_a_sweep_takes_dead_attempts_of_this_host_alone(root: Path, uploads: str
         age(path)
     os.utime(young.staging)
     try:
-        assert living_attempts(store, str(root), MEGATRON) == [f"iter_0000002/{alive.token}"]
-        gone = sweep(store, str(root), MEGATRON)
+        assert Unfinished(store, str(root), MEGATRON).living() == [f"iter_0000002/{alive.token}"]
+        gone = Unfinished(store, str(root), MEGATRON).sweep()
     finally:
         lock.close()
     assert set(gone) == {
@@ -308,7 +308,10 @@ def test_a_sweep_takes_dead_attempts_of_this_host_alone(root: Path, uploads: str
     assert scan.torn == scan.foreign == {}
     # A run that renames folders takes away the same, and leaves empty folders, which are anybody's, alone.
     age(Path(young.staging))
-    assert sweep(FileStorage(), str(root), MEGATRON) == [f"iter_0000002/{alive.token}", f"iter_0000003/{young.token}"]
+    assert Unfinished(FileStorage(), str(root), MEGATRON).sweep() == [
+        f"iter_0000002/{alive.token}",
+        f"iter_0000003/{young.token}",
+    ]
 
 
 def test_retirement_takes_the_manifest_first_and_leaves_other_attempts(root: Path, uploads: str) -> None:
@@ -354,7 +357,7 @@ def test_quarantine_keeps_the_data_and_frees_the_name(damage: str, renames: bool
     new = committed(store, root, 1)
     assert committed_steps(store, str(root), MEGATRON) == [1]
     age(where)
-    sweep(store, str(root), MEGATRON)
+    Unfinished(store, str(root), MEGATRON).sweep()
     assert discard(store, new.target)
     assert (where / QUARANTINED).exists()
 

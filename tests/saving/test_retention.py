@@ -6,6 +6,8 @@ import json
 import logging
 import os
 import threading
+from collections import Counter
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,8 @@ import pytest
 import torch
 
 from ckpt_component import CheckpointManager, build_manager
+from ckpt_component.core.storage.faults import LOG, SPEC
+from ckpt_component.core.storage.faults.operation_log import read_log
 from ckpt_component.core.storage.files import FileStorage
 
 POINTER = "latest_checkpointed_iteration.txt"
@@ -145,6 +149,51 @@ def test_a_save_that_finds_no_room_waits_for_the_deletions_after_the_last_one(
             manager.save(step, state_of(step))
             manager.wait()
     assert manager.steps() == [3] and [report.outcome for report in manager.reports] == ["committed"] * 3
+
+
+@pytest.fixture
+def looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Counter[str]]:
+    """How often a manifest was read, and a file of a step looked at, since the last call."""
+    log, seen = str(tmp_path / "ops"), [0]
+    monkeypatch.setenv(LOG, log)
+    monkeypatch.setenv(SPEC, "read:path=manifest.json:action=sleep:0;size:path=/iter_:action=sleep:0")
+
+    def count() -> Counter[str]:
+        entries = read_log(f"{log}.fired")[seen[0] :]
+        seen[0] += len(entries)
+        return Counter(entry.operation for entry in entries)
+
+    return count
+
+
+@pytest.mark.parametrize(
+    "keep",
+    [
+        ["checkpoint.keep.last=null"],
+        ["checkpoint.keep.last=2", "checkpoint.keep.every_steps=2"],
+        ["checkpoint.keep.last=2", "checkpoint.keep.every_steps=2", "checkpoint.keep.best.metric=loss"],
+    ],
+    ids=["all", "some_forever", "the_best"],
+)
+def test_what_a_save_looks_at_does_not_grow_with_what_is_kept(
+    keep: list[str], tmp_path: Path, looks: Callable[[], Counter[str]]
+) -> None:
+    root = tmp_path / "run"
+
+    def looked_at(steps: Iterable[int]) -> Counter[str]:
+        with manager_in(root, *keep) as manager:
+            manager.restore(state_of(0))
+            looks()
+            for step in steps:
+                manager.save(step, state_of(step), metrics={"loss": 1 / (step + 1)})
+        return looks()
+
+    few = looked_at(range(1, 9))
+    looked_at(range(9, 41))
+    many = looked_at(range(41, 49))
+    # A run looks once more at what it found when it began, and a deletion depends on.
+    assert many["read"] - few["read"] <= 4 and many["size"] <= few["size"] + 20, (few, many)
+    assert few["read"] == 8
 
 
 # --- what dead runs have left ---------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """Copy a checkpoint as a save writes it: into a staging folder, verified, and committed as a whole.
 
-A copy that is cut off leaves the same kind of debris as a save that is, which `cleanup.sweep` deletes.
+A copy that is cut off leaves the same kind of debris as a save that is, which `Unfinished.sweep` deletes.
 """
 
 from __future__ import annotations

@@ -78,13 +78,20 @@ class Scan:
         return self.damaged, self.torn, self.unfinished, self.unusable, self.foreign
 
 
-def scan_steps(fs: Storage, root: str, names: StepNames) -> Scan:
-    """Examine every folder under `root` that is named like a step; reads manifests, no data."""
-    scan = Scan()
+def scan_steps(fs: Storage, root: str, names: StepNames, known: Mapping[str, Mapping[str, Any]] | None = None) -> Scan:
+    """Examine every folder under a root that is named like a step; reads manifests, no data.
+
+    Args:
+        fs: the storage.
+        root: folder of the checkpoints.
+        names: how steps are named there.
+        known: manifests that were read a moment ago, by the name of the folder.
+    """
+    scan, known = Scan(), known or {}
     for name in fs.names(root):
         step = names.step_of(name)
         if step is not None:
-            examine(fs, os.path.join(root, name), step, scan)
+            examine(fs, os.path.join(root, name), step, scan, known.get(name))
     scan.committed.sort()
     return scan
 
@@ -183,10 +190,12 @@ def _is_torn(names: Sequence[str]) -> bool:
 
 def committed_under_other_names(fs: Storage, root: str, names: StepNames) -> tuple[str, list[int]] | None:
     """Another naming with committed steps under this root: its value for `checkpoint.naming`, and the steps."""
+    entries = fs.names(root)
     for word, other in NAMINGS.items():
-        steps = [] if other == names else scan_steps(fs, root, other).committed
-        if steps:
-            return word, steps
+        if other != names and any(other.step_of(name) is not None for name in entries):
+            steps = scan_steps(fs, root, other).committed
+            if steps:
+                return word, steps
     return None
 
 
