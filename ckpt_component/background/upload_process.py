@@ -20,7 +20,8 @@ from ..core.commit.commit import abandon, new_attempt
 from ..core.commit.copying import Continued, copy_checkpoint
 from ..core.commit.fencing import FencingToken, Owner, read_owner
 from ..core.commit.liveness import try_lock
-from ..core.commit.names import OWNER, Attempt
+from ..core.commit.names import OWNER
+from ..core.commit.protocol import Attempt
 from ..core.commit.scan import Scan, repair_pointer, scan_steps
 from ..core.formats.verification import verify_files
 from ..core.processes.framing import Channel
@@ -206,7 +207,7 @@ class Uploader:
         source, target = self._path(policy.source, step), self._path(policy.target, step)
         attempt = new_attempt(storage, target, manifest["attempt"])
         if self._unfinished is not None and self._unfinished != attempt:
-            abandon(storage, self._unfinished)
+            abandon(self._unfinished)
         self._unfinished = attempt
         self._report({"began": step})
         began, started = time.time(), time.monotonic()

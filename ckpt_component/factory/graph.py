@@ -10,7 +10,7 @@ import logging
 import os
 import platform
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -48,7 +48,6 @@ from ..managing.recording import record
 from ..managing.restore import Restorer
 from ..managing.run_context import RunContext, job_ranks
 from ..managing.run_folder import RunFolder
-from ..saving.attempts import RunHooks
 from ..saving.pipeline import SavePipeline
 from ..saving.retry import ErrorPolicy
 from ..stagers.base import Stager
@@ -85,7 +84,7 @@ def build_checkpointer(config: Any, overrides: Sequence[str] = (), *, alone: boo
     ranks = LocalCoordinator() if alone else job_ranks("checkpointer", timeouts)
     # Saved path by path, there is no folder for an event file.
     events = EventRecorder(None, build_listeners(settings.listeners), rank=ranks.rank)
-    return _build_graph(settings, parts, ranks, _storages(settings).of, timeouts, error_policy(settings), events)
+    return _build_graph(settings, parts, ranks, _storages(settings), timeouts, error_policy(settings), events)
 
 
 @for_hydra()
@@ -118,10 +117,8 @@ def build_manager(
     job = multirun_job()
     roots = roots if job is None else [job.root(root) for root in roots]
     policy, timeouts = error_policy(settings), resolved_timeouts(settings)
-    storages = [
-        *([] if settings.local.dir is None else [_local(settings)]),
-        _storages(settings).of(absolute(roots[-1])),
-    ]
+    places = _storages(settings)
+    storages = [*([] if settings.local.dir is None else [_local(settings)]), places.of(absolute(roots[-1]))]
     names, best = NAMINGS[settings.naming.value], best_policy(settings)
     checkpointer, restorer, exports, uploads = None, None, None, None
     ranks: Coordinator = LocalCoordinator()
@@ -160,8 +157,7 @@ def build_manager(
             folder = RunFolder(run, resume, keep, files, in_use, checks, on_commit, takeover=settings.takeover)
             if save.enabled:
                 folder.check_writable()
-            saves_to = run.fs
-            checkpointer = _build_graph(settings, parts, ranks, lambda _: saves_to, timeouts, policy, events, folder)
+            checkpointer = _build_graph(settings, parts, ranks, places, timeouts, policy, events, folder)
             restorer = Restorer(checkpointer, folder, save.enabled)
         except BaseException:
             ranks.close()
@@ -237,11 +233,11 @@ def _build_graph(
     settings: Checkpoint,
     parts: tuple[Stager, WriteCaller, Writer],
     ranks: Coordinator,
-    storage_of: Callable[[str], Storage],
+    places: Storages,
     timeouts: ResolvedTimeouts,
     policy: ErrorPolicy,
     events: EventRecorder,
-    hooks: RunHooks | None = None,
+    folder: RunFolder | None = None,
 ) -> Checkpointer:
     stager, caller, writer = parts
     if getattr(writer, "single_file", "") and ranks.world_size > 1:
@@ -254,10 +250,12 @@ def _build_graph(
     stager.connect(writer, ranks=ranks, shared=shared, timeout=timeouts.stage, max_stall=timeouts.max_stall)
     # Ranks that save alone lead themselves; the terminal is that of all.
     progress = progress_bar if ranks.is_leader and os.environ.get("RANK", "0") == "0" else no_progress
-    pipeline = SavePipeline(stager, caller, writer, ranks, storage_of, timeouts, policy, events, hooks, progress)
+    storage_of = places.of if folder is None else lambda _: folder.run.fs
+    pipeline = SavePipeline(stager, caller, writer, ranks, storage_of, timeouts, policy, events, folder, progress)
     together = shares_host(ranks.world_size)
-    options = settings.storage.options
-    reader = Reader(ranks.rank, ranks.world_size, settings.verify, shared=together, options=options, progress=progress)
+    reader = Reader(
+        ranks.rank, ranks.world_size, settings.verify, shared=together, storage_of=places.of, progress=progress
+    )
     if caller.in_other_process:
         return AsyncCheckpointer(stager, pipeline, reader)
     return SyncCheckpointer(pipeline, reader)

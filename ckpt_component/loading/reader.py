@@ -7,6 +7,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -50,6 +51,7 @@ class Reader:
         verify: When to verify checksums. Sizes and structure are always checked.
         shared: Whether other ranks on this host may read the same bytes; see `Storage.open_files`.
         options: `checkpoint.storage.options`, for checkpoints in buckets.
+        storage_of: Returns the storage of a path; None: one is made for each load, with these options.
         progress: Follows what loads read.
 
     Attributes:
@@ -64,13 +66,14 @@ class Reader:
         *,
         shared: bool = True,
         options: Mapping[str, Any] | None = None,
+        storage_of: Callable[[str], Storage] | None = None,
         progress: Progress = no_progress,
     ) -> None:
         self._rank = rank
         self._world_size = world_size
         self._verify = verify
         self._shared = shared
-        self._options = options
+        self._storage_of = storage_of or partial(storage_at, options=options)
         self._progress = progress
         self.last_read: dict[str, Any] = {}
 
@@ -95,6 +98,7 @@ class Reader:
         prefix: str = "",
         ignore: Sequence[str] = (),
         narrow: Callable[[Source], Source] | None = None,
+        manifest: Mapping[str, Any] | None = None,
     ) -> tuple[Any, list[str]]:
         """Read the checkpoint at `path`.
 
@@ -111,6 +115,7 @@ class Reader:
             prefix: As for `KeyMap`.
             ignore: As for `KeyMap`.
             narrow: Returns the part of the checkpoint that the target is compared with, under its new keys; None: all.
+            manifest: That of the checkpoint, if it was read already.
 
         Returns:
             The target or the new dict, and the keys of the target that the checkpoint lacks.
@@ -122,7 +127,7 @@ class Reader:
         verify = self._verify is Verify.on_read or (resuming and self._verify is Verify.on_resume)
         to_device = _to_device(map_location)
         key_map = KeyMap(rename, prefix, ignore) if rename or prefix or ignore else None
-        source = self.open(path, mapped=state_dict is not None, verify=verify)
+        source = self.open(path, mapped=state_dict is not None, verify=verify, manifest=manifest)
         marks.append(time.perf_counter())
         mapped = None
         if key_map is not None:
@@ -170,13 +175,16 @@ class Reader:
         """Verify every file of a checkpoint of ours; False: it has no checksums. See `verify_checkpoint`."""
         return verify_checkpoint(self._storage_of(path), path, self._progress)
 
-    def open(self, path: str, *, mapped: bool = False, verify: bool = True) -> Source:
+    def open(
+        self, path: str, *, mapped: bool = False, verify: bool = True, manifest: Mapping[str, Any] | None = None
+    ) -> Source:
         """Open `path` by its format. It may itself be a link, because the caller chose it; no file in it may.
 
         Args:
             path: The checkpoint's folder or file.
             mapped: As for `TorchFileSource`.
             verify: Compare checksums, where the checkpoint has them.
+            manifest: As for `read`.
 
         Raises:
             CheckpointNotFoundError, CheckpointCorruptError, CheckpointLoadError: See `Checkpointer.load`.
@@ -192,7 +200,7 @@ class Reader:
                 raise CheckpointNotFoundError(f"There is no checkpoint at {path}.")
             self.last_read["bytes"] = fs.size(path) or 0
             return open_file(fs, path, mapped=mapped, verify=verify, shared=self._shared)
-        manifest = read_manifest(fs, path)
+        manifest = manifest or read_manifest(fs, path)
         if manifest is not None:
             size = sum(entry["size"] for entry in manifest["files"])
             self.last_read = {"bytes": size, "verified": verify}
@@ -214,9 +222,6 @@ class Reader:
             f"{path} holds no checkpoint ({', '.join(names[:5]) or 'it is empty'}); name the folder of one, with "
             "manifest.json, .metadata or a file of weights, or the file."
         )
-
-    def _storage_of(self, path: str) -> Storage:
-        return storage_at(path, options=self._options)
 
     def _open_own(self, fs: Storage, path: str, manifest: Mapping[str, Any], *, mapped: bool, verify: bool) -> Source:
         check_files(fs, path, manifest)

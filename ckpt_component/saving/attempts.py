@@ -67,6 +67,9 @@ class RunHooks(Protocol):
     def after_save(self, report: SaveReport) -> None:
         """Called on the save thread after the save's future is done; the next save and `close` wait for it."""
 
+    def make_room(self) -> None:
+        """Called on the save thread if there is no room for a save; returns when there may be more."""
+
     def close(self) -> None:
         """Called on the save thread when all saves have ended and no other begins; raises nothing."""
 
@@ -134,7 +137,7 @@ class SaveTransaction:
                 self._caller.settle()
                 self._index_sent = None
                 if self._leads:
-                    commit.abandon(save.fs, attempt)
+                    commit.abandon(attempt)
                 raise
             self._caller.settle()
         save.mark("commit", voted, time.perf_counter())
@@ -191,10 +194,19 @@ class SaveTransaction:
             if self._hooks is not None:
                 self._hooks.ownership.acquire()  # also deletes what an earlier run left
             if self._min_free_bytes is not None:
-                refuse_without_room(save.fs, save.path, needed, self._min_free_bytes)
-            commit.begin(save.fs, save.attempt)
+                self._refuse_without_room(save, needed, self._min_free_bytes)
+            commit.begin(save.attempt)
             locks.callback(AttemptLock(save.fs, save.attempt).close)
         return differing(digests) if len(messages) > 1 else []
+
+    def _refuse_without_room(self, save: PendingSave, needed: int, margin: int) -> None:
+        try:
+            refuse_without_room(save.fs, save.path, needed, margin)
+        except CheckpointStorageFullError:
+            if self._hooks is None:
+                raise
+            self._hooks.make_room()
+            refuse_without_room(save.fs, save.path, needed, margin)
 
     def _warn_of_lost(self, snapshot: Snapshot, different: Sequence[Sequence[int]]) -> None:
         """Warn of shared values that differ by rank: once each, on the first rank that has the value."""
@@ -283,7 +295,7 @@ class SaveTransaction:
         fields = self._fields(save)
         with self._typed_errors(save, sum(map(len, self._sidecars.values()))):
             visible = self._timeouts.visible
-            return commit.publish(save.fs, save.attempt, votes, self._sidecars, fields, visible)
+            return commit.publish(save.attempt, votes, self._sidecars, fields, visible)
 
     @contextlib.contextmanager
     def _typed_errors(self, save: PendingSave, needed: int) -> Iterator[None]:

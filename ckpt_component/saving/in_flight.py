@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from concurrent.futures import wait as wait_futures
 from typing import Any, TypeVar
 
-from ..core.commit.names import Attempt
+from ..core.commit.protocol import Attempt
 from ..core.progress import Progress, no_progress
 from ..core.storage.storage import Storage
 from ..errors import CheckpointTimeoutError, RanksError

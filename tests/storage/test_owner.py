@@ -40,10 +40,10 @@ def test_an_attempt_of_a_run_that_lost_the_root_commits_nothing(tmp_path: Path) 
     fs, first = FileStorage(), FencingToken(FileStorage(), str(tmp_path))
     first.acquire()
     attempt = commit.new_attempt(fs, str(tmp_path / "one"), new_token(), first.token)
-    commit.begin(fs, attempt)
+    commit.begin(attempt)
     FencingToken(fs, str(tmp_path)).acquire()
     with pytest.raises(CheckpointFencedError):
-        commit.publish(fs, attempt, [{"rank": 0, "files": []}], {}, {})
+        commit.publish(attempt, [{"rank": 0, "files": []}], {}, {})
     assert not (tmp_path / "one").exists()
 
 
