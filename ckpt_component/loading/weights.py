@@ -138,10 +138,10 @@ def _weights_of(source: Source, *, key: str, wanted: Sequence[str]) -> Source:
         CheckpointLoadError: It has nothing there; says what it has.
     """
     part = PartSource(source, key) if key else source
-    known = {name for name, _ in part.index.paths()}
+    known = {name for name, _ in part.contents.paths()}
     if known and not (key == "" and known.isdisjoint(wanted)):
         return part
-    names = [name for name, _ in source.index.paths()]
+    names = [name for name, _ in source.contents.paths()]
     likely = _likely_key(names, wanted)
     if not known or likely:
         tops = names if likely == "" else [*dict.fromkeys(name.partition(".")[0] for name in names)]
