@@ -19,10 +19,11 @@ from typing import Any, cast
 from ..core.processes.exit_text import describe_exit
 from ..core.processes.framing import Channel
 from ..core.processes.remote_error import RemoteTraceback, as_local_error
+from ..core.processes.serve import SIGNALS_OF_THE_TRAINER
 from ..errors import CheckpointError, CheckpointSaveError, CheckpointTimeoutError, WorkerDiedError
 from .pickling import pickle_by_value
 from .spawn import ProcessContext, StartMethodError, check_start_method_exists, end_processes, start_processes
-from .worker_main import GROUP_SIGNALS, enter
+from .worker_main import enter
 
 logger = logging.getLogger(__name__)
 
@@ -240,13 +241,13 @@ class CallProcess:
 
 @contextlib.contextmanager
 def _group_signals_held(start_method: str) -> Iterator[None]:
-    """Block Ctrl-C and SIGTERM in a process started here until its handlers are installed."""
+    """Block signals that are meant for the trainer in a process started here until its handlers are installed."""
     # A fork server and a resource tracker inherit the blocked signals; start them before.
     if start_method != "fork":
         resource_tracker.ensure_running()
     if start_method == "forkserver":
         forkserver.ensure_running()
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, GROUP_SIGNALS)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS_OF_THE_TRAINER)
     try:
         yield
     finally:
