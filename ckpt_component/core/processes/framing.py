@@ -24,6 +24,8 @@ _POLL_SECONDS = 0.5
 #: The longest timeout of a socket, which counts milliseconds in an int.
 _LONGEST_SECONDS = 1e6
 
+#: Bytes, or views of bytes, which arrive as one.
+Blobs = Sequence[bytes | memoryview]
 #: Header, bytes, and file descriptors, which the receiver owns.
 Frame = tuple[dict[str, Any], memoryview, list[int]]
 
@@ -47,18 +49,14 @@ class Channel:
         self._sending = threading.Lock()
 
     def send(
-        self,
-        header: Mapping[str, Any],
-        deadline: float = math.inf,
-        blobs: Sequence[bytes | memoryview] = (),
-        fds: Sequence[int] = (),
+        self, header: Mapping[str, Any], deadline: float = math.inf, blobs: Blobs = (), fds: Sequence[int] = ()
     ) -> None:
         """Send one frame.
 
         Args:
             header: plain values.
             deadline: monotonic seconds.
-            blobs: bytes, or views of bytes, which arrive as one.
+            blobs: what follows the header.
             fds: open file descriptors, of which copies are sent.
 
         Raises:
