@@ -77,8 +77,7 @@ class Snapshot:
         arena: the leased memory, or None.
         give_back: ends the lease; called with the arena and `staged`.
         comparison: what to compare with other ranks, if they do so in this save.
-        staged: done when the image is complete. Training may change every tensor by then, or earlier with a device
-            buffer (`Stager.wait_staged`). Has the error if staging failed.
+        staged: done when the image is complete, and training may change every tensor. Has the error if staging failed.
         staged_at: when `staged` was done (`time.perf_counter`).
         began_at: when the copy began; by default when this object is made.
         planned_at: when the plan was made, and the wait for memory began; 0: no such wait.

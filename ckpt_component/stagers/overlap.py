@@ -47,10 +47,6 @@ class OverlapMonitor:
         """Record that a copy began in the background."""
         self._copying = nbytes
 
-    def beside_other(self) -> None:
-        """Record that a device buffer is drained in the background: the next step is not a measure of overlap."""
-        self._last_step = None
-
     def awaited(self, seconds: float) -> None:
         """Record how long an awaited copy took."""
         self._awaited = seconds

@@ -53,20 +53,6 @@ def test_a_trial_is_asked_for_only_when_overlap_looks_dear() -> None:
     assert not dear.wants_trial and not dear.awaits
 
 
-def test_a_step_beside_a_drain_counts_for_nothing() -> None:
-    watch = OverlapMonitor()
-    loop = Loop(watch, 0.3)
-    loop.run(1)
-    undisturbed = list(watch._undisturbed)
-    watch.beside_other()
-    loop.now += 100
-    watch.stepped(loop.now)
-    assert list(watch._undisturbed) == undisturbed
-    loop.now += 0.1
-    watch.stepped(loop.now)
-    assert list(watch._undisturbed) == [*undisturbed[1:], pytest.approx(0.1)]
-
-
 def test_awaited_copies_are_whole_when_save_returns(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
     weight = torch.nn.Parameter(torch.zeros(1000))
