@@ -24,7 +24,6 @@ from ..errors import CheckpointTimeoutError
 from .background_copy import BackgroundCopy
 from .copy_split import CopySplit
 from .optimizers import optimizers_in
-from .overlap import OverlapMonitor
 from .shared_memory import ArenaFill, PinnedStager, Settle
 
 
@@ -47,7 +46,6 @@ class ZeroOverheadStager(PinnedStager):
         self._copy_thread = ThreadPoolExecutor(1, thread_name_prefix="ckpt-stage")
         self._pending: list[BackgroundCopy] = []
         self._pending_lock = threading.Lock()
-        self._overlap = OverlapMonitor()
 
     def guard(self, optimizer: Any) -> None:
         """Make `optimizer.step()` wait until the running copy has ended; see `Stager.guard`.
@@ -87,26 +85,20 @@ class ZeroOverheadStager(PinnedStager):
                     "optimizer had to change the weights (checkpoint.max_stall_s)."
                 )
 
-    def _before_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+    def _before_step(self, *_: object) -> None:
         self.wait_staged()
-        if optimizer is self._optimizers[0]:
-            self._overlap.stepped(time.monotonic())
 
     def _fill(self, fill: ArenaFill, settle: Settle) -> None:
         split = self._split(fill)
         CopyTasks(split.now, fill.sources, fill.addresses).finish(torch.get_num_threads())
         if not split.later.numbers:
             settle(None)
-        elif self._overlap.awaits or self._overlap.wants_trial:
-            self._overlap.awaited(_copy_now(split, fill))
-            settle(None)
-        else:
-            # Addresses are looked up when it copies, because a tensor may get other memory before.
-            copy = BackgroundCopy(fill.flat, split.watched, CopyTasks(split.later, fill.sources))
-            with self._pending_lock:
-                self._pending.append(copy)
-            self._overlap.began(fill.slots.layout.payload_bytes)
-            self._copy_thread.submit(copy.run, settle)
+            return
+        # Addresses are looked up when it copies, because a tensor may get other memory before.
+        copy = BackgroundCopy(fill.flat, split.watched, CopyTasks(split.later, fill.sources))
+        with self._pending_lock:
+            self._pending.append(copy)
+        self._copy_thread.submit(copy.run, settle)
 
     def _split(self, fill: ArenaFill) -> CopySplit:
         """Return how a state is split for an arena; computed again only when that may have changed."""
@@ -118,9 +110,8 @@ class ZeroOverheadStager(PinnedStager):
 
     def _warm(self, fill: ArenaFill) -> None:
         split = self._split(fill)
-        CopyTasks(split.now, fill.sources, fill.addresses).finish(torch.get_num_threads())
-        _copy_now(split, fill)
-        self._overlap.awaited(_copy_now(split, fill))  # now its pages exist: the cost of an awaited copy
+        for plan in (split.now, split.later):
+            CopyTasks(plan, fill.sources, fill.addresses).finish(torch.get_num_threads())
 
     def prewarm(self, state_dict: Mapping[Any, Any]) -> None:
         """Prewarm all arenas, after the running copy has ended; see `Stager.prewarm`."""
@@ -137,10 +128,3 @@ class ZeroOverheadStager(PinnedStager):
             self._optimizers.clear()
             self._copy_thread.shutdown(wait=False)
             super().close()
-
-
-def _copy_now(split: CopySplit, fill: ArenaFill) -> float:
-    """Copy with all threads what is otherwise copied in the background. Returns the seconds it took."""
-    started = time.monotonic()
-    CopyTasks(split.later, fill.sources, fill.addresses).finish(torch.get_num_threads())
-    return time.monotonic() - started
