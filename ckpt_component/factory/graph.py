@@ -10,7 +10,7 @@ import logging
 import os
 import platform
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -35,8 +35,8 @@ from ..core.commit.names import NAMINGS, RUN_RECORD
 from ..core.commit.retention import RetentionPolicy
 from ..core.commit.run_record import StoredConfig
 from ..core.coordination import Coordinator, LocalCoordinator
-from ..core.options import Commit, Durability, OnLag, ResolvedTimeouts
-from ..core.progress import no_progress, progress_bar
+from ..core.options import Commit, Durability, OnLag
+from ..core.progress import Progress, no_progress, progress_bar
 from ..core.storage.locate import Storages, absolute, expanded, is_url, storage_at
 from ..core.storage.new_names import new_token
 from ..core.storage.storage import Storage
@@ -48,11 +48,10 @@ from ..managing.recording import record
 from ..managing.restore import Restorer
 from ..managing.run_context import RunContext, job_ranks
 from ..managing.run_folder import RunFolder
-from ..saving.attempts import RunHooks
+from ..saving.context import NoRun, SaveContext
 from ..saving.pipeline import SavePipeline
-from ..saving.retry import ErrorPolicy
 from ..stagers.base import Stager
-from ..writers.base import Writer
+from ..writers.base import Writer, as_writer
 from .git_commit import commit_of
 from .policies import best_policy, error_policy, export_policy, load_options, resolved_timeouts
 from .run_record import recorded_config
@@ -85,7 +84,9 @@ def build_checkpointer(config: Any, overrides: Sequence[str] = (), *, alone: boo
     ranks = LocalCoordinator() if alone else job_ranks("checkpointer", timeouts)
     # Saved path by path, there is no folder for an event file.
     events = EventRecorder(None, build_listeners(settings.listeners), rank=ranks.rank)
-    return _build_graph(settings, parts, ranks, _storages(settings).of, timeouts, error_policy(settings), events)
+    storage_of, policy = _storages(settings).of, error_policy(settings)
+    run, shown = NoRun(storage_of, parts[2].single_file), _progress(ranks)
+    return _build_graph(settings, parts, SaveContext(ranks, storage_of, timeouts, run, policy, events, shown))
 
 
 @for_hydra()
@@ -161,7 +162,9 @@ def build_manager(
             if save.enabled:
                 folder.check_writable()
             saves_to = run.fs
-            checkpointer = _build_graph(settings, parts, ranks, lambda _: saves_to, timeouts, policy, events, folder)
+            shown = _progress(ranks)
+            context = SaveContext(ranks, lambda _: saves_to, timeouts, folder, policy, events, shown)
+            checkpointer = _build_graph(settings, parts, context)
             restorer = Restorer(checkpointer, folder, save.enabled)
         except BaseException:
             ranks.close()
@@ -228,22 +231,13 @@ def _build_parts(settings: Checkpoint) -> tuple[Stager, WriteCaller, Writer]:
     return (
         build_part("stager", settings.stager, Stager),
         build_part("caller", settings.caller, WriteCaller),
-        build_part("writer", settings.writer, Writer),
+        as_writer(build_part("writer", settings.writer, Writer)),
     )
 
 
-def _build_graph(
-    settings: Checkpoint,
-    parts: tuple[Stager, WriteCaller, Writer],
-    ranks: Coordinator,
-    storage_of: Callable[[str], Storage],
-    timeouts: ResolvedTimeouts,
-    policy: ErrorPolicy,
-    events: EventRecorder,
-    hooks: RunHooks | None = None,
-) -> Checkpointer:
-    stager, caller, writer = parts
-    if getattr(writer, "single_file", "") and ranks.world_size > 1:
+def _build_graph(settings: Checkpoint, parts: tuple[Stager, WriteCaller, Writer], context: SaveContext) -> Checkpointer:
+    (stager, caller, writer), ranks, timeouts = parts, context.ranks, context.timeouts
+    if writer.single_file and ranks.world_size > 1:
         raise HydraConfigError(
             f"{_option(type(writer))} writes one file, and there are {ranks.world_size} ranks; save it from one of "
             "them, with build_checkpointer(..., alone=True), or use checkpoint/writer=dcp."
@@ -251,15 +245,24 @@ def _build_graph(
     # An arena must be visible to the process that writes it, which depends on the caller, not the stager.
     shared = caller.in_other_process
     stager.connect(writer, ranks=ranks, shared=shared, timeout=timeouts.stage, max_stall=timeouts.max_stall)
-    # Ranks that save alone lead themselves; the terminal is that of all.
-    progress = progress_bar if ranks.is_leader and os.environ.get("RANK", "0") == "0" else no_progress
-    pipeline = SavePipeline(stager, caller, writer, ranks, storage_of, timeouts, policy, events, hooks, progress)
-    together = shares_host(ranks.world_size)
-    options = settings.storage.options
-    reader = Reader(ranks.rank, ranks.world_size, settings.verify, shared=together, options=options, progress=progress)
+    pipeline = SavePipeline(stager, caller, writer, context)
+    reader = Reader(
+        ranks.rank,
+        ranks.world_size,
+        settings.verify,
+        shared=shares_host(ranks.world_size),
+        options=settings.storage.options,
+        progress=context.progress,
+    )
     if caller.in_other_process:
         return AsyncCheckpointer(stager, pipeline, reader)
     return SyncCheckpointer(pipeline, reader)
+
+
+def _progress(ranks: Coordinator) -> Progress:
+    """Who follows the bytes: the terminal, of the one rank that has it."""
+    # Ranks that save alone lead themselves; the terminal is that of all.
+    return progress_bar if ranks.is_leader and os.environ.get("RANK", "0") == "0" else no_progress
 
 
 def _storages(settings: Checkpoint) -> Storages:

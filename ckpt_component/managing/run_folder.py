@@ -32,7 +32,7 @@ from ..errors import (
     CheckpointSaveError,
 )
 from ..events import SaveReport
-from ..saving.attempts import notify
+from ..saving.context import notify
 from .policies import ResumePolicy
 from .run_context import RunContext, steps_text
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import wait as wait_futures
 from typing import Any, ClassVar
@@ -22,6 +21,7 @@ import torch
 from ..core.image.copy import CopyTasks
 from ..errors import CheckpointTimeoutError
 from .background_copy import BackgroundCopy
+from .base import StatePlan
 from .copy_split import CopySplit
 from .optimizers import optimizers_in
 from .shared_memory import ArenaFill, PinnedStager, Settle
@@ -113,10 +113,10 @@ class ZeroOverheadStager(PinnedStager):
         for plan in (split.now, split.later):
             CopyTasks(plan, fill.sources, fill.addresses).finish(torch.get_num_threads())
 
-    def prewarm(self, state_dict: Mapping[Any, Any]) -> None:
+    def prewarm(self, plan: StatePlan) -> None:
         """Prewarm all arenas, after the running copy has ended; see `Stager.prewarm`."""
         self.wait_staged(self._timeout)
-        super().prewarm(state_dict)
+        super().prewarm(plan)
 
     def close(self) -> None:
         """Wait for the running copy (bounded by timeouts.stage), remove the hooks, and free the memory."""

@@ -19,8 +19,9 @@ from ckpt_component import (
     build_checkpointer,
     build_manager,
 )
+from ckpt_component.config.rules import checked_resume
 from ckpt_component.core.commit.retention import RetentionPolicy
-from ckpt_component.managing.policies import ResumePolicy, SavePolicy, checked_resume
+from ckpt_component.managing.policies import ResumePolicy, SavePolicy
 
 RESTORES_ONLY = ("checkpoint.save.every_steps=null", "checkpoint.save.at_end=false")
 

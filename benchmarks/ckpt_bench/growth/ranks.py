@@ -12,7 +12,6 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any, ClassVar
 
@@ -20,17 +19,19 @@ import torch
 from torch.distributed import TCPStore
 
 from ckpt_component.callers.write_callers import WriteCaller
-from ckpt_component.core.commit.commit import new_attempt, refuse_existing
+from ckpt_component.core.commit.commit import new_attempt
 from ckpt_component.core.commit.names import integrity_name
 from ckpt_component.core.coordination import RankStore, StoreCoordinator
 from ckpt_component.core.options import ResolvedTimeouts
 from ckpt_component.core.storage.locate import file_storage
 from ckpt_component.core.storage.storage import Storage
 from ckpt_component.core.writing.request import WriteRequest
-from ckpt_component.events import EventRecorder
 from ckpt_component.saving.admission import SaveAdmission
-from ckpt_component.saving.attempts import SaveTransaction
-from ckpt_component.saving.in_flight import InFlightSaves, PendingSave
+from ckpt_component.saving.attempts import SaveAttempts
+from ckpt_component.saving.context import NoRun, SaveContext
+from ckpt_component.saving.in_flight import InFlightSaves
+from ckpt_component.saving.planning import SavePlanner
+from ckpt_component.saving.records import SaveRequest, Staged
 from ckpt_component.stagers.live import LiveStager
 from ckpt_component.writers.dcp import DcpWriter
 
@@ -203,9 +204,10 @@ class _Rank:
         self._stager = LiveStager()
         self._stager.connect(writer, ranks=self._ranks, shared=False, timeout=_SECONDS)
         timeouts = ResolvedTimeouts(stage=_SECONDS, write=_SECONDS)
-        check_path = partial(refuse_existing, fs)
-        self._admission = SaveAdmission(self._ranks, self._stager, InFlightSaves(), check_path, timeouts)
-        self._transaction = SaveTransaction(_StandIn(), writer, self._ranks, timeouts, 0, EventRecorder())
+        context = SaveContext(self._ranks, lambda _: fs, timeouts, NoRun(lambda _: fs))
+        self._planner = SavePlanner(self._stager, writer, context)
+        self._admission = SaveAdmission(self._planner, self._stager, InFlightSaves(), context)
+        self._attempts = SaveAttempts(_StandIn(), writer, self._planner, context)
         self._state: dict[str, Any] = {
             "own": {f"rank_{rank}_{number}": torch.ones(8) for number in range(_OWN)},
             "alike": {f"weight_{number}": torch.ones(8) for number in range(_ALIKE)},
@@ -213,13 +215,14 @@ class _Rank:
 
     def save(self, path: str) -> None:
         """Save from the admission to the commit, on one thread."""
-        save = PendingSave(path, self._fs)
-        plan = self._admission.admit(save, self._state)
-        if isinstance(plan, BaseException):
-            raise plan
-        save.snapshot = self._stager.take(plan)
-        save.attempt = new_attempt(self._fs, path, save.token)
-        self._transaction.run(save)
+        admitted = self._admission.admit(SaveRequest(path, self._fs), self._state)
+        if isinstance(admitted, BaseException):
+            raise admitted
+        attempt = new_attempt(self._fs, path, admitted.token)
+        plan = self._planner.share(admitted.plan)
+        snapshot = self._stager.take(plan)
+        comparison = self._planner.compare(plan, admitted.number)
+        self._attempts.run(Staged(admitted, attempt, snapshot, comparison=comparison), attempt, 1)
 
     def close(self) -> None:
         """Stop the heartbeats."""
