@@ -20,6 +20,7 @@ from ..core.commit import commit
 from ..core.commit.liveness import AttemptLock
 from ..core.commit.names import Attempt
 from ..core.commit.visibility import wait_visible
+from ..core.progress import no_progress
 from ..core.state.replicas import differing
 from ..core.storage.space import FULL, amount, full_text, rate, refuse_without_room
 from ..core.writing.request import WriteRequest
@@ -31,7 +32,6 @@ from ..errors import (
     describe_error,
     ranks_failed,
 )
-from ..stagers.base import Snapshot
 from ..writers.base import Writer
 from .context import SaveContext
 from .planning import RankIndexes, SavePlanner
@@ -62,6 +62,7 @@ class SaveAttempts:
         self._indexes = RankIndexes(writer, context.run.files)
         #: By device: the faster I/O mode, where a request has made a trial.
         self._fastest_io: dict[int, str] = {}
+        self._shows_progress = context.progress is not no_progress
         #: The attempt that was written last, and what `progress` of the caller was before.
         self._writing = ("", 0)
 
@@ -81,17 +82,17 @@ class SaveAttempts:
         Raises:
             CheckpointError: the attempt failed, and nothing became visible; the same error on all ranks.
         """
-        ranks, tag, own = self._ranks, attempt.token, list[Written]()
+        request, ranks, tag, own = staged.admitted.request, self._ranks, attempt.token, list[Written]()
         deadline = time.monotonic() + self._timeouts.stage + self._timeouts.write
 
-        def write(snapshot: Snapshot) -> Mapping[str, Any]:
-            own.append(self._write(staged, snapshot, attempt, number))
+        def write() -> Mapping[str, Any]:
+            own.append(self._write(staged, attempt, number))
             return own[0].result
 
         with contextlib.ExitStack() as locks:
             try:
-                snapshot = self._begin(staged, attempt, locks, deadline)
-                votes = ranks.all_succeed(f"{tag}/written", partial(write, snapshot), self._caller.progress, deadline)
+                self._begin(staged, attempt, locks, deadline)
+                votes = ranks.all_succeed(f"{tag}/written", write, self._caller.progress, deadline)
                 voted = time.perf_counter()
                 publish = partial(self._publish, staged, attempt, votes)
                 files = ranks.run_on_leader(f"{tag}/commit", publish, deadline)
@@ -100,41 +101,44 @@ class SaveAttempts:
                 self._caller.settle()
                 self._indexes.forget()
                 if self._leads:
-                    commit.abandon(staged.request.storage, attempt)
+                    commit.abandon(request.storage, attempt)
                 raise
             self._caller.settle()
         committed = Committed(own[0], files, voted)
-        logger.info("%s committed after %.2f s", _name(attempt), committed.ended - staged.request.started)
+        name = os.path.basename(request.path)
+        logger.info("%s committed after %.2f s", name, committed.ended - request.started)
         return committed
 
-    def _begin(self, staged: Staged, attempt: Attempt, locks: contextlib.ExitStack, deadline: float) -> Snapshot:
+    def _begin(self, staged: Staged, attempt: Attempt, locks: contextlib.ExitStack, deadline: float) -> None:
         """Send what this rank is going to write; the leading rank makes the staging folder."""
         snapshot = staged.snapshot
         if snapshot is None:
             error = staged.error or CheckpointSaveError("there is no snapshot")
             message: dict[str, Any] = {"error": describe_error(error), "cause": type(error).__name__}
         else:
-            message = {"bytes": staged.file_bytes, **self._indexes.message(snapshot.encoded)}
+            message = {"bytes": snapshot.encoded.file_bytes, **self._indexes.message(snapshot.encoded)}
             if staged.comparison is not None:
                 message["digests"] = staged.comparison.message
-        make_folder = partial(self._make_folder, staged.request, attempt, locks)
+        make_folder = partial(self._make_folder, staged.admitted.request, attempt, locks)
         different = self._ranks.decide(f"{attempt.token}/begin", message, make_folder, deadline)
-        if snapshot is None:
-            raise CheckpointSaveError(f"{attempt.target} was begun without a snapshot of this rank.")
-        self._indexes.was_sent(snapshot.encoded)
-        self._planner.warn_of_lost(staged.comparison, different)
-        return snapshot
+        if different:
+            self._planner.warn_of_lost(staged.comparison, different)
 
     def _make_folder(
         self, request: SaveRequest, attempt: Attempt, locks: contextlib.ExitStack, messages: Sequence[Mapping[str, Any]]
     ) -> list[list[int]]:
         """On the leading rank: make the staging folder. Returns which shared values differ by rank."""
-        failures = {rank: message["error"] for rank, message in enumerate(messages) if "error" in message}
+        failures, causes, tables, needed = dict[int, str](), dict[int, str](), list[int](), 0
+        for rank, message in enumerate(messages):
+            if "error" in message:
+                failures[rank], causes[rank] = message["error"], message["cause"]
+            else:
+                tables.append(message["table"])
+                needed += message["bytes"]
         if failures:
-            raise ranks_failed(failures, causes={rank: messages[rank]["cause"] for rank in failures})
+            raise ranks_failed(failures, causes=causes)
         # Before the write: rank 0's writer process may have to commit if the trainers die.
-        self._indexes.collect(messages)
-        needed = sum(message["bytes"] for message in messages)
+        self._indexes.collect(tables, messages)
         with self._typed_errors(request, needed):
             self._run.ownership.acquire()  # also deletes what an earlier run left
             if self._context.policy.min_free_bytes is not None:
@@ -143,10 +147,13 @@ class SaveAttempts:
             locks.callback(AttemptLock(request.storage, attempt).close)
         return differing([message.get("digests", {}) for message in messages]) if len(messages) > 1 else []
 
-    def _write(self, staged: Staged, snapshot: Snapshot, attempt: Attempt, number: int) -> Written:
+    def _write(self, staged: Staged, attempt: Attempt, number: int) -> Written:
         """Write this rank's files once its snapshot is complete."""
-        request, encoded, options = staged.request, snapshot.encoded, self._writer.options
-        storage, events = request.storage, self._context.events
+        request, snapshot, options = staged.admitted.request, staged.snapshot, self._writer.options
+        if snapshot is None:
+            raise CheckpointSaveError(f"{attempt.target} was begun without a snapshot of this rank.")
+        encoded, storage, events = snapshot.encoded, request.storage, self._context.events
+        name = os.path.basename(request.path)
         if not self._leads:
             wait_visible(lambda: storage.is_folder(attempt.staging), attempt.staging, self._timeouts.visible)
         if wait_futures([snapshot.staged], self._timeouts.stage).not_done:
@@ -156,7 +163,7 @@ class SaveAttempts:
         snapshot.staged.result(0)  # raises the error of a failed snapshot
         if number == 1:
             size, seconds = amount(snapshot.layout.payload_bytes), snapshot.staged_at - request.started
-            logger.info("%s staged: %s in %.3f s", _name(attempt), size, seconds)
+            logger.info("%s staged: %s in %.3f s", name, size, seconds)
             if events.has_listeners:
                 events.progressed(report_of(request, "staged", staged))
         device = -1
@@ -176,11 +183,11 @@ class SaveAttempts:
             self._timeouts,
             self._indexes.sidecars,
         )
-        if self._context.shows_progress:
+        if self._shows_progress:
             self._writing = attempt.token, self._caller.progress()
         with self._typed_errors(request, encoded.file_bytes):
             result = self._caller.run(job, time.monotonic() + self._timeouts.write)
-        written = Written(result, number, snapshot.staged_at)
+        written = Written(result, number)
         if events.has_listeners:
             events.progressed(report_of(request, "written", staged, written))
         if options.io == "auto" and result["io"] != "auto":
@@ -188,7 +195,7 @@ class SaveAttempts:
             logger.info("checkpoint.writer.io=auto: %s, which a trial found to be faster there", result["io"])
         logger.info(
             "%s written: %s in %.2f s (%s)",
-            _name(attempt),
+            name,
             amount(result["bytes"]),
             result["seconds"],
             rate(result["bytes"] / max(result["seconds"], 1e-9)),
@@ -201,7 +208,8 @@ class SaveAttempts:
 
     def _publish(self, staged: Staged, attempt: Attempt, votes: Sequence[Mapping[str, Any]]) -> int:
         """On the leading rank: commit what all ranks have written. Returns the checkpoint's number of files."""
-        request, sidecars, fields = staged.request, self._indexes.sidecars, self._manifest_fields(staged)
+        request, sidecars = staged.admitted.request, self._indexes.sidecars
+        fields = self._manifest_fields(staged)
         with self._typed_errors(request, sum(map(len, sidecars.values()))):
             return commit.publish(request.storage, attempt, votes, sidecars, fields, self._timeouts.visible)
 
@@ -225,7 +233,3 @@ class SaveAttempts:
             if isinstance(error, CheckpointError):
                 raise
             raise CheckpointSaveError(f"{request.path} could not be saved: {error}.", error.errno) from error
-
-
-def _name(attempt: Attempt) -> str:
-    return os.path.basename(attempt.target)

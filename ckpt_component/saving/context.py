@@ -121,11 +121,6 @@ class SaveContext:
     events: EventRecorder = field(default_factory=EventRecorder)
     progress: Progress = no_progress
 
-    @property
-    def shows_progress(self) -> bool:
-        """Whether anybody follows the bytes."""
-        return self.progress is not no_progress
-
 
 def notify(hook: Callable[[SaveReport], None], report: SaveReport) -> None:
     """Call a hook for a committed checkpoint; an exception is only logged."""

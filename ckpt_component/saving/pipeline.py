@@ -22,10 +22,9 @@ from typing import Any
 
 from ..callers.write_callers import WriteCaller
 from ..core.commit.commit import new_attempt
-from ..core.coordination import Coordinator
 from ..core.processes.home_process import HomeProcess
 from ..errors import CheckpointError
-from ..events import EventRecorder, SaveReport
+from ..events import SaveReport
 from ..stagers.base import Stager
 from ..writers.base import Writer
 from .admission import SaveAdmission
@@ -35,7 +34,7 @@ from .foresight import Foresight
 from .in_flight import InFlightSaves, SaveHandle
 from .planning import SavePlanner
 from .records import Admitted, SaveRequest, Staged, report_of
-from .retry import ConsecutiveFailures, ErrorPolicy, FailedAttempts, RetryLoop, is_stall
+from .retry import ConsecutiveFailures, FailedAttempts, RetryLoop, is_stall
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +49,11 @@ class SavePipeline:
         context: what is the same for all saves.
 
     Attributes:
+        stager: see above.
+        caller: see above.
+        ranks: of the context.
+        policy: of the context.
+        events: of the context.
         saves: running saves, and failed ones whose error was not raised yet.
         reports: reports of ended saves, in order.
         last_report: see `Checkpointer.last_report`.
@@ -60,6 +64,9 @@ class SavePipeline:
         caller.prepare(context.timeouts.worker_start)
         self.stager = stager
         self.caller = caller
+        self.ranks = context.ranks
+        self.policy = context.policy
+        self.events = context.events
         self.saves = InFlightSaves(context.progress)
         self.reports: list[SaveReport] = []
         self.last_report: SaveReport | None = None
@@ -81,21 +88,6 @@ class SavePipeline:
         self._closed = False
         # If a script does not call close(), the interpreter first lets the save thread finish, then runs this.
         self._at_exit = atexit.register(_close_if_alive, weakref.ref(self))
-
-    @property
-    def ranks(self) -> Coordinator:
-        """The coordinator of the ranks."""
-        return self._context.ranks
-
-    @property
-    def policy(self) -> ErrorPolicy:
-        """What to do about saves that fail."""
-        return self._context.policy
-
-    @property
-    def events(self) -> EventRecorder:
-        """Records saves, and calls listeners."""
-        return self._context.events
 
     @property
     def busy(self) -> bool:
@@ -144,8 +136,11 @@ class SavePipeline:
         except CheckpointError as error:
             return self._refuse(request, error)
         written = partial(self._attempts.written_by, admitted.token)
-        save = SaveHandle(request, admitted.number, file_bytes=staged.file_bytes, written=written)
-        copied = _failed(staged.error) if staged.snapshot is None else staged.snapshot.staged
+        if staged.snapshot is None:
+            copied, save = _failed(staged.error), SaveHandle(request, admitted.number)
+        else:
+            copied, file_bytes = staged.snapshot.staged, staged.snapshot.encoded.file_bytes
+            save = SaveHandle(request, admitted.number, file_bytes=file_bytes, written=written)
         self.saves.append(save)
         self._staged.append((save, staged))
         del admitted, staged  # which refer to the state
@@ -169,7 +164,8 @@ class SavePipeline:
             if self.ranks.world_size == 1:
                 raise
             failure = error
-        return Staged(admitted, attempt, snapshot, failure, comparison, self.stager.host_bytes, _since(request))
+        stall_s = time.perf_counter() - request.started
+        return Staged(admitted, attempt, snapshot, failure, comparison, self.stager.host_bytes, stall_s)
 
     def _refuse(self, request: SaveRequest, error: CheckpointError) -> tuple[Future[None], SaveHandle]:
         """End a save that failed before anything was copied: raise, or return failed futures."""
@@ -179,35 +175,38 @@ class SavePipeline:
         if given_up is not None and self.ranks.world_size == 1:
             raise given_up
         save = SaveHandle(request, self.ranks.meetings["save"], begun=False)
-        self._fail(save, error, given_up, report_of(request, "failed", stall_s=_since(request)))
+        stall_s = time.perf_counter() - request.started
+        self._fail(save, error, given_up, report_of(request, "failed", stall_s=stall_s))
         self.saves.append(save)  # with several ranks an error is raised at the next save, on all of them
         return _failed(error), save
 
     def _finish(self) -> None:
-        """On the save thread: write and commit the next save, and end it."""
-        report = self._commit(*self._staged.popleft())
-        if report is not None and self.ranks.is_leader:
-            notify(self._context.run.after_save, report)
-
-    def _commit(self, save: SaveHandle, staged: Staged) -> SaveReport | None:
-        """Make all attempts at a save, and end it. Returns its report if it is committed."""
-        request, in_background = staged.request, self.caller.in_other_process
-        with staged:
+        """On the save thread: write and commit the next save, in one or more attempts, and end it."""
+        save, staged = self._staged.popleft()
+        request, in_background = staged.admitted.request, self.caller.in_other_process
+        try:
             made = self._retries.run(staged.attempt, partial(self._attempts.run, staged))
+        finally:
+            if staged.snapshot is not None:
+                staged.snapshot.release()
         if isinstance(made, FailedAttempts):
-            report = report_of(request, "failed", staged, attempts=made.number)
-            report = report if in_background else replace(report, stall_s=_since(request))
+            stall_s = staged.stall_s if in_background else time.perf_counter() - request.started
+            report = report_of(request, "failed", staged, attempts=made.number, stall_s=stall_s)
             self._fail(save, made.error, self._failures.add(made.error), report)
-            return None
-        self._failures.reset()
+            return
+        if self._failures.count:
+            self._failures.reset()
         report = report_of(request, "committed", staged, made.written, made)
         if self.ranks.is_leader:
             notify(self._context.run.after_commit, report)
-        report = report if in_background else replace(report, stall_s=_since(request))
+        if not in_background:
+            report = replace(report, stall_s=time.perf_counter() - request.started)
         self.last_report = report = self.events.with_loss(report)
         self.add_report(report)
         save.end(report)
-        return report
+        del staged  # which refers to the state
+        if self.ranks.is_leader:
+            notify(self._context.run.after_save, report)
 
     def _fail(self, save: SaveHandle, error: BaseException, given_up: BaseException | None, report: SaveReport) -> None:
         """End a failed save with its error, or with `given_up` after too many failures."""
@@ -293,10 +292,6 @@ class SavePipeline:
             logger.warning(text, limit)
             return False
         return True
-
-
-def _since(request: SaveRequest) -> float:
-    return time.perf_counter() - request.started
 
 
 def _failed(error: Exception | None) -> Future[None]:

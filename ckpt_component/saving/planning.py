@@ -170,21 +170,18 @@ class RankIndexes:
         self._tables: list[int] = []
 
     def message(self, encoded: EncodedSave) -> dict[str, Any]:
-        """What the leading rank must be told of this rank's part of a save."""
-        number = encoded.table.number
-        return {"table": number} if number == self._sent else {"table": number, "rank_index": encoded.rank_index()}
-
-    def was_sent(self, encoded: EncodedSave) -> None:
-        """The leading rank has the message."""
-        self._sent = encoded.table.number
+        """What the leading rank must be told of this rank's part of a save. If that fails, call `forget`."""
+        sent, self._sent = self._sent, encoded.table.number
+        if sent == self._sent:
+            return {"table": sent}
+        return {"table": self._sent, "rank_index": encoded.rank_index()}
 
     def forget(self) -> None:
         """It is not known what the leading rank has."""
         self._sent = None
 
-    def collect(self, messages: Sequence[Mapping[str, Any]]) -> None:
-        """On the leading rank: take the messages of all ranks, in order."""
-        tables = [message["table"] for message in messages]
+    def collect(self, tables: list[int], messages: Sequence[Mapping[str, Any]]) -> None:
+        """On the leading rank: take the messages of all ranks, in order; `tables` are those in the messages."""
         if tables != self._tables:
             index = self._writer.index([message["rank_index"] for message in messages])
             self.sidecars, self._tables = {**index, **self._files}, tables

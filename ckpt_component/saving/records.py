@@ -16,9 +16,6 @@ from ..events import SaveReport
 from ..stagers.base import Snapshot, StatePlan
 from .planning import Comparison
 
-#: By phase, when it began and ended.
-Marks = Mapping[str, tuple[float, float]]
-
 
 @dataclass(frozen=True)
 class SaveRequest:
@@ -64,7 +61,7 @@ class Admitted:
 
 @dataclass(frozen=True)
 class Staged:
-    """This rank's snapshot of an admitted save was taken, or could not be. As a context manager it releases its memory.
+    """This rank's snapshot of an admitted save was taken, or could not be.
 
     Attributes:
         admitted: the save.
@@ -78,51 +75,11 @@ class Staged:
 
     admitted: Admitted
     attempt: Attempt
-    snapshot: Snapshot | None = None
-    error: Exception | None = None
-    comparison: Comparison | None = None
-    host_bytes: int = 0
-    stall_s: float = 0.0
-
-    @property
-    def request(self) -> SaveRequest:
-        """What was asked for."""
-        return self.admitted.request
-
-    @property
-    def file_bytes(self) -> int:
-        """Approximate size of the files that this rank writes."""
-        return 0 if self.snapshot is None else self.snapshot.encoded.file_bytes
-
-    @property
-    def items(self) -> int:
-        """Number of tensors and objects that this rank stores."""
-        if self.snapshot is None:
-            return 0
-        encoded = self.snapshot.encoded
-        return encoded.table.item_count + sum(len(blob.items) for blob in encoded.object_blobs)
-
-    @property
-    def marks(self) -> Marks:
-        """The phases until the snapshot was complete, if it is."""
-        snapshot = self.snapshot
-        if snapshot is None or not snapshot.staged_at:
-            return {}
-        memory = {"memory": (snapshot.planned_at, snapshot.began_at)} if snapshot.planned_at else {}
-        planned = self.request.started, snapshot.planned_at or snapshot.began_at
-        return {"plan": planned, **memory, "stage": (snapshot.began_at, snapshot.staged_at)}
-
-    @property
-    def fields(self) -> Mapping[str, Any]:
-        """What it adds to the report."""
-        return {"items": self.items, "host_memory_bytes": self.host_bytes, "stall_s": self.stall_s}
-
-    def __enter__(self) -> Staged:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self.snapshot is not None:
-            self.snapshot.release()
+    snapshot: Snapshot | None
+    error: Exception | None
+    comparison: Comparison | None
+    host_bytes: int
+    stall_s: float
 
 
 @dataclass(frozen=True)
@@ -132,32 +89,10 @@ class Written:
     Attributes:
         result: a `WriteResult`.
         number: of the attempt, from 1.
-        staged_at: when the snapshot was complete.
     """
 
     result: Mapping[str, Any]
     number: int
-    staged_at: float
-
-    @property
-    def ended(self) -> float:
-        """When the files were durable."""
-        return float(self.result["began"] + self.result["seconds"])
-
-    @property
-    def marks(self) -> Marks:
-        """The phases of the write."""
-        began, synced_from = self.result["began"], self.result["synced_from"]
-        return {
-            "queue": (self.staged_at, began),
-            "write": (began, synced_from),
-            "sync": (synced_from, self.ended),
-        }
-
-    @property
-    def fields(self) -> Mapping[str, Any]:
-        """What it adds to the report."""
-        return {"bytes": self.result["bytes"], "write_s": self.result["seconds"], "attempts": self.number}
 
 
 @dataclass(frozen=True)
@@ -176,42 +111,61 @@ class Committed:
     voted: float
     ended: float = field(default_factory=time.perf_counter)
 
-    @property
-    def marks(self) -> Marks:
-        """The phases after the write."""
-        return {"vote": (self.written.ended, self.voted), "commit": (self.voted, self.ended)}
 
-    @property
-    def fields(self) -> Mapping[str, Any]:
-        """What it adds to the report."""
-        return {"files": self.files}
-
-
-def report_of(request: SaveRequest, outcome: str, *reached: Staged | Written | Committed, **more: Any) -> SaveReport:
+def report_of(
+    request: SaveRequest,
+    outcome: str,
+    staged: Staged | None = None,
+    written: Written | None = None,
+    committed: Committed | None = None,
+    **more: Any,
+) -> SaveReport:
     """The report of a save.
 
     Args:
         request: what was asked for.
         outcome: see `SaveReport`.
-        *reached: what its phases have returned, in order.
-        **more: other values of the report.
+        staged: what its phases have returned, as far as it has come.
+        written: see `staged`.
+        committed: see `staged`.
+        **more: other values of the report, or other than theirs.
     """
-    fields, spans = dict[str, Any](), dict[str, tuple[float, float]]()
-    for record in reached:
-        fields.update(record.fields)
-        for phase, (began, ended) in record.marks.items():
-            spans[phase] = (began - request.started, max(ended, began) - request.started)
-    fields.update(more)
-    ends = {phase: end for phase, (_, end) in spans.items()}
+    values, marks = dict[str, Any](), dict[str, tuple[float, float]]()
+    ended = request.started
+    if staged is not None:
+        values.update(stall_s=staged.stall_s, host_memory_bytes=staged.host_bytes)
+        snapshot = staged.snapshot
+        if snapshot is not None:
+            values["items"] = snapshot.encoded.item_count
+        if snapshot is not None and snapshot.staged_at:
+            began, ended = snapshot.began_at, snapshot.staged_at
+            marks["plan"] = request.started, snapshot.planned_at or began
+            if snapshot.planned_at:
+                marks["memory"] = snapshot.planned_at, began
+            marks["stage"] = began, ended
+    if written is not None:
+        result = written.result
+        values.update(bytes=result["bytes"], write_s=result["seconds"], attempts=written.number)
+        began, synced_from = result["began"], result["synced_from"]
+        marks.update(queue=(ended, began), write=(began, synced_from))
+        ended = began + result["seconds"]
+        marks["sync"] = synced_from, ended
+    if committed is not None:
+        values["files"] = committed.files
+        marks.update(vote=(ended, committed.voted), commit=(committed.voted, committed.ended))
+    values.update(more)
+    spans, zero = {}, (0.0, 0.0)
+    for phase, (began, ended) in marks.items():
+        spans[phase] = began - request.started, max(ended, began) - request.started
     return SaveReport(
         path=request.path,
         outcome=outcome,
         step=request.step,
         time=request.time,
-        staged_s=ends.get("stage", 0.0),
-        written_s=ends.get("vote", 0.0),
-        committed_s=ends.get("commit", 0.0),
+        staged_s=spans.get("stage", zero)[1],
+        written_s=spans.get("vote", zero)[1],
+        committed_s=spans.get("commit", zero)[1],
         spans=spans,
-        lost_s=fields.get("stall_s", 0.0),
-        **fields,
+        lost_s=values.get("stall_s", 0.0),
+        **values,
     )

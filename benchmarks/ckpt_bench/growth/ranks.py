@@ -222,7 +222,7 @@ class _Rank:
         plan = self._planner.share(admitted.plan)
         snapshot = self._stager.take(plan)
         comparison = self._planner.compare(plan, admitted.number)
-        self._attempts.run(Staged(admitted, attempt, snapshot, comparison=comparison), attempt, 1)
+        self._attempts.run(Staged(admitted, attempt, snapshot, None, comparison, 0, 0.0), attempt, 1)
 
     def close(self) -> None:
         """Stop the heartbeats."""
