@@ -1,7 +1,8 @@
 """Hydra search-path plugin: adds `checkpoint=` and `+recipe=` to every Hydra app once the package is installed.
 
 The build copies this file to `hydra_plugins/ckpt_component_searchpath.py`, where Hydra looks for plugins. It runs at
-the start of every Hydra app in the environment, so it is fast, does not import torch, and never stops the app.
+the start of every Hydra app in the environment, so it adds configs and nothing else, is fast, does not import torch,
+and never stops the app.
 """
 
 from __future__ import annotations
@@ -17,9 +18,6 @@ logger = logging.getLogger("ckpt_component")
 
 try:
     register()
-    from ckpt_component.config.hydra.hints import install  # uses Hydra's internals, which a release may change
-
-    install()
 except Exception as error:  # the app may not need this package
     logger.warning("ckpt_component could not register with Hydra: %r", error)
 

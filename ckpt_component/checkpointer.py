@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from .core.commit.names import step_in_name
+from .core.commit.run_record import other_script
 from .core.coordination import Coordinator
 from .core.processes.home_process import HomeProcess
 from .core.storage.locate import absolute, expanded
@@ -128,7 +129,7 @@ class Checkpointer(ABC):
             kwargs["strict"] = strict
         names = {"rename": rename, "prefix": prefix, "ignore": ignore}
         kwargs.update((name, value) for name, value in names.items() if value)
-        with self._recorded_load(os.fspath(path)):
+        with _naming_script(os.fspath(path)), self._recorded_load(os.fspath(path)):
             loaded, missing = self._reader.read(
                 os.fspath(path), state_dict=state_dict, map_location=default_map_location, **kwargs
             )
@@ -243,6 +244,18 @@ class Checkpointer(ABC):
                 raise
             # The exception of the body propagates; this one must not hide it.
             logger.error("while closing the checkpointer: %s", failure)
+
+
+@contextlib.contextmanager
+def _naming_script(path: str) -> Iterator[None]:
+    """Say of a checkpoint that lacks keys which other program saved it: the folder may be that of another run."""
+    try:
+        yield
+    except MissingKeysError as error:
+        script = other_script(path)
+        if script is None:
+            raise
+        raise MissingKeysError(f"{error} It was saved by another program, {script}.", error.keys) from None
 
 
 class SyncCheckpointer(Checkpointer):

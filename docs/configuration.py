@@ -32,8 +32,8 @@ for Hydra: `'checkpoint.dir="~/ck"'`. A relative `dir` starts in the current fol
 
 In Python: `build_manager("async_persistent", overrides=["checkpoint.keep.last=2"])`. In a Hydra app: `build_manager(cfg.checkpoint)`
 or `instantiate(cfg.checkpoint)`, see [Hydra](hydra.md).
-Installing the package adds these groups, and suggestions for mistyped keys below `checkpoint`, to every Hydra app of the environment;
-`--info searchpath` shows it. `with ckpt_component.config.override_hints(): main()` explains all of an app's keys.
+Installing the package adds these groups, and nothing else, to every Hydra app of the environment; `--info searchpath` shows it.
+Suggestions for mistyped keys are in our commands, and in an app [that asks for them](hydra.md#mistyped-overrides).
 """
 
 

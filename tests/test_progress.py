@@ -99,7 +99,7 @@ def test_log_lines_do_not_share_a_line_with_a_bar(monkeypatch: pytest.MonkeyPatc
 
 def test_nothing_is_shown_where_nobody_looks(monkeypatch: pytest.MonkeyPatch) -> None:
     stderr = terminal(monkeypatch)
-    logger = logging.getLogger("ckpt_component.core.progress")
+    logger = logging.getLogger("ckpt_component.progress")
 
     def shown() -> str:
         stderr.seek(0)

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import logging
 import os
-import subprocess
 import threading
 import time
 from collections.abc import Callable
@@ -15,18 +12,18 @@ from typing import Any
 
 from ..core.commit.names import step_in_name
 from ..core.processes.exit_text import describe_exit
-from ..core.processes.start import start_in_background, tell_the_end
+from ..core.processes.start import Child, start_in_background
 from ..core.storage.space import amount
 from ..errors import CheckpointError, CheckpointSaveError, CheckpointTimeoutError
 from ..events import SaveReport
 from ..exporting.export import ExportOptions
-from .export_process import CODE
 
 logger = logging.getLogger(__name__)
 
+_PROCESS = "ckpt_component.background.export_process"
+
 #: For an export that is given up to delete its files.
 _LEAVE_SECONDS = 5.0
-_POLL_SECONDS = 0.1
 _SUFFIXES = {"hf": "", "safetensors": ".safetensors", "torch": ".pt"}
 
 
@@ -68,6 +65,7 @@ class BackgroundExports:
         self._note = note
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
+        self._process: Child | None = None
         #: What is exported now, and what waits.
         self._pending: list[str] = []
         self._newest: str | None = None
@@ -103,6 +101,10 @@ class BackgroundExports:
             return
         if finish:
             logger.info("waiting until %s is exported", self._requested)
+        elif (process := self._process) is not None:
+            process.hang_up()
+            if process.wait(_LEAVE_SECONDS) is None:
+                process.kill()
         # One that runs and one that waits; each ends by itself at its deadline.
         thread.join(2 * (self._policy.timeout + _LEAVE_SECONDS))
 
@@ -144,37 +146,23 @@ class BackgroundExports:
             CheckpointError: The export failed.
         """
         policy, target = self._policy, self._policy.target_of(path)
-        job = json.dumps([path, target, vars(policy.options)])
-        process = start_in_background(CODE, job)
+        job = {"source": path, "target": target, "options": vars(policy.options)}
+        process = self._process = start_in_background(_PROCESS, job)
         try:
-            deadline = time.monotonic() + policy.timeout
-            while process.poll() is None:
-                if self._given_up.wait(_POLL_SECONDS):
-                    raise CheckpointSaveError("the run has ended before its end")
-                if time.monotonic() > deadline:
-                    raise CheckpointTimeoutError(
-                        f"it took longer than {policy.timeout:g} s (checkpoint.export.timeout)"
-                    )
-            answer = json.loads(process.stdout.read() or "{}") if process.stdout is not None else {}
+            if self._given_up.is_set():  # before there was a process to tell
+                process.hang_up()
+            frame = process.receive(time.monotonic() + policy.timeout)
+        except TimeoutError as error:
+            raise CheckpointTimeoutError(
+                f"it took longer than {policy.timeout:g} s (checkpoint.export.timeout)"
+            ) from error
         finally:
-            _end(process)
-        if "nbytes" not in answer:
-            ended = f"its process {describe_exit(process.returncode)}"
-            raise CheckpointSaveError(answer.get("error", ended))
+            code = process.end(_LEAVE_SECONDS)
+        if frame is None and self._given_up.is_set():
+            raise CheckpointSaveError("the run has ended before its end")
+        answer: dict[str, Any] = {"error": f"its process {describe_exit(code)}"} if frame is None else frame[0]
+        if "error" in answer:
+            raise CheckpointSaveError(answer["error"])
         size = amount(answer["nbytes"])
         logger.info("%s exported: %s in %.1f s, %s", os.path.basename(path), size, answer["seconds"], target)
-        return dict(answer)
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """Let a process end; kill it if it does not."""
-    tell_the_end(process)
-    if process.stdout is not None:
-        process.stdout.close()
-    try:
-        process.wait(_LEAVE_SECONDS)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        # A process in uninterruptible I/O cannot be killed; leave it to the kernel.
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(_LEAVE_SECONDS)
+        return answer

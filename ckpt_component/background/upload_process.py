@@ -1,18 +1,14 @@
 """The process that uploads the checkpoints of a run. It outlives the run, for a bounded time.
 
-The run sends a line on stdin when there is a new checkpoint, and the line `end` when it ends. What to upload follows
-from the contents of the two folders, so the process may be killed at any time, and a later one continues the upload.
+The run sends a frame when there is a new checkpoint, and hangs up when it ends. What to upload follows from the
+contents of the two folders, so the process may be killed at any time, and a later one continues the upload.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
-import select
-import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Collection
@@ -24,9 +20,12 @@ from ..core.commit.commit import abandon, new_attempt
 from ..core.commit.copying import Continued, copy_checkpoint
 from ..core.commit.fencing import FencingToken, Owner, read_owner
 from ..core.commit.liveness import try_lock
-from ..core.commit.names import OWNER, Attempt
+from ..core.commit.names import OWNER
+from ..core.commit.protocol import Attempt
 from ..core.commit.scan import Scan, repair_pointer, scan_steps
 from ..core.formats.verification import verify_files
+from ..core.processes.framing import Channel
+from ..core.processes.serve import serve
 from ..core.storage.files import FileStorage
 from ..core.storage.locate import file_storage, storage_at
 from ..core.writing.range_writer import Throttle
@@ -34,32 +33,36 @@ from ..errors import CheckpointError, CheckpointFencedError
 from ..events import EventFile
 from .upload_policy import UploadPolicy
 
-#: Start this with `-c` and the folder of the package; the first line of stdin is an `UploadPolicy` as JSON.
-CODE = "import sys; sys.path[0] = sys.argv[1]; from ckpt_component.background.upload_process import main; main()"
 _FIRST_PAUSE_SECONDS = 1.0
 _LONGEST_PAUSE_SECONDS = 30.0
 _LOOK_SECONDS = 0.5
 
 
 def main() -> None:
-    """Upload until the run has ended and all is there, or `finish_seconds` later.
+    """Upload until the run has ended and all is there, or `finish_seconds` later. The job is an `UploadPolicy`.
 
-    Each line on stdout is a JSON object: `remote`, the newest step that is in the target; `began`, a step whose upload
-    begins; `uploaded`, with `bytes` and `seconds`; `failed`, with the `error`; `fenced`: another run has taken over.
+    Each message is one of: `remote`, the newest step that is in the target; `began`, a step whose upload begins;
+    `uploaded`, with `bytes` and `seconds`; `failed`, with the `error`; `fenced`: another run has taken over.
     """
-    # Signals to a whole group or job are meant for the trainer.
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, signal.SIG_IGN)
+    serve(_upload, on_orphan="finish")
+
+
+def _upload(job: dict[str, Any], parent: Channel) -> None:
     logging.disable(logging.WARNING)  # the run logs what matters
-    policy = UploadPolicy.of(json.loads(_first_line()))
+    policy = UploadPolicy.of(job)
     run = RunWatch(policy)
-    threading.Thread(target=run.watch, args=(os.getppid(),), name="ckpt-run-watch", daemon=True).start()
+
+    def report(message: dict[str, Any]) -> None:
+        with contextlib.suppress(ConnectionError):  # the run has ended
+            parent.send(message)
+
+    threading.Thread(target=run.watch, args=(parent, report), name="ckpt-run-watch", daemon=True).start()
     try:
-        Uploader(policy, run, _send).run()
+        Uploader(policy, run, report).run()
     except CheckpointFencedError as error:
-        _send({"fenced": str(error)})
+        report({"fenced": str(error)})
     except (CheckpointError, OSError) as error:
-        _send({"failed": None, "error": str(error)})
+        report({"failed": None, "error": str(error)})
 
 
 class RunWatch:
@@ -71,37 +74,40 @@ class RunWatch:
     Attributes:
         changed: set when there may be more to upload.
         ended: set when the run has ended.
+        newest: the newest step that the run has told of.
     """
 
     def __init__(self, policy: UploadPolicy) -> None:
         self._policy = policy
         self._files = FileStorage()
         self.changed, self.ended = threading.Event(), threading.Event()
+        self.newest = 0
 
-    def watch(self, parent: int) -> None:
-        """Follow stdin; end this process when its time is over, or when another run has taken over the local folder."""
+    def watch(self, parent: Channel, report: Callable[[dict[str, Any]], None]) -> None:
+        """Listen to the run; end this process when its time is over, or another run has taken over the local folder."""
         try:
-            self._watch(parent)
+            self._watch(parent, report)
         finally:
             os._exit(0)  # as if it was killed, whatever the storage is doing
 
-    def _watch(self, parent: int) -> None:
+    def _watch(self, parent: Channel, report: Callable[[dict[str, Any]], None]) -> None:
         deadline = float("inf")
         known = {self._policy.run, self._owner()[0]}
         while time.monotonic() < deadline:
             if self.ended.is_set():
                 time.sleep(_LOOK_SECONDS)
             else:
-                has_input = bool(select.select([0], [], [], _LOOK_SECONDS)[0])
-                lines = os.read(0, 4096) if has_input else b"\n"
-                if not lines or lines.strip() or os.getppid() != parent:
-                    deadline = time.monotonic() + self._policy.finish_seconds
-                    self.ended.set()
-                if has_input or self.ended.is_set():
+                with contextlib.suppress(TimeoutError):
+                    frame = parent.receive(time.monotonic() + _LOOK_SECONDS)
+                    if frame is None:
+                        deadline = time.monotonic() + self._policy.finish_seconds
+                        self.ended.set()
+                    else:
+                        self.newest = frame[0]["newest"] or self.newest
                     self.changed.set()
             token, owner = self._owner()
             if token and token not in known:
-                _send({"fenced": f"Another run took over {self._policy.source} ({owner})."})
+                report({"fenced": f"Another run took over {self._policy.source} ({owner})."})
                 return
 
     def _owner(self) -> tuple[str, Owner | None]:
@@ -201,7 +207,7 @@ class Uploader:
         source, target = self._path(policy.source, step), self._path(policy.target, step)
         attempt = new_attempt(storage, target, manifest["attempt"])
         if self._unfinished is not None and self._unfinished != attempt:
-            abandon(storage, self._unfinished)
+            abandon(self._unfinished)
         self._unfinished = attempt
         self._report({"began": step})
         began, started = time.time(), time.monotonic()
@@ -221,8 +227,7 @@ class Uploader:
         }
         self._tidy(step, local)
         self._report({"uploaded": step, **figures})
-        newest = scan_steps(self._local, policy.source, policy.names).committed[-1:] or [step]
-        lag = max(newest[0] - step, 0)
+        lag = max(local.committed[-1], self._run.newest) - step
         self._record({"time": round(began, 6), "outcome": "uploaded", "path": target, **figures, "lag_steps": lag})
 
     def _record(self, event: dict[str, Any]) -> None:
@@ -243,18 +248,3 @@ class Uploader:
 
     def _path(self, root: str, step: int) -> str:
         return os.path.join(root, self._policy.names.folder(step))
-
-
-def _first_line() -> bytes:
-    line = b""
-    while not line.endswith(b"\n"):  # not sys.stdin, which would read more than the line
-        byte = os.read(0, 1)
-        if not byte:
-            sys.exit(1)  # the run ended at once
-        line += byte
-    return line
-
-
-def _send(message: dict[str, Any]) -> None:
-    with contextlib.suppress(BrokenPipeError):  # the run has ended
-        os.write(1, json.dumps(message).encode() + b"\n")

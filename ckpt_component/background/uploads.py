@@ -6,22 +6,23 @@ A dead or slow target never stops training: it is a warning with the lag, and by
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
-import subprocess
 import threading
+import time
 from dataclasses import asdict, dataclass
-from typing import IO, Any
+from functools import partial
+from typing import Any
 
-from ..core.processes.start import send_line, start_in_background, tell_the_end
+from ..core.processes.start import Child, start_in_background
 from ..core.storage.space import amount
 from ..errors import CheckpointFencedError, CheckpointSaveError
 from ..events import SaveReport
 from .upload_policy import UploadPolicy
-from .upload_process import CODE
 
 logger = logging.getLogger(__name__)
+
+_PROCESS = "ckpt_component.background.upload_process"
 
 #: For the process to notice that its time is over.
 _LEAVE_SECONDS = 5.0
@@ -51,7 +52,7 @@ class BackgroundUploads:
     def __init__(self, policy: UploadPolicy, lag: LagPolicy) -> None:
         self._policy, self._limits = policy, lag
         self._lock = threading.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: Child | None = None
         self._thread: threading.Thread | None = None
         #: Of this run, the newest step that is due, and the size of its checkpoint.
         self._newest: tuple[int, int] | None = None
@@ -80,9 +81,9 @@ class BackgroundUploads:
             if skipped is not None and self._current is not None:
                 self._warn(f"and step {skipped} is skipped, because step {self._current} is still being uploaded")
         self._start()
-        with self._lock:
-            if self._process is not None:
-                send_line(self._process)
+        if (process := self._process) is not None:
+            with contextlib.suppress(OSError):  # it has ended, or it is stopped and has thousands of frames to receive
+                process.send({"newest": report.step}, time.monotonic())
 
     def in_use(self) -> set[str]:
         """The local checkpoint that is being uploaded, which must not be deleted."""
@@ -121,8 +122,7 @@ class BackgroundUploads:
         process, thread = self._process, self._thread
         if process is None or thread is None:
             return
-        with self._lock:
-            tell_the_end(process)
+        process.hang_up()
         if not finish:
             return  # the thread goes on reading; if the program ends, the process does not
         thread.join(0.2)
@@ -138,36 +138,16 @@ class BackgroundUploads:
         with self._lock:
             if self._ended or self._fenced is not None or (self._thread is not None and self._thread.is_alive()):
                 return
-            self._process = process = start_in_background(CODE, outlives_run=True)
+            log = partial(logger.warning, "the process of the uploads: %s")
+            self._process = process = start_in_background(_PROCESS, asdict(self._policy), log)
             self._thread = threading.Thread(target=self._follow, args=(process,), name="ckpt-upload", daemon=True)
-            if process.stdin is not None:
-                with contextlib.suppress(BrokenPipeError):
-                    process.stdin.write(json.dumps(asdict(self._policy)).encode() + b"\n")
-                    process.stdin.flush()
-                os.set_blocking(process.stdin.fileno(), False)
             self._thread.start()
 
-    def _follow(self, process: subprocess.Popen[bytes]) -> None:
-        """Read the messages of the process until it ends."""
-        stdout: IO[bytes] | None = process.stdout
-        if stdout is not None:
-            with stdout:
-                for line in stdout:
-                    try:
-                        message = json.loads(line)
-                    except ValueError:
-                        message = None
-                    if isinstance(message, dict):
-                        self._take(message)
-                    else:
-                        logger.warning("the process of the uploads: %s", line.decode(errors="replace").rstrip())
-        try:
-            code = process.wait(_LEAVE_SECONDS)
-        except subprocess.TimeoutExpired:  # it closed stdout, so it can no longer be followed
-            process.kill()
-            code = process.wait(_LEAVE_SECONDS)
-        with self._lock:
-            tell_the_end(process)
+    def _follow(self, process: Child) -> None:
+        """Receive the messages of the process until it ends."""
+        while (frame := process.receive()) is not None:
+            self._take(frame[0])
+        code = process.end(_LEAVE_SECONDS)
         self._current = None
         if code:
             logger.warning("the process of the uploads ended with code %d; the next save starts it again", code)
@@ -188,7 +168,7 @@ class BackgroundUploads:
             logger.info("%s uploaded: %s in %.1f s, to %s", name, size, message["seconds"], self._policy.target)
         elif "fenced" in message:
             self._fenced = message["fenced"]
-            logger.error("uploads have stopped: %s", self._fenced)
+            logger.warning("uploads have stopped: %s", self._fenced)  # the next save raises it, if there is one
         elif "failed" in message:
             self._current, first, self._error = None, self._error is None, message["error"]
             if first or self.lag_steps >= 2 * self._warned:

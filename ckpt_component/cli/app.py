@@ -26,9 +26,9 @@ from .output import Output, styled, width
 #: Exit codes: the answer is no (damaged, different, a check failed); the command could not do its work.
 NO, FAILED = 1, 2
 
-#: Command -> its module here and a line of help, in the order of the help. A module has `add_arguments(parser)`, and
-#: `run(parsed, output)`, which returns an exit code; None is 0. Its docstring is a line for readers of the code, and,
-#: for `--help`, what the command does and examples.
+#: Command -> its module, here or by its full name, and a line of help, in the order of the help. A module has
+#: `add_arguments(parser)`, and `run(parsed, output)`, which returns an exit code; None is 0. Its docstring is a line
+#: for readers of the code, and, for `--help`, what the command does and examples.
 COMMANDS = {
     "ls": ("ls_command", "list a folder of checkpoints: step, age, size, state; and what dead runs left"),
     "show": ("show_command", "show what a checkpoint holds, as a tree of keys; or its config"),
@@ -49,7 +49,7 @@ COMMANDS = {
     "keys": ("keys_command", "list every config key, with type, default and one line"),
     "report": ("report_command", "what saving costs a run, or a comparison of the jobs of a sweep"),
     "trace": ("trace_command", "write the timeline of a run, for Perfetto and chrome://tracing"),
-    "tune": ("tune_command", "measure which settings suit this machine, a folder and a size of state"),
+    "tune": ("ckpt_bench.tuning.command", "measure which settings suit this machine, a folder and a size of state"),
     "completion": ("completion_command", "print a script that completes ckpt in bash, zsh or fish"),
 }
 
@@ -169,4 +169,5 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _module(command: str) -> Any:
-    return importlib.import_module(f".{COMMANDS[command][0]}", __package__)
+    name = COMMANDS[command][0]
+    return importlib.import_module(name if "." in name else f".{name}", __package__)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..core.formats import Catalogue, Entry
+from ..core.formats import Entry, Index
 from ..core.progress import progress_bar
 from ..core.state.dtypes import SAFETENSORS, WIDTHS
 from ..exporting.blocks import TensorBlocks
@@ -68,7 +68,7 @@ class Comparison:
     by_checksum: int = 0
 
 
-def compare(a: Catalogue, b: Catalogue, first: Sequence[Entry], second: Sequence[Entry], *, norm: bool) -> Comparison:
+def compare(a: Index, b: Index, first: Sequence[Entry], second: Sequence[Entry], *, norm: bool) -> Comparison:
     """Compare entries of two checkpoints.
 
     Args:
@@ -96,7 +96,7 @@ def compare(a: Catalogue, b: Catalogue, first: Sequence[Entry], second: Sequence
             if norm and what == "dtype":
                 unknown.append((one, other))
             continue
-        same = _by_checksum(a.format, b.format, one, other)
+        same = _by_checksum(a, b, one, other)
         result.by_checksum += same is not None
         if same:
             result.equal += 1
@@ -125,31 +125,31 @@ def _form_difference(one: Entry, other: Entry) -> str | None:
     return None
 
 
-def _by_checksum(form: str, other_form: str, one: Entry, other: Entry) -> bool | None:
+def _by_checksum(a: Index, b: Index, one: Entry, other: Entry) -> bool | None:
     """Whether two entries are the same, by their checksums; None: these do not decide it."""
-    left, right = _sums(one), _sums(other)
+    left, right = _sums(a, one), _sums(b, other)
     if left is None or right is None or left.keys() != right.keys():
         return None
     if left == right:
         return True
     # Another release may put other bytes around a tensor, and other algorithms give other sums.
     comparable = all(left[part][1:] == right[part][1:] for part in left)
-    return False if comparable and form == other_form and form in _CANONICAL else None
+    return False if comparable and a.format == b.format and a.format in _CANONICAL else None
 
 
-def _sums(entry: Entry) -> dict[tuple[Any, ...], tuple[Any, ...]] | None:
+def _sums(index: Index, entry: Entry) -> dict[tuple[Any, ...], tuple[Any, ...]] | None:
     """What identifies the bytes of each part, by the place of the part; None: there are no checksums."""
     sums: dict[tuple[Any, ...], tuple[Any, ...]] = {}
-    for piece in entry.pieces:
+    for piece in index.contents.ranges_at(entry.place):
         if piece.checksum is None:
             return None
         inside = None if piece.payload is None else piece.payload - piece.offset
-        sums[piece.offsets, piece.shape] = (piece.checksum, piece.checksum_kind, piece.length, inside)
+        sums[piece.offsets, piece.shape] = (piece.checksum, piece.checksum_kind, piece.length, inside, piece.view)
     return sums
 
 
 def _read(
-    a: Catalogue, b: Catalogue, pairs: Sequence[tuple[Entry, Entry]], found: dict[str, Difference], norm: bool
+    a: Index, b: Index, pairs: Sequence[tuple[Entry, Entry]], found: dict[str, Difference], norm: bool
 ) -> set[str]:
     """Read values, and describe them in the differences. Returns the keys whose values are equal."""
     equal = set()
@@ -170,8 +170,8 @@ def _read(
                 difference.norm = _norm(left, right, one, other)
                 same = same and difference.norm is None
             elif same:
-                for x, y in _aligned(left.of(one), right.of(other), 1, 1):  # to the end: the checksum follows there
-                    same = same and bytes(x) == bytes(y)
+                for blocks in _aligned(left.of(one), right.of(other), 1, 1):  # to the end: the checksum follows there
+                    same = same and blocks[0] == blocks[1]
             if same:
                 equal.add(one.key)
             done(one.nbytes + other.nbytes)
@@ -201,12 +201,12 @@ def _norm(left: TensorBlocks, right: TensorBlocks, one: Entry, other: Entry) -> 
     equal, squares, of_a, largest = one.dtype == other.dtype, 0.0, 0.0, 0.0
     for blocks in _aligned(left.of(one), right.of(other), WIDTHS[one.dtype], WIDTHS[other.dtype]):
         equal = equal and blocks[0] == blocks[1]
-        x, y = (torch.frombuffer(bytearray(b), dtype=dtype) for b, dtype in zip(blocks, dtypes, strict=True))
-        wide = torch.complex128 if x.is_complex() or y.is_complex() else torch.float64
-        x, y = x.to(wide), y.to(wide)
-        difference = (y - x).abs()
+        values = [torch.frombuffer(bytearray(block), dtype=dtype) for block, dtype in zip(blocks, dtypes, strict=True)]
+        wide = torch.complex128 if any(each.is_complex() for each in values) else torch.float64
+        of_one, of_other = (each.to(wide) for each in values)
+        difference = (of_other - of_one).abs()
         squares += float(difference.square().sum())
-        of_a += float(x.abs().square().sum())
+        of_a += float(of_one.abs().square().sum())
         largest = max(largest, float(difference.max()))
     if equal:
         return None

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from ..core.commit.run_record import stored_config
-from ..core.formats import Catalogue, open_catalogue
+from ..core.formats import Index, open_index
 from ..core.formats.checkpoints import find_checkpoint, matching_keys
 from ..core.memory.gc_control import collector_paused
 from .comparison import Comparison, Difference, compare
@@ -54,11 +54,11 @@ def run(parsed: argparse.Namespace, output: Output) -> int:
         data = {"a": a.path, "b": b.path, "changes": changes}
         output.result(data, map(str, changes) if changes else ["the configs are equal"])
         return int(bool(changes))
-    return _compare(open_catalogue(a.path, a.fs), open_catalogue(b.path, b.fs), parsed, output)
+    return _compare(open_index(a.fs, a.path), open_index(b.fs, b.path), parsed, output)
 
 
 @collector_paused()  # there may be a hundred thousand entries
-def _compare(a: Catalogue, b: Catalogue, parsed: argparse.Namespace, output: Output) -> int:
+def _compare(a: Index, b: Index, parsed: argparse.Namespace, output: Output) -> int:
     keys = [*a.entries, *(key for key in b.entries if key not in a.entries)]
     chosen = set(matching_keys(keys, parsed.pattern, f"{a.path} or {b.path}"))
     entries = [[entry for key, entry in each.entries.items() if key in chosen] for each in (a, b)]
@@ -69,9 +69,9 @@ def _compare(a: Catalogue, b: Catalogue, parsed: argparse.Namespace, output: Out
     return int(bool(result.differences))
 
 
-def _lines(a: Catalogue, b: Catalogue, result: Comparison, shown: Sequence[Difference], norm: bool) -> Iterator[str]:
-    for name, catalogue in (("A", a), ("B", b)):
-        yield f"{name}  {catalogue.path}  ({catalogue.format})"
+def _lines(a: Index, b: Index, result: Comparison, shown: Sequence[Difference], norm: bool) -> Iterator[str]:
+    for name, index in (("A", a), ("B", b)):
+        yield f"{name}  {index.path}  ({index.format})"
     yield ""
     if shown:
         header = ("key", "what", *(("|B-A|", "|B-A|/|A|", "largest") if norm else ()), "A -> B")

@@ -15,7 +15,7 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-from ..core.commit.cleanup import debris, discard, leftovers, sweep, unfinished_in
+from ..core.commit.cleanup import Unfinished, discard
 from ..core.commit.fencing import FencingToken
 from ..core.commit.names import ALIVE_PREFIX
 from ..core.commit.retention import RetentionPolicy
@@ -53,19 +53,20 @@ def run(parsed: argparse.Namespace, output: Output) -> int | None:
         place.refuse_running("nothing is deleted", ended=parsed.ended)
     failed: list[str] = []
     with typed_errors(f"{root.path} could not be cleaned"):
+        unfinished = Unfinished(fs, root.path, names)
         if parsed.ended:
-            fenced = leftovers(fs, root.path, names)
-        paths = [os.path.join(root.path, name) for name in debris(fs, root.path, names, fenced)]
+            fenced = unfinished.left_by_owners()
+        paths = [os.path.join(root.path, name) for name in unfinished.debris(fenced)]
         sizes = {path: tree_bytes(fs, path) for path in [*paths, *(root.paths[step] for step in old)]}
         if not parsed.dry_run:
             if parsed.ended:
                 FencingToken(fs, root.path, names).acquire()  # so that a run that is alive after all commits nothing
-            sweep(fs, root.path, names, fenced)
+            unfinished.sweep(fenced)
             point_elsewhere(fs, root.path, names, old)
             for step in old:
                 discard(fs, root.paths[step])
             failed = [path for path in sizes if fs.exists(path)]
-        used = {os.path.join(root.path, name): used for name, used in unfinished_in(fs, root.path, names).items()}
+        used = {os.path.join(root.path, name): used for name, used in Unfinished(fs, root.path, names).in_use().items()}
     gone = {path: size for path, size in sizes.items() if path not in failed}
     data = {
         "root": root.path,

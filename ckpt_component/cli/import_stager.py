@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from ..core.image.live import LiveSource
 from ..core.state.flatten import FlatState, unflatten
 from ..core.state.key_map import KeyMap
 from ..core.state.paths import key_of
+from ..core.storage.locate import storage_at
 from ..errors import first_keys
 from ..loading import Reader
 from ..loading.foreign.archives import RefusedObject
@@ -45,7 +47,7 @@ class ImportStager(LiveStager):
         options: Mapping[str, str] | None = None,
     ) -> None:
         self._path = path
-        self._reader = Reader(options=options)
+        self._reader = Reader(storage_of=partial(storage_at, options=options))
         self._key_map = KeyMap(rename, prefix, ignore)
 
     def inspect(self, state_dict: Mapping[Any, Any]) -> StatePlan:
@@ -56,20 +58,20 @@ class ImportStager(LiveStager):
         """
         self._source = source = MappedSource(self._reader.open(self._path, mapped=True), self._key_map)
         source.check_ignored([])
-        index = source.index
-        objects = source.read_objects([*index.objects])
+        contents = source.contents
+        objects = source.read_objects([*contents.objects])
         refused = [key for key, value in objects.items() if isinstance(value, RefusedObject)]
         if refused:
             text = "%s: %d value(s) are objects that safe loading does not create, and are left out: %s"
             logger.warning(text, self._path, len(refused), first_keys(refused, 5))
-        values = {index.objects[key]: value for key, value in objects.items() if key not in refused}
+        values = {contents.objects[key].path: value for key, value in objects.items() if key not in refused}
         places: dict[Any, torch.Tensor] = {}
-        for entry in index.tensors.values():
-            if entry.same_as not in places:
+        for entry in contents.tensors.values():
+            if entry.place not in places:
                 # One element of memory, whatever the shape.
-                places[entry.same_as] = torch.empty((), dtype=entry.dtype).expand(entry.shape)
-            values[entry.path] = places[entry.same_as]
-        return super().inspect(unflatten(values, index.containers))
+                places[entry.place] = torch.empty((), dtype=source.dtype_of(entry)).expand(entry.shape)
+            values[entry.path] = places[entry.place]
+        return super().inspect(unflatten(values, contents.containers))
 
     def take(self, plan: StatePlan) -> Snapshot:
         """Lay out the state; its tensors are read when they are written."""
@@ -93,8 +95,8 @@ class _ReadSource(LiveSource):
     def _copied(self, number: int) -> memoryview:
         if getattr(self._last, "number", None) != number:
             self._last.number = self._last.value = None  # free the one before
-            entry = self._source.index.tensors[self._keys[number]]
-            value = torch.empty(entry.shape, dtype=entry.dtype)
+            entry = self._source.contents.tensors[self._keys[number]]
+            value = torch.empty(entry.shape, dtype=self._source.dtype_of(entry))
             self._source.read_tensors([Request.into(self._keys[number], value)])
             self._last.number, self._last.value = number, value
         return tensor_bytes(self._last.value)

@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
-from ..core.commit.cleanup import unfinished_in
+from ..core.commit.cleanup import Unfinished
 from ..core.commit.names import ALIVE_PREFIX, STAGING_PREFIX, saved_as, step_in_name
 from ..core.formats.checkpoints import Root, created_of, find_root, is_checkpoint
 from ..core.storage.locate import is_url
@@ -111,7 +111,7 @@ def _entries(root: Root) -> Iterator[Listed]:
     yield from (_foreign(root, os.path.basename(path)) for path in root.others)
     in_use: dict[str, bool] = {}
     for naming in [*root.scans] or [root.names]:
-        in_use |= unfinished_in(root.fs, root.path, naming)
+        in_use |= Unfinished(root.fs, root.path, naming).in_use()
     for name, used in in_use.items():
         if not name.startswith(ALIVE_PREFIX):  # the mark of an attempt that is listed itself
             is_save = "/" in name or name.startswith(STAGING_PREFIX)

@@ -18,10 +18,11 @@ from pathlib import Path
 
 from ..errors import CheckpointNotFoundError
 from ..events import FOLDER
-from .output import Output
+from .output import Output, width
 from .reports.page import write_report
+from .reports.text import lines_of
 
-#: The file that a job of a sweep writes; `sweeps.result` imports Hydra.
+#: The file that a job of a sweep writes; `reports.result` imports Hydra.
 _RESULT = "result.json"
 
 
@@ -47,12 +48,14 @@ def run(parsed: argparse.Namespace, output: Output) -> None:
     if (folder / FOLDER).is_dir():
         from .reports.run_figures import figures_of
         from .reports.run_records import chosen_run, read_runs
-        from .reports.run_report import text, write_files
+        from .reports.run_report import blocks, write_files
 
         runs = read_runs(folder)
         shown = chosen_run(runs, parsed.run)
         figures = [figures_of(run) for run in runs]
-        output.result({"kind": "run", "shown": shown + 1, "runs": figures}, text(folder, figures, shown))
+        output.result(
+            {"kind": "run", "shown": shown + 1, "runs": figures}, lines_of(blocks(folder, figures, shown), width())
+        )
         write, place = partial(write_files, runs, folder, figures, shown), folder / FOLDER
     else:
         _refuse_without_jobs(folder)

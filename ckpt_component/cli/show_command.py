@@ -17,7 +17,7 @@ from typing import Any
 
 from ..core.commit.metrics import metrics_of
 from ..core.commit.run_record import StoredConfig, stored_config
-from ..core.formats import Catalogue, Entry, open_catalogue
+from ..core.formats import Entry, Index, open_index
 from ..core.formats.checkpoints import created_of, find_checkpoint, matching_keys
 from ..core.memory.gc_control import collector_paused
 from ..core.storage.space import amount
@@ -56,35 +56,34 @@ def run(parsed: argparse.Namespace, output: Output) -> None:
         return
     if parsed.depth is not None and parsed.depth < 1:
         raise CheckpointConfigError(f"--depth={parsed.depth} shows nothing; type 1 or more.")
-    catalogue = open_catalogue(path, checkpoint.fs)
-    entries = [catalogue.entries[key] for key in matching_keys([*catalogue.entries], parsed.pattern, path)]
+    index = open_index(checkpoint.fs, path)
+    entries = [index.entries[key] for key in matching_keys([*index.entries], parsed.pattern, path)]
     shown = [] if output.as_json or parsed.flat else [*lines_of(entries, parsed.depth)]
-    values = _values(catalogue, [line.entry for line in shown if line.alike == 1 and line.entry] or entries)
-    known = _facts(catalogue)
-    data = {**known, "entries": [_as_data(entry, values) for entry in entries] if output.as_json else []}
+    values = _values(index, [line.entry for line in shown if line.alike == 1 and line.entry] or entries)
+    known = _facts(index)
+    data = {**known, "entries": [_as_data(index, entry, values) for entry in entries] if output.as_json else []}
 
     about = textwrap.wrap(_facts_line(known), width(), subsequent_indent="  ")
     output.show([output.style(path, "bold"), *about, ""])
     output.result(data, _flat_lines(entries, values) if parsed.flat else _tree_lines(shown, values, output))
 
 
-def _facts(catalogue: Catalogue) -> dict[str, Any]:
+def _facts(index: Index) -> dict[str, Any]:
     """What is known of a checkpoint besides its entries, as values of JSON."""
-    manifest = catalogue.manifest or {}
-    kinds = {piece.checksum_kind for entry in catalogue.entries.values() for piece in entry.pieces} - {None}
-    tensors = [entry for entry in catalogue.entries.values() if entry.kind == "tensor"]
+    manifest = index.manifest or {}
+    kinds = {piece.checksum_kind for piece in index.ranges()} - {None}
     return {
-        "path": catalogue.path,
-        "format": catalogue.format,
-        "step": catalogue.step,
-        "ranks": catalogue.world_size,
-        "nbytes": catalogue.nbytes,
-        "verified": catalogue.verified,
+        "path": index.path,
+        "format": index.format,
+        "step": index.step,
+        "ranks": index.world_size,
+        "nbytes": index.nbytes,
+        "verified": index.verified,
         "checksum": next(iter(kinds), None),
         "created": created_of(manifest),
-        "metrics": {} if catalogue.manifest is None else metrics_of(manifest, catalogue.path),
-        "tensors": len(tensors),
-        "objects": len(catalogue.entries) - len(tensors),
+        "metrics": {} if index.manifest is None else metrics_of(manifest, index.path),
+        "tensors": len(index.contents.tensors),
+        "objects": len(index.contents.objects),
     }
 
 
@@ -100,13 +99,13 @@ def _facts_line(known: Mapping[str, Any]) -> str:
     return printable(", ".join(parts))
 
 
-def _values(catalogue: Catalogue, entries: Sequence[Entry]) -> dict[str, str]:
+def _values(index: Index, entries: Sequence[Entry]) -> dict[str, str]:
     """Key -> value of the small objects, as text; of formats that only torch can read, none."""
     small = [entry for entry in entries if entry.kind == "object" and entry.nbytes <= _READ_BYTES][:_READ_OBJECTS]
-    if catalogue.format != "dcp" or not small:
+    if index.format != "dcp" or not small:
         return {}
     values = {}
-    with open_blocks(catalogue, small) as blocks:
+    with open_blocks(index, small) as blocks:
         for entry in small:
             try:
                 values[entry.key] = value_text(blocks.item(entry), entry.key)
@@ -115,7 +114,7 @@ def _values(catalogue: Catalogue, entries: Sequence[Entry]) -> dict[str, str]:
     return values
 
 
-def _as_data(entry: Entry, values: Mapping[str, str]) -> dict[str, Any]:
+def _as_data(index: Index, entry: Entry, values: Mapping[str, str]) -> dict[str, Any]:
     return {
         "key": entry.key,
         "kind": entry.kind,
@@ -123,7 +122,7 @@ def _as_data(entry: Entry, values: Mapping[str, str]) -> dict[str, Any]:
         "shape": list(entry.shape) if entry.kind == "tensor" else None,
         "nbytes": entry.nbytes,
         "value": values.get(entry.key),
-        "files": list(dict.fromkeys(piece.file for piece in entry.pieces)),
+        "files": list(dict.fromkeys(piece.file for piece in index.contents.ranges_at(entry.place))),
     }
 
 

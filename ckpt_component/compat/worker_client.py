@@ -206,7 +206,8 @@ class WorkerClient:
                     payload = payload.result(0)
             return result_of(self._call(payload, timeout, what))
         except BaseException as error:
-            logger.error("%s", str(error))  # a traceback would keep this client alive
+            # Also raised, if anybody asks for the result. A traceback would keep this client alive.
+            logger.warning("%s", str(error))
             raise
 
     def _call(self, payload: bytes, timeout: float, what: str) -> Any:

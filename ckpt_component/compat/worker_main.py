@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
+import math
 import pickle
 import select
 import signal
@@ -17,7 +18,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-from ..core.processes.framing import receive_frame, send_frame
+from ..core.processes.framing import Channel
 from ..core.processes.remote_error import describe_failure
 
 #: A function, its positional arguments, and its keyword arguments.
@@ -39,16 +40,17 @@ def serve(sock: socket.socket, make_handler: Callable[[], Callable[[Any], Any]])
         make_handler: called once, before the process reports that it is ready. It returns the handler, which is
             called with each unpickled request and whose result is pickled as the answer.
     """
+    parent = _channel_to_parent(sock)
     with contextlib.suppress(ConnectionError):  # the parent has died
         try:
             handler = make_handler()
         except _LEAVING:
             raise
         except BaseException as error:
-            send_frame(sock, {**describe_failure(error)})
+            parent.send(describe_failure(error))
             return
-        send_frame(sock, {})
-        while (frame := receive_frame(sock)) is not None:
+        parent.send({})
+        while (frame := parent.receive()) is not None:
             request = None
             try:
                 request = pickle.loads(frame[1])
@@ -57,9 +59,9 @@ def serve(sock: socket.socket, make_handler: Callable[[], Callable[[Any], Any]])
             except _LEAVING:
                 raise
             except BaseException as error:
-                send_frame(sock, {**describe_failure(error)})
+                parent.send(describe_failure(error))
             else:
-                send_frame(sock, {}, [answer])
+                parent.send({}, blobs=[answer])
             del request
             gc.collect()  # free a state dict in a reference cycle before the next request
 
@@ -102,9 +104,13 @@ def enter(
     try:
         loop, args = pickle.loads(work) if isinstance(work, bytes) else work
     except Exception as error:
-        send_frame(sock, {**describe_failure(error)})
+        _channel_to_parent(sock).send(describe_failure(error))
         return
     loop(sock, *args)
+
+
+def _channel_to_parent(sock: socket.socket) -> Channel:
+    return Channel(sock, lambda: True, patience=math.inf)  # `watch_parent` notices its death
 
 
 def _obey_the_parent_alone(sock: socket.socket) -> None:

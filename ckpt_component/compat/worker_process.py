@@ -17,9 +17,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from ..core.processes.exit_text import describe_exit
-from ..core.processes.framing import send_frame
+from ..core.processes.framing import Channel
 from ..core.processes.remote_error import RemoteTraceback, as_local_error
-from ..core.writing.process import await_frame
 from ..errors import CheckpointError, CheckpointSaveError, CheckpointTimeoutError, WorkerDiedError
 from .pickling import pickle_by_value
 from .spawn import ProcessContext, StartMethodError, check_start_method_exists, end_processes, start_processes
@@ -107,6 +106,7 @@ class CallProcess:
             raise
         self.context = cast(ProcessContext, context)  # the result with join=False
         self._process = self.context.processes[0]
+        self._channel = Channel(self._sock, self._process.is_alive)
 
     @property
     def pid(self) -> int:
@@ -155,8 +155,7 @@ class CallProcess:
         )
         doing = f" while it ran {what}"
         try:
-            self._sock.settimeout(timeout)
-            send_frame(self._sock, {}, [payload])
+            self._channel.send({}, deadline, [payload])
         except TimeoutError as error:
             raise CheckpointTimeoutError(late) from error
         except OSError as error:
@@ -218,7 +217,7 @@ class CallProcess:
     def _answer(self, deadline: float, late: str, failed: str, doing: str = "") -> Any:
         """The next answer of the process. The arguments after the deadline are for error messages."""
         try:
-            frame = await_frame(self._sock, deadline, lambda: self.alive)
+            frame = self._channel.receive(deadline)
         except TimeoutError as error:
             raise CheckpointTimeoutError(late) from error
         if frame is None:

@@ -20,7 +20,12 @@ def lazy(package: str, homes: dict[str, str]) -> tuple[list[str], Callable[[str]
     def load(name: str) -> Any:
         if name not in home_of:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        value = getattr(import_module(home_of[name], package), name)
+        try:
+            module = import_module(home_of[name], package)
+        except AttributeError as error:  # as it is, it would say that this package has no such name
+            text = f"{error}; if an import was interrupted before, restart Python"
+            raise ImportError(f"{package}.{name} cannot be imported: {text}", name=package) from error
+        value = getattr(module, name)
         setattr(sys.modules[package], name, value)  # later accesses bypass this function
         return value
 

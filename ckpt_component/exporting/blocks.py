@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from operator import mul
 from typing import Any
 
-from ..core.formats import Catalogue, Entry, Piece
+from ..core.formats import Entry, Index, StoredRange
 from ..core.formats.verification import checksum_of
 from ..core.state.dtypes import WIDTHS
 from ..core.storage.checksum import Checksum
@@ -29,24 +29,25 @@ class TensorBlocks:
     All files are opened at the beginning, so that the checkpoint may be deleted while it is read.
 
     Args:
-        catalogue: The checkpoint.
-        entries: The tensors that will be read.
-        block_bytes: The most bytes of a block.
+        index: the checkpoint
+        entries: the tensors that will be read
+        block_bytes: the most bytes of a block
 
     Raises:
         CheckpointCorruptError: A file is missing.
         CheckpointLoadError: A checksum cannot be computed here.
     """
 
-    def __init__(self, catalogue: Catalogue, entries: Sequence[Entry], block_bytes: int = BLOCK_BYTES) -> None:
-        self._folder = catalogue.folder
-        self._files = catalogue.storage.open_files(catalogue.folder)
+    def __init__(self, index: Index, entries: Sequence[Entry], block_bytes: int = BLOCK_BYTES) -> None:
+        self._index, self._folder = index, index.folder
+        self._files = index.storage.open_files(index.folder)
         self._block = memoryview(bytearray(block_bytes))
         try:
-            for name in dict.fromkeys(piece.file for entry in entries for piece in entry.pieces):
+            pieces = [piece for entry in entries for piece in self._pieces(entry)]
+            for name in dict.fromkeys(piece.file for piece in pieces):
                 self._files.size(name)
-            kinds = {piece.checksum_kind for entry in entries for piece in entry.pieces}
-            self._checksums = {kind: checksum_of(catalogue.path, kind) for kind in kinds if kind is not None}
+            kinds = {piece.checksum_kind for piece in pieces}
+            self._checksums = {kind: checksum_of(index.path, kind) for kind in kinds if kind is not None}
         except BaseException:
             self._files.__exit__()
             raise
@@ -59,22 +60,26 @@ class TensorBlocks:
         """
         if not math.prod(entry.shape):
             return
-        if len(entry.pieces) > 1:
-            yield from self._put_together(entry)
+        pieces = self._pieces(entry)
+        if len(pieces) > 1:
+            yield from self._put_together(entry, pieces)
             return
-        stream = self._stream(entry, entry.pieces[0])
+        stream = self._stream(entry, pieces[0])
         while count := stream.readinto(self._block):
             yield self._block[:count]
 
     def item(self, entry: Entry) -> bytes:
         """The stored bytes of an object, verified."""
-        (piece,) = entry.pieces
+        (piece,) = self._pieces(entry)
         return self._stream(entry, piece._replace(payload=piece.offset), piece.length).readall()
 
-    def _put_together(self, entry: Entry) -> Iterator[memoryview]:
+    def _pieces(self, entry: Entry) -> Sequence[StoredRange]:
+        return self._index.contents.ranges_at(entry.place)
+
+    def _put_together(self, entry: Entry, pieces: Sequence[StoredRange]) -> Iterator[memoryview]:
         """Blocks of a tensor whose parts are stored apart."""
         width = WIDTHS[entry.dtype]
-        parts = [_Part(self._stream(entry, piece), piece, entry.shape, width) for piece in entry.pieces]
+        parts = [_Part(self._stream(entry, piece), piece, entry.shape, width) for piece in pieces]
         nbytes = width * math.prod(entry.shape)
         for start in range(0, nbytes, len(self._block)):
             block = self._block[: nbytes - start]
@@ -82,7 +87,7 @@ class TensorBlocks:
                 part.put(block, start)
             yield block
 
-    def _stream(self, entry: Entry, piece: Piece, nbytes: int | None = None) -> _Stream:
+    def _stream(self, entry: Entry, piece: StoredRange, nbytes: int | None = None) -> _Stream:
         nbytes = WIDTHS[entry.dtype] * math.prod(piece.shape) if nbytes is None else nbytes
         what = f"'{entry.key}' in {os.path.join(self._folder, piece.file)}"
         checksum = None if piece.checksum_kind is None else self._checksums[piece.checksum_kind]
@@ -98,7 +103,7 @@ class TensorBlocks:
 class _Stream(io.RawIOBase):
     """Reads the payload of one item from its beginning to its end, and then compares the checksum of the item."""
 
-    def __init__(self, files: FileSet, piece: Piece, nbytes: int, what: str, checksum: Checksum | None) -> None:
+    def __init__(self, files: FileSet, piece: StoredRange, nbytes: int, what: str, checksum: Checksum | None) -> None:
         self._files = files
         self._piece = piece
         self._what = what
@@ -144,7 +149,7 @@ class _Part:
         width: Bytes of one element.
     """
 
-    def __init__(self, stream: _Stream, piece: Piece, shape: Sequence[int], width: int) -> None:
+    def __init__(self, stream: _Stream, piece: StoredRange, shape: Sequence[int], width: int) -> None:
         self._stream = io.BufferedReader(stream, _BUFFER_BYTES)
         steps = [width * math.prod(shape[dimension + 1 :]) for dimension in range(len(shape))]
         # After the last dimension that is cut, everything is consecutive.

@@ -13,11 +13,12 @@ from ..core.commit.cleanup import discard, sweep_attempts
 from ..core.commit.commit import new_attempt
 from ..core.commit.liveness import AttemptLock
 from ..core.commit.names import MANIFEST, SINGLE_FILES
-from ..core.formats import Catalogue, Entry, open_catalogue
+from ..core.formats import Entry, Index, open_index
 from ..core.progress import Progress, no_progress
 from ..core.spelling import invalid_choice
 from ..core.state.key_map import KeyMap
 from ..core.storage.files import FileStorage
+from ..core.storage.locate import storage_at
 from ..core.storage.new_names import new_token
 from ..core.storage.space import FULL, full_text, refuse_without_room
 from ..core.storage.storage import Storage
@@ -121,34 +122,34 @@ def export_checkpoint(
     started = time.perf_counter()
     target = os.path.abspath(target)
     _refuse_target(fs, target, options)
-    catalogue = open_catalogue(source, storage)
+    index = open_index(storage or storage_at(source), source)
     prefix = options.prefix
     if prefix is None:
-        prefix = model_prefix(catalogue) if options.format == "hf" else ""
+        prefix = model_prefix(index) if options.format == "hf" else ""
         if prefix:
             logger.info("exporting what is below '%s'; --prefix '' exports everything", prefix)
-    selected = select(catalogue, prefix, KeyMap(options.rename, ignore=options.ignore), options.dtype)
+    selected = select(index, prefix, KeyMap(options.rename, ignore=options.ignore), options.dtype)
     tensors, name = selected.tensors, os.path.basename(target)
-    with open_blocks(catalogue, [tensor.entry for tensor in tensors]) as blocks:
+    with open_blocks(index, [tensor.entry for tensor in tensors]) as blocks:
         left_out = [entry.key for _, entry in selected.objects]
         small: dict[str, bytes] = {}
         if options.format == "torch":
             from .torch_file import torch_file  # needs torch
 
-            file, left_out = torch_file(name, catalogue, selected)
+            file, left_out = torch_file(name, index, selected)
             files = [file]
         elif options.format == "safetensors":
             files = [safetensors_file(name, tensors)]
         else:
             small = small_files(fs, options.config_from, options.dtype) if options.config_from else {}
-            files, index = hugging_face_files(tensors, options.max_shard_bytes)
-            small |= index
+            files, small_index = hugging_face_files(tensors, options.max_shard_bytes)
+            small |= small_index
         if left_out:
             text = "%s: %d value(s) are objects that files of %s do not have, and are left out: %s"
             logger.warning(text, source, len(left_out), options.format, first_keys(left_out, 5))
         nbytes = sum(tensor.nbytes for tensor in tensors)
         try:
-            with progress(f"exporting {os.path.basename(catalogue.path)}", nbytes) as done:
+            with progress(f"exporting {os.path.basename(index.path)}", nbytes) as done:
                 _write(fs, target, options, files, small, blocks, done)
         except CheckpointError:
             raise
@@ -244,12 +245,13 @@ def _write_file(fs: FileStorage, path: str, file: File, blocks: TensorBlocks, do
         fs.close(fd)
 
 
-def open_blocks(catalogue: Catalogue, entries: Sequence[Entry]) -> TensorBlocks:
+def open_blocks(index: Index, entries: Sequence[Entry]) -> TensorBlocks:
     """What reads these tensors and objects; what only torch can read is read with torch."""
-    if all(catalogue.format == "dcp" or entry.kind == "tensor" for entry in entries) and all(
-        piece.payload is not None for entry in entries if entry.kind == "tensor" for piece in entry.pieces
+    tensors = [entry for entry in entries if entry.kind == "tensor"]
+    if (index.format == "dcp" or len(tensors) == len(entries)) and all(
+        piece.payload is not None for entry in tensors for piece in index.contents.ranges_at(entry.place)
     ):
-        return TensorBlocks(catalogue, entries)
+        return TensorBlocks(index, entries)
     from .loaded_blocks import LoadedBlocks  # needs torch
 
-    return LoadedBlocks(catalogue)
+    return LoadedBlocks(index)

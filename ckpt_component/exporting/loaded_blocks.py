@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 import torch
 
-from ..core.formats import Catalogue, Entry
+from ..core.formats import Entry, Index
 from ..core.image.arena import tensor_bytes
 from ..core.state import objects
-from ..loading import Reader
-from ..loading.source import Request
+from ..loading.reader import open_source
+from ..loading.source import Access, Request
 from .blocks import BLOCK_BYTES, TensorBlocks
 
 
@@ -18,16 +18,16 @@ class LoadedBlocks(TensorBlocks):
     """Reads tensors as a load does, for checkpoints of other programs and files of `torch.save`.
 
     Args:
-        catalogue: The checkpoint.
+        index: the checkpoint
     """
 
-    def __init__(self, catalogue: Catalogue) -> None:
-        super().__init__(catalogue, ())
-        self._source = Reader(options=catalogue.storage.options).open(catalogue.path)
+    def __init__(self, index: Index) -> None:
+        super().__init__(index, ())
+        self._source = open_source(index, Access())
 
     def of(self, entry: Entry) -> Iterator[memoryview]:
         """As `TensorBlocks.of`; one whole tensor is in memory."""
-        value = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
+        value = torch.empty(entry.shape, dtype=self._source.dtype_of(entry))
         self._source.read_tensors([Request.into(entry.key, value)])
         data = tensor_bytes(value)
         for start in range(0, len(data), BLOCK_BYTES):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from ..core.formats import Catalogue, Entry
+from ..core.formats import Entry, Index
 from ..core.state.dtypes import WIDTHS
 from ..core.state.key_map import KeyMap, RenamedKeys, pattern_of, unknown_names
 from ..core.state.paths import Path, key_of
@@ -40,18 +40,18 @@ class Tensor(NamedTuple):
 
 
 class Selected(NamedTuple):
-    """Tensors, tied ones once; objects with their paths; and containers, as a catalogue has them."""
+    """Tensors, tied ones once; objects with their paths; and containers, as `Contents` has them."""
 
     tensors: list[Tensor]
     objects: list[tuple[Path, Entry]]
     containers: list[tuple[Path, str]]
 
 
-def select(catalogue: Catalogue, prefix: str, key_map: KeyMap, dtype: str | None) -> Selected:
-    """Choose and rename.
+def select(index: Index, prefix: str, key_map: KeyMap, dtype: str | None) -> Selected:
+    """Which values of a checkpoint are exported, and under which names.
 
     Args:
-        catalogue: The checkpoint.
+        index: The checkpoint.
         prefix: Only what is below this name, which is taken away.
         key_map: What follows, with the names after that.
         dtype: As for `cast_dtype`.
@@ -59,8 +59,8 @@ def select(catalogue: Catalogue, prefix: str, key_map: KeyMap, dtype: str | None
     Raises:
         CheckpointLoadError: A name fits no key, or two tensors would get one name.
     """
-    where, prefix = catalogue.path, prefix.removesuffix(".")
-    paths = [(key, entry.path) for key, entry in catalogue.entries.items()]
+    where, prefix = index.path, prefix.removesuffix(".")
+    paths = [(key, entry.path) for key, entry in index.entries.items()]
     below = [row for row in paths if pattern_of(prefix).match(row[0])]
     if not below:
         raise CheckpointLoadError(unknown_names("prefix", [prefix], paths, where))
@@ -70,11 +70,11 @@ def select(catalogue: Catalogue, prefix: str, key_map: KeyMap, dtype: str | None
     tensors: dict[object, Tensor] = {}
     objects: list[tuple[Path, Entry]] = []
     for name, path in renamed.paths.items():
-        entry = catalogue.entries[stripped.old[renamed.old[name]]]
+        entry = index.entries[stripped.old[renamed.old[name]]]
         if entry.kind != "tensor":
             objects.append((path, entry))
             continue
-        place = name if not math.prod(entry.shape) else (entry.dtype, entry.shape, entry.pieces)
+        place = name if not math.prod(entry.shape) else (entry.dtype, entry.shape, entry.place)
         first = tensors.get(place)
         if first is None:
             tensors[place] = Tensor(name, path, entry, cast_dtype(entry.dtype, dtype))
@@ -84,7 +84,7 @@ def select(catalogue: Catalogue, prefix: str, key_map: KeyMap, dtype: str | None
         raise CheckpointLoadError(f"There is no tensor to export in {where}: {len(objects)} objects were chosen.")
     used = {path[:depth] for path in renamed.paths.values() for depth in range(len(path))}
     containers = []
-    for path, kind in catalogue.containers:
+    for path, kind in index.contents.containers:
         below_prefix = bool(pattern_of(prefix).match(key_of(path)))
         new, ignored = _moved(stripped, renamed, path)
         if new in used or (kind == "empty" and below_prefix and not ignored):
@@ -101,13 +101,12 @@ def _moved(stripped: RenamedKeys, renamed: RenamedKeys, path: Path) -> tuple[Pat
     return path, ignored
 
 
-def model_prefix(catalogue: Catalogue) -> str:
+def model_prefix(index: Index) -> str:
     """`model` if a nested state has its model there; else nothing.
 
     Names such as `model.embed_tokens` in a flat state dict belong to the model itself, and are not such a prefix.
     """
     nested = any(
-        entry.kind == "tensor" and len(entry.path) > 1 and entry.path[0] == MODEL
-        for entry in catalogue.entries.values()
+        entry.kind == "tensor" and len(entry.path) > 1 and entry.path[0] == MODEL for entry in index.entries.values()
     )
     return MODEL if nested else ""

@@ -9,28 +9,29 @@ from typing import Any
 
 import torch
 
-from ..core.formats import Catalogue
+from ..core.formats import Index
 from ..core.image.arena import tensor_bytes
 from ..core.state.flatten import unflatten
-from ..loading import Reader
 from ..loading.foreign.archives import RefusedObject
+from ..loading.reader import open_source
+from ..loading.source import Access
 from .files import File
 from .selection import Selected
 
 
-def torch_file(name: str, catalogue: Catalogue, selected: Selected) -> tuple[File, list[str]]:
+def torch_file(name: str, index: Index, selected: Selected) -> tuple[File, list[str]]:
     """Lay out one file. Tied tensors share a storage, also after loading.
 
     Args:
         name: Its name.
-        catalogue: The checkpoint, whose objects are loaded.
+        index: The checkpoint, whose objects are loaded.
         selected: What the file has.
 
     Returns:
         The file, and the keys of the objects that safe loading does not create, which are left out.
     """
     keys = [entry.key for _, entry in selected.objects]
-    objects = Reader(options=catalogue.storage.options).open(catalogue.path).read_objects(keys) if keys else {}
+    objects = open_source(index, Access()).read_objects(keys) if keys else {}
     refused = [key for key in keys if isinstance(objects[key], RefusedObject)]
     values: dict[Any, Any] = {path: objects[entry.key] for path, entry in selected.objects if entry.key not in refused}
     streamed = {}

@@ -33,7 +33,7 @@ from ..config.rules import PartFacts, refuse_unfit
 from ..config.schema import PARTS, Checkpoint, part_option
 from ..core.commit.names import NAMINGS, RUN_RECORD
 from ..core.commit.retention import RetentionPolicy
-from ..core.commit.run_record import StoredConfig
+from ..core.commit.run_record import StoredConfig, running_script
 from ..core.coordination import Coordinator, LocalCoordinator
 from ..core.options import Commit, Durability, OnLag
 from ..core.progress import Progress, no_progress, progress_bar
@@ -84,9 +84,9 @@ def build_checkpointer(config: Any, overrides: Sequence[str] = (), *, alone: boo
     ranks = LocalCoordinator() if alone else job_ranks("checkpointer", timeouts)
     # Saved path by path, there is no folder for an event file.
     events = EventRecorder(None, build_listeners(settings.listeners), rank=ranks.rank)
-    storage_of, policy = _storages(settings).of, error_policy(settings)
-    run, shown = NoRun(storage_of, parts[2].single_file), _progress(ranks)
-    return _build_graph(settings, parts, SaveContext(ranks, storage_of, timeouts, run, policy, events, shown))
+    places, policy = _storages(settings), error_policy(settings)
+    run, shown = NoRun(places.of, parts[2].single_file), _progress(ranks)
+    return _build_graph(settings, parts, places, SaveContext(ranks, places.of, timeouts, run, policy, events, shown))
 
 
 @for_hydra()
@@ -119,10 +119,8 @@ def build_manager(
     job = multirun_job()
     roots = roots if job is None else [job.root(root) for root in roots]
     policy, timeouts = error_policy(settings), resolved_timeouts(settings)
-    storages = [
-        *([] if settings.local.dir is None else [_local(settings)]),
-        _storages(settings).of(absolute(roots[-1])),
-    ]
+    places = _storages(settings)
+    storages = [*([] if settings.local.dir is None else [_local(settings)]), places.of(absolute(roots[-1]))]
     names, best = NAMINGS[settings.naming.value], best_policy(settings)
     checkpointer, restorer, exports, uploads = None, None, None, None
     ranks: Coordinator = LocalCoordinator()
@@ -164,7 +162,7 @@ def build_manager(
             saves_to = run.fs
             shown = _progress(ranks)
             context = SaveContext(ranks, lambda _: saves_to, timeouts, folder, policy, events, shown)
-            checkpointer = _build_graph(settings, parts, context)
+            checkpointer = _build_graph(settings, parts, places, context)
             restorer = Restorer(checkpointer, folder, save.enabled)
         except BaseException:
             ranks.close()
@@ -193,7 +191,8 @@ def instantiate_manager(**settings: Any) -> CheckpointManager:
 def _run_record(config: Any, overrides: Sequence[str]) -> bytes:
     """What every checkpoint of a manager says about the run."""
     written, resolved = recorded_config(config, overrides)
-    return StoredConfig(written, resolved, _versions(), commit_of(launch_folder())).encode()
+    commit = commit_of(launch_folder())
+    return StoredConfig(written, resolved, _versions(), commit, running_script()).encode()
 
 
 def _versions() -> dict[str, str]:
@@ -235,7 +234,9 @@ def _build_parts(settings: Checkpoint) -> tuple[Stager, WriteCaller, Writer]:
     )
 
 
-def _build_graph(settings: Checkpoint, parts: tuple[Stager, WriteCaller, Writer], context: SaveContext) -> Checkpointer:
+def _build_graph(
+    settings: Checkpoint, parts: tuple[Stager, WriteCaller, Writer], places: Storages, context: SaveContext
+) -> Checkpointer:
     (stager, caller, writer), ranks, timeouts = parts, context.ranks, context.timeouts
     if writer.single_file and ranks.world_size > 1:
         raise HydraConfigError(
@@ -251,7 +252,7 @@ def _build_graph(settings: Checkpoint, parts: tuple[Stager, WriteCaller, Writer]
         ranks.world_size,
         settings.verify,
         shared=shares_host(ranks.world_size),
-        options=settings.storage.options,
+        storage_of=places.of,
         progress=context.progress,
     )
     if caller.in_other_process:

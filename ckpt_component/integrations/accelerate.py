@@ -27,7 +27,7 @@ except ImportError as error:
 from ..checkpointer import Checkpointer
 from ..config.rules import deadlines
 from ..config.schema import Checkpoint
-from ..core.commit.cleanup import discard, quarantine, sweep
+from ..core.commit.cleanup import Unfinished, discard, quarantine
 from ..core.commit.names import HUGGINGFACE
 from ..core.options import Verify
 from ..core.storage.locate import file_storage
@@ -119,7 +119,7 @@ class _BackgroundStates:
         if optimizers:
             self.checkpointer.guard(optimizers)
         if self._accelerator.is_main_process:
-            for name in sweep(self._fs, os.path.dirname(os.path.abspath(path)), HUGGINGFACE):
+            for name in Unfinished(self._fs, os.path.dirname(os.path.abspath(path)), HUGGINGFACE).sweep():
                 logger.info("deleted %s, which a dead run left", name)
         project.automatic_checkpoint_naming = False  # so that it saves to the folder that it is given
         try:

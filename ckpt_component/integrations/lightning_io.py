@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from ..checkpointer import Checkpointer
-from ..core.commit.cleanup import sweep
+from ..core.commit.cleanup import Unfinished
 from ..core.commit.names import MEGATRON
 from ..core.storage.locate import file_storage
 from ..errors import CheckpointConfigError, CheckpointError, CheckpointTypeError
@@ -129,5 +129,5 @@ class BackgroundCheckpointIO(part("plugins.io").TorchCheckpointIO):  # type: ign
         if folder in self._swept or "://" in folder:
             return
         self._swept.add(folder)
-        for name in sweep(file_storage(), folder, MEGATRON):
+        for name in Unfinished(file_storage(), folder, MEGATRON).sweep():
             logger.info("deleted %s, which a dead run left", os.path.join(folder, name))

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cached_property, partial
 from operator import attrgetter
+from typing import NamedTuple
 
 import torch
 
@@ -21,25 +22,16 @@ from ..core.storage.file_set import GAP_BYTES, FileSet, RangeRead
 from .combined_crc import POLYNOMIALS, combined_crcs, fits
 from .source import Request
 
-#: By the name after `torch.`. Names from a file are looked up here: attributes of torch can import modules.
-DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
-#: Bytes of one element of the dtypes that this torch has.
-WIDTHS = {name: dtype.itemsize for name, dtype in DTYPES.items()}
-
 
 class TensorItems:
     """The tensor items of one rank.
 
     Args:
-        columns: The items.
-
-    Attributes:
-        dtypes: Dtypes of the tensors.
+        columns: the items
     """
 
     def __init__(self, columns: ItemColumns) -> None:
         self.columns = columns
-        self.dtypes: Sequence[torch.dtype] = list(map(DTYPES.__getitem__, columns.dtypes))
 
     @cached_property
     def table(self) -> torch.Tensor:
@@ -57,6 +49,28 @@ SMALL_BYTES = 256 << 10
 _RANGE_BYTES = 1 << 20
 #: One system call fills them all, with a gap before each.
 _MAX_TARGETS = IOV_MAX // 2
+
+
+class _Range(NamedTuple):
+    """A range of a file that is read at once.
+
+    Attributes:
+        name: name of the file
+        offset: start of the range in the file
+        length: length of the range
+        filled: bytes of the range up to the end of the last payload
+        first: number of its first tensor
+        last: number of its last tensor, plus one
+        expected: checksum of the range where only zeros separate its items, as our writers leave them; None: unknown
+    """
+
+    name: str
+    offset: int
+    length: int
+    filled: int
+    first: int
+    last: int
+    expected: int | None
 
 
 class CoalescedReads:
@@ -115,29 +129,18 @@ class CoalescedReads:
         if checksum is not None and checksum.name in POLYNOMIALS and fits(self._sums):
             expected = combined_crcs(POLYNOMIALS[checksum.name], column_of(self._sums), begin, end, first, last)
         self.ranges = [
-            RangeRead(name, offset, length, partial(self._fill, name, offset, length, *rest))
-            for name, offset, length, *rest in zip(names, *columns, expected, strict=True)
+            RangeRead(each.name, each.offset, each.length, partial(self._fill, each))
+            for each in map(_Range, names, *columns, expected)
         ]
 
-    def _fill(
-        self, name: str, offset: int, length: int, filled: int, first: int, last: int, expected: int | None
-    ) -> None:
+    def _fill(self, span: _Range) -> None:
         """Read a range and fill its tensors.
 
-        Args:
-            name: Name of the file.
-            offset: Start of the range in the file.
-            length: Length of the range.
-            filled: Bytes of the range up to the end of the last payload.
-            first: Number of its first tensor.
-            last: Number of its last tensor, plus one.
-            expected: Checksum of the range where only zeros separate its items, as our writers leave them; None:
-                unknown.
-
         Raises:
-            CheckpointCorruptError: The bytes do not match their checksums; no tensor of the range is changed.
-            CheckpointUnreadableError: The read failed.
+            CheckpointCorruptError: the bytes do not match their checksums; no tensor of the range is changed.
+            CheckpointUnreadableError: the read failed.
         """
+        name, offset, length, filled, first, last, expected = span
         block, start = self._files.block, 0
 
         def damage() -> str | None:

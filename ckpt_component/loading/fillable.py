@@ -9,8 +9,11 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
+from ..core.formats.contents import Entry
 from ..core.state.dense_tensors import BATCH, plain_addresses
-from .source import TensorEntry
+from .source import DTYPE_NAMES
+
+_SHAPE, _DTYPE = map(attrgetter, ("shape", "dtype"))
 
 
 def why_unfillable(tensor: torch.Tensor) -> str | None:
@@ -26,9 +29,7 @@ def why_unfillable(tensor: torch.Tensor) -> str | None:
     return None
 
 
-def addresses_if_matching(
-    entries: Sequence[TensorEntry | None], tensors: Sequence[torch.Tensor]
-) -> list[int | None] | None:
+def addresses_if_matching(entries: Sequence[Entry | None], tensors: Sequence[torch.Tensor]) -> list[int | None] | None:
     """The tensors' addresses, as `plain_addresses`; None if they must be matched one by one.
 
     That is the case if one has no entry, differs in shape or dtype, or cannot be filled directly.
@@ -38,10 +39,11 @@ def addresses_if_matching(
     addresses: list[int | None] = []
     try:
         for first in range(0, len(tensors), BATCH):
-            some = tensors[first : first + BATCH]
-            for column in map(attrgetter, ("shape", "dtype")):
-                if list(map(column, entries[first : first + BATCH])) != list(map(column, some)):
-                    return None
+            some, stored = tensors[first : first + BATCH], entries[first : first + BATCH]
+            if list(map(_SHAPE, stored)) != list(map(_SHAPE, some)):
+                return None
+            if list(map(_DTYPE, stored)) != list(map(DTYPE_NAMES.get, map(_DTYPE, some))):
+                return None
             addresses += plain_addresses(some)
         if None in addresses:
             for tensor, address in zip(tensors, addresses, strict=True):

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from itertools import accumulate
 from typing import Any
 
 from ..core.state.flatten import StateDict, Stateful, kind_of
-from ..core.state.paths import Path, keys_of
+from ..core.state.paths import Path, key_of, keys_of
 from ..core.state.per_rank import PerRank, rank_name
 from .mismatch import Misfit
 from .source import Source
@@ -47,23 +46,23 @@ class Forms:
         for path, value in stateful:
             if self.object_around(path) is None:
                 self.objects[path] = value
-        self.lists = set(keys_of([path for path, kind in source.index.containers if kind == "list"]))
+        self.lists = set(keys_of([path for path, kind in source.contents.containers if kind == "list"]))
 
     @cached_property
     def below(self) -> dict[str, list[str]]:
         """The keys below every dict and list of the checkpoint, by the container's key."""
         below: dict[str, list[str]] = {}
-        index = self._source.index
+        contents = self._source.contents
         nodes: dict[Path, list[list[str]]] = {}  # path of a container -> the lists that its keys are added to
-        for key, path in index.paths():
+        for key, path in contents.paths():
             parent = path[:-1]
             if parent not in nodes:
                 nodes[parent] = [below.setdefault(node, []) for node in _keys_along(parent)]
             for keys in nodes[parent]:
                 keys.append(key)
-        for path, kind in index.containers:
+        for path, kind in contents.containers:
             if kind == "empty" and path:
-                below.setdefault(_keys_along(path)[-1], [])
+                below.setdefault(key_of(path), [])
         return below
 
     def object_around(self, path: Path) -> Path | None:
@@ -80,13 +79,13 @@ class Forms:
         Raises:
             Misfit: The forms differ; names the key.
         """
-        *_, key = _keys_along(path)
+        key = key_of(path)
         there = None
-        if key in self._source.index.tensors:
+        if key in self._source.contents.tensors:
             there = "tensor"
         elif key in self.lists:
             there = "list"
-        elif key not in self._source.index.objects and key in self.below:
+        elif key not in self._source.contents.objects and key in self.below:
             there = "dict"
         if there is not None and _form(self._target_value(path)) not in (None, there):
             raise self._mismatch(path, there)
@@ -97,12 +96,12 @@ class Forms:
         Raises:
             Misfit: The checkpoint has a tensor there.
         """
-        index, around = self._source.index, self.object_around(path)
+        contents, around = self._source.contents, self.object_around(path)
         keys = _keys_along(path)
         for depth in range(len(path) - 1, 0, -1):
-            if keys[depth - 1] in index.objects:
+            if keys[depth - 1] in contents.objects:
                 return path[:depth]
-            if keys[depth - 1] in index.tensors and (around is None or depth <= len(around)):
+            if keys[depth - 1] in contents.tensors and (around is None or depth <= len(around)):
                 raise self._mismatch(path[:depth], "tensor")
         return None
 
@@ -160,14 +159,17 @@ class Forms:
         value = self._target_value(path)
         here = _form(value)
         here = type(value).__name__ if here in (None, "dict") else here
-        *_, key = _keys_along(path)
+        key = key_of(path)
         fact = f"'{key}' is of type {here} in the target and of type {there} in the checkpoint"
         return Misfit(key, fact, "give a target of that form, or None to take what the checkpoint has")
 
 
 def _keys_along(path: Path) -> list[str]:
     """The keys, as by `key_of`, of all prefixes of a path, from the outermost to the path itself."""
-    return list(accumulate(map(str, path), "{}.{}".format))
+    keys: list[str] = []
+    for part in path:
+        keys.append(f"{keys[-1]}.{part}" if keys else str(part))
+    return keys
 
 
 def _form(value: Any) -> str | None:

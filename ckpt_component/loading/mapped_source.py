@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 
+from ..core.formats.contents import Contents, Entry
 from ..core.progress import Progress, no_progress
 from ..core.state.key_map import KeyMap, RenamedKeys, names_above
 from ..core.state.paths import key_of
-from .source import Index, Request, Source, TensorEntry
+from .source import Request, Source
 
 
 class MappedSource(Source):
@@ -28,22 +29,22 @@ class MappedSource(Source):
         self._source = source
         self._key_map = key_map
         self.where = source.where
-        self._renamed = renamed = RenamedKeys(source.index.paths(), key_map, source.where)
+        self._renamed = renamed = RenamedKeys(source.contents.paths(), key_map, source.where)
         self._old, self._unused = renamed.old, renamed.unused
-        self.index = index = Index()
+        self.contents = contents = Contents()
         for key, old in self._old.items():
-            entry = source.index.tensors.get(old)
-            if entry is None:
-                index.objects[key] = renamed.paths[key]
+            stored = source.contents.tensors.get(old)
+            if stored is None:
+                contents.objects[key] = source.contents.objects[old]._replace(key=key, path=renamed.paths[key])
             else:
                 # By position, because `_replace` is slow.
-                index.tensors[key] = TensorEntry(renamed.paths[key], entry.dtype, entry.shape, entry.same_as)
-        parents = {path[:-1] for _, path in index.paths()}
+                contents.tensors[key] = Entry(key, renamed.paths[key], *stored[2:])
+        parents = {path[:-1] for _, path in contents.paths()}
         used = {parent[:depth] for parent in parents for depth in range(len(parent) + 1)}
-        for path, kind in source.index.containers:
+        for path, kind in source.contents.containers:
             new, is_ignored = renamed.new_path(key_of(path), path) if path else (path, False)
             if not is_ignored and (new in used or kind == "empty"):
-                index.containers.append((new, kind))
+                contents.containers.append((new, kind))
         ignored_names = key_map.ignored_names()
         above = {name for key in self._old for name in names_above(key)} if ignored_names else set()
         #: Names in the target whose values stay as they are.
@@ -63,7 +64,7 @@ class MappedSource(Source):
                 self._unused.pop(name, None)
         self._renamed.refuse_unused()
 
-    def leaves(self, key: str) -> bool:
+    def is_ignored(self, key: str) -> bool:
         """Whether the value of a target's key stays as it is, because of `ignore`."""
         if any(name in self._ignored for name in names_above(key)):
             return True
@@ -81,6 +82,8 @@ class MappedSource(Source):
         values = self._source.read_objects([self._old[key] for key in keys])
         return {key: values[self._old[key]] for key in keys}
 
-    def tied(self, key: str) -> torch.Tensor | None:
+    def new_tensors(self, keys: Iterable[str], progress: Progress = no_progress) -> dict[str, torch.Tensor]:
         """As of the checkpoint."""
-        return self._source.tied(self._old[key])
+        keys = [*keys]
+        tensors = self._source.new_tensors([self._old[key] for key in keys], progress)
+        return {key: tensors[self._old[key]] for key in keys}

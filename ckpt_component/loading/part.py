@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
-
+from ..core.formats.contents import Contents
 from ..core.progress import Progress, no_progress
 from ..core.state.paths import key_of
-from .source import Index, Request, Source
+from .source import Request, Source
 
 
 class PartSource(Source):
@@ -23,11 +22,11 @@ class PartSource(Source):
     def __init__(self, source: Source, key: str) -> None:
         self._source = source
         self.where = source.where
-        below, index = f"{key}.", source.index
-        self.index = Index(
-            {name: entry for name, entry in index.tensors.items() if name == key or name.startswith(below)},
-            {name: place for name, place in index.objects.items() if name == key or name.startswith(below)},
-            [(place, kind) for place, kind in index.containers if f"{key_of(place)}.".startswith(below)],
+        below, contents = f"{key}.", source.contents
+        self.contents = Contents(
+            {name: entry for name, entry in contents.tensors.items() if name == key or name.startswith(below)},
+            {name: entry for name, entry in contents.objects.items() if name == key or name.startswith(below)},
+            [(place, kind) for place, kind in contents.containers if f"{key_of(place)}.".startswith(below)],
         )
 
     def read_tensors(self, requests: Sequence[Request], progress: Progress = no_progress) -> None:
@@ -37,7 +36,3 @@ class PartSource(Source):
     def read_objects(self, keys: Sequence[str]) -> Mapping[str, Any]:
         """As of the checkpoint."""
         return self._source.read_objects(keys)
-
-    def tied(self, key: str) -> torch.Tensor | None:
-        """As of the checkpoint."""
-        return self._source.tied(key)

@@ -2,58 +2,89 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from ..core.commit.manifest import check_files, data_folder, read_manifest
-from ..core.commit.names import SINGLE_FILES
 from ..core.commit.scan import pointed_folder
-from ..core.formats.rank_index import read_rank_indexes
-from ..core.formats.verification import verify_checkpoint, verify_file
+from ..core.formats.dcp_metadata import Megatron, StockDcp
+from ..core.formats.index import Index
+from ..core.formats.opening import open_index
+from ..core.formats.own import OwnIndex, OwnTorchSave
+from ..core.formats.torch_file import TorchFile
+from ..core.formats.verification import verify_checkpoint
 from ..core.memory.gc_control import collector_paused
 from ..core.options import Verify
 from ..core.progress import Progress, no_progress
 from ..core.state.flatten import StateDict, unflatten
 from ..core.state.key_map import KeyMap
 from ..core.storage.locate import storage_at
-from ..core.storage.safe_open import read_failure
 from ..core.storage.storage import Storage
 from ..errors import CheckpointCorruptError, CheckpointLoadError, CheckpointNotFoundError, first_keys
-from .coalesced import WIDTHS
 from .foreign.archives import RefusedObject
-from .foreign.folder import open_file, open_folder
+from .foreign.dcp import StockDcpSource
+from .foreign.megatron import open_megatron
 from .foreign.torch_file import TorchFileSource
 from .mapped_source import MappedSource
 from .mismatch import likely_option
 from .object_state import load_state
-from .own_format import OwnSource
-from .source import Request, Source
+from .ranges import RangeSource
+from .source import Access, Source
 from .target import Target
+from .torch_save import TorchSaveSource
 
 logger = logging.getLogger("ckpt_component.readers")
 
 _ToDevice = Callable[[torch.Tensor], torch.Tensor]
 
 
+@dataclass(frozen=True)
+class LoadOptions:
+    """What a load does with a checkpoint and its target.
+
+    Attributes:
+        map_location: a device, dict or function as for `torch.load`, for tensors that have no target
+        strict: refuse a checkpoint that lacks keys of the target
+        allow_dtype_cast: convert values to the dtype of the target tensor
+        allow_unexpected: ignore keys of the checkpoint that the target lacks; False: refuse them
+        resuming: a run resumes from this checkpoint; it is verified with `verify: on_resume`
+        rename: as for `KeyMap`
+        prefix: as for `KeyMap`
+        ignore: as for `KeyMap`
+        narrow: returns the part of the checkpoint that the target is compared with, under its new keys; None: all
+        manifest: that of the checkpoint, if it was read already
+    """
+
+    map_location: Any = None
+    strict: bool = False
+    allow_dtype_cast: bool = False
+    allow_unexpected: bool = True
+    resuming: bool = False
+    rename: Mapping[str, str] | None = None
+    prefix: str = ""
+    ignore: Sequence[str] = ()
+    narrow: Callable[[Source], Source] | None = None
+    manifest: Mapping[str, Any] | None = None
+
+
 class Reader:
     """Reads our own checkpoints, verified by their checksums, and those of stock DCP, `torch.save` and safetensors.
 
     Args:
-        rank: This rank, whose `PerRank` values and files are loaded.
-        world_size: Number of ranks.
-        verify: When to verify checksums. Sizes and structure are always checked.
-        shared: Whether other ranks on this host may read the same bytes; see `Storage.open_files`.
-        options: `checkpoint.storage.options`, for checkpoints in buckets.
-        progress: Follows what loads read.
+        rank: this rank, whose `PerRank` values and files are loaded
+        world_size: number of ranks
+        verify: when to verify checksums; sizes and structure are always checked
+        shared: whether other ranks on this host may read the same bytes; see `Storage.open_files`
+        storage_of: returns the storage of a path
+        progress: follows what loads read
 
     Attributes:
-        last_read: What the last `read` adds to its `LoadReport`: `bytes`, `verified` and `spans`.
+        last_read: what the last `read` adds to its `LoadReport`: `bytes`, `verified` and `spans`
     """
 
     def __init__(
@@ -63,14 +94,14 @@ class Reader:
         verify: Verify = Verify.on_read,
         *,
         shared: bool = True,
-        options: Mapping[str, Any] | None = None,
+        storage_of: Callable[[str], Storage] = storage_at,
         progress: Progress = no_progress,
     ) -> None:
         self._rank = rank
         self._world_size = world_size
         self._verify = verify
         self._shared = shared
-        self._options = options
+        self._storage_of = storage_of
         self._progress = progress
         self.last_read: dict[str, Any] = {}
 
@@ -82,171 +113,123 @@ class Reader:
     @collector_paused()  # as decorators: what a load leaves behind is freed before collections start again
     @torch.no_grad()
     def read(
-        self,
-        path: str,
-        state_dict: StateDict | torch.nn.Module | None = None,
-        *,
-        map_location: Any = None,
-        strict: bool = False,
-        allow_dtype_cast: bool = False,
-        allow_unexpected: bool = True,
-        resuming: bool = False,
-        rename: Mapping[str, str] | None = None,
-        prefix: str = "",
-        ignore: Sequence[str] = (),
-        narrow: Callable[[Source], Source] | None = None,
+        self, path: str, state_dict: StateDict | torch.nn.Module | None = None, **options: Any
     ) -> tuple[Any, list[str]]:
         """Read the checkpoint at `path`.
 
         Args:
-            path: The checkpoint's folder or file.
-            state_dict: The target, a dict or a module, filled in place; None: load everything into a new dict on the
-                CPU.
-            map_location: A device, dict or function as for `torch.load`, for tensors that have no target.
-            strict: Refuse a checkpoint that lacks keys of the target.
-            allow_dtype_cast: Convert values to the dtype of the target tensor.
-            allow_unexpected: Ignore keys of the checkpoint that the target lacks; False: refuse them.
-            resuming: A run resumes from this checkpoint; it is verified with `verify: on_resume`.
-            rename: As for `KeyMap`.
-            prefix: As for `KeyMap`.
-            ignore: As for `KeyMap`.
-            narrow: Returns the part of the checkpoint that the target is compared with, under its new keys; None: all.
+            path: the checkpoint's folder or file
+            state_dict: the target, a dict or a module, filled in place; None: load everything into a new dict on the
+                CPU
+            **options: see `LoadOptions`
 
         Returns:
             The target or the new dict, and the keys of the target that the checkpoint lacks.
 
         Raises:
-            CheckpointNotFoundError, CheckpointCorruptError, CheckpointLoadError: See `Checkpointer.load`.
+            CheckpointNotFoundError, CheckpointCorruptError, CheckpointLoadError: see `Checkpointer.load`.
         """
-        self.last_read, marks = {}, [time.perf_counter()]
-        verify = self._verify is Verify.on_read or (resuming and self._verify is Verify.on_resume)
-        to_device = _to_device(map_location)
-        key_map = KeyMap(rename, prefix, ignore) if rename or prefix or ignore else None
-        source = self.open(path, mapped=state_dict is not None, verify=verify)
-        marks.append(time.perf_counter())
+        wanted, spans = LoadOptions(**options), _Spans()
+        self.last_read = {}
+        to_device, names = _to_device(wanted.map_location), (wanted.rename, wanted.prefix, wanted.ignore)
+        key_map = KeyMap(*names) if any(names) else None
+        verify = self._verify is Verify.on_read or (wanted.resuming and self._verify is Verify.on_resume)
+        source = self.open(path, mapped=state_dict is not None, verify=verify, manifest=wanted.manifest)
+        spans.end("open")
         mapped = None
         if key_map is not None:
             source = mapped = MappedSource(source, key_map)
-        if narrow is not None:
-            source = narrow(source)
+        if wanted.narrow is not None:
+            source = wanted.narrow(source)
+        missing: list[str] = []
         if state_dict is None:
             if mapped is not None:
                 mapped.check_ignored([])
-            loaded = _load_all(source, to_device, self._progress)
-            self._note_spans(marks)
-            return loaded, []
-        state = state_dict.state_dict() if isinstance(state_dict, torch.nn.Module) else state_dict
-        target = Target(state, source, self._rank, self._world_size, allow_dtype_cast=allow_dtype_cast)
-        objects = source.read_objects(target.objects)
-        missing = target.compare(objects)
-        if mapped is not None:
-            mapped.check_ignored(target.keys())
-            missing = [key for key in missing if not mapped.leaves(key)]
-        target.mismatches.refuse(missing, target.unexpected, strict=strict, allow_unexpected=allow_unexpected)
-        option = likely_option(missing, target.unexpected) if missing else None
-        if option is not None:
-            logger.warning("%s may have what is missing under other keys; did you mean %s?", path, option)
-        if target.unexpected:
-            # A plain load may be partial. A resumed run should load all that it saved, and a list only as a whole.
-            level = logging.WARNING if resuming or target.shortens_lists else logging.INFO
-            text = "%s has keys that the target does not have: %s; they are not loaded"
-            logger.log(level, text, path, first_keys(target.unexpected))
-        marks.append(time.perf_counter())
-        target.accept({**_load_tensors(source, target.new_tensors, to_device, self._progress), **objects})
-        source.read_tensors(target.requests, self._progress)
-        target.finish()
-        if isinstance(state_dict, torch.nn.Module):
-            load_state(state_dict, lambda: state, "The target", source.where)
-        self._note_spans(marks)
+            state_dict = _load_all(source, to_device, self._progress)
+        else:
+            state = state_dict.state_dict() if isinstance(state_dict, torch.nn.Module) else state_dict
+            target = Target(state, source, self._rank, self._world_size, allow_dtype_cast=wanted.allow_dtype_cast)
+            objects = source.read_objects(target.objects)
+            missing = _match(path, target, objects, mapped, wanted)
+            spans.end("match")
+            tensors = source.new_tensors(target.new_tensors, self._progress)
+            target.accept({**_moved(tensors, to_device), **objects})
+            source.read_tensors(target.requests, self._progress)
+            target.finish()
+            if isinstance(state_dict, torch.nn.Module):
+                load_state(state_dict, lambda: state, "The target", source.where)
+        spans.end("read")
+        self.last_read["spans"] = spans.ended
         return state_dict, missing
-
-    def _note_spans(self, marks: list[float]) -> None:
-        marks.append(time.perf_counter())
-        ends = [mark - marks[0] for mark in marks]
-        names = ("open", "match", "read") if len(marks) == 4 else ("open", "read")
-        self.last_read["spans"] = dict(zip(names, itertools.pairwise(ends), strict=True))
 
     def verify(self, path: str) -> bool:
         """Verify every file of a checkpoint of ours; False: it has no checksums. See `verify_checkpoint`."""
         return verify_checkpoint(self._storage_of(path), path, self._progress)
 
-    def open(self, path: str, *, mapped: bool = False, verify: bool = True) -> Source:
-        """Open `path` by its format. It may itself be a link, because the caller chose it; no file in it may.
+    def open(
+        self, path: str, *, mapped: bool = False, verify: bool = True, manifest: Mapping[str, Any] | None = None
+    ) -> Source:
+        """Open what this rank loads of a checkpoint, or of the newest in a folder with a pointer file.
 
         Args:
-            path: The checkpoint's folder or file.
-            mapped: As for `TorchFileSource`.
-            verify: Compare checksums, where the checkpoint has them.
+            path: the folder or file; it may be a link, because the caller chose it, and no file in it may
+            mapped: as for `Access`
+            verify: as for `Access`
+            manifest: that of the checkpoint, if it was read already
 
         Raises:
-            CheckpointNotFoundError, CheckpointCorruptError, CheckpointLoadError: See `Checkpointer.load`.
+            CheckpointNotFoundError, CheckpointCorruptError, CheckpointLoadError: see `Checkpointer.load`.
         """
-        fs = self._storage_of(path)
+        storage = self._storage_of(path)
         try:
-            is_folder = fs.is_folder(path)
-            exists = is_folder or fs.exists(path)
-        except OSError as error:
-            raise read_failure(path, error) from error
-        if not is_folder:
-            if not exists:
-                raise CheckpointNotFoundError(f"There is no checkpoint at {path}.")
-            self.last_read["bytes"] = fs.size(path) or 0
-            return open_file(fs, path, mapped=mapped, verify=verify, shared=self._shared)
-        manifest = read_manifest(fs, path)
-        if manifest is not None:
-            size = sum(entry["size"] for entry in manifest["files"])
-            self.last_read = {"bytes": size, "verified": verify}
-            return self._open_own(fs, data_folder(fs, path, manifest), manifest, mapped=mapped, verify=verify)
-        try:
-            names = fs.names(path)
-        except OSError as error:
-            raise read_failure(path, error) from error
-        source = open_folder(fs, path, names, mapped=mapped, verify=verify, shared=self._shared)
-        if source is not None:
-            logger.warning("%s has no manifest, so what is loaded from it cannot be verified", path)
-            self.last_read["bytes"] = sum(fs.size(os.path.join(path, name)) or 0 for name in names)
-            return source
-        pointed = pointed_folder(fs, path)
-        if pointed is not None:
+            index = open_index(storage, path, manifest)
+        except CheckpointNotFoundError:
+            pointed = pointed_folder(storage, path)
+            if pointed is None:
+                raise
             logger.info("%s is a folder of checkpoints; loading the newest, %s", path, pointed)
             return self.open(pointed, mapped=mapped, verify=verify)
-        raise CheckpointNotFoundError(
-            f"{path} holds no checkpoint ({', '.join(names[:5]) or 'it is empty'}); name the folder of one, with "
-            "manifest.json, .metadata or a file of weights, or the file."
-        )
+        source = open_source(index, Access(verify, self._shared, mapped), self._rank, self._world_size)
+        self.last_read["bytes"] = index.nbytes
+        if index.manifest is not None:
+            self.last_read["verified"] = verify
+        elif storage.is_folder(path):
+            if index.where != index.path:
+                logger.info("loading %s", index.where)
+            logger.warning("%s has no manifest, so what is loaded from it cannot be verified", path)
+        return source
 
-    def _storage_of(self, path: str) -> Storage:
-        return storage_at(path, options=self._options)
 
-    def _open_own(self, fs: Storage, path: str, manifest: Mapping[str, Any], *, mapped: bool, verify: bool) -> Source:
-        check_files(fs, path, manifest)
-        form, world_size, ranks = manifest.get("format"), manifest["world_size"], None
-        if form == "files":
-            names = [entry["name"] for entry in manifest["files"] if entry["name"].endswith(SINGLE_FILES)]
+def open_source(index: Index, access: Access, rank: int = 0, world_size: int = 1) -> Source:
+    """What reads what a rank loads of a checkpoint.
+
+    Args:
+        index: the checkpoint
+        access: how it is read
+        rank: the rank
+        world_size: number of ranks
+
+    Raises:
+        CheckpointCorruptError, CheckpointLoadError: see `Checkpointer.load`.
+    """
+    if isinstance(index, OwnIndex):
+        if index.per_rank and index.world_size not in (1, world_size):
             raise CheckpointLoadError(
-                f"{path} has the files of another program, which loads them itself; here, load one of them: "
-                f"{', '.join(names) or 'none of them is a checkpoint'}."
+                f"{index.where} was saved by {index.world_size} ranks with checkpoint/writer={index.format}, which "
+                f"writes one file per rank, and there are {world_size} now; only checkpoints of checkpoint/writer=dcp "
+                "load on another number of ranks."
             )
-        if form not in ("dcp", "safetensors", "torch_save"):
-            raise CheckpointLoadError(f"{path} has the format {form!r:.200}, which this release cannot read.")
-        rank = self._rank if world_size > 1 else 0
-        if form != "dcp":  # one file per rank
-            if world_size not in (1, self._world_size):
-                raise CheckpointLoadError(
-                    f"{path} was saved by {world_size} ranks with checkpoint/writer={form}, which writes one file per "
-                    f"rank, and there are {self._world_size} now; only checkpoints of checkpoint/writer=dcp load "
-                    "on another number of ranks."
-                )
-            ranks = [rank]
-        indexes = read_rank_indexes(fs, path, manifest, ranks, WIDTHS)
-        if form != "torch_save":
-            return OwnSource(fs, path, indexes, verify=verify, shared=self._shared)
-        name = f"checkpoint_{rank}.pt"
-        if name not in {entry["name"] for entry in manifest["files"]}:
-            raise CheckpointCorruptError(f"{path} has no file of rank {rank}, {name}.")
-        if verify:
-            verify_file(fs, path, name, indexes[0], self._progress)
-        return TorchFileSource(fs, os.path.join(path, name), mapped=mapped)
+        rank = rank if index.world_size > 1 else 0
+        if isinstance(index, OwnTorchSave):
+            return TorchSaveSource(index, rank, access)
+        return RangeSource(index, index.of_rank(rank), access)
+    if isinstance(index, Megatron):
+        return open_megatron(index, access)
+    if isinstance(index, StockDcp):
+        return StockDcpSource(index, access)
+    if isinstance(index, TorchFile):
+        return TorchFileSource(index.storage, index.folder, index.name, access)
+    return RangeSource(index, index.contents, access)
 
 
 def shares_host(world_size: int) -> bool:
@@ -254,10 +237,44 @@ def shares_host(world_size: int) -> bool:
     return world_size > 1 and os.environ.get("LOCAL_WORLD_SIZE") != "1"
 
 
+class _Spans:
+    """When the phases of a load began and ended, in seconds since its start, by name."""
+
+    def __init__(self) -> None:
+        self._started, self._last = time.perf_counter(), 0.0
+        self.ended: dict[str, tuple[float, float]] = {}
+
+    def end(self, name: str) -> None:
+        """A phase ends, and the next one begins."""
+        now = time.perf_counter() - self._started
+        self.ended[name] = self._last, now
+        self._last = now
+
+
+def _match(
+    path: str, target: Target, objects: Mapping[str, Any], mapped: MappedSource | None, wanted: LoadOptions
+) -> list[str]:
+    """Compare a target with a checkpoint, and refuse what does not fit; returns the keys that the checkpoint lacks."""
+    missing = target.compare(objects)
+    if mapped is not None:
+        mapped.check_ignored(target.keys())
+        missing = [key for key in missing if not mapped.is_ignored(key)]
+    target.mismatches.refuse(missing, target.unexpected, strict=wanted.strict, allow_unexpected=wanted.allow_unexpected)
+    option = likely_option(missing, target.unexpected) if missing else None
+    if option is not None:
+        logger.warning("%s may have what is missing under other keys; did you mean %s?", path, option)
+    if target.unexpected:
+        # A plain load may be partial. A resumed run should load all that it saved, and a list only as a whole.
+        level = logging.WARNING if wanted.resuming or target.shortens_lists else logging.INFO
+        text = "%s has keys that the target does not have: %s; they are not loaded"
+        logger.log(level, text, path, first_keys(target.unexpected))
+    return missing
+
+
 def _load_all(source: Source, to_device: _ToDevice, progress: Progress) -> StateDict:
-    index = source.index
-    tensors = _load_tensors(source, index.tensors, to_device, progress)
-    values = {**tensors, **source.read_objects([*index.objects])}
+    contents = source.contents
+    tensors = _moved(source.new_tensors(contents.tensors, progress), to_device)
+    values = {**tensors, **source.read_objects([*contents.objects])}
     refused = {key: value.kind for key, value in values.items() if isinstance(value, RefusedObject)}
     if refused:
         logger.warning(
@@ -269,32 +286,16 @@ def _load_all(source: Source, to_device: _ToDevice, progress: Progress) -> State
         )
     try:
         return unflatten(
-            {index.path_of(key): value for key, value in values.items() if key not in refused}, index.containers
+            {contents.path_of(key): value for key, value in values.items() if key not in refused}, contents.containers
         )
     except (TypeError, ValueError, LookupError, AttributeError) as error:
         raise CheckpointCorruptError(f"The keys of {source.where} make up no state dict: {error}.") from error
 
 
-def _load_tensors(
-    source: Source, keys: Iterable[str], to_device: _ToDevice, progress: Progress
-) -> dict[str, torch.Tensor]:
-    """Load these keys into new tensors. Tensors that are stored once stay tied."""
-    loaded: dict[str, torch.Tensor] = {}
-    stored: dict[Any, torch.Tensor] = {}
-    requests = []
-    for key in keys:
-        entry = source.index.tensors[key]
-        tied = source.tied(key)
-        if tied is not None:
-            loaded[key] = tied
-            continue
-        if entry.same_as not in stored:
-            stored[entry.same_as] = torch.empty(entry.shape, dtype=entry.dtype)
-            requests.append(Request.into(key, stored[entry.same_as]))
-        loaded[key] = stored[entry.same_as]
-    source.read_tensors(requests, progress)
-    moved = {id(tensor): to_device(tensor) for tensor in {id(tensor): tensor for tensor in loaded.values()}.values()}
-    return {key: moved[id(tensor)] for key, tensor in loaded.items()}
+def _moved(tensors: Mapping[str, torch.Tensor], to_device: _ToDevice) -> dict[str, torch.Tensor]:
+    """Move new tensors to their device; tied ones stay tied."""
+    moved = {id(tensor): to_device(tensor) for tensor in {id(tensor): tensor for tensor in tensors.values()}.values()}
+    return {key: moved[id(tensor)] for key, tensor in tensors.items()}
 
 
 def _to_device(map_location: Any) -> _ToDevice:

@@ -1,38 +1,46 @@
-"""The interface of a checkpoint of any format: an index of tensors and objects by key, and methods to read them."""
+"""What a load reads from: the contents of a checkpoint by key, and methods that read them."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from operator import attrgetter
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
+from ..core.formats.contents import Contents, Entry
 from ..core.progress import Progress, no_progress
 from ..core.state.boxes import Box
 from ..core.state.dense_tensors import plain_address
-from ..core.state.paths import Path
 from ..errors import CheckpointLoadError
 
+#: By the name after `torch.`. Names from a file are looked up here: attributes of torch can import modules.
+DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
+#: The other way round.
+DTYPE_NAMES = {value: str(value).removeprefix("torch.") for value in DTYPES.values()}
 
-class TensorEntry(NamedTuple):
-    """A tensor in a checkpoint. Tensors that share one stored copy have equal `same_as`."""
 
-    path: Path
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    same_as: Any
+class Access(NamedTuple):
+    """How the files of a checkpoint are read.
+
+    Attributes:
+        verify: compare checksums, where there are any
+        shared: as for `Storage.open_files`
+        mapped: tensors are only copied from, so that a file may be mapped into memory
+    """
+
+    verify: bool = True
+    shared: bool = True
+    mapped: bool = False
 
 
 class Request(NamedTuple):
     """A request to read the tensor `key`, or a part of it, into `destination`.
 
     Attributes:
-        destination: A tensor of matching shape and dtype, with any device and strides.
-        offsets: Offsets of the part in the whole, one per dimension; None: the whole is read.
-        address: The destination's `plain_address`.
+        destination: a tensor of matching shape and dtype, with any device and strides
+        offsets: offsets of the part in the whole, one per dimension; None: the whole is read
+        address: the destination's `plain_address`
     """
 
     key: str
@@ -70,57 +78,60 @@ def copy_into(destination: torch.Tensor, value: torch.Tensor, key: str) -> None:
         raise CheckpointLoadError(f"'{key}' in the target cannot be filled: {error}") from error
 
 
-@dataclass
-class Index:
-    """The contents of a checkpoint, by flat key.
-
-    Attributes:
-        tensors: Tensors by key.
-        objects: Paths of Python objects by key.
-        containers: As `FlatState.containers`, to rebuild the nested form.
-    """
-
-    tensors: dict[str, TensorEntry] = field(default_factory=dict)
-    objects: dict[str, Path] = field(default_factory=dict)
-    containers: list[tuple[Path, str]] = field(default_factory=list)
-
-    def paths(self) -> list[tuple[str, Path]]:
-        """All keys with their paths."""
-        return [*zip(self.tensors, map(attrgetter("path"), self.tensors.values()), strict=True), *self.objects.items()]
-
-    def path_of(self, key: str) -> Path:
-        """The path of a key's value."""
-        entry = self.tensors.get(key)
-        return self.objects[key] if entry is None else entry.path
-
-
 class Source(ABC):
-    """An opened checkpoint.
+    """A checkpoint to load from.
 
     Attributes:
-        where: Its path.
-        index: Its contents.
+        where: what messages call it, its path
+        contents: what it has
     """
 
     where: str
-    index: Index
+    contents: Contents
 
     @abstractmethod
     def read_tensors(self, requests: Sequence[Request], progress: Progress = no_progress) -> None:
         """Fill all destinations.
 
         Args:
-            requests: What to read, and where to.
-            progress: Follows the bytes.
+            requests: what to read, and where to
+            progress: follows the bytes
 
         Raises:
-            CheckpointCorruptError: The stored bytes are damaged.
+            CheckpointCorruptError: the stored bytes are damaged.
         """
 
     @abstractmethod
     def read_objects(self, keys: Sequence[str]) -> Mapping[str, Any]:
         """The Python objects of these keys."""
 
-    def tied(self, key: str) -> torch.Tensor | None:
-        """A tensor that is already loaded and can be returned as it is, or None."""
-        return None
+    def new_tensors(self, keys: Iterable[str], progress: Progress = no_progress) -> dict[str, torch.Tensor]:
+        """The tensors of these keys in new memory. Those that are stored once stay tied.
+
+        Raises:
+            CheckpointCorruptError: the stored bytes are damaged.
+            CheckpointLoadError: this torch does not have a dtype.
+        """
+        stored: dict[Any, torch.Tensor] = {}
+        requests, tensors = [], {}
+        for key in keys:
+            entry = self.contents.tensors[key]
+            tie = entry.dtype, entry.place
+            if tie not in stored:
+                stored[tie] = torch.empty(entry.shape, dtype=self.dtype_of(entry))
+                requests.append(Request.into(key, stored[tie]))
+            tensors[key] = stored[tie]
+        self.read_tensors(requests, progress)
+        return tensors
+
+    def dtype_of(self, entry: Entry) -> torch.dtype:
+        """The dtype of a tensor.
+
+        Raises:
+            CheckpointLoadError: this torch does not have it.
+        """
+        if entry.dtype not in DTYPES:
+            raise CheckpointLoadError(
+                f"'{entry.key}' in {self.where} is {entry.dtype}, which torch {torch.__version__} does not have."
+            )
+        return DTYPES[entry.dtype]

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from ..core.formats.contents import Entry, rows_of
 from ..core.state.flatten import StateDict, Stateful, flatten
-from ..core.state.int_columns import rows_of
 from ..core.state.paths import Path, key_of, keys_of
 from ..core.state.per_rank import PerRank, rank_of
 from ..core.state.shards import Shard, local_part
@@ -20,7 +20,7 @@ from .foreign.archives import RefusedObject
 from .forms import Forms
 from .mismatch import Misfit, Mismatches
 from .object_state import load_state, nested_value, state_of_object
-from .source import Request, Source, TensorEntry, copy_into
+from .source import DTYPE_NAMES, Request, Source, copy_into
 
 
 class Target:
@@ -69,15 +69,15 @@ class Target:
         self._converted: list[Request] = []
         self.requests: list[Request] = []
         self._new: dict[str, None] = {}
-        index = source.index
+        contents = source.contents
         lists = {path for path, kind in flat.containers if kind == "list"}
-        for path in [*lists, *(path for path, kind in index.containers if path and kind != "odict")]:
+        for path in [*lists, *(path for path, kind in contents.containers if path and kind != "odict")]:
             if self._forms.object_around(path) is None:
                 self._check_form(path)
         self._match_tensors()
         #: Keys of tensors whose every element is loaded by other ranks.
         elsewhere = set(keys_of([*flat.elsewhere]))
-        self._missing += elsewhere - index.tensors.keys()
+        self._missing += elsewhere - contents.tensors.keys()
         places = [*flat.object_paths, *(path for path, kind in flat.containers if kind == "empty" and path)]
         around = list(map(self._forms.object_around, places))
         for number, (path, key) in enumerate(zip(places, keys_of(places), strict=True)):
@@ -88,14 +88,14 @@ class Target:
                 except Misfit as misfit:
                     self.mismatches.add(misfit)
         self._match_objects(elsewhere)
-        self.new_tensors = [key for key in self._new if key in index.tensors]
-        self.objects = [key for key in self._new if key in index.objects]
-        used = {request.key for request in self.requests} | self._new.keys() | (elsewhere & index.tensors.keys())
+        self.new_tensors = [key for key in self._new if key in contents.tensors]
+        self.objects = [key for key in self._new if key in contents.objects]
+        used = {request.key for request in self.requests} | self._new.keys() | (elsewhere & contents.tensors.keys())
         self.unexpected: list[str] = []
         self.shortens_lists = False
         # `used` contains only keys of the checkpoint, so the counts show whether some are unused.
-        if len(used) < len(index.tensors) + len(index.objects):
-            for key, path in index.paths():
+        if len(used) < len(contents.tensors) + len(contents.objects):
+            for key, path in contents.paths():
                 if key not in used and all(rank_of(part) is None for part in path):  # else a PerRank of another rank
                     self.unexpected.append(key)
                     self.shortens_lists |= any(path[:depth] in lists for depth in range(1, len(path)))
@@ -109,7 +109,7 @@ class Target:
         """Match all tensors, possibly a hundred thousand: all at once if every one fits without conversion."""
         flat = self._flat
         keys = keys_of(flat.tensor_paths)
-        entries = list(map(self._source.index.tensors.get, keys))
+        entries = list(map(self._source.contents.tensors.get, keys))
         addresses = None if any(flat.shards) else addresses_if_matching(entries, flat.tensors)
         if addresses is not None:
             self.requests += rows_of(Request, keys, flat.tensors, repeat(None), addresses)
@@ -130,14 +130,14 @@ class Target:
         return True
 
     def _match_tensor(
-        self, key: str, path: Path, tensor: torch.Tensor, shard: Shard | None, entry: TensorEntry | None
+        self, key: str, path: Path, tensor: torch.Tensor, shard: Shard | None, entry: Entry | None
     ) -> None:
         reason = why_unfillable(tensor)
         if reason is not None:
             fact, _, advice = reason.partition("; ")
             raise Misfit(key, f"'{key}' in the target {fact}", advice)
         if entry is None:
-            if key in self._source.index.objects:
+            if key in self._source.contents.objects:
                 raise Misfit(key, f"'{key}' is a tensor in the target and a Python object in the checkpoint")
             if self._forms.object_around(path) is None:
                 self._forms.check(path)
@@ -148,11 +148,12 @@ class Target:
         shape = tensor.shape if shard is None else shard.shape
         if entry.shape != shape:
             raise Misfit(key, f"'{key}' has shape {tuple(shape)} in the target and {entry.shape} in the checkpoint")
-        if entry.dtype != tensor.dtype and not self._allow_dtype_cast:
-            fact = f"'{key}' is {tensor.dtype} in the target and {entry.dtype} in the checkpoint"
+        same = DTYPE_NAMES[tensor.dtype] == entry.dtype
+        if not same and not self._allow_dtype_cast:
+            fact = f"'{key}' is {tensor.dtype} in the target and torch.{entry.dtype} in the checkpoint"
             raise Misfit(key, fact, "pass allow_dtype_cast=True to convert it")
         request = Request.into(key, tensor, None if shard is None else shard.offsets)
-        if entry.dtype == tensor.dtype:
+        if same:
             self.requests.append(request)
         else:
             # Values of another dtype are loaded into new memory and converted by the copy in `finish`.
@@ -161,12 +162,12 @@ class Target:
 
     def _match_value(self, path: Path, key: str, *, outside: bool, may_miss: bool) -> None:
         """Match a plain value or an empty dict. If `outside` of objects' states, its form must match."""
-        index = self._source.index
+        contents = self._source.contents
         if outside:
             self._forms.check(path)
-        if key in index.objects or key in index.tensors:
+        if key in contents.objects or key in contents.tensors:
             self._replaced[path] = [key]
-            if outside and key in index.objects:
+            if outside and key in contents.objects:
                 self._compared[path] = path
         elif key in self._forms.below:
             self._replaced[path] = self._forms.below[key]
@@ -185,7 +186,7 @@ class Target:
 
     def _match_objects(self, elsewhere: Iterable[str]) -> None:
         """Match keys that objects do not have yet, such as the state of an optimizer before its first step."""
-        index, objects = self._source.index, self._forms.objects
+        contents, objects = self._source.contents, self._forms.objects
         if not objects:
             return
         used = {request.key for request in [*self.requests, *self._converted]}
@@ -193,13 +194,13 @@ class Target:
         for (path, stateful), place in zip(objects.items(), keys_of([*objects]), strict=True):
             if not self._check_form(path):
                 continue
-            above = path if place in index.objects else self._stored_above(path)
+            above = path if place in contents.objects else self._stored_above(path)
             if above is not None:
                 self._new[key_of(above)] = None
                 self._compared[path] = above
             for key in self._forms.below.get(place, []):
                 if key not in used and not self._match_as_part(path, stateful, key):
-                    self._replaced[index.path_of(key)] = [key]
+                    self._replaced[contents.path_of(key)] = [key]
                     self._new[key] = None
 
     def _stored_above(self, path: Path) -> Path | None:
@@ -211,7 +212,7 @@ class Target:
 
     def _match_as_part(self, path: Path, stateful: Stateful, key: str) -> bool:
         """Load an optimizer's state of a sharded parameter with the parameter's sharding."""
-        entry = self._source.index.tensors.get(key)
+        entry = self._source.contents.tensors.get(key)
         if entry is None or not isinstance(stateful, torch.optim.Optimizer):
             return False
         relative = entry.path[len(path) :]  # such as state.3.exp_avg
@@ -225,7 +226,7 @@ class Target:
         local, shard = local_part(parameter, key)
         if local is parameter:
             return False
-        new = torch.zeros_like(parameter, dtype=entry.dtype, requires_grad=False)
+        new = torch.zeros_like(parameter, dtype=self._source.dtype_of(entry), requires_grad=False)
         offsets = None if shard is None else shard.offsets
         self.requests.append(Request.into(key, local_part(new, key)[0], offsets))
         self._values[entry.path] = new
@@ -291,15 +292,15 @@ class Target:
             if self._forms.object_around(path) is None:
                 _set(self._state_dict, path, value)
         for path, stateful in self._forms.objects.items():
-            containers, missing = self._source.index.containers, set(self._missing)
+            containers, missing = self._source.contents.containers, set(self._missing)
             state = partial(state_of_object, path, self._flat, self._forms, self._values, missing, containers)
             load_state(stateful, state, f"'{key_of(path)}'", self._source.where)
 
     def _assemble(self, path: Path, keys: Sequence[str], loaded: Mapping[str, Any]) -> Any:
         """The checkpoint's subtree at a path."""
-        index = self._source.index
-        stored = index.path_of(keys[0])[: len(path)] if keys else path  # stored dict keys may be strings
-        return nested_value(stored, {index.path_of(key): loaded[key] for key in keys}, index.containers)
+        contents = self._source.contents
+        stored = contents.path_of(keys[0])[: len(path)] if keys else path  # stored dict keys may be strings
+        return nested_value(stored, {contents.path_of(key): loaded[key] for key in keys}, contents.containers)
 
 
 def _set(root: Any, path: Path, value: Any) -> None:
@@ -314,7 +315,7 @@ def _set(root: Any, path: Path, value: Any) -> None:
 def _owner_of(path: Path, per_rank: PerRank, source: Source, rank: int, world_size: int) -> int | None:
     """The rank whose value to load: this rank's, or for another number of ranks rank 0's or None, by `when_resized`."""
     depth = len(path)
-    names = {place[depth] for _, place in source.index.paths() if place[:depth] == path and len(place) > depth}
+    names = {place[depth] for _, place in source.contents.paths() if place[:depth] == path and len(place) > depth}
     saved = {number for number in map(rank_of, names) if number is not None}
     if not saved or (len(saved) == world_size and rank in saved):
         return rank

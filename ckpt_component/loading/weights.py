@@ -18,6 +18,7 @@ from ..core.formats.checkpoints import find_checkpoint
 from ..core.options import ResolvedTimeouts
 from ..core.progress import no_progress, progress_bar
 from ..core.state.key_map import names_above
+from ..core.storage.locate import storage_at
 from ..errors import CheckpointLoadError, CheckpointTypeError, first_keys, missing_keys
 from .object_state import load_state
 from .part import PartSource
@@ -88,7 +89,13 @@ def load_weights(
         target = {name: target}
     # Ranks that load alone share a terminal too.
     progress = progress_bar if rank == 0 and os.environ.get("RANK", "0") == "0" else no_progress
-    reader = Reader(rank, world_size, shared=shares_host(world_size), options=storage_options, progress=progress)
+    reader = Reader(
+        rank,
+        world_size,
+        shared=shares_host(world_size),
+        storage_of=partial(storage_at, options=storage_options),
+        progress=progress,
+    )
     _, missing = reader.read(
         found,
         target,
@@ -138,10 +145,10 @@ def _weights_of(source: Source, *, key: str, wanted: Sequence[str]) -> Source:
         CheckpointLoadError: It has nothing there; says what it has.
     """
     part = PartSource(source, key) if key else source
-    known = {name for name, _ in part.index.paths()}
+    known = {name for name, _ in part.contents.paths()}
     if known and not (key == "" and known.isdisjoint(wanted)):
         return part
-    names = [name for name, _ in source.index.paths()]
+    names = [name for name, _ in source.contents.paths()]
     likely = _likely_key(names, wanted)
     if not known or likely:
         tops = names if likely == "" else [*dict.fromkeys(name.partition(".")[0] for name in names)]

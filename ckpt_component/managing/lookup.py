@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 
-from ..core.commit.manifest import read_manifest
 from ..core.commit.names import MANIFEST, NAMINGS, step_in_name
 from ..core.commit.scan import (
     Scan,
@@ -17,7 +16,6 @@ from ..core.commit.scan import (
 )
 from ..core.formats.folder import is_readable
 from ..core.spelling import typed
-from ..core.storage.safe_open import read_failure
 from ..core.storage.storage import Storage
 from ..errors import CheckpointCorruptError, CheckpointNotFoundError, CheckpointUnreadableError
 from .policies import ResumePolicy
@@ -186,20 +184,3 @@ def _step_and_path(fs: Storage, path: str) -> tuple[int, str]:
     if step is None:
         logger.warning("%s has no step in its name, such as iter_0000200; it is loaded as step 0", path)
     return step or 0, path
-
-
-def size_of_checkpoint(fs: Storage, path: str) -> tuple[int, bool]:
-    """Return the size in bytes of a checkpoint of any program, and whether it has checksums.
-
-    Raises:
-        CheckpointCorruptError: its manifest is damaged, or cannot be read.
-    """
-    try:
-        if not fs.is_folder(path):
-            return fs.size(path) or 0, False
-        manifest = read_manifest(fs, path)
-        if manifest is not None:
-            return sum(entry["size"] for entry in manifest["files"]), True
-        return sum(fs.size(os.path.join(path, name)) or 0 for name in fs.names(path)), False
-    except OSError as error:
-        raise read_failure(path, error) from error

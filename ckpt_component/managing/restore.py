@@ -5,27 +5,42 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..checkpointer import Checkpointer
-from ..core.commit.cleanup import living_attempts, quarantine, sweep
+from ..core.commit.cleanup import Unfinished, quarantine
 from ..core.commit.names import StepNames
 from ..core.commit.scan import Scan, both, repair_pointer
 from ..core.commit.visibility import wait_visible
 from ..core.storage.space import amount
 from ..core.storage.storage import Storage
 from ..errors import CheckpointCorruptError, CheckpointError, CheckpointLoadError, CheckpointUnreadableError
-from .lookup import candidates_of, size_of_checkpoint
-from .run_context import steps_text
+from .lookup import candidates_of
 from .run_folder import RunFolder
 
 logger = logging.getLogger(__name__)
 
 #: The types in which a failure is raised on all ranks, the worst first; the first two allow an older checkpoint.
 _ORDER: tuple[type[CheckpointError], ...] = (CheckpointCorruptError, CheckpointUnreadableError, CheckpointLoadError)
+
+
+class Found(NamedTuple):
+    """What the leading rank found, as JSON values for all ranks.
+
+    Attributes:
+        candidates: the steps to try with their paths, best first.
+        committed: the committed steps of each folder of the run.
+        suspects: damaged steps, to quarantine, with their paths.
+        occupied: all steps that a save would collide with.
+    """
+
+    candidates: Sequence[tuple[int, str]]
+    committed: Sequence[Sequence[int]]
+    suspects: Sequence[tuple[int, str]]
+    occupied: Sequence[int]
 
 
 class Restorer:
@@ -66,34 +81,26 @@ class Restorer:
         """
         ranks, timeouts = self._run.ranks, self._run.timeouts
         deadline = time.monotonic() + timeouts.stage + timeouts.close
-        candidates, committed, suspects, occupied = ranks.meet("restore", None, lambda _: self._look(), deadline)
+        manifests: dict[str, Mapping[str, Any]] = {}
+        found = Found(**ranks.meet("restore", None, lambda _: self._look(manifests)._asdict(), deadline))
         tag = f"restore/{ranks.meetings['restore']}"
         options = options or self._policy.load_options
         if options and not self._policy.is_exact:
-            if ranks.is_leader and candidates:
+            if ranks.is_leader and found.candidates:
                 text = "%s is for a checkpoint that checkpoint.resume names by step or path; this one loads as it is"
                 logger.info(text, " and ".join(options))
             options = {}
         load = partial(self._load_together, state, strict=strict, allow_dtype_cast=allow_dtype_cast, **options)
-        step = self._load_first(candidates, suspects, tag, load)
-        later = [other for other in occupied if step is None or other > step]
-        retired = later if self._policy.rewind else []
-        if retired or self._policy.choice != "never":
-            tidy = partial(self._tidy, suspects, committed, retired)
+        step, damaged = self._load_first(found.candidates, manifests, tag, load)
+        never = self._policy.choice == "never"
+        if self._policy.rewind or not never:
+            suspects = [*found.suspects, *damaged]
+            tidy = partial(self._tidy, step, suspects, found)
             seconds = timeouts.stage + (timeouts.write if suspects else 0)  # to read them once more
-            moved = ranks.run_on_leader(f"{tag}/tidy", tidy, time.monotonic() + seconds)
-            later = [other for other in later if other not in moved]
+            ranks.run_on_leader(f"{tag}/tidy", tidy, time.monotonic() + seconds)
         if ranks.is_leader and step is None:
-            never = self._policy.choice == "never"
             why = "checkpoint.resume=never" if never else f"no checkpoint in {self._run.roots}"
             logger.info("%s: starting from scratch", why)
-        elif ranks.is_leader and later:
-            logger.warning(
-                "resumed from step %d although %s follow(s); saving those steps again will be refused "
-                "(checkpoint.rewind=true retires them)",
-                step,
-                steps_text(later),
-            )
         self.is_here = step is not None and self._is_here(step)
         # Steps of a run that began elsewhere may start below those that the folder holds.
         self._folder.settled = self._saves and (step is None or self.is_here)
@@ -131,8 +138,9 @@ class Restorer:
 
     def _check_start(self, step: int) -> bool:
         """On the leading rank: clean up, verify the checkpoint of a step, and refuse or retire those that follow."""
-        self._clean_up()
-        local, scan = self._run.scan(), self._run.scan_all()
+        local, remote = self._run.scan(known=self._clean_up()), self._run.scan_remote()
+        self._folder.purge.found(local)
+        scan = local if remote is None else both(local, remote)
         place = self._run if step in local.occupied else self._run.remote or self._run
         path = place.path_of(step)
         bad = {**scan.damaged, **scan.torn}
@@ -154,64 +162,61 @@ class Restorer:
                 self._run.note("quarantine", step, path)
                 advice = f"it is now kept as {path}, and the next start resumes from step {older[-1]}"
             raise CheckpointCorruptError(f"The checkpoint of step {step} is damaged; {advice}. {bad[step]}")
-        later = [other for other in {**scan.occupied, **scan.foreign} if other > step]
-        if self._policy.rewind:
-            self._folder.retire(later)
-        else:
-            self._folder.refuse_later(later, step)
+        self._folder.begin_after(step, {**scan.occupied, **scan.foreign})
         return step in scan.committed
 
     def _load_first(
         self,
-        candidates: list[tuple[int, str]],
-        suspects: list[tuple[int, str]],
+        candidates: Sequence[tuple[int, str]],
+        manifests: Mapping[str, Mapping[str, Any]],
         tag: str,
-        load: Callable[[str, str], tuple[int, bool]],
-    ) -> int | None:
-        """Load the first undamaged candidate, and add the damaged ones before it to `suspects`."""
-        self.path = None
+        load: Callable[..., None],
+    ) -> tuple[int | None, list[tuple[int, str]]]:
+        """Load the first undamaged candidate; returns its step, and the damaged ones before it."""
+        self.path, damaged = None, []
         for number, (step, path) in enumerate(candidates):
             started, self.path = time.perf_counter(), path
             try:
-                size, checksums = load(path, f"{tag}/{number}")
+                load(path, f"{tag}/{number}", manifest=manifests.get(path))
             except CheckpointCorruptError as error:
                 if number + 1 == len(candidates):
                     raise
                 logger.error("step %d cannot be used, trying step %d: %s", step, candidates[number + 1][0], error)
                 # An unreadable checkpoint may be intact: the disk or the mount may be at fault.
                 if not isinstance(error, CheckpointUnreadableError):
-                    suspects.append((step, path))
+                    damaged.append((step, path))
                 continue
-            if self._run.ranks.is_leader:
+            loaded = self._checkpointer.last_load
+            if self._run.ranks.is_leader and loaded is not None:
                 verified = "not verified: it has no checksums"
-                if checksums and self._checkpointer.verifies:
+                if loaded.verified:
                     verified = "checksums verified"
-                elif checksums:
+                elif not self._checkpointer.verifies:
                     verified = "not verified (checkpoint.verify=off)"
                 seconds = time.perf_counter() - started
                 text = "restored step %d from %s: %s in %.2f s, %s"
-                logger.info(text, step, path, amount(size), seconds, verified)
-            return step
-        return None
+                logger.info(text, step, path, amount(loaded.bytes), seconds, verified)
+            return step, damaged
+        return None, damaged
 
-    def _look(self) -> list[Any]:
+    def _look(self, manifests: dict[str, Mapping[str, Any]]) -> Found:
         """On the leading rank: clean up and scan the folder.
 
-        Returns:
-            The steps to try with their paths, best first; the committed steps of each folder; the steps to quarantine
-            with their paths; and all steps that a save would collide with.
+        Args:
+            manifests: takes those of committed checkpoints, by path.
 
         Raises:
             CheckpointUnreadableError: only the permanent folder can have what `resume` asks for, and cannot be listed.
         """
-        self._clean_up()
         run = self._run
-        local, remote = run.scan(), run.scan_remote()
+        local, remote = run.scan(known=self._clean_up()), run.scan_remote()
         if remote is None:
             remote = Scan()
             self._refuse_unknown(local)
         places = [(run, local), *([] if run.remote is None else [(run.remote, remote)])]
         scan = both(local, remote)
+        manifests.update({at.path_of(step): has.manifests[step] for at, has in places for step in has.committed})
+        self._folder.purge.found(local)
         bad = {**scan.damaged, **scan.torn, **scan.unusable}
         for step, why in sorted(bad.items()):
             logger.error("step %d is not a usable checkpoint: %s", step, why)
@@ -225,12 +230,11 @@ class Restorer:
         if self._policy.path is None:  # from the nearest place first
             steps = [step for step, _ in candidates]
             candidates = [(step, at.path_of(step)) for step in steps for at, has in places if step in has.committed]
-        if self._saves and not self._policy.searches and not self._policy.rewind:
-            chosen = candidates[0][0] if candidates else None
-            self._folder.refuse([step for step in scan.occupied if chosen is None or step > chosen], chosen)
+        if self._saves:
+            self._folder.refuse_following(candidates[0][0] if candidates else None, scan.occupied)
         suspects = [(step, at.path_of(step)) for at, has in places for step in {**has.damaged, **has.torn}]
         committed = [has.committed for _, has in places]
-        return [candidates, committed, suspects if self._policy.searches else [], sorted(scan.occupied)]
+        return Found(candidates, committed, suspects if self._policy.searches else [], sorted(scan.occupied))
 
     def _refuse_unknown(self, local: Scan) -> None:
         """Refuse to begin if the permanent folder cannot be listed and the local one has nothing to begin with.
@@ -246,13 +250,9 @@ class Restorer:
                 "but cannot be listed now. To start from scratch nevertheless, type checkpoint.resume=never."
             )
 
-    def _tidy(self, suspects: list[tuple[int, str]], committed: list[list[int]], retired: list[int]) -> list[int]:
-        """On the leading rank: quarantine damaged steps, retire others, and repair the pointer.
-
-        Returns:
-            The steps that it moved.
-        """
-        moved = self._folder.retire(retired)
+    def _tidy(self, restored: int | None, suspects: Sequence[tuple[int, str]], found: Found) -> None:
+        """On the leading rank: retire the steps that follow, quarantine damaged ones, and repair the pointer."""
+        moved = self._folder.retire_following(restored, found.occupied)
         for step, path in suspects:
             if step in moved:
                 continue
@@ -267,9 +267,9 @@ class Restorer:
             logger.error("%s is damaged; it is kept as %s, which nothing uses or deletes", path, target)
             self._run.note("quarantine", step, target)
             moved.append(step)
-        for at, steps in zip(filter(None, (self._run, self._run.remote)), committed, strict=True):
+        for at, steps in zip(filter(None, (self._run, self._run.remote)), found.committed, strict=True):
             repair_pointer(at.fs, at.root, at.names, [step for step in steps if step not in moved])
-        return moved
+        self._folder.warn_of_following(restored, set(found.occupied).difference(moved))
 
     def _is_whole(self, path: str) -> bool:
         """Whether a checkpoint that was found damaged verifies, or cannot be read now, which says nothing about it."""
@@ -281,18 +281,12 @@ class Restorer:
         except (CheckpointError, OSError):
             return False
 
-    def _load_together(self, state: dict[str, Any], path: str, tag: str, **options: Any) -> tuple[int, bool]:
-        """Load a checkpoint on all ranks. A failure on one rank is raised on all; corruption takes precedence.
-
-        Returns:
-            On the leading rank, the size of the checkpoint in bytes, and whether it has checksums.
-        """
-        run, size = self._run, (0, False)
+    def _load_together(self, state: dict[str, Any], path: str, tag: str, **options: Any) -> None:
+        """Load a checkpoint on all ranks. A failure on one rank is raised on all; corruption takes precedence."""
+        run = self._run
         failure: Exception | None = None
         try:
-            if run.ranks.is_leader:
-                size = size_of_checkpoint(run.storage_of(path), path)
-            else:
+            if not run.ranks.is_leader:
                 # A path given by the user may be a file.
                 wait_visible(partial(run.storage_of(path).exists, path), path, run.timeouts.visible)
             self._checkpointer.load(path, state, resuming=True, **options)
@@ -301,7 +295,7 @@ class Restorer:
         if run.ranks.world_size == 1:
             if failure is not None:
                 raise failure
-            return size
+            return
         kind = next((each for each in (_ORDER[1], _ORDER[0]) if isinstance(failure, each)), _ORDER[2])
         outcome = None if failure is None else [_ORDER.index(kind), str(failure)]
         # Time for the slowest rank to read its part.
@@ -310,20 +304,35 @@ class Restorer:
             run.ranks.decide(tag, outcome, _raise_worst, deadline)
         except CheckpointError as worst:
             raise worst from failure
-        return size
 
-    def _clean_up(self) -> None:
-        """Wait, bounded, for the writer of a dead run to finish its checkpoint; then delete what dead runs left."""
-        wait_for_writers(self._run.fs, self._run.root, self._run.names, self._run.timeouts.close)
-        for name in sweep(self._run.fs, self._run.root, self._run.names):
+    def _clean_up(self) -> Mapping[str, Mapping[str, Any]]:
+        """Wait, bounded, for the writer of a dead run to finish its checkpoint; then delete what dead runs left.
+
+        Returns:
+            The manifests that were read for it, by the name of the folder.
+        """
+        run = self._run
+        unfinished = wait_for_writers(run.fs, run.root, run.names, run.timeouts.close)
+        for name in unfinished.sweep():
             logger.info("deleted %s, which a dead run left", name)
+        return unfinished.manifests
 
 
-def wait_for_writers(fs: Storage, root: str, names: StepNames, limit: float) -> None:
-    """Wait, at most `limit` seconds, for checkpoints that the writer processes of dead runs are finishing in `root`."""
+def wait_for_writers(fs: Storage, root: str, names: StepNames, limit: float) -> Unfinished:
+    """Wait for checkpoints that the writer processes of dead runs are finishing in a folder.
+
+    Args:
+        fs: the storage.
+        root: the folder.
+        names: how steps are named there.
+        limit: seconds to wait at most.
+
+    Returns:
+        What is unfinished there now.
+    """
     deadline = time.monotonic() + limit
     logged = False
-    while living := living_attempts(fs, root, names):
+    while living := (unfinished := Unfinished(fs, root, names)).living():
         if not logged:
             text = "waiting up to %g s for a checkpoint that another process is finishing: %s"
             logger.info(text, limit, living)
@@ -332,6 +341,7 @@ def wait_for_writers(fs: Storage, root: str, names: StepNames, limit: float) -> 
             logger.warning("%s is still being written by another process; continuing without it", living)
             break
         time.sleep(0.05)
+    return unfinished
 
 
 def _raise_worst(outcomes: list[Any]) -> None:

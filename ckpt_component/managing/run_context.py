@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from ..core.commit.names import StepNames
 from ..core.commit.retention import BestPolicy
@@ -21,6 +23,8 @@ logger = logging.getLogger(__name__)
 
 #: How many steps a message names one by one.
 _NAMED = 8
+#: What to advise who is refused a folder and may not want to save there.
+RESTORE_ONLY = "A script that only restores sets checkpoint.save.every_steps=null checkpoint.save.at_end=false."
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,10 @@ class RunContext:
         """Where the checkpoint of a step is, or would be, in `root`."""
         return os.path.join(self.root, self.names.folder(step))
 
+    def step_of(self, path: str) -> int:
+        """The inverse of `path_of`."""
+        return int(os.path.basename(path).removeprefix(self.names.prefix))
+
     @property
     def roots(self) -> str:
         """The folders of the run, for a text."""
@@ -66,9 +74,14 @@ class RunContext:
             return self.remote.storage_of(path)
         return storage_at(path, options=self.fs.options) if is_url(path) or is_url(self.root) else self.fs
 
-    def scan(self, *, warns: bool = False) -> Scan:
-        """What the folder holds. `warns`: warn, once each, of what is not a committed checkpoint."""
-        scan = scan_steps(self.fs, self.root, self.names)
+    def scan(self, *, warns: bool = False, known: Mapping[str, Mapping[str, Any]] | None = None) -> Scan:
+        """What the folder holds.
+
+        Args:
+            warns: warn, once each, of what is not a committed checkpoint.
+            known: as for `scan_steps`.
+        """
+        scan = scan_steps(self.fs, self.root, self.names, known)
         if warns:
             warn_of_skipped(scan, self.warned)
         return scan

@@ -9,38 +9,31 @@ from __future__ import annotations
 
 import logging
 import os
-import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from ..core.commit.cleanup import discard, quarantine
-from ..core.commit.commit import refuse_existing
+from ..core.commit.cleanup import quarantine
 from ..core.commit.fencing import FencingToken, Owner
-from ..core.commit.names import TRIAL_PREFIX
+from ..core.commit.protocols import protocol_of
 from ..core.commit.retention import RetentionPolicy
-from ..core.commit.scan import Scan, read_pointer, write_pointer
-from ..core.commit.visibility import wait_visible
+from ..core.commit.scan import read_pointer, write_pointer
 from ..core.spelling import typed
 from ..core.storage.locate import absolute
-from ..core.storage.new_names import new_token
-from ..core.storage.space import FULL
 from ..errors import (
-    CheckpointConfigError,
-    CheckpointError,
     CheckpointExistsError,
-    CheckpointInUseError,
     CheckpointSaveError,
 )
 from ..events import SaveReport
 from ..saving.context import notify
 from .policies import ResumePolicy
-from .run_context import RunContext, steps_text
+from .purge import Purge
+from .run_context import RESTORE_ONLY, RunContext, steps_text
+from .write_access import WriteAccess
 
 logger = logging.getLogger(__name__)
 
 #: torchrun and Slurm count restarts of a job in these.
 _RESTARTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
-_RESTORE_ONLY = "A script that only restores sets checkpoint.save.every_steps=null checkpoint.save.at_end=false."
 
 
 class RunFolder:
@@ -58,6 +51,7 @@ class RunFolder:
 
     Attributes:
         ownership: fencing token of the folder; the first save acquires it.
+        purge: deletes what `keep` no longer keeps.
         settled: whether a restore has handled the steps that follow, so that the first save need not.
         manifest_fields: where every checkpoint comes from: `run`, the token of the run, and `resumed_from`, the
             checkpoint that it began with, by its name if it is in this folder; None: from scratch.
@@ -81,110 +75,18 @@ class RunFolder:
         self.ownership = FencingToken(run.fs, run.root, run.names, run.events.run)
         self.settled = False
         self.manifest_fields: Mapping[str, Any] = {"run": run.events.run, "resumed_from": None}
-        self._keep = keep
-        self._in_use = in_use
+        self.purge = Purge(run, keep, in_use)
         self._before_save = before_save
         self._on_commit = on_commit
         self._takeover = takeover
         self._root = run.root
-        #: The folder with its key, for a text.
-        self._named = f"checkpoint.{'dir' if run.remote is None else 'local.dir'}={run.root}"
+        self._protocol = protocol_of(run.fs)
         #: Of the permanent folder behind a local one.
         self.remote = None if run.remote is None else RunFolder(run.remote, resume, keep)
 
     def check_writable(self) -> None:
-        """Make the folder if necessary, and write and delete a small file in it on every rank.
-
-        All ranks call this, before the first step.
-
-        Raises:
-            CheckpointConfigError: a rank cannot write there; the same on all ranks.
-            CheckpointInUseError: another run that saves there is running on this host; on all ranks.
-            CheckpointTimeoutError: a rank did not take part.
-        """
-        run, failure = self.run, None
-        deadline = time.monotonic() + run.timeouts.stage + run.timeouts.visible
-        # Rank 0 makes the folder, and the others wait for it.
-        run.ranks.run_on_leader("root/made", self._try_to_write, deadline)
-        self.ownership.root_exists = run.ranks.is_leader and run.fs.is_folder(run.root)
-        if run.remote is not None and run.ranks.world_size > 1:
-            self._check_shared(deadline)
-        if not run.ranks.is_leader:
-            try:
-                wait_visible(lambda: run.fs.is_folder(run.root), self._named, run.timeouts.visible)
-                self._try_to_write()
-            except CheckpointError as error:
-                failure = str(error)
-        run.ranks.decide("root/tried", failure, _refuse_failed, deadline)
-        run.ranks.run_on_leader("root/owner", self._refuse_running, deadline)
-
-    def _refuse_running(self) -> None:
-        """Refuse a folder in which another run of this host saves; not if that is unknown, or wanted."""
-        try:
-            other = self.ownership.other()
-        except OSError as error:
-            logger.warning("the owner of %s could not be read: %s", self._root, error)
-            return
-        if other is None or not other.alive:
-            return
-        if other.is_of_this_process:
-            logger.warning(
-                "%s: another manager of this process saves there; close() the one you no longer need, because the one "
-                "whose first save comes last owns the folder",
-                self._named,
-            )
-        elif self._takeover:
-            logger.warning(
-                "%s: another run saves there, %s, which is still running; it can no longer commit there once this run "
-                "has saved (checkpoint.takeover=true)",
-                self._named,
-                other,
-            )
-        else:
-            raise CheckpointInUseError(
-                f"{self._named}: another run saves there, {other}, which is still running. End it, or use another "
-                "checkpoint.dir; with checkpoint.takeover=true this run takes the folder, and the next save of the "
-                f"other fails. {_RESTORE_ONLY}"
-            )
-
-    def _check_shared(self, deadline: float) -> None:
-        """Check that the local folder is the same on all ranks, whose files a checkpoint collects."""
-        run, failure = self.run, None
-        # Each rank looks in its own folder, which may have another name.
-        trial = os.path.join(run.root, run.ranks.run_on_leader("root/trial", self._leave_trial, deadline))
-        if not run.ranks.is_leader:
-            try:
-                wait_visible(lambda: run.fs.exists(trial), trial, run.timeouts.visible)
-            except CheckpointError:
-                failure = (
-                    f"{self._named} is another folder than that of rank 0. All ranks must share it: the disk of a host "
-                    "is for the ranks of one host, a parallel file system for those of several."
-                )
-        try:
-            run.ranks.decide("root/shared", failure, _refuse_failed, deadline)
-        finally:
-            if run.ranks.is_leader:
-                run.fs.unlink(trial)
-
-    def _leave_trial(self) -> str:
-        name = f"{TRIAL_PREFIX}{new_token()}"
-        self.run.fs.write_new(os.path.join(self._root, name), b"")
-        return name
-
-    def _try_to_write(self) -> None:
-        fs, root = self.run.fs, self.run.root
-        try:
-            fs.make_folders(root)
-            fs.try_folder(root, f"{TRIAL_PREFIX}{new_token()}")
-        except OSError as error:
-            if error.errno in FULL:
-                # A dead run's files may fill the disk; they are deleted when this run restores.
-                logger.warning("%s is full (%s); saves fail until there is free space", root, error)
-                return
-            raise CheckpointConfigError(
-                f"{self._named} cannot be written to: {error}. Name another folder; a script that only "
-                "restores sets checkpoint.save.every_steps=null checkpoint.save.at_end=false."
-            ) from error
+        """Before the first step, on all ranks; see `WriteAccess.check`."""
+        WriteAccess(self.run, self.ownership, takeover=self._takeover).check()
 
     def check_path(self, path: str) -> None:
         """Before a save: refuse or retire the steps that follow, unless a restore did, and check that the path is free.
@@ -196,15 +98,16 @@ class RunFolder:
         for check in self._before_save:
             check()
         if not self.settled:
-            self._settle(self._step_of(path))
+            self._begin_with(self.run.step_of(path))
             self.settled = True
         try:
-            refuse_existing(self.run.fs, path)
+            self._protocol.refuse_taken(path)
         except CheckpointExistsError as error:
             raise CheckpointExistsError(self._beside_others(str(error))) from error
 
     def close(self) -> None:
-        """The run has ended, so that another one may save in the folder at once."""
+        """The run has ended: when all is deleted that is to be, another one may save in the folder at once."""
+        self.purge.close()
         self.ownership.release()
 
     def resumed_from(self, path: str) -> None:
@@ -217,62 +120,46 @@ class RunFolder:
         """Call `on_commit`, and set the pointer to a new checkpoint. A failure is only logged."""
         for called in self._on_commit:
             notify(called, report)
-        step = self._step_of(report.path)
+        step = self.run.step_of(report.path)
         try:
             write_pointer(self.run.fs, self._root, self.run.names, step)
         except OSError as error:
             logger.warning("step %d is committed, but its pointer file could not be written: %s", step, error)
 
     def after_save(self, report: SaveReport) -> None:
-        """Delete what `keep` no longer keeps after a new checkpoint, never that one. A failure is a warning."""
-        step = self._step_of(report.path)
-        try:
-            scan = self.run.scan(warns=True)
-            self._warn_if_never_best(step, scan)
-            self._delete_old(scan, step)
-        except OSError as error:
-            logger.warning("step %d is committed, but listing or deleting older checkpoints failed: %s", step, error)
+        """Begin to delete what `keep` no longer keeps after a new checkpoint, never that one."""
+        self.purge.after_save(self.run.step_of(report.path))
+
+    def make_room(self) -> None:
+        """Wait, for `timeouts.close`, for the deletions after the last save."""
+        self.purge.wait(self.run.timeouts.close)
 
     def after_restore(self, step: int) -> None:
-        """Delete what dead runs have left and `keep` no longer keeps, never the restored step.
+        """Begin to delete what dead runs have left and `keep` no longer keeps, never the restored step.
 
-        A failure is only logged. While another run may be alive there, this is left to the first save of this run,
-        which takes the folder over.
+        While another run may be alive there, this is left to the first save of this run, which takes the folder over.
         """
         try:
             if self.ownership.neighbor() is None:
-                self._delete_old(self.run.scan(), step)
-        except Exception:  # as after a save: training does not depend on it
-            logger.exception("listing or deleting older checkpoints than step %d failed", step)
+                self.purge.after_restore(step)
+        except OSError as error:  # as after a save: training does not depend on it
+            logger.warning("the owner of %s could not be read: %s", self._root, error)
 
-    def _delete_old(self, scan: Scan, newest: int) -> None:
-        run = self.run
-        best = [] if run.best is None else run.best_of(scan)[: run.best.last]
-        # After a later save, what is in use now is deleted too.
-        in_use = {self._step_of(path) for paths in self._in_use for path in paths()}
-        for old in self._keep.to_delete(scan.committed, [*best, *in_use, newest]):
-            logger.info("deleting the checkpoint of step %d (checkpoint.keep)", old)
-            discard(run.fs, run.path_of(old))
-            run.note("delete", old, run.path_of(old))
+    # Steps that follow the one that the run begins with
 
-    def _warn_if_never_best(self, step: int, scan: Scan) -> None:
-        """Warn, once for each reason, that the new checkpoint cannot be the best one."""
-        why = None if self.run.best is None else self.run.best.why_never(scan.metrics.get(step, {}))
-        if why is not None and why not in self.run.warned:
-            self.run.warned.add(why)
-            logger.warning("step %d is never the best checkpoint (checkpoint.keep.best): %s", step, why)
-
-    def refuse(self, later: Iterable[int], step: int | None) -> None:
-        """Refuse to begin with a step if others follow it.
+    def refuse_following(self, step: int | None, occupied: Iterable[int]) -> None:
+        """Before a restore: refuse to begin with a step that `resume` names if others follow it, and would stay there.
 
         Args:
-            later: the steps that follow; if empty, nothing is raised.
-            step: the step that the run begins with; None: from scratch.
+            step: the step; None: from scratch.
+            occupied: all steps that a save would collide with.
 
         Raises:
             CheckpointExistsError: steps follow; the text says what to do.
         """
-        later = sorted(later)
+        if self.resume.searches or self.resume.rewind:
+            return  # those that follow are damaged, or are retired once the step was loaded
+        later = _following(step, occupied)
         if not later:
             return
         steps = f"{'step' if len(later) == 1 else 'steps'} {steps_text(later)}"
@@ -287,32 +174,72 @@ class RunFolder:
             text = (
                 f"checkpoint.resume={self.resume.choice}, and in {self.run.roots} {steps} would follow step {step}. To "
                 f"keep them, type {typed('checkpoint.resume', path)} checkpoint.dir=<new folder>; {retire}; to "
-                f"continue from the newest, checkpoint.resume=auto. {_RESTORE_ONLY}"
+                f"continue from the newest, checkpoint.resume=auto. {RESTORE_ONLY}"
             )
         raise CheckpointExistsError(self._beside_others(text))
 
-    def refuse_later(self, later: Iterable[int], step: int) -> None:
-        """Refuse to continue after a step that the program has loaded by itself, if others follow it.
+    def retire_following(self, step: int | None, occupied: Iterable[int]) -> list[int]:
+        """After a restore: retire the steps that follow, if `rewind` says so; returns which. Arguments as before it."""
+        return self._retire_all(_following(step, occupied)) if self.resume.rewind else []
+
+    def warn_of_following(self, step: int | None, occupied: Iterable[int]) -> None:
+        """After a restore: warn of steps that follow and stay. Arguments as before it."""
+        later = _following(step, occupied)
+        if step is not None and later:
+            logger.warning(
+                "resumed from step %d although %s follow(s); saving those steps again will be refused "
+                "(checkpoint.rewind=true retires them)",
+                step,
+                steps_text(later),
+            )
+
+    def begin_after(self, step: int, occupied: Iterable[int]) -> None:
+        """Continue after a step that the program has loaded by itself: retire the steps that follow, or refuse.
 
         Args:
-            later: the steps that follow; if empty, nothing is raised.
             step: the step; 0: from scratch.
+            occupied: all steps whose names are taken.
 
         Raises:
             CheckpointExistsError: steps follow; the text says what to do.
+            CheckpointSaveError: they cannot be retired.
         """
-        later = sorted(later)
-        if later:
-            begins = f"continues after step {step}" if step else "starts from scratch"
-            raise CheckpointExistsError(
-                self._beside_others(
-                    f"This run {begins}, and {self.run.roots} holds checkpoints of steps {steps_text(later)}. Resume "
-                    "from the newest, or save to another folder; checkpoint.rewind=true retires them (they are "
-                    "renamed, not deleted)."
-                )
+        later = _following(step, occupied)
+        begins = f"continues after step {step}" if step else "starts from scratch"
+        self._retire_or_refuse(
+            later,
+            f"This run {begins}, and {self.run.roots} holds checkpoints of steps {steps_text(later)}. Resume from the "
+            "newest, or save to another folder; checkpoint.rewind=true retires them (they are renamed, not deleted).",
+        )
+
+    def _begin_with(self, step: int) -> None:
+        """Handle the steps that follow the first saved step, without a restore."""
+        try:
+            occupied = self.run.scan_all().occupied
+        except OSError as error:
+            raise CheckpointSaveError(f"{self._root} cannot be listed: {error}.", error.errno) from error
+        if self.resume.choice == "never":
+            self.refuse_following(None, occupied)
+            self.retire_following(None, occupied)
+            return
+        later = _following(step - 1, occupied)
+        if self.resume.rewind or later != [step]:  # that the step itself is there is found out next
+            self._retire_or_refuse(
+                later,
+                f"Step {step} is the first that this run saves, and {self.run.roots} holds checkpoints of steps "
+                f"{steps_text(later)}. To continue from the newest, call restore() before training, with "
+                "checkpoint.resume=auto; to keep them, type a new checkpoint.dir; to retire them (they are renamed, "
+                "not deleted), checkpoint.rewind=true.",
             )
 
-    def retire(self, steps: Iterable[int]) -> list[int]:
+    def _retire_or_refuse(self, later: list[int], text: str) -> None:
+        """Do what `rewind` says with steps that follow; `text` is that of the refusal."""
+        if self.resume.rewind:
+            self._retire_all(later)
+        elif later:
+            raise CheckpointExistsError(self._beside_others(text))
+
+    def _retire_all(self, steps: Iterable[int]) -> list[int]:
         """Rename checkpoints to names that no scan lists, the newest first, after acquiring ownership of the root.
 
         Returns:
@@ -361,31 +288,6 @@ class RunFolder:
             ) from error
         return steps
 
-    def _settle(self, step: int) -> None:
-        """Handle the steps that follow the first saved step, without a restore, as `rewind` says."""
-        try:
-            occupied = self.run.scan_all().occupied
-        except OSError as error:
-            raise CheckpointSaveError(f"{self._root} cannot be listed: {error}.", error.errno) from error
-        never = self.resume.choice == "never"
-        later = [other for other in occupied if never or other >= step]
-        if self.resume.rewind:
-            self.retire(later)
-        elif never:
-            self.refuse(later, None)
-        elif any(other > step for other in later):
-            raise CheckpointExistsError(
-                self._beside_others(
-                    f"Step {step} is the first that this run saves, and {self.run.roots} holds checkpoints of steps "
-                    f"{steps_text(sorted(later))}. To continue from the newest, call restore() before training, with "
-                    "checkpoint.resume=auto; to keep them, type a new checkpoint.dir; to retire them (they are "
-                    "renamed, not deleted), checkpoint.rewind=true."
-                )
-            )
-
-    def _step_of(self, path: str) -> int:
-        return int(os.path.basename(path).removeprefix(self.run.names.prefix))
-
     def _beside_others(self, text: str) -> str:
         other = self.ownership.neighbor()
         if other is None:
@@ -400,7 +302,6 @@ class RunFolder:
         return f"{other} {'still runs' if other.alive else 'may still run'}"
 
 
-def _refuse_failed(failures: list[str | None]) -> None:
-    for rank, text in enumerate(failures):
-        if text is not None:
-            raise CheckpointConfigError(f"On rank {rank}: {text}")
+def _following(step: int | None, occupied: Iterable[int]) -> list[int]:
+    """The steps after this one; all of them if the run begins from scratch."""
+    return sorted(other for other in occupied if step is None or other > step)

@@ -18,7 +18,7 @@ from typing import Any
 from ..callers.write_callers import WriteCaller
 from ..core.commit import commit
 from ..core.commit.liveness import AttemptLock
-from ..core.commit.names import Attempt
+from ..core.commit.protocol import Attempt
 from ..core.commit.visibility import wait_visible
 from ..core.progress import no_progress
 from ..core.state.replicas import differing
@@ -101,7 +101,7 @@ class SaveAttempts:
                 self._caller.settle()
                 self._indexes.forget()
                 if self._leads:
-                    commit.abandon(request.storage, attempt)
+                    commit.abandon(attempt)
                 raise
             self._caller.settle()
         committed = Committed(own[0], files, voted)
@@ -141,11 +141,20 @@ class SaveAttempts:
         self._indexes.collect(tables, messages)
         with self._typed_errors(request, needed):
             self._run.ownership.acquire()  # also deletes what an earlier run left
-            if self._context.policy.min_free_bytes is not None:
-                refuse_without_room(request.storage, request.path, needed, self._context.policy.min_free_bytes)
-            commit.begin(request.storage, attempt)
+            self._refuse_without_room(request, needed)
+            commit.begin(attempt)
             locks.callback(AttemptLock(request.storage, attempt).close)
         return differing([message.get("digests", {}) for message in messages]) if len(messages) > 1 else []
+
+    def _refuse_without_room(self, request: SaveRequest, needed: int) -> None:
+        margin = self._context.policy.min_free_bytes
+        if margin is None:
+            return
+        try:
+            refuse_without_room(request.storage, request.path, needed, margin)
+        except CheckpointStorageFullError:
+            self._run.make_room()
+            refuse_without_room(request.storage, request.path, needed, margin)
 
     def _write(self, staged: Staged, attempt: Attempt, number: int) -> Written:
         """Write this rank's files once its snapshot is complete."""
@@ -211,7 +220,7 @@ class SaveAttempts:
         request, sidecars = staged.admitted.request, self._indexes.sidecars
         fields = self._manifest_fields(staged)
         with self._typed_errors(request, sum(map(len, sidecars.values()))):
-            return commit.publish(request.storage, attempt, votes, sidecars, fields, self._timeouts.visible)
+            return commit.publish(attempt, votes, sidecars, fields, self._timeouts.visible)
 
     @contextlib.contextmanager
     def _typed_errors(self, request: SaveRequest, needed: int) -> Iterator[None]:

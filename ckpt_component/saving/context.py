@@ -54,6 +54,9 @@ class RunHooks(Protocol):
     def after_save(self, report: SaveReport) -> None:
         """Called on the save thread after the save's future is done; the next save and `close` wait for it."""
 
+    def make_room(self) -> None:
+        """Called on the save thread if there is no room for a save; returns when there may be more."""
+
     def close(self) -> None:
         """Called on the save thread when all saves have ended and no other begins; raises nothing."""
 
@@ -94,6 +97,9 @@ class NoRun:
 
     def after_save(self, report: SaveReport) -> None:
         """Nothing follows."""
+
+    def make_room(self) -> None:
+        """Nothing is deleted."""
 
     def close(self) -> None:
         """Nothing is open."""

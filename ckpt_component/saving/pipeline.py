@@ -215,7 +215,7 @@ class SavePipeline:
         if tolerated:
             logger.warning("%s was not saved, and training continues (checkpoint.on_error=warn): %s", save.path, error)
         else:
-            logger.error("%s was not saved: %s", save.path, raised)
+            logger.info("%s was not saved: %s", save.path, raised)  # whoever waits or saves next gets the error
         outcome = "skipped" if self.policy.warn and is_stall(error) else "failed"
         report = replace(report, outcome=outcome, error=str(raised), lost_s=report.stall_s)
         self.add_report(report)

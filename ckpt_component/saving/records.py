@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..core.commit.names import Attempt
+from ..core.commit.protocol import Attempt
 from ..core.storage.storage import Storage
 from ..events import SaveReport
 from ..stagers.base import Snapshot, StatePlan

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from errno import EACCES, EFBIG, EISDIR, ELOOP, ENAMETOOLONG, ENOTDIR, EPERM, EROFS
 from typing import TypeVar
 
-from ..core.commit.names import Attempt, token_of_try
+from ..core.commit.names import token_of_try
+from ..core.commit.protocol import Attempt
 from ..core.coordination import Coordinator
 from ..errors import CheckpointError, CheckpointGivenUpError, CheckpointSaveError, CheckpointStallError, RanksError
 

@@ -12,7 +12,7 @@ import torch
 from ckpt_component import build_checkpointer, build_manager
 from ckpt_component.core.storage.open_files import OpenFiles
 
-GOLDEN = Path(__file__).parents[1] / "readers" / "golden"
+GOLDEN = Path(__file__).parents[1] / "loading" / "golden"
 
 
 def test_values_differ_by_checksum_and_nothing_is_read(

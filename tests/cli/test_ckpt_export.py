@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from safetensors.torch import load_file, load_model
 
 from ckpt_component import build_checkpointer
 from ckpt_component.cli.app import main
-from ckpt_component.core.formats import Catalogue, Entry, Piece
+from ckpt_component.core.formats import Contents, Entry, StoredRange
 from ckpt_component.core.storage.locate import storage_at
 from ckpt_component.exporting import casting
 from ckpt_component.exporting.blocks import TensorBlocks
@@ -277,14 +278,12 @@ def test_parts_of_ranks_are_put_together_in_small_blocks(block: int, tmp_path: P
             place = tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))
             payload = whole[place].contiguous().view(-1).view(torch.uint8)
             item = b"before" + bytes(payload.tolist()) + b"after"
-            pieces.append(Piece("f", len(data), len(item), len(data) + 6, offsets, sizes, None, None))
+            pieces.append(StoredRange("f", len(data), len(item), len(data) + 6, offsets, sizes, None, None))
             data += item
         (tmp_path / "f").write_bytes(data)
-        entry = Entry("w", ("w",), "tensor", "int16", shape, 2 * whole.numel(), tuple(pieces))
-        catalogue = Catalogue(
-            str(tmp_path), storage_at(tmp_path), str(tmp_path), "dcp", 1, None, len(data), False, {"w": entry}
-        )
-        with TensorBlocks(catalogue, [entry], block) as blocks:
+        entry = Entry("w", ("w",), "int16", shape, 2 * whole.numel(), tuple(pieces))
+        index: Any = SimpleNamespace(storage=storage_at(tmp_path), folder=str(tmp_path), contents=Contents.of([entry]))
+        with TensorBlocks(index, [entry], block) as blocks:
             parts = [bytes(each) for each in blocks.of(entry)]
         assert max(map(len, parts)) <= block
         assert torch.frombuffer(bytearray(b"".join(parts)), dtype=torch.int16).equal(whole.view(-1))

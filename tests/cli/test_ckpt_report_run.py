@@ -47,6 +47,7 @@ def test_it_shows_phases_failures_and_what_training_kept(tmp_path: Path, capsys:
     assert row[1] == "committed" and row[2:4] == ["2.00", "GB"] and "100 ms" in " ".join(row)
     page = (tmp_path / "out" / "run.html").read_text()
     assert "training kept" in page and "data:image/png;base64," in page
+    assert '<th>step</th><th class="left">outcome</th>' in page and '<td>30</td><td class="left">committed</td>' in page
 
 
 @pytest.mark.usefixtures("without_picture")

@@ -97,6 +97,9 @@ def test_the_picture_shows_each_save_with_its_steps(tmp_path: Path) -> None:
     assert titles[0] == "save of step 20: training waits 10 ms; durable after 100 ms, 4 steps later"
     assert titles[2] == "save of step 60: failed after 70 ms; training waits 10 ms"
     assert [label.get_text() for label in figure.axes[0].get_yticklabels()][3:5] == ["rank 0 commit", "rank 1 training"]
+    [legend] = figure.legends
+    explained = [text.get_text() for text in legend.get_texts()]
+    assert "wait for the writer (queue)" in explained and "wait for memory" not in explained  # no save had to
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,9 @@ from cloud.proxy import Answer, CutAfter, CutBefore, CutBody, FaultProxy, Reques
 from cloud.server import Bucket
 
 from ckpt_component import build_checkpointer, build_manager
-from ckpt_component.core.formats import open_catalogue
+from ckpt_component.core.formats import open_index
 from ckpt_component.core.storage import bucket_store
+from ckpt_component.core.storage.locate import storage_at
 from ckpt_component.errors import CheckpointUnreadableError
 
 pytestmark = pytest.mark.slow
@@ -100,12 +101,12 @@ def test_resume_falls_back_past_a_damaged_checkpoint_and_keeps_it(
     ) as manager:
         target = {"w": torch.zeros(1000)}
         assert manager.restore(target) == 2 and target["w"][0] == 2
-    catalogue = open_catalogue(f"{root}/iter_0000003")
-    (piece,) = catalogue.entries["w"].pieces
-    path = f"{catalogue.folder}/{piece.file}"
-    data = bytearray(catalogue.storage.read(path, 1 << 20))
+    index = open_index(storage_at(root), f"{root}/iter_0000003")
+    (piece,) = index.contents.ranges_at(index.entries["w"].place)
+    path = f"{index.folder}/{piece.file}"
+    data = bytearray(index.storage.read(path, 1 << 20))
     data[piece.offset + piece.length // 2] ^= 1
-    catalogue.storage.write_over(path, bytes(data))
+    index.storage.write_over(path, bytes(data))
     with caplog.at_level(logging.ERROR), build_manager("sync", dir=root) as manager:
         target = {"w": torch.zeros(1000)}
         assert manager.restore(target) == 2 and target["w"][0] == 2
@@ -125,7 +126,7 @@ def test_stock_dcp_reads_it_through_fsspec(bucket: Bucket, tmp_path: Path) -> No
     from torch.distributed.checkpoint import _fsspec_filesystem as fsspec_dcp
 
     url = saved(f"{bucket.url}/iter_0000001")
-    folder = open_catalogue(url).folder
+    folder = open_index(storage_at(url), url).folder
     target = filled(0.0)
     storage = {"endpoint_url": bucket.server.endpoint, "key": "test", "secret": "not-a-secret"}
     dcp.load(target, storage_reader=fsspec_dcp.FsspecReader(folder, **storage), no_dist=True)

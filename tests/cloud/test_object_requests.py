@@ -15,10 +15,11 @@ from strides import first_of
 
 from ckpt_component import CheckpointError, CheckpointExistsError, CheckpointFencedError
 from ckpt_component.core.commit import commit
-from ckpt_component.core.commit.cleanup import discard, sweep
+from ckpt_component.core.commit.cleanup import Unfinished, discard
 from ckpt_component.core.commit.fencing import FencingToken
 from ckpt_component.core.commit.manifest import data_folder, read_manifest
-from ckpt_component.core.commit.names import MANIFEST, MEGATRON, OWNER, Attempt
+from ckpt_component.core.commit.names import MANIFEST, MEGATRON, OWNER
+from ckpt_component.core.commit.protocol import Attempt
 from ckpt_component.core.commit.scan import scan_steps
 from ckpt_component.core.storage import bucket as objects
 from ckpt_component.core.storage.locate import storage_at
@@ -50,7 +51,7 @@ FAULTS: dict[str, tuple[Callable[[], Fault], int | None, int]] = {
 def written(fs: Storage, root: str, step: int, owner: str = "") -> Attempt:
     """An attempt that lacks nothing but its commit, with one file in parts and one in a single put."""
     attempt = commit.new_attempt(fs, os.path.join(root, MEGATRON.folder(step)), new_token(), owner)
-    commit.begin(fs, attempt)
+    commit.begin(attempt)
     try:
         fd = fs.create(os.path.join(attempt.staging, "data"), len(DATA))
         try:
@@ -60,7 +61,7 @@ def written(fs: Storage, root: str, step: int, owner: str = "") -> Attempt:
         finally:
             fs.close(fd)
     except OSError:
-        commit.abandon(fs, attempt)
+        commit.abandon(attempt)
         raise
     return attempt
 
@@ -68,9 +69,9 @@ def written(fs: Storage, root: str, step: int, owner: str = "") -> Attempt:
 def publish(fs: Storage, attempt: Attempt) -> None:
     rank = {"rank": 0, "files": [{"name": "data", "size": len(DATA)}]}
     try:
-        commit.publish(fs, attempt, [rank], {".metadata": b"m"}, {"format": "x"}, 0.05)
+        commit.publish(attempt, [rank], {".metadata": b"m"}, {"format": "x"}, 0.05)
     except (CheckpointError, OSError):
-        commit.abandon(fs, attempt)
+        commit.abandon(attempt)
         raise
 
 
@@ -144,7 +145,7 @@ def test_every_request_of_a_commit_and_of_a_retirement(
         step = max(tokens, default=step)
         # The next run sweeps, and saves; nothing else stays.
         bucket.age()
-        sweep(healthy, root, MEGATRON)
+        Unfinished(healthy, root, MEGATRON).sweep()
         for old in tokens:
             if old != step:
                 discard(healthy, os.path.join(root, MEGATRON.folder(old)))

@@ -9,7 +9,7 @@ import pytest
 from omegaconf import DictConfig
 
 from ckpt_component import CheckpointConfigError, build_manager
-from ckpt_component.config import config_dir, resolve_config
+from ckpt_component.config import config_dir, override_hints, resolve_config
 
 SEARCHPATH = "hydra.searchpath=[pkg://ckpt_component.integrations.conf]"
 
@@ -64,6 +64,7 @@ def test_a_typo_below_it_is_refused_with_a_suggestion(
     lines = "defaults: [callbacks: ckpt, _self_]\nhydra: {searchpath: ['pkg://ckpt_component.integrations.conf']}\n"
     (tmp_path / "train.yaml").write_text(lines)
     with (
+        override_hints(),
         hydra.initialize_config_dir(str(tmp_path), **hydra_version),
         pytest.raises(CheckpointConfigError) as caught,
     ):

@@ -62,6 +62,13 @@ def function(): ...
     )
     (tmp_path / "my_app_needs.py").write_text("import a_library_that_is_not_there\n")
     (tmp_path / "my_app_broken.py").write_text("raise OSError('no licence')\n")
+    (tmp_path / "my_app_torn.py").write_text("import sys; sys.nothing\n")
+    lazy = "from ckpt_component.core._lazy import lazy\n__all__, __getattr__, __dir__ = lazy(__name__, {'.home': 'Stager'})\n"
+    (tmp_path / "my_app_lazy").mkdir()
+    (tmp_path / "my_app_lazy" / "__init__.py").write_text(lazy)
+    (tmp_path / "my_app_lazy" / "home.py").write_text(
+        "import sys\nif not hasattr(sys, 'my_app_whole'):\n    sys.nothing\nfrom my_app_parts import Open as Stager\n"
+    )
     monkeypatch.syspath_prepend(str(tmp_path))
     yield
     for name in [name for name in sys.modules if name.startswith("my_app_")]:
@@ -127,6 +134,18 @@ def test_deriving_from_the_base_is_enough() -> None:
             "checkpoint.stager._target_=my_app_broken.Stager cannot be imported: OSError: no licence",
         ),
         (
+            "my_app_torn.Stager",
+            {},
+            "checkpoint.stager._target_=my_app_torn.Stager cannot be imported: AttributeError: module 'sys' has no "
+            "attribute 'nothing'",
+        ),
+        (
+            "my_app_lazy.Stager",
+            {},
+            "checkpoint.stager._target_=my_app_lazy.Stager cannot be imported: ImportError: my_app_lazy.Stager cannot be "
+            "imported: module 'sys' has no attribute 'nothing'; if an import was interrupted before, restart Python",
+        ),
+        (
             "my_app_parts.Stagr",
             {},
             "checkpoint.stager._target_=my_app_parts.Stagr: my_app_parts has no Stagr. Did you mean Stager?",
@@ -171,6 +190,16 @@ def test_deriving_from_the_base_is_enough() -> None:
 )
 def test_what_cannot_be_built_is_told_in_words(target: str, settings: dict[str, Any], text: str) -> None:
     assert refused(target, **settings) == text
+
+
+def test_what_could_not_be_imported_once_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a notebook, whose import of a library is interrupted: the library may be whole the next time."""
+    with pytest.raises(ImportError, match="module 'sys' has no attribute 'nothing'; if an import was interrupted"):
+        from my_app_lazy import Stager  # type: ignore[import-not-found]
+    monkeypatch.setattr(sys, "my_app_whole", True, raising=False)
+    from my_app_lazy import Stager
+
+    assert build("my_app_lazy.Stager").rest == {} and Stager.__name__ == "Open"
 
 
 def test_the_cause_is_kept() -> None:

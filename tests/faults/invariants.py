@@ -68,6 +68,7 @@ def tidied(manager: CheckpointManager) -> CheckpointManager:
     task = manager._checkpointer.saver._last_task  # type: ignore[union-attr]
     if task is not None:
         task.result(60)
+    assert manager._restorer._folder.purge.wait(60)
     return manager
 
 

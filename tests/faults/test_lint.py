@@ -33,10 +33,8 @@ EXCEPTIONS = {
     "core/memory/scratch.py": "memory (memfd), no file",
     "core/storage/safe_open.py": "opens for reading",
     "core/storage/tree_removal.py": "opens folders, and deletes by FileStorage",
-    "core/processes/start.py": "lines to the processes of exports and uploads",
     "managing/stop_signals.py": "a line on stderr from a signal handler",
     "integrations/file_capture.py": "small files of a framework in a private temporary folder, read back at once",
-    "background/upload_process.py": "lines on stdout, to the process of the run",
     "compat/spawn.py": "tracebacks of a user's processes in a private temporary folder, as torch's spawn has it",
 }
 #: A room that no checkpoint of a user's passes through: the commands write result files, reports and recipes.

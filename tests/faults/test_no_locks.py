@@ -18,9 +18,10 @@ from strides import in_turn
 
 from ckpt_component import CheckpointManager, build_manager
 from ckpt_component.core.commit import commit, liveness
-from ckpt_component.core.commit.cleanup import living_attempts, sweep
+from ckpt_component.core.commit.cleanup import Unfinished
 from ckpt_component.core.commit.liveness import QUIET_SECONDS, AttemptLock
-from ckpt_component.core.commit.names import ALIVE_PREFIX, MEGATRON, Attempt
+from ckpt_component.core.commit.names import ALIVE_PREFIX, MEGATRON
+from ckpt_component.core.commit.protocol import Attempt
 from ckpt_component.core.processes import running as processes
 from ckpt_component.core.storage.files import FileStorage
 from ckpt_component.core.storage.locate import LOG, SPEC
@@ -46,7 +47,7 @@ def without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def begun(fs: FileStorage, root: Path, step: int) -> Attempt:
     attempt = commit.new_attempt(fs, str(root / MEGATRON.folder(step)), new_token())
-    commit.begin(fs, attempt)
+    commit.begin(attempt)
     fs.write_new(os.path.join(attempt.staging, "data"), b"1234")
     return attempt
 
@@ -145,10 +146,10 @@ def test_who_has_locks_sees_who_has_none(tmp_path: Path) -> None:
     age(str(tmp_path))
     (mark,) = marks(tmp_path)
     os.utime(mark)
-    assert living_attempts(FileStorage(), str(tmp_path), MEGATRON) == [os.path.basename(attempt.staging)]
-    assert sweep(FileStorage(), str(tmp_path), MEGATRON) == []
+    assert Unfinished(FileStorage(), str(tmp_path), MEGATRON).living() == [os.path.basename(attempt.staging)]
+    assert Unfinished(FileStorage(), str(tmp_path), MEGATRON).sweep() == []
     lock.close()
-    assert sweep(FileStorage(), str(tmp_path), MEGATRON) == [os.path.basename(attempt.staging)]
+    assert Unfinished(FileStorage(), str(tmp_path), MEGATRON).sweep() == [os.path.basename(attempt.staging)]
 
 
 def test_a_process_that_was_killed_here_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,18 +160,20 @@ def test_a_process_that_was_killed_here_is_not_waited_for(tmp_path: Path, monkey
     (mark,) = marks(tmp_path)
     ended = mark.with_name(mark.name.replace(f"-{os.getpid()}-", f"-{process.pid}-"))
     ended.touch()
-    assert living_attempts(NoLocks(), str(tmp_path), MEGATRON)  # another process works on it
+    assert Unfinished(NoLocks(), str(tmp_path), MEGATRON).living()  # another process works on it
     own.close()
     name = os.path.basename(attempt.staging)
     with monkeypatch.context() as elsewhere:  # in another container, or after a boot, it would not be seen
         elsewhere.setattr(processes, "_space", lambda: "0a1b2c3d")
-        assert living_attempts(NoLocks(), str(tmp_path), MEGATRON) == [name]
-    assert living_attempts(NoLocks(), str(tmp_path), MEGATRON) == []
-    assert sweep(NoLocks(), str(tmp_path), MEGATRON) == []  # the folder is young, and its mark stays with it
-    assert living_attempts(NoLocks(), str(tmp_path), MEGATRON) == []
+        assert Unfinished(NoLocks(), str(tmp_path), MEGATRON).living() == [name]
+    assert Unfinished(NoLocks(), str(tmp_path), MEGATRON).living() == []
+    assert (
+        Unfinished(NoLocks(), str(tmp_path), MEGATRON).sweep() == []
+    )  # the folder is young, and its mark stays with it
+    assert Unfinished(NoLocks(), str(tmp_path), MEGATRON).living() == []
     os.utime(attempt.staging, (1, 1))
     monkeypatch.setattr(liveness, "_YOUNG_SECONDS", 0.0)
-    assert sweep(NoLocks(), str(tmp_path), MEGATRON) == [name, ended.name]
+    assert Unfinished(NoLocks(), str(tmp_path), MEGATRON).sweep() == [name, ended.name]
     assert not marks(tmp_path)
 
 
@@ -197,8 +200,8 @@ def test_the_clock_is_that_of_the_file_system(ahead: float, tmp_path: Path, monk
     os.utime(alive.staging, (past, past))  # and `data` in it is new
     now = time.time
     monkeypatch.setattr(time, "time", lambda: now() + ahead)
-    assert living_attempts(NoLocks(), str(tmp_path), MEGATRON) == [os.path.basename(alive.staging)]
-    assert sweep(NoLocks(), str(tmp_path), MEGATRON) == [os.path.basename(dead.staging)]
+    assert Unfinished(NoLocks(), str(tmp_path), MEGATRON).living() == [os.path.basename(alive.staging)]
+    assert Unfinished(NoLocks(), str(tmp_path), MEGATRON).sweep() == [os.path.basename(dead.staging)]
     assert os.listdir(tmp_path) == [os.path.basename(alive.staging)]
 
 
@@ -208,10 +211,10 @@ def test_a_folder_that_is_committed_while_it_is_looked_at_is_no_error(tmp_path: 
             os.rename(path, tmp_path / "iter_0000007")
             return super().open_folder(path)
 
-    for look in (living_attempts, sweep):
+    for look in (Unfinished.living, Unfinished.sweep):
         attempt = begun(FileStorage(), tmp_path, 7)
         age(str(tmp_path))
-        assert look(Committed(), str(tmp_path), MEGATRON) == []
+        assert look(Unfinished(Committed(), str(tmp_path), MEGATRON)) == []
         os.unlink(tmp_path / "iter_0000007" / "data")
         os.rmdir(tmp_path / "iter_0000007")
         assert not os.path.exists(attempt.staging)

@@ -29,11 +29,12 @@ from ckpt_component import (
     build_manager,
 )
 from ckpt_component.core.commit import commit
-from ckpt_component.core.commit.cleanup import discard, living_attempts, quarantine, sweep
+from ckpt_component.core.commit.cleanup import Unfinished, discard, quarantine
 from ckpt_component.core.commit.fencing import FencingToken
 from ckpt_component.core.commit.liveness import AttemptLock
 from ckpt_component.core.commit.manifest import check_files, data_folder, read_manifest
-from ckpt_component.core.commit.names import MANIFEST, MEGATRON, QUARANTINED, Attempt
+from ckpt_component.core.commit.names import MANIFEST, MEGATRON, QUARANTINED
+from ckpt_component.core.commit.protocol import Attempt
 from ckpt_component.core.commit.scan import committed_steps, scan_steps
 from ckpt_component.core.storage import locate
 from ckpt_component.core.storage.files import FileStorage
@@ -64,14 +65,14 @@ def root(tmp_path: Path) -> Path:
 def written(fs: FileStorage, root: Path, step: int, owner: str = "") -> Attempt:
     """An attempt that lacks nothing but its commit."""
     attempt = commit.new_attempt(fs, str(root / MEGATRON.folder(step)), new_token(), owner)
-    commit.begin(fs, attempt)
+    commit.begin(attempt)
     fs.write_new(os.path.join(attempt.staging, "data"), b"1234")
     return attempt
 
 
 def committed(fs: FileStorage, root: Path, step: int) -> Attempt:
     attempt = written(fs, root, step)
-    commit.publish(fs, attempt, [RANK], {".metadata": b"m"}, {"format": "x"})
+    commit.publish(attempt, [RANK], {".metadata": b"m"}, {"format": "x"})
     return attempt
 
 
@@ -133,10 +134,10 @@ def test_a_put_that_was_done_and_not_answered_is_a_commit(unreadable: int, root:
     store = ObjectStore(uploads, puts=["lost"])
     attempt = written(store, root, 1)
     store.unreadable = unreadable
-    commit.publish(store, attempt, [RANK], {}, {}, 5.0)
+    commit.publish(attempt, [RANK], {}, {}, 5.0)
     assert committed_steps(store, str(root), MEGATRON) == [1]
     assert at_of(Path(attempt.target)).name == attempt.token
-    commit.abandon(store, attempt)  # what fails after the commit, on another rank, takes nothing away
+    commit.abandon(attempt)  # what fails after the commit, on another rank, takes nothing away
     assert committed_steps(store, str(root), MEGATRON) == [1]
 
 
@@ -155,9 +156,9 @@ def test_a_put_that_was_not_done_leaves_nothing(outcome: str, root: Path, upload
     store = ObjectStore(uploads, puts=[outcome])
     attempt = written(store, root, 1)
     with pytest.raises(OSError, match="Input/output error"):
-        commit.publish(store, attempt, [RANK], {}, {})
+        commit.publish(attempt, [RANK], {}, {})
     assert committed_steps(store, str(root), MEGATRON) == []
-    commit.abandon(store, attempt)
+    commit.abandon(attempt)
     assert os.listdir(root) == []
     committed(store, root, 1)
 
@@ -170,13 +171,13 @@ def test_an_outcome_that_cannot_be_seen_is_said_and_the_disk_decides_later(
     attempt = written(store, root, 1)
     store.unreadable = 1000
     with pytest.raises(CheckpointSaveError, match="Could not find out whether .* was committed.*next start decides"):
-        commit.publish(store, attempt, [RANK], {}, {}, 0.2)
-    commit.abandon(store, attempt)
+        commit.publish(attempt, [RANK], {}, {}, 0.2)
+    commit.abandon(attempt)
     assert os.path.isfile(os.path.join(attempt.staging, "data"))  # it may be a checkpoint's
     store.unreadable = 0
     age(Path(attempt.staging))
     age(Path(attempt.target))
-    sweep(store, str(root), MEGATRON)
+    Unfinished(store, str(root), MEGATRON).sweep()
     assert committed_steps(store, str(root), MEGATRON) == found
     assert os.listdir(root) == [MEGATRON.folder(step) for step in found]
 
@@ -191,8 +192,8 @@ def test_a_folder_that_cannot_be_synced_after_the_put_is_taken_back(root: Path) 
     fs = Failing(atomic_rename=False)
     attempt = written(fs, root, 1)
     with pytest.raises(OSError, match="Input/output error"):
-        commit.publish(fs, attempt, [RANK], {}, {})
-    commit.abandon(fs, attempt)
+        commit.publish(attempt, [RANK], {}, {})
+    commit.abandon(attempt)
     assert os.listdir(root) == []
 
 
@@ -207,12 +208,12 @@ def test_racing_attempts_commit_exactly_once(kind: str, root: Path, uploads: str
             attempt = commit.new_attempt(fs, str(root / MEGATRON.folder(step)), new_token())
             start.wait(30)
             try:
-                commit.begin(fs, attempt)
+                commit.begin(attempt)
                 fs.write_new(os.path.join(attempt.staging, "data"), b"1234")
-                commit.publish(fs, attempt, [RANK], {".metadata": b"m"}, {})
+                commit.publish(attempt, [RANK], {".metadata": b"m"}, {})
                 told.append(attempt.token)
             except CheckpointExistsError:
-                commit.abandon(fs, attempt)
+                commit.abandon(attempt)
                 told.append(None)
             except BaseException as error:
                 told.append(error)
@@ -231,16 +232,16 @@ def test_a_late_writer_of_an_abandoned_attempt_harms_nobody(root: Path, uploads:
     store = ObjectStore(uploads)
     old = written(store, root, 1)
     late = store.create(os.path.join(old.staging, "late"))
-    commit.abandon(store, old)
+    commit.abandon(old)
     assert os.listdir(root) == []
     new = committed(store, root, 1)
     store.close(late)  # its object appears where nobody looks any more
     with pytest.raises(CheckpointExistsError, match="taken by another save"):
-        commit.publish(store, old, [{"rank": 0, "files": []}], {}, {})
+        commit.publish(old, [{"rank": 0, "files": []}], {}, {})
     assert at_of(Path(new.target)).name == new.token
     assert committed_steps(store, str(root), MEGATRON) == [1]
     age(Path(old.staging))
-    assert sweep(store, str(root), MEGATRON) == [f"iter_0000001/{old.token}"]
+    assert Unfinished(store, str(root), MEGATRON).sweep() == [f"iter_0000001/{old.token}"]
     assert at_of(Path(new.target)).name == new.token
 
 
@@ -251,7 +252,7 @@ def test_a_run_that_lost_the_root_puts_nothing(root: Path, uploads: str) -> None
     attempt = written(store, root, 1, first.token)
     FencingToken(store, str(root)).acquire()
     with pytest.raises(CheckpointFencedError):
-        commit.publish(store, attempt, [RANK], {}, {})
+        commit.publish(attempt, [RANK], {}, {})
     assert committed_steps(store, str(root), MEGATRON) == []
 
 
@@ -291,8 +292,8 @@ def test_a_sweep_takes_dead_attempts_of_this_host_alone(root: Path, uploads: str
         age(path)
     os.utime(young.staging)
     try:
-        assert living_attempts(store, str(root), MEGATRON) == [f"iter_0000002/{alive.token}"]
-        gone = sweep(store, str(root), MEGATRON)
+        assert Unfinished(store, str(root), MEGATRON).living() == [f"iter_0000002/{alive.token}"]
+        gone = Unfinished(store, str(root), MEGATRON).sweep()
     finally:
         lock.close()
     assert set(gone) == {
@@ -307,7 +308,10 @@ def test_a_sweep_takes_dead_attempts_of_this_host_alone(root: Path, uploads: str
     assert scan.torn == scan.foreign == {}
     # A run that renames folders takes away the same, and leaves empty folders, which are anybody's, alone.
     age(Path(young.staging))
-    assert sweep(FileStorage(), str(root), MEGATRON) == [f"iter_0000002/{alive.token}", f"iter_0000003/{young.token}"]
+    assert Unfinished(FileStorage(), str(root), MEGATRON).sweep() == [
+        f"iter_0000002/{alive.token}",
+        f"iter_0000003/{young.token}",
+    ]
 
 
 def test_retirement_takes_the_manifest_first_and_leaves_other_attempts(root: Path, uploads: str) -> None:
@@ -353,7 +357,7 @@ def test_quarantine_keeps_the_data_and_frees_the_name(damage: str, renames: bool
     new = committed(store, root, 1)
     assert committed_steps(store, str(root), MEGATRON) == [1]
     age(where)
-    sweep(store, str(root), MEGATRON)
+    Unfinished(store, str(root), MEGATRON).sweep()
     assert discard(store, new.target)
     assert (where / QUARANTINED).exists()
 

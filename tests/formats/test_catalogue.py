@@ -23,14 +23,23 @@ from ckpt_component import (
     compose_checkpoint,
 )
 from ckpt_component.core.commit.manifest import decode_manifest, encode_manifest
-from ckpt_component.core.formats import Catalogue, open_catalogue
-from ckpt_component.core.formats.own import entries_of
+from ckpt_component.core.formats import Index, StoredRange, open_index
+from ckpt_component.core.formats.contents import contents_of
 from ckpt_component.core.formats.rank_index import RankIndex, item_columns
 from ckpt_component.core.formats.torch_archive import STORAGE_DTYPES
 from ckpt_component.core.state.dtypes import SAFETENSORS, WIDTHS
 from ckpt_component.core.state.flatten import flatten
 from ckpt_component.core.state.paths import key_of
 from ckpt_component.core.storage.checksum import find_checksum
+from ckpt_component.core.storage.locate import storage_at
+
+
+def opened(path: Path) -> Index:
+    return open_index(storage_at(path), path)
+
+
+def ranges_of(index: Index, key: str) -> tuple[StoredRange, ...]:
+    return index.contents.ranges_at(index.entries[key].place)
 
 
 def state() -> dict[str, Any]:
@@ -107,40 +116,39 @@ FORMS: dict[str, tuple[Callable[[Path], Path], int | None, bool]] = {
 def test_lists_what_a_load_returns(form: str, tmp_path: Path) -> None:
     save, step, verified = FORMS[form]
     path = save(tmp_path)
-    catalogue = open_catalogue(path)
+    index = opened(path)
     flat = flatten(build_checkpointer("sync").load(path))
     loaded = {key_of(place): (place, tensor) for place, tensor in zip(flat.tensor_paths, flat.tensors, strict=True)}
-    tensors = {key: entry for key, entry in catalogue.entries.items() if entry.kind == "tensor"}
+    tensors = {key: entry for key, entry in index.entries.items() if entry.kind == "tensor"}
     assert tensors.keys() == loaded.keys()
     for key, entry in tensors.items():
         place, tensor = loaded[key]
         assert entry.path == place and entry.key == key
         assert f"torch.{entry.dtype}" == str(tensor.dtype) and entry.shape == tuple(tensor.shape)
         assert entry.nbytes == tensor.numel() * tensor.element_size()
-        (piece,) = entry.pieces
+        (piece,) = ranges_of(index, key)
         if piece.payload is not None:
-            data = (Path(catalogue.folder) / piece.file).read_bytes()[piece.payload : piece.payload + entry.nbytes]
+            data = (Path(index.folder) / piece.file).read_bytes()[piece.payload : piece.payload + entry.nbytes]
             assert data == bytes(tensor.contiguous().flatten().view(torch.uint8).tolist())
-    objects = {entry.path for entry in catalogue.entries.values() if entry.kind == "object"}
+    objects = {entry.path for entry in index.entries.values() if entry.kind == "object"}
     assert objects == set(flat.object_paths)
-    assert (catalogue.format, catalogue.step, catalogue.verified) == (form, step, verified)
-    check_sums(catalogue)
+    assert (index.format, index.step, index.verified) == (form, step, verified)
+    check_sums(index)
 
 
-def check_sums(catalogue: Catalogue) -> None:
+def check_sums(index: Index) -> None:
     """Every piece with a checksum has that of its bytes in the file."""
-    for entry in catalogue.entries.values():
-        for piece in entry.pieces:
-            assert (piece.checksum is not None) == catalogue.verified
-            if piece.checksum_kind is not None:
-                data = (Path(catalogue.folder) / piece.file).read_bytes()[piece.offset : piece.offset + piece.length]
-                assert find_checksum(piece.checksum_kind).of(memoryview(data)) == piece.checksum
+    for piece in index.ranges():
+        assert (piece.checksum is not None) == index.verified
+        if piece.checksum_kind is not None:
+            data = (Path(index.folder) / piece.file).read_bytes()[piece.offset : piece.offset + piece.length]
+            assert find_checksum(piece.checksum_kind).of(memoryview(data)) == piece.checksum
 
 
 def test_tied_tensors_have_equal_pieces(tmp_path: Path) -> None:
     for form in ("dcp", "torch_save"):
-        entries = open_catalogue(FORMS[form][0](tmp_path / form)).entries
-        assert entries["model.weight"].pieces == entries["model.tied"].pieces
+        index = opened(FORMS[form][0](tmp_path / form))
+        assert ranges_of(index, "model.weight") == ranges_of(index, "model.tied")
 
 
 def test_files_of_another_program_are_listed_below_their_names(tmp_path: Path) -> None:
@@ -148,12 +156,12 @@ def test_files_of_another_program_are_listed_below_their_names(tmp_path: Path) -
     composed.writer = {"_target_": "ckpt_component.writers.FilesWriter", "workers": 2}
     content = {"model.safetensors": tensors_only()["model"], "optimizer.pt": state()["optimizer"], "config.json": b"{}"}
     build_checkpointer(composed).save(content, tmp_path / "checkpoint-3")
-    catalogue = open_catalogue(tmp_path / "checkpoint-3")
-    assert catalogue.format == "files"
-    assert catalogue.entries["model.safetensors.weight"].path == ("model.safetensors", "weight")
-    assert catalogue.entries["optimizer.pt.state.0.step"].dtype == "float32"
-    assert catalogue.entries["config.json"].nbytes == 2
-    check_sums(catalogue)
+    index = opened(tmp_path / "checkpoint-3")
+    assert index.format == "files"
+    assert index.entries["model.safetensors.weight"].path == ("model.safetensors", "weight")
+    assert index.entries["optimizer.pt.state.0.step"].dtype == "float32"
+    assert index.entries["config.json"].nbytes == 2
+    check_sums(index)
 
 
 def test_the_tables_of_dtypes_are_those_of_torch() -> None:
@@ -169,27 +177,28 @@ def test_needs_no_torch(tmp_path: Path) -> None:
         (tmp_path / form).mkdir()
         paths.append(str(save(tmp_path / form)))
     code = (
-        "import sys\nfrom ckpt_component.core.formats import open_catalogue\n"
-        "for path in sys.argv[1:]: assert open_catalogue(path).entries\nassert 'torch' not in sys.modules"
+        "import sys\nfrom ckpt_component.core.formats import open_index\n"
+        "from ckpt_component.core.storage.locate import storage_at\n"
+        "for path in sys.argv[1:]: assert open_index(storage_at(path), path).entries\nassert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code, *paths], check=True, timeout=60)
 
 
 def test_says_what_is_wrong(tmp_path: Path) -> None:
     with pytest.raises(CheckpointNotFoundError, match="no checkpoint at"):
-        open_catalogue(tmp_path / "none")
+        opened(tmp_path / "none")
     with pytest.raises(CheckpointNotFoundError, match="holds no checkpoint"):
-        open_catalogue(tmp_path)
+        opened(tmp_path)
     torch.save([1, 2], tmp_path / "list.pt")
     with pytest.raises(CheckpointLoadError, match="holds a list, not a state dict"):
-        open_catalogue(tmp_path / "list.pt")
+        opened(tmp_path / "list.pt").entries  # noqa: B018
     torch.save({"a": torch.ones(2)}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
     with pytest.raises(CheckpointLoadError, match="not a zip archive"):
-        open_catalogue(tmp_path / "old.pt")
+        opened(tmp_path / "old.pt").entries  # noqa: B018
     path = of_writer("dcp", state)(tmp_path)
     (path / "integrity-0.json").write_bytes(b"{}")
     with pytest.raises(CheckpointCorruptError, match=r"integrity-0\.json"):
-        open_catalogue(path)
+        opened(path).entries  # noqa: B018
 
 
 def of_rank(rank: int, offsets: tuple[int, int], shape: tuple[int, int], whole: tuple[int, int] = (4, 3)) -> RankIndex:
@@ -200,9 +209,9 @@ def of_rank(rank: int, offsets: tuple[int, int], shape: tuple[int, int], whole: 
 
 
 def test_parts_of_several_ranks_make_up_a_tensor() -> None:
-    entry = entries_of("x", [of_rank(0, (0, 0), (1, 3)), of_rank(1, (1, 0), (3, 3))])["w"]
+    entry = contents_of("x", [of_rank(0, (0, 0), (1, 3)), of_rank(1, (1, 0), (3, 3))]).tensors["w"]
     assert (entry.shape, entry.nbytes) == ((4, 3), 48)
-    places = [(piece.file, piece.offsets, piece.shape, piece.checksum) for piece in entry.pieces]
+    places = [(piece.file, piece.offsets, piece.shape, piece.checksum) for piece in entry.place]
     assert places == [("__0_0.distcp", (0, 0), (1, 3), 0), ("__1_0.distcp", (1, 0), (3, 3), 1)]
 
 
@@ -216,7 +225,7 @@ def test_parts_of_several_ranks_make_up_a_tensor() -> None:
 )
 def test_parts_that_contradict_each_other(second: RankIndex, text: str) -> None:
     with pytest.raises(CheckpointCorruptError, match=text):
-        entries_of("x", [of_rank(0, (0, 0), (1, 3)), second])
+        contents_of("x", [of_rank(0, (0, 0), (1, 3)), second])
 
 
 def test_one_file_per_rank_is_listed_below_the_ranks(tmp_path: Path) -> None:
@@ -232,24 +241,24 @@ def test_one_file_per_rank_is_listed_below_the_ranks(tmp_path: Path) -> None:
             crc = {"crc32": zlib.crc32((path / name).read_bytes())} if "crc32" in entry else {}
             manifest["files"].append({**entry, "name": name, **crc})
     (path / "manifest.json").write_bytes(encode_manifest(manifest))
-    entries = open_catalogue(path).entries
-    assert entries["rank_00001.model.weight"].path == ("rank_00001", "model", "weight")
-    assert entries["rank_00000.model.weight"].pieces[0].file == "checkpoint_0.pt"
+    index = opened(path)
+    assert index.entries["rank_00001.model.weight"].path == ("rank_00001", "model", "weight")
+    assert ranges_of(index, "rank_00000.model.weight")[0].file == "checkpoint_0.pt"
 
 
 def test_megatron_has_sharded_and_common_values(tmp_path: Path) -> None:
     path = stock_dcp(tmp_path)
     (path / "metadata.json").write_text("{}")
     torch.save({"args": {"lr": 0.1}, "iteration": 30}, path / "common.pt")
-    catalogue = open_catalogue(path)
-    assert (catalogue.format, catalogue.step, catalogue.world_size) == ("megatron", 30, 1)
-    assert catalogue.entries["model.weight"].kind == "tensor"
-    assert catalogue.entries["args.lr"].path == ("args", "lr")
+    index = opened(path)
+    assert (index.format, index.step, index.world_size) == ("megatron", 30, 1)
+    assert index.entries["model.weight"].kind == "tensor"
+    assert index.entries["args.lr"].path == ("args", "lr")
 
 
 def test_files_committed_by_manifest(tmp_path: Path) -> None:
     checkpointer = build_checkpointer("sync", overrides=["checkpoint.commit=manifest"])
     checkpointer.save(state(), tmp_path / "iter_0000001")
-    catalogue = open_catalogue(tmp_path / "iter_0000001")
-    assert Path(catalogue.folder).parent == tmp_path / "iter_0000001"
-    check_sums(catalogue)
+    index = opened(tmp_path / "iter_0000001")
+    assert Path(index.folder).parent == tmp_path / "iter_0000001"
+    check_sums(index)

@@ -13,9 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from ckpt_component.core.image import arena as arena_of_images
 from ckpt_component.core.image.arena import Arena
-from ckpt_component.core.memory import huge_pages, libc, scratch
+from ckpt_component.core.memory import huge_pages, libc
 from ckpt_component.core.memory.huge_pages import HUGE_PAGE, address_of, make_huge, map_shared
 from ckpt_component.core.memory.scratch import ScratchBlock
 
@@ -166,7 +165,7 @@ def test_without_huge_pages_an_arena_has_small_ones_and_says_so(
         return code if refuses else 0
 
     monkeypatch.setattr(huge_pages, "advise", advise)
-    caplog.set_level(logging.INFO, logger=arena_of_images.__name__)
+    caplog.set_level(logging.INFO, logger="ckpt_component")
     arena = Arena(SIZE, shared=True)
     try:
         arena.memory[:] = DATA
@@ -182,7 +181,7 @@ def test_without_huge_pages_a_block_has_small_ones_and_says_so(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(huge_pages, "advise", lambda *_: errno.EINVAL)
-    caplog.set_level(logging.DEBUG, logger=scratch.__name__)
+    caplog.set_level(logging.DEBUG, logger="ckpt_component")
     block = ScratchBlock(huge=True)
     block.view[HUGE_PAGE - 8] = 7
     target = torch.zeros(8, dtype=torch.uint8)

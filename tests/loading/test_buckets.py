@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 
 from ckpt_component import build_checkpointer
 from ckpt_component.core.commit.run_record import stored_metrics
-from ckpt_component.core.formats import open_catalogue
+from ckpt_component.core.formats import open_index
 from ckpt_component.core.storage import bucket_set as object_set
 from ckpt_component.core.storage import bucket_store
 from ckpt_component.core.storage.bucket import ObjectStorage
@@ -85,9 +85,9 @@ def test_our_own(writer: str, commit: str, tmp_path: Path, put: Put) -> None:
     check(reader.read(url)[0])
     check(reader.read(url, zeros())[0])
     assert reader.verify(url) and reader.last_read["verified"]
-    catalogue = open_catalogue(url)
-    assert (catalogue.path, catalogue.step, catalogue.verified) == (url, 1, True)
-    assert {"large", "lr", "small.layers.7"} <= catalogue.entries.keys()
+    index = open_index(storage_at(url), url)
+    assert (index.path, index.step, index.verified) == (url, 1, True)
+    assert {"large", "lr", "small.layers.7"} <= index.entries.keys()
     assert stored_metrics(url) == {}
 
 
@@ -114,8 +114,8 @@ def test_those_of_other_programs(tmp_path: Path, put: Put) -> None:
         target = {key: torch.zeros_like(value) for key, value in flat.items()}
         Reader().read(f"{root}/{name}", target)
         assert all(target[key].equal(value) for key, value in flat.items()), name
-        catalogue = open_catalogue(f"{root}/{name}")
-        assert catalogue.format == form and catalogue.entries.keys() == flat.keys()
+        index = open_index(storage_at(root), f"{root}/{name}")
+        assert index.format == form and index.entries.keys() == flat.keys()
 
 
 def test_what_is_not_there_or_damaged(fs: ObjectStorage, tmp_path: Path, put: Put) -> None:
@@ -124,9 +124,9 @@ def test_what_is_not_there_or_damaged(fs: ObjectStorage, tmp_path: Path, put: Pu
     with build_checkpointer("sync", ["checkpoint.commit=manifest"]) as checkpointer:
         checkpointer.save(state(), tmp_path / "one")
     url = f"{put(tmp_path)}/one"
-    catalogue = open_catalogue(url)
-    (piece,) = catalogue.entries["large"].pieces
-    path = f"{catalogue.folder}/{piece.file}"
+    index = open_index(storage_at(url), url)
+    (piece,) = index.contents.ranges_at(index.entries["large"].place)
+    path = f"{index.folder}/{piece.file}"
     data = bytearray(fs.read(path, 1 << 30))
     data[piece.offset + piece.length // 2] ^= 1
     fs.write_over(path, bytes(data))

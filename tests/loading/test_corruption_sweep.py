@@ -17,7 +17,8 @@ import torch.distributed.checkpoint as dcp
 from damage import damaged
 
 from ckpt_component import CheckpointCorruptError, CheckpointError, build_checkpointer
-from ckpt_component.core.formats import open_catalogue
+from ckpt_component.core.formats import open_index
+from ckpt_component.core.storage.locate import storage_at
 from ckpt_component.loading.coalesced import SMALL_BYTES
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -117,8 +118,9 @@ def test_a_flipped_bit_in_any_item_is_found(writer: str, into: str, tmp_path: Pa
         ours.save(state, tmp_path / "one")
         target = targets[into]
         ours.load(tmp_path / "one", target, allow_dtype_cast=True)
-        for key, entry in open_catalogue(tmp_path / "one").entries.items():
-            (piece,) = entry.pieces
+        index = open_index(storage_at(tmp_path), tmp_path / "one")
+        for key, entry in index.entries.items():
+            (piece,) = index.contents.ranges_at(entry.place)
             if piece.length == 0 or (target is not None and key.partition(".")[0] not in target):
                 continue
             path = tmp_path / "one" / piece.file
@@ -135,7 +137,8 @@ def test_an_object_is_verified_beyond_what_its_archive_checks(tmp_path: Path) ->
     """The archive has checksums of its own, but not of its headers and padding."""
     with build_checkpointer("sync") as ours:
         ours.save(state_of(1, objects=True), tmp_path / "one")
-        (piece,) = open_catalogue(tmp_path / "one").entries["rng"].pieces
+        index = open_index(storage_at(tmp_path), tmp_path / "one")
+        (piece,) = index.contents.ranges_at(index.entries["rng"].place)
         path = tmp_path / "one" / piece.file
         whole = path.read_bytes()
         for place in range(piece.offset, piece.offset + piece.length, 11):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +97,24 @@ def test_a_run_that_fails_exports_nothing(tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError):
         run(tmp_path, "format=hf", fails=True)
     assert not (tmp_path / "exports").exists()
+
+
+def test_a_run_that_fails_gives_up_the_export_that_is_under_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("CKPT_FAILPOINT", "write:process=export:nth=2:action=sleep:60")
+    monkeypatch.setenv("CKPT_FAILPOINT_LOG", str(tmp_path / "log"))
+    overrides = [f"checkpoint.{each}" for each in ("save.every_steps=1", "export.format=hf", "export.every_steps=1")]
+    with pytest.raises(ZeroDivisionError), build_manager("sync", overrides, dir=tmp_path / "run") as manager:
+        manager.save(1, {"w": torch.zeros(2)})
+        deadline = time.monotonic() + 20
+        while not (tmp_path / "log").exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        raise ZeroDivisionError
+    assert "was not exported, and the run continues: the run has ended before its end" in caplog.text
+    exports = tmp_path / "run" / "exports"
+    assert not exports.exists() or not os.listdir(exports)
 
 
 @pytest.mark.parametrize(

@@ -139,7 +139,7 @@ def test_what_a_dead_run_left_is_deleted_and_nothing_else(tmp_path: Path) -> Non
         new_attempt(FileStorage(), str(tmp_path / name), new_token()) for name in ("iter_0000001", "iter_0000002")
     )
     for attempt in (dead, alive):
-        begin(FileStorage(), attempt)
+        begin(attempt)
         os.utime(attempt.staging, (1, 1))
     held = AttemptLock(FileStorage(), alive)
     foreign = tmp_path / ".ckpt-tmp.iter_0000003.otherhost-1234"

@@ -8,6 +8,7 @@ import os
 import shutil
 import threading
 import warnings
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,8 @@ from ckpt_component.core.commit.cleanup import discard
 from ckpt_component.core.commit.commit import begin, new_attempt
 from ckpt_component.core.commit.liveness import AttemptLock
 from ckpt_component.core.commit.names import QUARANTINE_PREFIX
+from ckpt_component.core.storage.faults import LOG, SPEC
+from ckpt_component.core.storage.faults.operation_log import read_log
 from ckpt_component.core.storage.files import FileStorage
 from ckpt_component.core.storage.new_names import new_token
 
@@ -288,7 +291,7 @@ def test_only_dead_debris_of_this_host_goes(tmp_path: Path, caplog: pytest.LogCa
         new_attempt(FileStorage(), str(root / name), new_token()) for name in ("iter_0000003", "iter_0000004")
     )
     for attempt in (dead, alive):
-        begin(FileStorage(), attempt)
+        begin(attempt)
     held = AttemptLock(FileStorage(), alive)
     half_deleted = root / os.path.basename(dead.staging).replace(".ckpt-tmp.", ".ckpt-trash.").replace("03.", "05.")
     half_deleted.mkdir()
@@ -351,6 +354,19 @@ def test_keep_never_follows_a_link(tmp_path: Path) -> None:
             manager.save(step, {"weight": torch.full((1000,), float(step)), "step": step})
     assert manager.steps() == [3]
     assert restored(tmp_path / "theirs") == 1
+
+
+@pytest.mark.parametrize("commit", ["rename", "manifest"])
+def test_a_restore_reads_each_manifest_once(commit: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usual, root, log = (f"checkpoint.commit={commit}", "checkpoint.keep.last=null"), tmp_path / "run", tmp_path / "ops"
+    with manager_in(root, *usual) as manager:
+        for step in (1, 2, 3):
+            manager.save(step, {"weight": torch.full((1000,), float(step)), "step": step})
+    monkeypatch.setenv(LOG, str(log))
+    monkeypatch.setenv(SPEC, "read:path=manifest.json:action=sleep:0")
+    assert restored(root, *usual) == 3
+    read = Counter(entry.path for entry in read_log(f"{log}.fired"))
+    assert read == {str(root / f"iter_{step:07d}" / "manifest.json"): 1 for step in (1, 2, 3)}
 
 
 def test_the_log_says_it_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

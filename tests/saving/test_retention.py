@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import threading
+from collections import Counter
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,8 @@ import pytest
 import torch
 
 from ckpt_component import CheckpointManager, build_manager
+from ckpt_component.core.storage.faults import LOG, SPEC
+from ckpt_component.core.storage.faults.operation_log import read_log
 from ckpt_component.core.storage.files import FileStorage
 
 POINTER = "latest_checkpointed_iteration.txt"
@@ -81,7 +86,8 @@ def test_a_deletion_that_raises_is_logged_and_the_save_stays_committed(
     with manager_in(tmp_path) as manager:
         for step in (1, 2):
             assert manager.save(step, state_of(step))
-    assert "is committed, but a hook after the commit failed" in caplog.text and manager.steps() == [1, 2]
+    assert "step 2 is committed, but listing or deleting older checkpoints failed" in caplog.text
+    assert "ZeroDivisionError" in caplog.text and manager.steps() == [1, 2]
 
 
 def test_what_is_no_checkpoint_is_warned_about_once_in_a_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -111,6 +117,83 @@ def test_the_newest_are_kept_and_those_of_every_so_many_steps(
         for step in range(1, 7):
             manager.save(step, state_of(step))
     assert sorted(int(path.name.removeprefix("iter_")) for path in tmp_path.glob("iter_*")) == kept
+
+
+@pytest.mark.parametrize("damage", ["a_file_is_gone", "a_file_is_cut", "its_manifest_is_cut"])
+def test_one_that_is_damaged_meanwhile_is_not_counted_among_the_newest(damage: str, tmp_path: Path) -> None:
+    with manager_in(tmp_path, "checkpoint.keep.last=2") as manager:
+        for step in (1, 2, 3):
+            manager.save(step, state_of(step))
+        manager.wait()
+        file = tmp_path / "iter_0000003" / ("manifest.json" if damage == "its_manifest_is_cut" else "__0_0.distcp")
+        if damage == "a_file_is_gone":
+            file.unlink()
+        else:
+            os.truncate(file, 10)
+        manager.save(4, state_of(4))
+    assert manager.steps() == [2, 4]
+
+
+def test_a_save_that_finds_no_room_waits_for_the_deletions_after_the_last_one(
+    tmp_path: Path, held: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def free_bytes(fs: FileStorage, path: str) -> int:
+        if any(tmp_path.glob(".ckpt-trash.*")):
+            threading.Timer(0.1, held.set).start()
+            return 0
+        return 1 << 40
+
+    monkeypatch.setattr(FileStorage, "free_bytes", free_bytes)
+    with manager_in(tmp_path) as manager:
+        for step in (1, 2, 3):
+            manager.save(step, state_of(step))
+            manager.wait()
+    assert manager.steps() == [3] and [report.outcome for report in manager.reports] == ["committed"] * 3
+
+
+@pytest.fixture
+def looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Counter[str]]:
+    """How often a manifest was read, and a file of a step looked at, since the last call."""
+    log, seen = str(tmp_path / "ops"), [0]
+    monkeypatch.setenv(LOG, log)
+    monkeypatch.setenv(SPEC, "read:path=manifest.json:action=sleep:0;size:path=/iter_:action=sleep:0")
+
+    def count() -> Counter[str]:
+        entries = read_log(f"{log}.fired")[seen[0] :]
+        seen[0] += len(entries)
+        return Counter(entry.operation for entry in entries)
+
+    return count
+
+
+@pytest.mark.parametrize(
+    "keep",
+    [
+        ["checkpoint.keep.last=null"],
+        ["checkpoint.keep.last=2", "checkpoint.keep.every_steps=2"],
+        ["checkpoint.keep.last=2", "checkpoint.keep.every_steps=2", "checkpoint.keep.best.metric=loss"],
+    ],
+    ids=["all", "some_forever", "the_best"],
+)
+def test_what_a_save_looks_at_does_not_grow_with_what_is_kept(
+    keep: list[str], tmp_path: Path, looks: Callable[[], Counter[str]]
+) -> None:
+    root = tmp_path / "run"
+
+    def looked_at(steps: Iterable[int]) -> Counter[str]:
+        with manager_in(root, *keep) as manager:
+            manager.restore(state_of(0))
+            looks()
+            for step in steps:
+                manager.save(step, state_of(step), metrics={"loss": 1 / (step + 1)})
+        return looks()
+
+    few = looked_at(range(1, 9))
+    looked_at(range(9, 41))
+    many = looked_at(range(41, 49))
+    # A run looks once more at what it found when it began, and a deletion depends on.
+    assert many["read"] - few["read"] <= 4 and many["size"] <= few["size"] + 20, (few, many)
+    assert few["read"] == 8
 
 
 # --- what dead runs have left ---------------------------------------------------------------------------------------

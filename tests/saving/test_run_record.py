@@ -23,6 +23,7 @@ from ckpt_component import (
     CheckpointCorruptError,
     CheckpointManager,
     CheckpointNotFoundError,
+    MissingKeysError,
     build_checkpointer,
     build_manager,
     stored_config,
@@ -100,6 +101,24 @@ def test_reading_it_needs_no_torch(tmp_path: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert done.stdout.split() == [str(torch.__version__), "0.5"], done.stderr
+
+
+def test_of_another_programs_checkpoint_missing_keys_say_which(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = {"weight": torch.zeros(100), "bias": torch.zeros(1)}
+
+    def refusal(path: Path) -> str:
+        with build_checkpointer("sync") as checkpointer, pytest.raises(MissingKeysError, match="bias") as caught:
+            checkpointer.load(path, target, strict=True)
+        assert caught.value.keys == ["bias"]
+        return str(caught.value)
+
+    ours = saved(tmp_path / "ours")
+    monkeypatch.setattr("__main__.__spec__", None, raising=False)
+    monkeypatch.setattr("__main__.__file__", "/home/me/train.py", raising=False)
+    theirs = saved(tmp_path / "theirs")
+    monkeypatch.undo()
+    assert stored_config(theirs).script == "train.py"
+    assert refusal(theirs) == refusal(ours).replace("ours", "theirs") + " It was saved by another program, train.py."
 
 
 # --- what there is none of ------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from ckpt_component import (
     build_manager,
 )
 from ckpt_component.core.image.copy import CopyTasks
-from ckpt_component.managing import run_folder
+from ckpt_component.core.storage.files import FileStorage
 
 #: Far above `max_stall_s` in these tests, far below every other deadline.
 LONG = 20.0
@@ -111,7 +111,7 @@ def test_without_the_key_a_save_waits_as_long_as_the_phase_may_take(tmp_path: Pa
 def test_storage_that_does_not_answer_whether_the_path_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     answers = threading.Event()
     with manager_in(tmp_path) as manager:
-        monkeypatch.setattr(run_folder, "refuse_existing", lambda *_: answers.wait(60))
+        monkeypatch.setattr(FileStorage, "exists", lambda *_: not answers.wait(60))
         before = time.monotonic()
         with pytest.raises(CheckpointStallError, match="storage did not answer"):
             manager.save(1, state_of(1))

@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 
-import ckpt_component
 from ckpt_component import (
     CheckpointConfigError,
     CheckpointExistsError,
@@ -24,11 +23,11 @@ from ckpt_component import (
     build_manager,
 )
 from ckpt_component.background.upload_policy import UploadPolicy
-from ckpt_component.background.upload_process import CODE
 from ckpt_component.cli.app import main
 from ckpt_component.core.commit.names import MEGATRON, OWNER
 from ckpt_component.core.commit.retention import BestPolicy, RetentionPolicy
 from ckpt_component.core.commit.scan import Scan
+from ckpt_component.core.processes.start import start_in_background
 from ckpt_component.managing.manager import CheckpointManager
 
 
@@ -226,12 +225,11 @@ def test_the_process_ends_in_time_although_the_owner_cannot_be_read(tmp_path: Pa
     policy = UploadPolicy(
         str(tmp_path / "fast"), str(tmp_path / "slow"), MEGATRON, RetentionPolicy(last=1), finish_seconds=0.5
     )
-    package = str(Path(ckpt_component.__file__).parents[1])
-    done = subprocess.run(
-        [sys.executable, "-c", CODE, package],
-        input=json.dumps(asdict(policy)).encode() + b"\n",
-        capture_output=True,
-        timeout=60,
-        check=False,
-    )
-    assert b'"failed"' in done.stdout and done.returncode == 0
+    process = start_in_background("ckpt_component.background.upload_process", asdict(policy))
+    process.hang_up()
+    try:
+        messages = [*iter(lambda: process.receive(time.monotonic() + 60), None)]
+        assert process.wait(60) == 0
+    finally:
+        process.end(0)
+    assert any("failed" in header for header, _, _ in messages)

@@ -34,7 +34,7 @@ def until(condition: Callable[[], object]) -> None:
 
 
 def uploaders() -> list[psutil.Process]:
-    return [child for child in psutil.Process().children() if "uploading.process" in " ".join(child.cmdline())]
+    return [child for child in psutil.Process().children() if "upload_process" in " ".join(child.cmdline())]
 
 
 def begun(folder: Path) -> list[Path]:
@@ -77,10 +77,11 @@ def test_after_it_is_killed_the_next_save_starts_it_again(tmp_path: Path, caplog
 def test_an_error_of_the_process_itself_is_logged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("ckpt_component.background.uploads.CODE", "raise RuntimeError('broken')")
+    monkeypatch.setattr("ckpt_component.background.uploads._PROCESS", "ckpt_component.background.no_such_process")
     with manager_of(tmp_path) as manager:
         manager.save(1, STATE)
-    assert "the process of the uploads: RuntimeError: broken" in caplog.text and "ended with code 1" in caplog.text
+    assert "the process of the uploads: ModuleNotFoundError: No module named" in caplog.text
+    assert "ended with code 1" in caplog.text
 
 
 def test_a_run_that_has_ended_leaves_the_folder_to_the_next(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

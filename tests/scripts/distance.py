@@ -20,7 +20,7 @@ recording = False
 def note(frame: FrameType, event: str, _: object) -> None:
     """Called at each call of a Python function, on every thread."""
     if recording and event == "call":
-        before, found, path = frame.f_code.co_filename.rpartition(PACKAGE)
+        _, found, path = frame.f_code.co_filename.rpartition(PACKAGE)
         if found:
             visited.add((path, frame.f_code.co_name, frame.f_code.co_firstlineno))
 

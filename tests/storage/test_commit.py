@@ -10,7 +10,8 @@ import pytest
 
 from ckpt_component.core.commit import commit
 from ckpt_component.core.commit.manifest import check_files, decode_manifest, encode_manifest, read_manifest
-from ckpt_component.core.commit.names import MEGATRON, STEP, Attempt
+from ckpt_component.core.commit.names import MEGATRON, STEP
+from ckpt_component.core.commit.protocol import Attempt
 from ckpt_component.core.commit.scan import committed_steps
 from ckpt_component.core.storage.files import FileStorage
 from ckpt_component.core.storage.new_names import new_token
@@ -39,7 +40,7 @@ class Recording(FileStorage):
 
 def begun(fs: FileStorage, target: Path) -> Attempt:
     attempt = commit.new_attempt(fs, str(target), new_token())
-    commit.begin(fs, attempt)
+    commit.begin(attempt)
     return attempt
 
 
@@ -48,7 +49,7 @@ def test_everything_is_durable_before_the_name_appears_and_the_name_before_succe
     attempt = begun(fs, tmp_path / "root" / "iter_0000001")
     fs.write_new(os.path.join(attempt.staging, "data"), b"1234")
     rank = {"rank": 0, "files": [{"name": "data", "size": 4}]}
-    assert commit.publish(fs, attempt, [rank], {".metadata": b"m"}, {"format": "x"}) == 3
+    assert commit.publish(attempt, [rank], {".metadata": b"m"}, {"format": "x"}) == 3
     staging = os.path.basename(attempt.staging)
     at = fs.calls.index
     assert at("sync data") < at("sync .metadata") < at("sync manifest.json") < at(f"sync_folder {staging}")
@@ -71,7 +72,7 @@ def test_a_manifest_of_which_only_a_part_arrived_is_taken_back(tmp_path: Path) -
     attempt = begun(fs, tmp_path / "root" / "iter_0000001")
     fs.write_new(os.path.join(attempt.staging, "data"), b"1234")
     with pytest.raises(OSError, match="the link was cut"):
-        commit.publish(fs, attempt, [{"rank": 0, "files": [{"name": "data", "size": 4}]}], {}, {})
+        commit.publish(attempt, [{"rank": 0, "files": [{"name": "data", "size": 4}]}], {}, {})
     assert not os.path.exists(os.path.join(attempt.target, "manifest.json"))
     assert committed_steps(fs, str(tmp_path / "root"), MEGATRON) == []
 
@@ -81,8 +82,8 @@ def test_a_file_of_another_size_than_reported_is_not_committed(tmp_path: Path) -
     attempt = begun(fs, tmp_path / "one")
     fs.write_new(os.path.join(attempt.staging, "data"), b"123")
     with pytest.raises(CheckpointSaveError, match="3 bytes on disk and its writer reported 4"):
-        commit.publish(fs, attempt, [{"rank": 0, "files": [{"name": "data", "size": 4}]}], {}, {})
-    commit.abandon(fs, attempt)
+        commit.publish(attempt, [{"rank": 0, "files": [{"name": "data", "size": 4}]}], {}, {})
+    commit.abandon(attempt)
     assert os.listdir(tmp_path) == []
 
 
@@ -92,7 +93,7 @@ def test_a_name_that_was_taken_meanwhile_stays_as_it_is(tmp_path: Path) -> None:
     (tmp_path / "one").mkdir()
     (tmp_path / "one" / "theirs").write_text("kept")
     with pytest.raises(CheckpointExistsError, match="taken by another save"):
-        commit.publish(fs, attempt, [], {}, {})
+        commit.publish(attempt, [], {}, {})
     assert (tmp_path / "one" / "theirs").read_text() == "kept"
 
 

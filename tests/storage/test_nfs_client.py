@@ -66,16 +66,16 @@ def test_a_name_that_the_cache_does_not_know_is_taken_all_the_same(
 ) -> None:
     """Without `renameat2`, as on NFS, the check and the rename are two steps."""
     fs, target = FileStorage(), tmp_path / "one"
-    monkeypatch.setattr(files, "rename_by", lambda *_: False)
+    monkeypatch.setattr(files, "_rename_by", lambda *_: False)
     attempt = commit.new_attempt(fs, str(target), new_token())
-    commit.begin(fs, attempt)
+    commit.begin(attempt)
     exists: Callable[[str], bool] = os.path.lexists
     monkeypatch.setattr(os.path, "lexists", lambda path: path != str(target) and exists(path))
     target.mkdir()
     (target / "theirs").touch()
     monkeypatch.setattr(FileStorage, "is_real_folder", lambda *_: False)
     with pytest.raises(CheckpointExistsError, match="taken by another save"):
-        commit.publish(fs, attempt, [], {}, {})
+        commit.publish(attempt, [], {}, {})
     assert os.listdir(target) == ["theirs"]
 
 

@@ -40,10 +40,10 @@ def test_an_attempt_of_a_run_that_lost_the_root_commits_nothing(tmp_path: Path) 
     fs, first = FileStorage(), FencingToken(FileStorage(), str(tmp_path))
     first.acquire()
     attempt = commit.new_attempt(fs, str(tmp_path / "one"), new_token(), first.token)
-    commit.begin(fs, attempt)
+    commit.begin(attempt)
     FencingToken(fs, str(tmp_path)).acquire()
     with pytest.raises(CheckpointFencedError):
-        commit.publish(fs, attempt, [{"rank": 0, "files": []}], {}, {})
+        commit.publish(attempt, [{"rank": 0, "files": []}], {}, {})
     assert not (tmp_path / "one").exists()
 
 
@@ -99,7 +99,7 @@ def test_two_managers_that_save_at_once_end_with_one_owner(tmp_path: Path) -> No
 def test_what_a_run_left_that_died_in_an_overwrite_is_swept(tmp_path: Path) -> None:
     with build_manager("sync", dir=tmp_path) as manager:
         manager.save(1, {"weight": torch.ones(3)})
-    code = "from ckpt_component.core.commit.names import new_path; import sys; open(new_path(sys.argv[1]), 'w')"
+    code = "from ckpt_component.core.storage.new_names import new_path; import sys; open(new_path(sys.argv[1]), 'w')"
     subprocess.run([sys.executable, "-c", code, str(tmp_path / ".ckpt-owner.json")], timeout=60, check=True)
     (dead,) = tmp_path.glob(f"{NEW_PREFIX}*")
     old, young = (Path(new_path(str(tmp_path / ".ckpt-owner.json"))) for _ in range(2))

@@ -17,7 +17,8 @@ from ckpt_component.core.commit import commit
 from ckpt_component.core.commit.cleanup import quarantine
 from ckpt_component.core.commit.fencing import FencingToken
 from ckpt_component.core.commit.liveness import AttemptLock, is_locked
-from ckpt_component.core.commit.names import ALIVE_PREFIX, MEGATRON, Attempt, owned_token, trash_path
+from ckpt_component.core.commit.names import ALIVE_PREFIX, MEGATRON, owned_token, trash_path
+from ckpt_component.core.commit.protocol import Attempt
 from ckpt_component.core.storage import locate
 from ckpt_component.core.storage.files import FileStorage
 from ckpt_component.core.storage.new_names import new_token
@@ -46,7 +47,7 @@ def left_by(root: Path, step: int, mode: str, *, owned: bool = True) -> Attempt:
     fs = FileStorage(atomic_rename=mode == "rename")
     token = owned_token(new_token()) if owned else new_token()
     attempt = commit.new_attempt(fs, str(root / MEGATRON.folder(step)), token)
-    commit.begin(fs, attempt)
+    commit.begin(attempt)
     fs.write_new(os.path.join(attempt.staging, "data"), b"1234")
     age(Path(attempt.staging))
     return attempt

@@ -5,12 +5,13 @@ from __future__ import annotations
 import base64
 import html
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from ...errors import CheckpointConfigError
+from ...errors import CheckpointConfigError, printable
+from .text import Block
 
 #: Shown if the extra is not installed.
 NO_PICTURE = "no picture: pip install matplotlib"
@@ -62,16 +63,27 @@ def without_frame(axis: Any) -> None:
         axis.spines[side].set_visible(False)
 
 
-def write_page(base: Path, figure: Any, title: str, about: str, caption: str, blocks: Sequence[str]) -> list[Path]:
+_STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 100rem; padding: 0 1rem; color: #222 }
+.wide { overflow-x: auto } img { max-width: 100%; min-width: 44rem }
+table { border-collapse: collapse; font-size: 14px; font-variant-numeric: tabular-nums; margin: 1rem 0 }
+th, td { padding: 0.2rem 0.7rem; text-align: right; white-space: nowrap }
+th { border-bottom: 2px solid #bbb } td { border-bottom: 1px solid #e4e4e0 }
+tr:hover td { background: #f6f6f4 } .left { text-align: left }
+pre { overflow-x: auto; background: #f6f6f4; padding: 1rem; font-size: 12px }
+"""
+
+
+def write_page(base: Path, figure: Any, title: str, about: str, caption: str, blocks: Iterable[Block]) -> list[Path]:
     """Write the picture, and the page as HTML.
 
     Args:
-        base: Path of the files without `.png` and `.html`.
-        figure: The picture, which is embedded in the page.
-        title: Title of the page.
-        about: Text below the title.
-        caption: Caption of the picture.
-        blocks: Preformatted texts below the picture.
+        base: path of the files without `.png` and `.html`
+        figure: the picture, which is embedded in the page
+        title: title of the page
+        about: text below the title
+        caption: caption of the picture
+        blocks: lines and tables below the picture; a text of several lines is preformatted
 
     Returns:
         Both files.
@@ -79,21 +91,35 @@ def write_page(base: Path, figure: Any, title: str, about: str, caption: str, bl
     png, page = base.with_suffix(".png"), base.with_suffix(".html")
     figure.savefig(png, dpi=110)
     image = base64.b64encode(png.read_bytes()).decode()
-    title, about, caption = map(html.escape, (title, about, caption))
-    texts = "\n".join(f"<pre>{html.escape(block)}</pre>" for block in blocks)
+    title, about, caption = map(_escaped, (title, about, caption))
     page.write_text(
         f"""<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><title>{title}</title>
-<style>
-body {{ font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 100rem; padding: 0 1rem; color: #222 }}
-img {{ max-width: 100% }} pre {{ overflow-x: auto; background: #f6f6f4; padding: 1rem; font-size: 12px }}
-</style></head><body>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{title}</title><style>{_STYLE}</style></head><body>
 <h1>{title}</h1><p>{about}</p>
 <p>{caption}</p>
-<img alt="{caption}" src="data:image/png;base64,{image}">
-{texts}
-</body></html>
+<div class="wide"><img alt="{caption}" src="data:image/png;base64,{image}"></div>
+{"".join(map(_html, blocks))}</body></html>
 """,
         encoding="utf-8",
     )
     return [png, page]
+
+
+def _html(block: Block) -> str:
+    if isinstance(block, str):
+        tag = "pre" if "\n" in block else "div"
+        return f"<{tag}>{_escaped(block) or '&nbsp;'}</{tag}>\n"
+    head, *body = (_line(line, block.left) for line in block.lines)
+    rows = "".join(f"<tr>{line}</tr>\n" for line in body)
+    head = head.replace("<td", "<th").replace("</td", "</th")
+    return f'<div class="wide"><table>\n<thead><tr>{head}</tr></thead>\n<tbody>{rows}</tbody></table></div>\n'
+
+
+def _line(cells: Sequence[str], left: Sequence[int]) -> str:
+    sides = (' class="left"' if column in left else "" for column in range(len(cells)))
+    return "".join(f"<td{side}>{_escaped(cell)}</td>" for side, cell in zip(sides, cells, strict=True))
+
+
+def _escaped(text: str) -> str:
+    return html.escape("\n".join(map(printable, text.split("\n"))))

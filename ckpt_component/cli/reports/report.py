@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from .figures import FIGURES
 from .jobs import Row, differing, read_jobs, spans_of
 from .page import can_plot, new_figure, without_frame, write_page, write_report
 from .replaced import write_csv
-from .text import aligned
+from .text import Block, Table, lines_of
 
 #: The files are `sweep.csv`, `sweep.png` and `sweep.html`.
 _NAME = "sweep"
@@ -22,6 +21,8 @@ _CSV_COLUMNS = [
     *FIGURES,
     *("reason", "overrides"),
 ]
+#: Where lines of the text are wrapped.
+_WIDTH = 120
 _COLOURS = ("#1b6ca8", "#d08c60", "#5a8f5a", "#8d99ae")
 
 
@@ -70,35 +71,38 @@ def write_files(rows: Sequence[Row], folder: Path, out: Path) -> list[Path]:
     complete = [row for row in rows if _times(row) is not None]
     if complete and can_plot():
         caption = "Lower and further left is better; a colour for each workload."
-        files += write_page(base, _picture(complete), "Sweep", str(folder), caption, [table(rows)])
+        files += write_page(base, _picture(complete), "Sweep", str(folder), caption, _blocks(rows))
     return files
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Format the rows as a table with a block per workload, and a legend.
+    """The report as text: a table per workload, and a legend.
 
     Args:
-        rows: The rows, in the order in which to show them.
+        rows: the rows, in the order in which to show them
     """
+    return "\n".join(lines_of(_blocks(rows), _WIDTH))
+
+
+def _blocks(rows: Sequence[Row]) -> Iterator[Block]:
     pareto, differences = best(rows), differing(rows)
     figures = {key: figure for key, figure in FIGURES.items() if any(key in row.figures for row in rows)}
-    lines = [["", "job", *(figure.column for figure in figures.values()), "what differs", "outcome"]]
+    header = ["", "job", *(figure.column for figure in figures.values()), "what differs", "outcome"]
+    by_workload: dict[str, list[list[str]]] = {}
     for place, (row, words) in enumerate(zip(rows, differences, strict=True)):
         cells = [figure.text(row.figures[key]) if key in row.figures else "-" for key, figure in figures.items()]
         mark, name = "*" if place in pareto else "", f"{row.job} {row.name}".strip()
-        lines.append([mark, name, *cells, " ".join(words), row.outcome])
-    head, *body = aligned(lines, left=[0, 1, len(lines[0]) - 2, len(lines[0]) - 1])
-    text, workloads = list[str](), list(dict.fromkeys(row.workload for row in rows))
-    for workload in workloads:
-        if len(workloads) > 1:
-            text.append(f"{workload or 'as configured'}:")
-        text += [head, *(line for row, line in zip(rows, body, strict=True) if row.workload == workload), ""]
-    text.append(f"rows with figures: {sum(bool(row.figures) for row in rows)} of {len(rows)}, sorted by stall")
-    text += textwrap.wrap("; ".join(f"{figure.column}: {figure.meaning}" for figure in figures.values()), 120)
-    text.append("*: Pareto, no row of the same workload has both less stall and less durable time")
+        by_workload.setdefault(row.workload, []).append([mark, name, *cells, " ".join(words), row.outcome])
+    for workload, lines in by_workload.items():
+        if len(by_workload) > 1:
+            yield f"{workload or 'as configured'}:"
+        yield Table([header, *lines], left=[0, 1, len(header) - 2, len(header) - 1])
+        yield ""
+    yield f"rows with figures: {sum(bool(row.figures) for row in rows)} of {len(rows)}, sorted by stall"
+    yield "; ".join(f"{figure.column}: {figure.meaning}" for figure in figures.values())
+    yield "*: Pareto, no row of the same workload has both less stall and less durable time"
     for disk, jobs in shared_disks(spans_of(rows)).items():
-        text += textwrap.wrap(shared_text(disk, jobs), 120)
-    return "\n".join(text)
+        yield shared_text(disk, jobs)
 
 
 def best(rows: Sequence[Row]) -> set[int]:
@@ -124,10 +128,18 @@ def _picture(rows: Sequence[Row]) -> Any:
     figure = new_figure(9, 6)
     axis = figure.subplots()
     workloads = list(dict.fromkeys(row.workload for row in rows))
+    middle = max(row.figures["durable_s"] for row in rows) / 2
     for row in rows:
         place = row.figures["durable_s"], row.stall_s
-        axis.plot(*place, "o", color=_COLOURS[workloads.index(row.workload) % len(_COLOURS)])
-        axis.annotate(f" {row.job} {row.name}".rstrip(), place, fontsize=7)
+        # A point at zero lies on an axis, and the text of one at the right goes to the left, or both would be cut off.
+        axis.plot(*place, "o", color=_COLOURS[workloads.index(row.workload) % len(_COLOURS)], clip_on=False)
+        name, side = f"{row.job} {row.name}".rstrip(), "left" if place[0] < middle else "right"
+        offset = (5 if side == "left" else -5, 3)
+        axis.annotate(name, place, offset, textcoords="offset points", ha=side, fontsize=7)
+    for workload in workloads if len(workloads) > 1 else ():
+        colour = _COLOURS[workloads.index(workload) % len(_COLOURS)]
+        axis.plot([], [], "o", color=colour, label=workload or "as configured")
+        axis.legend(fontsize=7, frameon=False)
     axis.set_xlabel("durable, s", fontsize=8)
     axis.set_ylabel("stall, s", fontsize=8)
     axis.margins(0.15)

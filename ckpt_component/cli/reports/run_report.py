@@ -1,20 +1,18 @@
-"""The report of the runs of a folder: text, and with the extra `plot` a picture and a page."""
+"""The report of the runs of a folder: lines and tables, and with the extra `plot` a picture and a page."""
 
 from __future__ import annotations
 
-import textwrap
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ...core.storage.space import amount, rate
-from ...errors import printable
-from ..output import counted, width
+from ..output import counted
 from .page import can_plot, new_figure, write_page
 from .run_records import Run
 from .run_timeline import draw_saves, height
-from .text import aligned, duration
+from .text import Block, Table, duration
 
 #: Saves that the text shows, the last ones.
 _SHOWN = 15
@@ -38,41 +36,35 @@ _MEANING = (
 )
 
 
-def text(
+def blocks(
     folder: Path, figures: Sequence[Mapping[str, Any]], shown: int = -1, limit: int | None = _SHOWN
-) -> Iterator[str]:
-    """The lines of the report.
+) -> Iterator[Block]:
+    """The lines and tables of the report.
 
     Args:
-        folder: The folder of the checkpoints.
-        figures: The figures of its runs, the oldest first.
-        shown: Index of the run to describe.
-        limit: How many saves to show, the last ones; None: all.
+        folder: the folder of the checkpoints
+        figures: the figures of its runs, the oldest first
+        shown: index of the run to describe
+        limit: how many saves to show, the last ones; None: all
     """
-    for line in _about(folder, figures[shown]):
-        yield from _wrapped(line)
+    yield from _about(folder, figures[shown])
     saves = [save for run in figures for save in run["saves"]]
-    if len(figures) > 1:
-        yield ""
-        yield from _runs_table(figures)
-        number = range(1, len(figures) + 1)[shown]
-        yield f"above: run {number} of {len(figures)}; --run N shows another"
     yield ""
+    if len(figures) > 1:
+        yield _runs_table(figures)
+        yield f"above: run {range(1, len(figures) + 1)[shown]} of {len(figures)}; --run N shows another"
+        yield ""
     if not saves:
         yield "no saves yet"
         return
     listed = saves if limit is None else saves[-limit:]
-    yield from _saves_table(listed)
+    yield _saves_table(listed)
     if len(listed) < len(saves):
         yield f"the last {len(listed)} of {len(saves)} saves; --json has all"
-    yield from textwrap.wrap(_MEANING, width())
+    yield _MEANING
     for save in listed:
         if save["error"] is not None:
-            yield from _wrapped(f"step {save['step']} {save['outcome']}: {save['error']}")
-
-
-def _wrapped(line: str) -> list[str]:
-    return textwrap.wrap(printable(line), width(), subsequent_indent="  ")
+            yield f"step {save['step']} {save['outcome']}: {save['error']}"
 
 
 def _about(folder: Path, run: Mapping[str, Any]) -> Iterator[str]:
@@ -97,7 +89,7 @@ def _about(folder: Path, run: Mapping[str, Any]) -> Iterator[str]:
     yield from _uploads(run["uploads"])
     for load in run["loads"]:
         if load["error"] is not None:
-            yield from _wrapped(f"load of {load['path']} failed: {load['error']}")
+            yield f"load of {load['path']} failed: {load['error']}"
         else:
             verified = "verified" if load["verified"] else "not verified"
             yield f"loaded step {load['step']}: {amount(load['bytes'])} in {duration(load['seconds'])}, {verified}"
@@ -112,33 +104,27 @@ def _uploads(uploads: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         yield f"uploads: {len(done)}, {size} in {seconds}; the last: step {last['step']}, then {lag}"
     for each in failed[-_SHOWN:]:
         of_step = "" if each["step"] is None else f" of step {each['step']}"
-        yield from _wrapped(f"upload{of_step} failed: {each['error']}")
+        yield f"upload{of_step} failed: {each['error']}"
 
 
-def _saves_table(saves: Sequence[Mapping[str, Any]]) -> list[str]:
+def _saves_table(saves: Sequence[Mapping[str, Any]]) -> Table:
     lines = [["step", "outcome", "size", "rate", *_COLUMNS]]
     for save in saves:
         written = "-" if save["gbps"] is None else rate(save["gbps"] * 1e9)
         known = [[save[key] for key in keys if save[key] is not None] for keys in _COLUMNS.values()]
         times = [duration(sum(seconds)) if seconds else "-" for seconds in known]
         lines.append([str(save["step"]), save["outcome"], amount(save["bytes"]), written, *times])
-    text = aligned(lines, left=(1,))
-    for column in _SPARED:
-        if max(map(len, text)) > width():
-            place = lines[0].index(column)
-            lines = [line[:place] + line[place + 1 :] for line in lines]
-            text = aligned(lines, left=(1,))
-    return text
+    return Table(lines, left=(1,), spared=_SPARED)
 
 
-def _runs_table(figures: Sequence[Mapping[str, Any]]) -> list[str]:
+def _runs_table(figures: Sequence[Mapping[str, Any]]) -> Table:
     lines = [["run", "from", "ran for", "steps", "saves", "failed", "kept"]]
     for number, run in enumerate(figures, 1):
         steps = "-" if run["first_step"] is None else f"{run['first_step']} to {run['last_step']}"
         kept = "-" if run["kept"] is None else _percent(run["kept"])
         ran = duration(run["ended"] - run["began"])
         lines.append([str(number), _clock(run["began"]), ran, steps, str(run["committed"]), str(run["failed"]), kept])
-    return aligned(lines, left=())
+    return Table(lines, left=())
 
 
 def write_files(
@@ -147,21 +133,21 @@ def write_files(
     """Write the picture and the page of a run, if matplotlib is installed.
 
     Args:
-        runs: The runs of the folder.
-        folder: As for `text`.
-        figures: As for `text`.
-        shown: As for `text`.
-        out: Where to.
+        runs: the runs of the folder
+        folder: as for `blocks`
+        figures: as for `blocks`
+        shown: as for `blocks`
+        out: where to
 
     Raises:
-        OSError: A file cannot be written.
+        OSError: a file cannot be written
     """
     if not can_plot():
         return []
     figure = new_figure(11, height(runs[shown]))
     draw_saves(figure, runs[shown])
     caption = "The last saves, with what training did beside them."
-    return write_page(out / "run", figure, "Run", str(folder), caption, ["\n".join(text(folder, figures, shown, None))])
+    return write_page(out / "run", figure, "Run", str(folder), caption, blocks(folder, figures, shown, None))
 
 
 def _percent(share: float) -> str:

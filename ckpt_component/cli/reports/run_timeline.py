@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from ..output import counted
 from .page import without_frame
-from .run_records import Run, Save
+from .run_records import RankLog, Run, Save
 from .run_trace import TRACKS, slices_of
 from .text import duration
 
-#: Kind of a slice -> its colour.
-_COLOURS = {"step": "#d5dbe3", "wait": "#c0392b", "plan": "#e8b98f", "memory": "#b99ac9", "stage": "#d08c60"}
-_COLOURS |= {"write": "#1b6ca8", "sync": "#6aa5cf", "vote": "#a9cba4", "commit": "#5a8f5a"}
+#: Kind of a slice, in the order of a save -> its colour, of which phases have shades, and what it means.
+_KINDS = {
+    "step": ("#d5dbe3", "a training step"),
+    "wait": ("#c0392b", "training waits"),
+    "plan": ("#f0cfa8", "plan"),
+    "memory": ("#b99ac9", "wait for memory"),
+    "stage": ("#d08c60", "copy to memory (stage)"),
+    "queue": ("#e9dc9a", "wait for the writer (queue)"),
+    "write": ("#1b6ca8", "write"),
+    "sync": ("#6aa5cf", "sync to the disk"),
+    "vote": ("#a9cba4", "ranks agree (vote)"),
+    "commit": ("#5a8f5a", "becomes visible (commit)"),
+}
 _TRACKS = [track for track in TRACKS if track != "loads"]
 _MAX_RANKS, _LAST = 4, 3
 
@@ -34,24 +44,38 @@ def draw_saves(figure: Any, run: Run) -> None:
         return
     logs = [log for _, log in sorted(run.ranks.items())][:_MAX_RANKS]
     rows = [f"rank {log.rank} {track}" for log in logs for track in _TRACKS]
-    slices = [(f"rank {log.rank} {part.track}", part) for log in logs for part in slices_of(log)]
+    bars_of = [(f"rank {log.rank} {track}", *bar) for log in logs for track, *bar in _bars(log)]
+    occurring: set[str] = set()
     for axis, ranks in zip(axes, saves, strict=True):
         began, ended = min(save.time for save in ranks), max(save.end for save in ranks)
         margin = 0.12 * (ended - began)
-        bars: dict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
-        for row, part in slices:
-            if row in rows and part.end > began - margin and part.begin < ended + margin:
-                bars[row, part.kind].append((part.begin - began, part.end - part.begin))
-        for (row, kind), spans in bars.items():
-            place, gap = (rows.index(row) - 0.4, 0.8), 0.5 if len(spans) < 200 else 0.0
-            axis.broken_barh(spans, place, color=_COLOURS[kind], edgecolor="white", linewidth=gap)
+        spans: dict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
+        for row, kind, begin, end in bars_of:
+            if row in rows and end > began - margin and begin < ended + margin:
+                spans[row, kind].append((begin - began, end - begin))
+        for (row, kind), places in spans.items():
+            colour, _ = _KINDS[kind]
+            # Steps stand apart; a phase of a millisecond has an edge of its own colour, which shows it at any width.
+            edge = ("white" if len(places) < 200 else "none") if kind == "step" else colour
+            axis.broken_barh(places, (rows.index(row) - 0.4, 0.8), color=colour, edgecolor=edge, linewidth=0.5)
+            occurring.add(kind)
         axis.set_xlim(-margin, ended - began + margin)
         axis.set_ylim(len(rows) - 0.5, -0.5)
         axis.set_yticks(range(len(rows)), rows)
         axis.set_title(_title(run, ranks), loc="left", fontsize=9)
         without_frame(axis)
     axes[-1].set_xlabel("seconds since the save was called", fontsize=8)
-    _legend(figure)
+    _legend(figure, occurring)
+
+
+def _bars(log: RankLog) -> Iterator[tuple[str, str, float, float]]:
+    """Row, kind, begin and end of all that a rank did; a save in the queue waits in the row of the writer."""
+    for save in log.saves:  # first, so that what is written meanwhile lies over it
+        if "queue" in save.spans:
+            begin, end = save.spans["queue"]
+            yield "writer", "queue", save.time + begin, save.time + end
+    for part in slices_of(log):
+        yield part.track, part.kind, part.begin, part.end
 
 
 def _title(run: Run, ranks: Sequence[Save]) -> str:
@@ -63,9 +87,8 @@ def _title(run: Run, ranks: Sequence[Save]) -> str:
     return f"save of step {save.step}: training waits {waits}; durable after {seconds}, {counted(steps, 'step')} later"
 
 
-def _legend(figure: Any) -> None:
+def _legend(figure: Any, occurring: Collection[str]) -> None:
     from matplotlib.patches import Patch  # type: ignore[import-not-found,unused-ignore]
 
-    texts = {"step": "a training step", "wait": "training waits"}
-    handles = [Patch(color=colour, label=texts.get(kind, kind)) for kind, colour in _COLOURS.items()]
-    figure.legend(handles=handles, loc="outside upper center", ncols=len(handles), fontsize=7, frameon=False)
+    handles = [Patch(color=colour, label=text) for kind, (colour, text) in _KINDS.items() if kind in occurring]
+    figure.legend(handles=handles, loc="outside upper center", ncols=5, fontsize=7, frameon=False)

@@ -1,10 +1,55 @@
-"""Format text for the terminal."""
+"""What reports are made of, lines and tables, and their text for the terminal."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 from ...errors import printable
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of a report.
+
+    Attributes:
+        lines: cells, equally many in all lines; the first line is the header
+        left: indices of left-aligned columns; the others are right-aligned
+        spared: titles of columns that make way, in this order, where lines would be too long
+    """
+
+    lines: Sequence[Sequence[str]]
+    left: Sequence[int] = (0,)
+    spared: Sequence[str] = ()
+
+    def text(self, width: int) -> list[str]:
+        """Its lines, without some of the `spared` columns if they would be longer than `width`."""
+        lines = aligned(self.lines, self.left)
+        for column in self.spared if max(map(len, lines)) > width else ():
+            place = self.lines[0].index(column)
+            fewer = [[*line[:place], *line[place + 1 :]] for line in self.lines]
+            left = [index - (index > place) for index in self.left]
+            return Table(fewer, left, self.spared[self.spared.index(column) + 1 :]).text(width)
+        return lines
+
+
+#: What a report consists of: a line, empty between its parts, or a table.
+Block = str | Table
+
+
+def lines_of(blocks: Iterable[Block], width: int) -> Iterator[str]:
+    """The text of a report for the terminal.
+
+    Args:
+        blocks: its lines and tables
+        width: where lines are wrapped, in characters
+    """
+    for block in blocks:
+        if isinstance(block, Table):
+            yield from block.text(width)
+        else:
+            yield from textwrap.wrap(printable(block), width, subsequent_indent="  ") or [""]
 
 
 def aligned(lines: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> list[str]:

@@ -42,13 +42,8 @@ _TAKES_VALUE = {"checkpoint.keep": "last", "checkpoint.keep.best": "metric"}
 #: Keys of earlier releases -> why they were removed.
 _REMOVED = {"checkpoint.stager.device_buffer_bytes": "because the device buffer never ran on a GPU"}
 
-#: Keys and groups that this package adds to an app.
-OURS = ("checkpoint", "recipe", "callbacks.ckpt")
 
-
-def what_was_meant(
-    error: BaseException, overrides: Sequence[str], config_name: str | None = None, roots: Sequence[str] | None = None
-) -> str | None:
+def what_was_meant(error: BaseException, overrides: Sequence[str], config_name: str | None = None) -> str | None:
     """Explain in one line what is wrong with `overrides` that Hydra refused, and what to type instead.
 
     Call it while Hydra is initialized.
@@ -57,7 +52,6 @@ def what_was_meant(
         error: Hydra's error; overrides that it does not name are not its cause.
         overrides: The overrides as typed.
         config_name: The primary config, or None without one.
-        roots: Explain only overrides of these keys and groups; None: of all.
 
     Returns:
         The text, or None if there is no better one than Hydra's.
@@ -67,15 +61,14 @@ def what_was_meant(
         try:
             parsed.append(parse_override(typed))
         except CheckpointConfigError as failure:
-            split_words = torn_apart(overrides)
-            return split_words or str(failure) if _concerns(f"{typed} {split_words or ''}", roots) else None
-    plugin = _missing_plugin(f"{error} {error.__cause__ or ''}")
-    if plugin and (roots is None or any(override.key_or_group == "recipe" for override in parsed)):
+            return torn_apart(overrides) or str(failure)
+    hydra_text = f"{error} {error.__cause__ or ''}"
+    plugin = _missing_plugin(hydra_text)
+    if plugin:
         return plugin
     loader = GlobalHydra.instance().config_loader()
     groups = _LoaderGroups(loader)
     picks = [override for override in parsed if override.key_or_group in groups]
-    hydra_text = f"{error} {error.__cause__ or ''}"
     # Hydra explains its own keys well, and the app's config does not contain them.
     refused = [
         override
@@ -98,9 +91,7 @@ def what_was_meant(
                 text = unknown_group(override.key_or_group, _value_text(override), groups, keys)
             elif keys:
                 text = _several_values(override, hydra_text) or _unfit_value(override, keys, groups, hydra_text)
-        # The suggestion shows whether a misspelt key is one of ours.
-        hint = (text or "").partition("Did you mean ")[2]
-        if text and (_concerns(override.key_or_group, roots) or _concerns(hint.lstrip("+"), roots)):
+        if text:
             return text
     return None
 
@@ -200,10 +191,6 @@ class _LoaderGroups(dict[str, Sequence[str]]):
 
     def __getitem__(self, name: str) -> Sequence[str]:
         return self._loader.get_group_options(name)
-
-
-def _concerns(text: str, roots: Sequence[str] | None) -> bool:
-    return roots is None or bool(re.search(rf"(^|[\s+~])({'|'.join(map(re.escape, roots))})\b", text))
 
 
 def _missing_plugin(hydra_text: str) -> str | None:

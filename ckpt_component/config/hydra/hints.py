@@ -1,7 +1,7 @@
-"""Replace Hydra's texts for refused overrides by better ones, in every Hydra app.
+"""Replace Hydra's texts for refused overrides by better ones, in our commands and in apps that ask for it.
 
-Hydra has no hook for this, so its methods that compose a run or a job of a sweep are wrapped. The search-path plugin
-does so when an app starts. Errors without a known cause, or about other keys and groups than ours, stay unchanged.
+Hydra has no hook for this, so its methods that compose a run or a job of a sweep are wrapped while a `with` block runs.
+Errors without a known cause stay unchanged.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import logging
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from typing import Any
 
@@ -24,41 +24,40 @@ from omegaconf import DictConfig, OmegaConf
 from ..schema import Checkpoint
 from .composable import composable
 from .errors import CheckpointConfigError, HydraConfigError
-from .explain import OURS, added_twice, what_was_meant
+from .explain import added_twice, what_was_meant
 
 logger = logging.getLogger("ckpt_component")
 
-#: Explain overrides of these keys and groups; None: of all.
-_roots: ContextVar[Sequence[str] | None] = ContextVar("roots", default=OURS)
-#: Set while an explanation composes configs itself.
-_explaining: ContextVar[bool] = ContextVar("explaining", default=False)
+#: Extracts the name of the primary config and the overrides from the arguments of a method.
+TypedIn = Callable[[dict[str, Any]], tuple[str | None, list[str]]]
 
-
-def install() -> None:
-    """Wrap Hydra's methods so that their errors are explained; does nothing if they are wrapped."""
-    _wrap(Hydra, "compose_config", lambda bound: (bound["config_name"], bound["overrides"]))
-    if hasattr(ConfigLoaderImpl, "parse_overrides"):  # Hydra 1.4 reads what was typed before it composes
-        _wrap(ConfigLoaderImpl, "parse_overrides", lambda bound: (bound["config_name"], bound["overrides"]))
-    # The overrides of one job of a sweep.
-    _wrap(
+#: Hydra's methods that compose: a run, what was typed before it is composed (Hydra 1.4), and one job of a sweep.
+_COMPOSING: tuple[tuple[type, str, TypedIn], ...] = (
+    (Hydra, "compose_config", lambda bound: (bound["config_name"], bound["overrides"])),
+    (ConfigLoaderImpl, "parse_overrides", lambda bound: (bound["config_name"], bound["overrides"])),
+    (
         ConfigLoaderImpl,
         "load_sweep_config",
         lambda bound: (bound["master_config"].hydra.job.config_name, bound["sweep_overrides"]),
-    )
+    ),
+)
+
+#: Set while a method is explained: those that it calls, and what the explanation composes itself, are not.
+_explaining: ContextVar[bool] = ContextVar("explaining", default=False)
 
 
 @contextmanager
 def override_hints() -> Iterator[None]:
-    """Explain all overrides that Hydra refuses in the `with` block, not only those of `checkpoint`.
+    """Explain the overrides that Hydra refuses while the `with` block runs.
 
-    For your own app: `with override_hints(): main()`.
+    For your own app: `with override_hints(): main()`, or `@override_hints()` above `@hydra.main(...)`. Not thread-safe:
+    it changes methods of Hydra until the block ends.
     """
-    install()
-    token = _roots.set(None)
-    try:
+    with ExitStack() as wrapped:
+        for owner, name, typed_in in _COMPOSING:
+            if hasattr(owner, name):
+                wrapped.enter_context(_explained(owner, name, typed_in))
         yield
-    finally:
-        _roots.reset(token)
 
 
 @contextmanager
@@ -84,11 +83,10 @@ def _refuse_dashes(words: Sequence[str], roots: Sequence[str]) -> None:
             sys.exit(f"{word}: an override has no dashes. Did you mean {option[1]}={value}?")
 
 
-def _wrap(owner: type, name: str, typed_in: Callable[[dict[str, Any]], tuple[str | None, list[str]]]) -> None:
-    """Wrap a method of Hydra so that refused overrides are explained; `typed_in` extracts them from its arguments."""
+@contextmanager
+def _explained(owner: type, name: str, typed_in: TypedIn) -> Iterator[None]:
+    """Wrap a method of Hydra so that refused overrides are explained."""
     original: Callable[..., Any] = getattr(owner, name)
-    if hasattr(original, "__wrapped__"):
-        return
     signature = inspect.signature(original)
 
     @functools.wraps(original)
@@ -119,12 +117,16 @@ def _wrap(owner: type, name: str, typed_in: Callable[[dict[str, Any]], tuple[str
             config_name, overrides = typed_in(signature.bind(*positional, **keywords).arguments)
             if error is None:
                 return _added_silently(config, overrides, config_name)
-            return what_was_meant(error, overrides, config_name, _roots.get())
+            return what_was_meant(error, overrides, config_name)
         except Exception as failure:
             logger.warning("ckpt_component could not look for a better text than Hydra's: %r", failure)
             return None
 
     setattr(owner, name, explaining)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
 
 
 def _added_silently(config: Any, overrides: Sequence[str], config_name: str | None) -> str | None:

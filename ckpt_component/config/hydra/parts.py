@@ -73,14 +73,16 @@ def _located(where: str, target: str) -> Any:
     try:
         return locate(target)
     except Exception as error:  # a module may raise anything while it is imported
-        cause = error.__cause__ or error
+        # Hydra's own error has no name, and the cause says more.
+        cause = error if getattr(error, "name", None) else error.__cause__ or error
         raise HydraConfigError(_not_located(where, target, cause)) from cause
 
 
 def _not_located(where: str, target: str, cause: BaseException) -> str:
-    if not isinstance(cause, (ModuleNotFoundError, AttributeError)):
+    missing = str(getattr(cause, "name", None))
+    of_target = isinstance(cause, AttributeError) and missing in target.split(".")  # else a module's own failure
+    if not isinstance(cause, ModuleNotFoundError) and not of_target:
         return f"{where} cannot be imported: {type(cause).__name__}: {cause}"
-    missing = str(cause.name)
     if isinstance(cause, AttributeError):
         owner: Any = cause.obj
         name = missing
@@ -93,8 +95,6 @@ def _not_located(where: str, target: str, cause: BaseException) -> str:
     else:
         parent, _, name = missing.rpartition(".")
         owner = sys.modules[parent]
-    if name in dir(owner):  # a package lists what it imports on first use
-        return f"{where}: the import of {name} from {owner.__name__} was cut off; restart Python."
     guess = closest(name, dir(owner))
     hint = f" Did you mean {guess}?" if guess else ""
     return f"{where}: {owner.__name__} has no {name}.{hint}"

@@ -21,7 +21,7 @@ from ...errors import CheckpointSaveError, CheckpointTimeoutError
 from ..storage.storage import Storage
 from .fencing import check_owner
 from .manifest import VERSION, encode_manifest
-from .names import Attempt
+from .protocol import Attempt
 from .protocols import protocol_of
 from .visibility import wait_visible
 
@@ -42,14 +42,13 @@ def new_attempt(fs: Storage, target: str, token: str, owner: str = "", file: str
     return protocol_of(fs).attempt(target, token, owner, file)
 
 
-def begin(fs: Storage, attempt: Attempt) -> None:
+def begin(attempt: Attempt) -> None:
     """Durably create the folder of an attempt. Raises CheckpointExistsError when the target path is taken."""
-    refuse_existing(fs, attempt.target, attempt.file)
-    protocol_of(fs).begin(attempt)
+    attempt.protocol.refuse_taken(attempt.target, attempt.file)
+    attempt.protocol.begin(attempt)
 
 
 def publish(
-    fs: Storage,
     attempt: Attempt,
     ranks: Sequence[Mapping[str, Any]],
     sidecars: Mapping[str, bytes],
@@ -59,7 +58,6 @@ def publish(
     """Commit an attempt. When this returns, the checkpoint is complete and durable.
 
     Args:
-        fs: the file system.
         attempt: the attempt passed to `begin`.
         ranks: what each rank wrote: `{"rank", "files": [{"name", "size", ...}]}`, each file fsynced by its writer.
         sidecars: small files that only the coordinator writes, such as `.metadata`.
@@ -78,7 +76,7 @@ def publish(
         OSError: from the file system. Nothing is visible then, unless rolling back the last step failed too, which is
             logged as a warning.
     """
-    protocol, staging, files = protocol_of(fs), attempt.staging, list[dict[str, Any]]()
+    protocol, fs, staging, files = attempt.protocol, attempt.protocol.fs, attempt.staging, list[dict[str, Any]]()
     sizes = fs.sizes(staging, [entry["name"] for rank in ranks for entry in rank["files"]])
     for rank in ranks:
         for entry in rank["files"]:
@@ -116,17 +114,17 @@ def publish(
     return len(files) + 1
 
 
-def is_over(fs: Storage, attempt: Attempt) -> bool:
+def is_over(attempt: Attempt) -> bool:
     """Whether an attempt was already committed or abandoned. Raises CheckpointError when that cannot be read.
 
     Called after this rank has written its files.
     """
-    return not fs.is_folder(attempt.staging) or protocol_of(fs).is_committed(attempt)
+    return not attempt.protocol.fs.is_folder(attempt.staging) or attempt.protocol.is_committed(attempt)
 
 
-def abandon(fs: Storage, attempt: Attempt) -> None:
+def abandon(attempt: Attempt) -> None:
     """Remove the files of a failed attempt. Errors are only logged: the error of the save matters more."""
-    protocol_of(fs).abandon(attempt)
+    attempt.protocol.abandon(attempt)
 
 
 def _wait_for_size(fs: Storage, path: str, size: int, seconds: float) -> None:

@@ -1,6 +1,6 @@
 """Copy a checkpoint as a save writes it: into a staging folder, verified, and committed as a whole.
 
-A copy that is cut off leaves the same kind of debris as a save that is, which `cleanup.sweep` deletes.
+A copy that is cut off leaves the same kind of debris as a save that is, which `Unfinished.sweep` deletes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .commit import abandon, begin, new_attempt, publish
 from .fencing import FencingToken
 from .liveness import AttemptLock
 from .manifest import check_files, data_folder
-from .names import Attempt
+from .protocol import Attempt
 
 _MAX_THREADS = 4
 #: Bytes to copy between two reports of the progress, and before their writeback starts.
@@ -97,7 +97,7 @@ def copy_checkpoint(
         nbytes = sum(entry["size"] for entry in missing)
         refuse_without_room(storage, target, nbytes, 0)
         if lock is None:
-            begin(storage, attempt)
+            begin(attempt)
             lock = AttemptLock(storage, attempt)
         try:
             with progress(f"copying {os.path.basename(path)}", nbytes) as advance:
@@ -105,10 +105,10 @@ def copy_checkpoint(
                 _copy_files(source, folder, storage, attempt.staging, missing, advance, pace)
             before_commit(attempt.staging, kept)
             fields = {name: value for name, value in manifest.items() if name not in _OF_COMMIT}
-            publish(storage, attempt, [{"rank": 0, "files": files}], {}, fields)
+            publish(attempt, [{"rank": 0, "files": files}], {}, fields)
         except BaseException as error:
             if continued is None or not isinstance(error, OSError):
-                abandon(storage, attempt)
+                abandon(attempt)
             raise
     finally:
         if lock is not None:

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from ...errors import CheckpointFencedError, CheckpointSaveError
 from ..processes.running import ProcessName
 from ..storage.storage import Storage
-from .cleanup import leftovers, sweep
+from .cleanup import Unfinished
 from .names import MEGATRON, OWNER, StepNames
 
 logger = logging.getLogger("ckpt_component.storage")
@@ -131,7 +131,7 @@ class FencingToken:
             logger.warning("%s still names this run as the one that saves there: %s", self._root, error)
 
     def _take(self, predecessor: Owner | None) -> None:
-        self._fenced = leftovers(self._fs, self._root, self._steps)
+        self._fenced = self._unfinished().left_by_owners()
         generation = 1 if predecessor is None else predecessor.generation + 1
         this = ProcessName.current()
         claim = Owner(generation, self.token, this.host, this.pid, time.time(), this.space, this.started)
@@ -186,11 +186,14 @@ class FencingToken:
         owner = self.other()
         return None if owner is None or owner.is_of_this_process else owner
 
+    def _unfinished(self) -> Unfinished:
+        return Unfinished(self._fs, self._root, self._steps)
+
     def _clean_up(self) -> None:
         try:
-            for name in sweep(self._fs, self._root, self._steps, self._fenced):
+            for name in self._unfinished().sweep(self._fenced):
                 logger.info("deleted %s, which an earlier run left", os.path.join(self._root, name))
-            self._fenced &= leftovers(self._fs, self._root, self._steps)
+            self._fenced &= self._unfinished().left_by_owners()
         except OSError as error:
             logger.warning("could not search %s for what earlier runs left: %s", self._root, error)
 

@@ -19,7 +19,8 @@ from functools import cached_property
 from ..processes.running import ProcessName
 from ..storage.new_names import new_token
 from ..storage.storage import Storage
-from .names import ALIVE_PREFIX, TRIAL_PREFIX, Attempt
+from .names import ALIVE_PREFIX, TRIAL_PREFIX
+from .protocol import Attempt
 
 logger = logging.getLogger("ckpt_component.storage")
 

@@ -25,8 +25,8 @@ from ..storage.new_names import new_token
 from ..storage.storage import Storage
 from .liveness import LifeSigns
 from .manifest import MAX_BYTES, data_folder, read_manifest
-from .names import MANIFEST, QUARANTINED, TRIAL_PREFIX, Attempt, is_token
-from .protocol import CommitProtocol, remove_if_empty, taken
+from .names import MANIFEST, QUARANTINED, TRIAL_PREFIX, is_token
+from .protocol import Attempt, CommitProtocol, remove_if_empty, taken
 from .visibility import wait_visible
 
 logger = logging.getLogger("ckpt_component.storage")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ..storage.new_names import host_token, new_token
 
@@ -62,6 +62,11 @@ class StepNames:
             return None
         return int(name[len(self.prefix) :])
 
+    def step_of(self, name: str) -> int | None:
+        """The step whose folder has exactly this name, or None."""
+        step = self.step(name)
+        return None if step is None or self.folder(step) != name else step
+
 
 #: The names of Megatron-LM.
 MEGATRON = StepNames("iter_", 7, "latest_checkpointed_iteration.txt")
@@ -107,31 +112,6 @@ def is_token(name: object) -> bool:
 def is_token_of_this_host(token: str) -> bool:
     """Whether a process of this host made this token."""
     return is_token(token) and token.startswith(f"{host_token()}-")
-
-
-@dataclass(frozen=True)
-class Attempt:
-    """One attempt to save the checkpoint `target`.
-
-    It is plain data, which the writer process gets too; `CommitProtocol.attempt` makes it.
-
-    Attributes:
-        target: absolute path of the checkpoint.
-        token: identifies this attempt.
-        staging: the folder that collects the files; its path ends with the token.
-        owner: token of the run that must own the parent folder at the commit; empty: any run may commit there.
-        file: name of the file in the staging folder that becomes the target; empty: the whole folder does.
-    """
-
-    target: str
-    token: str
-    staging: str
-    owner: str = ""
-    file: str = ""
-
-    def again(self, token: str) -> Attempt:
-        """The next attempt to save the same checkpoint."""
-        return replace(self, token=token, staging=self.staging.removesuffix(self.token) + token)
 
 
 def token_of(name: str) -> str:

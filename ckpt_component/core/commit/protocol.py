@@ -10,11 +10,11 @@ import logging
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from ...errors import CheckpointError, CheckpointExistsError
 from ..storage.storage import Storage, not_here
-from .names import Attempt
 
 logger = logging.getLogger("ckpt_component.storage")
 
@@ -43,7 +43,7 @@ class CommitProtocol(ABC):
 
     def attempt(self, target: str, token: str, owner: str = "", file: str = "") -> Attempt:
         """A new attempt, which `begin` starts; arguments as for `Attempt`."""
-        return Attempt(target, token, self.staging(target, token), owner, file)
+        return Attempt(self, target, token, self.staging(target, token), owner, file)
 
     @abstractmethod
     def staging(self, target: str, token: str) -> str:
@@ -134,6 +134,35 @@ class CommitProtocol(ABC):
     def remove_unfinished(self, path: str) -> None:
         """Delete an unfinished folder of a dead process."""
         self.fs.remove_tree(path)
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One attempt to save the checkpoint `target`; `CommitProtocol.attempt` makes it.
+
+    Attributes:
+        protocol: how it is committed.
+        target: absolute path of the checkpoint.
+        token: identifies this attempt.
+        staging: the folder that collects the files; its path ends with the token.
+        owner: token of the run that must own the parent folder at the commit; empty: any run may commit there.
+        file: name of the file in the staging folder that becomes the target; empty: the whole folder does.
+    """
+
+    protocol: CommitProtocol = field(compare=False, repr=False)
+    target: str
+    token: str
+    staging: str
+    owner: str = ""
+    file: str = ""
+
+    def again(self, token: str) -> Attempt:
+        """The next attempt to save the same checkpoint."""
+        return replace(self, token=token, staging=self.staging.removesuffix(self.token) + token)
+
+    def to_plain(self) -> dict[str, str]:
+        """All but the protocol as JSON values, for `Attempt(protocol, **values)` in another process."""
+        return {name: value for name, value in vars(self).items() if name != "protocol"}
 
 
 def remove_if_empty(fs: Storage, folder: str) -> None:

@@ -11,8 +11,8 @@ import os
 
 from ...errors import CheckpointExistsError
 from ..storage.files import FileStorage
-from .names import MANIFEST, STAGING_PREFIX, Attempt, quarantine_path, staging_path, trash_path
-from .protocol import CommitProtocol, remove_if_empty, taken
+from .names import MANIFEST, STAGING_PREFIX, quarantine_path, staging_path, trash_path
+from .protocol import Attempt, CommitProtocol, remove_if_empty, taken
 
 logger = logging.getLogger("ckpt_component.storage")
 

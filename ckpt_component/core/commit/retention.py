@@ -21,6 +21,10 @@ class RetentionPolicy:
     last: int | None = 3
     every_steps: int | None = None
 
+    def newest(self, committed: Sequence[int]) -> list[int]:
+        """The steps that are kept because they are the newest; none if all are kept."""
+        return [] if self.last is None else sorted(committed)[-max(self.last, 1) :]
+
     def to_delete(self, committed: Sequence[int], best: Collection[int] = ()) -> list[int]:
         """Which of the committed steps to delete; never the newest.
 

@@ -8,14 +8,15 @@ from __future__ import annotations
 import json
 import math
 import os
+import sys
 import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from types import NoneType
 from typing import Any
 
-from ...errors import CheckpointCorruptError, CheckpointNotFoundError
-from ..storage.locate import absolute, storage_at
+from ...errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError
+from ..storage.locate import absolute, is_url, storage_at
 from ..storage.safe_open import read_failure
 from ..storage.storage import Storage
 from .manifest import data_folder, read_manifest
@@ -37,12 +38,15 @@ class StoredConfig:
             `config`, such as `${oc.env:HOME}`.
         versions: of `ckpt_component`, `torch` and `python`.
         commit: git commit that was checked out in the working folder; None: none, or it could not be read.
+        script: file name of the program, such as `train.py`, or the module of `python -m`; None: a notebook, or an
+            older release of this package.
     """
 
     config: dict[str, Any] = field(default_factory=dict)
     resolved: dict[str, Any] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
     commit: str | None = None
+    script: str | None = None
 
     def encode(self) -> bytes:
         """The content of the file."""
@@ -80,10 +84,31 @@ def stored_config(path: str | os.PathLike[str], fs: Storage | None = None) -> St
         config, resolved, versions = (content[name] for name in ("config", "resolved", "versions"))
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointCorruptError(f"{file} is not the record of a run ({error}).") from error
-    commit = content.get("commit")
-    if not all(isinstance(tree, dict) for tree in (config, resolved, versions)) or type(commit) not in (str, NoneType):
+    names = content.get("commit"), content.get("script")
+    texts = all(isinstance(name, (str, NoneType)) for name in names)
+    if not texts or not all(isinstance(tree, dict) for tree in (config, resolved, versions)):
         raise CheckpointCorruptError(f"{file} is not the record of a run: it has values of other types.")
-    return StoredConfig(config, resolved, versions, commit)
+    return StoredConfig(config, resolved, versions, *names)
+
+
+def running_script() -> str | None:
+    """The program of this process, as `StoredConfig.script` names it."""
+    main = sys.modules.get("__main__")
+    spec, file = getattr(main, "__spec__", None), getattr(main, "__file__", None)
+    if spec is not None:
+        return str(spec.name).removesuffix(".__main__")
+    return None if file is None else os.path.basename(file)
+
+
+def other_script(path: str) -> str | None:
+    """The program that saved a checkpoint, for the text of an error; None: that which runs here, or it is unknown."""
+    if is_url(path):
+        return None  # not worth a wait for a bucket
+    try:
+        script = stored_config(path).script
+    except (CheckpointError, OSError):  # no manager saved it; whether it can be read is not the question here
+        return None
+    return None if script == running_script() else script
 
 
 def stored_metrics(path: str | os.PathLike[str]) -> dict[str, float]:

@@ -61,14 +61,37 @@ class Scan:
         committed = dict.fromkeys(self.committed, "committed")
         return {**committed, **self.damaged, **self.torn, **self.unusable}
 
+    def steps(self) -> set[int]:
+        """All steps that were found."""
+        return {*self.committed, *(step for group in self._groups() for step in group)}
 
-def scan_steps(fs: Storage, root: str, names: StepNames) -> Scan:
-    """Examine every folder under `root` that is named like a step; reads manifests, no data."""
-    scan = Scan()
+    def forget(self, step: int) -> None:
+        """Remove a step."""
+        if step in self.committed:
+            self.committed.remove(step)
+        for group in self._groups():
+            group.pop(step, None)
+        self.metrics.pop(step, None)
+        self.manifests.pop(step, None)
+
+    def _groups(self) -> tuple[dict[int, str], ...]:
+        return self.damaged, self.torn, self.unfinished, self.unusable, self.foreign
+
+
+def scan_steps(fs: Storage, root: str, names: StepNames, known: Mapping[str, Mapping[str, Any]] | None = None) -> Scan:
+    """Examine every folder under a root that is named like a step; reads manifests, no data.
+
+    Args:
+        fs: the storage.
+        root: folder of the checkpoints.
+        names: how steps are named there.
+        known: manifests that were read a moment ago, by the name of the folder.
+    """
+    scan, known = Scan(), known or {}
     for name in fs.names(root):
-        step = names.step(name)
-        if step is not None and names.folder(step) == name:
-            _sort_in(fs, os.path.join(root, name), step, scan)
+        step = names.step_of(name)
+        if step is not None:
+            examine(fs, os.path.join(root, name), step, scan, known.get(name))
     scan.committed.sort()
     return scan
 
@@ -114,13 +137,23 @@ def warn_of_skipped(scan: Scan, warned: set[str]) -> None:
                 warned.add(why)
 
 
-def _sort_in(fs: Storage, folder: str, step: int, scan: Scan) -> None:
+def examine(fs: Storage, folder: str, step: int, scan: Scan, known: Mapping[str, Any] | None = None) -> None:
+    """Find out the condition of a step's folder, and add it to a scan.
+
+    Args:
+        fs: the storage.
+        folder: path of the folder.
+        step: the step.
+        scan: which is added to; its committed steps are not sorted.
+        known: the manifest, if it was read before and has not changed.
+    """
     if not fs.is_real_folder(folder):
-        # We never create links: deleting it later could delete its target.
-        scan.foreign[step] = f"{folder} is a link or not a folder"
+        if fs.exists(folder):  # else it was deleted concurrently
+            # We never create links: deleting it later could delete its target.
+            scan.foreign[step] = f"{folder} is a link or not a folder"
         return
     try:
-        manifest = read_manifest(fs, folder)
+        manifest = known or read_manifest(fs, folder)
         if manifest is None:
             _sort_in_without_manifest(fs, folder, step, scan)
             return
@@ -157,10 +190,12 @@ def _is_torn(names: Sequence[str]) -> bool:
 
 def committed_under_other_names(fs: Storage, root: str, names: StepNames) -> tuple[str, list[int]] | None:
     """Another naming with committed steps under this root: its value for `checkpoint.naming`, and the steps."""
+    entries = fs.names(root)
     for word, other in NAMINGS.items():
-        steps = [] if other == names else scan_steps(fs, root, other).committed
-        if steps:
-            return word, steps
+        if other != names and any(other.step_of(name) is not None for name in entries):
+            steps = scan_steps(fs, root, other).committed
+            if steps:
+                return word, steps
     return None
 
 

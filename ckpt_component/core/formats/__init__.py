@@ -7,7 +7,17 @@ from typing import TYPE_CHECKING
 from .._lazy import lazy
 
 if TYPE_CHECKING:
-    from .entries import Catalogue, Entry, Piece
-    from .opening import open_catalogue
+    from .contents import Contents, Entry
+    from .index import Index
+    from .opening import open_index
+    from .rank_index import StoredRange
 
-__all__, __getattr__, __dir__ = lazy(__name__, {".entries": "Catalogue Entry Piece", ".opening": "open_catalogue"})
+__all__, __getattr__, __dir__ = lazy(
+    __name__,
+    {
+        ".contents": "Contents Entry",
+        ".index": "Index",
+        ".opening": "open_index",
+        ".rank_index": "StoredRange",
+    },
+)

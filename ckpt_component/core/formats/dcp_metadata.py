@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import reprlib
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 from ...errors import CheckpointCorruptError, CheckpointLoadError
@@ -14,8 +16,12 @@ from ..state.dtypes import WIDTHS
 from ..state.paths import Path
 from ..storage.safe_open import is_plain_name, read_failure
 from ..storage.storage import Storage
-from .entries import Entry, Piece
+from .contents import Contents, Entry
+from .folder import MEGATRON_COMMON_FILE, MEGATRON_MARKER, METADATA
+from .index import Index, Listing
+from .rank_index import StoredRange
 from .safe_unpickle import Record, load_inert
+from .torch_file import torch_file_entries
 
 _DCP = "torch.distributed.checkpoint"
 _MEGATRON = "megatron.core.dist_checkpointing.strategies"
@@ -42,18 +48,72 @@ _MAX_BYTES = 1 << 30
 _WHOLE = ("Metadata", "MCoreMetadata")
 
 
-def read_metadata(
-    fs: Storage, folder: str, widths: Mapping[str, int] = WIDTHS
-) -> tuple[dict[str, Entry], list[tuple[Path, str]]]:
+_FILE = re.compile(r"__(\d+)_\d+\.distcp")
+
+
+class StockDcp(Index):
+    """A folder of `torch.distributed.checkpoint`. Every stored chunk is an archive, which says where its payload is.
+
+    Args:
+        found: what is at the path
+    """
+
+    format = "dcp (torch)"
+
+    def __init__(self, found: Listing) -> None:
+        super().__init__(found)
+        ranks = {match[1] for match in map(_FILE.fullmatch, found.names) if match is not None}
+        self.world_size = len(ranks) or None
+
+    @classmethod
+    def recognises(cls, found: Listing) -> bool:
+        """By its metadata."""
+        return METADATA in found.names
+
+    @cached_property
+    def sharded(self) -> Contents:
+        """What `.metadata` lists."""
+        return read_metadata(self.storage, self.folder)
+
+    @property
+    def contents(self) -> Contents:
+        """What `.metadata` lists."""
+        return self.sharded
+
+
+class Megatron(StockDcp):
+    """A folder of Megatron's `torch_dist` format: a checkpoint of DCP, and common values that all ranks have."""
+
+    format = "megatron"
+
+    def __init__(self, found: Listing) -> None:
+        super().__init__(found)
+        self.has_common_file = MEGATRON_COMMON_FILE in found.names
+
+    @classmethod
+    def recognises(cls, found: Listing) -> bool:
+        """By what only Megatron writes beside the metadata."""
+        return super().recognises(found) and MEGATRON_MARKER in found.names
+
+    @cached_property
+    def contents(self) -> Contents:
+        """The sharded values, and below their own keys those of the common file."""
+        if not self.has_common_file:
+            return self.sharded
+        common = torch_file_entries(self.storage, self.folder, MEGATRON_COMMON_FILE)
+        entries = {**self.sharded.tensors, **self.sharded.objects, **common}
+        return Contents.of(entries.values(), self.sharded.containers)
+
+
+def read_metadata(fs: Storage, folder: str) -> Contents:
     """Read and validate the metadata of a DCP checkpoint.
 
     Args:
-        fs: The file system.
-        folder: The folder of the checkpoint.
-        widths: Bytes of one element of the supported dtypes, by name.
+        fs: the storage
+        folder: the folder of the checkpoint
 
     Returns:
-        The entries, with a piece for each stored chunk, which is an archive; and the containers.
+        The contents, with a range for each stored chunk, which is an archive.
 
     Raises:
         CheckpointCorruptError: It is damaged, refers to other classes than those of DCP, or is invalid: a file name
@@ -61,33 +121,32 @@ def read_metadata(
         CheckpointLoadError: A form of storage is not supported.
         CheckpointUnreadableError: It cannot be read.
     """
-    where = os.path.join(folder, ".metadata")
+    where = os.path.join(folder, METADATA)
     try:
         data = fs.read(where, _MAX_BYTES)
         sizes = {name: fs.size(os.path.join(folder, name)) for name in fs.names(folder)}
     except OSError as error:
         raise read_failure(where, error) from error
     try:
-        record = load_inert(data, _RECORDS, lambda module, name: name if module == "torch" and name in widths else None)
+        record = load_inert(data, _RECORDS, lambda module, name: name if module == "torch" and name in WIDTHS else None)
     except Exception as error:  # a damaged pickle can raise nearly anything
         raise CheckpointCorruptError(f"{where} is not a DCP metadata file that can be trusted: {error}.") from error
     files = {name: size for name, size in sizes.items() if size is not None}
-    entries = _Checked(where, files, widths).entries(record)
+    entries = _Checked(where, files).entries(record)
     # The flatten mapping of stock DCP has numbers for the positions in lists.
-    paths = [entry.path for entry in entries.values()]
+    paths = [entry.path for entry in entries]
     lists = {path[:depth] for path in paths for depth, part in enumerate(path) if type(part) is int}
-    return entries, [(path, "list") for path in lists]
+    return Contents.of(entries, [(path, "list") for path in lists])
 
 
 class _Checked:
     """Validates records and converts them to our own classes."""
 
-    def __init__(self, where: str, sizes: Mapping[str, int], widths: Mapping[str, int]) -> None:
+    def __init__(self, where: str, sizes: Mapping[str, int]) -> None:
         self._where = where
         self._sizes = sizes
-        self._widths = widths
 
-    def entries(self, record: Any) -> dict[str, Entry]:
+    def entries(self, record: Any) -> list[Entry]:
         """Convert the root record."""
         items, storage, planner = (
             self._attribute(record, self._kind(record) if self._kind(record) in _WHOLE else "Metadata", name)
@@ -96,19 +155,19 @@ class _Checked:
         if not isinstance(items, dict) or not isinstance(storage, dict):
             raise self._refused("it has no list of items")
         places, paths = self._places(storage), self._paths(planner, items)
-        entries: dict[str, Entry] = {}
+        entries: list[Entry] = []
         for key, item in items.items():
             if type(key) is not str:
                 raise self._refused(f"it has the key {reprlib.repr(key)}, which is no text")
             path = paths.get(key, (key,))
             if self._kind(item) == "BytesStorageMetadata":
                 piece = self._stored(places, key, None)
-                entries[key] = Entry(key, path, "object", "", (), piece.length, (piece._replace(payload=piece.offset),))
+                entries.append(Entry(key, path, "", (), piece.length, (piece._replace(payload=piece.offset),)))
             else:
-                entries[key] = self._tensor(key, path, item, places)
+                entries.append(self._tensor(key, path, item, places))
         return entries
 
-    def _tensor(self, key: str, path: Path, entry: Any, places: Mapping[Any, Piece]) -> Entry:
+    def _tensor(self, key: str, path: Path, entry: Any, places: Mapping[Any, StoredRange]) -> Entry:
         properties, size, chunks = (
             self._attribute(entry, "TensorStorageMetadata", name, key) for name in ("properties", "size", "chunks")
         )
@@ -116,21 +175,21 @@ class _Checked:
         shape = self._shape(size, key)
         if not isinstance(chunks, list):
             raise self._refused(f"'{key}' has no list of chunks")
-        pieces: list[Piece] = []
+        pieces: list[StoredRange] = []
         for chunk in chunks:
             offsets, sizes = (
                 self._shape(self._attribute(chunk, "ChunkStorageMetadata", name, key), key)
                 for name in ("offsets", "sizes")
             )
             place = self._stored(places, key, offsets)
-            needed = math.prod(sizes) * self._widths[dtype]
+            needed = math.prod(sizes) * WIDTHS[dtype]
             if needed > place.length:
                 raise self._refused(
                     f"'{key}' has a chunk of {needed} bytes at {offsets}, and {place.file} has {place.length} for it"
                 )
             pieces.append(place._replace(offsets=offsets, shape=sizes))
         check_cover(f"'{key}' in {self._where}", shape, [(piece.offsets, piece.shape) for piece in pieces])
-        return Entry(key, path, "tensor", dtype, shape, math.prod(shape) * self._widths[dtype], tuple(pieces))
+        return Entry(key, path, dtype, shape, math.prod(shape) * WIDTHS[dtype], tuple(pieces))
 
     def _dtype(self, properties: Any, key: str) -> str:
         if self._kind(properties) != "TensorProperties":
@@ -138,15 +197,15 @@ class _Checked:
         # Its state is a tuple of dtype, layout, requires_grad, memory format and pinning.
         state = properties.state if isinstance(properties.state, tuple) else ()
         dtype, layout = state[:2] if len(state) >= 2 else (properties.get("dtype"), properties.get("layout"))
-        if type(dtype) is not str or dtype not in self._widths:
+        if type(dtype) is not str or dtype not in WIDTHS:
             raise self._refused(f"'{key}' has the dtype {reprlib.repr(dtype)}")
         if layout is not None and not (self._kind(layout) == "_get_layout" and layout.args == ("torch.strided",)):
             raise CheckpointLoadError(f"'{key}' in {self._where} is not a dense tensor, which is not supported.")
         return dtype
 
-    def _places(self, storage: Mapping[Any, Any]) -> dict[Any, Piece]:
+    def _places(self, storage: Mapping[Any, Any]) -> dict[Any, StoredRange]:
         """Locations of all archives, by (key, offsets)."""
-        places: dict[Any, Piece] = {}
+        places: dict[Any, StoredRange] = {}
         for index, info in storage.items():
             key, offsets = self._attribute(index, "MetadataIndex", "fqn"), index.get("offset")
             if type(key) is not str:
@@ -173,10 +232,10 @@ class _Checked:
                 )
             if (key, offsets) in places:
                 raise self._refused(f"'{key}' is stored twice at {offsets}")
-            places[key, offsets] = Piece(name, offset, length, None, (), (), None, None)
+            places[key, offsets] = StoredRange(name, offset, length, None)
         return places
 
-    def _stored(self, places: Mapping[Any, Piece], key: str, offsets: tuple[int, ...] | None) -> Piece:
+    def _stored(self, places: Mapping[Any, StoredRange], key: str, offsets: tuple[int, ...] | None) -> StoredRange:
         place = places.get((key, offsets))
         if place is None:
             at = "" if offsets is None else f" at {offsets}"

@@ -22,7 +22,7 @@ def is_readable(names: Sequence[str]) -> bool:
 
 
 def weights_in(names: Sequence[str]) -> str | None:
-    """The file to load from a folder with these names, or the index of several; None if there is none or no one."""
+    """The file to load from a folder with these names, or the index of several. None unless exactly one has weights."""
     for usual in _WEIGHTS:
         if usual in names:
             return usual

@@ -14,7 +14,7 @@ from ..commit.names import MANIFEST, integrity_name
 from ..state.paths import keys_of
 from ..storage.checksum import find_checksum
 from ..storage.storage import Storage
-from .opening import open_catalogue
+from .opening import open_index
 from .rank_index import RankIndex, read_rank_indexes
 from .verification import Damage, Item, items_of, small_files
 
@@ -57,12 +57,12 @@ class Inspection:
         if keys:
             return keys
         try:
-            entries = open_catalogue(self.path, self.storage).entries
-        except CheckpointError:
-            return keys  # it is too damaged
-        for key, entry in entries.items():
-            for piece in entry.pieces:
-                keys[piece.file, piece.offset].append(key)
+            opened = open_index(self.storage, self.path)
+            for entry in opened.entries.values():
+                for piece in opened.contents.ranges_at(entry.place):
+                    keys[piece.file, piece.offset].append(entry.key)
+        except CheckpointError:  # it is too damaged
+            keys.clear()
         return keys
 
 
@@ -115,12 +115,12 @@ def _own(fs: Storage, path: str, folder: str, manifest: Mapping[str, Any]) -> In
 def _foreign(fs: Storage, path: str) -> Inspection:
     """Opening it checks sizes and structure. Of other programs' formats, only `torch.save` may have checksums."""
     try:
-        catalogue = open_catalogue(path, fs)
+        index = open_index(fs, path)
+        ranges = {*index.ranges()}
     except CheckpointCorruptError as error:
         return Inspection(fs, path, path, damages=[Damage(os.path.basename(path), None, error)])
-    inspection = Inspection(fs, path, catalogue.folder, verifiable=catalogue.verified)
-    for piece in {piece for entry in catalogue.entries.values() for piece in entry.pieces}:
-        inspection.sizes[piece.file] = fs.size(os.path.join(catalogue.folder, piece.file)) or 0
+    inspection = Inspection(fs, path, index.folder, sizes={**index.files}, verifiable=index.verified)
+    for piece in ranges:
         if piece.checksum is not None:
             algorithm = find_checksum(str(piece.checksum_kind))
             inspection.items.append(Item(piece.file, piece.offset, piece.length, piece.checksum, algorithm))

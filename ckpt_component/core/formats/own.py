@@ -1,86 +1,164 @@
-"""Entries of our own checkpoints, from the rank indexes."""
+"""Checkpoints of ours: the manifest lists the files, and the index of each rank says what it wrote to them."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
-from itertools import repeat
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any
 
-from ...errors import CheckpointCorruptError
-from ..state.coverage import check_cover
-from ..state.dtypes import WIDTHS
-from ..state.paths import key_of, keys_of
-from .entries import Entry, Piece
-from .rank_index import NO_CHECKSUM, Part, RankIndex, StoredItem
+from ...errors import CheckpointCorruptError, CheckpointLoadError
+from ..commit.manifest import check_files, data_folder
+from ..commit.names import SINGLE_FILES
+from ..state.per_rank import rank_name
+from .contents import Contents, Entry, contents_of, joined
+from .index import Index, Listing
+from .rank_index import RankIndex, StoredRange, read_rank_indexes
+from .safetensors import safetensors_index
+from .torch_file import torch_file_entries, with_checksums
 
 
-def entries_of(where: str, ranks: Sequence[RankIndex]) -> dict[str, Entry]:
-    """The entries of all ranks: whole tensors, tensors in parts of several ranks, and objects.
+class OwnIndex(Index):
+    """A checkpoint of ours.
 
     Args:
-        where: The checkpoint, for messages.
-        ranks: The indexes of all ranks.
+        found: what is at the path
 
-    Raises:
-        CheckpointCorruptError: The indexes contradict each other, or tensors have holes or overlapping parts.
+    Attributes:
+        per_rank: whether each rank has files of its own, which only this rank loads
     """
-    entries: dict[str, Entry] = {}
-    split: dict[str, dict[tuple[int, ...], Piece]] = {}  # the parts of tensors that have several, by offsets
-    for rank in ranks:
-        for entry in _tensors(rank):
-            first = entries.setdefault(entry.key, entry)
-            if first is entry:
-                continue
-            if (first.dtype, first.shape) != (entry.dtype, entry.shape):
-                raise CheckpointCorruptError(
-                    f"'{entry.key}' in {where} is {first.dtype} {first.shape} on one rank and {entry.dtype} "
-                    f"{entry.shape} on another."
-                )
-            # The same part can occur twice: tied on one rank and not on another.
-            parts = split.setdefault(entry.key, {piece.offsets: piece for piece in first.pieces})
-            parts.setdefault(entry.pieces[0].offsets, entry.pieces[0])
-        for path, item in rank.objects:
-            key = key_of(path)
-            entries[key] = Entry(key, path, "object", "", (), item.length, (_piece(item, (), rank.checksum),))
-    for key, parts in split.items():
-        entries[key] = entries[key]._replace(pieces=tuple(parts.values()))
-    for entry in entries.values():
-        if len(entry.pieces) > 1 or entry.pieces[0].shape != entry.shape:
-            boxes = [(piece.offsets, piece.shape) for piece in entry.pieces]
-            check_cover(f"'{entry.key}' in {where}", entry.shape, boxes)
-    return entries
+
+    manifest: Mapping[str, Any]
+    world_size: int
+    per_rank = False
+
+    def __init__(self, found: Listing) -> None:
+        self.manifest = found.manifest or {}
+        super().__init__(found, data_folder(found.storage, found.path, self.manifest))
+        self.world_size = self.manifest["world_size"]
+        check_files(self.storage, self.folder, self.manifest)
+
+    @classmethod
+    def recognises(cls, found: Listing) -> bool:
+        """As the manifest says."""
+        return found.manifest is not None and found.manifest.get("format") == cls.format
+
+    @cached_property
+    def files(self) -> Mapping[str, int]:
+        """As the manifest lists them."""
+        return {entry["name"]: entry["size"] for entry in self.manifest["files"]}
+
+    @property
+    def verified(self) -> bool:
+        """Ours have checksums."""
+        return True
+
+    def columns(self, ranks: Sequence[int] | None = None) -> list[RankIndex]:
+        """What ranks wrote; None: all ranks."""
+        return read_rank_indexes(self.storage, self.folder, self.manifest, ranks)
+
+    def of_rank(self, rank: int) -> Contents:
+        """What a rank loads."""
+        return self.contents
 
 
-def _tensors(rank: RankIndex) -> Iterator[Entry]:
-    """One rank's tensors, or parts of tensors, each as an entry of one piece."""
-    pieces = pieces_of(rank)
-    parts: Sequence[Part | None] | repeat[None] = rank.parts or repeat(None)
-    dtypes, nbytes = rank.tensors.dtypes, rank.tensors.nbytes
-    for key, path, number, part in zip(keys_of(rank.paths), rank.paths, rank.numbers, parts, strict=False):
-        piece = pieces[number]
-        if part is None:
-            yield Entry(key, path, "tensor", dtypes[number], piece.shape, nbytes[number], (piece,))
-            continue
-        shape, offsets = part
-        size = math.prod(shape) * WIDTHS[dtypes[number]]
-        yield Entry(key, path, "tensor", dtypes[number], shape, size, (piece._replace(offsets=offsets),))
+class OwnDcp(OwnIndex):
+    """A checkpoint of the writer `dcp`: all ranks load from the files of all."""
+
+    format = "dcp"
+
+    @cached_property
+    def contents(self) -> Contents:
+        """Whole tensors, tensors in parts of several ranks, and objects."""
+        return contents_of(self.where, self.columns())
 
 
-def pieces_of(rank: RankIndex) -> list[Piece]:
-    """The stored tensors of a rank as pieces, each as if it were a whole one, by number."""
-    tensors = rank.tensors
-    files = map(tensors.names.__getitem__, tensors.files)
-    zeros = map((0,).__mul__, map(len, tensors.shapes))
-    places = (files, tensors.offsets, tensors.lengths, tensors.payloads, zeros, tensors.shapes)
-    if rank.checksum == NO_CHECKSUM:
-        return list(map(Piece, *places, repeat(None), repeat(None)))
-    return list(map(Piece, *places, tensors.checksums, repeat(rank.checksum)))
+class _OfRanks(OwnIndex):
+    """A checkpoint with one file for each rank, which has the whole state of that rank."""
+
+    per_rank = True
+
+    @abstractmethod
+    def _part(self, rank: int, columns: RankIndex) -> Contents:
+        """What the file of a rank holds."""
+
+    def of_rank(self, rank: int) -> Contents:
+        """What the file of a rank holds."""
+        return self._part(rank, *self.columns([rank]))
+
+    @cached_property
+    def contents(self) -> Contents:
+        """The parts of all ranks, each below its name."""
+        parts = [self._part(rank, columns) for rank, columns in enumerate(self.columns())]
+        return parts[0] if len(parts) == 1 else joined({rank_name(rank): part for rank, part in enumerate(parts)})
 
 
-def items_of(rank: RankIndex) -> list[Piece]:
-    """All items of a rank, of tensors and of objects."""
-    return [*pieces_of(rank), *(_piece(item, (), rank.checksum) for item in rank.extras)]
+class OwnSafetensors(_OfRanks):
+    """A checkpoint of the writer `safetensors`."""
+
+    format = "safetensors"
+
+    def _part(self, rank: int, columns: RankIndex) -> Contents:
+        return contents_of(self.where, [columns])
 
 
-def _piece(item: StoredItem, offsets: tuple[int, ...], checksum_kind: str) -> Piece:
-    return Piece(item.file, item.offset, item.length, item.payload, offsets, item.shape, item.checksum, checksum_kind)
+class OwnTorchSave(_OfRanks):
+    """A checkpoint of the writer `torch_save`."""
+
+    format = "torch_save"
+
+    def file_of(self, rank: int) -> str:
+        """The name of a rank's file.
+
+        Raises:
+            CheckpointCorruptError: there is none.
+        """
+        name = f"checkpoint_{rank}.pt"
+        if name not in self.files:
+            raise CheckpointCorruptError(f"{self.folder} has no file of rank {rank}, {name}.")
+        return name
+
+    def _part(self, rank: int, columns: RankIndex) -> Contents:
+        entries = torch_file_entries(self.storage, self.folder, self.file_of(rank))
+        return Contents.of(with_checksums(entries.values(), columns.ranges()), columns.containers)
+
+
+class OwnFiles(OwnIndex):
+    """Files of another program that the writer `files` saved; that program loads them."""
+
+    format = "files"
+
+    def of_rank(self, rank: int) -> Contents:
+        """Nothing.
+
+        Raises:
+            CheckpointLoadError: always; names the files that can be loaded one by one.
+        """
+        names = [name for name in self.files if name.endswith(SINGLE_FILES)]
+        raise CheckpointLoadError(
+            f"{self.where} has the files of another program, which loads them itself; here, load one of them: "
+            f"{', '.join(names) or 'none of them is a checkpoint'}."
+        )
+
+    @cached_property
+    def contents(self) -> Contents:
+        """The contents of each file below its name; a file that is no checkpoint is one object."""
+        ranges: dict[str, list[StoredRange]] = {}
+        for columns in self.columns():
+            for piece in columns.ranges():
+                ranges.setdefault(piece.file, []).append(piece)
+        parts = {name: self._part(name, pieces) for name, pieces in ranges.items() if name.endswith(SINGLE_FILES)}
+        contents = joined(parts)
+        for name, pieces in ranges.items():
+            if name not in parts:
+                size = sum(piece.length for piece in pieces)
+                contents.objects[name] = Entry(name, (name,), "", (), size, tuple(pieces))
+        return contents
+
+    def _part(self, name: str, ranges: Sequence[StoredRange]) -> Contents:
+        if not name.endswith(".safetensors"):
+            return Contents.of(with_checksums(torch_file_entries(self.storage, self.folder, name).values(), ranges))
+        columns = safetensors_index(self.storage, self.where, self.folder, [name])
+        contents = contents_of(self.where, [columns])
+        entries = [entry._replace(place=contents.ranges_at(entry.place)) for entry in contents.tensors.values()]
+        return Contents.of(with_checksums(entries, ranges))

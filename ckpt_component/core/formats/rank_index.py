@@ -33,16 +33,30 @@ NO_CHECKSUM = "none"
 Part = tuple[tuple[int, ...], tuple[int, ...]]
 
 
-class StoredItem(NamedTuple):
-    """One item: its range of the file, the offset of its payload in the file, its checksum. Objects have no `dtype`."""
+class StoredRange(NamedTuple):
+    """A range of a file: a stored part of a tensor, or an object.
+
+    Attributes:
+        file: name of the file
+        offset: start of the range in the file, in bytes
+        length: length of the range, which its checksum covers
+        payload: offset of the tensor's bytes in the file; None: it is only known when the range is read
+        offsets: offsets of the part in the whole tensor, one for each dimension
+        shape: shape of the part
+        checksum: unsigned, up to 64 bits; None: there is none
+        checksum_kind: its algorithm, such as `crc32`; None without one
+        view: offset and strides, in elements, of a tensor that is not contiguous in the range
+    """
 
     file: str
     offset: int
     length: int
-    payload: int
-    checksum: int
-    dtype: str | None
-    shape: tuple[int, ...]
+    payload: int | None
+    offsets: tuple[int, ...] = ()
+    shape: tuple[int, ...] = ()
+    checksum: int | None = None
+    checksum_kind: str | None = None
+    view: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -70,37 +84,42 @@ class ItemColumns:
     dtypes: Sequence[str]
     shapes: Sequence[tuple[int, ...]]
 
-    def item(self, number: int) -> StoredItem:
-        """The item with this number."""
-        place = self.offsets[number], self.lengths[number], self.payloads[number]
-        of_tensor = self.checksums[number], self.dtypes[number], self.shapes[number]
-        return StoredItem(self.names[self.files[number]], *place, *of_tensor)
-
 
 @dataclass(frozen=True)
 class RankIndex:
     """What one rank wrote.
 
     Attributes:
-        checksum: Name of the items' checksum algorithm, or `NO_CHECKSUM`.
-        tensors: Items of tensors.
-        extras: Items of objects; their numbers continue those of the tensors.
-        paths: Paths of the tensors in the state; empty for a format that has its own index.
-        numbers: Numbers of the tensors' items, one per path.
-        parts: The part that each tensor is of a whole, or None for a whole tensor; None if all are whole, the usual
-            case.
-        objects: Paths of objects with their items.
-        containers: As `FlatState.containers`.
+        checksum: name of the items' checksum algorithm, or `NO_CHECKSUM`
+        tensors: items of tensors
+        extras: ranges of objects; their numbers continue those of the tensors
+        paths: paths of the tensors in the state; empty for a format that has its own index
+        numbers: numbers of the tensors' items, one per path
+        parts: the part that each tensor is of a whole, or None for a whole tensor; None if all are whole, the usual
+            case
+        objects: paths of objects with their ranges
+        containers: as `FlatState.containers`
     """
 
     checksum: str
     tensors: ItemColumns
-    extras: list[StoredItem]
+    extras: list[StoredRange]
     paths: Sequence[Path]
     numbers: Sequence[int]
     parts: Sequence[Part | None] | None
-    objects: list[tuple[Path, StoredItem]]
+    objects: list[tuple[Path, StoredRange]]
     containers: list[tuple[Path, str]]
+
+    def range_of(self, number: int) -> StoredRange:
+        """The range of a tensor's item, as if it were a whole one."""
+        tensors, shape = self.tensors, self.tensors.shapes[number]
+        place = (tensors.offsets[number], tensors.lengths[number], tensors.payloads[number])
+        checksum = (None, None) if self.checksum == NO_CHECKSUM else (tensors.checksums[number], self.checksum)
+        return StoredRange(tensors.names[tensors.files[number]], *place, (0,) * len(shape), shape, *checksum)
+
+    def ranges(self) -> list[StoredRange]:
+        """All ranges of the rank, of tensors and of objects."""
+        return [*map(self.range_of, range(len(self.tensors.offsets))), *self.extras]
 
 
 def read_rank_indexes(
@@ -108,7 +127,6 @@ def read_rank_indexes(
     folder: str,
     manifest: Mapping[str, Any],
     ranks: Sequence[int] | None = None,
-    widths: Mapping[str, int] = WIDTHS,
 ) -> list[RankIndex]:
     """Read the indexes of ranks, each verified against the manifest.
 
@@ -117,7 +135,6 @@ def read_rank_indexes(
         folder: The folder of the checkpoint's files.
         manifest: The manifest, from `read_manifest`.
         ranks: The ranks to read; None: all ranks of the manifest.
-        widths: Bytes of one element of the supported dtypes, by name.
 
     Raises:
         CheckpointCorruptError: An index is missing, damaged, or invalid.
@@ -139,13 +156,13 @@ def read_rank_indexes(
                 f"{path} does not match its checksum in manifest.json; one of the two is damaged."
             )
         try:
-            indexes.append(_parse(json.loads(data), entries, widths))
+            indexes.append(_parse(json.loads(data), entries))
         except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             raise CheckpointCorruptError(f"{path} is invalid: {type(error).__name__}: {error}.") from error
     return indexes
 
 
-def _parse(content: Any, entries: Mapping[str, Any], widths: Mapping[str, int]) -> RankIndex:
+def _parse(content: Any, entries: Mapping[str, Any]) -> RankIndex:
     layout, blobs = content["layout"], content["extras"]
     rows, names = layout["items"], layout["files"]
     for name in [*names, *map(itemgetter(0), blobs)]:
@@ -157,13 +174,14 @@ def _parse(content: Any, entries: Mapping[str, Any], widths: Mapping[str, int]) 
         raise ValueError(f"it has {len(sums)} checksums of {algorithm!r:.200} for {len(rows) + len(blobs)} items")
     _check_ints(sums)
     count = len(rows)  # checksums of tensors come first
-    tensors = item_columns(rows, sums[:count], names, [entries[name]["size"] for name in names], widths)
+    tensors = item_columns(rows, sums[:count], names, [entries[name]["size"] for name in names])
     extras = []
     for (name, offset, length), checksum in zip(blobs, sums[count:], strict=True):
         _check_ints((offset, length))
         if min(offset, length) < 0 or offset + length > entries[name]["size"]:
             raise ValueError(f"it has an item at {offset} of {length} bytes in {name}")
-        extras.append(StoredItem(name, offset, length, offset, checksum, None, ()))
+        summed = (None, None) if algorithm == NO_CHECKSUM else (checksum, algorithm)
+        extras.append(StoredRange(name, offset, length, offset, (), (), *summed))
     keys = layout.get("keys", ())
     paths, numbers = _paths(map(itemgetter(0), keys)), list(map(itemgetter(1), keys))
     _check_ints(numbers)
@@ -173,7 +191,7 @@ def _parse(content: Any, entries: Mapping[str, Any], widths: Mapping[str, int]) 
     parts = None
     if not set(map(len, keys)) <= {2}:
         parts = [_part(row[2:], tensors.shapes[row[1]]) if len(row) > 2 else None for row in keys]
-    objects: list[tuple[Path, StoredItem]] = []
+    objects: list[tuple[Path, StoredRange]] = []
     containers: list[tuple[Path, str]] = []
     for raw, number in layout.get("objects", ()):
         if type(number) is not int or not count <= number < len(sums):
@@ -209,7 +227,6 @@ def item_columns(
     checksums: Sequence[int],
     names: Sequence[str],
     sizes: Sequence[int],
-    widths: Mapping[str, int] = WIDTHS,
 ) -> ItemColumns:
     """Validate rows of an untrusted file and convert them to columns.
 
@@ -218,7 +235,6 @@ def item_columns(
         checksums: One int per row.
         names: File names, by number.
         sizes: Sizes of the files.
-        widths: Bytes of one element of the supported dtypes, by name.
 
     Raises:
         ValueError, TypeError, KeyError: A row is invalid.
@@ -227,7 +243,7 @@ def item_columns(
         return ItemColumns(names, (), (), (), (), (), checksums, (), ())
     files, offsets, lengths, payloads, dtypes, raw_shapes = zip(*rows, strict=True)
     for dtype in set(dtypes):
-        if dtype not in widths:
+        if dtype not in WIDTHS:
             raise ValueError(f"it names the dtype {dtype!r:.200}, which is not supported here")
     shapes = list(map(tuple, raw_shapes))
     dimensions = list(chain.from_iterable(shapes))
@@ -240,7 +256,7 @@ def item_columns(
                 raise ValueError(f"it has an item of the shape {list(shape)!r:.200}")
     for column in (files, offsets, lengths, payloads):
         _check_ints(column)
-    nbytes = list(map(mul, elements, map(widths.__getitem__, dtypes)))
+    nbytes = list(map(mul, elements, map(WIDTHS.__getitem__, dtypes)))
     if min(files) < 0 or max(files) >= len(names):
         raise ValueError(f"it has an item in the file number {min(files) if min(files) < 0 else max(files)}")
     ends = list(map(add, offsets, lengths))

@@ -1,4 +1,4 @@
-"""Safetensors files of other libraries, and the index of those that are a checkpoint together.
+"""Safetensors files: their headers, and the index of those that are a checkpoint together.
 
 Headers are validated as by the library, before anything is allocated.
 """
@@ -10,6 +10,7 @@ import math
 import os
 import struct
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple, cast
 
 from ...errors import CheckpointCorruptError, CheckpointLoadError, CheckpointStageError
@@ -18,6 +19,9 @@ from ..state.dtypes import SAFETENSORS, WIDTHS
 from ..storage.file_set import FileSet
 from ..storage.safe_open import is_plain_name, place_of, read_failure
 from ..storage.storage import Storage
+from .contents import Contents, contents_of
+from .folder import INDEX
+from .index import Index, Listing
 from .rank_index import NO_CHECKSUM, RankIndex, item_columns
 
 #: Key, dtype, shape and bytes of a tensor.
@@ -57,6 +61,51 @@ def header_of(rows: Sequence[Row], aliases: Mapping[str, str]) -> tuple[bytes, l
 
 _MAX_HEADER = 100 << 20
 _DTYPES = {text: dtype for dtype, text in SAFETENSORS.items()}
+
+
+class SafetensorsFile(Index):
+    """A safetensors file of another program."""
+
+    format = "safetensors (file)"
+    weight_map: Mapping[str, str] | None = None
+
+    def __init__(self, found: Listing) -> None:
+        path = found.weights
+        folder, name = place_of(*os.path.split(path))
+        super().__init__(found, folder)
+        self.where = path
+        self.names: Sequence[str] = [name]
+
+    @classmethod
+    def recognises(cls, found: Listing) -> bool:
+        """By the name of the file."""
+        return found.weights.endswith(".safetensors")
+
+    @cached_property
+    def contents(self) -> Contents:
+        """By the headers."""
+        columns = safetensors_index(self.storage, self.where, self.folder, self.names, self.weight_map)
+        return contents_of(self.where, [columns])
+
+    @cached_property
+    def files(self) -> Mapping[str, int]:
+        """The files of weights."""
+        return {name: self.storage.size(os.path.join(self.folder, name)) or 0 for name in self.names}
+
+
+class SafetensorsShards(SafetensorsFile):
+    """Safetensors files that are a checkpoint together, as Hugging Face writes them."""
+
+    format = "safetensors (index)"
+
+    def __init__(self, found: Listing) -> None:
+        folder, self.names, self.weight_map = shards_of(found.storage, found.path, os.path.basename(found.weights))
+        Index.__init__(self, found, folder)
+
+    @classmethod
+    def recognises(cls, found: Listing) -> bool:
+        """By the name of the index in the folder."""
+        return found.weights != found.path and found.weights.endswith(INDEX)
 
 
 def safetensors_index(

@@ -1,4 +1,4 @@
-"""Entries of a file of `torch.save`, from its pickle, which is not run: tensors and objects are inert records."""
+"""Files of `torch.save`: entries from the pickle, which is not run. Tensors and objects are inert records."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import math
 import os
 import zipfile
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import IO, Any, NamedTuple
 
 from ...errors import CheckpointCorruptError, CheckpointLoadError
@@ -14,9 +15,11 @@ from ..commit.names import CHECKSUMS
 from ..state.coverage import is_shape
 from ..state.dtypes import WIDTHS
 from ..state.paths import TAG, Path, key_of
-from ..storage.safe_open import read_failure
+from ..storage.safe_open import place_of, read_failure
 from ..storage.storage import Storage
-from .entries import Entry, Piece
+from .contents import Contents, Entry
+from .index import Index, Listing
+from .rank_index import StoredRange
 from .safe_unpickle import Record
 from .torch_archive import (
     DATA,
@@ -31,6 +34,41 @@ from .torch_archive import (
 
 _WRAPPED = ("_rebuild_parameter", "_rebuild_parameter_with_state")
 _REBUILT = ("_rebuild_tensor", "_rebuild_tensor_v2", "_rebuild_tensor_v3")
+
+
+class TorchFile(Index):
+    """A file of `torch.save`, which another program wrote, or which is one file of ours.
+
+    Args:
+        found: what is at the path
+    """
+
+    format = "torch_save (file)"
+
+    def __init__(self, found: Listing) -> None:
+        folder, self.name = place_of(*os.path.split(found.weights))
+        super().__init__(found, folder)
+        self.where = os.path.join(folder, self.name)
+
+    @classmethod
+    def recognises(cls, found: Listing) -> bool:
+        """Every file of weights that no other format has."""
+        return bool(found.weights)
+
+    @cached_property
+    def entries(self) -> Mapping[str, Entry]:
+        """In the order of the pickle."""
+        return torch_file_entries(self.storage, self.folder, self.name)
+
+    @cached_property
+    def contents(self) -> Contents:
+        """By the pickle."""
+        return Contents.of(self.entries.values())
+
+    @cached_property
+    def files(self) -> Mapping[str, int]:
+        """The file."""
+        return {self.name: self.storage.size(self.where) or 0}
 
 
 class _View(NamedTuple):
@@ -49,15 +87,15 @@ class _Storage(NamedTuple):
 
 
 def torch_file_entries(fs: Storage, folder: str, name: str) -> dict[str, Entry]:
-    """The entries of one file.
+    """The entries of one file, by key.
 
-    Tensors have the piece of the file that is their storage; its `payload` is None for a tensor that is not contiguous
-    there. All objects have the pickle as their piece.
+    Tensors have the range of the file that is their storage; its `payload` is None for a tensor that is not contiguous
+    there. All objects have the pickle as their range.
 
     Args:
-        fs: The storage.
-        folder: The folder of the file.
-        name: The name of the file.
+        fs: the storage
+        folder: the folder of the file
+        name: the name of the file
 
     Raises:
         CheckpointCorruptError: It is not a regular file, is damaged, or claims more data than it has.
@@ -87,13 +125,13 @@ def _entries(stream: IO[bytes], size: int, path: str, name: str) -> Iterator[tup
         member.CRC for member in members.values() if member.file_size
     )
 
-    def piece(member: zipfile.ZipInfo, payload: bool = False) -> Piece:
+    def stored_range(member: zipfile.ZipInfo, payload: bool = False) -> StoredRange:
         seek_to(stream, member, path)
         start = stream.tell()
         checksum = (member.CRC, "crc32") if summed else (None, None)
-        return Piece(name, start, member.file_size, start if payload else None, (), (), *checksum)
+        return StoredRange(name, start, member.file_size, start if payload else None, (), (), *checksum)
 
-    whole = piece(members[pickle_name], payload=True)
+    whole = stored_range(members[pickle_name], payload=True)
     stream.seek(whole.offset)
     claims: dict[str, int] = {}
 
@@ -112,19 +150,22 @@ def _entries(stream: IO[bytes], size: int, path: str, name: str) -> Iterator[tup
         raise CheckpointLoadError(f"{path} holds a {kind}, not a state dict.")
     prefix = storage_prefix(pickle_name)
     check_storages(claims.items(), prefix, members, path)
-    pieces = {key: piece(members[prefix + key]) for key in claims}
+    ranges = {key: stored_range(members[prefix + key]) for key in claims}
     for place, value in flat:
         key = key_of(place)
         if value is None:
-            yield key, Entry(key, place, "object", "", (), 0, (whole,))
+            yield key, Entry(key, place, "", (), 0, (whole,))
             continue
-        width, stored = WIDTHS[value.dtype], pieces[value.storage]
+        width, stored = WIDTHS[value.dtype], ranges[value.storage]
         nbytes, start = math.prod(value.shape) * width, value.offset * width
-        payload = stored.offset + start if _is_contiguous(value) else None
-        if payload is not None and start + nbytes > stored.length:
+        if not _is_contiguous(value):
+            stored = stored._replace(view=(value.offset, *value.stride))
+        elif start + nbytes > stored.length:
             raise CheckpointCorruptError(f"'{key}' in {path} has {nbytes} bytes at {start} of {stored.length}.")
-        part = stored._replace(payload=payload, offsets=(0,) * len(value.shape), shape=value.shape)
-        yield key, Entry(key, place, "tensor", value.dtype, value.shape, nbytes, (part,))
+        else:
+            stored = stored._replace(payload=stored.offset + start)
+        stored = stored._replace(offsets=(0,) * len(value.shape), shape=value.shape)
+        yield key, Entry(key, place, value.dtype, value.shape, nbytes, (stored,))
 
 
 def _flattened(path: Path, value: Any) -> Iterator[tuple[Path, _View | None]]:
@@ -173,20 +214,20 @@ def _is_contiguous(view: _View) -> bool:
     return True
 
 
-def with_checksums(entries: Mapping[str, Entry], items: Sequence[Piece]) -> dict[str, Entry]:
-    """Entries of a file whose items are checksummed elsewhere: each piece becomes the item that contains it.
+def with_checksums(entries: Iterable[Entry], items: Sequence[StoredRange]) -> Iterator[Entry]:
+    """Entries of a file whose items are checksummed elsewhere: each range becomes the item that contains it.
 
     Args:
-        entries: The entries.
-        items: The items of the file, from its rank's index.
+        entries: the entries
+        items: the items of the file, from its rank's index
     """
     items = sorted(items, key=lambda item: item.offset)
     starts = [item.offset for item in items]
 
-    def summed(piece: Piece) -> Piece:
-        item = items[bisect_right(starts, piece.offset) - 1] if starts else None
-        if item is None or not item.offset <= piece.offset <= piece.offset + piece.length <= item.offset + item.length:
-            return piece
-        return item._replace(payload=piece.payload, offsets=piece.offsets, shape=piece.shape)
+    def summed(part: StoredRange) -> StoredRange:
+        item = items[bisect_right(starts, part.offset) - 1] if starts else None
+        if item is None or not item.offset <= part.offset <= part.offset + part.length <= item.offset + item.length:
+            return part
+        return item._replace(payload=part.payload, offsets=part.offsets, shape=part.shape, view=part.view)
 
-    return {key: entry._replace(pieces=tuple(map(summed, entry.pieces))) for key, entry in entries.items()}
+    return (entry._replace(place=tuple(map(summed, entry.place))) for entry in entries)

@@ -76,12 +76,6 @@ def verify_files(fs: Storage, folder: str, manifest: Mapping[str, Any], progress
         _raise(damage)
 
 
-def verify_file(fs: Storage, folder: str, name: str, index: RankIndex, progress: Progress = no_progress) -> None:
-    """Compare the checksum of every item of one file; raises as `verify_checkpoint`."""
-    items = [item for item in items_of(folder, index) if item.file == name]
-    verify_items(fs, folder, items, _raise, progress=progress)
-
-
 def checksum_of(folder: str, name: str) -> Checksum:
     """The algorithm of this name, with which a checkpoint was saved.
 
@@ -113,7 +107,7 @@ def items_of(folder: str, index: RankIndex) -> Iterator[Item]:
     for file, offset, length, checksum in zip(files, tensors.offsets, tensors.lengths, tensors.checksums, strict=True):
         yield Item(file, offset, length, checksum, algorithm)
     for extra in index.extras:
-        yield Item(extra.file, extra.offset, extra.length, extra.checksum, algorithm)
+        yield Item(extra.file, extra.offset, extra.length, extra.checksum or 0, algorithm)
 
 
 def verify_items(

@@ -14,7 +14,7 @@ from ...errors import CheckpointError
 from . import libc
 from .huge_pages import HUGE_PAGE, make_huge, map_shared
 
-logger = logging.getLogger("ckpt_component.image")
+logger = logging.getLogger("ckpt_component.memory")
 
 #: Size of a block: one huge page.
 BLOCK_BYTES = HUGE_PAGE

@@ -1,62 +1,143 @@
-"""Frames over a socket between the trainer and its byte writer: one JSON header, bytes, and file descriptors.
+"""Frames over a socket between a process and its child: one JSON header, bytes, and file descriptors.
 
-The frames are JSON and raw bytes, not pickle, so neither side can make the other run code. Standard library only.
+The frames are JSON and raw bytes, not pickle, so neither side can make the other run code. A side that is gone is
+noticed at once by the closed socket, or by a poll if a forked process keeps the socket open. Standard library only.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
+import select
 import socket
 import struct
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 _HEAD = struct.Struct("<QQ")
 _MAX_FDS = 4
 _CHUNK = 1 << 20
+_POLL_SECONDS = 0.5
+#: The longest timeout of a socket, which counts milliseconds in an int.
+_LONGEST_SECONDS = 1e6
 
 #: Header, bytes, and file descriptors, which the receiver owns.
 Frame = tuple[dict[str, Any], memoryview, list[int]]
 
 
-def send_frame(
-    sock: socket.socket, header: dict[str, Any], blobs: Sequence[bytes | memoryview] = (), fds: Sequence[int] = ()
-) -> None:
-    """Send a header, the concatenated `blobs` (views of bytes), and copies of open file descriptors.
+class Channel:
+    """A connection by frames to another process. One thread may receive while others send.
 
-    The socket's timeout bounds each wait. Raises OSError if the other side has closed the connection.
+    Args:
+        sock: connected to it; owned.
+        is_alive: whether the other process runs. Shows a death that the socket hides, because another process, forked
+            while the connection was open, keeps its end.
+        patience: seconds that each part of a frame may take once it has begun to arrive, even beyond a deadline.
     """
-    text = json.dumps(header, separators=(",", ":")).encode()
-    head = _HEAD.pack(len(text), sum(map(len, blobs)))
-    if fds:
-        socket.send_fds(sock, [head], list(fds))
-        head = b""
-    sock.sendall(head + text)
-    for blob in blobs:
-        sock.sendall(blob)
 
+    def __init__(self, sock: socket.socket, is_alive: Callable[[], bool], patience: float = 1.0) -> None:
+        self._sock = sock
+        self._is_alive = is_alive
+        self._patience = patience
+        self._poll = select.poll()
+        self._poll.register(sock, select.POLLIN)
+        self._sending = threading.Lock()
 
-def receive_frame(sock: socket.socket) -> Frame | None:
-    """Receive the next frame as (header, bytes, file descriptors); None if the other side has closed the connection."""
-    data, fds, _, _ = socket.recv_fds(sock, _HEAD.size, _MAX_FDS)
-    rest = _receive(sock, _HEAD.size - len(data))
-    if not data or rest is None:
-        return None
-    text_length, blob_length = _HEAD.unpack(data + rest)
-    body = _receive(sock, text_length + blob_length)
-    if body is None:
-        return None
-    view = memoryview(body)
-    return json.loads(bytes(view[:text_length])), view[text_length:], list(fds)
+    def send(
+        self,
+        header: Mapping[str, Any],
+        deadline: float = math.inf,
+        blobs: Sequence[bytes | memoryview] = (),
+        fds: Sequence[int] = (),
+    ) -> None:
+        """Send one frame.
 
+        Args:
+            header: plain values.
+            deadline: monotonic seconds.
+            blobs: bytes, or views of bytes, which arrive as one.
+            fds: open file descriptors, of which copies are sent.
 
-def _receive(sock: socket.socket, length: int) -> bytearray | None:
-    buffer = bytearray(length)
-    view = memoryview(buffer)
-    position = 0
-    while position < length:
-        count = sock.recv_into(view[position : position + _CHUNK])
-        if count == 0:
+        Raises:
+            TimeoutError: the other process did not take it in time; the connection is then of no more use.
+            OSError: the other process has closed the connection.
+        """
+        text = json.dumps(header, separators=(",", ":")).encode()
+        head = _HEAD.pack(len(text), sum(map(len, blobs)))
+        with self._sending:
+            # `receive` waits by itself, so this is no timeout of its.
+            self._sock.settimeout(min(max(deadline - time.monotonic(), 0.001), _LONGEST_SECONDS))
+            if fds:
+                socket.send_fds(self._sock, [head], list(fds))
+                head = b""
+            self._sock.sendall(head + text)
+            for blob in blobs:
+                self._sock.sendall(blob)
+
+    def receive(self, deadline: float = math.inf) -> Frame | None:
+        """Wait for the next frame; None if the other process has hung up or died.
+
+        Args:
+            deadline: when it must have arrived, monotonic seconds; see `patience`.
+
+        Raises:
+            TimeoutError: it has not.
+        """
+        try:
+            if not self._has_input(deadline):
+                return None
+            data, fds, _, _ = socket.recv_fds(self._sock, _HEAD.size, _MAX_FDS)
+            rest = self._receive(_HEAD.size - len(data), deadline)
+            if not data or rest is None:
+                return None
+            text_length, blob_length = _HEAD.unpack(data + rest)
+            body = self._receive(text_length + blob_length, deadline)
+        except TimeoutError:
+            raise
+        except OSError:
             return None
-        position += count
-    return buffer
+        if body is None:
+            return None
+        view = memoryview(body)
+        return json.loads(bytes(view[:text_length])), view[text_length:], list(fds)
+
+    def _receive(self, length: int, deadline: float) -> bytearray | None:
+        buffer = bytearray(length)
+        view = memoryview(buffer)
+        position = 0
+        while position < length:
+            if not self._has_input(max(deadline, time.monotonic() + self._patience)):
+                return None
+            count = self._sock.recv_into(view[position : position + _CHUNK])
+            if count == 0:
+                return None
+            position += count
+        return buffer
+
+    def _has_input(self, deadline: float) -> bool:
+        """Wait until the other process has sent something or hung up; False: it has died."""
+        while True:
+            alive, remaining = self._is_alive(), deadline - time.monotonic()  # before a last look
+            if self._poll.poll(max(min(remaining, _POLL_SECONDS if alive else 0), 0) * 1000):
+                return True
+            if not alive:
+                return False
+            if remaining <= 0:
+                raise TimeoutError
+
+    def hang_up(self) -> None:
+        """Tell the other process that nothing more will come; it may still answer. Does not wait. Safe to call twice.
+
+        This reaches it although a forked process, such as a worker of a DataLoader, has the connection open too.
+        """
+        with contextlib.suppress(OSError):  # it has ended
+            self._sock.shutdown(socket.SHUT_WR)
+
+    def close(self) -> None:
+        """Close the connection for both. Safe to call twice."""
+        with contextlib.suppress(OSError):  # it has ended
+            self._sock.shutdown(socket.SHUT_RDWR)
+        self._sock.close()

@@ -7,18 +7,9 @@ than the operation itself.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator
-from functools import partial
-from typing import Any, TypeVar
+from collections.abc import Iterable
 
 import torch
-
-Row = TypeVar("Row", bound=tuple[Any, ...])
-
-
-def rows_of(kind: type[Row], *columns: Iterable[Any]) -> Iterator[Row]:
-    """Make named tuples from columns, one per field; faster than their constructor, which is Python code."""
-    return map(partial(tuple.__new__, kind), zip(*columns, strict=False))
 
 
 def column_of(values: Iterable[int]) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Open a bucket with obstore, which is imported here and nowhere else."""
+"""Reach a bucket: open it with obstore, which is imported here alone, and know its errors and which to try again."""
 
 from __future__ import annotations
 
@@ -23,30 +23,6 @@ _Result = TypeVar("_Result")
 _PATIENCE, _PAUSE, _LONGEST_PAUSE = 60.0, 0.1, 5.0
 #: What no repetition changes.
 _FINAL = frozenset({errno.ENOENT, errno.EACCES, errno.EINVAL, errno.EXDEV, errno.EOPNOTSUPP})
-
-
-def patiently(call: Callable[[], _Result], path: str, seconds: float | None = None) -> _Result:
-    """Call a function that makes a request, and again after a pause if it fails as requests may.
-
-    Args:
-        call: the function.
-        path: what it is about, for the log.
-        seconds: how long it is called again, counted from its first call; None: a minute.
-
-    Raises:
-        OSError: it failed for too long, or in a way that no repetition changes.
-    """
-    deadline, pause = time.monotonic() + (_PATIENCE if seconds is None else seconds), _PAUSE
-    while True:
-        try:
-            return call()
-        except OSError as error:
-            if error.errno in _FINAL or time.monotonic() + pause > deadline:
-                raise
-            logger.info("reading %s again in %.1f s: %s", path, pause, error)
-        time.sleep(pause)
-        pause = min(2 * pause, _LONGEST_PAUSE)
-
 
 #: Types of others that obstore raises too, those of OSError without an errno.
 _BUILT_IN = (OSError, ValueError, NotImplementedError)
@@ -167,3 +143,26 @@ def _value(name: str, value: Any) -> Any:
 @functools.cache  # of the process, as its name says
 def _memory_store(name: str) -> Any:
     return import_module("obstore.store").MemoryStore()
+
+
+def patiently(call: Callable[[], _Result], path: str, seconds: float | None = None) -> _Result:
+    """Call a function that makes a request, and again after a pause if it fails as requests may.
+
+    Args:
+        call: the function.
+        path: what it is about, for the log.
+        seconds: how long it is called again, counted from its first call; None: a minute.
+
+    Raises:
+        OSError: it failed for too long, or in a way that no repetition changes.
+    """
+    deadline, pause = time.monotonic() + (_PATIENCE if seconds is None else seconds), _PAUSE
+    while True:
+        try:
+            return call()
+        except OSError as error:
+            if error.errno in _FINAL or time.monotonic() + pause > deadline:
+                raise
+            logger.info("reading %s again in %.1f s: %s", path, pause, error)
+        time.sleep(pause)
+        pause = min(2 * pause, _LONGEST_PAUSE)

@@ -47,21 +47,21 @@ class UndecidedSave:
     def finish(self) -> None:
         """Commit or delete the unfinished checkpoint, and report on stderr which it was."""
         request = self.request
-        fs, attempt = request.fs, request.attempt
+        attempt = request.attempt
         try:
-            if is_over(fs, attempt):
+            if is_over(attempt):
                 return
             votes = self._votes()
             if votes is None:
                 _print(f"other ranks' writers did not finish, so {attempt.target} was given up")
-                abandon(fs, attempt)
+                abandon(attempt)
                 return
             sidecars = {name: zlib.decompress(data) for name, data in self.sidecars.items()}
             fields = {**request.manifest_fields, "committed_by": "writer"}
-            publish(fs, attempt, votes, sidecars, fields, request.timeouts.visible)
+            publish(attempt, votes, sidecars, fields, request.timeouts.visible)
         except (CheckpointError, OSError) as error:
             _print(f"{attempt.target} could not be committed: {error}")
-            abandon(fs, attempt)
+            abandon(attempt)
             return
         _print(f"committed {attempt.target}")
 

@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol, TypedDict
 
-from ..commit.names import Attempt
+from ..commit.protocol import Attempt
+from ..commit.protocols import protocol_of
 from ..options import ResolvedTimeouts
 from ..storage.locate import storage_at
 from ..storage.storage import Storage
@@ -266,7 +267,7 @@ class WriteRequest:
             blobs.append([blob.file, blob.offset, blob.data.nbytes, list(blob.items), list(blob.sums_at)])
             parts.append(blob.data)
         plain = {
-            "attempt": asdict(self.attempt),
+            "attempt": self.attempt.to_plain(),
             "rank": self.rank,
             "world_size": self.world_size,
             "durable": self.fs.durable,
@@ -291,7 +292,7 @@ class WriteRequest:
             blob_bytes = blob_bytes[size:]
         return cls(
             fs=fs,
-            attempt=Attempt(**plain["attempt"]),
+            attempt=Attempt(protocol_of(fs), **plain["attempt"]),
             rank=plain["rank"],
             world_size=plain["world_size"],
             table=table,

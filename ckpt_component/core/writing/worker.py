@@ -1,17 +1,15 @@
 """The background writer process: it writes staged images to files and imports no torch.
 
-The frames of the protocol (see `framing`): `arena` passes a memfd; `table` passes the layout of a structure; `write`
+The frames of the trainer (see `framing`): `arena` passes a memfd; `table` passes the layout of a structure; `write`
 requests one save and is answered by `done` or `failed`; `decided` means that the trainer committed or gave up the last
-save. End of file means that the trainer has died: rank 0's process then finishes a save that was written but not
-decided (`orphan_commit`).
+save; `close` asks the process to exit. When the trainer has died, rank 0's process first finishes a save that was
+written but not decided (`orphan_commit`).
 """
 
 from __future__ import annotations
 
+import math
 import os
-import select
-import signal
-import socket
 import sys
 import time
 import zlib
@@ -20,16 +18,14 @@ from typing import Any
 
 from ..commit.liveness import AttemptLock
 from ..memory.huge_pages import map_shared
-from ..processes.framing import Frame, receive_frame, send_frame
+from ..processes.framing import Channel, Frame
 from ..processes.remote_error import describe_failure
+from ..processes.serve import serve
 from ..storage.storage import Storage
 from .cached_files import CachedFiles
 from .orphan_commit import UndecidedSave
 from .request import WriteRequest, WriteTable, storage_in
 from .write_job import run_write_job
-
-#: How often an idle process checks that its trainer is alive.
-_POLL_SECONDS = 1.0
 
 
 class _Memory:
@@ -49,11 +45,8 @@ class _Memory:
 class ByteWorker:
     """The state of the writer process: mapped arenas, layout tables, and the undecided save."""
 
-    def __init__(self, sock: socket.socket) -> None:
-        self._sock = sock
-        self._parent = os.getppid()
-        self._poll = select.poll()
-        self._poll.register(sock, select.POLLIN)
+    def __init__(self, trainer: Channel) -> None:
+        self._trainer = trainer
         self._arenas: dict[int, _Memory] = {}
         #: By number: a table, the compressed sidecars of a commit from here, and where the checksum's package is.
         self._tables: dict[int, tuple[WriteTable, dict[str, bytes], str | None]] = {}
@@ -63,9 +56,9 @@ class ByteWorker:
         #: The last storage that needed a package, and what it was made from.
         self._storage: tuple[list[Any], Storage] | None = None
 
-    def serve(self) -> None:
-        """Handle frames until the trainer closes the connection or dies."""
-        send_frame(self._sock, {"kind": "ready", "pid": os.getpid()})
+    def handle_frames(self) -> None:
+        """Handle frames until the trainer asks for the end or dies."""
+        self._trainer.send({"kind": "ready", "pid": os.getpid()})
         try:
             self._handle_frames()
         finally:
@@ -98,21 +91,19 @@ class ByteWorker:
         """Report a frame of an unknown kind, and handle no others: they too may have another meaning."""
         error = f"the trainer sent a frame of the unknown kind {kind!r}; they may be of different releases"
         print(f"ckpt writer: {error}", file=sys.stderr)
-        send_frame(self._sock, {"kind": "failed", "id": None, "error": error, "errno": None, "traceback": error})
+        self._trainer.send({"kind": "failed", "id": None, "error": error, "errno": None, "traceback": error})
         while (frame := self._next_frame()) is not None and frame[0]["kind"] != "close":
             for fd in frame[2]:
                 os.close(fd)
 
     def _next_frame(self) -> Frame | None:
-        """Wait for the next frame; None if the trainer has died, even if a process it forked holds the socket open."""
-        try:
-            while not self._poll.poll((_POLL_SECONDS if self._cached.pause is None else self._cached.pause) * 1000):
-                if os.getppid() != self._parent:
-                    return None
+        """Wait for the next frame, and meanwhile read files; None if the trainer has died."""
+        while True:
+            pause = self._cached.pause
+            try:
+                return self._trainer.receive(math.inf if pause is None else time.monotonic() + pause)
+            except TimeoutError:
                 self._cached.read_piece()
-            return receive_frame(self._sock)
-        except ConnectionResetError:
-            return None
 
     def _map_arena(self, header: Mapping[str, Any], fd: int) -> None:
         for number in header["retired"]:
@@ -151,7 +142,7 @@ class ByteWorker:
             self._undecided = UndecidedSave(request, result, sidecars, lock, until)
             answer = {"kind": "done", "id": job["id"], "result": result}
         try:
-            send_frame(self._sock, answer)
+            self._trainer.send(answer)
         except OSError:
             # The trainer has died; the next read finds the end of file and handles it.
             if answer["kind"] == "failed":
@@ -187,14 +178,6 @@ def _pieces(blob: memoryview, sizes: list[int]) -> list[memoryview]:
     return pieces
 
 
-def main(fd: int) -> None:
-    """Entry point of the process; `fd` is its end of the socket to the trainer."""
-    # A signal to the process group, or to all processes of a Slurm step, is meant for the trainer; this process only
-    # obeys the socket.
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, signal.SIG_IGN)
-    sock = socket.socket(fileno=fd)
-    try:
-        ByteWorker(sock).serve()
-    finally:
-        sock.close()
+def main() -> None:
+    """Entry point of the process."""
+    serve(lambda _job, trainer: ByteWorker(trainer).handle_frames(), on_orphan="finish")

@@ -9,15 +9,13 @@ from typing import Any
 
 import torch
 
-from ...core.formats import Piece
-from ...core.formats.dcp_metadata import read_metadata
+from ...core.formats.dcp_metadata import StockDcp
+from ...core.formats.rank_index import StoredRange
 from ...core.progress import Progress, no_progress
 from ...core.state.boxes import overlap
 from ...core.storage.file_set import FileSet, RangeRead
-from ...core.storage.storage import Storage
 from ...errors import CheckpointCorruptError
-from ..coalesced import DTYPES, WIDTHS
-from ..source import Index, Request, Source, TensorEntry, copy_into
+from ..source import DTYPES, Access, Request, Source, copy_into
 from .archives import load_archive, load_objects
 
 
@@ -25,34 +23,26 @@ class StockDcpSource(Source):
     """A checkpoint of `torch.distributed.checkpoint`, saved by any number of ranks.
 
     Args:
-        fs: The storage.
-        folder: Folder of the checkpoint.
-        shared: As for `Storage.open_files`.
+        index: the checkpoint
+        access: how it is read
 
     Raises:
         CheckpointCorruptError: `.metadata` is damaged or contradicts the files.
         CheckpointUnreadableError: `.metadata` cannot be read.
     """
 
-    def __init__(self, fs: Storage, folder: str, *, shared: bool = True) -> None:
-        self._fs, self._shared = fs, shared
-        self._entries, containers = read_metadata(fs, folder, WIDTHS)
-        index = Index(containers=containers)
-        for key, entry in self._entries.items():
-            if entry.kind == "tensor":
-                index.tensors[key] = TensorEntry(entry.path, DTYPES[entry.dtype], entry.shape, key)
-            else:
-                index.objects[key] = entry.path
-        self.where, self.index = folder, index
+    def __init__(self, index: StockDcp, access: Access) -> None:
+        self._storage, self._shared = index.storage, access.shared
+        self.where, self.contents = index.where, index.sharded
 
     def read_tensors(self, requests: Sequence[Request], progress: Progress = no_progress) -> None:
         """Load the chunks of every tensor, and copy their overlap with the requested parts."""
-        with self._fs.open_files(self.where, shared=self._shared) as files:
+        with self._storage.open_files(self.where, shared=self._shared) as files:
 
-            def read(request: Request, place: Piece, common: Any) -> None:
+            def read(request: Request, place: StoredRange, common: Any) -> None:
                 source, target, _ = common
                 value = load_archive(self._bytes(files, place, request.key), self._name(request.key, place))
-                expected = self.index.tensors[request.key].dtype, torch.Size(place.shape)
+                expected = DTYPES.get(self.contents.tensors[request.key].dtype), torch.Size(place.shape)
                 if not isinstance(value, torch.Tensor) or (value.dtype, value.shape) != expected:
                     raise CheckpointCorruptError(
                         f"{self._name(request.key, place)} is not the chunk that .metadata describes."
@@ -72,29 +62,29 @@ class StockDcpSource(Source):
     def read_objects(self, keys: Sequence[str]) -> Mapping[str, Any]:
         """Load the objects, each with `weights_only`."""
         archives = {}
-        with self._fs.open_files(self.where) as files:
+        with self._storage.open_files(self.where) as files:
             for key in keys:
-                (place,) = self._entries[key].pieces
+                (place,) = self.contents.objects[key].place
                 archives[self._name(key, place)] = self._bytes(files, place, key)
         return dict(zip(keys, load_objects(archives), strict=True))
 
     def load(self, key: str) -> Any:
         """Load one object, with inert `Record`s in it for what safe loading refuses."""
-        (place,) = self._entries[key].pieces
-        with self._fs.open_files(self.where) as files:
+        (place,) = self.contents.objects[key].place
+        with self._storage.open_files(self.where) as files:
             return load_archive(self._bytes(files, place, key), self._name(key, place))
 
-    def _chunks(self, request: Request) -> list[tuple[Piece, Any]]:
+    def _chunks(self, request: Request) -> list[tuple[StoredRange, Any]]:
         """The chunks that overlap the requested part, each with the overlap."""
-        pieces = self._entries[request.key].pieces
+        pieces = self.contents.tensors[request.key].place
         chunks = [(piece, overlap((piece.offsets, piece.shape), request.box)) for piece in pieces]
         return [(piece, common) for piece, common in chunks if common is not None]
 
-    def _bytes(self, files: FileSet, place: Piece, key: str) -> memoryview:
+    def _bytes(self, files: FileSet, place: StoredRange, key: str) -> memoryview:
         data = memoryview(bytearray(place.length))
         if not files.fill(place.file, data, place.offset):
             raise CheckpointCorruptError(f"{self._name(key, place)} is incomplete: the file is too short.")
         return data
 
-    def _name(self, key: str, place: Piece) -> str:
+    def _name(self, key: str, place: StoredRange) -> str:
         return f"'{key}' in {os.path.join(self.where, place.file)}"

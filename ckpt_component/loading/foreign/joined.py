@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
-
+from ...core.formats.contents import Contents
 from ...core.progress import Progress, no_progress
 from ...errors import CheckpointCorruptError
-from ..source import Index, Request, Source
+from ..source import Request, Source
 
 
 class JoinedSource(Source):
@@ -25,19 +24,19 @@ class JoinedSource(Source):
 
     def __init__(self, where: str, parts: Sequence[Source]) -> None:
         self.where = where
-        self.index = Index()
+        self.contents = contents = Contents()
         self._parts = parts
         self._part_of: dict[str, Source] = {}
         for number, part in enumerate(parts):
-            for key, _ in part.index.paths():
+            for key, _ in part.contents.paths():
                 if key in self._part_of:
                     other = self._part_of[key].where
                     raise CheckpointCorruptError(f"'{key}' is stored twice, in {other} and in {part.where}.")
                 self._part_of[key] = part
-            self.index.objects.update(part.index.objects)
-            self.index.containers += part.index.containers
-            for key, entry in part.index.tensors.items():
-                self.index.tensors[key] = entry._replace(same_as=(number, entry.same_as))
+            contents.objects.update(part.contents.objects)
+            contents.containers += part.contents.containers
+            for key, entry in part.contents.tensors.items():
+                contents.tensors[key] = entry._replace(place=(number, entry.place))
 
     def read_tensors(self, requests: Sequence[Request], progress: Progress = no_progress) -> None:
         """Read from each part what it has."""
@@ -50,7 +49,3 @@ class JoinedSource(Source):
         for part in self._parts:
             values.update(part.read_objects([key for key in keys if self._part_of[key] is part]))
         return values
-
-    def tied(self, key: str) -> torch.Tensor | None:
-        """As of the part that has it."""
-        return self._part_of[key].tied(key)

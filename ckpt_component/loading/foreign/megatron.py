@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ...core.formats.dcp_metadata import Megatron
 from ...core.formats.folder import MEGATRON_COMMON_FILE, MEGATRON_COMMON_KEY
-from ...core.storage.storage import Storage
-from ..source import Source
+from ..source import Access, Source
 from .dcp import StockDcpSource
 from .joined import JoinedSource
 from .torch_file import StateSource, TorchFileSource
@@ -18,30 +17,29 @@ from .torch_file import StateSource, TorchFileSource
 _SHARD = re.compile(r"/shard_[\d.]+_[\d.]+$")
 
 
-def open_megatron(fs: Storage, folder: str, names: Sequence[str], *, shared: bool) -> Source:
+def open_megatron(index: Megatron, access: Access) -> Source:
     """Open a folder with the sharded values under Megatron's keys, and beside them the common values as a nested dict.
 
     Args:
-        fs: The storage.
-        folder: The folder.
-        names: The names in it.
-        shared: As for `Storage.open_files`.
+        index: the checkpoint
+        access: how it is read
 
     Raises:
         CheckpointCorruptError: A file is damaged, or the two parts have a key in common.
         CheckpointUnreadableError: A file cannot be read.
         CheckpointLoadError: The common values are not a dict.
     """
-    sharded = _ShardedSource(fs, folder, shared=shared)
-    if MEGATRON_COMMON_KEY in sharded.index.objects:
-        where = f"'{MEGATRON_COMMON_KEY}' in {folder}"
+    sharded = _ShardedSource(index, access)
+    if MEGATRON_COMMON_KEY in sharded.contents.objects:
+        where = f"'{MEGATRON_COMMON_KEY}' in {index.where}"
         common: Source = StateSource(_data(MEGATRON_COMMON_KEY, sharded.load(MEGATRON_COMMON_KEY)), where)
-        del sharded.index.objects[MEGATRON_COMMON_KEY]
-    elif MEGATRON_COMMON_FILE in names:
-        common = TorchFileSource(fs, os.path.join(folder, MEGATRON_COMMON_FILE), mapped=False)
+        del sharded.contents.objects[MEGATRON_COMMON_KEY]
+    elif index.has_common_file:
+        unverified = access._replace(verify=False, mapped=False)
+        common = TorchFileSource(index.storage, index.folder, MEGATRON_COMMON_FILE, unverified)
     else:
         return sharded
-    return JoinedSource(folder, [sharded, common])
+    return JoinedSource(index.where, [sharded, common])
 
 
 class _ShardedSource(StockDcpSource):

@@ -1,0 +1,99 @@
+"""What a run knows of the checkpoints in its folder, so that a save costs the same however many are kept."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterable
+from typing import Any
+
+from ..storage.storage import Storage
+from .names import MANIFEST, StepNames
+from .scan import Scan, examine
+
+
+class KnownSteps:
+    """The folders of steps under a root: each is examined when it appears, and again when a deletion depends on it.
+
+    What becomes a checkpoint after it was examined, or whole again, is not noticed: it neither counts nor is deleted.
+    Not for several threads at the same time.
+
+    Args:
+        fs: the storage.
+        root: folder of the checkpoints.
+        names: how steps are named there.
+        scan: what a scan of it has just found, owned by this object from now on; None: nothing is known.
+
+    Attributes:
+        scan: what is known.
+    """
+
+    def __init__(self, fs: Storage, root: str, names: StepNames, scan: Scan | None = None) -> None:
+        self._fs = fs
+        self._root = root
+        self._names = names
+        self.scan = scan or Scan()
+        #: By the name of the folder.
+        self._examined = {names.folder(step): step for step in self.scan.steps()}
+        #: When the manifests in `scan` were last modified, if that is known.
+        self._modified: dict[int, float] = {}
+
+    def update(self, entries: Collection[str]) -> set[int]:
+        """Examine the folders of steps that are new, and forget those that are gone.
+
+        Args:
+            entries: the names in the root.
+
+        Returns:
+            The steps that were examined.
+
+        Raises:
+            OSError: a folder cannot be examined now; the next update tries it again.
+        """
+        for name in self._examined.keys() - set(entries):
+            self._forget(self._examined[name])
+        unknown = (self._names.step_of(name) for name in entries if name not in self._examined)
+        new = {step for step in unknown if step is not None}
+        self.look_again(new)
+        return new
+
+    def look_again(self, steps: Iterable[int]) -> bool:
+        """Examine folders of steps; a manifest is decoded only if it is not known, or was modified.
+
+        Returns:
+            Whether other steps are committed now, or with other metrics.
+
+        Raises:
+            OSError: as `update`.
+        """
+        before = {step: self._standing(step) for step in steps}
+        for step in before:
+            name = self._names.folder(step)
+            folder = os.path.join(self._root, name)
+            modified = self._modified_at(folder)
+            known = None if modified is None or modified != self._modified.get(step) else self.scan.manifests.get(step)
+            self._forget(step)
+            examine(self._fs, folder, step, self.scan, known)
+            self._examined[name] = step
+            if modified is not None:
+                self._modified[step] = modified
+        self.scan.committed.sort()
+        return any(self._standing(step) != standing for step, standing in before.items())
+
+    def keep_manifests(self, steps: Collection[int]) -> None:
+        """Forget the manifests of other steps, which take memory for each file of a checkpoint."""
+        self.scan.manifests = {step: manifest for step, manifest in self.scan.manifests.items() if step in steps}
+
+    def _modified_at(self, folder: str) -> float | None:
+        """When a manifest was last modified; None if that is unknown, as the reading of it shows."""
+        try:
+            return self._fs.modified(os.path.join(folder, MANIFEST))
+        except OSError:
+            return None
+
+    def _forget(self, step: int) -> None:
+        self.scan.forget(step)
+        self._modified.pop(step, None)
+        self._examined.pop(self._names.folder(step), None)
+
+    def _standing(self, step: int) -> Any:
+        return step in self.scan.committed, self.scan.metrics.get(step)

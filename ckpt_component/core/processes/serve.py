@@ -1,0 +1,47 @@
+"""What a process that `Child` has started does with signals, and when its parent has gone.
+
+Standard library only, because the byte writer uses it.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any, Literal
+
+from .framing import Channel
+
+#: They reach a whole process group, or all processes of a Slurm step, and are meant for the trainer.
+SIGNALS_OF_THE_TRAINER = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+
+
+def serve(work: Callable[[dict[str, Any], Channel], None], *, on_orphan: Literal["exit", "finish"]) -> None:
+    """Do the work of this process, which obeys its parent, and no signal that is meant for the trainer.
+
+    Args:
+        work: called with the job and the connection to the parent, which ends when the parent hangs up or dies, even
+            if a process that it forked lives on.
+        on_orphan: what happens then. `exit`: SystemExit is raised in `work`, which does not receive. `finish`: `work`
+            goes on, and learns of it when it receives.
+    """
+    for number in SIGNALS_OF_THE_TRAINER:
+        signal.signal(number, signal.SIG_IGN)
+    fd, pid = map(int, sys.argv[2:])
+    parent = Channel(socket.socket(fileno=fd), lambda: os.getppid() == pid, patience=math.inf)
+    first = parent.receive()
+    if first is None:
+        sys.exit(1)
+    if on_orphan == "exit":
+        signal.signal(signal.SIGALRM, lambda *_: sys.exit(1))
+        threading.Thread(target=_leave_with, args=(parent,), name="ckpt-parent-watch", daemon=True).start()
+    work(first[0], parent)
+
+
+def _leave_with(parent: Channel) -> None:
+    parent.receive()
+    signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGALRM)

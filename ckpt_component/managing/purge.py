@@ -1,0 +1,134 @@
+"""Delete the checkpoints that `keep` no longer keeps, on a thread of its own: a save waits only for room."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_futures
+from functools import partial
+
+from ..core.commit.cleanup import discard
+from ..core.commit.known_steps import KnownSteps
+from ..core.commit.retention import RetentionPolicy
+from ..core.commit.scan import Scan, warn_of_skipped
+from .run_context import RunContext
+
+logger = logging.getLogger(__name__)
+
+
+class Purge:
+    """The deletions of a run, one purge at a time. What fails is only logged: the next purge tries it again.
+
+    Args:
+        run: the run, whose folder it is.
+        keep: which checkpoints to keep.
+        in_use: each returns the paths of checkpoints that must not be deleted now.
+    """
+
+    def __init__(
+        self, run: RunContext, keep: RetentionPolicy, in_use: Sequence[Callable[[], Collection[str]]] = ()
+    ) -> None:
+        self._run = run
+        self._keep = keep
+        self._in_use = in_use
+        self._known = KnownSteps(run.fs, run.root, run.names)
+        self._found: Scan | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="ckpt-purge")
+        self._last: Future[None] | None = None
+
+    def found(self, scan: Scan) -> None:
+        """Take over what a scan of the folder has found, so that the next purge does not examine it once more."""
+        self._found = scan
+
+    def after_save(self, step: int) -> None:
+        """Start to delete what is not kept beside a new checkpoint, never that one.
+
+        Called on the save thread, so that what is listed has no checkpoint of a later save.
+        """
+        self._begin(partial(self._after_save, step), f"step {step} is committed")
+
+    def after_restore(self, step: int) -> None:
+        """The same beside the checkpoint that the run began with."""
+        self._begin(partial(self._after_restore, step), f"step {step} was restored")
+
+    def wait(self, seconds: float) -> bool:
+        """Wait for the purge that is running. Returns whether it has ended."""
+        return self._last is None or not wait_futures([self._last], seconds).not_done
+
+    def close(self) -> None:
+        """Wait for the purge that is running, for as long as its storage takes; none is started after it."""
+        self._thread.shutdown()
+
+    def _begin(self, purge: Callable[[Collection[str]], None], after: str) -> None:
+        run, limit = self._run, self._run.timeouts.close
+        if not self.wait(limit):
+            text = "%s, and deleting older checkpoints takes longer than %g s (timeouts.close); more is deleted later"
+            logger.warning(text, after, limit)
+            return
+        found, self._found = self._found, None
+        if found is not None:
+            self._known = KnownSteps(run.fs, run.root, run.names, found)
+        try:
+            entries = run.fs.names(run.root)
+        except OSError as error:
+            logger.warning("%s, but listing or deleting older checkpoints failed: %s", after, error)
+            return
+        try:
+            self._last = self._thread.submit(_logged, purge, entries, after)
+        except RuntimeError:  # the interpreter exits, and no thread takes anything more
+            _logged(purge, entries, after)
+
+    def _after_save(self, step: int, entries: Collection[str]) -> None:
+        new = self._known.update(entries)
+        if step not in new:
+            self._known.look_again([step])  # its folder was there already, with an attempt that failed
+        warn_of_skipped(self._known.scan, self._run.warned)
+        self._warn_if_never_best(step)
+        self._delete(step, {step, *new})
+
+    def _after_restore(self, step: int, entries: Collection[str]) -> None:
+        self._delete(step, self._known.update(entries))
+
+    def _delete(self, newest: int, examined: set[int]) -> None:
+        for old in self._unkept(newest, examined):
+            path = self._run.path_of(old)
+            logger.info("deleting the checkpoint of step %d (checkpoint.keep)", old)
+            discard(self._run.fs, path)
+            self._run.note("delete", old, path)
+
+    def _unkept(self, newest: int, examined: set[int]) -> list[int]:
+        """The steps to delete, when each checkpoint on which that depends has been examined in this purge.
+
+        They are those to delete, and those that are kept instead: the newest and the best. For if one of these is
+        damaged, an older one is kept in its place.
+        """
+        run, scan = self._run, self._known.scan
+        # After a later save, what is in use now is deleted too.
+        in_use = {run.step_of(path) for paths in self._in_use for path in paths()}
+        while True:
+            best = [] if run.best is None else run.best_of(scan)[: run.best.last]
+            old = self._keep.to_delete(scan.committed, [*best, *in_use, newest])
+            kept = {*best, *self._keep.newest(scan.committed)}
+            unsure = {*old, *kept} - examined if old else set()
+            if not unsure or not self._known.look_again(unsure):
+                self._known.keep_manifests(kept)
+                return old
+            examined |= unsure
+
+    def _warn_if_never_best(self, step: int) -> None:
+        """Warn, once for each reason, that the new checkpoint cannot be the best one."""
+        run = self._run
+        why = None if run.best is None else run.best.why_never(self._known.scan.metrics.get(step, {}))
+        if why is not None and why not in run.warned:
+            run.warned.add(why)
+            logger.warning("step %d is never the best checkpoint (checkpoint.keep.best): %s", step, why)
+
+
+def _logged(purge: Callable[[Collection[str]], None], entries: Collection[str], after: str) -> None:
+    try:
+        purge(entries)
+    except OSError as error:
+        logger.warning("%s, but listing or deleting older checkpoints failed: %s", after, error)
+    except Exception:  # training does not depend on it
+        logger.exception("%s, but listing or deleting older checkpoints failed", after)

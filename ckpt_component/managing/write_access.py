@@ -1,0 +1,134 @@
+"""Whether a run can save in its folder: every rank can write there, and no other run of this host saves there."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+
+from ..core.commit.fencing import FencingToken
+from ..core.commit.names import TRIAL_PREFIX
+from ..core.commit.visibility import wait_visible
+from ..core.storage.new_names import new_token
+from ..core.storage.space import FULL
+from ..errors import CheckpointConfigError, CheckpointError, CheckpointInUseError
+from .run_context import RESTORE_ONLY, RunContext
+
+logger = logging.getLogger(__name__)
+
+
+class WriteAccess:
+    """Checks the folder of a run before the first step.
+
+    Args:
+        run: the run.
+        ownership: its claim to the folder, which learns whether the folder exists.
+        takeover: whether a run that is still running may lose the folder to this one.
+    """
+
+    def __init__(self, run: RunContext, ownership: FencingToken, *, takeover: bool) -> None:
+        self._run = run
+        self._ownership = ownership
+        self._takeover = takeover
+        #: The folder with its key, for a text.
+        self._named = f"checkpoint.{'dir' if run.remote is None else 'local.dir'}={run.root}"
+
+    def check(self) -> None:
+        """Make the folder if necessary, and write and delete a small file in it on every rank.
+
+        All ranks call this, before the first step.
+
+        Raises:
+            CheckpointConfigError: a rank cannot write there; the same on all ranks.
+            CheckpointInUseError: another run that saves there is running on this host; on all ranks.
+            CheckpointTimeoutError: a rank did not take part.
+        """
+        run, failure = self._run, None
+        deadline = time.monotonic() + run.timeouts.stage + run.timeouts.visible
+        # Rank 0 makes the folder, and the others wait for it.
+        run.ranks.run_on_leader("root/made", self._try_to_write, deadline)
+        self._ownership.root_exists = run.ranks.is_leader and run.fs.is_folder(run.root)
+        if run.remote is not None and run.ranks.world_size > 1:
+            self._check_shared(deadline)
+        if not run.ranks.is_leader:
+            try:
+                wait_visible(lambda: run.fs.is_folder(run.root), self._named, run.timeouts.visible)
+                self._try_to_write()
+            except CheckpointError as error:
+                failure = str(error)
+        run.ranks.decide("root/tried", failure, _refuse_failed, deadline)
+        run.ranks.run_on_leader("root/owner", self._refuse_running, deadline)
+
+    def _refuse_running(self) -> None:
+        """Refuse a folder in which another run of this host saves; not if that is unknown, or wanted."""
+        try:
+            other = self._ownership.other()
+        except OSError as error:
+            logger.warning("the owner of %s could not be read: %s", self._run.root, error)
+            return
+        if other is None or not other.alive:
+            return
+        if other.is_of_this_process:
+            logger.warning(
+                "%s: another manager of this process saves there; close() the one you no longer need, because the one "
+                "whose first save comes last owns the folder",
+                self._named,
+            )
+        elif self._takeover:
+            logger.warning(
+                "%s: another run saves there, %s, which is still running; it can no longer commit there once this run "
+                "has saved (checkpoint.takeover=true)",
+                self._named,
+                other,
+            )
+        else:
+            raise CheckpointInUseError(
+                f"{self._named}: another run saves there, {other}, which is still running. End it, or use another "
+                "checkpoint.dir; with checkpoint.takeover=true this run takes the folder, and the next save of the "
+                f"other fails. {RESTORE_ONLY}"
+            )
+
+    def _check_shared(self, deadline: float) -> None:
+        """Check that the local folder is the same on all ranks, whose files a checkpoint collects."""
+        run, failure = self._run, None
+        # Each rank looks in its own folder, which may have another name.
+        trial = os.path.join(run.root, run.ranks.run_on_leader("root/trial", self._leave_trial, deadline))
+        if not run.ranks.is_leader:
+            try:
+                wait_visible(lambda: run.fs.exists(trial), trial, run.timeouts.visible)
+            except CheckpointError:
+                failure = (
+                    f"{self._named} is another folder than that of rank 0. All ranks must share it: the disk of a host "
+                    "is for the ranks of one host, a parallel file system for those of several."
+                )
+        try:
+            run.ranks.decide("root/shared", failure, _refuse_failed, deadline)
+        finally:
+            if run.ranks.is_leader:
+                run.fs.unlink(trial)
+
+    def _leave_trial(self) -> str:
+        name = f"{TRIAL_PREFIX}{new_token()}"
+        self._run.fs.write_new(os.path.join(self._run.root, name), b"")
+        return name
+
+    def _try_to_write(self) -> None:
+        fs, root = self._run.fs, self._run.root
+        try:
+            fs.make_folders(root)
+            fs.try_folder(root, f"{TRIAL_PREFIX}{new_token()}")
+        except OSError as error:
+            if error.errno in FULL:
+                # A dead run's files may fill the disk; they are deleted when this run restores.
+                logger.warning("%s is full (%s); saves fail until there is free space", root, error)
+                return
+            raise CheckpointConfigError(
+                f"{self._named} cannot be written to: {error}. Name another folder; a script that only "
+                "restores sets checkpoint.save.every_steps=null checkpoint.save.at_end=false."
+            ) from error
+
+
+def _refuse_failed(failures: list[str | None]) -> None:
+    for rank, text in enumerate(failures):
+        if text is not None:
+            raise CheckpointConfigError(f"On rank {rank}: {text}")
