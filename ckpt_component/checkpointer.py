@@ -183,13 +183,11 @@ class Checkpointer(ABC):
         Args:
             optimizer: a torch optimizer, a list of them, or a wrapper with the attribute `optimizer`.
         """
-        if self.saver.stager is not None:
-            self.saver.stager.guard(optimizer)
+        self.saver.guard(optimizer)
 
     def wait_staged(self, timeout: float | None = None) -> None:
         """Wait until the tensors of the last save may be changed."""
-        if self.saver.stager is not None:
-            self.saver.stager.wait_staged(timeout)
+        self.saver.wait_staged(timeout)
 
     def wait(self) -> None:
         """Wait until every save that was started is committed, or raise the error of one that failed.
@@ -204,8 +202,7 @@ class Checkpointer(ABC):
     def prewarm(self, state_dict: Mapping[Any, Any]) -> None:
         """Plan and allocate memory for a state dict of this structure, so that the first save is as fast as others."""
         self._home.check()
-        if self.saver.stager is not None:
-            self.saver.stager.prewarm(state_dict)
+        self.saver.prewarm(state_dict)
 
     @property
     def verifies(self) -> bool:

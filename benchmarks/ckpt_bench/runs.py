@@ -85,10 +85,8 @@ class Runner:
             tell: Called with each row and its figures when they are available.
         """
         absent = self._peers.absent(rows)
-        device = self._settings.get("device", "cpu")
-        if device == "cuda":
+        if self._settings.get("device") == "cuda":
             absent |= {row: _NOT_ON_CUDA for row in rows if ROWS[row].family == "peers"}
-        absent |= {row: f"it needs device={ROWS[row].device}" for row in rows if ROWS[row].device not in (None, device)}
         for row in (LIMITS, *rows):
             case.rows[row] = [{ABSENT: absent[row]}] if row in absent else []
             if row in absent:

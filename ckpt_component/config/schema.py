@@ -14,7 +14,6 @@ from ..core.options import (
     ARENAS,
     BLOCK_BYTES,
     BYTES_PER_SECOND,
-    DEVICE_BUFFER_BYTES,
     NICE,
     WORKERS,
     ChecksumName,
@@ -312,8 +311,6 @@ class ZeroOverheadStager(Part):
     _target_: str = target("ckpt_component.stagers.ZeroOverheadStager")
     arenas: int = within(ARENAS, 2)
     """How many saves may be in flight, each with its own copy of the state in host memory."""
-    device_buffer_bytes: int = within(DEVICE_BUFFER_BYTES, 0, BYTES)
-    """The most memory of each CUDA device for snapshots; tensors that fit into it need no fence. 0: none."""
 
 
 @dataclass

@@ -158,7 +158,6 @@ class Range:
 
 #: Ranges for the keys of components; the constructors of the components check them too.
 ARENAS = Range(1, 16)
-DEVICE_BUFFER_BYTES = Range(0)
 NICE = Range(0, 19)
 WORKERS = Range(1, 128)
 BLOCK_BYTES = Range(4096, 1 << 30)

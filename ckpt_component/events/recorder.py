@@ -92,6 +92,11 @@ class EventRecorder:
         """Whether there is an event file."""
         return self._file is not None
 
+    @property
+    def has_listeners(self) -> bool:
+        """Whether `progressed` calls anybody."""
+        return bool(self._listeners)
+
     def progressed(self, report: SaveReport) -> None:
         """A save was `staged` or `written`; only listeners are called."""
         self._tell(f"on_{report.outcome}", report)

@@ -35,8 +35,8 @@ from ..core.commit.names import NAMINGS, RUN_RECORD
 from ..core.commit.retention import RetentionPolicy
 from ..core.commit.run_record import StoredConfig, running_script
 from ..core.coordination import Coordinator, LocalCoordinator
-from ..core.options import Commit, Durability, OnLag, ResolvedTimeouts
-from ..core.progress import no_progress, progress_bar
+from ..core.options import Commit, Durability, OnLag
+from ..core.progress import Progress, no_progress, progress_bar
 from ..core.storage.locate import Storages, absolute, expanded, is_url, storage_at
 from ..core.storage.new_names import new_token
 from ..core.storage.storage import Storage
@@ -48,10 +48,10 @@ from ..managing.recording import record
 from ..managing.restore import Restorer
 from ..managing.run_context import RunContext, job_ranks
 from ..managing.run_folder import RunFolder
+from ..saving.context import NoRun, SaveContext
 from ..saving.pipeline import SavePipeline
-from ..saving.retry import ErrorPolicy
 from ..stagers.base import Stager
-from ..writers.base import Writer
+from ..writers.base import Writer, as_writer
 from .git_commit import commit_of
 from .policies import best_policy, error_policy, export_policy, load_options, resolved_timeouts
 from .run_record import recorded_config
@@ -88,7 +88,9 @@ def build_checkpointer(
         ranks = LocalCoordinator() if alone else job_ranks("checkpointer", timeouts)
     # Saved path by path, there is no folder for an event file.
     events = EventRecorder(None, build_listeners(settings.listeners), rank=ranks.rank)
-    return _build_graph(settings, parts, ranks, _storages(settings), timeouts, error_policy(settings), events)
+    places, policy = _storages(settings), error_policy(settings)
+    run, shown = NoRun(places.of, parts[2].single_file), _progress(ranks)
+    return _build_graph(settings, parts, places, SaveContext(ranks, places.of, timeouts, run, policy, events, shown))
 
 
 @for_hydra()
@@ -161,7 +163,10 @@ def build_manager(
             folder = RunFolder(run, resume, keep, files, in_use, checks, on_commit, takeover=settings.takeover)
             if save.enabled:
                 folder.check_writable()
-            checkpointer = _build_graph(settings, parts, ranks, places, timeouts, policy, events, folder)
+            saves_to = run.fs
+            shown = _progress(ranks)
+            context = SaveContext(ranks, lambda _: saves_to, timeouts, folder, policy, events, shown)
+            checkpointer = _build_graph(settings, parts, places, context)
             restorer = Restorer(checkpointer, folder, save.enabled)
         except BaseException:
             ranks.close()
@@ -229,22 +234,15 @@ def _build_parts(settings: Checkpoint) -> tuple[Stager, WriteCaller, Writer]:
     return (
         build_part("stager", settings.stager, Stager),
         build_part("caller", settings.caller, WriteCaller),
-        build_part("writer", settings.writer, Writer),
+        as_writer(build_part("writer", settings.writer, Writer)),
     )
 
 
 def _build_graph(
-    settings: Checkpoint,
-    parts: tuple[Stager, WriteCaller, Writer],
-    ranks: Coordinator,
-    places: Storages,
-    timeouts: ResolvedTimeouts,
-    policy: ErrorPolicy,
-    events: EventRecorder,
-    folder: RunFolder | None = None,
+    settings: Checkpoint, parts: tuple[Stager, WriteCaller, Writer], places: Storages, context: SaveContext
 ) -> Checkpointer:
-    stager, caller, writer = parts
-    if getattr(writer, "single_file", "") and ranks.world_size > 1:
+    (stager, caller, writer), ranks, timeouts = parts, context.ranks, context.timeouts
+    if writer.single_file and ranks.world_size > 1:
         raise HydraConfigError(
             f"{_option(type(writer))} writes one file, and there are {ranks.world_size} ranks; save it from one of "
             "them, with build_checkpointer(..., alone=True), or use checkpoint/writer=dcp."
@@ -252,17 +250,24 @@ def _build_graph(
     # An arena must be visible to the process that writes it, which depends on the caller, not the stager.
     shared = caller.in_other_process
     stager.connect(writer, ranks=ranks, shared=shared, timeout=timeouts.stage, max_stall=timeouts.max_stall)
-    # Ranks that save alone lead themselves; the terminal is that of all.
-    progress = progress_bar if ranks.is_leader and os.environ.get("RANK", "0") == "0" else no_progress
-    storage_of = places.of if folder is None else lambda _: folder.run.fs
-    pipeline = SavePipeline(stager, caller, writer, ranks, storage_of, timeouts, policy, events, folder, progress)
-    together = shares_host(ranks.world_size)
+    pipeline = SavePipeline(stager, caller, writer, context)
     reader = Reader(
-        ranks.rank, ranks.world_size, settings.verify, shared=together, storage_of=places.of, progress=progress
+        ranks.rank,
+        ranks.world_size,
+        settings.verify,
+        shared=shares_host(ranks.world_size),
+        storage_of=places.of,
+        progress=context.progress,
     )
     if caller.in_other_process:
         return AsyncCheckpointer(stager, pipeline, reader)
     return SyncCheckpointer(pipeline, reader)
+
+
+def _progress(ranks: Coordinator) -> Progress:
+    """Who follows the bytes: the terminal, of the one rank that has it."""
+    # Ranks that save alone lead themselves; the terminal is that of all.
+    return progress_bar if ranks.is_leader and os.environ.get("RANK", "0") == "0" else no_progress
 
 
 def _storages(settings: Checkpoint) -> Storages:

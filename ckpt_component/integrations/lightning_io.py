@@ -16,7 +16,7 @@ from ..core.storage.locate import file_storage
 from ..errors import CheckpointConfigError, CheckpointError, CheckpointTypeError
 from ..factory.graph import build_checkpointer
 from ..loading.foreign.torch_file import verify_torch_file
-from ..saving.in_flight import PendingSave
+from ..saving.in_flight import SaveHandle
 from ..writers.torch_file import TorchFileWriter, file_state
 from .lightning_package import part
 from .settings import settings_of
@@ -60,7 +60,7 @@ class BackgroundCheckpointIO(part("plugins.io").TorchCheckpointIO):  # type: ign
             )
         self._settings = settings
         self._checkpointer: Checkpointer | None = None
-        self._newest: PendingSave | None = None
+        self._newest: SaveHandle | None = None
         self._swept: set[str] = set()
 
     def save_checkpoint(self, checkpoint: Mapping[str, Any], path: Any, storage_options: Any = None) -> None:

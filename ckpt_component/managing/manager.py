@@ -17,7 +17,7 @@ from ..checkpointer import Checkpointer
 from ..core.processes.home_process import HomeProcess
 from ..errors import CheckpointBusyError, CheckpointError, CheckpointStepError, CheckpointTimeoutError
 from ..events import CheckpointListener, SaveReport
-from ..saving.in_flight import InFlightSaves, PendingSave
+from ..saving.in_flight import InFlightSaves, SaveHandle
 from ..saving.pipeline import SavePipeline
 from .policies import SavePolicy, checked_step, refuse_earlier
 from .restore import Restorer
@@ -73,7 +73,7 @@ class CheckpointManager:
         self._overlap = overlap
         self._clock = SaveClock(save, run.ranks, run.timeouts.waiting)
         self._progress = RunProgress()
-        self._newest: PendingSave | None = None
+        self._newest: SaveHandle | None = None
         self._saved_step: int | None = None
         #: The step of the run's own folder that it began with, until its first step.
         self._began_at: int | None = None
@@ -487,7 +487,7 @@ class CheckpointManager:
         self._saves.wait(self._timeouts.whole_save)
         failed = [save for save in self._saves if save.undelivered is not None]
         for save in failed:
-            save.delivered = True
+            save.deliver()
         try:
             self.save(step, state, metrics=metrics)
         except CheckpointStepError as error:

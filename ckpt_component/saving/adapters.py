@@ -57,7 +57,6 @@ class ForeignSaver:
         events: records loads; nothing of these saves.
     """
 
-    stager = None
     last_report = None
 
     def __init__(self, stager: Any, writer: Any, limit: float = _WHOLE_SAVE) -> None:
@@ -86,6 +85,15 @@ class ForeignSaver:
         if isinstance(written, Future):
             self._last = written = _settled_like(written, SaveFuture(), lambda result: result)
         return _staged_future(staged), written
+
+    def guard(self, optimizer: Any) -> None:
+        """Third-party stagers have copied when `stage` returns."""
+
+    def wait_staged(self, timeout: float | None = None) -> None:
+        """See `guard`."""
+
+    def prewarm(self, state_dict: Mapping[Any, Any]) -> None:
+        """There is nothing to prepare."""
 
     def wait(self) -> None:
         """Wait for the last save, and raise its error if it was not raised yet."""

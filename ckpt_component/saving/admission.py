@@ -10,14 +10,13 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypedDict
 
 from ..core.commit.metrics import encode_metrics
-from ..core.coordination import Coordinator
-from ..core.options import ResolvedTimeouts
+from ..core.commit.names import owned_token
 from ..core.storage.new_names import new_token
 from ..errors import (
     CheckpointBusyError,
@@ -29,8 +28,11 @@ from ..errors import (
     describe_error,
     ranks_failed,
 )
-from ..stagers.base import Stager, StatePlan
-from .in_flight import InFlightSaves, PendingSave
+from ..stagers.base import Stager
+from .context import SaveContext
+from .in_flight import InFlightSaves
+from .planning import SavePlanner
+from .records import Admitted, SaveRequest
 
 #: Seconds within which the failure of an earlier save, known to one rank, reaches the others.
 _DECISION_SECONDS = 60.0
@@ -62,41 +64,31 @@ class SaveAdmission:
     """Numbers the saves of a checkpointer, and makes the ranks agree on each.
 
     Args:
-        ranks: coordinator of the ranks that must agree.
-        stager: inspects the state, and knows whether an earlier save still holds its memory.
+        planner: inspects the state.
+        stager: knows whether an earlier save still holds its memory.
         saves: the earlier saves.
-        check_path: called on the leading rank with the path of every save; what it raises stops the save.
-        timeouts: how long a save may block training.
+        context: the ranks, how long a save may block training, and the run, which may stop a save.
     """
 
-    def __init__(
-        self,
-        ranks: Coordinator,
-        stager: Stager,
-        saves: InFlightSaves,
-        check_path: Callable[[str], None],
-        timeouts: ResolvedTimeouts,
-    ) -> None:
-        self._ranks = ranks
+    def __init__(self, planner: SavePlanner, stager: Stager, saves: InFlightSaves, context: SaveContext) -> None:
+        self._planner = planner
         self._stager = stager
         self._saves = saves
-        self._check_path = check_path
-        self._max_stall = timeouts.max_stall
-        self._waiting = timeouts.waiting
+        self._ranks = context.ranks
+        self._run = context.run
+        self._max_stall = context.timeouts.max_stall
+        self._waiting = context.timeouts.waiting
 
-    def admit(
-        self, save: PendingSave, state_dict: Mapping[Any, Any], may_wait: bool = True
-    ) -> StatePlan | BaseException:
-        """Agree on the next save; sets its number, its fields, and its token if it takes place.
+    def admit(self, request: SaveRequest, state_dict: Mapping[Any, Any]) -> Admitted | BaseException:
+        """Agree on the next save.
 
         Args:
-            save: the save, with its path.
+            request: what is asked for.
             state_dict: the state to save.
-            may_wait: False: on this rank the save must not wait for an earlier one.
 
         Returns:
-            What to copy; or, if the save neither takes place nor fails, the error to raise instead: that of an earlier
-            save, or CheckpointBusyError.
+            What all ranks agree on; or, if the save neither takes place nor fails, the error to raise instead: that of
+            an earlier save, or CheckpointBusyError.
 
         Raises:
             CheckpointStageError: a value that cannot be checkpointed, by key.
@@ -108,15 +100,15 @@ class SaveAdmission:
         """
         # The call waits no longer than this; a save that is not agreed on by then takes place on no rank.
         deadline = time.monotonic() + self._waiting
-        proposal: SaveProposal = {"path": save.path, "failed": self._saves.drop_ended()}
-        plan, failure = None, None
-        if not may_wait and self._stager.busy:
+        proposal: SaveProposal = {"path": request.path, "failed": self._saves.drop_ended()}
+        plan, failure, fields = None, None, dict[str, Any]()
+        if not request.may_wait and self._stager.busy:
             proposal["busy"] = True
         else:
             try:
-                if save.metrics:
-                    save.manifest_fields = {"metrics": encode_metrics(save.metrics)}
-                plan = self._stager.inspect(state_dict)
+                if request.metrics:
+                    fields = {"metrics": encode_metrics(request.metrics)}
+                plan = self._planner.inspect(state_dict)
                 proposal["changed"] = plan.changed
             except Exception as error:
                 if self._ranks.world_size == 1:
@@ -125,32 +117,39 @@ class SaveAdmission:
                 proposal["error"], proposal["cause"] = describe_error(error), type(error).__name__
         # With max_stall_s the ranks wait for memory before they agree, so that they give up a save together.
         if plan is not None and self._max_stall is not None and not self._stager.wait_free(deadline):
-            names = " and ".join(each.path for each in self._saves if not each.done()) or "an earlier save"
-            proposal["stalled"] = (
-                f"no staging memory became free within {self._waiting:g} s (checkpoint.max_stall_s) because {names} is "
-                "still being written. Save less often, or raise checkpoint.stager.arenas."
-            )
+            proposal["stalled"] = self._no_memory()
         try:
-            decision = self._ranks.meet("save", proposal, partial(self._decide, deadline), deadline, save.path)
+            decision = self._meet(proposal, deadline)
         except RanksError as error:
             raise error from failure
+        number = self._ranks.meetings["save"]
+        if "failed" in decision:
+            earlier, text = decision["failed"]
+            return self._saves.error_of(earlier, text, min(_DECISION_SECONDS, self._waiting))
+        if plan is None or "token" not in decision:
+            return CheckpointBusyError(f"{request.path} came while an earlier save was still running")
+        wait_until = math.inf if self._max_stall is None else deadline
+        plan = replace(plan, changed=decision["replan"], wait_until=wait_until)
+        return Admitted(request, plan, number, decision["token"], fields)
+
+    def _no_memory(self) -> str:
+        names = " and ".join(each.path for each in self._saves if not each.done()) or "an earlier save"
+        return (
+            f"no staging memory became free within {self._waiting:g} s (checkpoint.max_stall_s) because {names} is "
+            "still being written. Save less often, or raise checkpoint.stager.arenas."
+        )
+
+    def _meet(self, proposal: SaveProposal, deadline: float) -> dict[str, Any]:
+        """Make the decision with the other ranks, or give up when training has waited as long as it may."""
+        path = proposal["path"]
+        try:
+            return dict(self._ranks.meet("save", proposal, partial(self._decide, deadline), deadline, path))
         except CheckpointTimeoutError as late:
             if self._max_stall is None or isinstance(late, CheckpointStallError):
                 raise
             why = f"{late} Training waits {self._max_stall:g} s at most (checkpoint.max_stall_s)."
-            if "stalled" in proposal:  # the deadline passed before the ranks could agree on that
-                why = proposal["stalled"]
-            raise CheckpointStallError(f"{save.path} was not saved: {why}") from late
-        finally:
-            save.number = self._ranks.meetings["save"]
-        if "failed" in decision:
-            number, text = decision["failed"]
-            return self._saves.error_of(number, text, min(_DECISION_SECONDS, self._waiting))
-        if plan is None or "token" not in decision:
-            return CheckpointBusyError(f"{save.path} came while an earlier save was still running")
-        save.token = decision["token"]
-        wait_until = math.inf if self._max_stall is None else deadline
-        return replace(plan, changed=decision["replan"], wait_until=wait_until)
+            # If the rank had no memory, the deadline passed before the ranks could agree on that.
+            raise CheckpointStallError(f"{path} was not saved: {proposal.get('stalled', why)}") from late
 
     def _decide(self, deadline: float, proposals: list[SaveProposal]) -> dict[str, Any]:
         """On the leading rank: decide on a save from the proposals of all ranks.
@@ -191,7 +190,7 @@ class SaveAdmission:
             raise CheckpointStallError(f"{path} was not saved: {on}{text}")
         try:
             if self._max_stall is None:
-                self._check_path(path)
+                self._run.check_path(path)
             else:
                 self._check_path_until(path, deadline)
         except CheckpointError:
@@ -199,15 +198,16 @@ class SaveAdmission:
         except OSError as error:  # `on_error` applies to it: a bucket that is away must not end the training
             text = f"{path} was not saved: could not find out whether the path is free: {error}"
             raise CheckpointSaveError(text, error.errno) from error
-        return {"token": new_token(), "replan": replan}
+        token = owned_token(new_token()) if self._run.ownership.token else new_token()
+        return {"token": token, "replan": replan}
 
     def _check_path_until(self, path: str, deadline: float) -> None:
-        """Run `check_path` on a thread that is abandoned if the storage does not answer."""
+        """Run `check_path` of the run on a thread that is abandoned if the storage does not answer."""
         failures: list[Exception] = []
 
         def check() -> None:
             try:
-                self._check_path(path)
+                self._run.check_path(path)
             except Exception as error:
                 failures.append(error)
 

@@ -1,21 +1,19 @@
-"""A save from its call to its end, and the list of saves in flight."""
+"""What the caller of a save holds, and the list of saves in flight."""
 
 from __future__ import annotations
 
 import math
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_futures
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from ..core.commit.protocol import Attempt
 from ..core.progress import Progress, no_progress
-from ..core.storage.storage import Storage
 from ..errors import CheckpointTimeoutError, RanksError
-from ..events.records import SaveReport, Span
-from ..stagers.base import Snapshot
+from ..events import SaveReport
+from .records import SaveRequest
 
 #: How often progress is shown.
 _POLL_SECONDS = 0.2
@@ -40,6 +38,10 @@ class SaveFuture(Future[_Result]):
         """The error of a failed save until it is delivered, else None."""
         return None if self.delivered or not self.done() else super().exception(0)
 
+    def deliver(self) -> None:
+        """Whoever calls this raises the error, or logs it."""
+        self.delivered = True
+
     def result(self, timeout: float | None = None) -> _Result:
         """Return the result, or raise the save's error."""
         try:
@@ -55,96 +57,58 @@ class SaveFuture(Future[_Result]):
         return error
 
 
-class PendingSave(SaveFuture[SaveReport]):
-    """One save: the future that the caller of `save` holds, and what the save thread needs.
+class SaveHandle(SaveFuture[SaveReport]):
+    """What the caller of `save` holds: done when the save has ended.
 
     Args:
-        path: absolute path of the checkpoint.
-        fs: its storage.
-        step: the training step, if a manager saves.
-        metrics: numbers by name, such as a validation loss, as the caller passed them.
+        request: what was asked for.
+        number: number of the save in its checkpointer, the same on all ranks.
+        begun: False if nothing was copied, because the save could not begin.
+        file_bytes: approximate size of what this rank writes.
+        written: returns how much of that is written by now.
 
     Attributes:
-        manifest_fields: plain values for the manifest, beside those of all saves; on rank 0 they are written.
-        number: number of the save in its checkpointer, the same on all ranks.
-        started: when it began (`time.perf_counter`).
-        time: the same, seconds since 1970.
-        stall_s: how long the call took.
-        token: identifies the save; the same on all ranks.
-        attempt: the current attempt; its token is that of the save, or derived from it.
-        attempts: number of attempts so far.
-        snapshot: what this rank writes; None if it could not be taken, and once the save has ended.
-        error: why this rank has no snapshot.
-        written: what this rank wrote.
-        written_now: returns the bytes that this rank has written so far.
-        files: number of the checkpoint's files, once it is committed.
-        items: number of tensors and objects that this rank stores.
-        host_bytes: host memory that this rank held for snapshots when the attempt began.
-        spans: when the phases so far began and ended, in seconds since `started`.
-        begun: False if nothing was copied, because the save could not begin.
+        path: absolute path of the checkpoint.
+        step: the training step, if a manager saves.
         report: set when the save ends.
     """
 
-    attempt: Attempt
     report: SaveReport
 
     def __init__(
-        self, path: str, fs: Storage, step: int | None = None, metrics: Mapping[str, Any] | None = None
+        self,
+        request: SaveRequest,
+        number: int,
+        *,
+        begun: bool = True,
+        file_bytes: int = 0,
+        written: Callable[[], int] = lambda: 0,
     ) -> None:
         super().__init__()
-        self.path = path
-        self.fs = fs
-        self.step = step
-        self.metrics = metrics
-        self.manifest_fields: Mapping[str, Any] = {}
-        self.number = 0
-        self.started, self.time = time.perf_counter(), time.time()
-        self.stall_s = 0.0
-        self.token = ""
-        self.attempts = 1
-        self.snapshot: Snapshot | None = None
-        self.error: Exception | None = None
-        self.written: Mapping[str, Any] = {}
-        self.written_now: Callable[[], int] = lambda: 0
-        self.files = self.items = self.host_bytes = 0
-        self.spans: dict[str, Span] = {}
-        self.begun = True
+        self.path = request.path
+        self.step = request.step
+        self.number = number
+        self.begun = begun
+        self.file_bytes = file_bytes
+        self.written = written
 
-    def mark(self, phase: str, began: float, ended: float) -> None:
-        """Note when a phase began and ended (`time.perf_counter`)."""
-        self.spans[phase] = (began - self.started, max(ended, began) - self.started)
+    def end(self, report: SaveReport, error: BaseException | None = None, *, delivered: bool = False) -> None:
+        """End the save.
 
-    def describe(self, outcome: str, error: str | None = None) -> SaveReport:
-        """The report of what is known by now."""
-        ends = {phase: end for phase, (_, end) in self.spans.items()}
-        return SaveReport(
-            path=self.path,
-            outcome=outcome,
-            step=self.step,
-            error=error,
-            bytes=self.written.get("bytes", 0),
-            files=self.files,
-            items=self.items,
-            stall_s=self.stall_s,
-            staged_s=ends.get("stage", 0.0),
-            written_s=ends.get("vote", 0.0),
-            committed_s=ends.get("commit", 0.0),
-            write_s=self.written.get("seconds", 0.0),
-            attempts=self.attempts,
-            time=self.time,
-            spans=dict(self.spans),
-            lost_s=self.stall_s,
-            host_memory_bytes=self.host_bytes,
-        )
-
-    def release(self) -> None:
-        """Release the snapshot's memory."""
-        snapshot, self.snapshot = self.snapshot, None
-        if snapshot is not None:
-            snapshot.release()
+        Args:
+            report: what became of it.
+            error: why it failed; None: it is committed.
+            delivered: the error was logged, and need not be raised.
+        """
+        self.report = report
+        if error is None:
+            self.set_result(report)
+        else:
+            self.delivered = delivered
+            self.set_exception(error)
 
 
-class InFlightSaves(list[PendingSave]):
+class InFlightSaves(list[SaveHandle]):
     """Running saves, and failed ones whose error was not raised yet, in order; `drop_ended` drops the others.
 
     Args:
@@ -154,6 +118,7 @@ class InFlightSaves(list[PendingSave]):
     def __init__(self, progress: Progress = no_progress) -> None:
         super().__init__()
         self._progress = progress
+        self._poll_seconds = _POLL_SECONDS if progress is not no_progress else math.inf
 
     def drop_ended(self) -> list[tuple[int, str]]:
         """Drop ended saves, except those whose error was not raised yet; return their numbers and error texts."""
@@ -172,7 +137,7 @@ class InFlightSaves(list[PendingSave]):
         """Return the error of a save that another rank reports as failed; waits until it fails on this rank too."""
         for save in self:
             if save.number == number:
-                save.delivered = True
+                save.deliver()
                 try:
                     return save.exception(timeout) or RanksError(text)
                 except TimeoutError:
@@ -202,7 +167,7 @@ class InFlightSaves(list[PendingSave]):
                     f"A save was still running after {limit:g} s; see timeouts.stage and timeouts.write."
                 )
 
-    def follow(self, save: PendingSave, deadline: float = math.inf) -> bool:
+    def follow(self, save: SaveHandle, deadline: float = math.inf) -> bool:
         """Wait until a save has ended, and report its progress.
 
         Args:
@@ -212,13 +177,12 @@ class InFlightSaves(list[PendingSave]):
         Returns:
             False if it is still running.
         """
-        snapshot, shown = save.snapshot, 0  # the save thread may release it at any time
-        total = 0 if snapshot is None else snapshot.encoded.file_bytes
-        with self._progress(f"saving {os.path.basename(save.path)}", total) as advance:
-            while wait_futures([save], min(deadline - time.monotonic(), _POLL_SECONDS)).not_done:
+        shown = 0
+        with self._progress(f"saving {os.path.basename(save.path)}", save.file_bytes) as advance:
+            while wait_futures([save], min(deadline - time.monotonic(), self._poll_seconds)).not_done:
                 if time.monotonic() >= deadline:
                     return False
-                written = min(save.written_now(), total)  # the process writes more than the files
+                written = min(save.written(), save.file_bytes)  # the process writes more than the files
                 advance(written - shown)
                 shown = written
         return True

@@ -1,7 +1,7 @@
 """Accepts saves on the training thread, and completes them in order on the save thread.
 
 So the training thread never waits for storage, and the commit never needs the training thread. `save` makes the ranks
-agree and takes the snapshot; `_finish` writes and commits it (`SaveTransaction`), in one or more attempts.
+agree and takes the snapshot; `_finish` writes and commits it, in one or more attempts.
 """
 
 from __future__ import annotations
@@ -12,28 +12,29 @@ import logging
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_futures
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from ..callers.write_callers import WriteCaller
-from ..core.commit.commit import new_attempt, refuse_existing
-from ..core.commit.names import owned_token
-from ..core.coordination import Coordinator
-from ..core.options import ResolvedTimeouts
+from ..core.commit.commit import new_attempt
 from ..core.processes.home_process import HomeProcess
-from ..core.progress import Progress, no_progress
-from ..core.storage.storage import Storage
 from ..errors import CheckpointError
-from ..events import EventRecorder, SaveReport
-from ..stagers.base import Stager, StatePlan
+from ..events import SaveReport
+from ..stagers.base import Stager
 from ..writers.base import Writer
 from .admission import SaveAdmission
-from .attempts import RunHooks, SaveTransaction, notify
+from .attempts import SaveAttempts
+from .context import SaveContext, notify
 from .foresight import Foresight
-from .in_flight import InFlightSaves, PendingSave
-from .retry import ConsecutiveFailures, ErrorPolicy, RetryLoop, is_stall
+from .in_flight import InFlightSaves, SaveHandle
+from .planning import SavePlanner
+from .records import Admitted, SaveRequest, Staged, report_of
+from .retry import ConsecutiveFailures, FailedAttempts, RetryLoop, is_stall
 
 logger = logging.getLogger(__name__)
 
@@ -45,53 +46,41 @@ class SavePipeline:
         stager: takes the snapshots; owned by the pipeline from now on.
         caller: who runs the write requests; owned too.
         writer: the format.
-        ranks: coordinator of the ranks; owned too.
-        storage_of: returns the storage of a path.
-        timeouts: deadlines.
-        policy: what to do about saves that fail.
-        events: records saves, and calls listeners; owned too. None: one that does nothing.
-        hooks: hooks of the run; None: the caller chooses the paths.
-        progress: follows the bytes of saves that are waited for.
+        context: what is the same for all saves.
 
     Attributes:
+        stager: see above.
+        caller: see above.
+        ranks: of the context.
+        policy: of the context.
+        events: of the context.
         saves: running saves, and failed ones whose error was not raised yet.
         reports: reports of ended saves, in order.
         last_report: see `Checkpointer.last_report`.
         foresight: prepares the first save.
     """
 
-    def __init__(
-        self,
-        stager: Stager,
-        caller: WriteCaller,
-        writer: Writer,
-        ranks: Coordinator,
-        storage_of: Callable[[str], Storage],
-        timeouts: ResolvedTimeouts,
-        policy: ErrorPolicy,
-        events: EventRecorder | None = None,
-        hooks: RunHooks | None = None,
-        progress: Progress = no_progress,
-    ) -> None:
-        caller.prepare(timeouts.worker_start)
+    def __init__(self, stager: Stager, caller: WriteCaller, writer: Writer, context: SaveContext) -> None:
+        caller.prepare(context.timeouts.worker_start)
         self.stager = stager
         self.caller = caller
-        self.ranks = ranks
-        self.policy = policy
-        self.saves = InFlightSaves(progress)
+        self.ranks = context.ranks
+        self.policy = context.policy
+        self.events = context.events
+        self.saves = InFlightSaves(context.progress)
         self.reports: list[SaveReport] = []
         self.last_report: SaveReport | None = None
         self.foresight = Foresight(stager)
-        self.events = events or EventRecorder()
-        self._storage_of = storage_of
-        self._timeouts = timeouts
-        self._hooks = hooks
-        self._failures = ConsecutiveFailures(policy.give_up_after)
-        self._single_file = getattr(writer, "single_file", "")
-        check_path = self._refuse_existing if hooks is None else hooks.check_path
-        self._admission = SaveAdmission(ranks, stager, self.saves, check_path, timeouts)
-        self._transaction = SaveTransaction(caller, writer, ranks, timeouts, policy.min_free_bytes, self.events, hooks)
-        self._retries = RetryLoop(ranks, policy, timeouts.stage)
+        self._context = context
+        self._timeouts = context.timeouts
+        self._single_file = writer.single_file
+        self._planner = SavePlanner(stager, writer, context)
+        self._admission = SaveAdmission(self._planner, stager, self.saves, context)
+        self._attempts = SaveAttempts(caller, writer, self._planner, context)
+        self._retries = RetryLoop(context.ranks, context.policy, context.timeouts.stage)
+        self._failures = ConsecutiveFailures(context.policy.give_up_after)
+        #: For the save thread. A task's arguments would keep a snapshot alive until the task has ended.
+        self._staged: deque[tuple[SaveHandle, Staged]] = deque()
         self._last_task: Future[None] | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="ckpt-save")
         self._home = HomeProcess("checkpointer")
@@ -113,7 +102,7 @@ class SavePipeline:
         may_wait: bool = True,
         step: int | None = None,
         metrics: Mapping[str, Any] | None = None,
-    ) -> tuple[Future[None], PendingSave]:
+    ) -> tuple[Future[None], SaveHandle]:
         """Take a snapshot now, and write and commit it in the background; with an inline caller before it returns.
 
         Args:
@@ -135,76 +124,91 @@ class SavePipeline:
         if self._closed:
             raise CheckpointError("This checkpointer is closed; build a new one to save again.")
         self.ranks.check_world()
-        save = PendingSave(path, self._storage_of(path), step, metrics)
+        request = SaveRequest(path, self._context.storage_of(path), step, metrics, may_wait)
         try:
-            plan = self._admission.admit(save, state_dict, may_wait)
-            if isinstance(plan, StatePlan):
-                self._stage(save, plan)
+            admitted = self._admission.admit(request, state_dict)
         except CheckpointError as error:
-            return self._refuse(save, error)
-        if not isinstance(plan, StatePlan):
-            raise plan
-        staged = _failed(save.error) if save.snapshot is None else save.snapshot.staged
+            return self._refuse(request, error)
+        if isinstance(admitted, BaseException):
+            raise admitted
+        try:
+            staged = self._stage(admitted)
+        except CheckpointError as error:
+            return self._refuse(request, error)
+        written = partial(self._attempts.written_by, admitted.token)
+        if staged.snapshot is None:
+            copied, save = _failed(staged.error), SaveHandle(request, admitted.number)
+        else:
+            copied, file_bytes = staged.snapshot.staged, staged.snapshot.encoded.file_bytes
+            save = SaveHandle(request, admitted.number, file_bytes=file_bytes, written=written)
         self.saves.append(save)
-        save.stall_s = time.perf_counter() - save.started
-        self._last_task = self._thread.submit(self._finish, save)
+        self._staged.append((save, staged))
+        del admitted, staged  # which refer to the state
+        self._last_task = self._thread.submit(self._finish)
         if not self.caller.in_other_process:
             self.saves.follow(save)  # bounded by the deadlines of its phases
             if not save.delivered:
                 save.result()
-        return staged, save
+        return copied, save
 
-    def _refuse_existing(self, path: str) -> None:
-        refuse_existing(self._storage_of(path), path, file=self._single_file)
-
-    def _stage(self, save: PendingSave, plan: StatePlan) -> None:
+    def _stage(self, admitted: Admitted) -> Staged:
         """Take the snapshot. A failure is raised with one rank; with several it fails the attempt on all."""
-        owner = ""
-        if self._hooks is not None:
-            owner, save.token = self._hooks.ownership.token, owned_token(save.token)
-        save.attempt = new_attempt(save.fs, save.path, save.token, owner, self._single_file)
+        request, owner = admitted.request, self._context.run.ownership.token
+        attempt = new_attempt(request.storage, request.path, admitted.token, owner, self._single_file)
+        snapshot, comparison, failure = None, None, None
         try:
-            save.snapshot = self.stager.take(plan)
-            save.snapshot.comparison = self.stager.compare(plan, save.number)
+            plan = self._planner.share(admitted.plan)
+            snapshot = self.stager.take(plan)
+            comparison = self._planner.compare(plan, admitted.number)
         except Exception as error:
             if self.ranks.world_size == 1:
                 raise
-            save.error = error
+            failure = error
+        stall_s = time.perf_counter() - request.started
+        return Staged(admitted, attempt, snapshot, failure, comparison, self.stager.host_bytes, stall_s)
 
-    def _refuse(self, save: PendingSave, error: CheckpointError) -> tuple[Future[None], PendingSave]:
+    def _refuse(self, request: SaveRequest, error: CheckpointError) -> tuple[Future[None], SaveHandle]:
         """End a save that failed before anything was copied: raise, or return failed futures."""
         given_up = self._failures.add(error)
         if not self.policy.warn:
             raise given_up or error
         if given_up is not None and self.ranks.world_size == 1:
             raise given_up
-        save.begun = False
-        self._fail(save, error, given_up)
+        save = SaveHandle(request, self.ranks.meetings["save"], begun=False)
+        stall_s = time.perf_counter() - request.started
+        self._fail(save, error, given_up, report_of(request, "failed", stall_s=stall_s))
         self.saves.append(save)  # with several ranks an error is raised at the next save, on all of them
         return _failed(error), save
 
-    def _finish(self, save: PendingSave) -> None:
-        """On the save thread: make all attempts at a save, and end it."""
-        save.host_bytes = self.stager.host_bytes
-        committed = False
-        while not committed:
-            try:
-                self._transaction.run(save)
-                committed = True
-            except BaseException as error:
-                if not self._retries.prepare_next(save, error):
-                    save.release()
-                    self._fail(save, error, self._failures.add(error))
-                    return
-        save.release()
+    def _finish(self) -> None:
+        """On the save thread: write and commit the next save, in one or more attempts, and end it."""
+        save, staged = self._staged.popleft()
+        request, in_background = staged.admitted.request, self.caller.in_other_process
+        try:
+            made = self._retries.run(staged.attempt, partial(self._attempts.run, staged))
+        finally:
+            if staged.snapshot is not None:
+                staged.snapshot.release()
+        if isinstance(made, FailedAttempts):
+            stall_s = staged.stall_s if in_background else time.perf_counter() - request.started
+            report = report_of(request, "failed", staged, attempts=made.number, stall_s=stall_s)
+            self._fail(save, made.error, self._failures.add(made.error), report)
+            return
         if self._failures.count:
             self._failures.reset()
-        self.last_report = report = self._report(save, self.events.with_loss(save.describe("committed")))
-        save.set_result(report)
-        if self._hooks is not None and self.ranks.is_leader:
-            notify(self._hooks.after_save, report)
+        report = report_of(request, "committed", staged, made.written, made)
+        if self.ranks.is_leader:
+            notify(self._context.run.after_commit, report)
+        if not in_background:
+            report = replace(report, stall_s=time.perf_counter() - request.started)
+        self.last_report = report = self.events.with_loss(report)
+        self.add_report(report)
+        save.end(report)
+        del staged  # which refers to the state
+        if self.ranks.is_leader:
+            notify(self._context.run.after_save, report)
 
-    def _fail(self, save: PendingSave, error: BaseException, given_up: BaseException | None) -> None:
+    def _fail(self, save: SaveHandle, error: BaseException, given_up: BaseException | None, report: SaveReport) -> None:
         """End a failed save with its error, or with `given_up` after too many failures."""
         raised = given_up or error
         tolerated = self.policy.warn and given_up is None
@@ -212,19 +216,12 @@ class SavePipeline:
             logger.warning("%s was not saved, and training continues (checkpoint.on_error=warn): %s", save.path, error)
         else:
             logger.info("%s was not saved: %s", save.path, raised)  # whoever waits or saves next gets the error
-        if not (save.begun and self.caller.in_other_process):
-            save.stall_s = time.perf_counter() - save.started
         outcome = "skipped" if self.policy.warn and is_stall(error) else "failed"
-        report = self._report(save, save.describe(outcome, str(raised)))
-        save.delivered = tolerated
+        report = replace(report, outcome=outcome, error=str(raised), lost_s=report.stall_s)
+        self.add_report(report)
         if tolerated and not self.caller.in_other_process:
             self.last_report = report
-        save.set_exception(raised)
-
-    def _report(self, save: PendingSave, report: SaveReport) -> SaveReport:
-        save.report = report
-        self.add_report(report)
-        return report
+        save.end(report, raised, delivered=tolerated)
 
     def add_report(self, report: SaveReport) -> None:
         """Keep and record the report of a save that has ended, or that was skipped before it was begun."""
@@ -234,6 +231,18 @@ class SavePipeline:
     def run_after_saves(self, task: Callable[[], None]) -> None:
         """Run a task on the save thread, after the saves so far; later saves and `close` wait for it."""
         self._last_task = self._thread.submit(task)
+
+    def guard(self, optimizer: Any) -> None:
+        """See `Stager.guard`."""
+        self.stager.guard(optimizer)
+
+    def wait_staged(self, timeout: float | None = None) -> None:
+        """See `Stager.wait_staged`."""
+        self.stager.wait_staged(timeout)
+
+    def prewarm(self, state_dict: Mapping[Any, Any]) -> None:
+        """Plan and allocate memory for a state; see `SavePlanner.prewarm`."""
+        self._planner.prewarm(state_dict)
 
     def wait(self) -> None:
         """Wait until the saves in flight have ended; see `Checkpointer.wait`."""
@@ -275,9 +284,9 @@ class SavePipeline:
         """Wait until the save thread has nothing to do. Returns whether that is so."""
         limit = self._timeouts.close
         self.saves.wait(self._timeouts.whole_save + limit)
-        if self._hooks is not None and self.ranks.is_leader:
+        if self.ranks.is_leader:
             with contextlib.suppress(RuntimeError):  # the interpreter exits: the thread takes no more, nor is it needed
-                self._last_task = self._thread.submit(self._hooks.close)
+                self._last_task = self._thread.submit(self._context.run.close)
         if self._last_task is not None and wait_futures([self._last_task], limit).not_done:
             text = "deleting old checkpoints took longer than %g s (timeouts.close); it ends with this process"
             logger.warning(text, limit)

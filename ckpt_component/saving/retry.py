@@ -11,15 +11,19 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from errno import EACCES, EFBIG, EISDIR, ELOOP, ENAMETOOLONG, ENOTDIR, EPERM, EROFS
+from typing import TypeVar
 
 from ..core.commit.names import token_of_try
+from ..core.commit.protocol import Attempt
 from ..core.coordination import Coordinator
 from ..errors import CheckpointError, CheckpointGivenUpError, CheckpointSaveError, CheckpointStallError, RanksError
-from .in_flight import PendingSave
 
 logger = logging.getLogger(__name__)
+
+_Made = TypeVar("_Made")
 
 #: A full or failing disk, a writer process that died, a timeout. Other errors would occur again (a value that cannot be
 #: saved, a path that is taken), must not be retried (another run owns the folder), or have already blocked training.
@@ -75,6 +79,19 @@ def is_stall(error: BaseException) -> bool:
     return isinstance(error, CheckpointStallError)
 
 
+@dataclass(frozen=True)
+class FailedAttempts:
+    """All attempts at a save have failed.
+
+    Attributes:
+        number: how many there were.
+        error: why the last one failed.
+    """
+
+    number: int
+    error: BaseException
+
+
 class RetryLoop:
     """Decides after a failed attempt whether to make another one, and pauses before it.
 
@@ -94,17 +111,35 @@ class RetryLoop:
         """Skip all further pauses, because `close` waits for the saves."""
         self._closing.set()
 
-    def prepare_next(self, save: PendingSave, error: BaseException) -> bool:
-        """Pause, then prepare a save for its next attempt. Returns False if there is none."""
-        number, most = save.attempts, self._policy.attempts
-        if number >= most or not isinstance(error, Exception) or not self._agree(save.attempt.token, error):
+    def run(self, first: Attempt, make: Callable[[Attempt, int], _Made]) -> _Made | FailedAttempts:
+        """Make attempts at a save until one succeeds, or there must be no other.
+
+        Args:
+            first: the first attempt.
+            make: makes an attempt, given its number from 1.
+
+        Returns:
+            What `make` returned, or why the last attempt failed; nothing is raised.
+        """
+        attempt, number = first, 1
+        while True:
+            try:
+                return make(attempt, number)
+            except BaseException as error:
+                if not self._may_repeat(attempt, number, error):
+                    return FailedAttempts(number, error)
+            number += 1
+            attempt = first.again(token_of_try(first.token, number))
+
+    def _may_repeat(self, attempt: Attempt, number: int, error: BaseException) -> bool:
+        """Decide with the other ranks whether to make another attempt, and pause before it."""
+        most = self._policy.attempts
+        if number >= most or not isinstance(error, Exception) or not self._agree(attempt.token, error):
             return False
         pause = 0.0 if self._closing.is_set() else self._policy.pause(number)
         text = "%s: attempt %d of %d failed; retrying in %.1f s (checkpoint.on_error=retry): %s"
-        logger.warning(text, save.path, number, most, pause, error)
+        logger.warning(text, attempt.target, number, most, pause, error)
         self._closing.wait(pause)
-        save.attempts += 1
-        save.attempt = save.attempt.again(token_of_try(save.token, save.attempts))
         return True
 
     def _agree(self, token: str, error: Exception) -> bool:

@@ -9,7 +9,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar
 
@@ -19,14 +19,12 @@ from ..core.coordination import Coordinator
 from ..core.image.arena import Arena
 from ..core.image.layout import Layout
 from ..core.memory.gc_control import collector_paused
-from ..core.state.dedup import Selection, holdings, share_out
+from ..core.state.dedup import Selection, Share
 from ..core.state.flatten import FlatState, flatten
 from ..core.state.objects import encode
 from ..core.state.paths import key_of
-from ..core.state.replicas import Replicas
 from ..core.state.structure import Structure
 from ..core.writing.request import ByteSource, EncodedSave
-from ..errors import ranks_failed
 from ..writers.base import FormatPlan, Writer
 from .optimizers import optimizers_in
 
@@ -45,25 +43,14 @@ class StatePlan:
         structure: their structure.
         changed: the layout must be planned again, because of this rank or another one.
         wait_until: deadline for waits in `take`, monotonic seconds (`max_stall_s`).
+        share: if `changed`, which part of the state this rank is to store; None: all of it.
     """
 
     flat: FlatState
     structure: Structure
     changed: bool
     wait_until: float = math.inf
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """Values shared by several ranks, compared when the ranks begin to write.
-
-    Attributes:
-        replicas: knows the keys of the values.
-        message: digests, for rank 0.
-    """
-
-    replicas: Replicas
-    message: dict[str, Any]
+    share: Share | None = None
 
 
 @dataclass(eq=False)
@@ -76,9 +63,7 @@ class Snapshot:
         source: the bytes of the image; complete once `staged` is done.
         arena: the leased memory, or None.
         give_back: ends the lease; called with the arena and `staged`.
-        comparison: what to compare with other ranks, if they do so in this save.
-        staged: done when the image is complete. Training may change every tensor by then, or earlier with a device
-            buffer (`Stager.wait_staged`). Has the error if staging failed.
+        staged: done when the image is complete, and training may change every tensor. Has the error if staging failed.
         staged_at: when `staged` was done (`time.perf_counter`).
         began_at: when the copy began; by default when this object is made.
         planned_at: when the plan was made, and the wait for memory began; 0: no such wait.
@@ -89,7 +74,6 @@ class Snapshot:
     source: ByteSource
     arena: Arena | None = None
     give_back: Callable[[Arena, Future[None]], None] | None = None
-    comparison: Comparison | None = None
     staged: Future[None] = field(default_factory=Future)
     staged_at: float = 0.0
     began_at: float = field(default_factory=time.perf_counter)
@@ -129,7 +113,7 @@ class Stager(ABC):
 
         Args:
             writer: lays out the image.
-            ranks: coordinator of the ranks, which share the work of storing replicated values.
+            ranks: coordinator of the ranks: which of them this is.
             shared: whether another process writes, so that the memory must be visible to it.
             timeout: seconds that a snapshot may wait for free memory, and for other ranks.
             max_stall: seconds that a save may block training; None: no limit.
@@ -141,8 +125,6 @@ class Stager(ABC):
         self._structure: Structure | None = None
         self._plan: FormatPlan | None = None
         self._selection: Selection | None = None
-        self._replicas: Replicas | None = None
-        self._plans = 0
         self._lock = threading.Lock()
 
     def inspect(self, state_dict: Mapping[Any, Any]) -> StatePlan:
@@ -154,41 +136,24 @@ class Stager(ABC):
         with collector_paused(), torch.no_grad():
             flat = flatten(state_dict, self._ranks.rank, self._ranks.world_size)
             structure, plan = self._structure, self._plan
-            if structure is not None and plan is not None and structure.matches(flat, plan.layout.relations):
-                return StatePlan(flat, structure, False)
-            return StatePlan(flat, Structure(flat), True)
+            if structure is None or plan is None:
+                return StatePlan(flat, Structure(flat), True)
+            pointers = structure.matches(flat, plan.layout.relations)
+            if pointers is None:
+                return StatePlan(flat, Structure(flat), True)
+            flat.pointers = pointers
+            return StatePlan(flat, structure, False)
 
     @abstractmethod
     def take(self, plan: StatePlan) -> Snapshot:
         """Take a snapshot of the inspected state. `Snapshot.staged` is done when it is complete.
 
-        All ranks call this together: if the structure has changed on one, they plan together.
+        All ranks call this together: if the structure has changed on one, all plan again.
 
         Raises:
             CheckpointStageError: a value that cannot be checkpointed, by key.
             CheckpointTimeoutError: no memory became free in time.
         """
-
-    def compare(self, plan: StatePlan, number: int) -> Comparison | None:
-        """Compute digests of values shared with other ranks, from the state given to `take`; None: not in this save.
-
-        Values are compared if the plan is new, and in saves 2, 4, 8 and so on, because they may diverge later.
-
-        Args:
-            plan: the plan of the save.
-            number: number of the save, the same on all ranks.
-        """
-        if self._replicas is None or not (plan.changed or number & (number - 1) == 0):
-            return None
-        started = time.perf_counter()
-        try:
-            with torch.no_grad():
-                message = self._replicas.message(plan.flat, number.bit_length())
-        except Exception as error:  # the save does not depend on it
-            logger.warning("cannot compare what the ranks share: %s: %s", type(error).__name__, error)
-            return None
-        logger.debug("digests of what the ranks share in %.3f s", time.perf_counter() - started)
-        return Comparison(self._replicas, message)
 
     @property
     def busy(self) -> bool:
@@ -218,9 +183,9 @@ class Stager(ABC):
     def wait_staged(self, timeout: float | None = None) -> None:
         """Wait until every tensor may be changed. Returns at once for stagers that are done when `take` returns."""
 
-    def prewarm(self, state_dict: Mapping[Any, Any]) -> None:
-        """Plan and allocate memory for a state dict of this structure, so that the first save is as fast as others."""
-        self._plan_for(self._inspect_together(state_dict))
+    def prewarm(self, plan: StatePlan) -> None:
+        """Plan and allocate memory for states of this structure, so that the first save is as fast as others."""
+        self._plan_for(plan)
 
     def reserve(self, state_dict: Mapping[Any, Any]) -> None:
         """Begin to make memory for the first save in the background, by the size of this state. No rank waits.
@@ -236,36 +201,13 @@ class Stager(ABC):
     def close(self) -> None:
         """Free the memory that no save is using; the rest is freed when its save ends."""
 
-    def _inspect_together(self, state_dict: Mapping[Any, Any]) -> StatePlan:
-        """Inspect a state outside of a save, and agree with the other ranks whether to plan again.
-
-        Raises:
-            CheckpointStageError: a value that cannot be checkpointed; with several ranks a RanksError on all.
-        """
-        self._ranks.check_world()
-        deadline = time.monotonic() + self._timeout
-        try:
-            plan = self._inspect_all(state_dict)
-        except Exception as error:
-            if self._ranks.world_size > 1:  # the others wait for this one, and all raise the same
-                self._ranks.meet("prewarm", {"error": str(error)}, _any_changed, deadline)
-            raise
-        return replace(plan, changed=self._ranks.meet("prewarm", {"changed": plan.changed}, _any_changed, deadline))
-
-    def _inspect_all(self, state_dict: Mapping[Any, Any]) -> StatePlan:
-        """Like `inspect`, and raises, with the key, what a save would raise for an object."""
-        plan = self.inspect(state_dict)
-        for path, value in zip(plan.flat.object_paths, plan.flat.objects, strict=True):
-            encode(value, key_of(path))
-        return plan
-
     def _plan_for(self, plan: StatePlan) -> tuple[FormatPlan, FlatState]:
         """Return the layout of what this rank stores, and that part of the state."""
         with self._lock:
             if plan.changed or self._plan is None:
                 started = time.perf_counter()
                 replans, self._structure = self._plan is not None, None
-                selection = self._select(plan)
+                selection = None if plan.share is None else Selection(plan.structure, plan.share)
                 structure = plan.structure if selection is None else Structure(selection.of(plan.flat))
                 self._plan = self._writer.plan(structure, self._ranks.rank)
                 # Set last, so that a plan that failed is made again next time.
@@ -286,25 +228,8 @@ class Stager(ABC):
     def _planned(self, plan: FormatPlan) -> None:
         """Called after a new plan was made."""
 
-    @property
-    def _plans_alone(self) -> bool:
-        """Whether what this rank stores does not depend on other ranks."""
-        return self._ranks.world_size == 1 or not self._writer.shared
 
-    def _select(self, plan: StatePlan) -> Selection | None:
-        """Agree with the other ranks which rank stores what; None: this rank stores its whole state."""
-        if self._plans_alone:
-            return None
-        self._plans += 1
-        deadline = min(time.monotonic() + self._timeout, plan.wait_until)
-        share = self._ranks.scatter(f"plan/{self._plans}", holdings(plan.structure), share_out, deadline)
-        self._replicas = Replicas(plan.structure, share, self._ranks.world_size)
-        return Selection(plan.structure, share)
-
-
-def _any_changed(messages: list[dict[str, Any]]) -> bool:
-    """On the leading rank: whether the ranks must plan. Raises an error if a rank could not inspect its state."""
-    failures = {rank: message["error"] for rank, message in enumerate(messages) if "error" in message}
-    if failures:
-        raise ranks_failed(failures)
-    return any(message["changed"] for message in messages)
+def check_objects(flat: FlatState) -> None:
+    """Raise what a save would raise for an object, with its key."""
+    for path, value in zip(flat.object_paths, flat.objects, strict=True):
+        encode(value, key_of(path))

@@ -21,7 +21,7 @@ from ..core.options import ARENAS
 from ..core.state.dedup import likely_bytes
 from ..core.state.flatten import FlatState
 from ..writers.base import FormatPlan, Writer
-from .base import Snapshot, Stager, StatePlan
+from .base import Snapshot, Stager, StatePlan, check_objects
 
 logger = logging.getLogger(__name__)
 
@@ -127,16 +127,17 @@ class SharedMemoryStager(Stager):
     def _prepare(self, arena: Arena, device: torch.device | None) -> None:
         """Called before the first copy of a structure into an arena, with the CUDA device of its sources or None."""
 
-    def prewarm(self, state_dict: Mapping[Any, Any]) -> None:
+    def prewarm(self, plan: StatePlan) -> None:
         """Plan, and fill every arena once, so that its pages exist before the first save."""
-        plan, flat = self._plan_for(self._inspect_together(state_dict))
+        format_plan, flat = self._plan_for(plan)
+        layout = format_plan.layout
         arenas: list[Arena] = []
         try:
             for _ in range(self._arenas):
-                arenas.append(self._pool.lease(plan.layout.arena_bytes, self._timeout))
+                arenas.append(self._pool.lease(layout.arena_bytes, self._timeout))
             with torch.no_grad():
                 for arena in arenas:
-                    self._warm(ArenaFill(arena, plan.layout, flat))
+                    self._warm(ArenaFill(arena, layout, flat))
         finally:
             for arena in arenas:
                 self._pool.give_back(arena)
@@ -145,10 +146,11 @@ class SharedMemoryStager(Stager):
         """Begin to make the arenas, and plan if no other rank takes part in that; see `Stager.reserve`."""
         if not self._pool.awaits_first_lease:
             return
-        plan = self._inspect_all(state_dict)
+        plan = self.inspect(state_dict)
+        check_objects(plan.flat)
         if not plan.changed:
             return
-        if self._plans_alone:
+        if self._ranks.world_size == 1 or not self._writer.shared:
             with collector_paused(), torch.no_grad():
                 nbytes = self._plan_for(plan)[0].layout.arena_bytes
         else:

@@ -5,31 +5,25 @@ change (buffers such as BatchNorm's) are copied before `take` returns. Version c
 tensor that changed in spite of that fails the save, with its name.
 
 One thread copies in host memory, a few megabytes at a time, and leaves the other cores to training; a thread that
-reaches the fence before the copy is done helps with all of torch's threads. Tensors in a device buffer need no
-fence.
+reaches the fence before the copy is done helps with all of torch's threads.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import wait as wait_futures
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
 
-from ..core.image.arena import Slots
 from ..core.image.copy import CopyTasks
-from ..core.options import DEVICE_BUFFER_BYTES
 from ..errors import CheckpointTimeoutError
 from .background_copy import BackgroundCopy
+from .base import StatePlan
 from .copy_split import CopySplit
-from .device_buffer import DeviceBuffer
 from .optimizers import optimizers_in
-from .overlap import OverlapMonitor
 from .shared_memory import ArenaFill, PinnedStager, Settle
 
 
@@ -38,27 +32,20 @@ class ZeroOverheadStager(PinnedStager):
 
     Args:
         arenas: how many saves may be in flight, each with its own copy of the state in host memory.
-        device_buffer_bytes: most memory on each CUDA device for a snapshot, filled by a copy on the trainer's stream.
-            Tensors that fit into it need no fence: they may be changed as soon as `take` has returned. 0: none.
 
     Raises:
-        CheckpointConfigError: `arenas` is not from 1 to 16, or `device_buffer_bytes` is negative.
+        CheckpointConfigError: `arenas` is not from 1 to 16.
     """
 
     option: ClassVar[str] = "zero_overhead"
 
-    def __init__(self, arenas: int = 2, device_buffer_bytes: int = 0) -> None:
+    def __init__(self, arenas: int = 2) -> None:
         super().__init__(arenas)
-        DEVICE_BUFFER_BYTES.check("checkpoint.stager.device_buffer_bytes", device_buffer_bytes)
-        self._buffer = DeviceBuffer(device_buffer_bytes)
         self._optimizers: list[torch.optim.Optimizer] = []
         self._hooks: list[Any] = []
         self._copy_thread = ThreadPoolExecutor(1, thread_name_prefix="ckpt-stage")
-        # A separate thread: the fence of the next snapshot must not wait until the last one has left the device.
-        self._drain_thread = ThreadPoolExecutor(1, thread_name_prefix="ckpt-drain")
         self._pending: list[BackgroundCopy] = []
         self._pending_lock = threading.Lock()
-        self._overlap = OverlapMonitor()
 
     def guard(self, optimizer: Any) -> None:
         """Make `optimizer.step()` wait until the running copy has ended; see `Stager.guard`.
@@ -98,103 +85,41 @@ class ZeroOverheadStager(PinnedStager):
                     "optimizer had to change the weights (checkpoint.max_stall_s)."
                 )
 
-    def _before_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+    def _before_step(self, *_: object) -> None:
         self.wait_staged()
-        if optimizer is self._optimizers[0]:
-            self._overlap.stepped(time.monotonic())
 
     def _fill(self, fill: ArenaFill, settle: Settle) -> None:
-        buffered = self._buffer.acquire()
-        try:
-            split = self._split(fill, buffered)
-            if buffered and not split.buffered:
-                self._buffer.release()
-                buffered = False
-            if buffered:
-                # First, so that copies under the fence follow it.
-                self._buffer.fill(fill.sources)
-                settle = partial(self._drain_later, fill.slots, settle)
-            self._copy(fill, split, buffered, settle)
-        except BaseException:
-            if buffered:
-                self._buffer.release()
-            raise
+        split = self._split(fill)
+        CopyTasks(split.now, fill.sources, fill.addresses).finish(torch.get_num_threads())
+        if not split.later.numbers:
+            settle(None)
+            return
+        # Addresses are looked up when it copies, because a tensor may get other memory before.
+        copy = BackgroundCopy(fill.flat, split.watched, CopyTasks(split.later, fill.sources))
+        with self._pending_lock:
+            self._pending.append(copy)
+        self._copy_thread.submit(copy.run, settle)
 
-    def _split(self, fill: ArenaFill, buffered: bool) -> CopySplit:
+    def _split(self, fill: ArenaFill) -> CopySplit:
         """Return how a state is split for an arena; computed again only when that may have changed."""
-        split: CopySplit | None = fill.slots.plans.get(buffered)
-        if (
-            split is None
-            or (buffered and split.buffered is not self._buffer.numbers)
-            or not split.fits(fill.flat, self._optimizers)
-        ):
-            split = CopySplit(fill, self._optimizers, self._buffer if buffered else None)
+        split: CopySplit | None = fill.slots.plans.get("split")
+        if split is None or not split.fits(fill.flat, self._optimizers):
+            fill.slots.plans["split"] = split = CopySplit(fill, self._optimizers)
             self._prepare(fill.arena, next((source.device for source in fill.sources if source.is_cuda), None))
-            fill.slots.plans[buffered] = split
         return split
 
-    def _copy(self, fill: ArenaFill, split: CopySplit, buffered: bool, settle: Settle) -> None:
-        """Copy what is not in the device buffer, and have the snapshot completed."""
-        threads = torch.get_num_threads()
-        CopyTasks(split.now, fill.sources, fill.addresses).finish(threads)
-        # Only complete copies measure overlap, not parts of a copy that run during a drain.
-        if buffered:
-            self._overlap.beside_other()
-        if self._overlap.awaits or (not buffered and self._overlap.wants_trial):
-            seconds = _copy_now(split, fill)
-            if not buffered:
-                self._overlap.awaited(seconds)
-            settle(None)
-        elif not split.later.numbers:
-            settle(None)
-        else:
-            # Addresses are looked up when it copies, because a tensor may get other memory before.
-            copy = BackgroundCopy(fill.flat, split.watched, CopyTasks(split.later, fill.sources))
-            with self._pending_lock:
-                self._pending.append(copy)
-            if not buffered:
-                self._overlap.began(fill.slots.layout.payload_bytes)
-            self._copy_thread.submit(copy.run, settle)
-
-    def _drain_later(self, slots: Slots, settle: Settle, error: BaseException | None) -> None:
-        """Drain the device buffer after the copies under the fence, unless one of those failed."""
-        try:
-            self._drain_thread.submit(self._drain, slots, settle, error)
-        except RuntimeError:  # the copy took longer than close() waited
-            self._drain(slots, settle, error)
-
-    def _drain(self, slots: Slots, settle: Settle, error: BaseException | None) -> None:
-        if error is None:
-            try:
-                self._buffer.drain(slots)
-            except Exception as failure:
-                error = failure
-        self._buffer.release()
-        settle(error)
-
     def _warm(self, fill: ArenaFill) -> None:
-        split = self._split(fill, False)
-        CopyTasks(split.now, fill.sources, fill.addresses).finish(torch.get_num_threads())
-        _copy_now(split, fill)
-        self._overlap.awaited(_copy_now(split, fill))  # now its pages exist: the cost of an awaited copy
-        if self._buffer.acquire():
-            try:
-                if self._split(fill, True).buffered:
-                    self._buffer.fill(fill.sources)
-                    self._buffer.drain(fill.slots)
-            finally:
-                self._buffer.release()
+        split = self._split(fill)
+        for plan in (split.now, split.later):
+            CopyTasks(plan, fill.sources, fill.addresses).finish(torch.get_num_threads())
 
-    def prewarm(self, state_dict: Mapping[Any, Any]) -> None:
+    def prewarm(self, plan: StatePlan) -> None:
         """Prewarm all arenas, after the running copy has ended; see `Stager.prewarm`."""
         self.wait_staged(self._timeout)
-        super().prewarm(state_dict)
+        super().prewarm(plan)
 
     def close(self) -> None:
-        """Wait for the running copy (bounded by timeouts.stage), remove the hooks, and free the memory.
-
-        A snapshot that is still in a device buffer is drained first; then that memory is freed too.
-        """
+        """Wait for the running copy (bounded by timeouts.stage), remove the hooks, and free the memory."""
         try:
             self.wait_staged(self._timeout)
         finally:
@@ -202,13 +127,4 @@ class ZeroOverheadStager(PinnedStager):
                 self._hooks.pop().remove()
             self._optimizers.clear()
             self._copy_thread.shutdown(wait=False)
-            self._drain_thread.shutdown(wait=False)
-            self._buffer.close()
             super().close()
-
-
-def _copy_now(split: CopySplit, fill: ArenaFill) -> float:
-    """Copy with all threads what is otherwise copied in the background. Returns the seconds it took."""
-    started = time.monotonic()
-    CopyTasks(split.later, fill.sources, fill.addresses).finish(torch.get_num_threads())
-    return time.monotonic() - started

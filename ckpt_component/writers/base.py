@@ -100,6 +100,14 @@ class Writer(ABC):
         return {}
 
 
+def as_writer(part: Any) -> Writer:
+    """A writer with all attributes of `Writer`; one that does not derive from it may leave some out."""
+    for name in ("shared", "single_file"):
+        if not hasattr(part, name):
+            setattr(part, name, getattr(Writer, name))
+    return part
+
+
 def _installed(checksum: ChecksumName) -> str:
     """Resolve a setting to the name of an installed algorithm."""
     if checksum is ChecksumName.auto:

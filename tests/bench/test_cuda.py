@@ -71,7 +71,7 @@ def test_the_cpu_has_no_device_memory() -> None:
 
 @pytest.mark.gpu
 @on_cuda
-@pytest.mark.parametrize("name", ["async_pinned", "async_zero_overhead", "async_zero_overhead_buffer", "torch_save"])
+@pytest.mark.parametrize("name", ["async_pinned", "async_zero_overhead", "torch_save"])
 def test_a_row_is_measured_on_the_device(name: str, tmp_path: Path) -> None:
     state = make_state("tiny", device="cuda")
     settings = Settings(1, 1.0, 1, 0.001, 0.0, 1, cold=False, device="cuda")

@@ -81,17 +81,6 @@ def test_rows_take_turns_and_absent_peers_are_told(target: Path) -> None:
     assert list((target.parent / "logs").iterdir()) == []
 
 
-def test_a_row_for_another_device_is_told(tmp_path: Path) -> None:
-    row, said = "async_zero_overhead_buffer", list[str]()
-    runner = Runner(
-        PeerEnvironment(str(tmp_path)), {"device": "cpu"}, repeats=1, timeout=0.01, logs=tmp_path, say=said.append
-    )
-    case = Case("tiny", "disk")
-    runner.measure(case, [row], str(tmp_path), lambda row, run: None)
-    assert case.rows[row] == [{"absent": "it needs device=cuda"}]
-    assert said[0] == f"tiny on disk: {row} is not measured: it needs device=cuda"
-
-
 def test_a_row_that_breaks_is_an_error_with_its_last_words(target: Path) -> None:
     said: list[str] = []
     rows = measured(target, ["torch_save", "async_pinned"], said)

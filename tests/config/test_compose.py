@@ -92,6 +92,12 @@ def test_a_value_may_be_quoted() -> None:
             "There is no key checkpoint.stager.arena. Did you mean checkpoint.stager.arenas=3?",
         ),
         (
+            "async_zero_overhead",
+            "checkpoint.stager.device_buffer_bytes=0",
+            "checkpoint.stager.device_buffer_bytes was removed, because the device buffer never ran on a GPU; leave it "
+            "out.",
+        ),
+        (
             "sync",
             "checkpoint.stager.arenas=3",
             "There is no key checkpoint.stager.arenas. checkpoint.stager has no keys.",

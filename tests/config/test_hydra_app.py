@@ -196,6 +196,10 @@ def test_a_mistyped_recipe_lists_the_recipes(app: Path) -> None:
             "+checkpoint.stager.arena=3",
             ["There is no key checkpoint.stager.arena. Did you mean checkpoint.stager.arenas?"],
         ),
+        (
+            "+checkpoint.stager.device_buffer_bytes=0",
+            ["checkpoint.stager.device_buffer_bytes was removed, because", "leave it out."],
+        ),
         ("+checkpoint.nmaing=step", ["There is no key checkpoint.nmaing. Did you mean checkpoint.naming?"]),
         ("checkpoint.writer.workers=0", ["checkpoint.writer.workers must be from 1 to 128, got 0."]),
         ("checkpoint.dir=???", ["checkpoint.dir is missing; give it a value: checkpoint.dir=..."]),

@@ -39,11 +39,11 @@ def test_a_time_may_have_a_unit(text: str, number: float) -> None:
 
 
 def test_a_unit_may_stand_in_yaml_and_on_top_of_a_config() -> None:
-    composed = compose_checkpoint("async_zero_overhead", ["checkpoint.stager.device_buffer_bytes=2GiB"])
+    composed = compose_checkpoint("async_zero_overhead", ["checkpoint.min_free_bytes=2GiB"])
     config = OmegaConf.merge(composed, OmegaConf.create("{retry: {backoff_seconds: 2s}, writer: {block_bytes: 1MiB}}"))
     done = resolve_config(config, ["checkpoint.writer.max_bytes_per_second=1GB/s"])
     assert done.retry.backoff_seconds == 2
-    assert (done.stager["device_buffer_bytes"], done.writer["block_bytes"]) == (2 << 30, 1 << 20)
+    assert (done.min_free_bytes, done.writer["block_bytes"]) == (2 << 30, 1 << 20)
     assert done.writer["max_bytes_per_second"] == 1e9
     build_checkpointer(done).close()
 

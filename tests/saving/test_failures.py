@@ -192,14 +192,14 @@ SCRIPT = """
 import os, signal, sys
 import torch
 from ckpt_component import build_checkpointer
+from ckpt_component.core.commit import commit
 
 def main():
     checkpointer = build_checkpointer("async_persistent", [f"checkpoint/caller={sys.argv[2]}"])
     state = {"weight": torch.full((1000,), 5.0), "step": 5}
     if sys.argv[3] == "kill":
         # All is written when the trainer comes to publish; then it dies.
-        runner = checkpointer.saver._transaction
-        runner._publish = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
+        commit.publish = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
     stage, write = checkpointer.save(state, sys.argv[1])
     if sys.argv[3] == "kill":
         write.result(60)

@@ -250,8 +250,8 @@ def test_a_checkpoint_that_the_writer_process_commits_alone_has_record_and_metri
     script = (
         "import os, signal, sys, torch\n"
         "from ckpt_component import build_manager\n"
-        "from ckpt_component.saving.attempts import SaveTransaction\n"
-        "SaveTransaction._publish = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "from ckpt_component.core.commit import commit\n"
+        "commit.publish = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"
         "manager = build_manager('async_persistent', dir=sys.argv[1])\n"
         "manager.save(1, {'weight': torch.ones(10)}, metrics={'loss': 0.25})\n"
         "manager.wait()\n"

@@ -20,7 +20,6 @@ class Row:
         preset: of ours, what `build_checkpointer` gets.
         overrides: of ours, what is changed in the preset.
         fast: of ours, whether packages that compute checksums faster are used; others are as a plain install has them.
-        device: the only one that it says anything new on; None: all.
     """
 
     family: str
@@ -29,11 +28,10 @@ class Row:
     preset: str = ""
     overrides: tuple[str, ...] = ()
     fast: bool = False
-    device: str | None = None
 
 
-def _ours(preset: str, *overrides: str, device: str | None = None) -> Row:
-    return Row("ours", fsyncs=True, preset=preset, overrides=overrides, device=device)
+def _ours(preset: str, *overrides: str) -> Row:
+    return Row("ours", fsyncs=True, preset=preset, overrides=overrides)
 
 
 def _fast(preset: str) -> Row:
@@ -50,9 +48,6 @@ ROWS: Mapping[str, Row] = {
     "async_temporal": _ours("async_temporal"),
     "async_zero_overhead": _ours("async_zero_overhead"),
     "async_zero_overhead_fast": _fast("async_zero_overhead"),
-    "async_zero_overhead_buffer": _ours(
-        "async_zero_overhead", f"checkpoint.stager.device_buffer_bytes={8 << 30}", device="cuda"
-    ),
     "torch_save": Row("torch"),
     "dcp_save_t1": Row("torch", fsyncs=True),
     "dcp_save_t2": Row("torch", fsyncs=True),

@@ -160,12 +160,15 @@ class Structure:
         expanded = any(size > 1 and step == 0 for size, step in zip(shape, stride, strict=True))
         return reach == shape.numel() and not expanded
 
-    def matches(self, flat: FlatState, relations: Iterable[Relation] = ()) -> bool:
-        """Whether a state has this structure, so that the layout made for it can be reused.
+    def matches(self, flat: FlatState, relations: Iterable[Relation] = ()) -> array[int] | None:
+        """The data pointer of each tensor of a state, if it has this structure, whose layout can then be reused.
 
         Args:
             flat: the state.
             relations: relations that the layout requires in addition to `ties`.
+
+        Returns:
+            The pointers, taken while the tensors were in the CPU caches; None: it has another structure.
         """
         tensors = flat.tensors
         if (
@@ -175,26 +178,26 @@ class Structure:
             or flat.shards != self.shards
             or list(flat.elsewhere) != self.elsewhere
         ):
-            return False
+            return None
         pointers = array("Q")
         try:
             for first, columns in zip(range(0, len(tensors), BATCH), self._columns, strict=True):
                 part = tensors[first : first + BATCH]
                 if _Columns.of(part) != columns:
-                    return False
+                    return None
                 pointers.extend(map(torch.Tensor.data_ptr, part))
         except RuntimeError:
-            return False  # a sparse or nested tensor has no shape or address; the new structure refuses it by key
-        flat.pointers = pointers  # set the cached property here, while the tensors are in the CPU caches
+            return None  # a sparse or nested tensor has no shape or address; the new structure refuses it by key
         for number, stride in self._strides.items():
             if tensors[number].stride() != stride:
-                return False
+                return None
         if pointers == self.pointers:
-            return True
+            return pointers
         # Fewer distinct addresses than before: tensors became tied. A broken relation: tensors were untied.
-        return len(set(pointers)) == self._distinct_pointers and all(
+        fits = len(set(pointers)) == self._distinct_pointers and all(
             pointers[number] - pointers[other] == distance for number, other, distance in (*self.ties, *relations)
         )
+        return pointers if fits else None
 
     def _shape_of(self, tensor: int) -> torch.Size:
         return self.stored[self.stored_of[tensor]].shape

@@ -173,6 +173,14 @@ class EncodedSave:
     rank_index: Callable[[], dict[str, Any]] = dict
 
     @property
+    def item_count(self) -> int:
+        """Number of tensors and objects."""
+        count = self.table.item_count
+        for blob in self.object_blobs:
+            count += len(blob.items)
+        return count
+
+    @property
     def file_bytes(self) -> int:
         """Approximate size on disk of all files of this save, including those that describe it."""
         # The integrity file has the description and a number per item; a rank's index is about as large.

@@ -27,10 +27,6 @@ def checkpointer_of(folder: Path, **timeouts: float) -> Checkpointer:
     return build_checkpointer("async_persistent", overrides)
 
 
-def runner_of(checkpointer: Checkpointer) -> Any:
-    return checkpointer.saver._transaction  # type: ignore[attr-defined]
-
-
 def save(checkpointer: Checkpointer, path: Path) -> Any:
     futures = checkpointer.save(STATE, path)
     assert futures is not None
@@ -49,7 +45,7 @@ def killed_in_vote(rank: int, world_size: int, folder: Path) -> None:
     checkpointer = checkpointer_of(folder, heartbeat=1.0, close=5.0)
     save(checkpointer, folder / "run" / "one")
     if rank == 1:
-        runner_of(checkpointer)._write = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        checkpointer.saver.caller.run = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[union-attr]
     with pytest.raises(RanksError, match="no heartbeat") as caught:
         save(checkpointer, folder / "run" / "two")
     assert set(caught.value.failures) == {1}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +25,30 @@ def save(manager: CheckpointManager, step: int, state: dict[str, Any]) -> None:
     manager.wait()
 
 
+class Warnings(logging.StreamHandler):
+    """Prints warnings, and collects those that name values of which only one rank's is saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.setLevel(logging.WARNING)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        super().emit(record)
+        if "only one rank's value is saved" in record.getMessage():
+            self.lines.append(record.getMessage())
+
+
 def warned(manager: CheckpointManager, steps: list[int], state_of: Any) -> list[int]:
     """At which of the steps this rank warned."""
     found: list[int] = []
+    warnings = Warnings()
+    logging.getLogger("ckpt_component").addHandler(warnings)
     for step in steps:
-        before = len(manager._checkpointer.saver._transaction._warned)  # type: ignore[union-attr]
+        before = len(warnings.lines)
         save(manager, step, state_of(step))
-        found += [step] * (len(manager._checkpointer.saver._transaction._warned) > before)  # type: ignore[union-attr]
+        found += [step] * (len(warnings.lines) - before)
+    logging.getLogger("ckpt_component").removeHandler(warnings)
     return found
 
 
