@@ -66,7 +66,7 @@ class Channel:
         text = json.dumps(header, separators=(",", ":")).encode()
         head = _HEAD.pack(len(text), sum(map(len, blobs)))
         with self._sending:
-            # `receive` waits by itself, so this is no timeout of its.
+            # `receive` waits by itself, and never meets this timeout.
             self._sock.settimeout(min(max(deadline - time.monotonic(), 0.001), _LONGEST_SECONDS))
             if fds:
                 socket.send_fds(self._sock, [head], list(fds))
