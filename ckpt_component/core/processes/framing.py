@@ -126,16 +126,18 @@ class Channel:
             if remaining <= 0:
                 raise TimeoutError
 
-    def hang_up(self) -> None:
-        """Tell the other process that nothing more will come; it may still answer. Does not wait. Safe to call twice.
+    def hang_up(self, *, listens: bool = True) -> None:
+        """Tell the other process that nothing more will come. Does not wait. Safe to call twice, and from any thread.
 
         This reaches it although a forked process, such as a worker of a DataLoader, has the connection open too.
+
+        Args:
+            listens: whether answers are still received. If not, a `receive` that waits returns.
         """
         with contextlib.suppress(OSError):  # it has ended
-            self._sock.shutdown(socket.SHUT_WR)
+            self._sock.shutdown(socket.SHUT_WR if listens else socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Close the connection for both. Safe to call twice."""
-        with contextlib.suppress(OSError):  # it has ended
-            self._sock.shutdown(socket.SHUT_RDWR)
+        """Hang up, and close the descriptor, which no other thread may be using. Safe to call twice."""
+        self.hang_up(listens=False)
         self._sock.close()
