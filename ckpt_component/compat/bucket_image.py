@@ -125,12 +125,10 @@ def preload_tensors(
 
 def _copy(slots: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], non_blocking: bool) -> None:
     on_host = [number for number, tensor in enumerate(tensors) if tensor.is_cpu]
-    copy_on_host(
-        [slots[number] for number in on_host], [tensors[number] for number in on_host], torch.get_num_threads()
-    )
+    copy_on_host(slots, tensors, torch.get_num_threads(), on_host)
+    on_device = {number: tensor for number, tensor in enumerate(tensors) if not tensor.is_cpu}
     with torch.no_grad():
-        for slot, tensor in zip(slots, tensors, strict=True):
-            if not tensor.is_cpu:
-                slot.copy_(tensor, non_blocking=non_blocking)
-    for device in {tensor.device for tensor in tensors if not tensor.is_cpu}:
+        for number, tensor in on_device.items():
+            slots[number].copy_(tensor, non_blocking=non_blocking)
+    for device in {tensor.device for tensor in on_device.values()}:
         torch.get_device_module(device.type).synchronize(device)

@@ -186,8 +186,7 @@ class CallProcess:
 
     def hang_up(self) -> None:
         """Close the connection, from any thread. A thread that waits for the process wakes up and raises an error."""
-        with contextlib.suppress(OSError):  # the other side closed first
-            self._sock.shutdown(socket.SHUT_RDWR)
+        self._channel.hang_up(listens=False)
 
     def death(self, doing: str = "") -> WorkerDiedError:
         """The error that describes how the process ended.

@@ -66,7 +66,7 @@ class Channel:
         text = json.dumps(header, separators=(",", ":")).encode()
         head = _HEAD.pack(len(text), sum(map(len, blobs)))
         with self._sending:
-            # `receive` waits by itself, so this is no timeout of its.
+            # `receive` waits by itself, and never meets this timeout.
             self._sock.settimeout(min(max(deadline - time.monotonic(), 0.001), _LONGEST_SECONDS))
             if fds:
                 socket.send_fds(self._sock, [head], list(fds))
@@ -126,16 +126,18 @@ class Channel:
             if remaining <= 0:
                 raise TimeoutError
 
-    def hang_up(self) -> None:
-        """Tell the other process that nothing more will come; it may still answer. Does not wait. Safe to call twice.
+    def hang_up(self, *, listens: bool = True) -> None:
+        """Tell the other process that nothing more will come. Does not wait. Safe to call twice, and from any thread.
 
         This reaches it although a forked process, such as a worker of a DataLoader, has the connection open too.
+
+        Args:
+            listens: whether answers are still received. If not, a `receive` that waits returns.
         """
         with contextlib.suppress(OSError):  # it has ended
-            self._sock.shutdown(socket.SHUT_WR)
+            self._sock.shutdown(socket.SHUT_WR if listens else socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Close the connection for both. Safe to call twice."""
-        with contextlib.suppress(OSError):  # it has ended
-            self._sock.shutdown(socket.SHUT_RDWR)
+        """Hang up, and close the descriptor, which no other thread may be using. Safe to call twice."""
+        self.hang_up(listens=False)
         self._sock.close()

@@ -39,7 +39,10 @@ def serve(work: Callable[[dict[str, Any], Channel], None], *, on_orphan: Literal
     if on_orphan == "exit":
         signal.signal(signal.SIGALRM, lambda *_: sys.exit(1))
         threading.Thread(target=_leave_with, args=(parent,), name="ckpt-parent-watch", daemon=True).start()
-    work(first[0], parent)
+    try:
+        work(first[0], parent)
+    finally:
+        signal.signal(signal.SIGALRM, lambda *_: None)  # the parent closes the connection when it has the answer
 
 
 def _leave_with(parent: Channel) -> None:

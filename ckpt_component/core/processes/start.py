@@ -106,16 +106,19 @@ class Child(Channel):
         return self._process.returncode
 
     def end(self, timeout: float) -> int | None:
-        """Close the connection, and kill the process if it does not end in `timeout` seconds. Returns as `wait`."""
+        """Hang up, and kill the process if it does not end in `timeout` seconds. From any thread. Returns as `wait`."""
+        self.hang_up(listens=False)
+        if self.wait(timeout) is None:
+            return self.kill()
         self.close()
-        code = self.wait(timeout)
-        return self.kill() if code is None else code
+        return self._process.returncode
 
     def kill(self) -> int | None:
-        """Kill the process. Returns as `wait`; None: it is in uninterruptible I/O, and left to the kernel."""
-        self.close()
+        """Kill the process, from any thread. Returns as `wait`; None: in uninterruptible I/O, left to the kernel."""
         self._process.kill()
-        return self.wait(_KILL_SECONDS)
+        code = self.wait(_KILL_SECONDS)
+        self.close()
+        return code
 
     def _repeat(self, log: Callable[[str], None]) -> None:
         assert self._process.stdout is not None  # as it is captured
