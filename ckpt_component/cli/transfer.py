@@ -14,7 +14,7 @@ from ..core.commit.copying import copy_checkpoint, same_content
 from ..core.commit.manifest import read_manifest
 from ..core.formats.verification import verify_checkpoint, verify_files
 from ..core.progress import Progress
-from ..core.storage.files import FileStorage
+from ..core.storage.files import local_files
 from ..errors import CheckpointConfigError, CheckpointCorruptError, CheckpointExistsError, CheckpointSaveError
 from .roots import Place, is_one_checkpoint, point_elsewhere
 
@@ -100,8 +100,8 @@ class Transfer:
 
     def _rename(self) -> bool:
         """Rename; False where that is not possible: to another file system, or without renames."""
-        source, target, fs = self.source, self.target, self.target.fs
-        if not (isinstance(fs, FileStorage) and fs.atomic_rename and source.fs.atomic_rename):
+        source, target, fs = self.source, self.target, local_files(self.target.fs)
+        if fs is None or not (fs.atomic_rename and source.fs.atomic_rename):
             return False
         fs.make_folders(target.root)
         self._leave()

@@ -149,7 +149,7 @@ def build_manager(
             )
             if export is not None and save.enabled and ranks.is_leader:
                 exports = BackgroundExports(export, events.note_now)
-            run = RunContext(storages[-1], roots[-1], names, ranks, timeouts, best, events)
+            run = RunContext(storages[-1], roots[-1], names, ranks, timeouts, best, events, places=places)
             keep = RetentionPolicy(settings.keep.last, settings.keep.every_steps)
             if settings.local.dir is not None:
                 run = replace(run, fs=storages[0], root=roots[0], remote=run)

@@ -39,6 +39,7 @@ class Purge:
 
     def found(self, scan: Scan) -> None:
         """Take over what a scan of the folder has found, so that the next purge does not examine it once more."""
+        scan.manifests.clear()  # they take memory for each file of a checkpoint
         self._found = scan
 
     def after_save(self, step: int) -> None:

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from functools import cached_property
 
 from ..processes.running import ProcessName
+from ..storage.files import FileStorage, local_files
 from ..storage.new_names import new_token
 from ..storage.storage import Storage
 from .names import ALIVE_PREFIX, TRIAL_PREFIX
@@ -50,22 +51,13 @@ class AttemptLock:
     def __init__(self, fs: Storage, attempt: Attempt) -> None:
         self._fs = fs
         self._attempt = attempt
-        self._root, staging = os.path.dirname(attempt.target), attempt.staging
+        self._root = os.path.dirname(attempt.target)
         self._over = threading.Event()
         self._mark: str | None = None
         self._thread: threading.Thread | None = None
-        self._fd: int | None = fs.open_folder(staging)
-        deadline, locked = time.monotonic() + _LOOK_SECONDS, None
-        try:
-            while (locked := try_lock(fs, self._fd, fcntl.LOCK_SH, staging)) is False:  # another process probes it
-                if time.monotonic() > deadline:
-                    raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN), staging)
-                time.sleep(_LOOK_PAUSE)
-        finally:
-            if not locked:
-                self._fs.close_folder(self._fd)
-        if locked is None:
-            self._fd = None
+        files = local_files(fs)
+        self._lock = None if files is None else _locked(files, attempt.staging)
+        if self._lock is None:
             process = ProcessName.current().key
             self._mark = os.path.join(self._root, f"{ALIVE_PREFIX}{attempt.token}.{process}.{new_token()}")
             fs.close(fs.create(self._mark))
@@ -74,13 +66,14 @@ class AttemptLock:
 
     def held_by_others(self) -> bool:
         """Whether another live process holds a lock on the attempt."""
-        if self._fd is None:
+        if self._lock is None:
             return False
+        files, fd = self._lock
         try:
-            return try_lock(self._fs, self._fd, fcntl.LOCK_EX, self._attempt.staging) is False
+            return try_lock(files, fd, fcntl.LOCK_EX, self._attempt.staging) is False
         finally:
             # A failed conversion also drops the shared lock (flock(2)).
-            try_lock(self._fs, self._fd, fcntl.LOCK_SH, self._attempt.staging)
+            try_lock(files, fd, fcntl.LOCK_SH, self._attempt.staging)
 
     def touched_by_others(self) -> float:
         """When another process last touched its mark file for this attempt; 0 if there is none."""
@@ -90,8 +83,9 @@ class AttemptLock:
     def close(self) -> None:
         """Release the attempt."""
         self._over.set()
-        if self._fd is not None:
-            self._fs.close_folder(self._fd)
+        if self._lock is not None:
+            files, fd = self._lock
+            files.close_folder(fd)
         if self._thread is not None:
             self._thread.join(1.0)  # it takes longer only when the storage hangs
         if self._mark is not None:
@@ -167,17 +161,31 @@ class LifeSigns:
             return time.time()
 
 
-def try_lock(fs: Storage, fd: int, how: int, path: str) -> bool | None:
+def _locked(files: FileStorage, folder: str) -> tuple[FileStorage, int] | None:
+    """Lock a folder, as long as its descriptor is open; None: the file system has no locks."""
+    fd, locked, deadline = files.open_folder(folder), None, time.monotonic() + _LOOK_SECONDS
+    try:
+        while (locked := try_lock(files, fd, fcntl.LOCK_SH, folder)) is False:  # another process probes it
+            if time.monotonic() > deadline:
+                raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN), folder)
+            time.sleep(_LOOK_PAUSE)
+    finally:
+        if not locked:
+            files.close_folder(fd)
+    return (files, fd) if locked else None
+
+
+def try_lock(files: FileStorage, fd: int, how: int, path: str) -> bool | None:
     """Lock an open folder without waiting. False: another process holds it; None: the file system has no locks."""
     try:
-        fs.flock(fd, how | fcntl.LOCK_NB)
+        files.flock(fd, how | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError as error:
         if error.errno not in _NO_LOCKS:
             raise
-        if fs.warns:
-            fs.warns = False
+        if files.warns:
+            files.warns = False
             logger.warning(
                 "there are no file locks at %s (%s); instead, each process that saves there touches a small file "
                 "every few seconds, and a save that was not touched for a minute is considered dead",
@@ -189,12 +197,15 @@ def try_lock(fs: Storage, fd: int, how: int, path: str) -> bool | None:
 
 
 def is_locked(fs: Storage, path: str) -> bool | None:
-    """Whether a live process holds an `AttemptLock` on a folder; None: the file system has no locks."""
-    fd = fs.open_folder(path)
+    """Whether a live process holds an `AttemptLock` on a folder; None: the storage has no locks."""
+    files = local_files(fs)
+    if files is None:
+        return None
+    fd = files.open_folder(path)
     try:
-        locked = try_lock(fs, fd, fcntl.LOCK_EX, path)
+        locked = try_lock(files, fd, fcntl.LOCK_EX, path)
     finally:
-        fs.close_folder(fd)
+        files.close_folder(fd)
     return None if locked is None else not locked
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..storage.files import FileStorage
+from ..storage.files import local_files
 from ..storage.storage import Storage
 from .manifest_commit import ManifestCommit, attempts_in
 from .protocol import CommitProtocol
@@ -11,7 +11,8 @@ from .rename_commit import RenameCommit
 
 def protocol_of(fs: Storage) -> CommitProtocol:
     """How attempts are committed in a storage."""
-    return RenameCommit(fs) if isinstance(fs, FileStorage) and fs.atomic_rename else ManifestCommit(fs)
+    files = local_files(fs)
+    return RenameCommit(files) if files is not None and files.atomic_rename else ManifestCommit(fs)
 
 
 def protocol_on_disk(fs: Storage, path: str) -> CommitProtocol:

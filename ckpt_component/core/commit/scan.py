@@ -116,13 +116,6 @@ def both(one: Scan, other: Scan) -> Scan:
     )
 
 
-def committed_steps(fs: Storage, root: str, names: StepNames) -> list[int]:
-    """The steps of committed checkpoints, oldest first. Other folders of steps are skipped with a warning."""
-    scan = scan_steps(fs, root, names)
-    warn_of_skipped(scan, set())
-    return scan.committed
-
-
 def warn_of_skipped(scan: Scan, warned: set[str]) -> None:
     """Warn of the folders of steps that are not committed checkpoints.
 
