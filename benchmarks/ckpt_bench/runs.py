@@ -48,7 +48,7 @@ class Runner:
 
     Args:
         peers: The environment of the peers.
-        settings: Arguments of `measure.row.Settings`, except `cold`.
+        settings: Arguments of `measure.row.RowSettings`, except `cold`.
         repeats: How often to measure each row.
         timeout: Time limit of a row's process in seconds.
         logs: Folder for the output of failed rows.

@@ -92,7 +92,7 @@ class Bench:
 
 
 @dataclass(frozen=True)
-class Request:
+class BenchRequest:
     """A checked config: lists are lists, row families are rows."""
 
     bench: Bench
@@ -112,7 +112,7 @@ def register() -> None:
     store_files(Path(__file__).parent / "conf", None)
 
 
-def read(config: DictConfig) -> Request:
+def read(config: DictConfig) -> BenchRequest:
     """Convert the config to a request.
 
     Raises:
@@ -124,7 +124,7 @@ def read(config: DictConfig) -> Request:
     bench = read_values(Bench, {**values, **folders}, "")
     names = _names("rows", bench.rows, [*ROWS, *FAMILIES, "all"])
     chosen = {row for name in names for row in (rows_of(*FAMILIES) if name == "all" else rows_of(name) or [name])}
-    return Request(
+    return BenchRequest(
         bench=bench,
         states=_names("state", bench.state, list(STATES)),
         targets=_names("target", bench.target, TARGETS),

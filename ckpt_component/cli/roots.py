@@ -30,7 +30,7 @@ def add_safeguards(parser: argparse.ArgumentParser, verb: str) -> None:
 
 
 @dataclass(frozen=True)
-class Place:
+class Location:
     """Where a checkpoint is, or will be.
 
     Attributes:
@@ -78,7 +78,7 @@ class Place:
             write_pointer(self.fs, self.root, self.names, max([self.step, *committed]))
 
 
-def place_of(path: str, options: Mapping[str, str] | None = None, *, by_rename: bool | None = None) -> Place:
+def place_of(path: str, options: Mapping[str, str] | None = None, *, by_rename: bool | None = None) -> Location:
     """The place of a path.
 
     Args:
@@ -92,13 +92,13 @@ def place_of(path: str, options: Mapping[str, str] | None = None, *, by_rename: 
     return _named(fs, path)
 
 
-def _named(fs: Storage, path: str) -> Place:
+def _named(fs: Storage, path: str) -> Location:
     name = os.path.basename(path)
     for names in NAMINGS.values():
         step = names.step(name)
         if step is not None and names.folder(step) == name:
-            return Place(fs, path, names, step)
-    return Place(fs, path)
+            return Location(fs, path, names, step)
+    return Location(fs, path)
 
 
 def _is_by_rename(fs: Storage, root: str) -> bool:
@@ -119,7 +119,7 @@ def is_one_checkpoint(fs: Storage, folder: str) -> bool:
     return any(fs.exists(os.path.join(folder, name)) for name in (MANIFEST, METADATA))
 
 
-def destination(argument: str, source: Place, options: Mapping[str, str], commit: str | None) -> Place:
+def destination(argument: str, source: Location, options: Mapping[str, str], commit: str | None) -> Location:
     """Where `cp SOURCE ARGUMENT` puts the checkpoint.
 
     `ROOT@300`, an existing folder, or one with a slash at the end, which get a checkpoint of the source's step in the

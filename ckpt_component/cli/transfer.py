@@ -16,7 +16,7 @@ from ..core.formats.verification import verify_checkpoint, verify_files
 from ..core.progress import Progress
 from ..core.storage.files import FileStorage
 from ..errors import CheckpointConfigError, CheckpointCorruptError, CheckpointExistsError, CheckpointSaveError
-from .roots import Place, is_one_checkpoint, point_elsewhere
+from .roots import Location, is_one_checkpoint, point_elsewhere
 
 #: Formats whose files do not say which step they are of.
 _RENUMBERED = ("dcp", "torch_save", "safetensors")
@@ -34,9 +34,9 @@ class Transfer:
         progress: follows the bytes.
     """
 
-    source: Place
+    source: Location
     manifest: Mapping[str, Any]
-    target: Place
+    target: Location
     ended: bool
     progress: Progress
 
@@ -132,6 +132,6 @@ class Transfer:
             ) from error
         self._refuse_running(self.target)
 
-    def _refuse_running(self, place: Place) -> None:
+    def _refuse_running(self, place: Location) -> None:
         what = f"{place.path} is not {'moved' if place is self.source else 'made'}"
         place.refuse_running(what, ended=self.ended)

@@ -19,7 +19,7 @@ from .model import Gpt, loss_of
 from .parallel import clip, mean, parallelize, share
 from .ranks import ALONE, Ranks, join
 from .schedule import build_optimizer, use_settings
-from .schema import Device, Parallel, Precision, read
+from .schema import Parallel, Precision, TrainDevice, read
 from .state import RngState
 
 
@@ -154,14 +154,14 @@ class Job:
             return loss_of(self._called, inputs.to(self.device), targets.to(self.device))
 
 
-def pick_device(choice: Device, ranks: Ranks = ALONE) -> torch.device:
+def pick_device(choice: TrainDevice, ranks: Ranks = ALONE) -> torch.device:
     """The device to train on; with several GPUs, the GPU of this rank.
 
     Raises:
         CheckpointConfigError: The device does not exist.
     """
     count = torch.cuda.device_count()
-    if choice is Device.cpu or (choice is Device.auto and not count):
+    if choice is TrainDevice.cpu or (choice is TrainDevice.auto and not count):
         return torch.device("cpu")
     if ranks.local_rank >= count:
         raise HydraConfigError(

@@ -42,7 +42,7 @@ class Attention(nn.Module):
         return self.dropout(self.out(mixed.transpose(1, 2).reshape(batch, time, -1)))
 
 
-class Block(nn.Module):
+class GptBlock(nn.Module):
     """Attention and MLP, each with a preceding norm and a residual connection.
 
     Args:
@@ -91,7 +91,7 @@ class Gpt(nn.Module):
         self.tokens = nn.Embedding(VOCABULARY, width)
         self.positions = nn.Embedding(settings.context, width)
         self.dropout = nn.Dropout(settings.dropout)
-        self.blocks = nn.ModuleList(Block(width, settings.heads, settings.dropout) for _ in range(settings.layers))
+        self.blocks = nn.ModuleList(GptBlock(width, settings.heads, settings.dropout) for _ in range(settings.layers))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, VOCABULARY, bias=False)
         self.head.weight = self.tokens.weight

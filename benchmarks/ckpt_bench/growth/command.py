@@ -9,7 +9,7 @@ from typing import Any
 from ckpt_component.cli.reports.page import NO_PICTURE, can_plot
 
 from ..place import place
-from ..schema import Request
+from ..schema import BenchRequest
 from .figures import Course, write_growth
 from .judge import judge_growth
 from .plot import draw_growth
@@ -18,7 +18,7 @@ from .table import LEGEND, render_growth
 
 
 def measure_courses(
-    request: Request, parent: tuple[Path, str], about: Mapping[str, Any], folder: Path, say: Callable[[str], None]
+    request: BenchRequest, parent: tuple[Path, str], about: Mapping[str, Any], folder: Path, say: Callable[[str], None]
 ) -> list[Course]:
     """Measure the sizes that the config selects.
 

@@ -11,7 +11,7 @@ MARGIN = 0.05
 
 
 @dataclass(frozen=True)
-class Question:
+class Knob:
     """One setting to try with several values while all others are fixed.
 
     Attributes:
@@ -42,7 +42,7 @@ class Answer:
     reason: str
 
 
-def questions(cores: int, writers: Sequence[str]) -> list[Question]:
+def questions(cores: int, writers: Sequence[str]) -> list[Knob]:
     """All questions, in order.
 
     Args:
@@ -51,17 +51,17 @@ def questions(cores: int, writers: Sequence[str]) -> list[Question]:
     """
     # Begins with the default, 2.
     workers = [count for count in (2, 1, 4, 8) if count <= max(2, cores)]
-    formats = [Question("checkpoint/writer", writers, "durable", "the format")] if len(writers) > 1 else []
+    formats = [Knob("checkpoint/writer", writers, "durable", "the format")] if len(writers) > 1 else []
     return [
         *formats,
-        Question("checkpoint.writer.workers", [str(count) for count in workers], "durable", "parallel writers"),
-        Question("checkpoint.writer.block_bytes", ["8388608", "1048576", "33554432"], "durable", "bytes a write call"),
-        Question("checkpoint.writer.io", ["auto", "buffered", "direct"], "durable", "with or without the page cache"),
-        Question("checkpoint/stager", ["shared_memory", "pinned", "zero_overhead"], "lost", "who takes the snapshot"),
+        Knob("checkpoint.writer.workers", [str(count) for count in workers], "durable", "parallel writers"),
+        Knob("checkpoint.writer.block_bytes", ["8388608", "1048576", "33554432"], "durable", "bytes a write call"),
+        Knob("checkpoint.writer.io", ["auto", "buffered", "direct"], "durable", "with or without the page cache"),
+        Knob("checkpoint/stager", ["shared_memory", "pinned", "zero_overhead"], "lost", "who takes the snapshot"),
     ]
 
 
-def choose(question: Question, figures: Mapping[str, Sequence[float]]) -> Answer:
+def choose(question: Knob, figures: Mapping[str, Sequence[float]]) -> Answer:
     """Choose a value.
 
     The first value is kept unless another is better by more than `MARGIN` and by more than the variation between the

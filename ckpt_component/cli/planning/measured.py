@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from ...config.files import presets
 from ...errors import CheckpointConfigError
-from ..reports.run_records import Save, read_runs
+from ..reports.run_records import RecordedSave, read_runs
 
 #: Sizes must differ by this factor for a line through them to tell what does not grow with the size.
 _APART = 1.5
@@ -118,11 +118,11 @@ def _samples(folder: Path, preset: str) -> list[Sample]:
     return samples
 
 
-def _in_one_go(save: Save) -> bool:
+def _in_one_go(save: RecordedSave) -> bool:
     return save.outcome == "committed" and save.attempts == 1
 
 
-def _sample(save: Sequence[Save], hosts: int) -> Sample:
+def _sample(save: Sequence[RecordedSave], hosts: int) -> Sample:
     return Sample(
         nbytes=max(rank.bytes for rank in save),
         ranks=len(save),
@@ -137,7 +137,7 @@ def _sample(save: Sequence[Save], hosts: int) -> Sample:
     )
 
 
-def _write_s(save: Save) -> float:
+def _write_s(save: RecordedSave) -> float:
     """What grows with the bytes: a sync that is short beside the write had none left to write (direct I/O)."""
     write, sync = save.phase_s("write") or 0.0, save.phase_s("sync") or 0.0
     return write + sync if sync > 0.2 * write else write

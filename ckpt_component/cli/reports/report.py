@@ -12,7 +12,7 @@ from .figures import FIGURES
 from .jobs import Row, differing, read_jobs, spans_of
 from .page import can_plot, new_figure, without_frame, write_page, write_report
 from .replaced import write_csv
-from .text import Block, Table, lines_of
+from .text import Element, Table, lines_of
 
 #: The files are `sweep.csv`, `sweep.png` and `sweep.html`.
 _NAME = "sweep"
@@ -84,7 +84,7 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join(lines_of(_blocks(rows), _WIDTH))
 
 
-def _blocks(rows: Sequence[Row]) -> Iterator[Block]:
+def _blocks(rows: Sequence[Row]) -> Iterator[Element]:
     pareto, differences = best(rows), differing(rows)
     figures = {key: figure for key, figure in FIGURES.items() if any(key in row.figures for row in rows)}
     header = ["", "job", *(figure.column for figure in figures.values()), "what differs", "outcome"]

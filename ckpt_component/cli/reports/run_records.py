@@ -20,7 +20,7 @@ T = TypeVar("T", bound=SaveReport | LoadReport)
 
 
 @dataclass(frozen=True)
-class Save(SaveReport):
+class RecordedSave(SaveReport):
     """A save of one rank, as it was recorded."""
 
     rank: int = 0
@@ -53,7 +53,7 @@ class RankLog:
     host: str = ""
     pid: int | None = None
     ends: list[tuple[int, float]] = field(default_factory=list)
-    saves: list[Save] = field(default_factory=list)
+    saves: list[RecordedSave] = field(default_factory=list)
     loads: list[LoadReport] = field(default_factory=list)
     uploads: list[Mapping[str, Any]] = field(default_factory=list)
 
@@ -92,9 +92,9 @@ class Run:
         """The names of the hosts."""
         return sorted({log.host for log in self.ranks.values() if log.host})
 
-    def saves(self) -> list[list[Save]]:
+    def saves(self) -> list[list[RecordedSave]]:
         """The saves in order, each as those of all ranks."""
-        groups: dict[tuple[str, int], list[Save]] = defaultdict(list)
+        groups: dict[tuple[str, int], list[RecordedSave]] = defaultdict(list)
         for log in self.ranks.values():
             seen: Counter[str] = Counter()
             for save in log.saves:
@@ -114,7 +114,7 @@ class Run:
             log.ends += enumerate(event["ends"], event["first"])
             ended = max([when, *event["ends"]])
         elif kind == "save":
-            log.saves.append(_report(Save, event, when))
+            log.saves.append(_report(RecordedSave, event, when))
             ended = log.saves[-1].end
         elif kind == "load":
             log.loads.append(_report(LoadReport, event, when))

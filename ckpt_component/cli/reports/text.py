@@ -35,10 +35,10 @@ class Table:
 
 
 #: What a report consists of: a line, empty between its parts, or a table.
-Block = str | Table
+Element = str | Table
 
 
-def lines_of(blocks: Iterable[Block], width: int) -> Iterator[str]:
+def lines_of(blocks: Iterable[Element], width: int) -> Iterator[str]:
     """The text of a report for the terminal.
 
     Args:
