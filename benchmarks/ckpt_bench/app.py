@@ -73,9 +73,9 @@ def run_job(config: DictConfig) -> None:
     """Run the action of the config, and write `result.json` to the output folder.
 
     Raises:
-        CheckpointConfigError: A value is invalid.
-        BenchmarkFailed: A promise failed, no row was measured, or a peer could not be installed.
-        SystemExit: A signal stopped the run.
+        CheckpointConfigError: a value is invalid
+        BenchmarkFailed: a promise failed, no row was measured, or a peer could not be installed
+        SystemExit: a signal stopped the run
     """
     job = _JobResult()
     try:

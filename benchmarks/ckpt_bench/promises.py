@@ -27,9 +27,9 @@ def judge(cases: Sequence[Case], *, cores: int, loop_threads: int) -> list[Verdi
     """Check the figures of one run against all promises.
 
     Args:
-        cases: The figures.
-        cores: Number of CPU cores; some promises need a free core.
-        loop_threads: Threads of the simulated training loop.
+        cases: the figures
+        cores: number of CPU cores; some promises need a free core
+        loop_threads: threads of the simulated training loop
     """
     large_disk = _case(cases, "large", "disk")
     # Each row separately: the best of several rows would profit from chance.

@@ -116,7 +116,7 @@ def read(config: DictConfig) -> BenchRequest:
     """Convert the config to a request.
 
     Raises:
-        CheckpointConfigError: A value is out of range, or a name is unknown; the text says what to type.
+        CheckpointConfigError: a value is out of range, or a name is unknown; the text says what to type
     """
     values = plain_dict(config, resolve=True)
     with for_hydra():

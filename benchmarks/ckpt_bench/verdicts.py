@@ -30,10 +30,10 @@ class Verdict:
     """One promise, judged.
 
     Attributes:
-        promise: Text of the promise, with the bound.
-        measured: The ratio, or None if it could not be measured.
-        holds: Whether it holds; None if it could not be measured, or is only reported.
-        note: What was compared, or why it was not.
+        promise: text of the promise, with the bound
+        measured: the ratio, or None if it could not be measured
+        holds: whether it holds; None if it could not be measured, or is only reported
+        note: what was compared, or why it was not
     """
 
     promise: str

@@ -30,12 +30,12 @@ class Saved:
     """A checkpoint that a run saved.
 
     Attributes:
-        name: Name that it was saved under.
-        path: Where it is; None: it was deleted, or its manifest cannot be read.
-        step: Its step; None: unknown.
-        time: When it was committed, seconds since 1970.
-        state: `committed`, `damaged`, `set aside` (quarantined or retired), or `deleted`.
-        metrics: Its metrics.
+        name: name that it was saved under
+        path: where it is; None: it was deleted, or its manifest cannot be read
+        step: its step; None: unknown
+        time: when it was committed, seconds since 1970
+        state: `committed`, `damaged`, `set aside` (quarantined or retired), or `deleted`
+        metrics: its metrics
     """
 
     name: str
@@ -61,19 +61,19 @@ class LoggedRun:
     """A run that saved in the folder.
 
     Attributes:
-        token: Its token; of older checkpoints, what they have in common.
-        began: When it began, or its first checkpoint was committed, seconds since 1970.
-        ranks: Number of ranks; None: unknown.
-        resumed_from: Name or path of the checkpoint; None: from scratch, or unknown.
-        parent: Number of the run that saved that checkpoint.
-        resumed_step: Its step.
-        known: Whether it is known where the run came from.
-        later: Steps after `resumed_step` that the parent had saved: the run is a branch.
-        changes: Of the config, since that checkpoint.
-        changed_since: Number of the run that has the config before them; the parent, unless it left no checkpoint.
-        saved: Its checkpoints, oldest first.
-        failures: What failed, oldest first.
-        uploaded: Steps that it uploaded from here to its permanent folder, in order.
+        token: its token; of older checkpoints, what they have in common
+        began: when it began, or its first checkpoint was committed, seconds since 1970
+        ranks: number of ranks; None: unknown
+        resumed_from: name or path of the checkpoint; None: from scratch, or unknown
+        parent: number of the run that saved that checkpoint
+        resumed_step: its step
+        known: whether it is known where the run came from
+        later: steps after `resumed_step` that the parent had saved: the run is a branch
+        changes: of the config, since that checkpoint
+        changed_since: number of the run that has the config before them; the parent, unless it left no checkpoint
+        saved: its checkpoints, oldest first
+        failures: what failed, oldest first
+        uploaded: steps that it uploaded from here to its permanent folder, in order
     """
 
     token: str

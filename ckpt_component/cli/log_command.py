@@ -27,7 +27,7 @@ def run(parsed: argparse.Namespace, output: Output) -> None:
     """Show the lineage.
 
     Raises:
-        CheckpointNotFoundError: There is no such folder.
+        CheckpointNotFoundError: there is no such folder
     """
     root = find_root(parsed.root, parsed.options)
     runs = runs_of(root)

@@ -46,7 +46,7 @@ def run(parsed: argparse.Namespace, output: Output) -> None:
     """Print the figures.
 
     Raises:
-        CheckpointConfigError: An argument is invalid, or there are no measurements in the folder.
+        CheckpointConfigError: an argument is invalid, or there are no measurements in the folder
     """
     question = _question(parsed)
     figures = plan(question)

@@ -35,7 +35,7 @@ def run(parsed: argparse.Namespace, output: Output) -> None:
     """Delete.
 
     Raises:
-        CheckpointError: a checkpoint is not there, must not be deleted, or could not be.
+        CheckpointError: a checkpoint is not there, must not be deleted, or could not be
     """
     places = {place.path: place for place in (_place(each, parsed.options) for each in parsed.checkpoints)}
     fs = {place.root: place.fs for place in places.values()}

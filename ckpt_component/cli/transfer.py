@@ -27,11 +27,11 @@ class Transfer:
     """One copy or move.
 
     Attributes:
-        source: the checkpoint.
-        manifest: its manifest.
-        target: where it goes.
-        ended: the user says that runs on other hosts have ended.
-        progress: follows the bytes.
+        source: the checkpoint
+        manifest: its manifest
+        target: where it goes
+        ended: the user says that runs on other hosts have ended
+        progress: follows the bytes
     """
 
     source: Location
@@ -44,9 +44,9 @@ class Transfer:
         """Raise an error if the transfer must not be made.
 
         Raises:
-            CheckpointConfigError: the places do not fit, or the format does not allow another step.
-            CheckpointExistsError: the target is there, and is no copy of the source.
-            CheckpointFencedError: a run that may be alive uses one of the roots.
+            CheckpointConfigError: the places do not fit, or the format does not allow another step
+            CheckpointExistsError: the target is there, and is no copy of the source
+            CheckpointFencedError: a run that may be alive uses one of the roots
         """
         source, target = self.source.path, self.target.path
         if source == target or target.startswith(source + os.sep):

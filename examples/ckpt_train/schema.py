@@ -158,7 +158,7 @@ def read(config: DictConfig) -> Settings:
     """Convert the config to dataclasses; unrelated keys are ignored.
 
     Raises:
-        CheckpointConfigError: A key has no value, or one that is out of range.
+        CheckpointConfigError: a key has no value, or one that is out of range
     """
     values = plain_dict(config, resolve=True)
     for key in ("train", "data", "model"):

@@ -23,11 +23,11 @@ def measure_courses(
     """Measure the sizes that the config selects.
 
     Args:
-        request: the config.
-        parent: folder for the checkpoints, and the key that set it.
-        about: the machine and the settings.
-        folder: where the costs are written after every process.
-        say: called with each line of progress.
+        request: the config
+        parent: folder for the checkpoints, and the key that set it
+        about: the machine and the settings
+        folder: where the costs are written after every process
+        say: called with each line of progress
     """
     bench = request.bench
     with place(parent[0], f"{parent[1]}=") as base:

@@ -14,13 +14,13 @@ class RowKind:
     """One way of saving.
 
     Attributes:
-        family: `ours`, `torch`, or `peers`, which run in an environment of their own.
-        needs: the module that a peer is; None: torch has it.
+        family: `ours`, `torch`, or `peers`, which run in an environment of their own
+        needs: the module that a peer is; None: torch has it
         fsyncs: whether it syncs its files itself. For the others the benchmark does, on the clock of `durable`.
-        preset: of ours, what `build_checkpointer` gets.
-        overrides: of ours, what is changed in the preset.
-        fast: of ours, whether packages that compute checksums faster are used; others are as a plain install has them.
-        device: the only one that it says anything new on; None: all.
+        preset: of ours, what `build_checkpointer` gets
+        overrides: of ours, what is changed in the preset
+        fast: of ours, whether packages that compute checksums faster are used; others are as a plain install has them
+        device: the only one that it says anything new on; None: all
     """
 
     family: str

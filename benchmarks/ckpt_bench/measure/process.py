@@ -19,7 +19,7 @@ def main(arguments: list[str]) -> int:
     """Measure one row.
 
     Args:
-        arguments: one JSON text with `row`, `state`, `folder`, `result` and `settings`.
+        arguments: one JSON text with `row`, `state`, `folder`, `result` and `settings`
 
     Returns:
         The exit code; 1 after an error, which is then in the result file.

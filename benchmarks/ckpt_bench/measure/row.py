@@ -41,10 +41,10 @@ def measure_row(name: str, state: State, folder: str, settings: RowSettings) -> 
     """Run a row: the first save, further saves, saves during the loop, one that samples memory, and loads.
 
     Args:
-        name: name of the row.
-        state: what is saved; its values change.
-        folder: where to save; empty before and after.
-        settings: how to measure.
+        name: name of the row
+        state: what is saved; its values change
+        folder: where to save; empty before and after
+        settings: how to measure
 
     Returns:
         Times in seconds, medians of repeated ones: `first_stall`, `stall` (duration of the call), `staged` (until the
@@ -167,10 +167,10 @@ def timed_save(saver: Saver, path: str, fsyncs: bool, *, awaited: bool = True) -
     """Save once.
 
     Args:
-        saver: the saver.
-        path: a new path.
-        fsyncs: whether the saver syncs its files; if not, they are synced here, as part of `durable`.
-        awaited: wait until the tensors may be changed; otherwise `staged` is meaningless.
+        saver: the saver
+        path: a new path
+        fsyncs: whether the saver syncs its files; if not, they are synced here, as part of `durable`
+        awaited: wait until the tensors may be changed; otherwise `staged` is meaningless
 
     Returns:
         Seconds from the call: stall, staged, complete, durable.

@@ -28,17 +28,17 @@ def tune(
     """Answer as many questions as time allows; prints a table and the reason of the choice for each.
 
     Args:
-        trial: Takes the measurements.
-        questions: The questions, in order.
-        fixed: Overrides for all measurements.
-        seconds: Approximate time limit for all questions.
-        repeats: Rounds per question, at least two; fewer if time is short.
+        trial: takes the measurements
+        questions: the questions, in order
+        fixed: overrides for all measurements
+        seconds: approximate time limit for all questions
+        repeats: rounds per question, at least two; fewer if time is short
 
     Returns:
         The answers in the order of the questions, without those that there was no time for.
 
     Raises:
-        CheckpointConfigError: No value of a question works, or the time is too short for any question.
+        CheckpointConfigError: no value of a question works, or the time is too short for any question
     """
     deadline = time.monotonic() + seconds
     answers, unanswered = list[Answer](), list[str]()

@@ -23,14 +23,14 @@ class Scenario:
     """What to plan for.
 
     Attributes:
-        state: bytes of the state of all ranks.
-        ranks: number of ranks.
-        ranks_per_host: ranks on each host.
-        preset: one of our presets, not `off`.
-        storage: bytes per second that the storage takes from all ranks together; None: as measured, or unknown.
-        mtbf: mean time between failures of the whole run, seconds; None: at a published rate per host.
-        restart_s: from a failure until training continues.
-        rates: what an earlier run with the preset measured; None: assumptions.
+        state: bytes of the state of all ranks
+        ranks: number of ranks
+        ranks_per_host: ranks on each host
+        preset: one of our presets, not `off`
+        storage: bytes per second that the storage takes from all ranks together; None: as measured, or unknown
+        mtbf: mean time between failures of the whole run, seconds; None: at a published rate per host
+        restart_s: from a failure until training continues
+        rates: what an earlier run with the preset measured; None: assumptions
     """
 
     state: float

@@ -26,12 +26,12 @@ def write_report(write: Callable[[Path], Sequence[Path]], out: Path, say: Callab
     """Write the files of a report, and say where they are.
 
     Args:
-        write: Writes them into a folder and returns their paths.
-        out: The folder, which is created.
-        say: Function that prints the text.
+        write: writes them into a folder and returns their paths
+        out: the folder, which is created
+        say: function that prints the text
 
     Raises:
-        CheckpointConfigError: They cannot be written.
+        CheckpointConfigError: they cannot be written
     """
     try:
         out.mkdir(parents=True, exist_ok=True)

@@ -30,12 +30,12 @@ def report(folder: Path, say: Callable[[str], None] = print, out: Path | None = 
     """Report a sweep.
 
     Args:
-        folder: Folder of a sweep, of one job, or of several jobs.
-        say: Function that prints the text.
-        out: Folder for the files; None: `folder`.
+        folder: folder of a sweep, of one job, or of several jobs
+        say: function that prints the text
+        out: folder for the files; None: `folder`
 
     Raises:
-        CheckpointConfigError: The folder has no jobs, or the files cannot be written.
+        CheckpointConfigError: the folder has no jobs, or the files cannot be written
     """
     rows = read_rows(folder)
     say(table(rows))
@@ -46,10 +46,10 @@ def read_rows(folder: Path) -> list[Row]:
     """The rows of a sweep in the order of the report: by workload, the least stall first.
 
     Args:
-        folder: Folder of a sweep, of one job, or of several jobs.
+        folder: folder of a sweep, of one job, or of several jobs
 
     Raises:
-        CheckpointConfigError: The folder has no jobs.
+        CheckpointConfigError: the folder has no jobs
     """
     return sorted(read_jobs(folder), key=lambda row: (row.workload, row.stall_s is None, row.stall_s or 0.0))
 
@@ -58,12 +58,12 @@ def write_files(rows: Sequence[Row], folder: Path, out: Path) -> list[Path]:
     """Write `sweep.csv`, and if matplotlib is installed the picture and the page.
 
     Args:
-        rows: The rows, from `read_rows`.
-        folder: Folder of the sweep, which the page names.
-        out: Where to.
+        rows: the rows, from `read_rows`
+        folder: folder of the sweep, which the page names
+        out: where to
 
     Raises:
-        OSError: A file cannot be written.
+        OSError: a file cannot be written
     """
     base = out / _NAME
     write_csv(base.with_suffix(".csv"), _CSV_COLUMNS, records(rows))

@@ -70,9 +70,9 @@ class Run:
     """One run: from the start of its processes to their end.
 
     Attributes:
-        token: Identifies it.
-        began: When its first event was recorded, in seconds since 1970.
-        ended: When its last event was recorded, or its last step or save ended.
+        token: identifies it
+        began: when its first event was recorded, in seconds since 1970
+        ended: when its last event was recorded, or its last step or save ended
     """
 
     token: str
@@ -129,11 +129,11 @@ def read_runs(folder: Path) -> list[Run]:
     """The runs that saved in a folder, the oldest first.
 
     Args:
-        folder: The folder of the checkpoints.
+        folder: the folder of the checkpoints
 
     Raises:
-        CheckpointNotFoundError: It has no events; the text says what it has.
-        CheckpointUnreadableError: The events cannot be read.
+        CheckpointNotFoundError: it has no events; the text says what it has
+        CheckpointUnreadableError: the events cannot be read
     """
     runs: dict[str, Run] = {}
     try:
@@ -157,12 +157,12 @@ def chosen_run(runs: Sequence[Run], number: int | None = None) -> int:
     """The index of the run to show.
 
     Args:
-        runs: As `read_runs` returns them.
+        runs: as `read_runs` returns them
         number: `--run` of the command line: counts from 1, the oldest; None: the newest run that saved, because one
-            that only restored has nothing to show; if none saved, the newest.
+            that only restored has nothing to show; if none saved, the newest
 
     Raises:
-        CheckpointConfigError: There is no run of this number.
+        CheckpointConfigError: there is no run of this number
     """
     if number is None:
         return max((index for index, run in enumerate(runs) if run.saves()), default=len(runs) - 1)

@@ -30,11 +30,11 @@ class Slice:
     """Something that a rank did.
 
     Attributes:
-        track: The thread of `TRACKS`.
-        kind: `step`, `wait`, `load`, or a phase of a save.
-        begin: Seconds since 1970.
-        end: Seconds since 1970.
-        details: Shown for the slice.
+        track: the thread of `TRACKS`
+        kind: `step`, `wait`, `load`, or a phase of a save
+        begin: seconds since 1970
+        end: seconds since 1970
+        details: shown for the slice
     """
 
     track: str
