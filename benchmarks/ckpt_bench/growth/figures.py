@@ -57,8 +57,8 @@ class Course:
     """The costs along one axis.
 
     Attributes:
-        axis: a key of `COSTS`.
-        runs: size -> repeats, each with its costs by name or with `error`; sizes ascend.
+        axis: a key of `COSTS`
+        runs: size -> repeats, each with its costs by name or with `error`; sizes ascend
     """
 
     axis: str
@@ -70,8 +70,8 @@ class Point:
     """One cost at one size, for all items or ranks together.
 
     Attributes:
-        median, low, high: over the repeats.
-        each: the median per item or rank.
+        median, low, high: over the repeats
+        each: the median per item or rank
         ratio: lowest cost per item or rank, divided by that of the previous size; 1 is linear growth, less is better.
             None at the first size.
     """
@@ -116,9 +116,9 @@ def write_growth(courses: Sequence[Course], folder: Path, about: Mapping[str, An
     """Write every run to `growth.json`, which can be read back, and the points to `growth.csv`.
 
     Args:
-        courses: the costs, also of an unfinished run.
-        folder: where to write.
-        about: the machine and the settings.
+        courses: the costs, also of an unfinished run
+        folder: where to write
+        about: the machine and the settings
     """
     content = {"about": dict(about), "courses": [asdict(course) for course in courses]}
     columns = ("axis", "cost", *(each.name for each in fields(Point)))
@@ -135,7 +135,7 @@ def read_growth(folder: str) -> tuple[list[Course], dict[str, Any]]:
     """Read the costs and the description of an earlier run.
 
     Raises:
-        CheckpointConfigError: the folder has no costs.
+        CheckpointConfigError: the folder has no costs
     """
 
     def of(content: Any) -> tuple[list[Course], dict[str, Any]]:

@@ -42,9 +42,9 @@ def measure_ranks(world_size: int, saves: int, folder: str) -> dict[str, float]:
     """Costs of one save of `world_size` ranks, in total.
 
     Args:
-        world_size: number of ranks.
-        saves: number of saves after the first; their median counts.
-        folder: where they save; empty before and after.
+        world_size: number of ranks
+        saves: number of saves after the first; their median counts
+        folder: where they save; empty before and after
 
     Returns:
         Costs by the names of `figures.COSTS`.
