@@ -31,8 +31,8 @@ def serve(work: Callable[[dict[str, Any], Channel], None], *, on_orphan: Literal
     """
     for number in SIGNALS_OF_THE_TRAINER:
         signal.signal(number, signal.SIG_IGN)
-    fd, pid = map(int, sys.argv[2:])
-    parent = Channel(socket.socket(fileno=fd), lambda: os.getppid() == pid, patience=math.inf)
+    pid = os.getppid()
+    parent = Channel(socket.socket(fileno=int(sys.argv[2])), lambda: os.getppid() == pid, patience=math.inf)
     first = parent.receive()
     if first is None:
         sys.exit(1)

@@ -22,7 +22,7 @@ from .framing import Channel
 from .priority import lower_priority
 
 _PACKAGE_ROOT = str(Path(__file__).resolve().parents[3])
-#: The arguments are the folder of this package, the descriptor of the connection, and the process ID of the parent.
+#: The arguments are the folder of this package and the descriptor of the connection.
 _CODE = "import sys; sys.path[:] = [sys.argv[1], *filter(None, sys.path)]; from {} import main; main()"
 _SEND_SECONDS = 30.0
 _KILL_SECONDS = 5.0
@@ -59,10 +59,9 @@ class Child(Channel):
         log: Callable[[str], None] | None = None,
     ) -> None:
         ours, theirs = socket.socketpair()
-        arguments = [_PACKAGE_ROOT, str(theirs.fileno()), str(os.getpid())]
         try:
             process = subprocess.Popen(
-                [sys.executable, *flags, "-c", _CODE.format(module), *arguments],
+                [sys.executable, *flags, "-c", _CODE.format(module), _PACKAGE_ROOT, str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL if log is None else subprocess.PIPE,
