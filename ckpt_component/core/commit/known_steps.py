@@ -18,7 +18,7 @@ class KnownSteps:
     Not for several threads at the same time.
 
     Args:
-        fs: the storage.
+        storage: the storage.
         root: folder of the checkpoints.
         names: how steps are named there.
         scan: what a scan of it has just found, owned by this object from now on; None: nothing is known.
@@ -27,8 +27,8 @@ class KnownSteps:
         scan: what is known.
     """
 
-    def __init__(self, fs: Storage, root: str, names: StepNames, scan: Scan | None = None) -> None:
-        self._fs = fs
+    def __init__(self, storage: Storage, root: str, names: StepNames, scan: Scan | None = None) -> None:
+        self._storage = storage
         self._root = root
         self._names = names
         self.scan = scan or Scan()
@@ -72,7 +72,7 @@ class KnownSteps:
             modified = self._modified_at(folder)
             known = None if modified is None or modified != self._modified.get(step) else self.scan.manifests.get(step)
             self._forget(step)
-            examine(self._fs, folder, step, self.scan, known)
+            examine(self._storage, folder, step, self.scan, known)
             self._examined[name] = step
             if modified is not None:
                 self._modified[step] = modified
@@ -86,7 +86,7 @@ class KnownSteps:
     def _modified_at(self, folder: str) -> float | None:
         """When a manifest was last modified; None if that is unknown, as the reading of it shows."""
         try:
-            return self._fs.modified(os.path.join(folder, MANIFEST))
+            return self._storage.modified(os.path.join(folder, MANIFEST))
         except OSError:
             return None
 
