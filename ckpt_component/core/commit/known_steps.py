@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterable
-from typing import Any
 
 from ..storage.storage import Storage
 from .names import MANIFEST, StepNames
@@ -56,17 +55,13 @@ class KnownSteps:
         self.look_again(new)
         return new
 
-    def look_again(self, steps: Iterable[int]) -> bool:
+    def look_again(self, steps: Iterable[int]) -> None:
         """Examine folders of steps; a manifest is decoded only if it is not known, or was modified.
-
-        Returns:
-            Whether other steps are committed now, or with other metrics.
 
         Raises:
             OSError: as `update`.
         """
-        before = {step: self._standing(step) for step in steps}
-        for step in before:
+        for step in steps:
             name = self._names.folder(step)
             folder = os.path.join(self._root, name)
             modified = self._modified_at(folder)
@@ -77,7 +72,6 @@ class KnownSteps:
             if modified is not None:
                 self._modified[step] = modified
         self.scan.committed.sort()
-        return any(self._standing(step) != standing for step, standing in before.items())
 
     def keep_manifests(self, steps: Collection[int]) -> None:
         """Forget the manifests of other steps, which take memory for each file of a checkpoint."""
@@ -94,6 +88,3 @@ class KnownSteps:
         self.scan.forget(step)
         self._modified.pop(step, None)
         self._examined.pop(self._names.folder(step), None)
-
-    def _standing(self, step: int) -> Any:
-        return step in self.scan.committed, self.scan.metrics.get(step)
